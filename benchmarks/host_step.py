@@ -9,6 +9,7 @@ JSON line per number of rows, microseconds per step: of all, and of the worker's
 import argparse
 import json
 import time
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ from pagoda.base.config import CacheConfig
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingPlan
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.executor import Capacity, StepSize
 from pagoda.core.kv_specs import KVGroupSpec, KVShape
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
@@ -68,8 +70,14 @@ class TimedWorker:
         self._runner = ModelRunner(NoForward(), table, cache, cpu)
         self.seconds = 0.0
 
-    def start(self) -> None:
+    def load(self) -> None:
         torch.set_num_threads(1)
+
+    def measure(self, sizes: Sequence[StepSize]) -> Capacity:
+        return Capacity("host", 0, 0)
+
+    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
+        pass
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         begin = time.perf_counter()
@@ -78,10 +86,8 @@ class TimedWorker:
         self.seconds += time.perf_counter() - begin
         return step
 
-    def load_adapter(self, lora: object) -> None:
+    def call(self, name: str, args: Sequence[object]) -> object:
         raise NotImplementedError
-
-    unload_adapter = load_adapter
 
     def shutdown(self) -> None:
         pass
@@ -96,6 +102,7 @@ def measure(num_rows: int, num_steps: int) -> dict[str, float]:
     executor = InProcessExecutor(worker)  # type: ignore[arg-type]
     executor.start()
     num_blocks = num_rows * (MAX_LEN // BLOCK) + 1
+    executor.set_pools(num_blocks, 0)
     clock = SystemClock()
     scheduler = Scheduler(options, CacheConfig(block_size=BLOCK), NoModel.kv_groups, num_blocks, MAX_LEN, clock)
     core = EngineCore(scheduler, executor, clock, EngineFacts(MAX_LEN, BLOCK, num_blocks, 0, 0.0), VOCAB, 2)

@@ -9,7 +9,7 @@ from pagoda.base.abbreviate import shorten
 from pagoda.base.clock import Clock, SystemClock
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_without_effect import settings_without_effect
-from pagoda.base.errors import CapacityError, ConfigError
+from pagoda.base.errors import CapacityError, ConfigError, StepTooLarge
 from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Executor
 from pagoda.core.grammar import GrammarBackend
@@ -19,13 +19,14 @@ from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.wire import EngineFacts
 from pagoda.engine_setup import EngineSetup, fit_cache, resolve_engine, scheduler_options, weights_in_memory
 from pagoda.executors.fake import FakeExecutor
-from pagoda.executors.in_process import InProcessExecutor, StepRunner
+from pagoda.executors.in_process import InProcessExecutor
 from pagoda.input_setup import build_input_processor
 from pagoda.loading.quantization import resolve_quantization
-from pagoda.measured_capacity import measure_capacity
+from pagoda.measured_capacity import fit_measured, no_step_fits, sizes_to_try
 from pagoda.worker.drafters.registry import make_drafter
 from pagoda.worker.memory import KVCapacity
 from pagoda.worker.speculation.speculator import Speculator, make_speculator
+from pagoda.worker_setup import make_worker
 
 logger = logging.getLogger("pagoda")
 
@@ -51,13 +52,16 @@ def build_engine_core(
     for sentence in settings_without_effect(setup.config):
         logger.warning("%s", sentence)
     clock = clock or SystemClock()
-    options = scheduler_options(setup.config, setup.drafting)
     grammars = _make_grammars(setup)
-    own = _make_executor(setup, capacity, options.max_rows, grammars, pin_threads)
-    if not setup.device.is_host and isinstance(own, InProcessExecutor):
-        setup, capacity = _measure(own.worker, setup, capacity)
-        options = scheduler_options(setup.config, setup.drafting)
-
+    executor = _make_executor(setup, capacity, grammars, pin_threads)
+    if wrap_executor is not None:
+        executor = wrap_executor(executor, scheduler_options(setup.config, setup.drafting).max_rows)
+    try:
+        setup, capacity = _start(executor, setup, capacity)
+    except BaseException:
+        executor.shutdown()
+        raise
+    options = scheduler_options(setup.config, setup.drafting)
     scheduler = Scheduler(
         options,
         setup.config.cache,
@@ -68,10 +72,6 @@ def build_engine_core(
         num_host_blocks=capacity.num_host_blocks,
         grammars=grammars,
     )
-    executor: Executor = own
-    if wrap_executor is not None:
-        executor = wrap_executor(executor, scheduler.max_rows)
-    _start(executor, setup, capacity)
     load_s = time.perf_counter() - begin_s
     _log(setup, capacity, load_s)
     facts = EngineFacts(
@@ -90,7 +90,7 @@ def build_engine_core(
         options.pipeline_depth,
         grammars,
         waits_for_drafts=options.async_scheduling and setup.drafting is not None,
-        adapters=own if setup.config.model.lora.enable_lora else None,
+        takes_adapters=setup.config.model.lora.enable_lora,
         embeds_size=setup.embeds_size,
     )
 
@@ -122,33 +122,22 @@ def _make_grammars(setup: EngineSetup) -> GrammarBackend:
     )
 
 
-def _measure(worker: StepRunner, setup: EngineSetup, capacity: KVCapacity) -> tuple[EngineSetup, KVCapacity]:
-    """Size a GPU's KV pools by what the largest steps leave, or check that they fit next to them if bytes were given.
+def _start(executor: Executor, setup: EngineSetup, planned: KVCapacity) -> tuple[EngineSetup, KVCapacity]:
+    """Start the executor; return what the ranks have room for.
 
-    The steps of a model without KV are tried, too. A number of blocks, which is for tests, is taken as it is.
+    Raises CapacityError if memory runs out while it loads, whichever library notices.
     """
-    from pagoda.worker.worker import Worker
-
-    config = setup.config
-    if config.debug.num_blocks is not None:
+    sizes = sizes_to_try(setup)
+    try:
+        setup, capacity = fit_measured(setup, planned, executor.start(sizes), sizes)
+        executor.set_pools(capacity.num_blocks, capacity.num_host_blocks)
         return setup, capacity
-    assert isinstance(worker, Worker)
-    try:
-        return measure_capacity(worker, setup)
+    except StepTooLarge as error:
+        raise no_step_fits(sizes, error) from error
     except (MemoryError, OSError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise _too_little_memory(setup, capacity, error) from error
-
-
-def _start(executor: Executor, setup: EngineSetup, capacity: KVCapacity) -> None:
-    """Start the executor. Raises CapacityError if memory runs out while it loads, whichever library notices."""
-    try:
-        executor.start()
-    except (MemoryError, OSError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise _too_little_memory(setup, capacity, error) from error
+        raise _too_little_memory(setup, planned, error) from error
 
 
 def _too_little_memory(setup: EngineSetup, capacity: KVCapacity, error: Exception) -> CapacityError:
@@ -163,17 +152,18 @@ def _too_little_memory(setup: EngineSetup, capacity: KVCapacity, error: Exceptio
 
 
 def _make_executor(
-    setup: EngineSetup, capacity: KVCapacity, max_rows: int, grammars: GrammarBackend | None, pin_threads: bool
-) -> FakeExecutor | InProcessExecutor:
+    setup: EngineSetup, capacity: KVCapacity, grammars: GrammarBackend | None, pin_threads: bool
+) -> Executor:
+    options = scheduler_options(setup.config, setup.drafting)
     if setup.config.parallel.executor == "fake":
         return FakeExecutor(
-            max_rows,
+            options.max_rows,
             setup.num_positions,
             capacity.block_size,
             len(setup.groups),
             vocab_size=setup.spec.vocab_size,
             grammars=grammars,
-            speculator=_lookup_speculator(setup, max_rows),
+            speculator=_lookup_speculator(setup, options.max_rows),
         )
     if setup.config.parallel.executor != "in_process":
         parallel = setup.config.parallel
@@ -182,35 +172,7 @@ def _make_executor(
             f"{parallel.pipeline_parallel_size}, distributed_executor_backend={parallel.executor!r}: there is no "
             "executor for several workers yet; leave them out"
         )
-    # Imported here because torch takes a second to import, and planning and resolving do not need it.
-    from pagoda.worker.adapters import AdapterLimits
-    from pagoda.worker.loaded_model import WorkerConfig
-    from pagoda.worker.worker import Worker
-
-    config = setup.config
-    lora = config.model.lora
-    worker = Worker(
-        WorkerConfig(
-            files=setup.files,
-            dtype=setup.dtype,
-            quantization=config.model.quantization,
-            kv_dtype=setup.kv_dtype,
-            block_size=capacity.block_size,
-            num_blocks=capacity.num_blocks,
-            num_host_blocks=capacity.num_host_blocks,
-            max_rows=max_rows,
-            max_model_len=setup.max_model_len,
-            max_drafts=setup.max_drafts,
-            parallel=config.parallel,
-            grammars=grammars,
-            pin_threads=pin_threads,
-            drafting=setup.drafting,
-            adapters=AdapterLimits(lora.num_kept, lora.max_lora_rank) if lora.enable_lora else None,
-            pooling=setup.tasks.plan,
-            takes_embeds=setup.embeds_size > 0,
-        )
-    )
-    return InProcessExecutor(worker, overlap=scheduler_options(setup.config, setup.drafting).pipeline_depth > 1)
+    return InProcessExecutor(make_worker(setup, grammars, pin_threads), overlap=options.pipeline_depth > 1)
 
 
 def _lookup_speculator(setup: EngineSetup, max_rows: int) -> Speculator | None:

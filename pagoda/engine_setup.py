@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pagoda.base.config import EngineConfig, PrefillConfig, SchedulerConfig, SchedulingMode
@@ -12,6 +13,7 @@ from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import ModelTasks, PoolingKind
 from pagoda.base.setting import describe_settings
+from pagoda.core.executor import Capacity
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.loading.model_config import read_model
@@ -181,40 +183,59 @@ def embeds_in_memory(setup: EngineSetup) -> EmbedsMemory:
     return embeds_memory(setup.embeds_size, setup.dtype, setup.config.server.server_limits)
 
 
-def size_cache(setup: EngineSetup, free_bytes: int | None = None) -> KVCapacity:
-    """Return the number of KV blocks that will fit.
+def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCapacity:
+    """Return the number of KV blocks that will fit on every rank.
 
-    free_bytes: what is free next to the loaded weights, those of a draft model too, and the largest step; None before
-        they are loaded.
+    capacities: what the ranks have measured next to their weights, those of a draft model too; none before they are
+        loaded.
     Raises CapacityError if a sequence of max_model_len does not fit, or if the cache does not fit into the memory; the
     message says what does.
     """
-    free = free_bytes
-    if free is None:
-        free = max(0, setup.device.free_bytes() - setup.device.margin_bytes)
-        if not setup.device.is_host:
-            _require_weights_fit(setup, free)
-        free -= weights_in_memory(setup)
     config, is_on_host, embeds = setup.config, setup.device.is_host, embeds_in_memory(setup)
-    free = max(0, free - adapters_in_memory(setup) - (embeds.total if is_on_host else embeds.device))
-    capacity = plan_capacity(
-        setup.groups,
-        config.cache,
-        setup.kv_dtype,
-        setup.max_model_len,
-        free,
-        scheduler_options(setup.config, setup.drafting),
-        config.debug,
-    )
-    if config.parallel.executor != "fake":
-        if not is_on_host:
-            taken_by = "the weights" if free_bytes is None else "the weights and the largest step"
-            require_device_memory(capacity, config.cache, free, taken_by)
-        reserved = embeds.host
+    is_fake = config.parallel.executor == "fake"
+    taken_by = "the weights and the largest step" if capacities else "the weights"
+    reserved = adapters_in_memory(setup) + (embeds.total if is_on_host else embeds.device)
+    found: list[KVCapacity] = []
+    for free_bytes, block_bytes in _shares(capacities) or [(_free_before_loading(setup), None)]:
+        free = max(0, free_bytes - reserved)
+        found.append(
+            plan_capacity(
+                setup.groups,
+                config.cache,
+                setup.kv_dtype,
+                setup.max_model_len,
+                free,
+                scheduler_options(config, setup.drafting),
+                config.debug,
+                block_bytes,
+            )
+        )
+        if not is_on_host and not is_fake:
+            require_device_memory(found[-1], config.cache, free, taken_by)
+    capacity = min(found, key=lambda one: one.num_blocks)
+    if not is_fake:
+        on_host = embeds.host
         if is_on_host:
-            reserved += weights_in_memory(setup) + adapters_in_memory(setup) + embeds.device
-        require_host_memory(capacity, config.cache, memory_limit(), reserved, is_on_host)
+            on_host += weights_in_memory(setup) + adapters_in_memory(setup) + embeds.device
+        require_host_memory(capacity, config.cache, memory_limit(), on_host, is_on_host)
     return capacity
+
+
+def _free_before_loading(setup: EngineSetup) -> int:
+    """Return the bytes that the weights will leave. Raises CapacityError if a GPU does not have the memory for them."""
+    free = max(0, setup.device.free_bytes() - setup.device.margin_bytes)
+    if not setup.device.is_host:
+        _require_weights_fit(setup, free)
+    return free - weights_in_memory(setup)
+
+
+def _shares(capacities: Sequence[Capacity]) -> list[tuple[int, int]]:
+    """Return for each rank the bytes for its pools, an equal share of its memory, and those of a block."""
+    shares: list[tuple[int, int]] = []
+    for rank in capacities:
+        together = [one.free_bytes for one in capacities if one.memory == rank.memory]
+        shares.append((min(together) // len(together), rank.block_bytes))
+    return shares
 
 
 def _require_weights_fit(setup: EngineSetup, free_bytes: int) -> None:
@@ -252,17 +273,17 @@ def scheduler_options(config: EngineConfig, drafting: DraftSetup | None = None) 
     )
 
 
-def fit_cache(setup: EngineSetup, free_bytes: int | None = None) -> tuple[EngineSetup, KVCapacity]:
+def fit_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> tuple[EngineSetup, KVCapacity]:
     """As `size_cache`; where max_model_len is the model's own, it is lowered to what the cache holds, with a warning.
 
     Raises CapacityError if the option was given and does not fit, or if less than 1,024 tokens would be left.
     """
     try:
-        return setup, size_cache(setup, free_bytes)
+        return setup, size_cache(setup, capacities)
     except CapacityError:
         if "max_model_len" in (setup.config.given or ()):
             raise
-        capacity = size_cache(_with_max_model_len(setup, 1), free_bytes)
+        capacity = size_cache(_with_max_model_len(setup, 1), capacities)
         own, fits = setup.max_model_len, capacity.max_tokens
         if fits < min(own, _SHORTEST_FITTED):
             raise

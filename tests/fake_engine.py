@@ -30,6 +30,7 @@ def fake_core(
     scheduler = Scheduler(scheduler_config, CacheConfig(), (KVGroupSpec(),), NUM_BLOCKS, MAX_LEN, clock)
     executor = executor or FakeExecutor(scheduler.max_rows, MAX_LEN, vocab_size=258, step_s=step_s)
     executor.start()
+    executor.set_pools(NUM_BLOCKS, 0)
     return EngineCore(scheduler, executor, clock, EngineFacts(MAX_LEN, 16, NUM_BLOCKS, 0, 0.0), 258, depth)
 
 

@@ -1,39 +1,104 @@
-"""Executor: where steps run. The engine core knows nothing else of devices, processes or nodes."""
+"""Executor: where steps run. The engine core knows nothing else of devices, processes or nodes.
 
+Whatever crosses it is a value that a codec can carry. The life of an executor: `start`, `set_pools`, then steps and
+calls in the order in which they were submitted, then `shutdown`.
+"""
+
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
-class Executor(Protocol):
-    """Executes steps in the order they are submitted."""
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """The largest steps: so many sequences, and so many tokens, at most."""
 
-    def start(self) -> None:
-        """Load weights and reserve the KV cache; returns when the first step can be submitted."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a rank has for its KV pools, measured when all ranks have loaded their weights.
+
+    memory: names the memory; ranks that name the same one share it.   free_bytes: of it, next to the largest step if
+    one was tried.   block_bytes: of a KV block on this rank, with all of the layers it computes.
+    num_too_large: how many of the sizes of steps that were tried do not fit.   why: the first of them does not; "".
+    """
+
+    memory: str
+    free_bytes: int
+    block_bytes: int
+    num_too_large: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Time spent in steps, in seconds, by the rank that answers.
+
+    parts: by part of the worker's step.   ops: by kind of op in the forward; empty if it was not recorded.
+    num_ops: ops per forward.   region_s: measured overhead of one parallel region.
+    """
+
+    num_steps: int
+    parts: dict[str, float]
+    ops: dict[str, float]
+    num_ops: int
+    region_s: float
+
+
+CALLS: Mapping[str, tuple[tuple[type, ...], type]] = {
+    "load_adapter": ((LoraRef,), type(None)),
+    "unload_adapter": ((LoraRef,), type(None)),
+    "begin_profile": ((), type(None)),
+    "profile": ((), StepProfile),
+}
+"""The calls: the types of the arguments of each, and that of its result.
+
+load_adapter: read a LoRA adapter. Raises PagodaError that says why it cannot be used.
+unload_adapter: free its memory once no row uses it; ignore one that is not loaded.
+begin_profile, profile: measure the steps in between.
+"""
+
+
+class Executor(Protocol):
+    """Executes steps and calls in the order in which they are submitted, on every rank.
+
+    Futures complete by themselves, in any thread; all of them fail with WorkerDied when a rank is gone.
+    """
+
+    def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
+        """Load the weights; return what each rank has for KV pools; nothing if that does not limit them.
+
+        sizes: of steps, the largest first: each rank tries steps of these sizes until one fits in its memory.
+        Raises StepTooLarge if none does, ConfigError if a device does not support the settings.
+        """
+        ...
+
+    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
+        """Allocate the KV pools and prepare for steps, which can be submitted from now on. Called once.
+
+        Raises CapacityError if a rank does not have the memory.
+        """
         ...
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
-        """Run one step. The future resolves in submission order; it fails with WorkerDied when the worker is gone."""
+        """Run one step. The future resolves in submission order."""
+        ...
+
+    def call(self, name: str, *args: object) -> "Future[Any]":
+        """Run one of CALLS after the steps submitted so far and before those submitted later.
+
+        The result is that of the rank that samples; the future fails if the call fails on any rank. Steps do not wait
+        for what a call does on other threads.
+        """
         ...
 
     def shutdown(self) -> None:
         """Release everything; idempotent. Futures still open fail with WorkerDied."""
-        ...
-
-
-class AdapterLoader(Protocol):
-    """An executor whose workers hold LoRA adapters."""
-
-    def load_adapter(self, lora: LoraRef) -> None:
-        """Read an adapter after the steps submitted so far, so that the first request that uses it need not wait.
-
-        Workers also read adapters that steps name and that they do not hold.
-        Raises PagodaError that says why it cannot be used, WorkerDied when the worker is gone.
-        """
-        ...
-
-    def unload_adapter(self, lora: LoraRef) -> None:
-        """Free an adapter's memory once no row uses it. Ignore one that is not loaded."""
         ...

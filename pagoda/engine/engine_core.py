@@ -11,7 +11,7 @@ import numpy as np
 from pagoda.base.clock import Clock
 from pagoda.base.errors import ConfigError, InvariantBroken, PagodaError, RequestError, WorkerDied
 from pagoda.core.decision_log import DecisionLog
-from pagoda.core.executor import AdapterLoader, Executor
+from pagoda.core.executor import Executor, StepProfile
 from pagoda.core.grammar import GrammarBackend
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler import Scheduler, SchedulerStats
@@ -46,7 +46,7 @@ class EngineCore:
         grammars: GrammarBackend | None = None,
         *,
         waits_for_drafts: bool = False,
-        adapters: AdapterLoader | None = None,
+        takes_adapters: bool = False,
         embeds_size: int = 0,
     ) -> None:
         """pipeline_depth: most steps in flight at once.   executor: already started.
@@ -54,7 +54,7 @@ class EngineCore:
         waits_for_drafts: schedule no step while one is in flight whose result may propose drafts (see
         ModelRunnerOutput.no_drafts_until): drafts for rows that are scheduled already are of no use.
         grammars: the backend that the scheduler and the executor use; None if requests cannot have a grammar.
-        adapters: the executor, if requests may use LoRA adapters.
+        takes_adapters: whether requests may use LoRA adapters.
         embeds_size: elements of a prompt embedding; 0 if prompts cannot be given as embeddings.
         """
         self.facts = facts
@@ -64,7 +64,7 @@ class EngineCore:
         self._vocab_size = vocab_size
         self._depth = pipeline_depth
         self._grammars = grammars
-        self._adapters = adapters
+        self._takes_adapters = takes_adapters
         self._embeds_size = embeds_size
         self._waits_for_drafts = waits_for_drafts
         self._no_drafts_until = 0  # the last step that is certain to propose none
@@ -82,7 +82,7 @@ class EngineCore:
         check_token_ids(request, self._vocab_size)
         check_embeds(request, self._embeds_size)
         if request.lora is not None:
-            self._adapter_loader()
+            self._require_adapters()
         grammar = request.grammar
         structure = request.sampling.structured_outputs if request.sampling is not None else None
         if structure is not None or (grammar is not None and self._grammars is None):
@@ -166,18 +166,18 @@ class EngineCore:
 
         Raises RequestError if it cannot be used.
         """
-        loader = self._adapter_loader()
+        self._require_adapters()
         self._release_rows()
         try:
-            loader.load_adapter(lora)
+            self._executor.call("load_adapter", lora).result()
         except ConfigError as error:
             raise RequestError(f"LoRA adapter {lora.name!r}: {error}", "lora_request") from None
 
     def unload_adapter(self, lora: LoraRef) -> None:
         """Free an adapter's memory once no running request uses it. Ignore one that is not loaded."""
-        if self._adapters is not None:
+        if self._takes_adapters:
             self._release_rows()
-            self._adapters.unload_adapter(lora)
+            self._executor.call("unload_adapter", lora).result()
 
     def _release_rows(self) -> None:
         """Let the worker forget the rows of ended requests, if there is no next step that will tell it to."""
@@ -185,10 +185,17 @@ class EngineCore:
             outputs = self.step()
             assert not outputs, "there are no requests"
 
-    def _adapter_loader(self) -> AdapterLoader:
-        if self._adapters is None:
+    def _require_adapters(self) -> None:
+        if not self._takes_adapters:
             raise RequestError("LoRA adapters are off on this engine: set enable_lora", "lora_request")
-        return self._adapters
+
+    def begin_profile(self) -> None:
+        """Measure the steps from now on, until `profile`."""
+        self._executor.call("begin_profile").result()
+
+    def profile(self) -> StepProfile:
+        """Return where the time of the steps since `begin_profile` went."""
+        return self._executor.call("profile").result()
 
     def make_stats(self) -> SchedulerStats:
         """Return the scheduler's gauges and counters (see Scheduler.make_stats)."""

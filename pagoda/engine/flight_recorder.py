@@ -8,13 +8,15 @@ crash.
 import hashlib
 import mmap
 import struct
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from pagoda.core.executor import Executor
+from pagoda.core.executor import Capacity, Executor, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 _HEADER = struct.Struct("<qq")  # steps begun, steps ended
@@ -97,8 +99,14 @@ class RecordedExecutor:
         self._key_of_row = np.zeros(max_rows, np.int64)
         self._step_tokens: list[int] = []
 
-    def start(self) -> None:
-        self._inner.start()
+    def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
+        return self._inner.start(sizes)
+
+    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
+        self._inner.set_pools(num_blocks, num_host_blocks)
+
+    def call(self, name: str, *args: object) -> "Future[Any]":
+        return self._inner.call(name, *args)
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         for init in output.admitted:

@@ -4,14 +4,16 @@ For tests, and for measuring the layers above an executor.
 """
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from pagoda.base.errors import WorkerDied
+from pagoda.core.executor import Capacity, StepProfile, StepSize
 from pagoda.core.grammar import GrammarBackend
-from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.speculation.speculator import Speculator
@@ -80,7 +82,11 @@ class FakeExecutor:
         self._alive = False
         self.num_steps = 0
 
-    def start(self) -> None:
+    def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
+        """There are no weights and no pools: nothing limits them."""
+        return ()
+
+    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
         self._alive = True
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
@@ -94,11 +100,14 @@ class FakeExecutor:
             future.set_exception(error)
         return future
 
-    def load_adapter(self, lora: LoraRef) -> None:
-        """Do nothing: an adapter's weights are not read."""
-
-    def unload_adapter(self, lora: LoraRef) -> None:
-        """Do nothing, as `load_adapter`."""
+    def call(self, name: str, *args: object) -> "Future[Any]":
+        """Do nothing: an adapter's weights are not read, and steps are not profiled."""
+        future: Future[Any] = Future()
+        if self._alive:
+            future.set_result(StepProfile(0, {}, {}, 0, 0.0) if name == "profile" else None)
+        else:
+            future.set_exception(WorkerDied("the executor is not running"))
+        return future
 
     def shutdown(self) -> None:
         self._alive = False

@@ -1,16 +1,15 @@
 """InProcessExecutor: run steps in this process, on the calling thread or on one of its own."""
 
-import logging
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from pagoda.base.errors import WorkerDied
-from pagoda.core.request import LoraRef
+from pagoda.core.executor import Capacity, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
-logger = logging.getLogger("pagoda")
+T = TypeVar("T")
 
 
 class StepHandle(Protocol):
@@ -27,50 +26,59 @@ class StepHandle(Protocol):
     def result(self) -> ModelRunnerOutput: ...
 
 
-class StepRunner(Protocol):
-    """Executes steps: worker.Worker, or a fake."""
+class RankWorker(Protocol):
+    """One rank's part of what an executor does: worker.Worker, or a fake. Called by one thread."""
 
-    def start(self) -> None: ...
+    def load(self) -> None:
+        """Load the weights."""
+        ...
+
+    def measure(self, sizes: Sequence[StepSize]) -> Capacity:
+        """Return what is left for KV pools, when all ranks have loaded: see Executor.start."""
+        ...
+
+    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None: ...
 
     def launch(self, output: SchedulerOutput) -> StepHandle:
         """Submit a step to the device."""
         ...
 
-    def load_adapter(self, lora: LoraRef) -> None: ...
-
-    def unload_adapter(self, lora: LoraRef) -> None: ...
+    def call(self, name: str, args: Sequence[object]) -> object:
+        """Return the result of one of CALLS, or its future if that is there later."""
+        ...
 
     def shutdown(self) -> None: ...
 
 
 class InProcessExecutor:
-    """See core.executor.Executor and AdapterLoader.
+    """See core.executor.Executor: one rank, in this process.
 
     overlap: run steps on a separate thread, in order, so that the caller can schedule the next step meanwhile. If the
         device computes on its own, that thread launches the next step before it has the results of this one; another
         thread waits for them. Otherwise, `submit` returns when the step is done, which saves two thread switches.
     """
 
-    def __init__(self, worker: StepRunner, overlap: bool = False) -> None:
+    def __init__(self, worker: RankWorker, overlap: bool = False) -> None:
         self.worker = worker
-        self._overlap = overlap
         self._thread: ThreadPoolExecutor | None = None
         self._waiting: ThreadPoolExecutor | None = None
-        self._alive = False
-
-    def start(self) -> None:
-        if self._overlap:
+        if overlap:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="pagoda-worker")
             self._waiting = ThreadPoolExecutor(1, thread_name_prefix="pagoda-results")
-            try:
-                # On that thread, because thread settings of math libraries apply to the calling thread.
-                self._thread.submit(self.worker.start).result()
-            except BaseException:
-                self._thread.shutdown()
-                raise
-        else:
-            self.worker.start()
+        self._has_begun = self._alive = False
+
+    def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
+        self._has_begun = True
+        self._on_thread(self.worker.load)
+        return (self._on_thread(self.worker.measure, sizes),)
+
+    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
+        self._on_thread(self.worker.set_pools, num_blocks, num_host_blocks)
         self._alive = True
+
+    def _on_thread(self, run: Callable[..., T], *args: Any) -> T:
+        """Run it where steps run, because thread settings of math libraries apply to the calling thread."""
+        return run(*args) if self._thread is None else self._thread.submit(run, *args).result()
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         future: Future[ModelRunnerOutput] = Future()
@@ -82,24 +90,31 @@ class InProcessExecutor:
             self._finish(self._launched(output), future)
         return future
 
-    def load_adapter(self, lora: LoraRef) -> None:
-        self._between_steps(self.worker.load_adapter, lora)
-
-    def unload_adapter(self, lora: LoraRef) -> None:
-        self._between_steps(self.worker.unload_adapter, lora)
-
-    def _between_steps(self, call: Callable[[LoraRef], None], lora: LoraRef) -> None:
+    def call(self, name: str, *args: object) -> "Future[Any]":
+        future: Future[Any] = Future()
         if not self._alive:
-            raise WorkerDied("the executor is not running")
-        if self._thread is not None:
-            self._thread.submit(call, lora).result()
+            future.set_exception(WorkerDied("the executor is not running"))
+        elif self._thread is not None:
+            self._hand_over(self._thread, future, self._call, future, name, args)
         else:
-            call(lora)
+            self._call(future, name, args)
+        return future
+
+    def _call(self, future: "Future[Any]", name: str, args: Sequence[object]) -> None:
+        try:
+            result = self.worker.call(name, args)
+        except Exception as error:  # the future passes it to the caller
+            future.set_exception(error)
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(lambda done: _copy(done, future))
+        else:
+            future.set_result(result)
 
     def shutdown(self) -> None:
-        if not self._alive:
+        if not self._has_begun:
             return
-        self._alive = False
+        self._has_begun = self._alive = False
         if self._thread is not None and self._waiting is not None:
             # Steps that were launched are waited for, because they use the worker's memory; later ones fail.
             with suppress(RuntimeError):  # the program ends, and has ended the thread
@@ -124,9 +139,9 @@ class InProcessExecutor:
         self._hand_over(self._thread, future, self._finish, step, future)
 
     def _hand_over(
-        self, thread: ThreadPoolExecutor, future: "Future[ModelRunnerOutput]", call: Callable[..., None], *args: object
+        self, thread: ThreadPoolExecutor, future: "Future[Any]", call: Callable[..., None], *args: object
     ) -> None:
-        """Run `call` on a thread; fail the step if the thread has ended."""
+        """Run `call` on a thread; fail what waits for it if the thread has ended."""
         try:
             thread.submit(call, *args)
         except RuntimeError:  # the end of a program ends such threads, before anyone can shut this executor down
@@ -145,6 +160,18 @@ class InProcessExecutor:
             future.set_result(step.result())
         except Exception as error:
             future.set_exception(error)
+
+
+def _copy(done: "Future[Any]", future: "Future[Any]") -> None:
+    """Pass on how a call has ended."""
+    try:
+        error = done.exception()
+    except CancelledError:
+        error = WorkerDied("the executor was shut down before this call was done")
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(done.result())
 
 
 class _Failed:

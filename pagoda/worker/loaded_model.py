@@ -41,8 +41,8 @@ class WorkerConfig:
     """A worker's settings.
 
     dtype, kv_dtype: "float32", "bfloat16" or "float16"; kv_dtype also "int8" and "fp8".
-    num_blocks, num_host_blocks: usable KV blocks.   max_rows: rows of the scheduler's table.
-    max_model_len: longest sequence.   max_drafts: most draft tokens per row and step.
+    max_rows: rows of the scheduler's table.   max_model_len: longest sequence.
+    max_drafts: most draft tokens per row and step.
     grammars: None if no request may have a grammar.   adapters: None if no request may have a LoRA adapter.
     pooling: in place of the model's own.   takes_embeds: prompts may be given as embeddings.
     place: of this rank.
@@ -53,8 +53,6 @@ class WorkerConfig:
     quantization: str | None
     kv_dtype: str
     block_size: int
-    num_blocks: int
-    num_host_blocks: int
     max_rows: int
     max_model_len: int
     max_drafts: int

@@ -127,17 +127,20 @@ def plan_capacity(
     free_bytes: int,
     scheduler: SchedulerOptions,
     debug: DebugConfig | None = None,
+    block_bytes: int | None = None,
 ) -> KVCapacity:
-    """Size the pools by `kv_cache_memory` bytes, else `gpu_memory_utilization` of free_bytes.
+    """Size the pools of a rank by `kv_cache_memory` bytes, else `gpu_memory_utilization` of free_bytes.
 
     free_bytes: free device memory after loading the weights.   scheduler: its chunk sizes determine how many blocks a
     sliding window needs.   debug: its `num_blocks` and `num_host_blocks`, where given, are taken as they are.
+    block_bytes: of a block on this rank; None: `groups` are all that it computes.
     Raises CapacityError if one sequence of max_model_len does not fit; an explicit num_blocks is not checked.
     """
     debug = debug or DebugConfig()
     if not groups:  # one block, which nothing needs and which takes no memory
         return KVCapacity(1, 0, cache.block_size, 0, max_model_len)
-    block_bytes = kv_block_bytes(groups, kv_dtype, cache.block_size)
+    if block_bytes is None:
+        block_bytes = kv_block_bytes(groups, kv_dtype, cache.block_size)
     budget = cache.kv_cache_memory
     if budget is None:
         budget = int(free_bytes * cache.gpu_memory_utilization)

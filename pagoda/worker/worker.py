@@ -1,13 +1,15 @@
 """Worker: the model, the KV pools and the model runner of one device."""
 
 import logging
+import platform
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 
 import torch
 
 from pagoda.base.errors import CapacityError, PagodaError, RequestError, StepTooLarge, WorkerDied
 from pagoda.base.out_of_memory import is_out_of_memory
+from pagoda.core.executor import Capacity, StepProfile, StepSize
 from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.adapters import Adapters, AdapterStore
@@ -16,6 +18,7 @@ from pagoda.worker.dry_runs import DryRuns, LargestSteps, largest_graphs
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.loaded_model import DTYPES, LoadedModel, WorkerConfig, load
+from pagoda.worker.memory import kv_block_bytes
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Sampler
 from pagoda.worker.speculation.loaded_draft import speculator_of
@@ -26,49 +29,57 @@ from pagoda.worker.table_mirror import TableMirror
 logger = logging.getLogger("pagoda")
 
 
-@dataclass(frozen=True, slots=True)
-class StepProfile:
-    """Time spent in steps, in seconds.
-
-    parts: by part of the worker's step.   ops: by kind of op in the forward; empty if it was not recorded.
-    num_ops: ops per forward.   region_s: measured overhead of one parallel region.
-    """
-
-    num_steps: int
-    parts: dict[str, float]
-    ops: dict[str, float]
-    num_ops: int
-    region_s: float
-
-
 class Worker:
-    """Loads the model in `start`, then runs steps in order. Not thread-safe."""
+    """One rank. Loads the model in `load`, then runs steps and calls in order. Not thread-safe."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
         self._runner: ModelRunner | None = None
-        self._forward: ForwardRunner | None = None
-        self._adapters: AdapterStore | None = None
         self._loaded: LoadedModel | None = None
+        self._calls: dict[str, Callable[..., object]] = {
+            "load_adapter": self._load_adapter,
+            "unload_adapter": self._unload_adapter,
+            "begin_profile": self._begin_profile,
+            "profile": self._profile,
+        }
 
-    def _load(self) -> LoadedModel:
-        """Load the weights, unless that is done. Raises ConfigError if the device does not support the settings."""
+    def load(self) -> None:
+        """Load the weights. Raises ConfigError if the device does not support the settings."""
+        self._loaded = load(self._config)
+
+    def measure(self, sizes: Sequence[StepSize]) -> Capacity:
+        """Return what is left for KV pools, next to steps of the first of `sizes` that fits.
+
+        Raises StepTooLarge if none does.
+        """
+        loaded = self._model()
+        why: list[StepTooLarge] = []
+        for size in sizes:
+            try:
+                return self._capacity(loaded, self._free_beside(loaded, size), why)
+            except StepTooLarge as error:
+                why.append(error)
+        if why:
+            raise why[0]
+        return self._capacity(loaded, max(0, loaded.device.free_bytes() - loaded.device.margin_bytes), why)
+
+    def _capacity(self, loaded: LoadedModel, free_bytes: int, why: Sequence[StepTooLarge]) -> Capacity:
+        config, device = self._config, loaded.device
+        memory = "host" if device.is_host else f"{device.name}:{device.index}"
+        block_bytes = kv_block_bytes(loaded.model.kv_groups, config.kv_dtype, config.block_size)
+        return Capacity(f"{memory} of {platform.node()}", free_bytes, block_bytes, len(why), str(why[0]) if why else "")
+
+    def _model(self) -> LoadedModel:
         if self._loaded is None:
-            self._loaded = load(self._config)
-            self._forward, self._adapters = self._loaded.forward, self._loaded.store
+            raise WorkerDied("the worker has not loaded its model")
         return self._loaded
 
-    def free_for_cache(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
-        """Load the weights, run the largest steps there can be, and return the bytes of a GPU left for the KV pools.
-
-        Call it before `start`, again with smaller steps if it raises StepTooLarge, and `set_pools` after it. Raises as
-        `start` does, too.
-        """
-        loaded = self._load()
+    def _free_beside(self, loaded: LoadedModel, size: StepSize) -> int:
+        """Run the largest steps there can be; return the bytes left for the KV pools. Raises StepTooLarge."""
         config, device = self._config, loaded.device
         steps = LargestSteps(
-            max_num_seqs,
-            max_num_batched_tokens,
+            size.max_num_seqs,
+            size.max_num_batched_tokens,
             config.max_model_len,
             loaded.model.spec.vocab_size,
             len(loaded.model.kv_groups),
@@ -80,7 +91,7 @@ class Worker:
         def run() -> None:
             self._run_all(loaded, loaded.forward, steps, cache)
             if (draft := loaded.draft) is not None:
-                draft_steps = draft.largest_steps(max_num_seqs, config.max_model_len)
+                draft_steps = draft.largest_steps(size.max_num_seqs, config.max_model_len)
                 self._run_all(loaded, draft.forward, draft_steps, draft.cache)
 
         try:
@@ -91,8 +102,8 @@ class Worker:
             why = str(error)
         # Not raised from the error, whose traceback keeps what the step had computed: a smaller one needs that memory.
         raise StepTooLarge(
-            f"steps of max_num_batched_tokens={max_num_batched_tokens} and max_num_seqs={max_num_seqs} do not fit "
-            f"in the GPU's memory next to the weights ({why})"
+            f"steps of max_num_batched_tokens={size.max_num_batched_tokens} and max_num_seqs={size.max_num_seqs} do "
+            f"not fit in the GPU's memory next to the weights ({why})"
         )
 
     def _run_all(self, loaded: LoadedModel, forward: ForwardRunner, steps: LargestSteps, cache: CacheEngine) -> None:
@@ -113,17 +124,10 @@ class Worker:
                 runs.run(steps.decodes(num_rows, num_drafts))
 
     def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Replace the sizes of the KV pools, before `start`."""
-        self._config = replace(self._config, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
-
-    def start(self) -> None:
-        """Load the weights, unless that is done, and allocate the KV pools.
-
-        Raises ConfigError if the device does not support the settings, CapacityError if the KV pools do not fit.
-        """
-        loaded, self._loaded = self._load(), None
+        """Allocate the KV pools, and warm up. Raises CapacityError if they do not fit."""
+        loaded = self._model()
         begin_s = time.perf_counter()
-        cache = self._make_cache(loaded, self._config.num_blocks, self._config.num_host_blocks)
+        cache = self._make_cache(loaded, num_blocks, num_host_blocks)
         self._runner = self._make_runner(loaded, cache)
         self._runner.warm_up()
         logger.info(
@@ -182,22 +186,32 @@ class Worker:
         )
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
-        """Begin one step: see ModelRunner.launch. Raises WorkerDied before `start` and after `shutdown`."""
+        """Begin one step: see ModelRunner.launch. Raises WorkerDied before `set_pools` and after `shutdown`."""
         if self._runner is None:
             raise WorkerDied("the worker is not running")
         return self._runner.launch(output)
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Execute one step. Raises WorkerDied before `start` and after `shutdown`."""
+        """Execute one step. Raises as `launch`."""
         return self.launch(output).result()
 
+    def call(self, name: str, args: Sequence[object]) -> object:
+        """Run one of core.executor.CALLS between steps; return its result, or a future of it. Raises its errors."""
+        if self._runner is None:
+            raise WorkerDied("the worker is not running")
+        return self._calls[name](*args)
+
+    @property
+    def store(self) -> AdapterStore | None:
+        """The adapters in memory; None if requests cannot have one."""
+        return self._loaded.store if self._loaded is not None else None
+
     @torch.inference_mode()  # as steps, which may have made the tables that this writes to
-    def load_adapter(self, lora: LoraRef) -> None:
-        """Read an adapter, so that the first step that uses it need not. Raises PagodaError if it cannot be used."""
-        if self._adapters is None:
+    def _load_adapter(self, lora: LoraRef) -> None:
+        if self.store is None:
             raise RequestError("this worker has no LoRA adapters: they are off (enable_lora)", "lora_request")
         try:
-            self._adapters.load(lora)
+            self.store.load(lora)
         except Exception as error:
             if isinstance(error, PagodaError):
                 raise
@@ -206,24 +220,23 @@ class Worker:
             raise
 
     @torch.inference_mode()
-    def unload_adapter(self, lora: LoraRef) -> None:
-        """Free an adapter's memory once no row uses it. Ignore one that is not loaded."""
-        if self._adapters is not None:
-            self._adapters.unload(lora)
+    def _unload_adapter(self, lora: LoraRef) -> None:
+        if self.store is not None:
+            self.store.unload(lora)
 
-    def measure(self) -> None:
+    def _begin_profile(self) -> None:
         """Start profiling steps, including each op if the forward is recorded."""
-        assert self._runner is not None, "measure a worker after start"
+        assert self._runner is not None, "`call` has checked it"
         self._runner.times.clear()
-        if self._forward is not None and self._forward.program is not None:
-            self._forward.program.measure()
+        if (program := self._model().forward.program) is not None:
+            program.measure()
 
-    def profile(self) -> StepProfile:
-        """Return the profile since `measure`."""
-        assert self._runner is not None
+    def _profile(self) -> StepProfile:
+        """Return the profile since `_begin_profile`."""
+        assert self._runner is not None, "`call` has checked it"
         ops: dict[str, float] = {}
         num_ops, region_s = 0, 0.0
-        if self._forward is not None and (program := self._forward.program) is not None:
+        if (program := self._model().forward.program) is not None:
             ops = {op: seconds for op, seconds in program.seconds().items() if seconds}
             num_ops, region_s = program.num_steps, program.region_seconds()
         times = self._runner.times
@@ -233,4 +246,4 @@ class Worker:
         """Free the model and the pools. Idempotent."""
         if self._runner is not None:
             self._runner.shutdown()
-        self._runner = self._forward = self._adapters = self._loaded = None
+        self._runner = self._loaded = None

@@ -21,10 +21,9 @@ class PoisonedExecutor:
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
+        self.start, self.set_pools, self.call = inner.start, inner.set_pools, inner.call
+        self.shutdown = inner.shutdown
         self._ids: dict[int, str] = {}
-
-    def start(self) -> None:
-        self._inner.start()
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         known = set(self._ids)
@@ -38,9 +37,6 @@ class PoisonedExecutor:
         self._ids.update({init.row: init.request_id for init in output.admitted})
         time.sleep(0.002)
         return self._inner.submit(output)
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()
 
 
 class _Recorded(RecordedExecutor):

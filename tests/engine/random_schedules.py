@@ -116,7 +116,8 @@ class StepCounter:
 
     def __init__(self, inner: Executor, counts: Counter[str]) -> None:
         self._inner, self._counts = inner, counts
-        self.start, self.shutdown = inner.start, inner.shutdown
+        self.start, self.set_pools, self.call = inner.start, inner.set_pools, inner.call
+        self.shutdown = inner.shutdown
 
     def submit(self, output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         counts = self._counts

@@ -24,11 +24,10 @@ class ScriptedExecutor:
 
     def __init__(self, inner: Executor, scripts: list[list[int]]) -> None:
         self._inner = inner
+        self.start, self.set_pools, self.call = inner.start, inner.set_pools, inner.call
+        self.shutdown = inner.shutdown
         self._scripts = scripts
         self._rest: dict[int, list[int]] = {}
-
-    def start(self) -> None:
-        self._inner.start()
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         for init in output.admitted:
@@ -38,9 +37,6 @@ class ScriptedExecutor:
         future: Future[ModelRunnerOutput] = Future()
         future.set_result(dataclasses.replace(result, sampled=np.array(says, np.int32).reshape(-1, 1)))
         return future
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()
 
 
 class _Recorded(RecordedExecutor):

@@ -26,12 +26,11 @@ class SteppedExecutor:
 
     def __init__(self, inner: Executor, shared: SharedNumbers) -> None:
         self._inner = inner
+        self.start, self.set_pools, self.call = inner.start, inner.set_pools, inner.call
+        self.shutdown = inner.shutdown
         self._shared = shared
         self._num_steps = 0
         shared.set(DONE, 0)
-
-    def start(self) -> None:
-        self._inner.start()
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         if not output.is_empty:
@@ -42,9 +41,6 @@ class SteppedExecutor:
             self._num_steps += 1
             self._shared.set(DONE, self._num_steps)
         return self._inner.submit(output)
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()
 
 
 class _Recorded(RecordedExecutor):

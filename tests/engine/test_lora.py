@@ -77,8 +77,8 @@ def store_of(llm: LLM) -> AdapterStore:
     executor = llm.engine.core._executor
     assert isinstance(executor, InProcessExecutor)
     assert isinstance(executor.worker, Worker)
-    assert executor.worker._adapters is not None
-    return executor.worker._adapters
+    assert executor.worker.store is not None
+    return executor.worker.store
 
 
 def test_each_prompt_of_a_call_has_its_own_adapter(

@@ -16,7 +16,7 @@ def continued(prompt: list[int], count: int, seed: int) -> list[int]:
 
 def started() -> FakeExecutor:
     executor = FakeExecutor(4, 64, 4, vocab_size=1000)
-    executor.start()
+    executor.set_pools(64, 0)
     return executor
 
 
@@ -53,7 +53,8 @@ def test_it_runs_between_start_and_shutdown() -> None:
     executor = FakeExecutor(4, 64)
     with pytest.raises(WorkerDied):
         executor.submit(step(1, [])).result()
-    executor.start()
+    assert not executor.start()
+    executor.set_pools(64, 0)
     assert executor.submit(step(1, [])).result().step == 1
     executor.shutdown()
     with pytest.raises(WorkerDied):

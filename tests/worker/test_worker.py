@@ -21,8 +21,6 @@ def config(folder: Path, **changes: object) -> WorkerConfig:
         "quantization": None,
         "kv_dtype": "float32",
         "block_size": 8,
-        "num_blocks": 10,
-        "num_host_blocks": 0,
         "max_rows": 4,
         "max_model_len": 64,
         "max_drafts": 0,
@@ -31,12 +29,19 @@ def config(folder: Path, **changes: object) -> WorkerConfig:
     return WorkerConfig(**{**settings, **changes})  # type: ignore[arg-type]
 
 
-def test_it_runs_between_start_and_shutdown(tmp_path: Path) -> None:
+def test_it_runs_between_set_pools_and_shutdown(tmp_path: Path) -> None:
     worker = Worker(config(write_tiny_llama(tmp_path)))
     first = step(1, [(0, 0, 3)], admitted=(row_init(0, [5, 6, 7], [1]),))
     with pytest.raises(WorkerDied):
         worker.run(first)
-    worker.start()
+    worker.load()
+    capacity = worker.measure([])
+    assert capacity.free_bytes > 2**20
+    assert (capacity.memory.startswith("host of "), capacity.num_too_large) == (True, 0)
+    assert capacity.block_bytes == 2 * 2 * 8 * 2 * 16 * 4  # K and V, layers, tokens, heads, elements, float32
+    with pytest.raises(WorkerDied):
+        worker.run(first)
+    worker.set_pools(10, 0)
     assert worker.run(first).num_sampled.tolist() == [1]
     worker.shutdown()
     worker.shutdown()
@@ -47,14 +52,16 @@ def test_it_runs_between_start_and_shutdown(tmp_path: Path) -> None:
 def test_unsupported_settings_of_the_kernels_are_an_error_at_start(tmp_path: Path) -> None:
     folder = write_tiny_llama(tmp_path)
     with pytest.raises(ConfigError, match="quantization"):
-        Worker(config(folder, quantization="nonsense")).start()
+        Worker(config(folder, quantization="nonsense")).load()
     with pytest.raises(ConfigError, match="device"):
-        Worker(config(folder, parallel=ParallelConfig(device="abacus"))).start()
+        Worker(config(folder, parallel=ParallelConfig(device="abacus"))).load()
 
 
 def test_a_pool_that_cannot_be_allocated_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    worker = Worker(config(write_tiny_llama(tmp_path)))
+    worker.load()
     with pytest.raises(CapacityError, match="kv_cache_memory"):
-        Worker(config(write_tiny_llama(tmp_path), num_blocks=np.iinfo(np.int32).max * 1000)).start()
+        worker.set_pools(np.iinfo(np.int32).max * 1000, 0)
 
 
 @pytest.mark.parametrize("pin", [True, False])
@@ -68,7 +75,7 @@ def test_only_an_engine_told_to_pins_its_threads(
     with caplog.at_level(logging.WARNING, logger="pagoda"):
         Worker(
             config(write_tiny_llama(tmp_path), parallel=ParallelConfig(device="cpu", threads=2), pin_threads=pin)
-        ).start()
+        ).load()
     assert asked == ([[(0,), (0,)]] if pin else [])
     assert ("could not be pinned" in caplog.text) == bool(pin)
     assert "/b/libiomp5.so" in caplog.text

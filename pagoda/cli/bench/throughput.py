@@ -1,16 +1,15 @@
 """`pagoda bench throughput` and `bench latency`: the engine in this process, and where the time of its steps went."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict
+from typing import TYPE_CHECKING, Annotated, TypedDict
 
 import typer
 
-from pagoda.base.config import EngineConfig
-from pagoda.base.errors import ConfigError, RequestError
+from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.bench.workload import WorkItem, percentile, random_workload, read_workload, report
@@ -18,9 +17,8 @@ from pagoda.cli.options import engine_options
 from pagoda.ops.forward import OP_TABLE
 
 if TYPE_CHECKING:
-    from pagoda.core.executor import Executor
     from pagoda.llm import LLM
-    from pagoda.worker.worker import StepProfile, Worker
+    from pagoda.worker.worker import StepProfile
 
 _FOLDERS = {"linear": "linear layers", "moe": "mixture of experts", "attention": "attention", "kv_cache": "KV writes"}
 """Rows of the table, by the folder of an op's kernels; the others are elementwise."""
@@ -32,28 +30,6 @@ class Part(TypedDict):
     part: str
     secs: float
     share: float
-
-
-def load_profiled(options: Mapping[str, Any]) -> "tuple[LLM, Worker]":
-    """An LLM as `LLM(**options)` makes it, and the worker in it. Raises what LLM raises."""
-    from pagoda.assemble import build_llm_engine
-    from pagoda.executors.in_process import InProcessExecutor
-    from pagoda.llm import LLM
-    from pagoda.worker.worker import Worker
-
-    found: list[Worker] = []
-
-    def look_inside(executor: "Executor", _: int) -> "Executor":
-        if isinstance(executor, InProcessExecutor) and isinstance(executor.worker, Worker):
-            found.append(executor.worker)
-        return executor
-
-    config = EngineConfig.from_options(**options)
-    llm = LLM.over(lambda: build_llm_engine(config, look_inside))
-    if not found:
-        llm.close()
-        raise ConfigError("--profile needs a worker in this process (distributed_executor_backend in_process)")
-    return llm, found[0]
 
 
 def breakdown(profile: "StepProfile", secs: float) -> list[Part]:
@@ -130,17 +106,17 @@ def throughput(
 
     items = read_workload(workload)
     params = replace(GREEDY, temperature=temperature, top_p=top_p, top_k=top_k)
-    llm, worker = load_profiled(options) if profile else (load(options), None)
+    llm = load(options)
     run_at_once(llm, [WorkItem(list(range(10, 40)), WARM_UP_TOKENS)])
     cold_start_s = seconds_since_start()
     if warm_up:
         run_at_once(llm, with_other_tokens(items), params)
-    if worker is not None:
-        worker.measure()
+    if profile:
+        llm.engine.core.begin_profile()
     begin_s = time.perf_counter()
     num_output = run_at_arrivals(llm, items, params) if arrivals else run_at_once(llm, items, params)
     secs = time.perf_counter() - begin_s
-    measured = worker.profile() if worker is not None else None
+    measured = llm.engine.core.profile() if profile else None
     rows = breakdown(measured, secs) if measured is not None else []
     report(
         {

@@ -1,0 +1,50 @@
+"""Make the worker of one rank from what was decided before loading: the same in every process that has the settings."""
+
+from typing import TYPE_CHECKING
+
+from pagoda.base.ranks import WHOLE, RankPlace
+from pagoda.core.grammar import GrammarBackend
+from pagoda.engine_setup import EngineSetup, scheduler_options
+
+if TYPE_CHECKING:
+    from pagoda.worker.worker import Worker
+
+
+def make_worker(
+    setup: EngineSetup,
+    grammars: GrammarBackend | None = None,
+    pin_threads: bool = False,
+    place: RankPlace = WHOLE,
+) -> "Worker":
+    """Return a worker that has not loaded its model yet.
+
+    setup: after `fit_cache`, which may lower max_model_len.
+    pin_threads: keep each compute thread on a core, if there are as many threads as cores.   place: of this rank.
+    """
+    # Imported here because torch takes a second to import, and planning and resolving do not need it.
+    from pagoda.worker.adapters import AdapterLimits
+    from pagoda.worker.loaded_model import WorkerConfig
+    from pagoda.worker.worker import Worker
+
+    config = setup.config
+    lora = config.model.lora
+    return Worker(
+        WorkerConfig(
+            files=setup.files,
+            dtype=setup.dtype,
+            quantization=config.model.quantization,
+            kv_dtype=setup.kv_dtype,
+            block_size=config.cache.block_size,
+            max_rows=scheduler_options(config, setup.drafting).max_rows,
+            max_model_len=setup.max_model_len,
+            max_drafts=setup.max_drafts,
+            parallel=config.parallel,
+            place=place,
+            grammars=grammars,
+            pin_threads=pin_threads,
+            drafting=setup.drafting,
+            adapters=AdapterLimits(lora.num_kept, lora.max_lora_rank) if lora.enable_lora else None,
+            pooling=setup.tasks.plan,
+            takes_embeds=setup.embeds_size > 0,
+        )
+    )
