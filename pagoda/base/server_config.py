@@ -88,6 +88,9 @@ class ServerConfig:
             "granite, deepseek_v3 or deepseek_v31."
         ),
     ] = "auto"
+    strict_fields: Annotated[
+        bool, Setting("Refuse requests with unknown fields, instead of ignoring those with a log line and a header.")
+    ] = False
     trust_request_chat_template: Annotated[bool, Setting("Accept chat templates in requests.")] = False
     lora_sources: Annotated[LoRASources, Setting("Where the server's LoRA adapters come from.")] = field(
         default_factory=LoRASources

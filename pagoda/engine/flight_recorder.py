@@ -97,6 +97,7 @@ class RecordedExecutor:
         self._inner = inner
         self._recorder = recorder
         self._key_of_row = np.zeros(max_rows, np.int64)
+        self._prompt_end_of_row = np.zeros(max_rows, np.int64)
         self._step_tokens: list[int] = []
 
     def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
@@ -111,17 +112,21 @@ class RecordedExecutor:
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         for init in output.admitted:
             self._key_of_row[init.row] = request_key(init.request_id)
+            self._prompt_end_of_row[init.row] = len(init.token_ids)
         for fork in output.forks:
             self._key_of_row[fork.dst] = self._key_of_row[fork.src]
         if not output.is_empty:
-            self._step_tokens.append(output.total_num_scheduled_tokens)
+            # A row that ends its prompt also gets a token, of which nothing is computed before the next step.
+            ends = output.start + output.num_new == self._prompt_end_of_row[output.rows]
+            num_first = int(np.count_nonzero(ends[output.sample_index]))
+            self._step_tokens.append(output.total_num_scheduled_tokens + num_first)
         self._recorder.begin_step(self._key_of_row[output.rows])
         future = self._inner.submit(output)
         future.add_done_callback(lambda _: self._recorder.end_step())
         return future
 
     def take_step_tokens(self) -> tuple[int, ...]:
-        """Return the number of tokens computed in each step since the last call."""
+        """Return the number of tokens of each step since the last call: those of prompts, and those sampled."""
         taken = tuple(self._step_tokens)
         self._step_tokens.clear()
         return taken

@@ -30,11 +30,20 @@ class PromptTokensDetails(Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct, frozen=True):
+    """reasoning_tokens: up to the end of the reasoning, its tags included."""
+
+    reasoning_tokens: int
+
+
 class Usage(Struct, frozen=True):
+    """completion_tokens_details: of models whose chat template has reasoning."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class Timings(Struct):
@@ -75,9 +84,9 @@ class CompletionChoice(Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class CompletionResponse(Struct, kw_only=True):
@@ -87,6 +96,8 @@ class CompletionResponse(Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage
+    service_tier: None = None
+    system_fingerprint: None = None
     timings: Timings | UnsetType = UNSET
 
 
@@ -96,7 +107,7 @@ class CompletionChunk(Struct, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
 
 
@@ -140,8 +151,12 @@ class AssistantMessage(Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
     tool_calls: list[MessageToolCall] | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChoice(Struct):
@@ -150,7 +165,7 @@ class ChatChoice(Struct):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionResponse(Struct, kw_only=True):
@@ -160,13 +175,16 @@ class ChatCompletionResponse(Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    service_tier: None = None
+    system_fingerprint: None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
     timings: Timings | UnsetType = UNSET
 
 
 class ChatDelta(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[DeltaToolCall] | UnsetType = UNSET
@@ -187,7 +205,8 @@ class ChatCompletionChunk(Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
 
 
@@ -398,6 +417,7 @@ def completion_logprobs(
 
     offset: of the first token's text.   text_of: returns the text of a token without an entry (a prompt's first one).
     as_ids: write tokens as "token_id:ID"; offsets are still those of their texts.
+    `top_logprobs` has each token itself, first, and then the most likely ones.
     """
     tokens: list[str] = []
     chosen: list[float | None] = []
@@ -412,9 +432,13 @@ def completion_logprobs(
             chosen.append(None)
             top.append(None)
             continue
-        chosen.append(_finite(entry[token_id].logprob))
-        best = sorted(entry.items(), key=lambda item: item[1].rank or 0)[: max(num_top, 1)]
-        top.append({_shown(i, entry, as_ids): _finite(value.logprob) for i, value in best} if num_top else None)
+        own = _finite(entry[token_id].logprob)
+        chosen.append(own)
+        best = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:num_top]
+        top.append(
+            {_shown(token_id, entry, as_ids): own}
+            | {_shown(i, entry, as_ids): _finite(value.logprob) for i, value in best}
+        )
     return CompletionLogprobs(tokens, chosen, top, offsets), offset
 
 

@@ -22,7 +22,7 @@ from pagoda.base.server_config import ServerConfig
 from pagoda.server import chat, completions, errors, operations, pooling
 from pagoda.server.errors import ApiError
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
-from pagoda.server.routing import describe_api
+from pagoda.server.routing import describe_api, docs_page
 from pagoda.server.state import ServerState
 
 
@@ -42,35 +42,28 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
             allow_origins=list(config.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", "X-Ignored-Fields"],
         )
     return AccessLog(layers, state.generator.metrics.on_http)
 
 
 ENDPOINTS = tuple(endpoint for part in (chat, completions, pooling, operations) for endpoint in part.router.endpoints)
 
-_DOCS = """<!doctype html>
-<title>pagoda</title>
-<link rel="stylesheet" href="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui.css">
-<div id="docs"></div>
-<script src="https://cdn.jsdelivr.net/npm/swagger-ui-dist@5/swagger-ui-bundle.js"></script>
-<script>SwaggerUIBundle({url: "/openapi.json", dom_id: "#docs"})</script>
-"""
-
 
 def create_api(has_keys: bool) -> Starlette:
     """Return the routes, their errors and the OpenAPI page. No engine is needed until a route is called."""
-    described = msgspec.json.encode(describe_api(ENDPOINTS, has_keys))
+    described = describe_api(ENDPOINTS, has_keys)
+    as_json, page = msgspec.json.encode(described), docs_page(described)
 
     async def openapi(http: Request) -> Response:
-        return Response(described, media_type="application/json")
+        return Response(as_json, media_type="application/json")
 
     async def docs(http: Request) -> Response:
-        return HTMLResponse(_DOCS)
+        return HTMLResponse(page)
 
     pages = [Route("/openapi.json", openapi), Route("/docs", docs)]
     app = Starlette(routes=[*(endpoint.route() for endpoint in ENDPOINTS), *pages], exception_handlers=errors.HANDLERS)
-    app.router.redirect_slashes = False  # "/v1/models/" gets a 404 with a message, not an empty redirect
+    app.router.redirect_slashes = False  # AccessLog drops a slash at the end
     return app
 
 

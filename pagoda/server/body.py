@@ -2,7 +2,9 @@
 
 import asyncio
 import functools
+import inspect
 import json
+import logging
 import re
 import typing
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -15,6 +17,8 @@ from starlette.requests import Request
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.text import is_encodable
+
+logger = logging.getLogger("pagoda.server")
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -46,8 +50,8 @@ def one_of(*words: str) -> Meta:
     return Meta(max_length=_LONGEST_WORD, extra_json_schema={"enum": list(words)}, extra={_WORDS: words})
 
 
-class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A request body: unknown fields are errors, null is the same as not given."""
+class Body(Struct, kw_only=True, frozen=True):
+    """A request body: null is the same as not given; of unknown fields see BodyReader."""
 
     def __post_init__(self) -> None:
         for name, words in _words(type(self)):
@@ -117,7 +121,6 @@ _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 _PLACE = re.compile(r" - at `\$(?P<path>[^`]*)`$")
 _PLACE_CHARS = 4_096
 """A place is among so many characters at the end of msgspec's messages, which may repeat megabytes of the input."""
-_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`$", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`$", re.DOTALL)
 _WRONG_WORD = re.compile(r"`(\w+)`: (expected .*)$", re.DOTALL)  # of Body.__post_init__
 _TYPE_LIST = re.compile(r"`([a-z]+(?: \| [a-z]+)*)`")
@@ -132,19 +135,80 @@ _TYPE_NAMES = {
 }
 
 
-async def read_body(http: Request, kind: type[B], limits: RequestLimits) -> B:
-    """Read and parse the request's body. Raises RequestError if it is invalid, HTTPException as the Gate does."""
-    data = await http.body()
-    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if not (content_type == "application/json" or content_type.endswith("+json")):
-        raise RequestError("the body is not a JSON object; send one with Content-Type: application/json")
-    if len(data) <= _INLINE_BYTES:
-        return parse_body(data, kind, limits)
-    return await asyncio.to_thread(parse_body, data, kind, limits)
+class BodyReader:
+    """Reads the bodies of requests, and says once of each unknown field that it is ignored.
+
+    is_strict: refuse unknown fields instead. Fields that only give hints (HINTS) are accepted either way.
+    """
+
+    def __init__(self, limits: RequestLimits, is_strict: bool = False) -> None:
+        self._limits = limits
+        self._is_strict = is_strict
+        self._logged: set[str] = set()
+
+    async def read(self, http: Request, kind: type[B]) -> B:
+        """Read and parse the request's body. Raises RequestError if it is invalid, HTTPException as the Gate does."""
+        data = await http.body()
+        content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if not (content_type == "application/json" or content_type.endswith("+json")):
+            raise RequestError("the body is not a JSON object; send one with Content-Type: application/json")
+
+        def parse() -> tuple[B, list[str]]:
+            return parse_body(data, kind, self._limits), unknown_fields(data, kind)
+
+        body, unknown = parse() if len(data) <= _INLINE_BYTES else await asyncio.to_thread(parse)
+        if unknown:
+            self._ignore(http, unknown)
+        return body
+
+    def _ignore(self, http: Request, names: list[str]) -> None:
+        if self._is_strict:
+            name = _clip(names[0], MAX_SHOWN_CHARS)
+            raise RequestError(f"this server does not support the field {name!r}", name)
+        shown = [name for name in names if _HEADER_NAME.fullmatch(name)][:_MAX_HEADER_NAMES]
+        rest = len(names) - len(shown)
+        http.scope["state"]["ignored_fields"] = ", ".join((*shown, f"+{rest}") if rest else shown)
+        for name in shown:
+            if name not in self._logged and len(self._logged) < _MAX_LOGGED_NAMES:
+                self._logged.add(name)
+                logger.warning("unknown field %s of %s is ignored (logged once)", name, http.url.path[:100])
+
+
+HINTS = frozenset(
+    {"metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
+    | {"prediction", "verbosity", "cache_control", "include_obfuscation", "session_id", "service_tier"}
+)
+"""Fields that may be ignored in silence: an answer without regard to them is still the answer that was asked for."""
+_HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MAX_HEADER_NAMES = 20
+_MAX_LOGGED_NAMES = 100
+_decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+def unknown_fields(data: bytes | msgspec.Raw, kind: type[Body]) -> list[str]:
+    """Return the fields of a JSON object that neither `kind` nor the bodies in its fields declare, and no HINTS."""
+    given = _decode_names(data)
+    known = _nested(kind)
+    unknown = [name for name in given if name not in known and name not in HINTS]
+    for name, inner in known.items():
+        if inner is not None and (value := given.get(name)) is not None and bytes(value)[:1] == b"{":
+            unknown += [f"{name}.{one}" for one in unknown_fields(value, inner)]
+    return unknown
+
+
+@functools.cache
+def _nested(kind: type[Body]) -> dict[str, type[Body] | None]:
+    """Return the fields of a body, with the body that each of them holds, if any."""
+    return {
+        name: next(
+            (one for one in (hint, *typing.get_args(hint)) if inspect.isclass(one) and issubclass(one, Body)), None
+        )
+        for name, hint in typing.get_type_hints(kind).items()
+    }
 
 
 def parse_body(data: bytes, kind: type[B], limits: RequestLimits) -> B:
-    """Like `read_body`, for bytes."""
+    """Return a body from its bytes. Raises RequestError if it is invalid."""
     if len(data) > _INLINE_BYTES:
         _check_values(data)
     try:
@@ -192,10 +256,6 @@ def _explained(message: str) -> RequestError:
         where, message = _clip(match["path"].removeprefix(".")), message[: match.start()]
     if where.startswith("["):  # a path of check_messages
         where = f"messages{where}"
-    if match := _UNKNOWN_FIELD.match(message):
-        name = _clip(match[1], MAX_SHOWN_CHARS)
-        where = f"{where}.{name}" if where else name
-        return RequestError(f"this server does not support the field {where!r}", where)
     if match := _MISSING_FIELD.match(message):
         where = f"{where}.{match[1]}" if where else match[1]
         return RequestError(f"{where}: is required", where)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -22,7 +22,6 @@ from pagoda.server.answers import (
     FunctionCall,
     MessageToolCall,
     Timings,
-    Usage,
     chat_logprobs,
     prompt_logprobs,
 )
@@ -153,6 +152,7 @@ class ChatApi:
                 Reader(
                     TOOL_PARSERS[use.parser]() if use.parser else None,
                     ReasoningSplitter(inside=opens_reasoning(prompt.text)) if reasons else None,
+                    tokenizer.token_bytes,
                 )
                 for _ in range(body.n or 1)
             ]
@@ -162,21 +162,43 @@ class ChatApi:
 
 
 class Reader:
-    """Splits one choice's text into reasoning, content and tool calls."""
+    """Splits one choice's text into reasoning, content and tool calls.   token_bytes: returns those of a token."""
 
-    def __init__(self, tools: ToolParser | None, reasoning: ReasoningSplitter | None) -> None:
+    def __init__(
+        self, tools: ToolParser | None, reasoning: ReasoningSplitter | None, token_bytes: Callable[[int], bytes]
+    ) -> None:
         self._tools = tools
         self._reasoning = reasoning
+        self._token_bytes = token_bytes
+        self._last_bytes = b""
+        self._num_until_end = 0
+        self._has_thought = False
+        self.reasons = reasoning is not None
         self.num_calls = 0
 
-    def read(self, text: str, is_last: bool) -> tuple[str, str, list[ToolCall]]:
-        """Add text; return the (reasoning, content, calls) that are complete now."""
-        thought = ""
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens up to the end of the reasoning; 0 if there was none."""
+        return self._num_until_end if self._has_thought else 0
+
+    def _count_reasoning(self, token_ids: Sequence[int]) -> None:
+        end = REASONING_END.encode()
+        for token_id in token_ids:
+            if end in self._last_bytes:
+                return
+            self._last_bytes = self._last_bytes[-len(end) :] + self._token_bytes(token_id)
+            self._num_until_end += 1
+
+    def read(self, output: CompletionOutput, is_last: bool) -> tuple[str, str, list[ToolCall]]:
+        """Add an output's text; return the (reasoning, content, calls) that are complete now."""
+        text, thought = output.text, ""
         if self._reasoning is not None:
+            self._count_reasoning(output.token_ids)
             thought, text = self._reasoning.feed(text)
             if is_last:
                 more_thought, more_text = self._reasoning.end()
                 thought, text = thought + more_thought, text + more_text
+            self._has_thought = self._has_thought or bool(thought)
         if self._tools is None:
             return thought, text, []
         parsed = self._tools.feed(text)
@@ -203,13 +225,19 @@ class ChatFormat:
         head = self._head
         return ChatCompletionChunk(id=head.id, created=head.created, model=head.model, choices=[])
 
-    def opening(self) -> Iterable[ChatChunkChoice]:
+    def opening(self, chunk: ChatCompletionChunk) -> Iterable[ChatChunkChoice]:
+        if self._body.return_token_ids:
+            chunk.prompt_token_ids = self._prompt_token_ids()
         for index in range(len(self._readers)):
             yield ChatChunkChoice(index, ChatDelta(role="assistant", content=self._echoed), None, None)
+            chunk.prompt_token_ids = UNSET
+
+    def _prompt_token_ids(self) -> list[int]:
+        return self._generation.requests[0].prompt_token_ids.tolist()
 
     def chunk_choice(self, index: int, delta: RequestOutput, output: CompletionOutput) -> ChatChunkChoice | None:
         reader = self._readers[output.index]
-        thought, content, calls = reader.read(output.text, output.finished)
+        thought, content, calls = self._read(reader, output, output.finished)
         kept = self._kept(reader, calls)
         thought = thought if self._body.include_reasoning else ""
         logprobs = self._logprobs(output)
@@ -217,7 +245,7 @@ class ChatFormat:
             return None
         message = ChatDelta()
         if thought:
-            message.reasoning_content = thought
+            message.reasoning = message.reasoning_content = thought
         if content:
             message.content = content
         if kept:
@@ -235,9 +263,7 @@ class ChatFormat:
             choice.token_ids = output.token_ids
         return choice
 
-    def whole(
-        self, outputs: Sequence[WholeOutput], usage: Usage, timings: Timings | UnsetType
-    ) -> ChatCompletionResponse:
+    def whole(self, outputs: Sequence[WholeOutput], timings: Timings | UnsetType) -> ChatCompletionResponse:
         head = self._head
         of_prompt = outputs[0][1].prompt_logprobs
         return ChatCompletionResponse(
@@ -245,17 +271,15 @@ class ChatFormat:
             created=head.created,
             model=head.model,
             choices=[self._choice(output) for _, _, output in outputs],
-            usage=usage,
-            prompt_logprobs=UNSET if of_prompt is None else prompt_logprobs(of_prompt),
-            prompt_token_ids=self._generation.requests[0].prompt_token_ids.tolist()
-            if self._body.return_token_ids
-            else UNSET,
+            usage=self._generation.usage,  # after the choices: reading them counts the reasoning
+            prompt_logprobs=None if of_prompt is None else prompt_logprobs(of_prompt),
+            prompt_token_ids=self._prompt_token_ids() if self._body.return_token_ids else None,
             timings=timings,
         )
 
     def _choice(self, output: CompletionOutput) -> ChatChoice:
         reader = self._readers[output.index]
-        thought, content, calls = reader.read(output.text, True)
+        thought, content, calls = self._read(reader, output, True)
         calls = self._kept(reader, calls)
         message = AssistantMessage(content=self._echoed + content)
         if calls:
@@ -264,15 +288,21 @@ class ChatFormat:
                 MessageToolCall(id=_call_id(), function=FunctionCall(call.name, call.arguments)) for call in calls
             ]
         if thought and self._body.include_reasoning:
-            message.reasoning_content = thought
+            message.reasoning = message.reasoning_content = thought
         return ChatChoice(
             output.index,
             message,
             self._logprobs(output),
             _finish_reason(output, len(calls)),
             output.stop_reason,
-            output.token_ids if self._body.return_token_ids else UNSET,
+            output.token_ids if self._body.return_token_ids else None,
         )
+
+    def _read(self, reader: Reader, output: CompletionOutput, is_last: bool) -> tuple[str, str, list[ToolCall]]:
+        parts = reader.read(output, is_last)
+        if reader.reasons:
+            self._generation.num_reasoning_tokens = sum(one.num_reasoning_tokens for one in self._readers)
+        return parts
 
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
         if not self._body.logprobs or output.logprobs is None:

@@ -15,7 +15,6 @@ from pagoda.server.answers import (
     CompletionLogprobs,
     CompletionResponse,
     Timings,
-    Usage,
     completion_logprobs,
     prompt_logprobs,
 )
@@ -80,10 +79,10 @@ class CompletionFormat:
         head = self._head
         return CompletionChunk(id=head.id, created=head.created, model=head.model, choices=[])
 
-    def opening(self) -> Iterable[CompletionChoice]:
+    def opening(self, chunk: CompletionChunk) -> Iterable[CompletionChoice]:
         return ()
 
-    def whole(self, outputs: Sequence[WholeOutput], usage: Usage, timings: Timings | UnsetType) -> CompletionResponse:
+    def whole(self, outputs: Sequence[WholeOutput], timings: Timings | UnsetType) -> CompletionResponse:
         num_kept = self._body.n or 1
         if num_kept < self._n:
             outputs = best_of(outputs, num_kept)
@@ -92,6 +91,7 @@ class CompletionFormat:
             for at, choice in enumerate(choices):
                 choice.index = at
         head = self._head
+        usage = self._generation.usage
         return CompletionResponse(
             id=head.id, created=head.created, model=head.model, choices=choices, usage=usage, timings=timings
         )

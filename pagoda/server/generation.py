@@ -29,7 +29,7 @@ from pagoda.engine.inputs.prompts import Prompt, size_of
 from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.admission import Admission, Refusal
-from pagoda.server.answers import PromptTokensDetails, Timings, Usage
+from pagoda.server.answers import CompletionTokensDetails, PromptTokensDetails, Timings, Usage
 from pagoda.server.errors import ApiError
 from pagoda.server.responses import cancel_on_disconnect
 from pagoda.server.sampling_body import SamplingBody
@@ -147,6 +147,7 @@ class Generation:
         self.num_prompt_tokens = sum(r.num_prompt_tokens for r in requests)
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
+        self.num_reasoning_tokens: int | None = None  # None: of a model without reasoning
         self.last: list[RequestOutput | None] = [None] * len(requests)
         self._generator = generator
         self._timings: dict[str, Any] = http.scope["state"]["timings"]
@@ -233,8 +234,9 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """The token counts so far."""
-        prompt, output = self.num_prompt_tokens, self.num_output_tokens
-        return Usage(prompt, output, prompt + output, PromptTokensDetails(self.num_cached_tokens))
+        prompt, output, reasoning = self.num_prompt_tokens, self.num_output_tokens, self.num_reasoning_tokens
+        details = None if reasoning is None else CompletionTokensDetails(reasoning)
+        return Usage(prompt, output, prompt + output, PromptTokensDetails(self.num_cached_tokens), details)
 
     @property
     def timings(self) -> Timings:

@@ -88,7 +88,8 @@ _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class AccessLog:
     """Outermost layer of the app: gives every request an id, and logs a line when it has ended.
 
-    Sets in scope["state"]: request_id, key and is_admin (see Gate), and timings (a dict that routes may fill).
+    Sets in scope["state"]: request_id, key and is_admin (see Gate), and timings (a dict that routes may fill). What
+    routes note there as ignored_fields becomes the header x-ignored-fields. A slash at the end of a path is dropped.
     on_end: called with the method, the route and the status of every request.
     """
 
@@ -100,6 +101,8 @@ class AccessLog:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         began_s = time.perf_counter()
+        if scope["path"].endswith("/") and len(scope["path"]) > 1:
+            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
         given = next((v.decode("latin-1") for k, v in scope["headers"] if k == REQUEST_ID_HEADER), "")
         request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
         state: dict[str, Any] = scope.setdefault("state", {})
@@ -110,10 +113,10 @@ class AccessLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {
-                    **message,
-                    "headers": [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id.encode())],
-                }
+                headers = [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id.encode())]
+                if ignored := state.get("ignored_fields"):
+                    headers.append((b"x-ignored-fields", ignored.encode()))
+                message = {**message, "headers": headers}
             await send(message)
 
         try:

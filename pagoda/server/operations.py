@@ -19,7 +19,7 @@ from pagoda.server.answers import (
     TokenizerInfo,
     VersionResponse,
 )
-from pagoda.server.body import Body, read_body
+from pagoda.server.body import Body
 from pagoda.server.errors import error_response
 from pagoda.server.middleware import RETRY_AFTER_S
 from pagoda.server.protocol import (
@@ -123,7 +123,7 @@ async def abort_requests(http: Request) -> Response:
     Without ids: abort all requests. If the server has an admin key, this needs it.
     """
     state = state_of(http)
-    body = await read_body(http, AbortRequest, state.request_limits)
+    body = await state.bodies.read(http, AbortRequest)
     if not body.request_ids:
         state.check_admin(http)
     caller = http.scope["state"]
@@ -157,7 +157,7 @@ def _flag(http: Request, name: str) -> bool:
 async def tokenize(http: Request) -> Response:
     """Return the token ids of a text, or of a conversation rendered with the chat template."""
     state = state_of(http)
-    body = await read_body(http, TokenizeRequest, state.request_limits)
+    body = await state.bodies.read(http, TokenizeRequest)
     state.adapter_of(body.model)
     state.check_template(body.chat_template)
     text = state.generator.llm.text
@@ -190,7 +190,7 @@ async def tokenize(http: Request) -> Response:
 async def detokenize(http: Request) -> Response:
     """Return the text of token ids."""
     state = state_of(http)
-    body = await read_body(http, DetokenizeRequest, state.request_limits)
+    body = await state.bodies.read(http, DetokenizeRequest)
     state.adapter_of(body.model)
     decoding = state.generator.llm.text.detokenize(body.tokens)
     return json_response(DetokenizeResponse(await cancel_on_disconnect(http, decoding)))
@@ -238,4 +238,4 @@ async def _read_as_admin(http: Request, kind: type[B]) -> tuple[ServedAdapters, 
     """Return the server's adapters and the body of a request to change them. Raises ApiError (403) without the key."""
     state = state_of(http)
     state.check_admin(http)
-    return state.adapters, await read_body(http, kind, state.request_limits)
+    return state.adapters, await state.bodies.read(http, kind)

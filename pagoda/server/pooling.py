@@ -34,7 +34,6 @@ from pagoda.server.answers import (
     ScoreData,
     ScoreResponse,
 )
-from pagoda.server.body import read_body
 from pagoda.server.generation import Generation
 from pagoda.server.pooling_bodies import (
     ClassificationRequest,
@@ -162,7 +161,7 @@ async def create_ranking(http: Request) -> Response:
 async def _read(http: Request, kind: type[B], id_prefix: str) -> Call[B]:
     """Read the request's body. Raises RequestError, or ApiError (404) for a model that is not served."""
     state = state_of(http)
-    body = await read_body(http, kind, state.request_limits)
+    body = await state.bodies.read(http, kind)
     return Call(http, state, body, state.adapter_of(body.model), id_prefix)
 
 

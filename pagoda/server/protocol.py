@@ -1,9 +1,9 @@
 """The HTTP API's request bodies, in OpenAI's format with the engine's sampling parameters as extra fields.
 
 msgspec checks the types of single values while decoding, and stops at the first error (body.py). `check` does what
-types cannot: it checks fields against each other, and counts and sizes against RequestLimits. Undeclared fields are
-rejected, so that nothing a caller asks for is silently ignored. What several bodies share is apart: body.py (what a
-body is, and its types of values), sampling_body.py (how text is generated) and structure.py (the form of the output).
+types cannot: it checks fields against each other, and counts and sizes against RequestLimits. What several bodies share
+is apart: body.py (what a body is, and its types of values), sampling_body.py (how text is generated) and structure.py
+(the form of the output).
 """
 
 from typing import Annotated, Any
@@ -111,14 +111,6 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     continue_final_message: Flag = False
     echo: Flag = False
     include_reasoning: Flag = True
-    # accepted because they do not affect the response
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: Annotated[str, one_of("auto", "default", "flex", "scale", "priority", "fast")] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
     # for the chat template
     reasoning_effort: str | None = None
     documents: list[dict[str, Any]] | None = None
@@ -132,15 +124,8 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
         check_text_only(self)
         limits.check_lists_of_prompts(self, 1)
         check_chat(limits, self.messages, self.tools, self.chat_template, self.chat_template_kwargs)
-        limits.check_values(
-            {"metadata": self.metadata, "prompt_cache_options": self.prompt_cache_options, "documents": self.documents}
-        )
-        limits.check_names(
-            safety_identifier=self.safety_identifier,
-            prompt_cache_key=self.prompt_cache_key,
-            prompt_cache_retention=self.prompt_cache_retention,
-            reasoning_effort=self.reasoning_effort,
-        )
+        limits.check_values({"documents": self.documents})
+        limits.check_names(reasoning_effort=self.reasoning_effort)
         if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs: needs logprobs to be true", "top_logprobs")
         if self.continue_final_message and self.add_generation_prompt is True:
@@ -190,11 +175,8 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
     documents: Unserved = None
     include_reasoning: Unserved = None
     messages: Unserved = None
-    metadata: Unserved = None
     parallel_tool_calls: Unserved = None
     reasoning_effort: Unserved = None
-    service_tier: Unserved = None
-    store: Unserved = None
     tool_choice: Unserved = None
     tools: Unserved = None
     top_logprobs: Unserved = None

@@ -19,7 +19,6 @@ from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.server.answers import Timings, Usage
-from pagoda.server.body import read_body
 from pagoda.server.generation import Generation
 from pagoda.server.responses import EventStream, cancel_on_disconnect, event, json_response, run_sized
 from pagoda.server.sampling_body import SamplingBody
@@ -41,7 +40,7 @@ class Chunk(Protocol):
     """An event of a stream: one struct per stream, whose fields are set again for every event."""
 
     choices: list[Any]
-    usage: Usage | UnsetType
+    usage: Usage | UnsetType | None
     timings: Timings | UnsetType
 
 
@@ -59,15 +58,15 @@ class AnswerFormat(Protocol):
         """Return the struct for the events of a stream (a Chunk), without choices."""
         ...
 
-    def opening(self) -> Iterable[Struct]:
-        """Return the choices of the events that are sent before anything is generated."""
+    def opening(self, chunk: Any) -> Iterable[Struct]:
+        """Iterate over the choices of the events of `chunk` that are sent before anything is generated."""
         ...
 
     def chunk_choice(self, index: int, delta: RequestOutput, output: CompletionOutput) -> Struct | None:
         """Return the choice of one event, or None if there is nothing to send yet.   index: of the prompt."""
         ...
 
-    def whole(self, outputs: Sequence[WholeOutput], usage: Usage, timings: Timings | UnsetType) -> Struct:
+    def whole(self, outputs: Sequence[WholeOutput], timings: Timings | UnsetType) -> Struct:
         """Return the whole answer."""
         ...
 
@@ -98,10 +97,10 @@ S = TypeVar("S", bound=SamplingBody)
 async def respond(http: Request, kind: type[S], api: TextApi[S]) -> Response:
     """Answer a request for generated text.   kind: of the request's body.
 
-    Raises the errors of `read_body`, `prepare` and `Generator.begin`, which the application turns into answers.
+    Raises the errors of `BodyReader.read`, `prepare` and `Generator.begin`, which the application turns into answers.
     """
     state = state_of(http)
-    body = await read_body(http, kind, state.request_limits)
+    body = await state.bodies.read(http, kind)
     lora = state.adapter_of(body.model)
     with state.generator.admitted(http, body.num_prompts * body.num_outputs) as place:
         prepared = await api.prepare(http, state, body)
@@ -125,9 +124,14 @@ async def stream_events(
 ) -> AsyncGenerator[bytes, None]:
     """Yield the answer as server-sent events, the last of them with the usage if that was asked for."""
     options = body.stream_options
+    has_usage = options is not None and options.include_usage
+    is_continuous = has_usage and options is not None and options.continuous_usage_stats
     chunk: Chunk = answer_format.chunk()
-    for choice in answer_format.opening():
+    chunk.usage = None if has_usage else UNSET
+    for choice in answer_format.opening(chunk):
         chunk.choices = [choice]
+        if is_continuous:
+            chunk.usage = generation.usage
         yield event(chunk)
 
     def events(index: int, delta: RequestOutput) -> bytes:
@@ -136,7 +140,7 @@ async def stream_events(
             choice = answer_format.chunk_choice(index, delta, output)
             if choice is not None:
                 chunk.choices = [choice]
-                if options is not None and options.continuous_usage_stats:
+                if is_continuous:
                     chunk.usage = generation.usage
                 encoded.append(event(chunk))
         return b"".join(encoded)
@@ -151,7 +155,7 @@ async def stream_events(
             encoded = await run_sized(size, lambda index=index, delta=delta: events(index, delta))
             if encoded:
                 yield encoded
-    if options is not None and options.include_usage:
+    if has_usage:
         chunk.choices, chunk.usage = [], generation.usage
         if body.return_timings:
             chunk.timings = generation.timings
@@ -189,10 +193,10 @@ async def whole_answer(generation: Generation, answer_format: AnswerFormat, body
                 if (index, output.index) not in gathered:
                     gathered[index, output.index] = _Gathered(output)
                 gathered[index, output.index].add(output)
-    usage, timings = generation.usage, generation.timings if body.return_timings else UNSET
+    timings = generation.timings if body.return_timings else UNSET
 
     def respond_whole() -> Response:
         outputs = [(index, last[index], gathered[index, at].whole()) for index, at in sorted(gathered)]
-        return json_response(answer_format.whole(outputs, usage, timings))
+        return json_response(answer_format.whole(outputs, timings))
 
-    return await run_sized(usage.total_tokens, respond_whole)
+    return await run_sized(generation.usage.total_tokens, respond_whole)

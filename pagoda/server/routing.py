@@ -1,6 +1,8 @@
 """Router: the routes with what they read and answer, and the OpenAPI page made of that."""
 
+import html
 import inspect
+import json
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -159,3 +161,50 @@ def _answer(endpoint: Endpoint) -> dict[str, Any]:
 
 def _json(kind: type[Struct]) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+
+
+_PAGE = """<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>pagoda</title>
+<style>body{{font:15px/1.5 system-ui,sans-serif;max-width:56rem;margin:2rem auto;padding:0 1rem}}
+summary{{cursor:pointer;padding:.3rem 0}}table{{border-collapse:collapse;margin:.5rem 0 1rem}}
+td{{border-top:1px solid #ccc;padding:.2rem .8rem .2rem 0;vertical-align:top}}code{{font-size:.9em}}</style>
+<h1>pagoda {version}</h1><p>{description}. Machines read <a href="openapi.json">openapi.json</a>.{keys}</p>
+{routes}"""
+
+
+def docs_page(api: Mapping[str, Any]) -> str:
+    """Return the description of the routes as a page that needs no script and no other file."""
+    routes = [
+        f"<details><summary><code><b>{method.upper()}</b> {path}</code></summary>"
+        f"<p>{html.escape(operation['description'])}</p>{_fields(api, operation)}</details>"
+        for path, operations in api["paths"].items()
+        for method, operation in operations.items()
+    ]
+    keys = " Send the API key as <code>Authorization: Bearer KEY</code>." if "security" in api else ""
+    return _PAGE.format(**api["info"], keys=keys, routes="\n".join(routes))
+
+
+def _fields(api: Mapping[str, Any], operation: Mapping[str, Any]) -> str:
+    """Return a table of the fields of a route's request body."""
+    content = operation.get("requestBody", {}).get("content", {})
+    if not content:
+        return ""
+    name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    schema = api["components"]["schemas"][name]
+    rows = [
+        f"<tr><td><code>{field}</code>{' (required)' if field in schema.get('required', ()) else ''}</td>"
+        f"<td>{html.escape(_type_name(described))}</td><td>{html.escape(described.get('description', ''))}</td></tr>"
+        for field, described in schema["properties"].items()
+    ]
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _type_name(schema: Mapping[str, Any]) -> str:
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(_type_name, schema["anyOf"])))
+    if "$ref" in schema:
+        return str(schema["$ref"]).rpartition("/")[2]
+    if "enum" in schema:
+        return " or ".join(json.dumps(value) for value in schema["enum"])
+    if schema.get("type") == "array" and "items" in schema:
+        return f"list of {_type_name(schema['items'])}"
+    return str(schema.get("type", "any"))

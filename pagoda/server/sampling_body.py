@@ -54,7 +54,6 @@ UNSERVED = {
     "mm_processor_kwargs": UnservedField(_MEDIA, ({},)),
     "modalities": UnservedField("modalities other than text", (["text"], "text")),
     "moderation": UnservedField("moderation"),
-    "prediction": UnservedField("predicted outputs"),
     "repetition_detection": UnservedField("repetition detection"),
     "return_mm_kwargs": UnservedField(_MEDIA, (True,)),
     "return_prompt_text": UnservedField("`return_prompt_text`; use `return_token_ids` and /detokenize"),
@@ -64,7 +63,6 @@ UNSERVED = {
     "suffix": UnservedField("`suffix` (fill in the middle)"),
     "thinking_token_budget": UnservedField("a budget for reasoning", (-1,)),
     "truncation_side": UnservedField("truncating prompts at their end", ("left",)),
-    "verbosity": UnservedField("`verbosity`", ("medium",)),
     "vllm_xargs": UnservedField("`vllm_xargs`", ({},)),
     "watermarking": UnservedField("watermarks"),
     "web_search_options": UnservedField("web search"),
@@ -84,11 +82,8 @@ CHAT_ONLY = {
     "documents": UnservedField("`documents`"),
     "include_reasoning": UnservedField("`include_reasoning`", (True,)),
     "messages": UnservedField("`messages`"),
-    "metadata": UnservedField("`metadata`", ({},)),
     "parallel_tool_calls": UnservedField("`parallel_tool_calls`", (True,)),
     "reasoning_effort": UnservedField("`reasoning_effort`", ("none",)),
-    "service_tier": UnservedField("`service_tier`", ("auto", "default")),
-    "store": UnservedField("`store`"),
     "tool_choice": UnservedField("`tool_choice`", ("none", "auto")),
     "tools": UnservedField("`tools`"),
     "top_logprobs": UnservedField("`top_logprobs`; use `logprobs`"),
@@ -172,13 +167,11 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
     use_beam_search: Flag = False
     length_penalty: float | None = None
     early_stopping: bool | Annotated[str, one_of("never")] | None = None
-    # accepted because it does not affect the response
-    session_id: str | None = None
 
     def check(self, limits: RequestLimits) -> None:
         check_unserved(self)
         limits.check_lists(self)
-        limits.check_names(model=self.model, user=self.user, session_id=self.session_id, cache_salt=self.cache_salt)
+        limits.check_names(model=self.model, user=self.user, cache_salt=self.cache_salt)
         limits.check_values(structure_values(self))
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: needs stream to be true", "stream_options")

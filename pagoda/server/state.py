@@ -20,6 +20,7 @@ from pagoda.engine_setup import resolve_engine
 from pagoda.input_setup import build_input_processor
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.admission import Admission, AdmissionLimits
+from pagoda.server.body import BodyReader
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generator
 from pagoda.server.middleware import Drain
@@ -34,7 +35,7 @@ class ServerState:
     adapters: LoRA adapters by name.
     model_names: the first is the default in responses.   chat_template: the model's own.
     tool_template: the model's template for requests with tools.   tool_parser: a name in TOOL_PARSERS, "none", "auto".
-    trusts_templates: callers may send their own chat templates.   request_limits: bounds of one body's content.
+    trusts_templates: callers may send their own chat templates.   bodies: reads those of requests.
     """
 
     generator: Generator
@@ -46,7 +47,7 @@ class ServerState:
     tool_parser: str
     trusts_templates: bool = False
     has_admin_key: bool = False
-    request_limits: RequestLimits = field(default_factory=RequestLimits)
+    bodies: BodyReader = field(default_factory=lambda: BodyReader(RequestLimits()))
     engine: ProcessClient | None = None
     drain: Drain = field(default_factory=Drain)
     started_at: int = field(default_factory=lambda: int(time.time()))
@@ -138,7 +139,7 @@ async def build_state(
         tool_template=sources.get("tool_use", source),
         tool_parser=parser,
         trusts_templates=server.trust_request_chat_template,
-        request_limits=config.model.request_limits,
+        bodies=BodyReader(config.model.request_limits, server.strict_fields),
         has_admin_key=server.admin_api_key is not None,
         engine=client,
     )

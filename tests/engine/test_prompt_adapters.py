@@ -186,5 +186,7 @@ def test_what_has_no_meaning_is_refused(llm: LLM, adapters: Any) -> None:
         llm.generate(PROMPT, SamplingParams(prompt_logprobs=1), lora_request=a)
     long = list(range(10, 120))
     assert llm.generate(long, SamplingParams(max_tokens=1))[0].error is None
-    with pytest.raises(RequestError, match="110 tokens, but max_model_len is 128, .*takes 20 tokens of it"):
+    with pytest.raises(
+        RequestError, match="length is 128 tokens .*takes 20 tokens of it. However, the prompt has 110 tokens"
+    ):
         llm.generate(long, SamplingParams(max_tokens=1), lora_request=a)

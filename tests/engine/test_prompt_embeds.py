@@ -206,7 +206,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "infinite": (torch.full((1, 192), float("inf")), "embedding 0 has values that are not finite"),
     "sparse": (torch.zeros(2, 192).to_sparse(), "send a dense one"),
     "meta": (torch.zeros(2, 192, device="meta"), "no elements that can be read"),
-    "too long": (np.zeros((128, 192), np.float32), "128 tokens, but max_model_len is 128"),
+    "too long": (np.zeros((128, 192), np.float32), "context length is 128 tokens"),
 }
 
 

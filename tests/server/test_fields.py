@@ -1,5 +1,9 @@
 """Fields of requests: what is served is obeyed, what is neutral is accepted, the rest is refused in words."""
 
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -7,7 +11,7 @@ import pytest
 
 from pagoda.server.protocol import ChatCompletionRequest, CompletionRequest
 from pagoda.server.sampling_body import CHAT_ONLY, UNSERVED, UnservedFields
-from tests.server.live import LiveServer
+from tests.server.live import FAKE_FLAGS, LiveServer, serving
 from tests.server.test_tools import HERMES, TOOLS
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "seed": 1}
@@ -97,7 +101,6 @@ def test_neutral_values_change_nothing(fake_server: LiveServer) -> None:
 
 ASKING: dict[str, Any] = {
     "modalities": ["text", "audio"],
-    "verbosity": "low",
     "functions": [{"name": "f"}],
     "function_call": "auto",
     "kv_transfer_params": {"a": 1},
@@ -246,3 +249,54 @@ def test_what_the_openai_client_sends_by_itself(fake_server: LiveServer) -> None
     )
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 3
+
+
+def asked(server: LiveServer, path: str, body: dict[str, Any]) -> tuple[int, str | None, dict[str, Any]]:
+    """The status, the header x-ignored-fields and the answer."""
+    sent = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(sent, timeout=30) as response:
+            return response.status, response.headers["x-ignored-fields"], json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers["x-ignored-fields"], json.load(error)
+
+
+def test_unknown_fields_are_ignored_named_in_a_header_and_logged_once(fake_server: LiveServer) -> None:
+    for path, plain in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT), ("/tokenize", {"prompt": "x"})):
+        assert asked(fake_server, path, plain)[:2] == (200, None)
+        assert asked(fake_server, path, {**plain, "frobnicate": 1, "x.y-z": {}})[:2] == (200, "frobnicate, x.y-z")
+    nested = {**CHAT, "stream": False, "response_format": {"type": "text", "foo": 1}}
+    assert asked(fake_server, "/v1/chat/completions", nested)[:2] == (200, "response_format.foo")
+    assert fake_server.log.read_text().count("frobnicate") == 1
+
+
+def test_the_header_of_ignored_fields_is_bounded(fake_server: LiveServer) -> None:
+    many = {f"unknown_{i}": 1 for i in range(25)} | {"bad name": 1, "漢": 1, "x" * 65: 1, "a\r\nb": 1}
+    status, header, _ = asked(fake_server, "/v1/completions", {**TEXT, **many})
+    assert status == 200
+    assert header == ", ".join([*(f"unknown_{i}" for i in range(20)), "+9"])
+
+
+def test_hints_are_ignored_in_silence(fake_server: LiveServer) -> None:
+    hints = {
+        "prediction": {"type": "content", "content": "x"},
+        "verbosity": "low",
+        "store": True,
+        "metadata": {"a": "b"},
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "service_tier": "flex",
+    }
+    tool = {**TOOLS[0], "cache_control": {"type": "ephemeral"}}
+    part = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}
+    message = {"role": "user", "content": [part], "cache_control": {"type": "ephemeral"}}
+    body = {**CHAT, **hints, "messages": [message], "tools": [tool], "tool_choice": "none"}
+    assert asked(fake_server, "/v1/chat/completions", body)[:2] == (200, None)
+    assert asked(fake_server, "/v1/completions", {**TEXT, **hints})[:2] == (200, None)
+
+
+def test_strict_fields_refuses_unknown_ones_but_not_hints(tmp_path: Path) -> None:
+    with serving(tmp_path, *FAKE_FLAGS, "--strict-fields") as server:
+        status, _, answer = asked(server, "/v1/chat/completions", {**CHAT, "frobnicate": 1})
+        assert (status, answer["error"]["param"]) == (400, "frobnicate")
+        assert asked(server, "/v1/chat/completions", {**CHAT, "store": True, "metadata": {}})[0] == 200

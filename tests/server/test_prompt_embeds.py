@@ -87,7 +87,7 @@ BAD = {
     "nan": (encoded(embeds(3) * float("nan")), "not finite"),
     "sparse": (encoded(embeds(3).to_sparse()), "to_dense"),
     "integers": (encoded(torch.zeros(3, HIDDEN, dtype=torch.int64)), "another type"),
-    "too long": (as_safetensors(torch.zeros(2100, HIDDEN, dtype=torch.float16)), "max_model_len is 2048"),
+    "too long": (as_safetensors(torch.zeros(2100, HIDDEN, dtype=torch.float16)), "context length is 2048 tokens"),
 }
 
 

@@ -69,6 +69,60 @@ def test_usage_comes_at_the_end_or_all_along(fake_server: LiveServer) -> None:
     assert counts[0] < 8 == counts[-1]
 
 
+def test_usage_in_a_stream_is_null_until_it_is_known_and_missing_if_nobody_asked(fake_server: LiveServer) -> None:
+    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+        asked = events(fake_server, path, {**body, "stream_options": {"include_usage": True}})
+        assert [chunk["usage"] for chunk in asked[:-1]] == [None] * (len(asked) - 1)
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        along = events(fake_server, path, {**body, "stream_options": options})
+        assert all(chunk["usage"]["prompt_tokens"] > 0 for chunk in along)  # the role's chunk, too
+        options = {"include_usage": False, "continuous_usage_stats": True}
+        assert not any("usage" in chunk for chunk in events(fake_server, path, {**body, "stream_options": options}))
+
+
+def test_keys_that_clients_read_as_attributes_are_always_there(fake_server: LiveServer) -> None:
+    chat = fake_server.post("/v1/chat/completions", CHAT)[1]
+    of_chat = {"service_tier", "system_fingerprint", "prompt_logprobs", "prompt_token_ids"}
+    assert {name for name, value in chat.items() if value is None} == of_chat
+    assert {"stop_reason", "token_ids", "logprobs"} <= chat["choices"][0].keys()
+    message = chat["choices"][0]["message"]
+    assert {"reasoning", "reasoning_content", "refusal", "annotations", "audio", "function_call"} <= message.keys()
+    text = fake_server.post("/v1/completions", TEXT)[1]
+    assert (text["service_tier"], text["system_fingerprint"]) == (None, None)
+    assert {"prompt_logprobs", "token_ids", "prompt_token_ids", "stop_reason"} <= text["choices"][0].keys()
+    for answer in (chat, text):
+        assert {"prompt_tokens_details", "completion_tokens_details"} <= answer["usage"].keys()
+
+
+def test_a_chat_stream_begins_with_the_prompts_token_ids(fake_server: LiveServer) -> None:
+    body = {**CHAT, "return_token_ids": True, "n": 2}
+    first, *rest = events(fake_server, "/v1/chat/completions", body)
+    assert first["prompt_token_ids"] == fake_server.post("/v1/chat/completions", body)[1]["prompt_token_ids"]
+    assert not any("prompt_token_ids" in chunk for chunk in rest)
+
+
+def test_log_probabilities_always_have_the_drawn_token_first(fake_server: LiveServer) -> None:
+    for asked in (0, 1, 3):
+        body = {**TEXT, "logprobs": asked, "temperature": 2.0}
+        logprobs = fake_server.post("/v1/completions", body)[1]["choices"][0]["logprobs"]
+        for token, logprob, top in zip(
+            logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+        ):
+            assert next(iter(top.items())) == (token, logprob)
+            assert max(asked, 1) <= len(top) <= asked + 1
+
+
+def test_a_prompt_beyond_the_context_is_refused_in_words_that_clients_recognise(fake_server: LiveServer) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "a b " * 4000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a b " * 4000}]}),
+    ):
+        status, answer = fake_server.post(path, body)
+        assert status == 400
+        assert "This model's maximum context length is 2048 tokens" in answer["error"]["message"]
+        assert "Please reduce the length of the input prompt" in answer["error"]["message"]
+
+
 def test_token_ids_in_and_out(fake_server: LiveServer) -> None:
     ids = fake_server.post("/tokenize", {"prompt": "Once upon a time"})[1]
     assert ids["count"] == len(ids["tokens"])
@@ -118,7 +172,6 @@ def test_special_tokens_in_messages_are_text_and_in_prompts_are_not(fake_server:
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
-        ("/v1/completions", {**TEXT, "frobnicate": 1}, 400, "frobnicate"),
         ("/v1/chat/completions", {**CHAT, "best_of": 3}, 400, "best_of"),
         ("/v1/completions", {**TEXT, "temperature": -1}, 400, "temperature"),
         ("/v1/completions", {**TEXT, "top_p": 0}, 400, "top_p"),
@@ -152,7 +205,6 @@ def test_special_tokens_in_messages_are_text_and_in_prompts_are_not(fake_server:
         ("/v1/embeddings", {"input": "x", "prompt_name": "query"}, 400, "prompt_name"),
         ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 0}, 400, "truncate_prompt_tokens"),
         ("/v1/embeddings", {"input": "x", "model": "gpt-9"}, 404, "model"),
-        ("/v1/embeddings", {"input": "x", "instruction": "a"}, 400, "instruction"),
         ("/pooling", {"input": "x", "task": "guess"}, 400, "task"),
         ("/pooling", {"input": "x", "task": "classify"}, 400, "model"),
         ("/pooling", {"input": "x", "task": "score"}, 400, "task"),
@@ -165,7 +217,7 @@ def test_special_tokens_in_messages_are_text_and_in_prompts_are_not(fake_server:
         ("/score", {"text_1": "a", "data_2": "b"}, 400, "text_1"),
         ("/rerank", {"query": "a", "documents": []}, 400, "documents"),
         ("/rerank", {"query": "", "documents": ["b"]}, 400, "query"),
-        ("/v1/rerank", {"query": "a", "documents": ["b", {"txt": "c"}]}, 400, "documents[1].txt"),
+        ("/v1/rerank", {"query": "a", "documents": ["b", {"txt": "c"}]}, 400, "documents[1].text"),
         ("/v2/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, 400, "top_n"),
         ("/nowhere", {}, 404, None),
     ],
@@ -287,3 +339,17 @@ def test_abort_by_id_ends_a_request_with_its_output_so_far(fake_server: LiveServ
         status, answer = asked.result()
     assert (status, answer["choices"][0]["finish_reason"]) == (200, "abort")
     fake_server.wait_idle()
+
+
+def test_iteration_tokens_are_those_of_prompts_and_all_that_were_sampled(fake_server: LiveServer) -> None:
+    def total() -> float:
+        lines = fake_server.get("/metrics")[1].splitlines()
+        return next(float(line.split()[-1]) for line in lines if line.startswith("vllm:iteration_tokens_total_sum"))
+
+    fake_server.wait_idle()
+    before = total()
+    for n in (1, 3):
+        body = {"prompt": [17 + n] * 9, "max_tokens": 10, "ignore_eos": True, "n": n}
+        assert fake_server.post("/v1/completions", body)[0] == 200
+    fake_server.wait_idle()
+    assert total() - before == (9 + 10) + (9 + 30)

@@ -1,5 +1,6 @@
 """Tool calls and reasoning through the whole server, from a model that spells them token by token."""
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -123,6 +124,28 @@ def test_reasoning_comes_apart_from_calls(client: openai.OpenAI, ask: Any) -> No
     assert ask(client, 2, extra_body=thinking) == ("", [ZURICH], "Where? 2 < 3, so Zürich.\n", "tool_calls")
     silent = ask(client, 2, extra_body={**thinking, "include_reasoning": False})
     assert silent == ("", [ZURICH], "", "tool_calls")
+
+
+def test_reasoning_has_both_names_and_its_tokens_are_counted(scripted: LiveServer, client: openai.OpenAI) -> None:
+    given = scripted.post("/tokenize", {"prompt": SAID[2], "add_special_tokens": False, "return_token_strs": True})[1]
+    written = list(itertools.accumulate(given["token_strs"]))
+    expected = next(index for index, text in enumerate(written) if "</think>" in text) + 1
+    asked: Any = {"model": "smollm2-135m", "messages": MESSAGES, "seed": 2, "extra_body": {"chat_template": THINKING}}
+    whole = client.chat.completions.create(**asked)
+    message: Any = whole.choices[0].message
+    assert message.reasoning == message.reasoning_content == "Where? 2 < 3, so Zürich.\n"
+    parts = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    deltas: list[Any] = [choice.delta for part in parts for choice in part.choices]
+    for name in ("reasoning", "reasoning_content"):
+        assert "".join(getattr(delta, name, None) or "" for delta in deltas) == message.reasoning
+    for usage in (whole.usage, parts[-1].usage):
+        assert usage is not None
+        assert usage.completion_tokens_details is not None
+        count = usage.completion_tokens_details.reasoning_tokens
+        assert count == expected < usage.completion_tokens
+    plain = client.chat.completions.create(model="smollm2-135m", messages=MESSAGES, seed=2)
+    assert plain.usage is not None
+    assert plain.usage.completion_tokens_details is None
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])

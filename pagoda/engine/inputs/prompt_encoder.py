@@ -136,10 +136,12 @@ class PromptEncoder:
             raise self._too_long(f"at least {most + 1} tokens ({len(text)} characters)", num_output)
 
     def _too_long(self, size: str, num_output: int, name: str = "prompt") -> RequestError:
-        most = f"max_model_len is {self._limits.max_model_len}" + (", output included" if num_output else "")
+        most = f"{self._limits.max_model_len} tokens" + (" (max_model_len), output included" if num_output else "")
         if num_output > 1:
             most += f", and the prompt adapter takes {num_output - 1} tokens of it"
+        # Clients recognise OpenAI's words for it.
         return RequestError(
-            f"the prompt has {size}, but {most}; shorten it, or set truncate_prompt_tokens",
+            f"This model's maximum context length is {most}. However, the prompt has {size}. Please reduce the length "
+            "of the input prompt, or set truncate_prompt_tokens.",
             name,
         )

@@ -50,6 +50,10 @@ def normal_message(index: int, message: Message) -> dict[str, Any]:
     if content is not None and not isinstance(content, str):
         raise RequestError(f"messages[{index}].content is {type(content).__name__}, expected a string", "messages")
     normal = {**message, "content": content if content is not None else ""}
+    # Templates read the reasoning of earlier turns under either name; clients send what they were given, under either.
+    for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
+        if message.get(name) is not None and message.get(other) is None:
+            normal[other] = message[name]
     if calls := message.get("tool_calls"):
         normal["tool_calls"] = _normal_calls(f"messages[{index}].tool_calls", calls)
     return normal

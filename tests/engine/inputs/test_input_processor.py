@@ -49,7 +49,7 @@ def test_all_ways_to_write_a_prompt(prompt: Prompt) -> None:
         ("", "empty"),
         ([], "empty"),
         ({"prompt_token_ids": []}, "empty"),
-        ("x" * MAX_LEN, f"has {MAX_LEN} tokens, but max_model_len is {MAX_LEN}"),
+        ("x" * MAX_LEN, f"length is {MAX_LEN} tokens"),
         ([5, 258], "prompt token 1 is 258, outside the vocabulary of 258"),
         ([-1], "prompt token 0 is -1"),
         ([2**40], "outside the vocabulary"),

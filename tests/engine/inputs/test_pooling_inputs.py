@@ -87,7 +87,7 @@ def test_texts_that_are_encoded_together_have_the_tokens_of_each(template: str) 
 def test_a_prompt_to_pool_may_fill_the_context() -> None:
     inputs = inputs_of("bert")
     assert inputs.process("r", text(0, 22), PoolingParams(), arrival_time_s=0.0).num_prompt_tokens == 24
-    with pytest.raises(RequestError, match="has 25 tokens, but max_model_len is 24; shorten it"):
+    with pytest.raises(RequestError, match="length is 24 tokens. However, the prompt has 25 tokens"):
         inputs.process("r", text(0, 23), PoolingParams(), arrival_time_s=0.0)
     cut = inputs.process("r", text(0, 23), PoolingParams(truncate_prompt_tokens=-1), arrival_time_s=0.0)
     assert cut.prompt_token_ids.tolist()[-2:] == [WORDS.index("w21"), WORDS.index("[SEP]")]

@@ -7,6 +7,7 @@ import pytest
 
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.engine.templates.chat_template import ChatTemplate
+from pagoda.engine.templates.chat_values import normal_message
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
@@ -112,3 +113,9 @@ def test_a_bad_content_part_is_named_itself(part: Any, param: str, said: str) ->
     with pytest.raises(RequestError, match=said) as caught:
         ChatTemplate("{{ messages[0].content }}").render(messages)  # type: ignore[arg-type]
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_templates_read_the_reasoning_of_a_turn_under_either_name(name: str) -> None:
+    turn = normal_message(0, {"role": "assistant", "content": "x", name: "thought"})
+    assert (turn["reasoning"], turn["reasoning_content"]) == ("thought", "thought")
