@@ -265,6 +265,7 @@ def scheduler_options(config: EngineConfig, drafting: DraftSetup | None = None) 
         **{**settings, "async_scheduling": bool(scheduler.async_scheduling)},
         **{item.name: getattr(prefill, item.name) for item in describe_settings(PrefillConfig)},
         pipeline_depth=pipeline_depth(config),
+        has_followers=config.parallel.world_size > 1,
         prefix_hash_seed=debug.prefix_hash_seed,
         num_lookahead_slots=debug.num_lookahead_slots,
         max_loras=config.model.lora.max_loras if config.model.lora.enable_lora else 0,

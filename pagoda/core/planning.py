@@ -339,6 +339,8 @@ def _drain(state: SchedulerState, plan: StepPlan) -> None:
             state.log.note(Copied(sequence.request.request_id, sequence.index, source, target))
     if plan.entering:
         plan.admitted = tuple(_row_init(state, row, *entry) for row, entry in plan.entering.items())
+    if state.config.has_followers:
+        plan.decided = state.table.report_tokens(plan.at)
     state.kv.drain_into(plan)
     state.outbox.drain_into(plan)
     plan.encoder_freed = state.encoder.take_evicted()

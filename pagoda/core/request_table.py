@@ -12,6 +12,7 @@ import numpy as np
 from pagoda.base.errors import InvariantBroken
 from pagoda.core.request import Request
 from pagoda.core.request_state import RequestState, Sequence
+from pagoda.core.scheduler_output import NO_TOKENS, RowTokens
 
 _NO_LIMIT = np.iinfo(np.int32).max
 
@@ -45,6 +46,7 @@ class RequestTable:
         self._num_computed, self.num_computed = _column(max_rows, np.int32)
         self._num_pending, self.num_pending = _column(max_rows, np.int32)
         self._num_in_flight, self.num_in_flight = _column(max_rows, np.int32)
+        self._num_reported = np.zeros(max_rows, np.int32)  # tokens that workers were told of
         self._is_pooled, self.is_pooled = _column(max_rows, np.bool_)
         self._is_beam, self.is_beam = _column(max_rows, np.bool_)
         self._num_beams = 0  # rows that are marked, also given back ones until they are given out again
@@ -88,7 +90,7 @@ class RequestTable:
         count = len(sequence.token_ids)
         self._token_ids[row, :count] = sequence.token_ids
         self._num_prompt_tokens[row] = spec.num_prompt_tokens
-        self._num_tokens[row] = count
+        self._num_tokens[row] = self._num_reported[row] = count
         self._num_computed[row] = num_computed
         self._num_pending[row] = 0
         self._num_in_flight[row] = 0
@@ -109,6 +111,7 @@ class RequestTable:
             column[row] = column[source]
         self._mark_beam(row, bool(self._is_beam[source]))
         self._num_in_flight[row] = 0
+        self._num_reported[row] = count  # workers copy the row, too
         return self._assign(row, sequence)
 
     def _mark_beam(self, row: int, is_beam: bool) -> None:
@@ -216,6 +219,18 @@ class RequestTable:
         at = int(self._num_tokens[row])
         self._token_ids[row, at : at + len(tokens)] = tokens
         self._num_tokens[row] = at + len(tokens)
+
+    def report_tokens(self, rows: np.ndarray) -> RowTokens:
+        """Return the tokens of `rows` (int64 [n], distinct) that were appended since their last report."""
+        first, counts = self._num_reported[rows], self._num_tokens[rows] - self._num_reported[rows]
+        total = int(counts.sum())
+        if not total:
+            return NO_TOKENS
+        self._num_reported[rows] += counts
+        of_token = np.repeat(rows, counts)
+        before = np.repeat(np.cumsum(counts) - counts, counts)  # tokens of the rows before
+        positions = np.repeat(first, counts) + np.arange(total, dtype=np.int32) - before.astype(np.int32)
+        return RowTokens(of_token.astype(np.int32), positions, self._token_ids[of_token, positions])
 
     def roll_back(self, sequence: Sequence, num_tokens: int) -> None:
         """The last `num_tokens` computed tokens were drafts that were rejected."""

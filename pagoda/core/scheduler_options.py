@@ -12,6 +12,7 @@ class SchedulerOptions:
     prefix_hash_seed: seed of the prefix-cache hashes; None draws a secret one.
     pipeline_depth: steps scheduled before the first result is back.   async_scheduling: tokens in flight count as
     known.
+    has_followers: some workers do not sample: steps carry the tokens that earlier ones decided.
     num_lookahead_slots: KV slots reserved ahead of each sequence.
     max_loras: distinct adapters per step.   encoder_budget, encoder_cache_tokens: encoder tokens computed per step, and
     cached.   no_partial_media: a media item is never split over chunks.
@@ -34,6 +35,7 @@ class SchedulerOptions:
     evict_for_priority: bool = False
     prefix_hash_seed: int | None = None
     pipeline_depth: int = 1
+    has_followers: bool = False
     num_lookahead_slots: int = 0
     max_loras: int = 0
     encoder_budget: int = 0

@@ -90,6 +90,18 @@ NO_BEAMS = BeamRows()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RowTokens:
+    """Tokens of rows, as parallel arrays int32 [m]: row rows[i] has tokens[i] at positions[i], ascending per row."""
+
+    rows: np.ndarray = field(default_factory=lambda: NO_INTS)
+    positions: np.ndarray = field(default_factory=lambda: NO_INTS)
+    tokens: np.ndarray = field(default_factory=lambda: NO_INTS)
+
+
+NO_TOKENS = RowTokens()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BlockDelta:
     """Blocks set in tables in this step, as parallel arrays int32 [m]: table[group][row, index] = block_id.
 
@@ -137,16 +149,19 @@ class SchedulerOutput:
     """What one step does.
 
     A worker applies it in this order: `released`; `swap_out`, `swap_in`, `copies` (block moves, in that order);
-    `admitted`; `beams`; `block_delta`; `forks`; `encoder_freed`, `encoder_runs`; then, layer by layer, writes all KV of
-    the batch before it reads any (a row may read blocks that another row fills in the same step); then samples.
+    `admitted`; `decided`; `beams`; `block_delta`; `forks`; `encoder_freed`, `encoder_runs`; then, layer by layer,
+    writes all KV of the batch before it reads any (a row may read blocks that another row fills in the same step);
+    then samples.
 
     step: number of this step, counts from 1.
     rows, start, num_new: int32 [num_rows]; row `rows[i]` computes positions start[i] .. start[i] + num_new[i] - 1.
-        Tokens at those positions are known to the worker: prompt (RowInit), its own samples of earlier steps,
-        or `drafts` of this step.
+        Tokens at those positions are known to the worker: prompt (RowInit), its own samples of earlier steps (or
+        `decided`, if it does not sample), or `drafts` of this step.
     sample_rows, sample_index: int32 [num_samples]; sample_rows[j] takes a token from the logits of the last position of
         rows[sample_index[j]] (its own, or, for a fresh fork, its source's). A row with k drafts is verified at its last
         k+1 positions. Pooled rows take no token and are never among them.
+    decided: tokens that earlier steps gave to `rows`, for workers that do not sample; each is sent once, with the row's
+        next step. Empty without such workers (SchedulerOptions.has_followers).
     drafts: row -> draft tokens int32 [k], already counted in num_new, at the last k positions.
     swap_out, swap_in: int32 [k, 2] (source block, destination block), device -> host and host -> device.
     copies: int32 [k, 2], device block -> device block (copy-on-write).
@@ -163,6 +178,7 @@ class SchedulerOutput:
     sample_index: np.ndarray
     total_num_scheduled_tokens: int
     admitted: tuple[RowInit, ...] = ()
+    decided: RowTokens = NO_TOKENS
     beams: BeamRows = NO_BEAMS
     forks: tuple[RowFork, ...] = ()
     released: np.ndarray = field(default_factory=lambda: NO_INTS)
@@ -215,6 +231,8 @@ class ModelRunnerOutput:
     swap_s: the part of it that swap copies took.
     drafts: row -> tokens (int32 [k]) that a drafter proposes to verify in the next step.
     no_drafts_until: the last step (inclusive) whose result will certainly propose none, 0 if that is not known.
+    checksum: of the lengths of the step's rows, equal on all ranks; 0 if there is one rank.
+    A rank that does not sample returns nothing but step, checksum and duration_s.
     """
 
     step: int
@@ -229,6 +247,7 @@ class ModelRunnerOutput:
     swap_s: float = 0.0
     drafts: dict[int, np.ndarray] = field(default_factory=dict)
     no_drafts_until: int = 0
+    checksum: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,12 +7,14 @@ from pagoda.core.scheduler_output import (
     NO_BEAMS,
     NO_INTS,
     NO_PAIRS,
+    NO_TOKENS,
     AdmitKind,
     BeamRows,
     BlockDelta,
     EncoderRun,
     RowFork,
     RowInit,
+    RowTokens,
     SchedulerOutput,
 )
 
@@ -42,6 +44,7 @@ class StepPlan:
     at: np.ndarray = NO_INTS
     has_prompts = False
     forks: tuple[RowFork, ...] = ()
+    decided: RowTokens = NO_TOKENS
     beams: BeamRows = NO_BEAMS
     admitted: tuple[RowInit, ...] = ()
     block_delta = BlockDelta()
@@ -145,6 +148,7 @@ class StepPlan:
             sample_index=self.sample_index,
             total_num_scheduled_tokens=self.num_scheduled,
             admitted=self.admitted,
+            decided=self.decided,
             forks=self.forks,
             beams=self.beams,
             released=self.released,

@@ -102,7 +102,7 @@ def load(config: WorkerConfig) -> LoadedModel:
     max_rows = config.max_rows
     forward = make_forward(model, ops, device, max_rows, max_len, config.max_drafts + 1, tables)
     draft = None
-    if config.drafting is not None:
+    if config.drafting is not None and config.place.samples:
         draft = load_draft(config.drafting, ops, dtype, device, max_rows, max_len, config.block_size)
     if isinstance(ops, NativeOps):
         # The native kernels have their own threads. torch's threads, woken for a small op in between, would

@@ -9,6 +9,7 @@ import torch
 
 from pagoda.base.errors import WorkerDied
 from pagoda.base.pooling import PoolingPlan
+from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
@@ -44,11 +45,14 @@ class ModelRunner:
         adapters: Adapters | None = None,
         pooling: PoolingPlan | None = None,
         embeds: PromptEmbeds | None = None,
+        place: RankPlace = WHOLE,
     ) -> None:
         """speculator: proposes drafts after each step; None if nothing drafts.
 
         grammars: None if no request may have a grammar.   adapters: None if no request may have a LoRA adapter.
         pooling: in place of the model's own.   embeds: None if no prompt may be given as embeddings.
+        place: of this rank. One that does not sample computes all that the sampling rank computes with it, and returns
+        no results; it gets the tokens with the next steps. It needs no speculator and no grammars.
         """
         self._forward = forward
         self._table = table
@@ -60,6 +64,7 @@ class ModelRunner:
         self._adapters = adapters
         self._pooler = Pooler(forward, pooling)
         self._embeds = embeds
+        self._place = place
         self._steps = StepsInFlight(table, speculator, device)
         self.times = self._steps.times
         # What applies a step's events, in this order: blocks move before rows read them, and the table changes last,
@@ -114,15 +119,16 @@ class ModelRunner:
             self._speculator.begin_step()
         self._apply(output)
         self.times.lap("events")
-        if output.is_empty:
-            nothing = self._device.to_host([])
-            step = LaunchedStep(output, nothing, self._steps.collect, begin_s, self._cache.swap_s)
-        else:
-            step = self._submit(output, begin_s)
+        step = self._without_results(output, begin_s) if output.is_empty else self._submit(output, begin_s)
+        if self._place.world_size > 1:
+            step.checksum = self._table.checksum(output.rows)
         self._steps.add(step)
         if (self._speculator is not None and self._speculator.is_on) or output.drafts:
             self._steps.collect_all()
         return step
+
+    def _without_results(self, output: SchedulerOutput, begin_s: float) -> LaunchedStep:
+        return LaunchedStep(output, self._device.to_host([]), self._steps.collect, begin_s, self._cache.swap_s)
 
     def _submit(self, output: SchedulerOutput, begin_s: float) -> LaunchedStep:
         """Submit the step's computations; `output` is not empty and has been applied."""
@@ -138,7 +144,7 @@ class ModelRunner:
         hidden, logits = self._forward.run(inputs.batch, self._cache.layers, inputs.size)
         self.times.lap("forward")
         drawn, owners = None, None
-        if inputs.num_logits:
+        if inputs.num_logits and self._place.samples:
             assert logits is not None
             drawn = self._draw(inputs, logits, masks)
             if not output.drafts:  # of several tokens per row, the host decides which are kept, before the next step
@@ -148,12 +154,14 @@ class ModelRunner:
         counts: list[tuple[int, int]] = []
         pieces: list[torch.Tensor] = []
         pooled: dict[int, np.ndarray] = {}
-        if inputs.prompt_rows or inputs.pooled:
+        if (inputs.prompt_rows or inputs.pooled) and self._place.is_last_stage:
             states = self._forward.states_of(inputs, hidden)
             counts, pieces = prompt_logprobs(inputs, states, self._table, self._sampler, self._forward)
             first = sum(count for _, _, count in inputs.prompt_rows)
             pooled, without_result = self._pooler.run(inputs.pooled, self._table.pooling, states[first:], slots)
             failed |= without_result
+        if not self._place.samples:
+            return self._without_results(output, begin_s)
         copy = self._device.to_host([*(drawn.tensors if drawn is not None else []), *pieces])
         return LaunchedStep(
             output,

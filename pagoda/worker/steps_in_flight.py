@@ -62,6 +62,7 @@ class LaunchedStep:
     owners: of the rows of its draws, see StepsInFlight; None if the device does not keep its tokens.
     drawn: None if nothing is sampled.   prompt_logprobs: (row, number of pieces).
     pooled, failed: row -> vector, message.   collect: set the results of all steps up to this one.
+    checksum: see ModelRunnerOutput.
     """
 
     output: SchedulerOutput
@@ -76,6 +77,7 @@ class LaunchedStep:
     prompt_logprobs: Sequence[tuple[int, int]] = ()
     pooled: dict[int, np.ndarray] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    checksum: int = 0
     outcome: ModelRunnerOutput | Exception | None = None
 
     def is_done(self) -> bool:
@@ -199,6 +201,7 @@ class StepsInFlight:
             swap_s=step.swap_s,
             drafts=drafts,
             no_drafts_until=no_drafts_until if not output.is_empty else 0,
+            checksum=step.checksum,
         )
 
     def _record_tokens(

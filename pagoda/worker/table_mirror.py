@@ -4,6 +4,8 @@ The columns are numpy arrays. For a GPU, a step's inputs are gathered here and t
 which is cheaper than updating a second table on the device with small kernels.
 """
 
+import zlib
+
 import numpy as np
 
 from pagoda.base.pooling import PoolingParams
@@ -33,7 +35,8 @@ _NO_PAIR = 2**31 - 1
 class TableMirror:
     """The worker's state of each row, by row number.
 
-    token_ids: int32 [max_rows, max_len], prompt, then the worker's own samples, then drafts of the current step.
+    token_ids: int32 [max_rows, max_len], prompt, then sampled tokens (the worker's own, or those that it is told of),
+        then drafts of the current step.
     block_tables: per KV group, int32 [max_rows, max_blocks].   seeds: uint64 [max_rows].
     num_tokens: int32 [max_rows], known tokens in token_ids (without drafts).
     num_embeds: int32 [max_rows], first positions that are given as embeddings and have no token.
@@ -78,6 +81,8 @@ class TableMirror:
             self._clear(row)
         for init in output.admitted:
             self._admit(init)
+        if output.decided.rows.size:
+            self.record_tokens(output.decided.rows, output.decided.positions, output.decided.tokens)
         if output.beams.rows.size:
             self._continue_beams(output.beams)
         delta = output.block_delta
@@ -108,6 +113,10 @@ class TableMirror:
         """
         self.token_ids[rows, positions] = tokens
         self.num_tokens[rows] = positions + 1
+
+    def checksum(self, rows: np.ndarray) -> int:
+        """Return a number that is equal for equal lengths of `rows`: 32 bits."""
+        return zlib.crc32(self.num_tokens[rows].tobytes())
 
     def _clear(self, row: int) -> None:
         self.constraints[row] = self.token_counts[row] = None

@@ -157,10 +157,11 @@ class Worker:
         config, model, ops, device = self._config, loaded.model, loaded.ops, loaded.device
         table = TableMirror(config.max_rows, loaded.max_len, config.block_size, len(model.kv_groups))
         adapters = Adapters(loaded.store, config.max_rows) if loaded.store is not None else None
-        grammars = GrammarRows(config.grammars, model.spec.vocab_size) if config.grammars is not None else None
+        samples, grammars, speculator = config.place.samples, None, None
+        if config.grammars is not None and samples:
+            grammars = GrammarRows(config.grammars, model.spec.vocab_size)
         embeds = PromptEmbeds(loaded.dtype, device.device) if config.takes_embeds else None
-        speculator = None
-        if config.drafting is not None:
+        if config.drafting is not None and samples:
             speculator = speculator_of(
                 config.drafting,
                 loaded.forward,
@@ -183,6 +184,7 @@ class Worker:
             adapters,
             config.pooling,
             embeds,
+            config.place,
         )
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:

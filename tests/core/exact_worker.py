@@ -84,11 +84,22 @@ class Row:
 
 
 class ExactWorker:
-    """Executes steps at once and in order. `num_blocks`: usable device blocks; block 0 is the null block."""
+    """Executes steps at once and in order. `num_blocks`: usable device blocks; block 0 is the null block.
+
+    samples: otherwise it knows only the tokens that steps name.
+    """
 
     def __init__(
-        self, groups: tuple[KVGroupSpec, ...], block_size: int, num_blocks: int, num_host_blocks: int, vocab: int
+        self,
+        groups: tuple[KVGroupSpec, ...],
+        block_size: int,
+        num_blocks: int,
+        num_host_blocks: int,
+        vocab: int,
+        *,
+        samples: bool = True,
     ) -> None:
+        self.samples = samples
         self.groups = groups
         self.block_size = block_size
         self.num_blocks = num_blocks
@@ -116,6 +127,7 @@ class ExactWorker:
         self._move_blocks(output)
         for init in output.admitted:
             self._admit(init)
+        self._apply_decided(output)
         self._apply_beams(output)
         self._apply_delta(output)
         for fork in output.forks:
@@ -171,6 +183,19 @@ class ExactWorker:
         if init.sampling is not None and init.sampling.beam_search is not None:
             row.num_logprobs = num_beam_candidates(init.sampling, init.eos_token_ids)
         self.rows[init.row] = row
+
+    def _apply_decided(self, output: SchedulerOutput) -> None:
+        """Take the tokens that the step names. The worker that sampled them has them."""
+        decided = output.decided
+        for number, position, token in zip(
+            decided.rows.tolist(), decided.positions.tolist(), decided.tokens.tolist(), strict=True
+        ):
+            row = self.rows[number]
+            known = row.tokens[position : position + 1]
+            is_beam = row.num_logprobs > 0  # what it sampled itself does not count
+            if position > len(row.tokens) or (self.samples and known != [token] and not is_beam):
+                raise WrongMemory(f"{row.request_id} gets token {token} at {position}, where it has {known}")
+            row.tokens[position : position + 1] = [token]
 
     def _apply_beams(self, output: SchedulerOutput) -> None:
         beams = output.beams
@@ -328,10 +353,12 @@ class ExactWorker:
             row, source = self.rows[number], int(output.rows[index])
             if int(output.start[index]) + int(output.num_new[index]) != len(fed[source]):
                 raise WrongMemory(f"{row.request_id} samples before its last token is computed")
-            if source in self.spoiled_rows:
+            if source in self.spoiled_rows and self.samples:
                 self.spoiled_rows.add(number)
                 sampled[place, 0], counts[place] = GARBAGE, 1
                 row.tokens = [*row.tokens, GARBAGE]
+                continue
+            if not self.samples:
                 continue
             drafts = output.drafts.get(source)
             said = [next_token(row.seed, row.tokens, self.vocab)]
@@ -342,7 +369,7 @@ class ExactWorker:
             sampled[place, : len(said)] = said
             counts[place] = len(said)
             row.tokens = row.tokens + said
-        columns = self._logprobs(output, counts)
+        columns = self._logprobs(output, counts) if self.samples else None
         pooled = self._pool(output)
         return ModelRunnerOutput(output.step, sampled, counts, logprobs=columns, pooled=pooled, duration_s=0.01)
 

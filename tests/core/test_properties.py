@@ -65,6 +65,7 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
     budget = budget if cuts_prompts else max_model_len
     groups = draw(GROUPS)
     depth = draw(st.sampled_from([1, 1, 2, 3]))
+    is_async = depth > 1 and draw(st.booleans())
     media = draw(st.integers(0, 3)) == 0
     encoder_decoder = not media and draw(st.integers(0, 7)) == 0
     no_partial_media = draw(st.booleans())
@@ -82,7 +83,8 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
         num_lookahead_slots=draw(st.sampled_from([0, 0, 2])),
         max_loras=draw(st.sampled_from([0, 1, 2])),
         pipeline_depth=depth,
-        async_scheduling=depth > 1 and draw(st.booleans()),
+        async_scheduling=is_async,
+        has_followers=not is_async and draw(st.booleans()),
         evict_for_priority=draw(st.booleans()),
         encoder_budget=6 if media or encoder_decoder else 0,
         encoder_cache_tokens=9 if media else 64 * encoder_decoder,

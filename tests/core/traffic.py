@@ -99,9 +99,9 @@ class Traffic:
             num_host_blocks=setting.num_host_blocks,
             encoder_decoder=setting.encoder_decoder,
         )
-        self.worker = ExactWorker(
-            setting.groups, setting.cache.block_size, setting.num_blocks, setting.num_host_blocks, VOCABULARY
-        )
+        memory = (setting.groups, setting.cache.block_size, setting.num_blocks, setting.num_host_blocks)
+        self.worker = ExactWorker(*memory, VOCABULARY)
+        self.follower = ExactWorker(*memory, VOCABULARY, samples=False) if setting.scheduler.has_followers else None
         self.twin = self._make_twin() if setting.has_twin else None
         self.plans: deque[Record] = deque()  # the twin's, not back yet
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput, Failure | None]] = deque()
@@ -178,6 +178,9 @@ class Traffic:
         failure = choose_failure(output) if len(output.rows) else None
         raises = failure is not None and failure.rows is None
         result = self.worker.run(output, set(failure.rows or ()) if failure else None, raises=raises)
+        if self.follower is not None:
+            self.follower.run(output, set(failure.rows or ()) if failure else None, raises=raises)
+            self._check_follower(output)
         self.clock.advance(result.duration_s)
         self.outputs.append(output)
         self.in_flight.append((output, result, failure))
@@ -376,6 +379,16 @@ class Traffic:
                 "a request was overtaken"
             )
         self._check_blocks()
+
+    def _check_follower(self, output: SchedulerOutput) -> None:
+        """It has computed the same: the memory of both is equal, but for what a row sampled that was not right."""
+        assert self.follower is not None
+        assert self.follower.rows.keys() == self.worker.rows.keys()
+        assert self.follower.device == self.worker.device
+        for row, end in zip(output.rows.tolist(), (output.start + output.num_new).tolist(), strict=True):
+            num_drafts = len(output.drafts.get(row, ()))
+            mine, theirs = self.follower.rows[row].tokens, self.worker.rows[row].tokens
+            assert mine[: end - num_drafts] == theirs[: end - num_drafts]
 
     def _check_blocks(self) -> None:
         """Every block is free or referenced; its count is the number of entries that name it; workers know the same."""
