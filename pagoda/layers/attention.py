@@ -1,18 +1,19 @@
 """Attention: fused q, k, v, a rotary embedding, the paged cache, and the output projection."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagoda.core.kv_specs import KVGroupKind, KVShape
 from pagoda.layers.kv import KVDeclaration, KVPlace
 from pagoda.layers.linear import Linear
 from pagoda.layers.module import Module
 from pagoda.layers.norm import RMSNorm
-from pagoda.layers.parameter import Axis, Part
+from pagoda.layers.parameter import Axis, Matrix, Part
 from pagoda.layers.rotary import Rotary
+from pagoda.layers.sharding import rows_of
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
-from pagoda.ops.tensor import Tensor
+from pagoda.ops.tensor import RankGroup, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,9 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     dim: int
+
+    def shape_of_kv(self) -> KVShape:
+        return KVShape(self.num_kv_heads, self.dim, self.dim)
 
 
 Q_K_V = ("q_proj", "k_proj", "v_proj")
@@ -39,6 +43,7 @@ class Attention(Module):
         None where that is its caller's.
     q_norm, k_norm: applied before the rotary embedding, per head or, if they are as large as all heads, over all of
         them; None where there are none.
+    norms_all_heads: they are over all heads, so that every rank computes all of q, k and v.
     place: where in the cache; set when the model's layers are put into groups.
     """
 
@@ -55,6 +60,7 @@ class Attention(Module):
         out_bias: bool = False,
         names: tuple[str, str, str] = Q_K_V,
         out: str | None = "o_proj",
+        norms_all_heads: bool = False,
     ) -> None:
         dim = heads.dim
         q_size, kv_size = heads.num_heads * dim, heads.num_kv_heads * dim
@@ -64,21 +70,34 @@ class Attention(Module):
             Part(k, kv_size, unit=dim, rotary=rotary is not None, replicated=True),
             Part(v, kv_size, unit=dim, replicated=True),
         )
-        self.qkv = Linear(hidden_size, parts, qkv_bias, Axis.OUT)
+        self.qkv = Linear(hidden_size, parts, qkv_bias, None if norms_all_heads else Axis.OUT)
         self.o_proj: Linear | None = None
         if out is not None:
             self.o_proj = Linear(q_size, (Part(out, hidden_size),), out_bias, Axis.IN, unit=dim)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         self.rotary = rotary
-        self.heads = heads
+        self.heads = self.computed_heads = heads
+        self.first_heads: tuple[int, int] | None = None
         self.window = window
         self.scale = dim**-0.5 if scale is None else scale
         self.softcap = softcap
         kind = KVGroupKind.WINDOW if window else KVGroupKind.FULL
-        shape = KVShape(heads.num_kv_heads, dim, dim)
-        self.kv: KVDeclaration | None = KVDeclaration(kind, window, shape) if causal else None
+        self.kv: KVDeclaration | None = KVDeclaration(kind, window, heads.shape_of_kv()) if causal else None
         self.place = KVPlace()
+
+    def divide(self, ranks: RankGroup, group: int) -> None:
+        """Attend with some heads. Ranks share KV heads if there are fewer of them; each keeps its own in the cache."""
+        matrix, dim = self.qkv.weight.declared, self.heads.dim
+        assert isinstance(matrix, Matrix)
+        q, k = (rows_of(part, ranks.rank, ranks.size) for part in matrix.parts[:2])
+        self.heads = Heads(len(q) // dim, len(k) // dim, dim)
+        if matrix.shard is None:
+            self.first_heads = q.start // dim, k.start // dim
+        else:
+            self.computed_heads = self.heads
+        if self.kv is not None:
+            self.kv = replace(self.kv, shape=self.heads.shape_of_kv())
 
     def __call__(
         self,
@@ -94,12 +113,14 @@ class Attention(Module):
         Writes the K and V of all tokens, if it is causal. last: this is the model's last layer, after which only the
         batch's tail is needed.
         """
-        heads = self.heads
+        heads = self.computed_heads
         q, k, v = ops.split_qkv(self.qkv(ops, x), heads.num_heads, heads.num_kv_heads, heads.dim)
         if self.q_norm is not None:
             q = self.q_norm(ops, q)
         if self.k_norm is not None:
             k = self.k_norm(ops, k)
+        if self.first_heads is not None:
+            q, k, v = self._own_heads(ops, q, k, v, *self.first_heads)
         if self.kv is None:
             attended = self._attend_to_text(ops, q, k, v, batch)
             if last:
@@ -112,6 +133,14 @@ class Attention(Module):
                 q, residual = (ops.select_rows(rows, batch.tail.index) for rows in (q, residual))
             attended = ops.attention(q, cache, metadata, self.scale, self.window, self.softcap)
         return attended if self.o_proj is None else self.o_proj(ops, attended), residual
+
+    def _own_heads(
+        self, ops: ForwardOps, q: Tensor, k: Tensor, v: Tensor, first: int, first_kv: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return this rank's heads of all that were computed."""
+        heads, dim = self.heads, self.heads.dim
+        k, v = (ops.select_heads(x, first_kv, heads.num_kv_heads, dim) for x in (k, v))
+        return ops.select_heads(q, first, heads.num_heads, dim), k, v
 
     def _attend_to_text(self, ops: ForwardOps, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         if self.rotary is not None:

@@ -4,24 +4,35 @@ from collections.abc import Sequence
 
 from pagoda.layers.module import Module
 from pagoda.layers.parameter import Axis, Matrix, Parameter, Part, Table
+from pagoda.layers.sharding import divide_weight
 from pagoda.ops.batch import ForwardBatch
 from pagoda.ops.forward import ForwardOps
-from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
+from pagoda.ops.tensor import ExpertWeights, LinearWeight, RankGroup, Tensor
 
 EMBEDS, EMBED_ROWS = "prompt_embeds", "prompt_embed_rows"
 """Inputs of a batch with prompt embeddings: [n, hidden], and int64 [n], the batch's token that each is of."""
 
 
 class Embedding(Module):
-    """A row per token, or per position.   scale: multiplies every row.   skipped: see `Table`."""
+    """A row per token, or per position.   scale: multiplies every row.   skipped, is_divided: see `Table`."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0, skipped: int = 0) -> None:
-        self.weight = Parameter[Tensor](Table(vocab_size, hidden_size, skipped))
+    def __init__(
+        self, vocab_size: int, hidden_size: int, scale: float = 1.0, skipped: int = 0, is_divided: bool = True
+    ) -> None:
+        self.weight = Parameter[Tensor](Table(vocab_size, hidden_size, skipped, is_divided))
         self.scale = scale
+        self.ranks: RankGroup | None = None
+
+    def divide(self, ranks: RankGroup, group: int) -> None:
+        """Hold the rows of some tokens; the sum over the ranks has those of all."""
+        self.ranks = ranks if divide_weight(self.weight, ranks, group) else None
 
     def __call__(self, ops: ForwardOps, token_ids: Tensor) -> Tensor:
         """token_ids int32 [T] -> [T, hidden]."""
-        return ops.embedding(token_ids, self.weight.value, self.scale)
+        if self.ranks is None:
+            return ops.embedding(token_ids, self.weight.value, self.scale)
+        first = self.weight.shard.rows[0].start
+        return ops.all_reduce(ops.partial_embedding(token_ids, self.weight.value, first, self.scale), self.ranks)
 
     def of_batch(self, ops: ForwardOps, batch: ForwardBatch) -> Tensor:
         """Return the embeddings of the batch's tokens, [T, hidden]: of prompts given as embeddings, those."""
@@ -49,12 +60,19 @@ class Linear(Module):
         quantizable: bool = True,
     ) -> None:
         parts = (Part("", outputs),) if isinstance(outputs, int) else tuple(outputs)
-        declared = Matrix(parts, inputs, bias, shard, unit, quantizable=quantizable)
-        self.weight = Parameter[LinearWeight](declared)
+        self.shard = shard
+        self.weight = Parameter[LinearWeight](Matrix(parts, inputs, bias, shard, unit, quantizable=quantizable))
+        self.ranks: RankGroup | None = None
+
+    def divide(self, ranks: RankGroup, group: int) -> None:
+        """Hold a share of the outputs, or a share of every output, which is summed over the ranks."""
+        divide_weight(self.weight, ranks, group)
+        self.ranks = ranks if self.shard is Axis.IN else None
 
     def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
-        """x [T, inputs] -> [T, outputs]."""
-        return ops.linear(x, self.weight.value)
+        """x [T, inputs] -> [T, outputs]: this rank's inputs, if the weight is divided along them, or outputs."""
+        y = ops.linear(x, self.weight.value)
+        return y if self.ranks is None else ops.all_reduce(y, self.ranks)
 
 
 class ExpertLinear(Module):
@@ -62,6 +80,10 @@ class ExpertLinear(Module):
 
     def __init__(self, num_experts: int, inputs: int, parts: Sequence[Part], shard: Axis) -> None:
         self.weight = Parameter[ExpertWeights](Matrix(tuple(parts), inputs, shard=shard, num_experts=num_experts))
+
+    def divide(self, ranks: RankGroup, group: int) -> None:
+        """Hold a share of every expert."""
+        divide_weight(self.weight, ranks, group)
 
 
 class LMHead(Module):
@@ -71,9 +93,18 @@ class LMHead(Module):
         shared = None if tied is None else tied.weight
         declared = Matrix((Part("", vocab_size),), hidden_size, shard=Axis.OUT, tied=shared)
         self.weight = Parameter[LinearWeight](declared)
+        self.vocab_size = vocab_size
         self.softcap = softcap
+        self.ranks: RankGroup | None = None
+
+    def divide(self, ranks: RankGroup, group: int) -> None:
+        """Compute the logits of some tokens; every rank gets those of all."""
+        divide_weight(self.weight, ranks, group)
+        self.ranks = ranks
 
     def __call__(self, ops: ForwardOps, hidden: Tensor) -> Tensor:
         """hidden [S, hidden] -> float32 [S, vocab]."""
         logits = ops.logits(hidden, self.weight.value)
-        return ops.softcap(logits, self.softcap) if self.softcap else logits
+        if self.softcap:
+            logits = ops.softcap(logits, self.softcap)
+        return logits if self.ranks is None else ops.all_gather(logits, self.vocab_size, self.ranks)

@@ -7,7 +7,7 @@ from pagoda.layers.linear import ExpertLinear, Linear
 from pagoda.layers.module import Module
 from pagoda.layers.parameter import Axis, Part
 from pagoda.ops.forward import ForwardOps
-from pagoda.ops.tensor import Tensor
+from pagoda.ops.tensor import RankGroup, Tensor
 
 
 class Activation(Enum):
@@ -103,11 +103,16 @@ class MoE(Module):
         self.gate = Linear(hidden_size, config.num_experts, quantizable=False)
         self.experts = Experts(hidden_size, config)
         self.config = config
+        self.ranks: RankGroup | None = None
+
+    def divide(self, ranks: RankGroup, group: int) -> None:
+        """Compute a share of every expert, which is summed over the ranks; each of them routes as all others do."""
+        self.ranks = ranks
 
     def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         experts = self.experts
-        return ops.moe(
+        y = ops.moe(
             x,
             self.gate(ops, x),
             experts.gate_up.weight.value,
@@ -115,3 +120,4 @@ class MoE(Module):
             self.config.top_k,
             self.config.renormalize,
         )
+        return y if self.ranks is None else ops.all_reduce(y, self.ranks)

@@ -43,12 +43,14 @@ class Part:
 class Table:
     """A matrix [rows, columns] whose rows are looked up: kept in the compute dtype.
 
-    skipped: rows of the stored matrix that come first and are left out.
+    skipped: rows of the stored matrix that come first and are left out.   is_divided: tensor parallelism divides the
+    rows, as it does those of a matrix along OUT.
     """
 
     rows: int
     columns: int
     skipped: int = 0
+    is_divided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +126,50 @@ class RotaryTable:
 Declaration = Table | Vector | Matrix | RotaryTable
 
 
-class Parameter(Generic[T]):
-    """A declaration and, once loaded, the value that the layer passes to its ops."""
+@dataclass(frozen=True, slots=True)
+class MatrixShard:
+    """What a rank holds of a matrix or a table.
 
-    __slots__ = ("_value", "declared")
+    rows: of each part; of a table, all rows are one part.   columns: of the matrix.   bias: whether this rank adds it.
+    """
+
+    rows: tuple[range, ...]
+    columns: range
+    bias: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(len(rows) for rows in self.rows), len(self.columns)
+
+
+def whole_of(declared: Matrix | Table) -> MatrixShard:
+    """Return the share of a rank that holds all of it."""
+    if isinstance(declared, Table):
+        return MatrixShard((range(declared.rows),), range(declared.columns), False)
+    return MatrixShard(tuple(range(part.rows) for part in declared.parts), range(declared.columns), declared.bias)
+
+
+class Parameter(Generic[T]):
+    """A declaration and, once loaded, the value that the layer passes to its ops.
+
+    shard: what this rank holds of a Matrix or Table, all of it unless `layers/sharding.py` has divided the tree.
+    """
+
+    __slots__ = ("_shard", "_value", "declared")
 
     def __init__(self, declared: Declaration) -> None:
         self.declared = declared
         self._value: T | None = None
+        self._shard = whole_of(declared) if isinstance(declared, Matrix | Table) else None
+
+    @property
+    def shard(self) -> MatrixShard:
+        assert self._shard is not None, "only matrices and tables are divided"
+        return self._shard
+
+    def take(self, shard: MatrixShard) -> None:
+        """Set what this rank holds, before loading."""
+        self._shard = shard
 
     @property
     def value(self) -> T:

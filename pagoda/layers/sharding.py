@@ -1,19 +1,54 @@
-"""The rows and columns of a matrix that a tensor-parallel rank holds: a pure function of its declaration."""
+"""Tensor parallelism: make a tree the share of one rank, and the rows and columns of a matrix that a rank holds."""
 
 import math
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from pagoda.base.errors import ConfigError
-from pagoda.layers.parameter import Axis, Matrix, Part
+from pagoda.layers.module import Module, walk
+from pagoda.layers.parameter import Axis, Matrix, MatrixShard, Parameter, Part, Table, whole_of
+from pagoda.ops.tensor import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
-class MatrixShard:
-    """rows: of each part.   columns: of the matrix.   bias: whether this rank adds it."""
+class RankNumber:
+    """A RankGroup without the others: enough to divide a tree whose forward is not run."""
 
-    rows: tuple[range, ...]
-    columns: range
-    bias: bool
+    rank: int
+    size: int
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """A layer of which each rank may have a share."""
+
+    def divide(self, ranks: RankGroup, group: int) -> None:
+        """Become the share of `ranks.rank`, before loading.   group: see `shard_of`. Raises ConfigError."""
+        ...
+
+
+def divide(root: Module, ranks: RankGroup, group: int = 1) -> None:
+    """Make a tree, whose weights are not loaded, the share of one rank; its forward then computes with the others.
+
+    group: columns that share a quantisation scale, in any matrix that is divided along them.
+    Raises ConfigError that names what does not divide; some layers are divided then.
+    """
+    for _, module in walk(root):
+        if isinstance(module, Divisible):
+            module.divide(ranks, group)
+
+
+def divide_weight(parameter: Parameter[Any], ranks: RankGroup, group: int) -> bool:
+    """Make a matrix or a table the share of a rank, as its declaration says. Return whether it is divided."""
+    declared = parameter.declared
+    if isinstance(declared, Matrix):
+        parameter.take(shard_of(declared, ranks.rank, ranks.size, group))
+        return declared.shard is not None
+    assert isinstance(declared, Table), "only matrices and tables are divided"
+    if declared.is_divided:
+        rows = _divided(declared.rows, ranks.rank, ranks.size, group, "the vocabulary")
+        parameter.take(MatrixShard((rows,), range(declared.columns), False))
+    return declared.is_divided
 
 
 def shard_of(matrix: Matrix, rank: int, num_ranks: int, group: int = 1) -> MatrixShard:
@@ -23,20 +58,21 @@ def shard_of(matrix: Matrix, rank: int, num_ranks: int, group: int = 1) -> Matri
     it, so that the outputs of one layer are the inputs that the next one expects.
     Raises ConfigError where heads or groups do not divide by the ranks.
     """
-    whole = MatrixShard(tuple(range(part.rows) for part in matrix.parts), range(matrix.columns), matrix.bias)
+    whole = whole_of(matrix)
     if matrix.shard is None or num_ranks == 1:
         return whole
     if matrix.shard is Axis.OUT:
-        rows = tuple(_rows_of(part, rank, num_ranks, group) for part in matrix.parts)
+        rows = tuple(rows_of(part, rank, num_ranks, group) for part in matrix.parts)
         return MatrixShard(rows, whole.columns, matrix.bias)
     columns = _columns_of(matrix, rank, num_ranks, group)
     # The ranks' partial outputs are summed, so only one rank adds the bias.
     return MatrixShard(whole.rows, columns, matrix.bias and rank == 0)
 
 
-def _rows_of(part: Part, rank: int, num_ranks: int, group: int) -> range:
+def rows_of(part: Part, rank: int, num_ranks: int, group: int = 1) -> range:
+    """Return a rank's rows of a part of a matrix that is divided along OUT. Raises ConfigError as `shard_of`."""
     if part.unit == 1:
-        return _divided(part.rows, rank, num_ranks, group, part.name)
+        return _divided(part.rows, rank, num_ranks, group, part.name or "the output head")
     units = part.rows // part.unit
     if units % num_ranks == 0:
         share = part.rows // num_ranks

@@ -11,19 +11,28 @@ from pagoda.kernels.linear.forms import MADE_WHILE_LOADING
 from pagoda.kernels.linear.quantize import QuantizedWeight, quantize_to
 from pagoda.kernels.ops import PrepareOps
 from pagoda.layers.module import parameters
-from pagoda.layers.parameter import Declaration, Matrix, Parameter, Part, PickedRows, RotaryTable, Table, Vector
+from pagoda.layers.parameter import (
+    Matrix,
+    MatrixShard,
+    Parameter,
+    Part,
+    PickedRows,
+    RotaryTable,
+    Table,
+    Vector,
+)
 from pagoda.layers.rotary import RotaryTables
-from pagoda.layers.sharding import MatrixShard, shard_of
 from pagoda.loading.gguf_blocks import stack_codes
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import Piece, Region, bias_pieces, choose_naming, weight_pieces
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.rotary_tables import build_rotary_tables
+from pagoda.loading.shares import take_share
 from pagoda.loading.weights import Weights, open_weights
 from pagoda.models.base import Model
 from pagoda.models.naming import Naming
-from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
+from pagoda.ops.tensor import ExpertWeights, LinearWeight, RankGroup, Tensor
 
 
 def load_model(
@@ -33,12 +42,14 @@ def load_model(
     device: torch.device,
     quantization: str | None = None,
     num_positions: int | None = None,
+    ranks: RankGroup | None = None,
 ) -> Model:
     """Load a model's weights in `dtype` onto `device`, prepared for `ops`.
 
     Values are copied from the mapped file into the tensors that `ops` prepares; one matrix at a time exists twice.
     quantization: see resolve_quantization.
     num_positions: of the rotary tables, None for the model's own limit.
+    ranks: those that compute the model together: only the share of `ranks.rank` is read and held. None: all of it.
     Raises ConfigError that names what is unsupported, missing, of a wrong shape, truncated or corrupt.
     """
     quantization = resolve_quantization(files, quantization)
@@ -52,6 +63,8 @@ def load_model(
             (rf"^dense\.{index}\.", layer.folder.replace("\\", r"\\") + "/") for index, layer in enumerate(model.dense)
         )
         naming = replace(naming, substitutions=naming.substitutions + folders)
+    if ranks is not None:
+        take_share(model, files, architecture, quantization, ranks)
     positions = num_positions or config.spec.max_position
     with _one_torch_thread():
         Filler(weights, naming, ops, dtype, device, quantization, positions).fill(model)
@@ -74,10 +87,7 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 class Filler:
-    """Fills the parameters of a tree from a checkpoint, by their declarations.
-
-    rank, num_ranks: whose share of the matrices is loaded.
-    """
+    """Fills the parameters of a tree from a checkpoint, by their declarations and shards."""
 
     def __init__(
         self,
@@ -101,22 +111,23 @@ class Filler:
             paths[id(parameter)] = path
             declared = parameter.declared
             if isinstance(declared, Matrix) and declared.tied is not None:
-                parameter.fill(self._tied(paths[id(declared.tied)], declared, declared.tied))
+                parameter.fill(self._tied(paths[id(declared.tied)], declared, parameter.shard, declared.tied))
             else:
-                parameter.fill(self._value(path, declared))
+                parameter.fill(self._value(path, parameter))
 
-    def _value(self, path: str, declared: Declaration) -> object:
+    def _value(self, path: str, parameter: Parameter[object]) -> object:
+        declared = parameter.declared
         match declared:
             case Table():
-                return self._table(path, declared)
+                return self._table(path, declared, parameter.shard)
             case Vector():
                 return self._vector(path, declared)
             case RotaryTable():
                 return self._rotary_tables(declared)
             case Matrix(num_experts=0):
-                return self._matrix(path, declared)
+                return self._matrix(path, declared, parameter.shard)
             case Matrix():
-                return self._experts(path, declared)
+                return self._experts(path, declared, parameter.shard)
 
     def _tensor(self, path: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         name = self._naming.find(path).name
@@ -125,12 +136,13 @@ class Filler:
         self._weights.read_into(name, out)
         return out
 
-    def _table(self, path: str, declared: Table) -> torch.Tensor:
+    def _table(self, path: str, declared: Table, shard: MatrixShard) -> torch.Tensor:
         name, skipped = self._naming.find(path).name, declared.skipped
         self._check_shape(name, (skipped + declared.rows, declared.columns))
-        out = torch.empty((declared.rows, declared.columns), dtype=self._dtype, device=self._device)
-        rows = Region(None, range(skipped, skipped + declared.rows), range(declared.columns))
-        self._weights.read_into(name, out, rows if skipped else None)
+        out = torch.empty(shard.shape, dtype=self._dtype, device=self._device)
+        (rows,) = shard.rows
+        region = Region(None, range(skipped + rows.start, skipped + rows.stop), shard.columns)
+        self._weights.read_into(name, out, region if skipped or len(rows) < declared.rows else None)
         return out
 
     def _vector(self, path: str, declared: Vector) -> torch.Tensor:
@@ -151,14 +163,14 @@ class Filler:
             self._weights.read_into(name, factors)
         return build_rotary_tables(declared.rope, declared.head_dim, self._num_positions, self._device, factors)
 
-    def _matrix(self, path: str, matrix: Matrix) -> LinearWeight:
+    def _matrix(self, path: str, matrix: Matrix, shard: MatrixShard) -> LinearWeight:
         if matrix.picked is not None:
             return self._picked(matrix, matrix.picked)
-        return self._prepared(path, matrix, shard_of(matrix, 0, 1), 0)
+        return self._prepared(path, matrix, shard, 0)
 
-    def _experts(self, path: str, matrix: Matrix) -> ExpertWeights:
+    def _experts(self, path: str, matrix: Matrix, shard: MatrixShard) -> ExpertWeights:
         """Prepare the experts in one form: if a part of one is stored as floats, all are read as floats."""
-        shard, experts = shard_of(matrix, 0, 1), range(matrix.num_experts)
+        experts = range(matrix.num_experts)
         stored = (
             piece.name for expert in experts for piece in weight_pieces(self._naming, path, matrix, shard, expert)
         )
@@ -167,12 +179,11 @@ class Filler:
             [self._prepared(path, matrix, shard, expert, keep_codes) for expert in experts]
         )
 
-    def _tied(self, table_path: str, matrix: Matrix, table: Parameter[Tensor]) -> LinearWeight:
+    def _tied(self, table_path: str, matrix: Matrix, shard: MatrixShard, table: Parameter[Tensor]) -> LinearWeight:
         """Prepare the weight from the table in memory, or from the codes that it is stored in if those are wanted.
 
         If the prepared weight holds the table's values, the table is then read from it, and held once.
         """
-        shard = shard_of(matrix, 0, 1)
         codes = self._codes(list(weight_pieces(self._naming, table_path, matrix, shard)))
         if codes is not None:
             return self._ops.prepare_quantized_linear(codes, self._dtype)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from pagoda.base.errors import ConfigError
 from pagoda.layers.module import parameters
-from pagoda.layers.parameter import Declaration, Matrix, Part, Table, Vector
-from pagoda.layers.sharding import MatrixShard
+from pagoda.layers.parameter import Declaration, Matrix, MatrixShard, Part, Table, Vector
 from pagoda.loading.model_files import ModelFiles
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model

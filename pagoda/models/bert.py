@@ -28,8 +28,10 @@ class BertEmbeddings(Module):
     def __init__(self, config: EncoderConfig) -> None:
         spec = config.spec
         self.word_embeddings = Embedding(spec.vocab_size, spec.hidden_size)
-        self.position_embeddings = Embedding(spec.max_position, spec.hidden_size, skipped=config.skipped_positions)
-        self.token_type_embeddings = Embedding(config.num_token_types, spec.hidden_size)
+        self.position_embeddings = Embedding(
+            spec.max_position, spec.hidden_size, skipped=config.skipped_positions, is_divided=False
+        )
+        self.token_type_embeddings = Embedding(config.num_token_types, spec.hidden_size, is_divided=False)
         self.LayerNorm = LayerNorm(spec.hidden_size, config.norm_eps)
 
     def __call__(self, ops: ForwardOps, batch: ForwardBatch) -> Tensor:

@@ -20,7 +20,9 @@ from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
 
-def attention_of(config: DecoderConfig, index: int, rotary: Rotary, causal: bool = True) -> Attention:
+def attention_of(
+    config: DecoderConfig, index: int, rotary: Rotary, causal: bool = True, norms_all_heads: bool = False
+) -> Attention:
     """Return the attention of layer `index`."""
     return Attention(
         config.spec.hidden_size,
@@ -32,6 +34,7 @@ def attention_of(config: DecoderConfig, index: int, rotary: Rotary, causal: bool
         softcap=config.attention_softcap,
         qkv_bias=config.qkv_bias,
         out_bias=config.attention_out_bias,
+        norms_all_heads=norms_all_heads,
     )
 
 

@@ -43,6 +43,7 @@ from pagoda.ops.shape_rules import (
     check_tables,
     half_of_gate_up,
     half_of_weight,
+    head_slices,
     qkv_slices,
 )
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, LowRankTable, RankGroup, Tensor
@@ -72,6 +73,18 @@ class ForwardOps(Protocol):
     )
     def embedding(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         """int32 [T], [vocab, hidden] -> [T, hidden]; scale is rounded to the table's dtype first (Gemma does)."""
+        ...
+
+    @op(
+        "embedding",
+        token_ids=Rows(I32),
+        table=Table(packed=True),
+        first=Scalar.I32,
+        scale=Scalar.F32,
+        out=Out("token_ids", lambda s: s["table"][1:], "table"),
+    )
+    def partial_embedding(self, token_ids: Tensor, table: Tensor, first: int, scale: float = 1.0) -> Tensor:
+        """`embedding` with the rows of the ids from `first` on; an id whose row is not in the table gives zeros."""
         ...
 
     @op("norm", check_norm, x=Rows(), weight=Table("x"), eps=Scalar.F32, unit_offset=Scalar.FLAG, out=like("x"))
@@ -318,6 +331,11 @@ class ForwardOps(Protocol):
     @view("rows", qkv_slices, qkv=Rows(), num_heads=Scalar.I32, num_kv_heads=Scalar.I32, head_dim=Scalar.I32)
     def split_qkv(self, qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (H + 2 K) D] -> q [T, H, D], k [T, K, D], v [T, K, D]; views where possible."""
+        ...
+
+    @view("rows", head_slices, x=Rows(), first=Scalar.I32, num_heads=Scalar.I32, head_dim=Scalar.I32)
+    def select_heads(self, x: Tensor, first: int, num_heads: int, head_dim: int) -> Tensor:
+        """x [T, H, D] -> x[:, first : first + num_heads], a view where possible."""
         ...
 
     @op(

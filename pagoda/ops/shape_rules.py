@@ -93,3 +93,7 @@ def qkv_slices(num_heads: int, num_kv_heads: int, head_dim: int) -> Sequence[Sli
         Slice(first_k, num_kv_heads, head_dim),
         Slice(first_k + num_kv_heads * head_dim, num_kv_heads, head_dim),
     )
+
+
+def head_slices(first: int, num_heads: int, head_dim: int) -> Sequence[Slice]:
+    return (Slice(first * head_dim, num_heads, head_dim),)

@@ -26,8 +26,9 @@ void copy_row(const Tensor& table, int64_t row, T* to) {
         copy_from_panels<uint32_t>(table.data, (bytes + 3) / 4, row, to, bytes);
 }
 
-template <class T>
-void gather(const EmbeddingArgs& a, int threads) {
+// The rows of ids from `first` on; those of other ids are zeros.
+template <class T, class Args>
+void gather(const Args& a, int64_t first, int threads) {
     int64_t tokens = a.token_ids.rows, hidden = a.table.dim;
     const int32_t* ids = elements_of<int32_t>(a.token_ids);
     f32x16 scale = rounded<T>(splat(a.scale));
@@ -35,7 +36,12 @@ void gather(const EmbeddingArgs& a, int threads) {
         Range mine = share_of(tokens, thread, num_threads);
         for (int64_t t = mine.begin; t < mine.end; t++) {
             T* to = elements_of<T>(a.out) + t * hidden;
-            copy_row(a.table, ids[t], to);
+            int64_t row = ids[t] - first;
+            if (row < 0 || row >= a.table.rows) {
+                memset(static_cast<void*>(to), 0, sizeof(T) * hidden);
+                continue;
+            }
+            copy_row(a.table, row, to);
             if (a.scale != 1.0f)
                 for_lanes(hidden, [&](int64_t i, int n) { store_lanes(to + i, load_lanes(to + i, n) * scale, n); });
         }
@@ -45,5 +51,9 @@ void gather(const EmbeddingArgs& a, int threads) {
 }  // namespace
 
 PAGODA_EXPORT void pagoda_embedding(const EmbeddingArgs* a, int32_t threads) {
-    by_dtype(a->table.dtype, [&](auto element) { gather<decltype(element)>(*a, threads); });
+    by_dtype(a->table.dtype, [&](auto element) { gather<decltype(element)>(*a, 0, threads); });
+}
+
+PAGODA_EXPORT void pagoda_partial_embedding(const PartialEmbeddingArgs* a, int32_t threads) {
+    by_dtype(a->table.dtype, [&](auto element) { gather<decltype(element)>(*a, a->first, threads); });
 }

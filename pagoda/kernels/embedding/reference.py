@@ -1,4 +1,4 @@
-"""The definition of the embedding gather."""
+"""The definition of the embedding gathers."""
 
 import torch
 
@@ -9,3 +9,10 @@ def embedding(token_ids: torch.Tensor, table: torch.Tensor, scale: float = 1.0) 
     if scale == 1.0:
         return rows
     return rows * torch.tensor(scale, dtype=table.dtype)  # of no dimension, on the host: a GPU need not wait for it
+
+
+def partial_embedding(token_ids: torch.Tensor, table: torch.Tensor, first: int, scale: float = 1.0) -> torch.Tensor:
+    """As `embedding`, of the ids from `first` on; ids whose rows are not in the table give zeros."""
+    rows = token_ids - first
+    outside = (rows < 0) | (rows >= table.shape[0])
+    return embedding(rows.masked_fill(outside, 0), table, scale).masked_fill(outside.unsqueeze(1), 0.0)

@@ -172,7 +172,8 @@ class RecordingOps:
         assert op.slices is not None
         whole, *others = op.bind(args, kwargs).values()
         view = _as_view(whole)
-        return tuple(View(view.value, (at.heads, at.dim), view.offset + at.offset) for at in op.slices(*others))
+        views = [View(view.value, (at.heads, at.dim), view.offset + at.offset) for at in op.slices(*others)]
+        return tuple(views) if len(views) > 1 else views[0]
 
     def _group_index(self, metadata: object) -> int:
         for index, known in enumerate(metadata_of(self.batch)):

@@ -17,6 +17,11 @@ def split_qkv(
     return q, k, v
 
 
+def select_heads(x: torch.Tensor, first: int, num_heads: int, head_dim: int) -> torch.Tensor:
+    """[T, H, D] -> a view [T, num_heads, D] of the heads from `first` on."""
+    return x[:, first : first + num_heads]
+
+
 def select_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """[T, ...], int64 [S] -> [S, ...]."""
     return x[index]

@@ -1,0 +1,78 @@
+"""Make a model's tree the share of one rank: where its matrices may be divided, and which sizes divide it. No torch."""
+
+from math import lcm
+
+from gguf.constants import GGML_QUANT_SIZES
+
+from pagoda.base.errors import ConfigError
+from pagoda.kernels.linear.forms import MADE_WHILE_LOADING
+from pagoda.layers.kv import place_kv
+from pagoda.layers.module import parameters
+from pagoda.layers.parameter import Axis, Matrix
+from pagoda.layers.sharding import RankNumber, divide
+from pagoda.loading.gguf_file import GGUFFile
+from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.pieces import weight_pieces
+from pagoda.loading.quantization import packed_format, resolve_quantization
+from pagoda.models.architecture import Architecture
+from pagoda.models.base import Model
+from pagoda.ops.tensor import RankGroup
+
+_LARGEST_SIZE = 64  # that an error suggests
+
+
+def take_share(
+    model: Model, files: ModelFiles, architecture: Architecture, quantization: str | None, ranks: RankGroup
+) -> None:
+    """Make a tree, whose weights are not loaded, the share of one rank.
+
+    quantization: the setting.
+    Raises ConfigError for a number of ranks that does not divide heads or quantisation groups, with those that do.
+    """
+    group = column_group(model, files, architecture, quantization)
+    try:
+        divide(model, ranks, group)
+    except ConfigError as error:
+        fitting = ", ".join(str(size) for size in range(1, _LARGEST_SIZE + 1) if _divides(model, size, group))
+        raise ConfigError(f"{files.name!r} cannot be divided: {error}; sizes that divide it: {fitting}") from None
+    model.kv_groups = place_kv(model)
+
+
+def sizes_that_divide(
+    model: Model, files: ModelFiles, architecture: Architecture, quantization: str | None, most: int
+) -> list[int]:
+    """Return the numbers of ranks up to `most` that divide a model. The tree is divided by some number afterwards."""
+    group = column_group(model, files, architecture, quantization)
+    return [size for size in range(1, most + 1) if _divides(model, size, group)]
+
+
+def _divides(model: Model, size: int, group: int) -> bool:
+    try:
+        divide(model, RankNumber(0, size), group)
+    except ConfigError:
+        return False
+    return True
+
+
+def column_group(model: Model, files: ModelFiles, architecture: Architecture, quantization: str | None) -> int:
+    """Return of how many columns the boundaries between ranks must be multiples, in matrices divided along columns."""
+    made = MADE_WHILE_LOADING.get(resolve_quantization(files, quantization) or "")
+    stored = 1
+    if files.format == "gguf":
+        stored = _largest_block(model, files, architecture)
+    elif (packed := packed_format(files)) is not None:
+        stored = packed.group or packed.held_as.group
+    return lcm(stored, made.group if made is not None and made.group else 1)
+
+
+def _largest_block(model: Model, files: ModelFiles, architecture: Architecture) -> int:
+    """Return the most elements stored together in matrices divided along columns; all smaller blocks divide it."""
+    tensors = GGUFFile(files.path).tensors
+    largest = 1
+    for path, parameter in parameters(model):
+        matrix = parameter.declared
+        if isinstance(matrix, Matrix) and matrix.shard is Axis.IN:
+            for piece in weight_pieces(architecture.gguf, path, matrix, parameter.shard):
+                if piece.name in tensors:
+                    largest = max(largest, GGML_QUANT_SIZES[tensors[piece.name].type][0])
+    return largest
