@@ -15,13 +15,6 @@ import typer
 # Instruction sets that the kernels have code for, as /proc/cpuinfo spells them, best last.
 CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "huggingface_hub", "transformers", "triton")
-# Why this instruction set was chosen for the kernels.
-_ISA_REASONS = {
-    "avx512_bf16": "the best that is supported",
-    "avx512": "since the CPU or the compiler lacks AVX-512-BF16",
-    "avx2": "since the CPU or the compiler lacks AVX-512",
-    "portable": "since the CPU or the compiler has neither AVX-512 nor AVX2",
-}
 
 
 def doctor(
@@ -132,6 +125,7 @@ def kernels_line() -> str:
     from pagoda.base.config import ParallelConfig
     from pagoda.kernels.native.build import NativeUnavailable
     from pagoda.kernels.native.library import load
+    from pagoda.kernels.native.variants import PREBUILT
     from pagoda.worker.devices import select_device
 
     device = select_device(ParallelConfig())
@@ -146,7 +140,8 @@ def kernels_line() -> str:
         library = load()
     except NativeUnavailable as error:
         return f"torch (slower), because the native kernels are not available: {error}"
-    return f"native, compiled for {library.isa}, {_ISA_REASONS[library.isa]}, by {library.compiler}: {library.path}"
+    origin = "prebuilt" if library.path.parent == PREBUILT else "compiled on this machine"
+    return f"native for {library.isa}, {origin} by {library.compiler}: {library.path}"
 
 
 def openmp_line() -> str:

@@ -32,8 +32,8 @@ def check_memory(compiler: build.Compiler) -> int:
     program = f"""
 import sys, pytest
 from pathlib import Path
-from pagoda.kernels.native import library
-checked = library.load(Path({str(CACHE)!r}), extra_flags={ADDRESS_FLAGS!r})
+from pagoda.kernels.native import build, library
+checked = library.load(build.build(Path({str(CACHE)!r}), build.find_compiler(), extra_flags={ADDRESS_FLAGS!r}))
 library.load = lambda: checked  # before the tests' conftest takes it
 tests = [f"tests/kernels/test_{{name}}.py" for name in {FILES!r}] + ["tests/models/test_replay.py"]
 options = ["-x", "-q", "--capture=sys", "-p", "no:cacheprovider", "-m", "not slow", "-k", {SKIPPED!r}]

@@ -32,7 +32,7 @@ def tiny_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     kernels = tmp_path / "kernels"
     (kernels / "native").mkdir(parents=True)
     real = build.KERNELS / "native"
-    for name in ("info.cpp", "pool.cpp", "parallel.h"):
+    for name in ("info.cpp", "pool.cpp", "parallel.h", "lanes.h"):
         (kernels / "native" / name).write_bytes((real / name).read_bytes())
     monkeypatch.setattr(build, "KERNELS", kernels)
     return kernels
@@ -211,27 +211,6 @@ def test_kernels_that_bring_an_openmp_runtime_are_not_loaded(
     monkeypatch.setattr("pagoda.kernels.native.library.openmp_runtimes", lambda: next(found))
     with pytest.raises(AssertionError, match="/y/libomp.so"):
         load()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("march", "isa"), [("x86-64", "portable"), ("x86-64-v3", "avx2"), ("x86-64-v4", "avx512")])
-def test_lesser_instruction_sets(march: str, isa: str, compiler: build.Compiler, tmp_path: Path) -> None:
-    """The same tests of ops and attention, on a build for older CPUs."""
-    if isa == "avx512" and "avx512f" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("this CPU has no AVX-512")
-    program = f"""
-import sys, pytest
-from pathlib import Path
-from pagoda.kernels.native import library
-lesser = library.load(Path({str(tmp_path)!r}), march={march!r})
-assert lesser.isa == {isa!r}
-library.load = lambda: lesser  # before the tests' conftest takes it
-names = ("ops", "linear", "attention", "native_sampling", "constraints")
-tests = [f"tests/kernels/test_{{name}}.py" for name in names]
-sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "native or bits", *tests]))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 def test_memory_uses_huge_pages_if_the_system_has_them() -> None:

@@ -105,12 +105,10 @@ def test_a_struct_with_another_layout_does_not_compile(
         compile_one()
 
 
-def test_a_library_without_a_declared_kernel_does_not_load(
-    one_kernel: Path, compile_one: Callable[[], Path], tmp_path: Path
-) -> None:
-    compile_one()
+def test_a_library_without_a_declared_kernel_does_not_load(one_kernel: Path, compile_one: Callable[[], Path]) -> None:
+    path = compile_one()
     with pytest.raises((build.NativeUnavailable, AttributeError), match="undefined symbol"):
-        library.load(tmp_path / "cache")
+        library.load(path)
 
 
 def test_an_added_op_changes_the_library(

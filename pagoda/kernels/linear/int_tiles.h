@@ -13,21 +13,43 @@ struct QuantizedRows {
     const int32_t* sums;
 };
 
-// acc + the dot products of four unsigned bytes of w with four signed bytes of x, in each of 16 lanes.
+// acc + the dot products of four unsigned bytes of w, of BITS bits each, with four signed bytes of x, in each of 16 lanes.
+// Exact: where the sum of two products may not fit in a halfword, vpmaddubsw would saturate.
+template <int BITS>
 inline i32x16 dot_quads(i32x16 acc, u32x16 w, u32x16 x) {
-#if defined(__AVX512VNNI__)
+#if defined(PAGODA_AVX512) && defined(__AVX512VNNI__)
     // Not the intrinsic: GCC 12 spills its accumulators, which halves the speed.
     asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(x));
     return acc;
+#elif defined(PAGODA_AVX512)
+    __m512i pairs;
+    if constexpr (BITS < 8) {
+        pairs = _mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)w, (__m512i)x), _mm512_set1_epi16(1));
+    } else {
+        __m512i even = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)x, 8), 8), odd = _mm512_srai_epi16((__m512i)x, 8);
+        pairs = _mm512_add_epi32(_mm512_madd_epi16((__m512i)(w & 0x00ff00ffu), even),
+                                 _mm512_madd_epi16(_mm512_srli_epi16((__m512i)w, 8), odd));
+    }
+    return acc + (i32x16)pairs;
 #elif defined(PAGODA_AVX2)
-    // Pairs of halfwords, exactly: vpmaddubsw would saturate.
     using Signed = decltype(acc.low);
-    auto half = [](Signed sum, decltype(w.low) a, decltype(w.low) b) __attribute__((always_inline)) {
-        __m256i even = _mm256_madd_epi16((__m256i)(a & 0x00ff00ffu), _mm256_srai_epi16((__m256i)(b << 8), 8));
-        __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16((__m256i)a, 8), _mm256_srai_epi16((__m256i)b, 8));
+    auto half = [](Signed sum, __m256i a, __m256i b) __attribute__((always_inline)) {
+#if defined(__AVXVNNI__)
+        asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+        return sum;
+#elif defined(__AVX512VNNI__) && defined(__AVX512VL__)
+        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));  // no CPU: the tests run the loop of AVX-VNNI so
+        return sum;
+#else
+        if constexpr (BITS < 8)
+            return sum + (Signed)_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
+        __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(255)),
+                                         _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
+        __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
         return sum + ((Signed)even + (Signed)odd);
+#endif
     };
-    return {half(acc.low, w.low, x.low), half(acc.high, w.high, x.high)};
+    return {half(acc.low, (__m256i)w.low, (__m256i)x.low), half(acc.high, (__m256i)w.high, (__m256i)x.high)};
 #else
     for (int byte = 0; byte < 4; byte++) {
         i32x16 a = (i32x16)((w >> (8 * byte)) & 0xffu);
@@ -82,7 +104,7 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
                     memcpy(&quad, bytes + r * groups * GROUP + (word * QUADS + part) * 4, 4);
                     u32x16 spread = u32x16{} + quad;
 #pragma GCC unroll 8
-                    for (int v = 0; v < VECTORS; v++) dot[r][v] = dot_quads(dot[r][v], w[v], spread);
+                    for (int v = 0; v < VECTORS; v++) dot[r][v] = dot_quads<BITS>(dot[r][v], w[v], spread);
                 }
             }
         }

@@ -241,6 +241,7 @@ _LOGITS = {"logits": "const float*", "stride": "int64_t", "rows": "int64_t", "vo
 FUNCTIONS: dict[str, Function] = {
     # The build, and the thread pool.
     "pagoda_isa": _function("const char*"),
+    "pagoda_compiler": _function("const char*"),
     "pagoda_shares_done": _function("uint64_t", threads="int32_t"),
     "pagoda_pin_thread": _function("bool", thread="int32_t", cpus="const int32_t*", count="int32_t"),
     "pagoda_empty_region_ns": _function("double", threads="int32_t", repeats="int32_t"),

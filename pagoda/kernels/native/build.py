@@ -72,16 +72,22 @@ def sources() -> list[Path]:
     return sorted(KERNELS.glob("*/*.cpp"), key=lambda path: (-path.stat().st_size, path))
 
 
-def build(cache_dir: Path, compiler: Compiler, march: str = "native", extra_flags: Sequence[str] = ()) -> Path:
+def compile_flags(target: Sequence[str]) -> list[str]:
+    """Return the flags of every source. target: those that choose the instruction set."""
+    wide = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
+    return [*FLAGS, *target, *wide, f"-I{KERNELS / 'native'}"]
+
+
+def build(
+    cache_dir: Path, compiler: Compiler, target: Sequence[str] = ("-march=native",), extra_flags: Sequence[str] = ()
+) -> Path:
     """Return the compiled library, from the cache or newly compiled.
 
-    march: the instruction set; tests use older ones.   extra_flags: for compiling and linking (sanitizers).
+    target: flags that choose the instruction set.   extra_flags: for compiling and linking (sanitizers).
     Two processes may race: each compiles under a private name and renames; both results are equal.
     Raises NativeUnavailable with the compiler's output if it fails.
     """
-    flags = [*FLAGS, f"-march={march}", *extra_flags, f"-I{KERNELS / 'native'}"]
-    if platform.machine() in ("x86_64", "AMD64"):
-        flags.append("-mprefer-vector-width=512")
+    flags = [*compile_flags(target), *extra_flags]
     library = cache_dir / f"kernels-{_fingerprint(compiler, flags)}.so"
     if library.exists():
         return library

@@ -1,12 +1,12 @@
 """Load the compiled kernels and bind every function as abi.py declares it."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagoda.kernels.native import build
+from pagoda.kernels.native import build, variants
 from pagoda.kernels.native.abi import FUNCTIONS, ctype
 from pagoda.kernels.native.threads import openmp_runtimes
 
@@ -29,27 +29,22 @@ class NativeLibrary:
         return getattr(self.functions, f"pagoda_{name}")
 
 
-def load(
-    cache_dir: Path | None = None,
-    compiler: build.Compiler | None = None,
-    march: str = "native",
-    extra_flags: Sequence[str] = (),
-) -> NativeLibrary:
-    """Compile if needed, and load. Raises build.NativeUnavailable if that fails.
+def load(path: Path | None = None) -> NativeLibrary:
+    """Load the library at `path`, or without one the best for this CPU: prebuilt, else compiled if needed.
 
-    Asserts that loading them adds no OpenMP runtime to the process.
+    Raises build.NativeUnavailable if there is none, and AssertionError if loading it adds an OpenMP runtime.
     """
-    compiler = compiler or build.find_compiler()
-    path = build.build(cache_dir or build.default_cache_dir(), compiler, march, extra_flags)
+    if path is None:
+        path = variants.prebuilt() or build.build(build.default_cache_dir(), build.find_compiler())
     openmp = openmp_runtimes()
     try:
         functions = ctypes.CDLL(str(path))
     except OSError as error:
-        raise build.NativeUnavailable(f"the compiled kernels do not load: {error}; delete {path}") from error
+        raise build.NativeUnavailable(f"the compiled kernels do not load: {error} ({path})") from error
     added = set(openmp_runtimes()).difference(openmp)
     assert not added, f"the kernels have their own threads, yet loading them added {added}"
     for name, declared in FUNCTIONS.items():
         function = getattr(functions, name)  # cached; functions[name] would be a new one each time
         function.argtypes = [ctype(c_type) for c_type in declared.parameters.values()]
         function.restype = ctype(declared.returns)
-    return NativeLibrary(functions, path, functions.pagoda_isa().decode(), compiler.version)
+    return NativeLibrary(functions, path, functions.pagoda_isa().decode(), functions.pagoda_compiler().decode())

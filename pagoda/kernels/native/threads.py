@@ -44,6 +44,12 @@ def openmp_runtimes(root: Path = Path("/")) -> list[str]:
     return sorted(set(re.findall(r"/\S*/lib(?:gomp|omp|iomp5)[-.\w]*", maps)))
 
 
+def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
+    """Return the features of the first CPU that both it and the system support, as Linux names them; else nothing."""
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", _read(root / "proc/cpuinfo") or "", re.MULTILINE)
+    return frozenset(found[1].split() if found else ())
+
+
 def _allowed_cores(root: Path) -> list[tuple[int, ...]]:
     """Return the CPUs that the affinity mask allows, by physical core; empty on systems other than Linux."""
     try:
