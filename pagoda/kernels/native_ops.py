@@ -8,11 +8,12 @@ from functools import partial
 import torch
 
 from pagoda.kernels.batch import AttentionMetadata
+from pagoda.kernels.collectives.shared_memory import check_groups
 from pagoda.kernels.constraints.native import NativeConstraints
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.kernels.linear.packed import PackedLinears
 from pagoda.kernels.low_rank.packed import PackedLowRank
-from pagoda.kernels.native.abi import KERNEL_OPS, NO_CACHE, Bad, Shared
+from pagoda.kernels.native.abi import NO_CACHE, Bad, Shared
 from pagoda.kernels.native.arguments import Call, new_group, prepare_call, torch_facts
 from pagoda.kernels.native.checks import bad_group, bad_index
 from pagoda.kernels.native.dtypes import TORCH_DTYPES
@@ -49,7 +50,7 @@ class NativeOps:
         self.mask_logits = sampling.mask_logits
         for op in OP_TABLE.values():
             # Views need no kernel: torch's are the same tensors.
-            setattr(self, op.name, partial(self._run, op) if op in KERNEL_OPS else reference_of(op))
+            setattr(self, op.name, partial(self._run, op) if op.slices is None else reference_of(op))
 
     def _run(self, op: Op, *args: object, **kwargs: object) -> object:
         """Call an op's kernel; return its result: a tensor, a tuple of tensors, or None."""
@@ -70,6 +71,7 @@ class NativeOps:
             record = getattr(call.record, name)
             record.data, record.rows = outputs[-1].data_ptr(), outputs[-1].shape[0]
         self.library[op.name](byref(call.record), self.threads)
+        check_groups(call.kept)
         if len(outputs) > 1:
             return tuple(outputs)
         return outputs[0] if outputs else None

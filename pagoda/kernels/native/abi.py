@@ -28,6 +28,9 @@ from pagoda.ops.declare import (
 )
 from pagoda.ops.forward import OP_TABLE
 
+MAX_RANKS = 64
+"""Ranks that share one segment."""
+
 NO_CACHE = -1
 """In place of a number of blocks: the op reads no cache, and all tokens of a row must be in the batch."""
 
@@ -43,6 +46,16 @@ class Bad(IntEnum):
     SLOT = 5
 
 
+class RankFailure(IntEnum):
+    """Why ranks cannot compute together any more."""
+
+    NOTHING = 0
+    ABORTED = 1
+    PEER_GONE = 2
+    DEADLINE = 3
+    DISAGREE = 4
+
+
 class Layout(IntEnum):
     """The memory layout of a Tensor's rows."""
 
@@ -55,6 +68,7 @@ ENUMS: dict[str, type[IntEnum]] = {
     "DOMAIN_": Domain,
     "OFFSET_": Offset,
     "BAD_": Bad,
+    "RANKS_": RankFailure,
     "LAYOUT_": Layout,
 }
 """Enums of the header, by the prefix of their names there."""
@@ -142,6 +156,20 @@ LowRankSlots = struct(
     "LowRankSlots", "The adapters' weights for one layer, by slot; slot 0 is empty. dtype: of the weights.",
     slots="const LowRankSlot*", count="int64_t", dtype="int32_t", unused="int32_t",
 )  # fmt: skip
+RankSegment = struct(
+    "RankSegment",
+    "The beginning of the memory that ranks share: how many there are, and the sizes of its parts. "
+    "half_bytes: of a chunk of a sum or gather.   slot_bytes: of a chunk of a message.",
+    num_ranks="int64_t", half_bytes="int64_t", slot_bytes="int64_t", num_slots="int64_t",
+)  # fmt: skip
+RankGroup = struct(
+    "RankGroup",
+    "A rank and its stage in that memory. number: this rank's, of all.   first, size: the ranks of its stage.   "
+    "chunks, meetings, sent, received: how many so far.   failed, peer: a RankFailure, and the rank it is about.",
+    segment="void*", number="int32_t", first="int32_t", size="int32_t", failed="int32_t", peer="int32_t",
+    unused="int32_t", spin_ns="int64_t", deadline_ns="int64_t", chunks="int64_t", meetings="int64_t", sent="int64_t",
+    received="int64_t",
+)  # fmt: skip
 Binding = struct(
     "Binding",
     "Where a step finds a Tensor in this run: the field at `field` of its arguments gets places[place] + bytes, and as "
@@ -206,7 +234,7 @@ def _field_type(argument: Argument) -> str:
         case Group():
             return "const RowGroup*"
         case Ranks():
-            return "void*"
+            return "RankGroup*"
         case Scalar():
             return _SCALAR_TYPES[argument]
 
@@ -217,7 +245,7 @@ def _args_struct(op: Op) -> type[Shared]:
     return struct(op.struct_name, f"Arguments of {op.name}, then its results.", **fields)
 
 
-KERNEL_OPS = [op for op in OP_TABLE.values() if op.slices is None and op.folder != "collectives"]
+KERNEL_OPS = [op for op in OP_TABLE.values() if op.slices is None]
 """The ops that have a kernel; an op's index is its code in a recorded program."""
 
 ARGS = {op.name: _args_struct(op) for op in KERNEL_OPS}
@@ -274,6 +302,13 @@ FUNCTIONS: dict[str, Function] = {
         "void", **_LOGITS, chosen="const int64_t*", k="int64_t", ids="int32_t*", logprobs="float*", ranks="int32_t*",
         threads="int32_t",
     ),
+    # Ranks in shared memory.
+    "pagoda_rank_segment_bytes": _function("int64_t", sizes="const RankSegment*"),
+    "pagoda_join_ranks": _function("void", group="RankGroup*"),
+    "pagoda_abort_ranks": _function("void", group="RankGroup*", reason="const char*"),
+    "pagoda_abort_reason": _function("const char*", group="RankGroup*"),
+    "pagoda_send": _function("void", group="RankGroup*", data="const void*", bytes="int64_t"),
+    "pagoda_receive": _function("void", group="RankGroup*", data="void*", bytes="int64_t"),
     # Checks of indices and block tables, and recorded programs.
     "pagoda_check_indices": _function(
         "int32_t", indices="const void*", dtype="int32_t", count="int64_t", limit="int64_t", bad_at="int64_t*"

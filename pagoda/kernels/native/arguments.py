@@ -10,13 +10,14 @@ import torch
 
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
+from pagoda.kernels.collectives.shared_memory import SharedGroup
 from pagoda.kernels.linear.packed import PackedExperts, PackedTable, PackedWeight
 from pagoda.kernels.low_rank.packed import PackedLowRank
 from pagoda.kernels.native.abi import ARGS, Layout, RowGroup, Shared
 from pagoda.kernels.native.dtypes import DTYPE_CODES, TORCH_DTYPES
 from pagoda.ops.batch import AttentionMetadata as AnyMetadata
 from pagoda.ops.batch import KVLayer as AnyKVLayer
-from pagoda.ops.declare import Cache, DType, Experts, Group, LowRank, Op, Out, Packed, Rows, Scalar, Table
+from pagoda.ops.declare import Cache, DType, Experts, Group, LowRank, Op, Out, Packed, Ranks, Rows, Scalar, Table
 
 MAX_HEAD_DIM = 512
 TRANSIENT_BLOCK = 16  # as in attention/transient.h
@@ -95,8 +96,15 @@ def prepare_call(
                 if declared.cache is None:  # K and V are laid out as pages while the op runs
                     check_page_shape(call.shapes["k"][2], TRANSIENT_BLOCK)
                 setattr(call.record, name, group_address(value))
+            case Ranks():
+                if not isinstance(value, SharedGroup):
+                    raise _wrong(op, name, "a SharedGroup", value)
+                setattr(call.record, name, value.address)
+                call.kept.append(value)
             case Scalar():
                 setattr(call.record, name, value)
+                if declared is Scalar.I32 and isinstance(value, int):
+                    call.shapes[name] = (value,)
     if op.check is not None:
         op.check(call.shapes, arguments)
     for name, out in op.outputs.items():

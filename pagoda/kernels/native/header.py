@@ -3,7 +3,7 @@
 from ctypes import sizeof
 
 from pagoda.kernels.linear.forms import NATIVE_FORMS, PANEL, Offset
-from pagoda.kernels.native.abi import ENUMS, FUNCTIONS, KERNEL_OPS, NO_CACHE, STRUCTS, Shared
+from pagoda.kernels.native.abi import ENUMS, FUNCTIONS, KERNEL_OPS, MAX_RANKS, NO_CACHE, STRUCTS, Shared
 from pagoda.ops.declare import Domain
 
 NAME = "abi.h"
@@ -20,7 +20,7 @@ def header() -> str:
         "#include <cstdlib>",
         '#define PAGODA_EXPORT extern "C" __attribute__((visibility("default")))',
         f"constexpr int64_t PANEL = {PANEL}, NO_CACHE = {NO_CACHE};",
-        f"constexpr int32_t NUM_DOMAINS = {len(Domain)}, NUM_OPS = {len(KERNEL_OPS)};",
+        f"constexpr int32_t NUM_DOMAINS = {len(Domain)}, NUM_OPS = {len(KERNEL_OPS)}, MAX_RANKS = {MAX_RANKS};",
     ]
     for prefix, enum in ENUMS.items():
         members = ", ".join(f"{prefix}{member.name} = {member.value}" for member in enum)

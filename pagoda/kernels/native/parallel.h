@@ -10,13 +10,33 @@
 // of the 2 microseconds of this pool (two threads on two cores, load 10).
 #pragma once
 
+#include <time.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
 #include <type_traits>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "abi.h"
+
+inline void spin_pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+inline int64_t now_ns() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * int64_t(1000000000) + t.tv_nsec;
+}
 
 // Call body(data, thread, num_threads) for `threads` >= 2 shares. Within a region: one share, run by the caller.
 void run_on_pool(void (*body)(void*, int, int), void* data, int threads);

@@ -3,32 +3,13 @@
 // A thread that is waiting for a core does not delay the region: once the caller has finished its own share,
 // it takes over the shares that have not started. A busy machine therefore costs the threads it takes away, and no more.
 #include <pthread.h>
-#include <time.h>
 
 #include "parallel.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
 
 namespace {
 
 constexpr int MAX_WORKERS = 511;
 constexpr int64_t AWAKE_NS = 50000;  // how long a thread spins before it sleeps
-
-inline void pause() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
-
-int64_t now_ns() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * int64_t(1000000000) + t.tv_nsec;
-}
 
 // A value that one thread sets and another one waits for.
 struct alignas(64) Signal {
@@ -42,7 +23,7 @@ struct alignas(64) Signal {
         do {
             for (int i = 0; i < 64; i++) {
                 if (value.load(std::memory_order_acquire) == wanted) return;
-                pause();
+                spin_pause();
             }
         } while (now_ns() < until);
         pthread_mutex_lock(&mutex);
@@ -99,7 +80,7 @@ void* work(void* argument) {
         me.pool->body(me.pool->data, me.index + 1, me.pool->num_threads);
         share.value.store(NONE);
         if (me.pool->unfinished.fetch_sub(1) != 1) continue;
-        for (int wait = me.pool->test_delay.load(std::memory_order_relaxed); wait > 0; wait--) pause();
+        for (int wait = me.pool->test_delay.load(std::memory_order_relaxed); wait > 0; wait--) spin_pause();
         me.pool->state.set(FINISHED);
     }
     return nullptr;
@@ -197,7 +178,7 @@ PAGODA_EXPORT int64_t pagoda_unfinished_regions(int32_t threads, int64_t repeats
         pool->test_delay.store(i % 3 == 0 ? test_delay : 0, std::memory_order_relaxed);
         parallel(threads, [&](int thread, int count) {
             shares.store(count);
-            for (int64_t left = i * 37 % 97 + thread * 50; left > 0; left--) pause();
+            for (int64_t left = i * 37 % 97 + thread * 50; left > 0; left--) spin_pause();
             done.fetch_add(1);
         });
         if (done.load() != shares.load()) broken++;

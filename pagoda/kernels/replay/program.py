@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch
+from pagoda.kernels.collectives.shared_memory import SharedGroup, check_groups
 from pagoda.kernels.native.abi import KERNEL_OPS, Binding, Check, Run, Shared
 from pagoda.kernels.native.abi import Program as ProgramStruct
 from pagoda.kernels.native.abi import Step as StepStruct
@@ -115,6 +116,7 @@ class Program:
         self._run = Run(addressof(self._rows), addressof(self._places))
         self._program_ref, self._run_ref = byref(self._program), byref(self._run)
         self._groups = list(recording.groups)  # the same memory
+        self._rank_groups = {kept for step in recording.steps for kept in step.kept if isinstance(kept, SharedGroup)}
         # Plain tuples, because every step loops over them.
         self._inputs = [
             (name, int(value.domain), TORCH_DTYPES[value.dtype], value.row_shape)
@@ -145,7 +147,7 @@ class Program:
         """Run the recorded forward on `batch`; return its results.
 
         Raises ValueError for inputs of another dtype or shape than were recorded, and InvariantBroken for a token id,
-        position, slot or block id outside its table; nothing is computed then.
+        position, slot or block id outside its table; nothing is computed then. Raises WorkerDied if another rank fails.
         """
         tensors = named_inputs(batch)
         places, place = self._places, self._first_place
@@ -177,6 +179,7 @@ class Program:
         bad = self._replay(self._program_ref, self._run_ref, self._threads, self._times)
         if bad:
             raise self._error(bad, tensors)
+        check_groups(self._rank_groups)
         return tuple(results)
 
     def _fill_groups(self, batch: ForwardBatch) -> None:
