@@ -16,10 +16,11 @@ from pagoda.base.setting import describe_settings
 from pagoda.core.executor import Capacity
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.loading.model_config import read_model
+from pagoda.layers.sharding import RankNumber
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.resolve import resolve_model
+from pagoda.loading.shares import read_share
 from pagoda.loading.weight_memory import PreparedAs, adapter_memory, weight_memory
 from pagoda.models.base import Model
 from pagoda.worker.devices import Device, select_device
@@ -99,7 +100,7 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     check_settings(config)
     config = note_given(config)
     files = files or resolve_model(config.model)
-    model = read_model(files)
+    model = _share(config, files)
     spec = model.spec
     device = select_device(config.parallel)
     tasks = _tasks(config, model)
@@ -145,6 +146,11 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     )
 
 
+def _share(config: EngineConfig, files: ModelFiles, rank: int = 0) -> Model:
+    """Return the tree of a rank's share. Raises ConfigError for a tensor_parallel_size that does not divide it."""
+    return read_share(files, config.model.quantization, RankNumber(rank, config.parallel.tensor_parallel_size))
+
+
 def _tasks(config: EngineConfig, model: Model) -> ModelTasks:
     """Return what the model can be asked for, with the pooling that the settings choose."""
     tasks = model.tasks
@@ -156,7 +162,10 @@ def _tasks(config: EngineConfig, model: Model) -> ModelTasks:
 
 
 def weights_in_memory(setup: EngineSetup) -> int:
-    """Return the bytes of the weights once they are loaded and prepared for the kernels, with all of a draft model."""
+    """Return the bytes of a rank's weights, loaded and prepared for the kernels, with all of a draft model.
+
+    Of the rank with the largest share of the layers; only the rank that samples has the draft model.
+    """
     prepared = PreparedAs(
         dtype=setup.dtype,
         quantization=setup.config.model.quantization,
@@ -164,15 +173,17 @@ def weights_in_memory(setup: EngineSetup) -> int:
         num_positions=setup.num_positions,
         tiled=setup.kernels == "triton",
     )
-    return weight_memory(setup.files, prepared) + (setup.drafting.memory_bytes if setup.drafting else 0)
+    size = setup.config.parallel.tensor_parallel_size
+    weights = weight_memory(setup.files, prepared, RankNumber(size - 1, size))  # the last has what does not divide
+    return weights + (setup.drafting.memory_bytes if setup.drafting else 0)
 
 
 def adapters_in_memory(setup: EngineSetup) -> int:
-    """Return the bytes that LoRA adapters may take: as many as are kept, each of the largest rank."""
+    """Return the bytes that LoRA adapters may take of a rank: as many as are kept, each of the largest rank."""
     lora = setup.config.model.lora
     if not lora.enable_lora:
         return 0
-    model = read_model(setup.files)
+    model = _share(setup.config, setup.files)  # the first rank has what adapters add to the embedding
     return lora.num_kept * adapter_memory(model, lora.max_lora_rank, setup.dtype, setup.is_packed)
 
 
@@ -192,11 +203,13 @@ def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCap
     message says what does.
     """
     config, is_on_host, embeds = setup.config, setup.device.is_host, embeds_in_memory(setup)
+    # Ranks on the host share its memory: this is about the part of one.
+    sharing = config.parallel.tensor_parallel_size if is_on_host else 1
     is_fake = config.parallel.executor == "fake"
     taken_by = "the weights and the largest step" if capacities else "the weights"
-    reserved = adapters_in_memory(setup) + (embeds.total if is_on_host else embeds.device)
+    reserved = adapters_in_memory(setup) + embeds.device + (embeds.host // sharing if is_on_host else 0)
     found: list[KVCapacity] = []
-    for free_bytes, block_bytes in _shares(capacities) or [(_free_before_loading(setup), None)]:
+    for free_bytes, block_bytes in _shares(capacities) or [(_free_before_loading(setup, sharing), None)]:
         free = max(0, free_bytes - reserved)
         found.append(
             plan_capacity(
@@ -214,16 +227,19 @@ def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCap
             require_device_memory(found[-1], config.cache, free, taken_by)
     capacity = min(found, key=lambda one: one.num_blocks)
     if not is_fake:
-        on_host = embeds.host
+        on_host, limit = embeds.host // sharing, memory_limit()
         if is_on_host:
             on_host += weights_in_memory(setup) + adapters_in_memory(setup) + embeds.device
-        require_host_memory(capacity, config.cache, memory_limit(), on_host, is_on_host)
+        require_host_memory(capacity, config.cache, None if limit is None else limit // sharing, on_host, is_on_host)
     return capacity
 
 
-def _free_before_loading(setup: EngineSetup) -> int:
-    """Return the bytes that the weights will leave. Raises CapacityError if a GPU does not have the memory for them."""
-    free = max(0, setup.device.free_bytes() - setup.device.margin_bytes)
+def _free_before_loading(setup: EngineSetup, sharing: int) -> int:
+    """Return the bytes that the weights will leave to a rank. Raises CapacityError if a GPU is too small for them.
+
+    sharing: ranks that share the memory.
+    """
+    free = max(0, setup.device.free_bytes() - setup.device.margin_bytes) // sharing
     if not setup.device.is_host:
         _require_weights_fit(setup, free)
     return free - weights_in_memory(setup)

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.core.grammar import GrammarBackend
 from pagoda.engine_setup import EngineSetup, scheduler_options
+from pagoda.layers.sharding import ALONE
+from pagoda.ops.tensor import RankGroup
 
 if TYPE_CHECKING:
     from pagoda.worker.worker import Worker
@@ -15,11 +17,13 @@ def make_worker(
     grammars: GrammarBackend | None = None,
     pin_threads: bool = False,
     place: RankPlace = WHOLE,
+    ranks: RankGroup = ALONE,
 ) -> "Worker":
     """Return a worker that has not loaded its model yet.
 
     setup: after `fit_cache`, which may lower max_model_len.
     pin_threads: keep each compute thread on a core, if there are as many threads as cores.   place: of this rank.
+    ranks: those that share the layers with it.
     """
     # Imported here because torch takes a second to import, and planning and resolving do not need it.
     from pagoda.worker.adapters import AdapterLimits
@@ -46,5 +50,6 @@ def make_worker(
             adapters=AdapterLimits(lora.num_kept, lora.max_lora_rank) if lora.enable_lora else None,
             pooling=setup.tasks.plan,
             takes_embeds=setup.embeds_size > 0,
-        )
+        ),
+        ranks,
     )

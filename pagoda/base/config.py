@@ -101,7 +101,7 @@ class CacheConfig:
     kv_cache_memory: Annotated[
         int | None,
         Setting(
-            "Size of the KV cache, in bytes or as 512MiB, 2GiB.",
+            "Size of the KV cache of each worker, in bytes or as 512MiB, 2GiB.",
             unset="gpu_memory_utilization of the free memory",
             at_least=1,
             is_size=True,
@@ -111,9 +111,9 @@ class CacheConfig:
         float,
         Setting("Fraction of the free memory for the KV cache; if unset, 0.95 of what steps leave on a GPU."),
     ] = 0.5
-    swap_space: Annotated[float, Setting("Host memory for the KV blocks of swapped requests, in GiB.", at_least=0)] = (
-        0.0
-    )
+    swap_space: Annotated[
+        float, Setting("Host memory of each worker for the KV blocks of swapped requests, in GiB.", at_least=0)
+    ] = 0.0
     kv_cache_dtype: Annotated[
         str,
         Setting(

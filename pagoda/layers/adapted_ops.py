@@ -32,7 +32,13 @@ class AdaptedOps:
         return self._adapted(self._ops.logits(x, weight), x, weight)
 
     def embedding(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
-        y = self._ops.embedding(token_ids, table, scale)
+        return self._adapted_embedding(self._ops.embedding(token_ids, table, scale), token_ids, table)
+
+    def partial_embedding(self, token_ids: Tensor, table: Tensor, first: int, scale: float = 1.0) -> Tensor:
+        y = self._ops.partial_embedding(token_ids, table, first, scale)
+        return self._adapted_embedding(y, token_ids, table)
+
+    def _adapted_embedding(self, y: Tensor, token_ids: Tensor, table: Tensor) -> Tensor:
         adapters = self._tables.get(id(table))
         if adapters is not None:
             self._ops.add_low_rank_embedding(y, token_ids, self._slots[token_ids.shape[0]], adapters)

@@ -19,6 +19,42 @@ class LoRATarget:
     inputs: int
     is_embedding: bool = False
 
+    def share(self) -> "LoRAShare | None":
+        """Return what this rank computes of an adapter of the target; None if other ranks compute all of it."""
+        shard = self.parameter.shard
+        if self.is_embedding:
+            # The ranks' results are summed, so only one of them adds to what it looked up.
+            whole = LoRAShare(0, (range(len(self.rows)),), range(self.inputs), True)
+            return whole if shard.rows[0].start == 0 else None
+        declared = self.parameter.declared
+        assert isinstance(declared, Matrix)
+        rows: list[range] = []
+        first_row = begin = held = 0
+        for part, of_part in zip(declared.parts, shard.rows, strict=True):
+            if begin in self.rows:
+                first_row = first_row if rows else held
+                rows.append(range(begin + of_part.start - self.rows.start, begin + of_part.stop - self.rows.start))
+            begin, held = begin + part.rows, held + len(of_part)
+        return LoRAShare(first_row, tuple(rows), shard.columns, shard.columns.start == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class LoRAShare:
+    """What a rank computes of an adapter of a target.
+
+    first_row: of what the rank holds of the weight.   rows: of the target's outputs.   columns: of its inputs.
+    bias: whether the rank adds the adapter's bias.
+    """
+
+    first_row: int
+    rows: tuple[range, ...]
+    columns: range
+    bias: bool
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(rows) for rows in self.rows)
+
 
 def lora_targets(root: Module) -> dict[str, LoRATarget]:
     """Return the targets of a model by path. Experts are excluded, because their weights are stacked."""

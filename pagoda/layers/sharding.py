@@ -18,6 +18,10 @@ class RankNumber:
     size: int
 
 
+ALONE = RankNumber(0, 1)
+"""A rank that computes all of its layers."""
+
+
 @runtime_checkable
 class Divisible(Protocol):
     """A layer of which each rank may have a share."""

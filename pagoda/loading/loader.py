@@ -22,6 +22,7 @@ from pagoda.layers.parameter import (
     Vector,
 )
 from pagoda.layers.rotary import RotaryTables
+from pagoda.layers.sharding import ALONE
 from pagoda.loading.gguf_blocks import stack_codes
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
@@ -42,14 +43,14 @@ def load_model(
     device: torch.device,
     quantization: str | None = None,
     num_positions: int | None = None,
-    ranks: RankGroup | None = None,
+    ranks: RankGroup = ALONE,
 ) -> Model:
     """Load a model's weights in `dtype` onto `device`, prepared for `ops`.
 
     Values are copied from the mapped file into the tensors that `ops` prepares; one matrix at a time exists twice.
     quantization: see resolve_quantization.
     num_positions: of the rotary tables, None for the model's own limit.
-    ranks: those that compute the model together: only the share of `ranks.rank` is read and held. None: all of it.
+    ranks: those that compute the model together: only the share of `ranks.rank` is read and held.
     Raises ConfigError that names what is unsupported, missing, of a wrong shape, truncated or corrupt.
     """
     quantization = resolve_quantization(files, quantization)
@@ -63,8 +64,7 @@ def load_model(
             (rf"^dense\.{index}\.", layer.folder.replace("\\", r"\\") + "/") for index, layer in enumerate(model.dense)
         )
         naming = replace(naming, substitutions=naming.substitutions + folders)
-    if ranks is not None:
-        take_share(model, files, architecture, quantization, ranks)
+    take_share(model, files, architecture, quantization, ranks)
     positions = num_positions or config.spec.max_position
     with _one_torch_thread():
         Filler(weights, naming, ops, dtype, device, quantization, positions).fill(model)

@@ -11,6 +11,7 @@ from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Axis, Matrix
 from pagoda.layers.sharding import RankNumber, divide
 from pagoda.loading.gguf_file import GGUFFile
+from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import weight_pieces
 from pagoda.loading.quantization import packed_format, resolve_quantization
@@ -26,9 +27,11 @@ def take_share(
 ) -> None:
     """Make a tree, whose weights are not loaded, the share of one rank.
 
-    quantization: the setting.
+    quantization: the setting.   ranks: if it is one, nothing is divided.
     Raises ConfigError for a number of ranks that does not divide heads or quantisation groups, with those that do.
     """
+    if ranks.size == 1:
+        return
     group = column_group(model, files, architecture, quantization)
     try:
         divide(model, ranks, group)
@@ -38,10 +41,18 @@ def take_share(
     model.kv_groups = place_kv(model)
 
 
-def sizes_that_divide(
-    model: Model, files: ModelFiles, architecture: Architecture, quantization: str | None, most: int
-) -> list[int]:
-    """Return the numbers of ranks up to `most` that divide a model. The tree is divided by some number afterwards."""
+def read_share(files: ModelFiles, quantization: str | None, ranks: RankGroup) -> Model:
+    """Return the tree of a rank's share of a model, without its weights. Raises ConfigError as `take_share`."""
+    architecture, config = read_architecture(files)
+    model = build_tree(files, architecture, config)
+    take_share(model, files, architecture, quantization, ranks)
+    return model
+
+
+def sizes_that_divide(files: ModelFiles, quantization: str | None, most: int) -> list[int]:
+    """Return the numbers of ranks up to `most` that divide a model."""
+    architecture, config = read_architecture(files)
+    model = build_tree(files, architecture, config)
     group = column_group(model, files, architecture, quantization)
     return [size for size in range(1, most + 1) if _divides(model, size, group)]
 

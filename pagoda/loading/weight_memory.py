@@ -2,21 +2,24 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from pagoda.base.dtypes import DTYPE_BYTES
 from pagoda.kernels.linear.forms import FLOATS, MADE_WHILE_LOADING, Q8, HeldAs, packed_bias_bytes
 from pagoda.layers.lora_targets import lora_targets
 from pagoda.layers.module import parameters
-from pagoda.layers.parameter import Declaration, Matrix, RotaryTable, Table, Vector
-from pagoda.layers.sharding import shard_of
+from pagoda.layers.parameter import Matrix, Parameter, RotaryTable, Table, Vector, whole_of
+from pagoda.layers.sharding import ALONE
 from pagoda.loading.gguf_file import GGUFFile, form_of
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import choose_naming, weight_pieces
 from pagoda.loading.quantization import packed_format, packed_stem, resolve_quantization
 from pagoda.loading.safetensors_header import read_headers
+from pagoda.loading.shares import take_share
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
+from pagoda.ops.tensor import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +38,17 @@ class PreparedAs:
     tiled: bool = False
 
 
-def weight_memory(files: ModelFiles, prepared: PreparedAs) -> int:
+def weight_memory(files: ModelFiles, prepared: PreparedAs, ranks: RankGroup = ALONE) -> int:
     """Return the bytes of all parameters once loaded: exact for packed weights, except for the padding between them.
+
+    ranks: of the parameters that `ranks.rank` holds.
 
     A tied embedding and output head share one copy, except where the head is quantised, or is packed by torch in
     bfloat16: then the embedding's rows are held in the compute dtype as well.
     """
     architecture, config = read_architecture(files)
     model = build_tree(files, architecture, config)
+    take_share(model, files, architecture, prepared.quantization, ranks)
     held_as = _forms(files, architecture, model, prepared)
     paths: dict[int, str] = {}
     total = 0
@@ -52,8 +58,8 @@ def weight_memory(files: ModelFiles, prepared: PreparedAs) -> int:
         if isinstance(declared, Matrix) and declared.tied is not None:
             path = paths[id(declared.tied)]
             if _shares_table(held_as(path, declared), prepared):
-                total -= _bytes(path, declared.tied.declared, prepared, held_as)
-        total += _bytes(path, declared, prepared, held_as)
+                total -= _bytes(path, declared.tied, prepared, held_as)
+        total += _bytes(path, parameter, prepared, held_as)
     return total
 
 
@@ -68,11 +74,12 @@ _HeldAs = Callable[[str, Matrix], HeldAs]
 """From a matrix and the path of its stored values to how it is held."""
 
 
-def _bytes(path: str, declared: Declaration, prepared: PreparedAs, held_as: _HeldAs) -> int:
+def _bytes(path: str, parameter: Parameter[Any], prepared: PreparedAs, held_as: _HeldAs) -> int:
     """Return the bytes of one parameter.   path: of the stored values (for a tied head, the table's)."""
     element = DTYPE_BYTES[prepared.dtype]
-    match declared:
-        case Table(rows, columns):
+    match parameter.declared:
+        case Table():
+            rows, columns = parameter.shard.shape
             return rows * columns * element
         case Vector(size):
             return size * element
@@ -81,13 +88,14 @@ def _bytes(path: str, declared: Declaration, prepared: PreparedAs, held_as: _Hel
         case Matrix() as matrix:
             count = max(1, matrix.num_experts)
             held = held_as(path, matrix)
+            (rows, columns), has_bias = parameter.shard.shape, parameter.shard.bias
             if prepared.packed:
-                bias = packed_bias_bytes(matrix.rows) if matrix.bias else 0
-                return count * (held.packed_bytes(matrix.rows, matrix.columns) + bias)
+                bias = packed_bias_bytes(rows) if has_bias else 0
+                return count * (held.packed_bytes(rows, columns) + bias)
             if not prepared.tiled:
                 held = HeldAs(FLOATS[prepared.dtype])
-            bias = matrix.rows * element if matrix.bias else 0
-            return count * (held.tiled_bytes(matrix.rows, matrix.columns) + bias)
+            bias = rows * element if has_bias else 0
+            return count * (held.tiled_bytes(rows, columns) + bias)
 
 
 def _forms(files: ModelFiles, architecture: Architecture, model: Model, prepared: PreparedAs) -> _HeldAs:
@@ -113,7 +121,7 @@ def _gguf_form(files: ModelFiles, architecture: Architecture, model: Model) -> _
     tensors = GGUFFile(files.path).tensors
 
     def held_as(path: str, matrix: Matrix) -> HeldAs | None:
-        pieces = weight_pieces(architecture.gguf, path, matrix, shard_of(matrix, 0, 1))
+        pieces = weight_pieces(architecture.gguf, path, matrix, whole_of(matrix))
         forms = {form_of(tensors[piece.name].type) for piece in pieces if piece.name in tensors}
         if not forms or None in forms:
             return None
@@ -130,7 +138,7 @@ def _packed_form(files: ModelFiles, architecture: Architecture, model: Model) ->
     naming = choose_naming(architecture, files, names, model)
 
     def held_as(path: str, matrix: Matrix) -> HeldAs | None:
-        shard, experts = shard_of(matrix, 0, 1), range(max(1, matrix.num_experts))
+        shard, experts = whole_of(matrix), range(max(1, matrix.num_experts))
         pieces = (piece for expert in experts for piece in weight_pieces(naming, path, matrix, shard, expert))
         return stored.held_as if all(packed_stem(piece.name, names) for piece in pieces) else None
 
@@ -147,11 +155,14 @@ def adapter_memory(model: Model, max_rank: int, dtype: str, packed: bool) -> int
     inputs: dict[int, int] = {}
     total = 0
     for target in lora_targets(model).values():
-        rows = len(target.rows)
+        share = target.share()
+        if share is None:
+            continue
+        rows = share.num_rows
         total += held.packed_bytes(rows, max_rank) if packed else rows * max_rank * element
         key = id(target.parameter)
         stacked_ranks[key] = stacked_ranks.get(key, 0) + max_rank + (max_rank % 2 if packed else 0)
-        inputs[key] = target.inputs
+        inputs[key] = len(share.columns)
     for key, rank in stacked_ranks.items():
         total += held.packed_bytes(rank, inputs[key]) if packed else rank * inputs[key] * element
     return total

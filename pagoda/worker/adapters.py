@@ -176,7 +176,7 @@ class AdapterStore:
         if table is None:
             declared = parameter.declared
             assert isinstance(declared, Matrix | Table)
-            shape = (declared.rows, declared.columns)
+            shape = parameter.shard.shape
             if isinstance(declared, Table):
                 shape = (declared.columns, declared.rows)
             table = self._tables[key] = self._ops.make_low_rank_table(self.max_slots, *shape, self._dtype)
@@ -188,6 +188,8 @@ class AdapterStore:
         value = target.parameter.value
         table = cast(Tensor, value) if target.is_embedding else self._ops.table_of(cast(LinearWeight, value))
         remedy = "save the adapter again with save_embedding_layers=False"
+        own_rows = target.parameter.shard.rows[0]
+        copy = copy[own_rows.start : own_rows.stop]
         if table is None:
             raise RequestError(f"it has a copy of {path}, which cannot be compared to quantised weights; {remedy}")
         for begin in range(0, len(copy), _COMPARED_ROWS):

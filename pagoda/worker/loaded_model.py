@@ -13,11 +13,13 @@ from pagoda.core.grammar import GrammarBackend
 from pagoda.kernels.native.threads import cores_to_pin, openmp_runtimes
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
+from pagoda.layers.sharding import ALONE
 from pagoda.loading.adapters.files import AdapterTargets
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.models.base import Model
+from pagoda.ops.tensor import RankGroup
 from pagoda.worker.adapters import AdapterLimits, AdapterStore
 from pagoda.worker.devices import Device, select_device
 from pagoda.worker.forward_runner import ForwardRunner, make_forward
@@ -83,8 +85,11 @@ class LoadedModel:
     draft: LoadedDraft | None = None
 
 
-def load(config: WorkerConfig) -> LoadedModel:
-    """Load the weights. Raises ConfigError if the device does not support the settings."""
+def load(config: WorkerConfig, ranks: RankGroup = ALONE) -> LoadedModel:
+    """Load the weights. Raises ConfigError if the device does not support the settings.
+
+    ranks: those that share the layers with this one.
+    """
     begin_s = time.perf_counter()
     device = select_device(config.parallel)
     device.prepare()
@@ -93,7 +98,7 @@ def load(config: WorkerConfig) -> LoadedModel:
     max_len = config.max_model_len + config.max_drafts + 1
     parallel = config.parallel
     ops = device.make_ops(parallel.kernels, max_len, parallel.batch_invariant)
-    model = load_model(config.files, ops, dtype, device.device, config.quantization, max_len)
+    model = load_model(config.files, ops, dtype, device.device, config.quantization, max_len, ranks)
     store = None
     if config.adapters is not None:
         targets = AdapterTargets(read_architecture(config.files)[0], model)

@@ -12,6 +12,8 @@ from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Capacity, StepProfile, StepSize
 from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.layers.sharding import ALONE
+from pagoda.ops.tensor import RankGroup
 from pagoda.worker.adapters import Adapters, AdapterStore
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.dry_runs import DryRuns, LargestSteps, largest_graphs
@@ -32,8 +34,9 @@ logger = logging.getLogger("pagoda")
 class Worker:
     """One rank. Loads the model in `load`, then runs steps and calls in order. Not thread-safe."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        self._config = config
+    def __init__(self, config: WorkerConfig, ranks: RankGroup = ALONE) -> None:
+        """ranks: those that share the layers with this one, at `config.place`."""
+        self._config, self._ranks = config, ranks
         self._runner: ModelRunner | None = None
         self._loaded: LoadedModel | None = None
         self._calls: dict[str, Callable[..., object]] = {
@@ -45,7 +48,7 @@ class Worker:
 
     def load(self) -> None:
         """Load the weights. Raises ConfigError if the device does not support the settings."""
-        self._loaded = load(self._config)
+        self._loaded = load(self._config, self._ranks)
 
     def measure(self, sizes: Sequence[StepSize]) -> Capacity:
         """Return what is left for KV pools, next to steps of the first of `sizes` that fits.

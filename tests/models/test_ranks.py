@@ -52,7 +52,7 @@ def on_ranks(size: int, compute: Callable[[ForwardRunner], Any], files: ModelFil
                 ops = load["on"].ops(kernels)
                 model = load_model(
                     files, ops, load.get("dtype", torch.float32), torch.device("cpu"), load.get("quantization"),
-                    ranks=ranks if size > 1 else None,
+                    ranks=ranks,
                 )  # fmt: skip
                 return compute(ForwardRunner(model, ops))
             except BaseException as error:

@@ -6,7 +6,7 @@ from safetensors import SafetensorError, safe_open
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.low_rank.table import LowRankPiece
-from pagoda.layers.lora_targets import LoRATarget
+from pagoda.layers.lora_targets import LoRAShare, LoRATarget
 from pagoda.layers.parameter import Parameter
 from pagoda.loading.adapters.files import WEIGHTS_FILE, AdapterFiles, AdapterTargets
 
@@ -14,7 +14,7 @@ from pagoda.loading.adapters.files import WEIGHTS_FILE, AdapterFiles, AdapterTar
 def read_adapter(
     files: AdapterFiles, targets: AdapterTargets, device: torch.device
 ) -> dict[Parameter[object], list[LowRankPiece]]:
-    """Return the pieces of each adapted parameter, in float32 with the scale applied.
+    """Return this rank's pieces of each adapted parameter, in float32 with the scale applied.
 
     Raises ConfigError for a file that changed since it was checked, and for values that are not finite.
     """
@@ -31,13 +31,21 @@ def read_adapter(
 
             for module in files.modules:
                 target: LoRATarget = targets.targets[module.target]
-                bias = None if module.bias is None else load(module.bias) * module.scale
-                # A fused weight's parts follow each other in its rows; an embedding has one.
-                piece = LowRankPiece(load(module.a), load(module.b) * module.scale, target.rows.start, bias)
+                share = target.share()
+                if share is None:
+                    continue
+                a, b = load(module.a), _rows(load(module.b), share) * module.scale
+                bias = None if module.bias is None or not share.bias else _rows(load(module.bias), share) * module.scale
+                piece = LowRankPiece(a[:, share.columns.start : share.columns.stop], b, share.first_row, bias)
                 found.setdefault(target.parameter, []).append(piece)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path}: cannot be read: {shorten(str(error))}") from None
     return found
+
+
+def _rows(tensor: torch.Tensor, share: LoRAShare) -> torch.Tensor:
+    parts = [tensor[rows.start : rows.stop] for rows in share.rows]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def read_copies(files: AdapterFiles) -> dict[str, torch.Tensor]:
