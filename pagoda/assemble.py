@@ -9,7 +9,7 @@ from pagoda.base.abbreviate import shorten
 from pagoda.base.clock import Clock, SystemClock
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_without_effect import settings_without_effect
-from pagoda.base.errors import CapacityError, ConfigError, StepTooLarge
+from pagoda.base.errors import CapacityError, ConfigError, StepTooLarge, WorkerDied
 from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Executor
 from pagoda.core.grammar import GrammarBackend
@@ -20,6 +20,7 @@ from pagoda.engine.wire import EngineFacts
 from pagoda.engine_setup import EngineSetup, fit_cache, resolve_engine, scheduler_options, weights_in_memory
 from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.in_process import InProcessExecutor
+from pagoda.executors.multi_process import LocalRanks, MultiProcessExecutor
 from pagoda.input_setup import build_input_processor
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.measured_capacity import fit_measured, no_step_fits, sizes_to_try
@@ -38,13 +39,14 @@ def build_engine_core(
     clock: Clock | None = None,
     wrap_executor: Callable[[Executor, int], Executor] | None = None,
     pin_threads: bool = False,
+    on_death: Callable[[WorkerDied], object] = lambda _: None,
 ) -> EngineCore:
     """Load the model and return an engine that is ready for requests.
 
     config: the settings, or the result of `resolve_engine`.   clock: by default the system's.
     wrap_executor: called with the executor and the number of the scheduler's rows; returns the executor to use.
     pin_threads: keep each compute thread on a core, if there are as many threads as cores; only for a process that runs
-    nothing else.
+    nothing else.   on_death: called, in any thread, if an executor of several processes dies once it has started.
     Raises ConfigError for invalid settings, CapacityError for too little memory, WorkerDied if the executor dies.
     """
     begin_s = time.perf_counter()
@@ -53,7 +55,7 @@ def build_engine_core(
         logger.warning("%s", sentence)
     clock = clock or SystemClock()
     grammars = _make_grammars(setup)
-    executor = _make_executor(setup, capacity, grammars, pin_threads)
+    executor = _make_executor(setup, capacity, grammars, pin_threads, on_death)
     if wrap_executor is not None:
         executor = wrap_executor(executor, scheduler_options(setup.config, setup.drafting).max_rows)
     try:
@@ -152,7 +154,11 @@ def _too_little_memory(setup: EngineSetup, capacity: KVCapacity, error: Exceptio
 
 
 def _make_executor(
-    setup: EngineSetup, capacity: KVCapacity, grammars: GrammarBackend | None, pin_threads: bool
+    setup: EngineSetup,
+    capacity: KVCapacity,
+    grammars: GrammarBackend | None,
+    pin_threads: bool,
+    on_death: Callable[[WorkerDied], object],
 ) -> Executor:
     options = scheduler_options(setup.config, setup.drafting)
     if setup.config.parallel.executor == "fake":
@@ -165,13 +171,10 @@ def _make_executor(
             grammars=grammars,
             speculator=_lookup_speculator(setup, options.max_rows),
         )
-    if setup.config.parallel.executor != "in_process":
-        parallel = setup.config.parallel
-        raise ConfigError(
-            f"tensor_parallel_size={parallel.tensor_parallel_size}, pipeline_parallel_size="
-            f"{parallel.pipeline_parallel_size}, distributed_executor_backend={parallel.executor!r}: there is no "
-            "executor for several workers yet; leave them out"
-        )
+    if setup.config.parallel.executor == "mp":
+        return MultiProcessExecutor(setup.config, LocalRanks, on_death=on_death)
+    if setup.config.parallel.executor == "ray":
+        raise ConfigError("distributed_executor_backend='ray' is not available yet; take 'mp' or 'auto'")
     return InProcessExecutor(make_worker(setup, grammars, pin_threads), overlap=options.pipeline_depth > 1)
 
 

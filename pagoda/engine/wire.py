@@ -188,13 +188,23 @@ def _from_plain(kind: type, value: Any) -> Any:
     raise NotImplementedError(f"no wire form for {kind.__name__}")
 
 
+def make_encoder() -> msgspec.msgpack.Encoder:
+    """Return an encoder of messages, and of whatever they are made of. Not thread-safe."""
+    return msgspec.msgpack.Encoder(enc_hook=_to_plain)
+
+
+def make_decoder(kind: Any) -> "msgspec.msgpack.Decoder[Any]":
+    """Return a decoder of values of one type. Decoded arrays are read-only."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_from_plain)
+
+
 class Codec:
     """Encodes any message; decodes those of one direction. Decoded arrays are read-only. Not thread-safe."""
 
     def __init__(self, incoming: Any) -> None:
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
-        self._decoder = msgspec.msgpack.Decoder(incoming, dec_hook=_from_plain)
-        self._request_decoder = msgspec.msgpack.Decoder(Request, dec_hook=_from_plain)
+        self._encoder = make_encoder()
+        self._decoder = make_decoder(incoming)
+        self._request_decoder = make_decoder(Request)
 
     def encode(self, message: msgspec.Struct) -> bytes:
         return self._encoder.encode(message)

@@ -68,8 +68,16 @@ class InProcessExecutor:
         self._has_begun = self._alive = False
 
     def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
+        self.load()
+        return self.measure(sizes)
+
+    def load(self) -> None:
+        """The first half of `start`; all ranks do it before any of them measures."""
         self._has_begun = True
         self._on_thread(self.worker.load)
+
+    def measure(self, sizes: Sequence[StepSize]) -> Sequence[Capacity]:
+        """The second half of `start`."""
         return (self._on_thread(self.worker.measure, sizes),)
 
     def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:

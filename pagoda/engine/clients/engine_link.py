@@ -10,6 +10,7 @@ import zmq.asyncio
 
 from pagoda.base.child_process import RendezvousDir, children_of, cpu_s_of, end_child, start_child
 from pagoda.base.config import EngineConfig
+from pagoda.base.watchdog import Watchdog
 from pagoda.engine import wire
 from pagoda.engine.flight_recorder import FlightRecorder
 
@@ -17,8 +18,6 @@ logger = logging.getLogger("pagoda.engine")
 
 WATCH_INTERVAL_S = 0.1
 FINAL_MESSAGES_S = 0.05  # a dead engine's last messages may still be on their way
-COMPUTING_SHARE = 0.1  # of a core: an engine that uses this much makes progress, though its step may take long
-COMPUTING_TIMEOUTS = 10  # as many step timeouts may a step take that uses the processor
 
 # More rows than any scheduler has. Too few would only mean missing suspects after a crash.
 RECORDER_ROWS = 65536
@@ -69,9 +68,8 @@ class EngineProcess:
 class EngineLink:
     """The connection to one engine process.
 
-    It ends when the process does, and when the process hangs: it has work, and for `step_timeout_s` neither begins nor
-    ends a step nor uses the processor. (A large model's step of thousands of tokens takes minutes on few cores. One
-    that uses the processor for COMPUTING_TIMEOUTS times as long hangs, too.) `was_hung` then tells which.
+    It ends when the process does, and when the process hangs: it has work, and for `step_timeout_s` makes no progress
+    (see Watchdog). `was_hung` then tells which.
     """
 
     def __init__(self, process: EngineProcess, codec: wire.Codec, step_timeout_s: float) -> None:
@@ -80,7 +78,7 @@ class EngineLink:
         self._codec = codec
         self._step_timeout_s = step_timeout_s
         self._is_open = False
-        self._progress_at_s = time.monotonic()
+        self._watchdog = Watchdog(time.monotonic())
         self._num_sent = 0
         self._num_handled_when_idle = 0
         self._watch = asyncio.create_task(self._wait_for_end())
@@ -139,29 +137,16 @@ class EngineLink:
 
     def stuck_for_s(self) -> float:
         """Seconds since the engine made progress, or 0 while it has no work."""
-        return time.monotonic() - self._progress_at_s
+        return time.monotonic() - self._watchdog.progress_at_s
 
     async def _wait_for_end(self) -> bool:
         """Wait until the process has ended (return False), or has work but makes no progress (return True)."""
-        steps_seen, was_late = (0, 0), False
-        step_at_s, cpu_s = self._progress_at_s, 0.0  # when a step began or ended; processor time used at _progress_at_s
         while self.is_up:
             flight = self.process.recorder.read()
-            steps = (flight.steps_begun, flight.steps_ended)
-            has_work = self._is_open and not self.is_idle
-            now_s, cpu_now_s = time.monotonic(), self.process.cpu_s()
-            is_computing = cpu_now_s - cpu_s >= COMPUTING_SHARE * (now_s - self._progress_at_s)
-            if steps != steps_seen or not has_work:
-                step_at_s = now_s
-            if step_at_s == now_s or (is_computing and now_s - step_at_s < COMPUTING_TIMEOUTS * self._step_timeout_s):
-                self._progress_at_s, cpu_s, was_late = now_s, cpu_now_s, False
-            elif (stuck_s := self.stuck_for_s()) > self._step_timeout_s:
-                # Check twice: if this process was the slow one, it reads the engine's pending messages in between.
-                if was_late:
-                    logger.error("no progress for %.1f s: treating the engine as hung", stuck_s)
-                    return True
-                was_late = True
-            steps_seen = steps
+            mark, has_work = (flight.steps_begun, flight.steps_ended), self._is_open and not self.is_idle
+            if self._watchdog.is_hung(mark, has_work, self.process.cpu_s(), self._step_timeout_s, time.monotonic()):
+                logger.error("no progress for %.1f s: treating the engine as hung", self.stuck_for_s())
+                return True
             await asyncio.sleep(WATCH_INTERVAL_S)
         return False
 

@@ -28,6 +28,20 @@ def cores_to_pin(threads: int, root: Path = Path("/")) -> list[tuple[int, ...]]:
     return cores if whole and threads == len(cores) > 1 else []
 
 
+def take_share(number: int, count: int, root: Path = Path("/")) -> int:
+    """Keep this process, the `number`-th of `count` that compute at the same time, on its share of the cores.
+
+    With fewer cores than processes, or with a quota of time on shared cores, the system places them.
+    Return how many threads it should use.
+    """
+    cores, threads = _allowed_cores(root), available_cpus(root)
+    if len(cores) < count or threads < len(cores):
+        return max(1, threads // count)
+    share = cores[len(cores) * number // count : len(cores) * (number + 1) // count]
+    os.sched_setaffinity(0, [cpu for core in share for cpu in core])
+    return len(share)
+
+
 def describe_cpus(root: Path = Path("/")) -> str:
     """Describe how `available_cpus` got its result."""
     cores = _allowed_cores(root)

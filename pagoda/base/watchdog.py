@@ -1,0 +1,40 @@
+"""Watchdog: whether processes that have work make progress."""
+
+from dataclasses import dataclass
+
+COMPUTING_SHARE = 0.1  # of a core: who uses this much makes progress, though the step may take long
+COMPUTING_TIMEOUTS = 10  # as many timeouts may a step take that uses the processor
+
+
+@dataclass(slots=True)
+class Watchdog:
+    """Looks at processes now and then. They hang when they have work, and for a while do not come closer to its end.
+
+    Using the processor counts as progress: a large model's step of thousands of tokens takes minutes on few cores. One
+    that uses the processor for COMPUTING_TIMEOUTS times as long hangs, too.
+
+    progress_at_s: when they were last seen to make progress; the start, at first.
+    """
+
+    progress_at_s: float
+    _mark: object = None
+    _mark_at_s: float = 0.0  # when the mark changed
+    _cpu_s: float = 0.0  # used at progress_at_s
+    _was_late: bool = False
+
+    def is_hung(self, mark: object, has_work: bool, cpu_s: float, timeout_s: float, now_s: float) -> bool:
+        """Look at the processes.
+
+        mark: changes with everything that they begin or end.   cpu_s: the processor time that they have used.
+        """
+        is_computing = cpu_s - self._cpu_s >= COMPUTING_SHARE * (now_s - self.progress_at_s)
+        if mark != self._mark or not has_work:
+            self._mark, self._mark_at_s = mark, now_s
+        if self._mark_at_s == now_s or (is_computing and now_s - self._mark_at_s < COMPUTING_TIMEOUTS * timeout_s):
+            self.progress_at_s, self._cpu_s, self._was_late = now_s, cpu_s, False
+            return False
+        if now_s - self.progress_at_s <= timeout_s:
+            return False
+        # Late twice: if the looking process was the slow one, it reads pending messages in between.
+        was_late, self._was_late = self._was_late, True
+        return was_late

@@ -1,0 +1,428 @@
+"""MultiProcessExecutor: every rank in a process of its own, on this machine or others.
+
+A step is one message, the same for every rank. The rank that samples returns the results, all others only that they
+have done the step, and a checksum. A rank that ends, hangs, fails where others do not or disagrees ends the group.
+"""
+
+import contextlib
+import hmac
+import logging
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from pagoda.base.child_process import RendezvousDir, cpu_s_of, end_child, start_child
+from pagoda.base.config import EngineConfig
+from pagoda.base.errors import ConfigError, WorkerDied, fresh
+from pagoda.base.out_of_memory import describe_exit
+from pagoda.base.ranks import RankPlace
+from pagoda.base.watchdog import Watchdog
+from pagoda.core.executor import CALLS, Capacity, StepSize
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.wire import make_decoder, make_encoder
+from pagoda.executors.messages import (
+    LOADED,
+    Call,
+    Curve,
+    Measure,
+    RankStart,
+    Reply,
+    SetPools,
+    Step,
+    ToRank,
+    error_of,
+)
+
+logger = logging.getLogger("pagoda")
+
+WATCH_INTERVAL_MS = 100
+FINAL_REPLIES_MS = 50  # a dead rank's last replies may still be on their way
+ALONE_S = 2.0  # after one rank has failed, for the others to fail likewise
+STEP_TIMEOUT_S = 30.0
+STEP_TIMEOUTS = 20  # as many times the longest step that was measured may one take
+
+
+class RankDied(WorkerDied):
+    """A rank has ended, hangs or disagrees.   code: its exit code, where it ended by itself."""
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class StartedRanks(Protocol):
+    """The processes of all ranks. A thread calls the first two now and then, any thread `end`."""
+
+    def ended(self) -> RankDied | None:
+        """Return how a rank has ended; None while all of them run."""
+        ...
+
+    def cpu_s(self) -> float:
+        """Return the seconds of processor time that they have used together."""
+        ...
+
+    def end(self) -> None:
+        """Kill all of them; return when they have ended. Idempotent."""
+        ...
+
+
+StartRanks = Callable[[Sequence[RankStart]], StartedRanks]
+"""Starts a process for every rank, in which `run_rank` gets its RankStart. Raises OSError if they cannot be started."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A message that was sent, and the replies to it by rank.
+
+    finish: returns the result from the replies of all ranks.   failed_at_s: when the first rank failed.
+    """
+
+    is_step: bool
+    finish: Callable[[list[Reply]], Any]
+    sent_s: float = field(default_factory=time.monotonic)
+    future: "Future[Any]" = field(default_factory=Future)
+    replies: dict[int, Reply] = field(default_factory=dict)
+    failed_at_s: float | None = None
+
+
+class MultiProcessExecutor:
+    """See core.executor.Executor.
+
+    One thread calls it; a thread of its own receives the replies and watches the ranks.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        start_ranks: StartRanks,
+        *,
+        host: str | None = None,
+        step_timeout_s: float = STEP_TIMEOUT_S,
+        on_death: Callable[[RankDied], object] = lambda _: None,
+    ) -> None:
+        """config: for every rank, with the number of ranks.   host: an address of this machine, for ranks on others.
+
+        step_timeout_s: a group that makes no progress with a step for so long, and for many times as long as earlier
+            steps took, hangs; see Watchdog.
+        on_death: called in a thread of this executor when a rank dies after `start`, once all have been ended.
+        """
+        parallel = config.parallel
+        sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
+        self._places = [RankPlace.of(number, *sizes) for number in range(parallel.world_size)]
+        self._sampling = next(place.number for place in self._places if place.samples)
+        self._config = config
+        self._start_ranks = start_ranks
+        self._host = host
+        self._step_timeout_s = step_timeout_s
+        self._on_death = on_death
+        self._encoder = make_encoder()
+        self._reply_decoder = make_decoder(Reply)
+        self._result_decoder = make_decoder(ModelRunnerOutput)
+        self._call_decoders = {name: make_decoder(result) for name, (_, result) in CALLS.items()}
+        self._lock = threading.Lock()  # of `_asked` and `_died`
+        self._asked: dict[int, _Asked] = {}  # by number, the oldest first
+        self._died: RankDied | None = None
+        self._number = LOADED
+        self._longest_step_s = 0.0
+        self._is_running = False
+        self._group: _Group | None = None
+        self._receiver = threading.Thread(target=self._receive, name="pagoda-ranks", daemon=True)
+
+    # ---- the executor
+
+    def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
+        loaded = self._asked[LOADED] = _Asked(False, _values_of(str))
+        try:
+            self._group = _Group(self._config, self._places, self._host, self._start_ranks)
+        except OSError as error:
+            raise WorkerDied(f"the processes of the ranks could not be started: {error}") from error
+        self._receiver.start()
+        digests = loaded.future.result()
+        odd = [number for number, digest in enumerate(digests) if digest != digests[0]]
+        if odd:
+            raise ConfigError(
+                f"rank {odd[0]} has other model files, settings or another version of pagoda than rank 0: "
+                "use the same ones on every machine"
+            )
+        self._group.hide()
+        measured = self._ask(lambda number: Measure(number, tuple(sizes)), _values_of(tuple[Capacity, ...]))
+        return tuple(capacity for of_rank in measured.result() for capacity in of_rank)
+
+    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
+        self._ask(lambda number: SetPools(number, num_blocks, num_host_blocks), _values_of(type(None))).result()
+        self._is_running = True
+
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        return self._ask(lambda number: Step(number, output), self._result_of_step, is_step=True)
+
+    def call(self, name: str, *args: object) -> "Future[Any]":
+        decoder, arguments = self._call_decoders[name], msgspec.Raw(self._encoder.encode(args))
+        return self._ask(
+            lambda number: Call(number, name, arguments), lambda replies: decoder.decode(replies[self._sampling].value)
+        )
+
+    def shutdown(self) -> None:
+        self._end(RankDied("the executor is not running"))
+        if self._receiver.ident is not None:
+            self._receiver.join()
+        if self._group is not None:
+            self._group.close()
+
+    def _ask(
+        self, message: Callable[[int], ToRank], finish: Callable[[list[Reply]], Any], is_step: bool = False
+    ) -> "Future[Any]":
+        """Send a message with the next number to all ranks; return the future of what `finish` makes of the replies."""
+        asked = _Asked(is_step, finish)
+        data = self._encoder.encode(message(self._number + 1))
+        with self._lock:
+            if self._died is None:
+                self._number += 1
+                self._asked[self._number] = asked
+        if self._died is not None or self._group is None:
+            asked.future.set_exception(fresh(self._died or RankDied("the executor is not running")))
+            return asked.future
+        for socket in self._group.messages:
+            self._send(socket, data)
+        return asked.future
+
+    def _send(self, socket: "zmq.Socket[bytes]", data: bytes) -> None:
+        """Send to a rank; to one that has ended, nothing."""
+        while self._died is None:
+            with contextlib.suppress(zmq.Again):  # it has not connected yet, or has ended
+                socket.send(data, zmq.NOBLOCK)
+                return
+            socket.poll(WATCH_INTERVAL_MS, zmq.POLLOUT)
+
+    # ---- the thread that receives and watches
+
+    def _receive(self) -> None:
+        assert self._group is not None
+        watchdog, looked_s = Watchdog(time.monotonic()), 0.0
+        try:
+            while self._died is None:
+                self._handle_replies(WATCH_INTERVAL_MS)
+                now_s = time.monotonic()
+                if 1000 * (now_s - looked_s) >= WATCH_INTERVAL_MS:
+                    self._look(watchdog, now_s)
+                    looked_s = now_s
+        except RankDied as error:
+            self._end(error)
+        except Exception as error:
+            logger.exception("the executor failed")
+            self._end(RankDied(f"internal error of the executor: {type(error).__name__}: {error}"))
+
+    def _handle_replies(self, timeout_ms: int) -> None:
+        """Handle all replies that have come, or come within a while. Raises RankDied."""
+        assert self._group is not None
+        replies = self._group.replies
+        if replies.poll(timeout_ms):
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    self._handle(self._reply_decoder.decode(replies.recv(zmq.NOBLOCK)))
+
+    def _handle(self, reply: Reply) -> None:
+        asked = self._asked.get(reply.number)
+        if asked is None:  # a rank failed to load, and another one has loaded
+            return
+        asked.replies[reply.rank] = reply
+        if reply.failure is not None and asked.failed_at_s is None:
+            asked.failed_at_s = time.monotonic()
+        is_loading = reply.number == LOADED
+        if len(asked.replies) < len(self._places) and not (is_loading and reply.failure is not None):
+            return
+        replies = [asked.replies[number] for number in sorted(asked.replies)]
+        failures = [one.failure for one in replies if one.failure is not None]
+        if failures and not is_loading and (len(failures) < len(replies) or "WorkerDied" in [f.kind for f in failures]):
+            raise _failed_alone(asked)
+        result = None if failures else asked.finish(replies)
+        with self._lock:
+            if self._asked.pop(reply.number, None) is None:  # shut down meanwhile
+                return
+        if failures:
+            asked.future.set_exception(error_of(failures[0]))
+        else:
+            asked.future.set_result(result)
+
+    def _result_of_step(self, replies: list[Reply]) -> ModelRunnerOutput:
+        if len({reply.checksum for reply in replies}) > 1:
+            raise RankDied("the ranks disagree about the lengths of the rows: a bug in pagoda, or broken memory")
+        result = self._result_decoder.decode(replies[self._sampling].value)
+        self._longest_step_s = max(self._longest_step_s, result.duration_s)
+        return result
+
+    def _look(self, watchdog: Watchdog, now_s: float) -> None:
+        """Raises RankDied if a rank has ended, has failed alone or hangs."""
+        assert self._group is not None
+        if (end := self._group.ranks.ended()) is not None:
+            self._handle_replies(FINAL_REPLIES_MS)
+            raise end
+        with self._lock:
+            asked = dict(self._asked)
+        for one in asked.values():
+            if one.failed_at_s is not None and now_s - one.failed_at_s > ALONE_S:
+                raise _failed_alone(one)
+        step = next((number for number, one in asked.items() if one.is_step), None)
+        mark = (step, len(asked[step].replies)) if step is not None else None
+        cpu_s = self._group.ranks.cpu_s() if step is not None else 0.0
+        timeout_s = max(self._step_timeout_s, STEP_TIMEOUTS * self._longest_step_s)
+        if watchdog.is_hung(mark, step is not None, cpu_s, timeout_s, now_s):
+            assert step is not None
+            late = sorted({place.number for place in self._places} - set(asked[step].replies))
+            raise RankDied(f"no progress with a step for {timeout_s:.0f} s: ranks {late} hang")
+
+    def _end(self, error: RankDied) -> None:
+        """End all ranks; nothing can be asked of them any more. Idempotent."""
+        with self._lock:
+            if self._died is not None:
+                return
+            self._died = error
+            asked, self._asked = self._asked, {}
+        if self._group is not None:
+            self._group.ranks.end()
+            self._group.hide()
+        if threading.current_thread() is self._receiver:
+            logger.error("%s", error)
+            if self._is_running:
+                self._on_death(error)
+        for one in asked.values():
+            one.future.set_exception(fresh(error))
+
+
+class _Group:
+    """The processes of the ranks, and the sockets to and from them.
+
+    messages: by rank.   replies: of all ranks.
+    """
+
+    def __init__(
+        self, config: EngineConfig, places: Sequence[RankPlace], host: str | None, start_ranks: StartRanks
+    ) -> None:
+        """host: as for MultiProcessExecutor. Raises OSError if the ranks cannot be started."""
+        self._context = zmq.Context()
+        self._host = host
+        self._place = RendezvousDir() if host is None else None
+        self._secret = b""
+        self._guard: ThreadAuthenticator | None = None
+        curve = self._admit_only_ranks() if host is not None else None
+        self._sockets: list[zmq.Socket[bytes]] = []
+        try:
+            self.replies = self._bound(zmq.PULL, "replies")
+            self.messages = [self._bound(zmq.PUSH, f"rank{place.number}") for place in places]
+            replies = _address_of(self.replies)
+            starts = [
+                RankStart(
+                    config, place, place.number, len(places), _address_of(messages), replies, self._folder(), curve
+                )
+                for place, messages in zip(places, self.messages, strict=True)
+            ]
+            self.ranks = start_ranks(starts)
+        except OSError:
+            self.close()
+            raise
+
+    def hide(self) -> None:
+        """Remove the sockets' folder, once all ranks have opened them: nothing stays on disk if a process is killed."""
+        if self._place is not None:
+            self._place.remove()
+
+    def close(self) -> None:
+        """Close the sockets, when the processes have ended."""
+        self.hide()
+        for socket in self._sockets:
+            socket.close()
+        if self._guard is not None:
+            self._guard.stop()
+        self._context.term()
+
+    def _folder(self) -> str | None:
+        return self._place.folder if self._place is not None else None
+
+    def _bound(self, kind: int, name: str) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(kind)
+        self._sockets.append(socket)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the steps in flight
+        socket.setsockopt(zmq.RCVHWM, 0)
+        if self._place is not None:
+            socket.bind(self._place.address(name))
+        else:
+            socket.curve_server, socket.curve_secretkey = True, self._secret
+            socket.bind(f"tcp://{self._host}:*")
+        return socket
+
+    def _admit_only_ranks(self) -> Curve:
+        """Make keys, and refuse everyone who does not hold those of the ranks."""
+        public, self._secret = zmq.curve_keypair()
+        ranks_public, ranks_secret = zmq.curve_keypair()
+        self._guard = ThreadAuthenticator(self._context)
+        self._guard.start()
+        self._guard.configure_curve_callback(credentials_provider=_OneKey(ranks_public))
+        return Curve(public, ranks_public, ranks_secret)
+
+
+class _OneKey:
+    """Who may connect: holders of one key (in ZeroMQ's form)."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return hmac.compare_digest(key, self._public)
+
+
+class LocalRanks:
+    """Ranks that are children of this process. See StartedRanks."""
+
+    def __init__(self, starts: Sequence[RankStart], module: str = "pagoda.executors.rank") -> None:
+        """module: what each runs. Raises OSError."""
+        encoder = make_encoder()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for start in starts:
+                fds = () if start.segment is None else (start.segment,)
+                self._processes.append(start_child(module, [], encoder.encode(start), fds))
+        except OSError:
+            self.end()
+            raise
+
+    def ended(self) -> RankDied | None:
+        for number, process in enumerate(self._processes):
+            if (code := process.poll()) is not None:
+                return RankDied(f"rank {number} {describe_exit(code)}", code)
+        return None
+
+    def cpu_s(self) -> float:
+        return sum(cpu_s_of(process.pid) for process in self._processes)
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            end_child(process)
+
+
+def _address_of(bound: "zmq.Socket[bytes]") -> str:
+    endpoint = bound.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(endpoint, bytes)
+    return endpoint.decode()
+
+
+def _failed_alone(asked: _Asked) -> RankDied:
+    """Return the error for a step or call that one rank could not do; one whose peers have died only says so."""
+    failures = [(number, reply.failure) for number, reply in asked.replies.items() if reply.failure is not None]
+    number, failure = min(failures, key=lambda one: one[1].kind == "WorkerDied")
+    return RankDied(f"rank {number} failed: {failure.message}")
+
+
+def _values_of(kind: Any) -> Callable[[list[Reply]], list[Any]]:
+    """Return what decodes the values of all ranks, which have one type."""
+    decoder = make_decoder(kind)
+    return lambda replies: [decoder.decode(reply.value) for reply in replies]

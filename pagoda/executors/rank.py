@@ -1,0 +1,204 @@
+"""A rank's process: one worker, which does what an executor elsewhere says.
+
+`python -m pagoda.executors.rank`, started by `LocalRanks`; others start `run_rank` in processes of their own making.
+"""
+
+import dataclasses
+import hashlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from importlib import metadata
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from pagoda.base.child_process import RendezvousDir, be_killed_with_parent, end_with_parent, read_start
+from pagoda.base.errors import PagodaError
+from pagoda.core.executor import CALLS, Capacity, StepSize
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.wire import make_decoder, make_encoder
+from pagoda.engine_setup import EngineSetup, resolve_engine, scheduler_options
+from pagoda.executors.in_process import InProcessExecutor
+from pagoda.executors.messages import (
+    LOADED,
+    Call,
+    Measure,
+    RankStart,
+    Reply,
+    SetPools,
+    Step,
+    ToRank,
+    failure_of,
+)
+from pagoda.kernels.native.threads import take_share
+from pagoda.worker_setup import make_worker
+
+logger = logging.getLogger("pagoda")
+
+_NUM_PIECES, _PIECE_BYTES = 64, 4096  # of a file, in its digest
+_NIL = msgspec.Raw(b"\xc0")
+
+
+class RankExecutor(Protocol):
+    """What a rank runs: InProcessExecutor over its worker, or a fake. See core.executor.Executor."""
+
+    def load(self) -> None:
+        """Load this rank's weights."""
+        ...
+
+    def measure(self, sizes: Sequence[StepSize]) -> Sequence[Capacity]:
+        """Return what this rank has for KV pools, once all ranks have loaded."""
+        ...
+
+    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None: ...
+
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]": ...
+
+    def call(self, name: str, *args: object) -> "Future[Any]": ...
+
+
+def run_rank(
+    start: RankStart,
+    make: Callable[[RankStart], tuple[RankExecutor, str]],
+    on_loaded: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve the executor for as long as the process lives.
+
+    make: returns what to run, not loaded, and a digest of all that every rank must have alike.
+    on_loaded: called once the weights are loaded, and all sockets are connected.
+    """
+    rank = _Rank(start)
+    try:
+        executor, digest = make(start)
+        executor.load()
+        rank.reply(LOADED, digest)
+        on_loaded()
+    except Exception as error:
+        rank.fail(LOADED, error)
+    else:
+        rank.serve(executor)
+    threading.Event().wait()  # the executor ends this process
+
+
+class _Rank:
+    """A rank's sockets. Results may come from any thread."""
+
+    def __init__(self, start: RankStart) -> None:
+        self._place = start.place
+        self._lock = threading.Lock()  # of the encoder and the socket of replies
+        self._encoder = make_encoder()
+        context = zmq.Context()
+        self._messages = _connected(context, zmq.PULL, start.messages, start)
+        self._replies = _connected(context, zmq.PUSH, start.replies, start)
+
+    def serve(self, executor: RankExecutor) -> None:
+        decoder = make_decoder(ToRank)
+        arguments = {name: make_decoder(tuple[types]) for name, (types, _) in CALLS.items()}
+        while True:
+            match decoder.decode(self._messages.recv()):
+                case Step(number, output):
+                    executor.submit(output).add_done_callback(partial(self._reply_to_step, number))
+                case Call(number, name, data):
+                    future = executor.call(name, *arguments[name].decode(data))
+                    future.add_done_callback(partial(self._reply_to_call, number))
+                case Measure(number, sizes):
+                    self._try(number, lambda sizes=sizes: executor.measure(sizes))
+                case SetPools(number, num_blocks, num_host_blocks):
+                    self._try(number, partial(executor.set_pools, num_blocks, num_host_blocks))
+                case message:
+                    raise AssertionError(f"no such message: {message}")
+
+    def reply(self, number: int, value: object, checksum: int = 0) -> None:
+        with self._lock:
+            data = msgspec.Raw(self._encoder.encode(value)) if value is not None else _NIL
+            self._replies.send(self._encoder.encode(Reply(self._place.number, number, data, checksum)))
+
+    def fail(self, number: int, error: Exception) -> None:
+        """Reply that something failed; log it if it is a bug."""
+        if not isinstance(error, PagodaError):
+            logger.error("rank %d failed", self._place.number, exc_info=error)
+        with self._lock:
+            self._replies.send(self._encoder.encode(Reply(self._place.number, number, failure=failure_of(error))))
+
+    def _try(self, number: int, do: Callable[[], object]) -> None:
+        try:
+            self.reply(number, do())
+        except Exception as error:
+            self.fail(number, error)
+
+    def _reply_to_call(self, number: int, future: "Future[Any]") -> None:
+        self._try(number, future.result)
+
+    def _reply_to_step(self, number: int, future: "Future[ModelRunnerOutput]") -> None:
+        try:
+            result = future.result()
+            self.reply(number, result if self._place.samples else None, result.checksum)
+        except Exception as error:
+            self.fail(number, error)
+
+
+def _connected(context: "zmq.Context[Any]", kind: int, address: str, start: RankStart) -> "zmq.Socket[bytes]":
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    if start.curve is not None:
+        socket.curve_serverkey = start.curve.executor
+        socket.curve_publickey, socket.curve_secretkey = start.curve.public, start.curve.secret
+    socket.connect(address)
+    return socket
+
+
+def make_executor(start: RankStart) -> tuple[InProcessExecutor, str]:
+    """Return the executor of this rank's worker, and a digest of the model's files and of what the settings mean."""
+    parallel = start.config.parallel
+    if parallel.threads is None:
+        parallel = dataclasses.replace(parallel, threads=take_share(start.local_number, start.num_local))
+    setup = resolve_engine(dataclasses.replace(start.config, parallel=parallel))
+    overlap = scheduler_options(setup.config, setup.drafting).pipeline_depth > 1 and not setup.device.is_host
+    worker = make_worker(setup, pin_threads=True, place=start.place)
+    return InProcessExecutor(worker, overlap), _digest(setup)
+
+
+def _digest(setup: EngineSetup) -> str:
+    """Return a hash of what all ranks must have alike: pagoda's version, the settings, and the model's files.
+
+    Of large files, a piece here and there is read.
+    """
+    about = (metadata.version("pagoda-llm"), setup.spec, setup.groups, setup.dtype, setup.kv_dtype, setup.max_model_len)
+    digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
+    path = setup.files.path
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        if file.is_file():
+            size = file.stat().st_size
+            digest.update(f"{file.name}:{size}".encode())
+            with file.open("rb") as opened:
+                for piece in range(_NUM_PIECES):
+                    opened.seek(piece * max(0, size - _PIECE_BYTES) // (_NUM_PIECES - 1))
+                    digest.update(opened.read(_PIECE_BYTES))
+    return digest.hexdigest()
+
+
+def main(make: Callable[[RankStart], tuple[RankExecutor, str]] = make_executor) -> None:
+    """Read a RankStart from standard input and be that rank, until the parent closes it or dies."""
+    stdin = sys.stdin.buffer
+    data = read_start(stdin)
+    if data is None:
+        return
+    start = make_decoder(RankStart).decode(data)
+    logging.basicConfig(
+        format=f"%(asctime)s %(levelname)s rank {start.place.number}[%(process)d] %(name)s: %(message)s",
+        stream=sys.stderr,
+        level=logging.WARNING,
+    )
+    logging.getLogger("pagoda").setLevel(logging.INFO)
+    end_with_parent(stdin, RendezvousDir(start.folder).remove if start.folder is not None else lambda: None)
+    run_rank(start, make, on_loaded=lambda: be_killed_with_parent(stdin.fileno()))
+
+
+if __name__ == "__main__":
+    main()
