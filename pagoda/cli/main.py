@@ -11,7 +11,7 @@ import typer
 
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import ConfigError, PagodaError, RequestError
-from pagoda.cli import bench, chat, doctor, generate, plan, serve
+from pagoda.cli import bench, chat, doctor, generate, models, plan, serve
 from pagoda.cli.help_format import Group, command
 
 SERVE_MODULES = ("aiohttp", "prometheus_client", "starlette", "uvicorn", "zmq")
@@ -51,6 +51,10 @@ def completion(shell: Annotated[Shell, typer.Argument(help="The shell to complet
 
     get_completion_inspect_parameters()  # registers the shells
     shell_complete(typer.main.get_command(app), {}, "pagoda", COMPLETE_VARIABLE, f"source_{shell.value}")
+
+
+app.add_typer(models.app, name="models")
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:
