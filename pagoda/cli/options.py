@@ -219,7 +219,7 @@ def model_names() -> list[str]:
 
 def _model_word() -> inspect.Parameter:
     argument = typer.Argument(
-        help="Same as --model.", metavar="[MODEL]", show_default=False, autocompletion=lambda: model_names()
+        help="Same as --model.", metavar="MODEL", show_default=False, autocompletion=lambda: model_names()
     )
     kind = Annotated[str | None, argument]
     return inspect.Parameter(MODEL_WORD, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
