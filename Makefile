@@ -1,20 +1,24 @@
 # Two commands for a newcomer: `make demo` and `make test`. Both work in their own .venv (the tests' load generator in
-# .venv-load, clients with other pins in .venv-clients); stamp files keep a second run from installing again, so it needs
+# .venv-load, clients with other pins in .venv-clients, what builds the wheel in .venv-wheel); stamp files keep a second run from installing again, so it needs
 # no network.
 
 VENV := .venv
 BIN := $(VENV)/bin
 LOAD_VENV := $(VENV)-load
 CLIENTS_VENV := $(VENV)-clients
+WHEEL_VENV := $(VENV)-wheel
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 LOAD_PIP := $(BIN)/python -m pip --disable-pip-version-check --python $(LOAD_VENV)/bin/python
 CLIENTS_PIP := $(BIN)/python -m pip --disable-pip-version-check --python $(CLIENTS_VENV)/bin/python
+WHEEL_PIP := $(BIN)/python -m pip --disable-pip-version-check --python $(WHEEL_VENV)/bin/python
+VARIANTS ?=
+DIST ?= dist
 PROMPT ?= In one sentence: why does the moon have phases?
 WORKLOADS ?= offline64 single
 BENCH_DIR := build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-sanitizers lint types strict-types imports docs bench clean
+.PHONY: help demo test test-slow test-sanitizers lint types strict-types imports docs bench wheel clean
 
 help:
 	@echo "make demo       install, fetch the default model, answer a prompt (PROMPT='...')"
@@ -24,7 +28,8 @@ help:
 	@echo "make lint       format, lint, types, import contract only"
 	@echo "make docs       write the reference pages of docs/ from the code again"
 	@echo "make bench      throughput of the default model on WORKLOADS='$(WORKLOADS)'"
-	@echo "make clean      remove $(VENV), $(LOAD_VENV), $(CLIENTS_VENV) and build output"
+	@echo "make wheel      the wheel, in $(DIST): kernels for all kinds of x86-64 CPUs, or VARIANTS='avx2 avx512_bf16'"
+	@echo "make clean      remove $(VENV), $(VENV)-* and build output"
 
 demo: $(VENV)/.installed
 	@$(BIN)/pagoda generate --chat --temperature 0 --max-tokens 64 "$(PROMPT)"
@@ -33,7 +38,7 @@ demo: $(VENV)/.installed
 test test-slow: export PYTHONDONTWRITEBYTECODE :=
 
 # Each worker runs whole files, so that the servers and references of a file are made once.
-test: lint $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed
+test: lint $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed $(WHEEL_VENV)/.installed
 	$(BIN)/pagoda models pull smollm2-135m minilm-l6
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
 
@@ -69,8 +74,16 @@ bench: $(VENV)/.installed
 	  $(BIN)/pagoda bench throughput --workload $(BENCH_DIR)/$$name.json || exit 1; \
 	done
 
+# auditwheel replaces the tag of the building machine by that of the oldest systems on which the wheel works.
+wheel: export PATH := $(abspath $(WHEEL_VENV))/bin:$(PATH)
+wheel: $(WHEEL_VENV)/.installed
+	@rm -rf build/unaudited
+	@$(WHEEL_PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir build/unaudited \
+	  --config-settings "cmake.define.PAGODA_VARIANTS=$(VARIANTS)" .
+	@auditwheel repair --wheel-dir $(DIST) build/unaudited/*.whl
+
 clean:
-	rm -rf $(VENV) $(LOAD_VENV) $(CLIENTS_VENV) build
+	rm -rf $(VENV) $(LOAD_VENV) $(CLIENTS_VENV) $(WHEEL_VENV) build dist
 
 # The first Python of 3.11 to 3.13 that runs and can make an environment; PYTHON=... overrides.
 $(BIN)/python:
@@ -110,4 +123,11 @@ $(CLIENTS_VENV)/.installed: requirements-clients.txt $(VENV)/.installed-test
 	  $(BIN)/python -c "$$site" > "$$($(CLIENTS_VENV)/bin/python -c "$$site")/tests.pth"
 	@$(CLIENTS_PIP) install --quiet --no-deps --requirement requirements-clients.txt
 	@! $(CLIENTS_PIP) check | grep -v -e "^lm-eval " -e "^litellm "
+	@touch $@
+
+$(WHEEL_VENV)/.installed: requirements-wheel.txt | $(BIN)/python
+	@echo "installing what builds the wheel into $(WHEEL_VENV)"
+	@$(BIN)/python -m venv --clear --without-pip $(WHEEL_VENV)
+	@$(WHEEL_PIP) install --quiet --no-deps --requirement requirements-wheel.txt
+	@$(WHEEL_PIP) check
 	@touch $@

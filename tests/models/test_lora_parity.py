@@ -76,9 +76,7 @@ class Adapted:
 
     def slot(self, store: AdapterStore, name: str) -> int:
         folder = self.adapters[name]
-        lora = LoraRef(name, str(folder), digest_of(folder))
-        store.load(lora)
-        return store.acquire(lora)
+        return store.acquire(LoraRef(name, str(folder), digest_of(folder)))
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

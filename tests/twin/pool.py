@@ -65,14 +65,11 @@ class Pool:
         self.free[:0] = plain
         self.free.extend(findable)
 
-    def record(self, number: int, content: Hashable) -> bool:
-        """Whether the block did not hold anything before."""
+    def record(self, number: int, content: Hashable) -> None:
         block = self.blocks[number]
-        if block.content is not None:
-            return False
-        block.content = content
-        self.known.setdefault(content, []).append(number)
-        return True
+        if block.content is None:
+            block.content = content
+            self.known.setdefault(content, []).append(number)
 
     def find(self, content: Hashable) -> int | None:
         return next(iter(self.known.get(content, ())), None)

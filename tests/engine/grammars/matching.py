@@ -10,7 +10,8 @@ VOCAB = 258  # of the byte tokenizer
 
 
 def ready(backend: LlguidanceBackend, text: str) -> GrammarMatcher:
-    backend.prepare(text).result(60)
+    while not backend.is_ready(text):
+        backend.wait(1.0)
     return backend.matcher(text)
 
 
