@@ -1,7 +1,6 @@
 """Build a running EngineCore from settings: the only module that chooses implementations."""
 
 import logging
-import os
 import time
 from collections.abc import Callable
 
@@ -12,10 +11,10 @@ from pagoda.base.config_without_effect import settings_without_effect
 from pagoda.base.errors import CapacityError, ConfigError, StepTooLarge, WorkerDied
 from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Executor
-from pagoda.core.grammar import GrammarBackend
 from pagoda.core.scheduler import Scheduler
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.preparations import Preparations
 from pagoda.engine.wire import EngineFacts
 from pagoda.engine_setup import EngineSetup, fit_cache, resolve_engine, scheduler_options, weights_in_memory
 from pagoda.executors.fake import FakeExecutor
@@ -27,11 +26,9 @@ from pagoda.measured_capacity import fit_measured, no_step_fits, sizes_to_try
 from pagoda.worker.drafters.registry import make_drafter
 from pagoda.worker.memory import KVCapacity
 from pagoda.worker.speculation.speculator import Speculator, make_speculator
-from pagoda.worker_setup import make_worker
+from pagoda.worker_setup import make_grammars, make_worker
 
 logger = logging.getLogger("pagoda")
-
-_MAX_MASK_THREADS = 8
 
 
 def build_engine_core(
@@ -54,8 +51,7 @@ def build_engine_core(
     for sentence in settings_without_effect(setup.config):
         logger.warning("%s", sentence)
     clock = clock or SystemClock()
-    grammars = _make_grammars(setup)
-    executor = _make_executor(setup, capacity, grammars, pin_threads, on_death)
+    executor = _make_executor(setup, capacity, pin_threads, on_death)
     if wrap_executor is not None:
         executor = wrap_executor(executor, scheduler_options(setup.config, setup.drafting).max_rows)
     try:
@@ -64,6 +60,8 @@ def build_engine_core(
         executor.shutdown()
         raise
     options = scheduler_options(setup.config, setup.drafting)
+    lora = setup.config.model.lora
+    preparations = Preparations(executor, options.max_num_seqs, lora.num_kept if lora.enable_lora else 0)
     scheduler = Scheduler(
         options,
         setup.config.cache,
@@ -72,7 +70,7 @@ def build_engine_core(
         setup.max_model_len,
         clock,
         num_host_blocks=capacity.num_host_blocks,
-        grammars=grammars,
+        preparations=preparations,
     )
     load_s = time.perf_counter() - begin_s
     _log(setup, capacity, load_s)
@@ -90,9 +88,8 @@ def build_engine_core(
         facts,
         setup.spec.vocab_size,
         options.pipeline_depth,
-        grammars,
+        preparations,
         waits_for_drafts=options.async_scheduling and setup.drafting is not None,
-        takes_adapters=setup.config.model.lora.enable_lora,
         embeds_size=setup.embeds_size,
     )
 
@@ -110,18 +107,6 @@ def build_llm_engine(
     core = build_engine_core(setup, wrap_executor=wrap_executor)
     inputs.limits.fit(core.facts.max_model_len)
     return LLMEngine(core, inputs)
-
-
-def _make_grammars(setup: EngineSetup) -> GrammarBackend:
-    """Return the backend of structured output, which loads the tokenizer with the first grammar."""
-    # Imported here because planning and resolving need neither.
-    from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
-    from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
-
-    threads = min(os.cpu_count() or 1, _MAX_MASK_THREADS)
-    return LlguidanceBackend(
-        lambda: load_tokenizer(setup.files, setup.config.model.tokenizer), setup.spec.vocab_size, threads
-    )
 
 
 def _start(executor: Executor, setup: EngineSetup, planned: KVCapacity) -> tuple[EngineSetup, KVCapacity]:
@@ -156,7 +141,6 @@ def _too_little_memory(setup: EngineSetup, capacity: KVCapacity, error: Exceptio
 def _make_executor(
     setup: EngineSetup,
     capacity: KVCapacity,
-    grammars: GrammarBackend | None,
     pin_threads: bool,
     on_death: Callable[[WorkerDied], object],
 ) -> Executor:
@@ -168,14 +152,14 @@ def _make_executor(
             capacity.block_size,
             len(setup.groups),
             vocab_size=setup.spec.vocab_size,
-            grammars=grammars,
+            grammars=make_grammars(setup),
             speculator=_lookup_speculator(setup, options.max_rows),
         )
     if setup.config.parallel.executor == "mp":
         return MultiProcessExecutor(setup.config, LocalRanks, on_death=on_death)
     if setup.config.parallel.executor == "ray":
         raise ConfigError("distributed_executor_backend='ray' is not available yet; take 'mp' or 'auto'")
-    return InProcessExecutor(make_worker(setup, grammars, pin_threads), overlap=options.pipeline_depth > 1)
+    return InProcessExecutor(make_worker(setup, pin_threads), overlap=options.pipeline_depth > 1)
 
 
 def _lookup_speculator(setup: EngineSetup, max_rows: int) -> Speculator | None:

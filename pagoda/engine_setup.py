@@ -284,7 +284,7 @@ def scheduler_options(config: EngineConfig, drafting: DraftSetup | None = None) 
         has_followers=config.parallel.world_size > 1,
         prefix_hash_seed=debug.prefix_hash_seed,
         num_lookahead_slots=debug.num_lookahead_slots,
-        max_loras=config.model.lora.max_loras if config.model.lora.enable_lora else 0,
+        max_loras=config.model.lora.num_per_step if config.model.lora.enable_lora else 0,
         check_invariants=debug.check_invariants,
         decision_log_steps=debug.decision_log_steps,
     )

@@ -1,5 +1,6 @@
 """Make the worker of one rank from what was decided before loading: the same in every process that has the settings."""
 
+import os
 from typing import TYPE_CHECKING
 
 from pagoda.base.ranks import WHOLE, RankPlace
@@ -11,10 +12,11 @@ from pagoda.ops.tensor import RankGroup
 if TYPE_CHECKING:
     from pagoda.worker.worker import Worker
 
+_MAX_MASK_THREADS = 8
+
 
 def make_worker(
     setup: EngineSetup,
-    grammars: GrammarBackend | None = None,
     pin_threads: bool = False,
     place: RankPlace = WHOLE,
     ranks: RankGroup = ALONE,
@@ -44,7 +46,7 @@ def make_worker(
             max_drafts=setup.max_drafts,
             parallel=config.parallel,
             place=place,
-            grammars=grammars,
+            grammars=make_grammars(setup) if place.samples else None,
             pin_threads=pin_threads,
             drafting=setup.drafting,
             adapters=AdapterLimits(lora.num_kept, lora.max_lora_rank) if lora.enable_lora else None,
@@ -52,4 +54,16 @@ def make_worker(
             takes_embeds=setup.embeds_size > 0,
         ),
         ranks,
+    )
+
+
+def make_grammars(setup: EngineSetup) -> GrammarBackend:
+    """Return the backend of structured output, which loads the tokenizer with the first grammar."""
+    # Imported here because planning and resolving need neither.
+    from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
+    from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
+
+    threads = min(os.cpu_count() or 1, _MAX_MASK_THREADS)
+    return LlguidanceBackend(
+        lambda: load_tokenizer(setup.files, setup.config.model.tokenizer), setup.spec.vocab_size, threads
     )

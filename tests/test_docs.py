@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 import pagoda
-from pagoda.base.vllm_options import VLLM_ANSWERS
+from pagoda.base.vllm_options import ALIASES, IGNORED, REFUSED
 from tests.cached_models import cached_model
 
 ROOT = Path(__file__).parent.parent
 OTHER_PROGRAMS_FLAGS = {"--no-deps", "--only-binary", "--only", "--list", "--task", "--weight-format"}
 """Flags of pip, optimum-cli, benchmarks/gpu.py."""
-OTHER_PROGRAMS_FLAGS |= {"--" + option.replace("_", "-") for option in VLLM_ANSWERS}
+OTHER_PROGRAMS_FLAGS |= {"--" + option.replace("_", "-") for option in (*ALIASES, *IGNORED, *REFUSED)}
 
 FOLDERS = ("docs", "benchmarks", "examples")
 PAGES = sorted([*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))])

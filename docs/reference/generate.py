@@ -95,8 +95,10 @@ def settings_page() -> str:
     debug = f"## {PANELS[PARTS['debug']]}\n\nNot needed in production.\n\n"
     intro = (
         "A setting has one name everywhere: `max_num_seqs` is the keyword argument `LLM(max_num_seqs=64)` and the flag "
-        "`--max-num-seqs 64`.\nSettings under *Server* apply only to `pagoda serve`. An unknown name is an error that "
-        "suggests the closest known one.\nSizes in bytes accept units (`512MiB`, `2GiB`)."
+        "`--max-num-seqs 64`.\nA flag comes before the environment variable `PAGODA_MAX_NUM_SEQS`, and that before the "
+        "file of `--config` ([command-line.md](../howto/command-line.md)).\n"
+        "Settings under *Server* apply only to `pagoda serve`. An unknown name is an error that suggests "
+        "the closest known one.\nSizes in bytes accept units (`512MiB`, `2GiB`)."
     )
     return _page(
         "Settings",

@@ -81,6 +81,7 @@ _NOUNS: dict[type, tuple[type, str]] = {
     float: (Real, "a number"),
     str: (str, "a string"),
     tuple: (tuple, "strings"),
+    dict: (dict, "a mapping of names to values"),
 }
 """Annotation -> the class that its values have, and what to call it."""
 

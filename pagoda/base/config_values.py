@@ -24,6 +24,7 @@ _DTYPE_NAMES = {
     "fp8_e4m3": "fp8",
 }
 _BYTES = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*(|[KMGT]i?B?|B)", re.IGNORECASE)
+_COUNT = re.compile(r"(-?\d{1,18}(?:\.\d{1,9})?)\s*([kmg]?)(i?)", re.IGNORECASE)
 _POWERS = {"": 0, "B": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -58,11 +59,16 @@ def normalize(item: DescribedSetting, value: Any) -> Any:
     if isinstance(item.type, type) and issubclass(item.type, Enum):
         return value if isinstance(value, Enum) else _to_enum(name, item.type, value)
     if item.is_list and isinstance(value, str):
-        return (value,)
-    if item.is_list and isinstance(value, list):
-        return tuple(cast("list[object]", value))
+        return _to_strings(name, value)
+    if item.is_list and isinstance(value, list | tuple):
+        strings = tuple(cast("list[object]", value))
+        return _to_strings(name, strings[0]) if len(strings) == 1 and isinstance(strings[0], str) else strings
     if item.setting.is_size and isinstance(value, str):
         return _to_size(name, value)
+    if item.type is int and isinstance(value, str):
+        return _to_count(item, value)
+    if item.is_mapping and isinstance(value, str):
+        return _to_mapping(name, value)
     if name in _DTYPES and isinstance(value, str):
         return _DTYPE_NAMES.get(value, value)
     return os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -73,6 +79,52 @@ def _to_size(name: str, value: str) -> int:
         return parse_size(value)
     except ValueError as error:
         raise ConfigError(f"{name}: {error}") from None
+
+
+def parse_count(text: str) -> int:
+    """Return the integer of `4096`, `4k` (4,000), `4K` or `4Ki` (4,096); also with m and g, and with a fraction.
+
+    Raises ValueError that says what a count looks like.
+    """
+    match = _COUNT.fullmatch(text.strip())
+    number = None
+    if match is not None and match[2]:
+        base = 1024 if match[3] or match[2].isupper() else 1000
+        number = float(match[1]) * base ** (1 + "kmg".index(match[2].lower()))
+    elif match is not None and not match[3]:
+        number = float(match[1])
+    if number is None or number != int(number):
+        raise ValueError(f"{abbreviate(text)} is not an integer; write one, or a number with k (1000) or K (1024)")
+    return int(number)
+
+
+def _to_count(item: DescribedSetting, value: str) -> int | None:
+    if value == "auto" and item.optional:
+        return None
+    try:
+        return parse_count(value)
+    except ValueError as error:
+        raise ConfigError(f"{item.name}: {error}") from None
+
+
+def _to_strings(name: str, value: str) -> tuple[str, ...]:
+    """Return one string, or those of a JSON list, as vLLM's flags take them."""
+    if not value.startswith("["):
+        return (value,)
+    try:
+        return tuple(json.loads(value))
+    except ValueError:
+        raise ConfigError(f"{name}={abbreviate(value)} is not a JSON list") from None
+
+
+def _to_mapping(name: str, value: str) -> dict[str, Any]:
+    try:
+        mapping = json.loads(value)
+    except ValueError:
+        mapping = None
+    if not isinstance(mapping, dict):
+        raise ConfigError(f"{name}={abbreviate(value)} is not a JSON object")
+    return cast("dict[str, Any]", mapping)
 
 
 def _to_enum(name: str, kind: type[Enum], value: Any) -> Enum:

@@ -9,7 +9,7 @@ from pagoda.base.config_values import check_encodable, normalize
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
 from pagoda.base.setting import DescribedSetting, describe_settings
-from pagoda.base.vllm_options import answer_for_vllm
+from pagoda.base.vllm_options import translate
 
 RETIRED: Mapping[str, str] = {
     "pin_threads": "the engine process pins its threads if there is one per core",
@@ -34,8 +34,10 @@ def read_options(
     """Return the normalized field values for each part (part -> field -> value), and the names that were given.
 
     parts: settings classes by name.   options: see `EngineConfig.from_options`; those that are None are not "given".
-    Raises ConfigError for an unknown name, a value that cannot be read, or a field that is given twice.
+    vLLM's options are translated (see `translate`). Raises one ConfigError for all names that are unknown or refused;
+    also for a value that cannot be read, or a field that is given twice.
     """
+    options, problems = translate(options)
     known = {name: (part, *item) for part, kind in parts.items() for name, item in option_names(kind).items()}
     chosen: dict[str, dict[str, Any]] = {part: {} for part in parts}
     in_groups: list[tuple[str, DescribedSetting, DescribedSetting, Any]] = []
@@ -43,14 +45,18 @@ def read_options(
     for name, value in options.items():
         check_encodable(name, value)
         if name not in known:
-            raise ConfigError(_unknown_option(name, list(known)))
+            problems.append(_unknown_option(name, list(known)))
+            continue
         part, item, group = known[name]
+        value = normalize(item, value)
         if group is not None:
-            in_groups.append((part, group, item, normalize(item, value)))
+            in_groups.append((part, group, item, value))
         else:
-            chosen[part][name] = normalize(item, value)
+            chosen[part][name] = value
         if value is not None:
             given |= {item.name, group.name} if group is not None else {item.name}
+    if problems:
+        raise ConfigError("; ".join(problems))
     for part, group, item, value in in_groups:
         whole = chosen[part].get(group.name, group.default)
         chosen[part][group.name] = _set_in_group(group, whole, options.get(group.name), item.name, value)
@@ -81,9 +87,6 @@ def _unknown_option(name: str, known: Collection[str]) -> str:
     """Return the error for an option that is not in `known`: what to use instead, or the nearest known name."""
     if (field := name.rpartition(".")[2]) in RETIRED:
         return f"the option {name} is gone: {RETIRED[field]}; leave it out"
-    answer = answer_for_vllm(name, str)
-    if answer is not None:
-        return f"pagoda does not have vLLM's option {name}: {answer}"
     group = next((other.partition(".")[0] for other in known if other.endswith("." + name)), None)
     if group is not None:
         return f"{name} is a field of {group}: write {group}={{{name!r}: ...}}"

@@ -14,7 +14,15 @@ class LoRAConfig:
     """LoRA adapters that requests may use."""
 
     enable_lora: Annotated[bool, Setting("Serve LoRA adapters of the model, chosen per request.", flat=True)] = False
-    max_loras: Annotated[int, Setting("Maximum different adapters in one step.", at_least=1, flat=True)] = 4
+    max_loras: Annotated[
+        int | None,
+        Setting(
+            "Maximum different adapters in one step.",
+            unset="4, or max_cpu_loras if that is less",
+            at_least=1,
+            flat=True,
+        ),
+    ] = None
     max_cpu_loras: Annotated[
         int | None,
         Setting(
@@ -29,13 +37,18 @@ class LoRAConfig:
     ] = 16
 
     @property
+    def num_per_step(self) -> int:
+        """How many different adapters one step may use."""
+        return min(4, self.max_cpu_loras or 4) if self.max_loras is None else self.max_loras
+
+    @property
     def num_kept(self) -> int:
         """How many adapters are kept in memory."""
-        return self.max_loras if self.max_cpu_loras is None else self.max_cpu_loras
+        return self.num_per_step if self.max_cpu_loras is None else self.max_cpu_loras
 
     def check(self) -> None:
         """Raise ConfigError for fields that contradict each other."""
-        if self.num_kept < self.max_loras:
+        if self.num_kept < self.num_per_step:
             raise ConfigError(
                 f"max_cpu_loras={self.max_cpu_loras} is less than max_loras={self.max_loras}: the adapters of one step "
                 "must be in memory at once; raise the first or lower the second"

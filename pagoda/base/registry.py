@@ -15,14 +15,17 @@ _LONGEST_COMPARED = 200  # characters: comparing strings takes time proportional
 
 def nearest(name: str, known: list[str]) -> str:
     """Return a hint for an unknown name: "; did you mean 'x'?", or known names. Empty if there are none."""
-    close = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_COMPARED else []
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    if not known:
-        return ""
+    if (close := closest(name, known)) or not known:
+        return close
     shown = sorted(known)[:_MOST_SHOWN]
     more = f" and {len(known) - len(shown)} more" if len(known) > len(shown) else ""
     return f"; known: {', '.join(shown)}{more}"
+
+
+def closest(name: str, known: list[str]) -> str:
+    """Return "; did you mean 'x'?" for an unknown name that is much like a known one; else nothing."""
+    close = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_COMPARED else []
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class Registry(Generic[T]):

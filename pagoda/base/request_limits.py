@@ -51,7 +51,7 @@ class RequestLimits:
 
     tokenized_chars: Annotated[
         int,
-        _limit("characters in a text that may be longer than the context (`/tokenize`, `truncate_prompt_tokens`)"),
+        Counted("characters in a text that may be longer than the context (`/tokenize`, `truncate_prompt_tokens`)"),
     ] = 1_048_576
     stop_strings: Annotated[int, Counted("strings in `stop`")] = 64
     stop_chars: Annotated[int, Counted("characters in all strings of `stop`")] = 8_192
@@ -61,7 +61,7 @@ class RequestLimits:
     logit_bias: Annotated[int, Counted("entries of `logit_bias`")] = 1_024
     allowed_token_ids: Annotated[int, Counted("ids in `allowed_token_ids`")] = 65_536
     grammar_chars: Annotated[
-        int, _limit("characters in a JSON schema, grammar, regular expression or list of choices")
+        int, Counted("characters in a JSON schema, grammar, regular expression or list of choices")
     ] = 262_144
     prompts: Annotated[int, _limit("prompts in one completion request")] = 1_024
     inputs: Annotated[int, _limit("texts in one request for embeddings, scores or classes")] = 2_048

@@ -69,7 +69,15 @@ class ServerConfig:
 
     host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Setting("Port to listen on (0: any free port).", at_least=0)] = 8000
+    uds: Annotated[str | None, Setting("Unix socket to listen on, instead of host and port.", unset="TCP")] = None
+    root_path: Annotated[
+        str, Setting("Path at which a proxy shows this server; routes work below it, too.", unset="none")
+    ] = ""
     api_keys: Annotated[tuple[str, ...], Setting("Key that clients must send.", unset="no key needed")] = ()
+    api_key_file: Annotated[
+        str | None,
+        Setting("File with keys that clients may send, one per line; `ps` does not show them.", unset="none"),
+    ] = None
     admin_api_key: Annotated[
         str | None,
         Setting(

@@ -61,6 +61,11 @@ class DescribedSetting:
         return typing.get_origin(self.type) is tuple
 
     @property
+    def is_mapping(self) -> bool:
+        """The setting holds names and values of any kind, as a JSON object."""
+        return typing.get_origin(self.type) is dict
+
+    @property
     def fields(self) -> "tuple[DescribedSetting, ...]":
         """The settings in a group; none for any other setting."""
         return describe_settings(self.type) if self.is_group else ()
@@ -92,7 +97,7 @@ def show_default(described: DescribedSetting) -> str:
     default = described.default
     if described.is_group:
         return ""
-    if default is None or default == ():
+    if default is None or default in ((), {}, ""):
         return described.setting.unset
     if isinstance(default, bool):
         return "on" if default else "off"

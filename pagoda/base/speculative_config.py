@@ -9,6 +9,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.setting import Setting
 
 METHODS = ("ngram", "suffix", "draft_model", "layer_skip", "forced")
+_NAMED_AS_MODEL = ("[ngram]", "ngram", "suffix")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ def resolve_speculative(config: SpeculativeConfig) -> SpeculativeConfig | None:
 
     Raises ConfigError for a method that is not supported, and for settings that do not belong to the method.
     """
+    if config.model is not None and config.model in _NAMED_AS_MODEL:  # vLLM's older form
+        config = replace(config, method=config.method or config.model.strip("[]"), model=None)
     method = config.method or ("draft_model" if config.model is not None else None)
     if method is None:
         if config != SpeculativeConfig():

@@ -1,118 +1,183 @@
-"""Options of vLLM that pagoda does not have: what to use instead, or why none is needed.
+"""Options of vLLM that pagoda does not have: other names for its own, options without a meaning here, and refusals.
 
-Command lines and scripts written for vLLM contain them. They are refused with an answer, never ignored.
+Command lines and scripts written for vLLM contain them. Those with the same meaning are accepted, those that change no
+result are reported and left out, and the others are refused with an answer, all in one error.
 """
 
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-_NOTHING_TO_COMPILE = "CUDA graphs are captured when they are first needed, and nothing is compiled; leave it out"
+from pagoda.base.errors import ConfigError
+
+logger = logging.getLogger("pagoda")
+
+ALIASES: Mapping[str, str] = {
+    "allowed_origins": "cors_origins",
+    "download_dir": "cache_dir",
+    "kv_cache_memory_bytes": "kv_cache_memory",
+    "num_gpu_blocks_override": "num_blocks",
+    "shutdown_timeout": "server_timeouts.drain_timeout_s",
+}
+"""Options that mean the same as a setting of pagoda -> its name."""
+
+_NOTHING_TO_COMPILE = "CUDA graphs are captured when they are first needed, and nothing is compiled"
 _NO_MEDIA = "models that read images, audio or video are not supported yet"
-_DETECTED = "it is recognised from the model's files; leave it out"
-_TASKS = "what a model can do follows from its files, and requests of all its tasks run in one engine; leave it out"
-_CONFIG_FILE = "edit config.json in a local copy of the model"
+_DETECTED = "it is recognised from the model's files"
+_TASKS = "what a model can do follows from its files, and requests of all its tasks run in one engine"
 _CORS = "{cors_origins} allows an origin; methods and headers are not restricted"
-_SPECULATIVE = "use {speculative_config}"
-_TEMPLATE_REASONING = "reasoning is recognised from the chat template; leave it out"
-_GRAMMARS = "structured output always uses llguidance, there is no xgrammar or other backend; leave it out"
-_PROXY = "set it in a proxy in front of the server"
+_REASONING = "reasoning is recognised from the chat template"
+_GRAMMARS = "structured output always uses llguidance, there is no xgrammar or other backend"
+_STEPS = "each step is scheduled on its own"
+_ALWAYS = "the server always does so"
+_NEVER_LOGGED = "prompts are never logged; {access_log} controls the line per request"
 
-VLLM_ANSWERS = {
+IGNORED: Mapping[str, str] = {
     # Model and files
-    "trust_remote_code": "code from a model repository is never run; leave it out",
-    "download_dir": "use {cache_dir}",
+    "trust_remote_code": "code from a model repository is never run",
     "hf_token": "log in with `hf auth login`, or set the environment variable HF_TOKEN",
     "load_format": _DETECTED,
     "config_format": _DETECTED,
     "tokenizer_mode": _DETECTED,
-    "tokenizer_revision": "use {tokenizer} with a local folder",
-    "skip_tokenizer_init": "the tokenizer is always loaded; leave it out",
-    "model_impl": "models are always run by pagoda's own code; leave it out",
-    "hf_config_path": _CONFIG_FILE,
-    "rope_scaling": _CONFIG_FILE,
-    "rope_theta": _CONFIG_FILE,
-    "generation_config": "generation_config.json is not read: send sampling parameters with each request",
-    "override_generation_config": "send sampling parameters with each request",
+    "skip_tokenizer_init": "the tokenizer is always loaded",
+    "model_impl": "models are always run by pagoda's own code",
     "task": _TASKS,
     "runner": _TASKS,
     "convert": _TASKS,
-    "pooler_config": "use {pooling_type}; normalize is a field of each request",
-    "override_pooler_config": "use {pooling_type}; normalize is a field of each request",
-    "logits_processors": "use logit_bias, allowed_token_ids or structured outputs in the request",
-    "logits_processor_pattern": "use logit_bias, allowed_token_ids or structured outputs in the request",
     "limit_mm_per_prompt": _NO_MEDIA,
     "mm_processor_kwargs": _NO_MEDIA,
-    "enable_lora_bias": "the biases of adapters that have them are always applied; leave it out",
-    "lora_dtype": "adapters are held in the compute type: use {dtype}",
-    "lora_extra_vocab_size": "adapters cannot add tokens to the vocabulary; leave it out",
-    "fully_sharded_loras": "both matrices of an adapter are divided as the layer is; leave it out",
+    "enable_lora_bias": "the biases of adapters that have them are always applied",
+    "lora_dtype": "adapters are held in the compute type",
+    "fully_sharded_loras": "both matrices of an adapter are divided as the layer is",
     # Memory and KV cache
     "cpu_offload_gb": "weights are not offloaded; {quantization}=int8 halves them",
-    "kv_cache_memory_bytes": "use {kv_cache_memory}",
-    "num_gpu_blocks_override": "use {kv_cache_memory}, or {num_blocks} in tests",
-    "num_cpu_blocks_override": "use {swap_space}",
-    "calculate_kv_scales": "the scales of an int8 KV cache are always computed; leave it out",
-    "prefix_caching_hash_algo": "there is only one algorithm, with a secret seed; leave it out",
-    "disable_sliding_window": "sliding windows cannot be switched off; leave it out",
-    "disable_hybrid_kv_cache_manager": "full and sliding layers always have their own blocks; leave it out",
-    "kv_transfer_config": "KV caches cannot be transferred between servers",
-    "enable_sleep_mode": "the server cannot free its memory while it runs; stop and start it",
+    "num_cpu_blocks_override": "{swap_space} sizes the host memory of swapped requests",
+    "calculate_kv_scales": "the scales of an int8 KV cache are always computed",
+    "prefix_caching_hash_algo": "there is only one algorithm, with a secret seed",
+    "disable_sliding_window": "sliding windows cannot be switched off",
+    "disable_hybrid_kv_cache_manager": "full and sliding layers always have their own blocks",
+    "enable_sleep_mode": "the server cannot free its memory while it runs",
     # Speed and devices
     "enforce_eager": _NOTHING_TO_COMPILE,
     "compilation_config": _NOTHING_TO_COMPILE,
     "cuda_graph_sizes": _NOTHING_TO_COMPILE,
     "max_seq_len_to_capture": _NOTHING_TO_COMPILE,
     "data_parallel_size": "start one `pagoda serve` per replica behind a load balancer",
-    "enable_expert_parallel": "each worker has a share of every expert: use {tensor_parallel_size}",
-    "disable_custom_all_reduce": "there is only one all-reduce, which sums in the order of the ranks; leave it out",
-    "max_parallel_loading_workers": "each worker reads only its share of the weights; leave it out",
-    "worker_use_ray": "use {distributed_executor_backend}=ray",
-    "max_long_partial_prefills": "use {max_num_partial_prefills}",
-    "num_scheduler_steps": "each step is scheduled on its own; leave it out",
-    "multi_step_stream_outputs": "each step is scheduled on its own; leave it out",
-    "stream_interval": "each token is sent as soon as it is ready; leave it out",
-    "use_v2_block_manager": "there is only one block manager; leave it out",
-    "speculative_model": _SPECULATIVE,
-    "ngram_prompt_lookup_max": _SPECULATIVE,
-    "ngram_prompt_lookup_min": _SPECULATIVE,
+    "enable_expert_parallel": "each worker has a share of every expert: see {tensor_parallel_size}",
+    "disable_custom_all_reduce": "there is only one all-reduce, which sums in the order of the ranks",
+    "max_parallel_loading_workers": "each worker reads only its share of the weights",
+    "worker_use_ray": "{distributed_executor_backend}=ray runs the workers on a Ray cluster",
+    "max_long_partial_prefills": "{max_num_partial_prefills} limits them together with the others",
+    "num_scheduler_steps": _STEPS,
+    "multi_step_stream_outputs": _STEPS,
+    "stream_interval": "each token is sent as soon as it is ready",
+    "use_v2_block_manager": "there is only one block manager",
     "guided_decoding_backend": _GRAMMARS,
     "structured_outputs_config": _GRAMMARS,
     # Server
     "enable_auto_tool_choice": "tool calls are on; {tool_call_parser} sets how they are read",
-    "tool_parser_plugin": "use {tool_call_parser} with one of the known formats",
-    "reasoning_parser": _TEMPLATE_REASONING,
-    "enable_reasoning": _TEMPLATE_REASONING,
-    "response_role": "the role is always assistant; leave it out",
-    "enable_prompt_tokens_details": "the usage always contains the cached tokens; leave it out",
-    "enable_force_include_usage": "send stream_options.include_usage with the request",
-    "return_tokens_as_token_ids": "send return_token_ids with the request",
-    "disable_log_stats": "statistics are served at /metrics and not logged; leave it out",
-    "disable_log_requests": "prompts are never logged; {access_log} controls the line per request",
-    "enable_log_requests": "{access_log} controls the line per request; prompts are never logged",
-    "max_log_len": "prompts are never logged; leave it out",
-    "disable_uvicorn_access_log": "use {no_access_log}",
-    "uvicorn_log_level": "use `pagoda --verbose` or `pagoda --debug` in front of the command",
-    "allowed_origins": "use {cors_origins}",
+    "reasoning_parser": _REASONING,
+    "enable_reasoning": _REASONING,
+    "chat_template_content_format": "the form of a message's content is recognised from the chat template",
+    "enable_prompt_tokens_details": _ALWAYS,
+    "enable_request_id_headers": _ALWAYS,
+    "exclude_tools_when_tool_choice_none": "a request with tool_choice none has no tools in its prompt",
+    "enable_tokenizer_info_endpoint": "there is no /tokenizer_info; /tokenize and /detokenize are always there",
+    "enable_server_load_tracking": "/load is always there",
+    "disable_log_stats": "statistics cost nothing and are at /metrics",
+    "disable_log_requests": _NEVER_LOGGED,
+    "enable_log_requests": _NEVER_LOGGED,
+    "enable_log_outputs": _NEVER_LOGGED,
+    "max_log_len": _NEVER_LOGGED,
+    "disable_uvicorn_access_log": "{no_access_log} switches off the line per request",
+    "uvicorn_log_level": "`pagoda --verbose` and `pagoda --debug` in front of the command log more",
     "allowed_methods": _CORS,
     "allowed_headers": _CORS,
     "allow_credentials": _CORS,
-    "root_path": _PROXY,
+    "disable_fastapi_docs": "/docs shows the routes and nothing else",
+    "api_server_count": "one process serves HTTP; start several `pagoda serve` behind a load balancer",
+    "disable_frontend_multiprocessing": "the engine always runs in a process of its own",
+    "otlp_traces_endpoint": "traces are not exported; /metrics has the times of each phase of a request",
+}
+"""Options that change no result here -> what holds instead."""
+
+_CONFIG_FILE = "edit config.json in a local copy of the model"
+_SPECULATIVE = "use {speculative_config}"
+_POOLER = "use {pooling_type}; normalize is a field of each request"
+_LOGITS = "use logit_bias, allowed_token_ids or structured outputs in the request"
+_PROXY = "set it in a proxy in front of the server"
+
+REFUSED: Mapping[str, str] = {
+    "tokenizer_revision": "use {tokenizer} with a local folder",
+    "hf_config_path": _CONFIG_FILE,
+    "rope_scaling": _CONFIG_FILE,
+    "rope_theta": _CONFIG_FILE,
+    "pooler_config": _POOLER,
+    "override_pooler_config": _POOLER,
+    "logits_processors": _LOGITS,
+    "logits_processor_pattern": _LOGITS,
+    "lora_extra_vocab_size": "adapters cannot add tokens to the vocabulary",
+    "kv_transfer_config": "KV caches cannot be transferred between servers",
+    "speculative_model": _SPECULATIVE,
+    "ngram_prompt_lookup_max": _SPECULATIVE,
+    "ngram_prompt_lookup_min": _SPECULATIVE,
+    "tool_parser_plugin": "use {tool_call_parser} with one of the known formats",
+    "response_role": "the role is always assistant",
+    "return_tokens_as_token_ids": "send return_tokens_as_token_ids with the request",
     "middleware": _PROXY,
     "ssl_ca_certs": f"client certificates are not checked; {_PROXY}",
     "ssl_cert_reqs": f"client certificates are not checked; {_PROXY}",
-    "uds": "the server listens on TCP: use {host} and {port}",
-    "api_server_count": "start several `pagoda serve` behind a load balancer",
-    "disable_frontend_multiprocessing": "the engine always runs in a process of its own; leave it out",
-    "otlp_traces_endpoint": "traces are not exported; /metrics has the times of each phase of a request",
 }
-"""Option -> the answer. {name} is replaced by how the user writes that setting of pagoda."""
+"""Options whose absence would change a result, or who may use the server -> what to use instead."""
+
+_SWITCHES = """
+trust_remote_code skip_tokenizer_init enable_lora_bias fully_sharded_loras calculate_kv_scales
+disable_sliding_window disable_hybrid_kv_cache_manager enable_sleep_mode enforce_eager
+enable_expert_parallel disable_custom_all_reduce worker_use_ray multi_step_stream_outputs
+use_v2_block_manager enable_auto_tool_choice enable_reasoning enable_prompt_tokens_details
+enable_request_id_headers exclude_tools_when_tool_choice_none enable_tokenizer_info_endpoint
+enable_server_load_tracking disable_log_stats disable_log_requests enable_log_requests enable_log_outputs
+disable_uvicorn_access_log allow_credentials disable_fastapi_docs disable_frontend_multiprocessing
+return_tokens_as_token_ids
+"""
+SWITCHES = frozenset(_SWITCHES.split())
+"""Options whose flag takes no value."""
 
 
-def answer_for_vllm(option: str, spell: Callable[[str], str]) -> str | None:
-    """Return what to use instead of an option of vLLM, or why it is not needed; None for any other name.
+def is_vllms(option: str) -> bool:
+    """Return whether this is an option of vLLM that pagoda has under another name, ignores or refuses.
 
     option: may name a field, as `structured_outputs_config.backend` does.
-    spell: turns the name of a setting into what the user types, such as a flag.
     """
-    answer = VLLM_ANSWERS.get(option.partition(".")[0])
-    return None if answer is None else re.sub(r"\{(\w+)\}", lambda name: spell(name[1]), answer)
+    name = option.partition(".")[0]
+    return name in ALIASES or name in IGNORED or name in REFUSED
+
+
+def translate(options: Mapping[str, Any], spell: Callable[[str], str] = str) -> tuple[dict[str, Any], list[str]]:
+    """Return the options without those of vLLM, and what to say about those that are refused.
+
+    Other names for a setting become its name; options without a meaning here are logged as one warning.
+    spell: turns the name of an option into what the user typed, such as a flag.
+    """
+    kept: dict[str, Any] = {}
+    ignored: list[str] = []
+    refused: list[str] = []
+    for option, value in options.items():
+        name = option.partition(".")[0]
+        if name in IGNORED:
+            ignored.append(f"{spell(option)} ({_spelled(IGNORED[name], spell)})")
+        elif name in REFUSED:
+            refused.append(f"{spell(option)} of vLLM is not supported: {_spelled(REFUSED[name], spell)}")
+        else:
+            own = ALIASES.get(option, option)
+            if own != option and own in options:
+                raise ConfigError(f"{spell(option)} and {spell(own)} mean the same; give one of them")
+            kept[own] = value
+    if ignored:
+        logger.warning("no effect here: %s", "; ".join(ignored))
+    return kept, refused
+
+
+def _spelled(answer: str, spell: Callable[[str], str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda name: spell(name[1]), answer)

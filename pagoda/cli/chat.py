@@ -44,6 +44,11 @@ def chat(
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer, Ctrl-D leaves. Temperature is 0.7 unless set, as in generate."""
+    converse(options, sampling, system)
+
+
+def converse(options: dict[str, object], sampling: dict[str, object], system: str | None) -> None:
+    """Load the model, and talk until the user leaves."""
     from pagoda.cli.console import stdout_console
     from pagoda.cli.session import Session, load, model_name
 

@@ -1,4 +1,4 @@
-"""`pagoda generate`: one prompt, one streamed answer, one line of figures."""
+"""`pagoda generate` and `pagoda run`: one prompt, one streamed answer, one line of figures."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pagoda.base.errors import RequestError
-from pagoda.cli.options import engine_options, sampling_options
+from pagoda.cli.options import engine_options, model_names, sampling_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,29 +35,73 @@ class Figures:
         )
 
 
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[MODEL] [PROMPT]",
+        help="The model, and the text; without a text, or with '-', it is read from standard input.",
+        autocompletion=lambda: model_names(),
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not print statistics.")]
+System = Annotated[str | None, typer.Option("--system", help="System message.")]
+
+
 @sampling_options(max_tokens=256)
-@engine_options()
+@engine_options(word=False)
 def generate(
-    prompt: Annotated[
-        str | None, typer.Argument(help="Text to continue; if missing or '-', it is read from standard input.")
-    ] = None,
+    words: Words = None,
     *,
     options: dict[str, object],
     sampling: dict[str, object],
     chat: Annotated[
         bool, typer.Option("--chat", help="Send the prompt as a user message, with the model's chat template.")
     ] = False,
-    system: Annotated[str | None, typer.Option("--system", help="System message (with --chat).")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not print statistics.")] = False,
+    system: System = None,
+    quiet: Quiet = False,
 ) -> None:
-    """Answer one prompt on standard output.
+    """Continue one text on standard output.
 
     The answer is streamed; figures go to standard error. Temperature is 0.7 unless set, as in chat.
     """
-    text = read_prompt(prompt)
+    text = read_prompt(split_words(words, options))
     if system is not None and not chat:
         raise RequestError("--system needs --chat: a system message is only used with a chat template", "system")
+    answer(text, options, sampling, chat, system, quiet)
 
+
+@sampling_options(max_tokens=1024)
+@engine_options(word=False)
+def run(
+    words: Words = None,
+    *,
+    options: dict[str, object],
+    sampling: dict[str, object],
+    system: System = None,
+    quiet: Quiet = False,
+) -> None:
+    """Answer a question, or talk if there is none.
+
+    `pagoda run MODEL "question"`, or the question from a pipe; without either, this is `pagoda chat`.
+    """
+    prompt = split_words(words, options, prefers_model=True)
+    if prompt is None and sys.stdin.isatty():
+        from pagoda.cli.chat import converse
+
+        converse(options, sampling, system)
+    else:
+        answer(read_prompt(prompt), options, sampling, True, system, quiet)
+
+
+def answer(
+    text: str,
+    options: dict[str, object],
+    sampling: dict[str, object],
+    chat: bool,
+    system: str | None,
+    quiet: bool,
+) -> None:
+    """Load the model, and stream its answer to a text: its continuation, or with `chat` the reply to a message."""
     from pagoda.base.sampling_params import SamplingParams
     from pagoda.cli.console import for_stream
     from pagoda.cli.session import Session, load, seconds_since_start
@@ -88,6 +132,24 @@ def generate(
         stderr_console().print(str(figures), style="dim")
     if interrupted:
         raise typer.Exit(130)
+
+
+def split_words(words: list[str] | None, options: dict[str, object], prefers_model: bool = False) -> str | None:
+    """Return the prompt among a command's words, and put the model among `options` if a word names it.
+
+    prefers_model: a single word without spaces is the model, if none was set. Raises RequestError for more than two.
+    """
+    from pagoda.loading.resolve import names_a_model
+
+    given = list(words or ())
+    if len(given) > 2:
+        raise RequestError(f"{len(given)} words: a model and a prompt are expected; quote a text with spaces", "prompt")
+    if given:
+        is_free = "model" not in options
+        single = prefers_model and is_free and len(given[0].split()) == 1 and given[0] != "-"
+        if len(given) == 2 or single or names_a_model(given[0], may_be_remote=is_free):
+            options["model"] = given.pop(0)
+    return given[0] if given else None
 
 
 def read_prompt(prompt: str | None) -> str:

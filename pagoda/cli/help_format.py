@@ -1,45 +1,44 @@
-"""Commands as `pagoda` registers them: how their help is formatted, and what is said about flags they do not have."""
+"""Commands as `pagoda` registers them: how they are parsed, and how their help is formatted."""
 
-from collections.abc import Collection
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from pagoda.base.errors import ConfigError
-from pagoda.base.flat_options import RETIRED
-from pagoda.base.vllm_options import answer_for_vllm
-from pagoda.cli.options import PANEL_ORDER, flag_of
+from pagoda.cli.options import MODEL_WORD, PANEL_ORDER
 
 _ANY_LENGTH = 10_000
 _TOO_MANY_ARGUMENTS = "Got unexpected extra argument"  # as click words it
-_SHORT_FLAGS = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization"}
-"""Short flags of vLLM that pagoda does not have."""
 
 
 class Command(TyperCommand):
     """A command whose help lists its own options, then sampling, the most used settings, and the rest by group.
 
-    The help is plain text, so that no flag is cut at 80 columns or in a pipe. Flags may be written with underscores.
+    The help is plain text, so that no flag is cut at 80 columns or in a pipe.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the command line. An error for a flag of earlier versions or of vLLM says what to use instead."""
-        flags = {flag for item in self.get_params(ctx) for flag in (*item.opts, *item.secondary_opts)}
+        """Parse a command line over what the environment and a --config file say (see pagoda.cli.arguments)."""
+        from pagoda.cli.arguments import outer_values, spelled_out
+
+        parameters = {item.name: item for item in self.get_params(ctx)}
+        if "config" not in parameters or ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        flags = {flag: item for item in parameters.values() for flag in (*item.opts, *item.secondary_opts)}
+        args, used = spelled_out(args, {flag: item for flag, item in flags.items() if flag.startswith("-")})
+        config = next((args[at + 1] for at, arg in enumerate(args[:-1]) if arg == "--config"), None)
+        config = next((arg.partition("=")[2] for arg in args if arg.startswith("--config=")), config)
+        if "--help" not in args and "-h" not in args:
+            ctx.default_map = outer_values(parameters, used, config)
         try:
-            rest = super().parse_args(ctx, [_with_dashes(arg, flags) for arg in args])
+            rest = super().parse_args(ctx, args)
         except typer.TyperException as error:
-            flag = getattr(error, "option_name", None)  # of an unknown option
-            replaced = _replacement(flag, flags) if isinstance(flag, str) else ""
-            short = next((f"write {_SHORT_FLAGS[arg]} for {arg}" for arg in args if arg in _SHORT_FLAGS), "")
-            if replaced or short:
-                raise ConfigError(replaced or short) from None
-            if error.format_message().startswith(_TOO_MANY_ARGUMENTS) and "--model" in flags:
-                raise ConfigError(
-                    f"{error.format_message()}: give the model with -m, quote a text with spaces, and repeat a flag "
-                    "to give it several values"
-                ) from None
+            if error.format_message().startswith(_TOO_MANY_ARGUMENTS):
+                raise ConfigError(f"{error.format_message()}: quote a text with spaces") from None
             raise
+        if ctx.params.get(MODEL_WORD) is not None and "model" in used:
+            raise ConfigError(f"the model is given twice, as {ctx.params[MODEL_WORD]} and with --model")
         return rest
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -69,28 +68,6 @@ class Group(TyperGroup):
         rows = [(name, one.get_short_help_str(_ANY_LENGTH)) for name, one in commands if one and not one.hidden]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
-
-
-def _with_dashes(argument: str, flags: Collection[str]) -> str:
-    """Return the argument with dashes for underscores in its name, if that makes it a known flag."""
-    name, equals, value = argument.partition("=")
-    dashed = name.replace("_", "-")
-    return dashed + equals + value if name.startswith("--") and name not in flags and dashed in flags else argument
-
-
-def _replacement(flag: str, flags: Collection[str]) -> str:
-    """Return the answer to an unknown flag that is a field of a group, gone, or vLLM's; else an empty string."""
-    name = flag.removeprefix("--").replace("-", "_")
-    field = name.rpartition(".")[2]
-    gone = next((option for option in (field, field.removeprefix("no_")) if option in RETIRED), None)
-    if gone is not None:
-        return f"the flag {flag} is gone: {RETIRED[gone]}; leave it out"
-    of_field = next((known for known in sorted(flags) if known.endswith("." + flag.removeprefix("--"))), None)
-    if of_field:
-        return f"{flag} is now {of_field}"
-    answers = (answer_for_vllm(option, flag_of) for option in (name, name.removeprefix("no_")))
-    answer = next((text for text in answers if text), None)
-    return f"pagoda does not have vLLM's flag {flag}: {answer}" if answer else ""
 
 
 def command(app: typer.Typer, name: str, **named: Any) -> Any:

@@ -1,7 +1,9 @@
 """The `pagoda` command. Each subcommand imports what it needs when it runs, so `pagoda --help` is fast."""
 
 import logging
+import os
 import sys
+from enum import Enum
 from importlib.metadata import version
 from typing import Annotated
 
@@ -14,7 +16,16 @@ from pagoda.cli.help_format import Group, command
 
 SERVE_MODULES = ("aiohttp", "prometheus_client", "starlette", "uvicorn", "zmq")
 """Modules of the extra "serve", which the library alone does not need."""
+COMPLETE_VARIABLE = "_PAGODA_COMPLETE"
+"""Set by a shell's completion script."""
 _LONGEST_MESSAGE = 2000  # characters: an error is a message, never a dump of its input
+
+
+class Shell(Enum):
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
 
 app = typer.Typer(
     name="pagoda",
@@ -25,11 +36,23 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+command(app, "run")(generate.run)
 command(app, "generate")(generate.generate)
 command(app, "chat")(chat.chat)
 command(app, "serve")(serve.serve)
 command(app, "plan")(plan.plan)
 command(app, "doctor")(doctor.doctor)
+
+
+@app.command("completion")
+def completion(shell: Annotated[Shell, typer.Argument(help="The shell to complete commands and flags in.")]) -> None:
+    """Print a shell's completion script: `source <(pagoda completion bash)`."""
+    from typer.completion import get_completion_inspect_parameters, shell_complete
+
+    get_completion_inspect_parameters()  # registers the shells
+    shell_complete(typer.main.get_command(app), {}, "pagoda", COMPLETE_VARIABLE, f"source_{shell.value}")
+
+
 app.add_typer(models.app, name="models")
 app.add_typer(bench.app, name="bench")
 
@@ -63,6 +86,10 @@ def _run(arguments: list[str]) -> int:
     try:
         if "bench" in arguments:
             bench.mount_scheduler()
+        if COMPLETE_VARIABLE in os.environ:
+            from typer.completion import get_completion_inspect_parameters
+
+            get_completion_inspect_parameters()  # registers the shells, which an app without --show-completion does not
         return int(app(arguments, prog_name="pagoda", standalone_mode=False) or 0)
     except typer.TyperException as error:  # a flag or command that does not exist, a value of the wrong type
         message = error.format_message()

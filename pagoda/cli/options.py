@@ -20,7 +20,7 @@ from pagoda.base.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from pagoda.base.config_values import dashed, parse_size
+from pagoda.base.config_values import dashed, parse_count, parse_size
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.server_config import ServerConfig
 from pagoda.base.setting import DescribedSetting, describe_settings, show_default
@@ -72,10 +72,33 @@ SAMPLING_FIELDS = tuple(item.name for item in describe_settings(SamplingParams))
 
 def parse_bytes(text: str) -> int:
     """As `parse_size`, with typer's error."""
+    return _parsed(parse_size, text)
+
+
+def parse_integer(text: str) -> int:
+    """As `parse_count`, with typer's error."""
+    return _parsed(parse_count, text)
+
+
+def parse_integer_or_auto(text: str) -> int | str:
+    """As `parse_integer`; auto stays, which leaves the setting open."""
+    return text if text == "auto" else _parsed(parse_count, text)
+
+
+def _parsed(parse: Callable[[str], int], text: object) -> int:
     try:
-        return parse_size(text)
+        return parse(str(text))  # a --config file has numbers
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def _parser_of(item: DescribedSetting) -> tuple[Callable[[str], Any] | None, str | None]:
+    """Return what reads the values of a setting, and what to call them in the help."""
+    if item.setting.is_size:
+        return parse_bytes, "BYTES"
+    if item.type is int:
+        return parse_integer_or_auto if item.optional else parse_integer, "<int>"
+    return None, "JSON" if item.is_group or item.is_mapping else None
 
 
 def flag_of(name: str) -> str:
@@ -101,24 +124,33 @@ def _parameter(part: type, item: DescribedSetting, default: str, group: str = ""
         flags = [f"{flag}/{_negated(flag)}" for flag in flags]
     elif not group and item.name in SHORT_FLAGS:
         flags.append(SHORT_FLAGS[item.name])
+    parser, metavar = _parser_of(item)
     option = typer.Option(
         *flags,
         help=_help_of(item, default),
         rich_help_panel=MOST_USED if not group and item.name in MOST_USED_FIELDS else PANELS[part],
         show_default=False,
         hidden=bool(group) and not item.setting.flat,
-        parser=parse_bytes if item.setting.is_size else None,
-        metavar="BYTES" if item.setting.is_size else "JSON" if item.is_group else None,
+        parser=parser,
+        metavar=metavar,
     )
-    kind = list[str] if item.is_list else str if item.is_group else item.type
-    name = f"{group}{_DOT}{item.name}" if group else item.name
+    kind = list[str] if item.is_list else str if item.is_group or item.is_mapping else item.type
+    annotation = Annotated[kind | None, option]
     return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+        parameter_name(item.name, group),
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=annotation,
     )
 
 
 _DOT = "__"
 """Replaces the dot of "group.field" in the names of Python parameters."""
+
+
+def parameter_name(name: str, group: str = "") -> str:
+    """Return the name of the Python parameter for a setting, or for a field of a group."""
+    return f"{group}{_DOT}{name}" if group else name
 
 
 def _help_of(item: DescribedSetting, default: str) -> str:
@@ -169,12 +201,38 @@ def _sampling_parameters(defaults: dict[str, object]) -> list[inspect.Parameter]
     ]
 
 
-def engine_options(*extra_parts: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def engine_options(*extra_parts: type, word: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command every engine flag; it receives those that were given as `options: dict[str, object]`.
 
-    extra_parts: further settings classes (ServerConfig).
+    extra_parts: further settings classes (ServerConfig).   word: the model may be a word after the command, too.
     """
-    return _collected("options", _engine_parameters((*ENGINE_PARTS, *extra_parts)))
+    parameters = [_config_parameter(), *_engine_parameters((*ENGINE_PARTS, *extra_parts))]
+    return _collected("options", [_model_word(), *parameters] if word else parameters)
+
+
+def model_names() -> list[str]:
+    """Return the models with a short name, for the shell's completion."""
+    from pagoda.loading.catalog import CATALOG
+
+    return list(CATALOG)
+
+
+def _model_word() -> inspect.Parameter:
+    argument = typer.Argument(
+        help="Same as --model.", metavar="MODEL", show_default=False, autocompletion=lambda: model_names()
+    )
+    kind = Annotated[str | None, argument]
+    return inspect.Parameter(MODEL_WORD, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+
+
+MODEL_WORD = "model_word"
+
+
+def _config_parameter() -> inspect.Parameter:
+    """Return --config, which is read before the other flags (see pagoda.cli.arguments)."""
+    option = typer.Option("--config", metavar="FILE", help="YAML or TOML file of settings, by their names.")
+    kind = Annotated[str | None, option]
+    return inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
 
 def sampling_options(**defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -195,6 +253,10 @@ def _collected(
         @functools.wraps(command)
         def run(**given: Any) -> None:
             values = {parameter.name: given.pop(parameter.name) for parameter in parameters}
+            values.pop("config", None)
+            word = values.pop(MODEL_WORD, None)
+            if word is not None:
+                values["model"] = word
             gathered = {
                 key.replace(_DOT, "."): tuple(v) if isinstance(v, list) else v
                 for key, v in values.items()

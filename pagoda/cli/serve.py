@@ -4,10 +4,13 @@ import asyncio
 import logging
 import os
 import signal
+from dataclasses import replace
+from pathlib import Path
 
 from pagoda.base.allocator import keep_buffers_apart
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
+from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig
 from pagoda.cli.options import engine_config, engine_options
 
@@ -26,13 +29,28 @@ def serve(options: dict[str, object]) -> None:
         from uvloop import run
     except ImportError:  # not on Windows, and not needed
         from asyncio import run  # type: ignore[assignment]
-    run(_serve(engine_config(options)))
+    run(_serve(with_key_file(engine_config(options))))
+
+
+def with_key_file(config: EngineConfig) -> EngineConfig:
+    """Return the settings with the keys of --api-key-file among the API keys. Raises ConfigError."""
+    server = config.server
+    if server.api_key_file is None:
+        return config
+    try:
+        lines = Path(server.api_key_file).expanduser().read_text().splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--api-key-file {server.api_key_file} cannot be read: {error}") from None
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"--api-key-file {server.api_key_file} has no key: write one per line")
+    return replace(config, server=replace(server, api_keys=(*server.api_keys, *keys)))
 
 
 async def _serve(config: EngineConfig) -> None:
     """The engine process starts first; the web framework is imported while it loads the model."""
     check_settings(config)
-    if config.server.host not in _LOOPBACK and not config.server.api_keys:
+    if config.server.uds is None and config.server.host not in _LOOPBACK and not config.server.api_keys:
         logger.warning(
             "anyone who can reach %s may use this server: set --api-key, or listen on 127.0.0.1", config.server.host
         )

@@ -16,6 +16,7 @@ class Reason(Enum):
     LORA = "max_loras adapters are in the batch"
     ENCODER = "encoder budget or cache spent"
     GRAMMAR = "grammar not compiled yet"
+    ADAPTER = "adapter not loaded yet"
     DELAY = "waiting for more prompts to gather"
     PARTIAL_PREFILLS = "too many prompts are mid-prefill"
     IN_FLIGHT = "one of its tokens is still in flight"

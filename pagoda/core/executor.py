@@ -53,6 +53,8 @@ class StepProfile:
 
 
 CALLS: Mapping[str, tuple[tuple[type, ...], type]] = {
+    "prepare_grammar": ((str,), type(None)),
+    "drop_grammar": ((str,), type(None)),
     "load_adapter": ((LoraRef,), type(None)),
     "unload_adapter": ((LoraRef,), type(None)),
     "begin_profile": ((), type(None)),
@@ -60,8 +62,10 @@ CALLS: Mapping[str, tuple[tuple[type, ...], type]] = {
 }
 """The calls: the types of the arguments of each, and that of its result.
 
+prepare_grammar: compile a grammar, on another thread. One that does not compile fails the rows that have it.
+drop_grammar: forget it; it was prepared, and rows that have it go on.
 load_adapter: read a LoRA adapter. Raises PagodaError that says why it cannot be used.
-unload_adapter: free its memory once no row uses it; ignore one that is not loaded.
+unload_adapter: free its memory once no row uses it; ignore one that is not loaded. Steps use only what was loaded.
 begin_profile, profile: measure the steps in between.
 """
 

@@ -1,6 +1,7 @@
-"""The interface of grammars: what a backend offers to the engine loop (is it compiled?) and to workers (masks)."""
+"""The interface of grammars: what a backend offers to the worker that samples."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -59,31 +60,20 @@ class MaskWork:
 
 
 class GrammarBackend(Protocol):
-    """Compiles grammars and fills masks. Thread-safe.
+    """Compiles grammars and fills masks. Thread-safe."""
 
-    The scheduler uses the first three methods only.
-    """
-
-    def is_ready(self, grammar: str) -> bool:
-        """Whether the grammar is compiled (or cannot be); if not, begin to compile it on another thread."""
+    def prepare(self, grammar: str) -> "Future[None]":
+        """Compile a grammar on another thread, and keep it. The future has no error, whatever the grammar is like."""
         ...
 
-    def pin(self, grammar: str) -> None:
-        """Keep a compiled grammar until `unpin`: a request that has it enters the running batch. Pins are counted."""
-        ...
-
-    def unpin(self, grammar: str) -> None:
-        """Undo one `pin`."""
-        ...
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when a grammar has been compiled, when none is being compiled, or after `timeout_s`."""
+    def drop(self, grammar: str) -> None:
+        """Keep a grammar no longer. Ignore one that is not kept."""
         ...
 
     def matcher(self, grammar: str) -> GrammarMatcher:
         """Return a matcher at the beginning of the grammar; it has an `error` if the grammar does not compile.
 
-        Called in steps: a pinned grammar is not compiled again. Does not raise.
+        Called in steps: a grammar that is kept is not compiled again. Does not raise.
         """
         ...
 

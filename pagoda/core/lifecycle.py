@@ -35,8 +35,8 @@ def move_to_running(state: SchedulerState, request: RequestState, num_cached: in
     request.admission = state.num_admissions
     request.status = RequestStatus.RUNNING
     state.batch.add(request)
-    if request.spec.grammar is not None and state.grammars is not None:
-        state.grammars.pin(request.spec.grammar)
+    if state.preparations is not None:
+        state.preparations.pin(request.spec)
     return kind
 
 
@@ -101,8 +101,8 @@ def park(state: SchedulerState, request: RequestState) -> None:
 
 def _leave(state: SchedulerState, request: RequestState) -> None:
     state.batch.remove(request)
-    if request.spec.grammar is not None and state.grammars is not None:
-        state.grammars.unpin(request.spec.grammar)
+    if state.preparations is not None:
+        state.preparations.unpin(request.spec)
     state.encoder.release(request)
 
 
@@ -188,6 +188,11 @@ def finish_all(
 ) -> list[Finish]:
     """All unfinished sequences of the request end together."""
     return [finish_sequence(state, sequence, status, message=message) for sequence in request.unfinished]
+
+
+def fail_waiting(state: SchedulerState, request: RequestState, message: str) -> None:
+    """The request ends with an error before it could run."""
+    state.outbox.post_deferred(request, finish_all(state, request, RequestStatus.FINISHED_ERROR, message))
 
 
 def refuse(state: SchedulerState, request: RequestState, why: str) -> None:

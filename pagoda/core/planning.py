@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from pagoda.base.errors import RequestError
 from pagoda.core.checks import why_never
 from pagoda.core.decision_log import Admitted, Copied, Reason
 from pagoda.core.kv import CachedPrefix
-from pagoda.core.lifecycle import finish_one, fork_row, give_row, move_to_running, refuse
+from pagoda.core.lifecycle import fail_waiting, finish_one, fork_row, give_row, move_to_running, refuse
 from pagoda.core.preemption import next_victim, preempt, preempt_for
 from pagoda.core.queues import RequestQueue, key_of
 from pagoda.core.request import RequestStatus
@@ -228,7 +229,11 @@ def _offer(
     """
     skipped, skipped_keys, is_open = list[RequestState](), set[Hashable](), True
     while is_open and plan.budget > 0 and (request := queue.peek(skipped_keys)) is not None:
-        hold = why_held(state, request, queue, plan)
+        try:
+            hold = why_held(state, request, queue, plan)
+        except RequestError as error:
+            fail_waiting(state, request, str(error))
+            continue
         if hold is not None and hold.skip is not Skip.QUEUE:
             state.log.held(request.request_id, hold.reason, stops_queue=False)
             if hold.skip is Skip.KEY:

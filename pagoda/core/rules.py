@@ -38,15 +38,15 @@ class Hold:
 def why_held(state: SchedulerState, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Hold | None:
     """Return None to let the first request of `queue` (waiting or swapped) pass, or what is held back and why.
 
-    A request that is held back keeps its place in the queue.
+    A request that is held back keeps its place in the queue. Raises RequestError if it cannot have what it needs.
     """
-    config, batch, lora, grammar = state.config, state.batch, request.spec.lora, request.spec.grammar
+    config, batch, lora = state.config, state.batch, request.spec.lora
     if config.max_loras and lora is not None and not batch.has_room_for_adapter(lora, config.max_loras):
         return Hold(Reason.LORA, Skip.KEY)
     if state.in_flight.has_late_tokens(request):  # they would be sampled twice
         return Hold(Reason.IN_FLIGHT, Skip.REQUEST if queue is state.waiting else Skip.QUEUE)
-    if grammar is not None and state.grammars is not None and not state.grammars.is_ready(grammar):
-        return Hold(Reason.GRAMMAR, Skip.REQUEST)
+    if state.preparations is not None and (missing := state.preparations.why_not_ready(request.spec)) is not None:
+        return Hold(missing, Skip.REQUEST)
     if not _has_room_for_sequences(state, len(request.unfinished)):
         return Hold(Reason.NUM_SEQS, Skip.QUEUE)
     if queue is state.waiting:

@@ -18,13 +18,13 @@ from pagoda.core.checks import check_config, make_request_state
 from pagoda.core.committing import commit
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.failures import failed_result
-from pagoda.core.grammar import GrammarBackend
 from pagoda.core.invariants import check_invariants
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.lifecycle import add_request, finish_all, finish_one
 from pagoda.core.outbox import only_finishes
 from pagoda.core.planning import admit_waiting, finish_plan, resume_swapped, run_running
 from pagoda.core.preemption import preempt_all
+from pagoda.core.preparation import Preparations
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.rules import narrow_budgets
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -40,7 +40,7 @@ class Scheduler:
     num_blocks: usable device blocks; block 0 is one more, the null block.
     num_host_blocks: blocks of the swap pool, with ids from 0.
     encoder_decoder: a request's encoder input is run in its first step and read through cross-attention tables.
-    grammars: says when a request's grammar is compiled; until then it waits. None: no request has a grammar.
+    preparations: of grammars and adapters, for which requests wait. None: no request needs any.
     max_rows: capacity of the row table; workers size theirs by it.
     """
 
@@ -54,7 +54,7 @@ class Scheduler:
         clock: Clock,
         num_host_blocks: int = 0,
         encoder_decoder: bool = False,
-        grammars: GrammarBackend | None = None,
+        preparations: Preparations | None = None,
     ) -> None:
         check_config(config, kv_groups, num_blocks, max_model_len)
         self.config = config
@@ -62,7 +62,7 @@ class Scheduler:
         self.max_rows = config.max_rows
         self._step = 0
         self._state = SchedulerState(
-            config, cache, kv_groups, num_blocks, max_model_len, clock, num_host_blocks, encoder_decoder, grammars
+            config, cache, kv_groups, num_blocks, max_model_len, clock, num_host_blocks, encoder_decoder, preparations
         )
 
     # Requests come and go

@@ -5,12 +5,12 @@ from pagoda.base.config import CacheConfig, SchedulingMode
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.drafts import Drafts
 from pagoda.core.encoder import EncoderInputs
-from pagoda.core.grammar import GrammarBackend
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager, KVSizing
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.outbox import Outbox
 from pagoda.core.policy import POLICIES, CostModel, Policy, make_preemption_rule
+from pagoda.core.preparation import Preparations
 from pagoda.core.queues import RequestQueue
 from pagoda.core.request_state import RequestState
 from pagoda.core.request_table import RequestTable
@@ -25,7 +25,7 @@ class SchedulerState:
 
     requests: all that have not ended, by id; written by lifecycle.py.   num_admissions: so far; also written there.
     waiting, swapped: requests without KV, and with KV in host memory.
-    grammars: says when a request's grammar is compiled; None if no request has one.
+    preparations: of grammars and adapters; None if no request needs any.
     is_phased, cuts_prompts: what the settings say of steps and of prompts.   whole_items: media items are never split.
     """
 
@@ -39,11 +39,11 @@ class SchedulerState:
         clock: Clock,
         num_host_blocks: int,
         encoder_decoder: bool,
-        grammars: GrammarBackend | None,
+        preparations: Preparations | None,
     ) -> None:
         self.config = config
         self.clock = clock
-        self.grammars = grammars
+        self.preparations = preparations
         self.is_phased = config.scheduling_mode is SchedulingMode.PHASED
         self.cuts_prompts = config.enable_chunked_prefill and not self.is_phased
         self.whole_items = config.no_partial_media and not encoder_decoder

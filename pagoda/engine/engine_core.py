@@ -12,15 +12,15 @@ from pagoda.base.clock import Clock
 from pagoda.base.errors import ConfigError, InvariantBroken, PagodaError, RequestError, WorkerDied
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.executor import Executor, StepProfile
-from pagoda.core.grammar import GrammarBackend
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler import Scheduler, SchedulerStats
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.preparations import Preparations
 from pagoda.engine.wire import EngineFacts
 
 logger = logging.getLogger("pagoda")
 
-_COMPILE_WAIT_S = 0.005  # so that messages are still read while grammars compile
+_PREPARATION_WAIT_S = 0.005  # so that messages are still read while grammars compile
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,18 +43,16 @@ class EngineCore:
         facts: EngineFacts,
         vocab_size: int,
         pipeline_depth: int = 1,
-        grammars: GrammarBackend | None = None,
+        preparations: Preparations | None = None,
         *,
         waits_for_drafts: bool = False,
-        takes_adapters: bool = False,
         embeds_size: int = 0,
     ) -> None:
         """pipeline_depth: most steps in flight at once.   executor: already started.
 
         waits_for_drafts: schedule no step while one is in flight whose result may propose drafts (see
         ModelRunnerOutput.no_drafts_until): drafts for rows that are scheduled already are of no use.
-        grammars: the backend that the scheduler and the executor use; None if requests cannot have a grammar.
-        takes_adapters: whether requests may use LoRA adapters.
+        preparations: of grammars and adapters, those of the scheduler; None if requests can have neither.
         embeds_size: elements of a prompt embedding; 0 if prompts cannot be given as embeddings.
         """
         self.facts = facts
@@ -63,8 +61,7 @@ class EngineCore:
         self._clock = clock
         self._vocab_size = vocab_size
         self._depth = pipeline_depth
-        self._grammars = grammars
-        self._takes_adapters = takes_adapters
+        self._preparations = preparations
         self._embeds_size = embeds_size
         self._waits_for_drafts = waits_for_drafts
         self._no_drafts_until = 0  # the last step that is certain to propose none
@@ -83,12 +80,11 @@ class EngineCore:
         check_embeds(request, self._embeds_size)
         if request.lora is not None:
             self._require_adapters()
-        grammar = request.grammar
         structure = request.sampling.structured_outputs if request.sampling is not None else None
-        if structure is not None or (grammar is not None and self._grammars is None):
+        if structure is not None or (request.grammar is not None and self._preparations is None):
             raise RequestError("structured output is not available on this engine", "structured_outputs")
-        if grammar is not None and self._grammars is not None:
-            self._grammars.is_ready(grammar)  # begins to compile it; a gate holds the request until it is
+        if self._preparations is not None:
+            self._preparations.begin(request)
         try:
             self._scheduler.add_request(request)
         except PagodaError:  # raised by checks, before anything has changed
@@ -132,8 +128,8 @@ class EngineCore:
                 in_flight.append(_InFlight(output, self._executor.submit(output)))
             elif not in_flight:
                 outputs = self._scheduler.update_from_output(output, None)
-                if not outputs and self._grammars is not None:
-                    self._grammars.wait(_COMPILE_WAIT_S)
+                if not outputs and self._preparations is not None:
+                    self._preparations.wait(_PREPARATION_WAIT_S)
                 return outputs
             if not output.is_empty and self._may_schedule():
                 return {}
@@ -166,18 +162,18 @@ class EngineCore:
 
         Raises RequestError if it cannot be used.
         """
-        self._require_adapters()
+        preparations = self._require_adapters()
         self._release_rows()
         try:
-            self._executor.call("load_adapter", lora).result()
+            preparations.load_adapter(lora)
         except ConfigError as error:
             raise RequestError(f"LoRA adapter {lora.name!r}: {error}", "lora_request") from None
 
     def unload_adapter(self, lora: LoraRef) -> None:
         """Free an adapter's memory once no running request uses it. Ignore one that is not loaded."""
-        if self._takes_adapters:
+        if self._preparations is not None:
             self._release_rows()
-            self._executor.call("unload_adapter", lora).result()
+            self._preparations.unload_adapter(lora)
 
     def _release_rows(self) -> None:
         """Let the worker forget the rows of ended requests, if there is no next step that will tell it to."""
@@ -185,9 +181,10 @@ class EngineCore:
             outputs = self.step()
             assert not outputs, "there are no requests"
 
-    def _require_adapters(self) -> None:
-        if not self._takes_adapters:
+    def _require_adapters(self) -> Preparations:
+        if self._preparations is None or not self._preparations.takes_adapters:
             raise RequestError("LoRA adapters are off on this engine: set enable_lora", "lora_request")
+        return self._preparations
 
     def begin_profile(self) -> None:
         """Measure the steps from now on, until `profile`."""
@@ -209,8 +206,6 @@ class EngineCore:
     def shutdown(self) -> None:
         """Shut down the executor; drop steps in flight. Idempotent."""
         self._in_flight.clear()
-        if self._grammars is not None:
-            self._grammars.shutdown()
         self._executor.shutdown()
 
 

@@ -101,9 +101,13 @@ class FakeExecutor:
         return future
 
     def call(self, name: str, *args: object) -> "Future[Any]":
-        """Do nothing: an adapter's weights are not read, and steps are not profiled."""
+        """Prepare and drop grammars. Adapters' weights are not read, and steps are not profiled."""
         future: Future[Any] = Future()
+        if self._alive and name == "prepare_grammar" and self._grammars is not None:
+            return self._grammars.backend.prepare(str(args[0]))
         if self._alive:
+            if name == "drop_grammar" and self._grammars is not None:
+                self._grammars.backend.drop(str(args[0]))
             future.set_result(StepProfile(0, {}, {}, 0, 0.0) if name == "profile" else None)
         else:
             future.set_exception(WorkerDied("the executor is not running"))

@@ -7,6 +7,7 @@ have done the step, and a checksum. A rank that ends, hangs, fails where others 
 import contextlib
 import hmac
 import logging
+import os
 import subprocess
 import threading
 import time
@@ -382,16 +383,21 @@ class LocalRanks:
     """Ranks that are children of this process. See StartedRanks."""
 
     def __init__(self, starts: Sequence[RankStart], module: str = "pagoda.executors.rank") -> None:
-        """module: what each runs. Raises OSError."""
+        """module: what each runs. Raises OSError, ConfigError if the native kernels cannot be had."""
         encoder = make_encoder()
         self._processes: list[subprocess.Popen[bytes]] = []
+        segments = [_new_segment(len(starts))] if len(starts) > 1 else []
         try:
             for start in starts:
-                fds = () if start.segment is None else (start.segment,)
-                self._processes.append(start_child(module, [], encoder.encode(start), fds))
+                if segments:
+                    start = msgspec.structs.replace(start, segment=segments[0])
+                self._processes.append(start_child(module, [], encoder.encode(start), segments))
         except OSError:
             self.end()
             raise
+        finally:
+            for segment in segments:
+                os.close(segment)  # the ranks have it
 
     def ended(self) -> RankDied | None:
         for number, process in enumerate(self._processes):
@@ -407,6 +413,18 @@ class LocalRanks:
             process.kill()
         for process in self._processes:
             end_child(process)
+
+
+def _new_segment(num_ranks: int) -> int:
+    """Return the descriptor of memory in which the ranks of this machine compute together."""
+    # Imported here because torch takes a second to import, and one rank needs none of this.
+    from pagoda.kernels.collectives.shared_memory import create_segment
+    from pagoda.kernels.native import build, library
+
+    try:
+        return create_segment(library.load(), num_ranks)
+    except build.NativeUnavailable as error:
+        raise ConfigError(f"several ranks on one machine need the native kernels: {error}") from error
 
 
 def _address_of(bound: "zmq.Socket[bytes]") -> str:

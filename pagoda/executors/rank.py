@@ -6,6 +6,7 @@
 import dataclasses
 import hashlib
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ from pagoda.executors.messages import (
     failure_of,
 )
 from pagoda.kernels.native.threads import take_share
+from pagoda.layers.sharding import ALONE
+from pagoda.ops.tensor import RankGroup
 from pagoda.worker_setup import make_worker
 
 logger = logging.getLogger("pagoda")
@@ -160,8 +163,22 @@ def make_executor(start: RankStart) -> tuple[InProcessExecutor, str]:
         parallel = dataclasses.replace(parallel, threads=take_share(start.local_number, start.num_local))
     setup = resolve_engine(dataclasses.replace(start.config, parallel=parallel))
     overlap = scheduler_options(setup.config, setup.drafting).pipeline_depth > 1 and not setup.device.is_host
-    worker = make_worker(setup, pin_threads=True, place=start.place)
+    worker = make_worker(setup, True, start.place, _group_of(start))
     return InProcessExecutor(worker, overlap), _digest(setup)
+
+
+def _group_of(start: RankStart) -> RankGroup:
+    """Return the ranks that this one computes with."""
+    if start.segment is None:
+        return ALONE
+    # Imported here because torch takes a second to import, and a rank without a model needs none of this.
+    from pagoda.kernels.collectives.shared_memory import SharedGroup
+    from pagoda.kernels.native import library
+
+    try:
+        return SharedGroup(library.load(), start.segment, start.place)
+    finally:
+        os.close(start.segment)  # it has been mapped
 
 
 def _digest(setup: EngineSetup) -> str:

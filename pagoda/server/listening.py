@@ -1,9 +1,13 @@
 """Bind the server's socket and check its certificate before anything slow, so that errors are reported at once."""
 
+import contextlib
+import errno
 import logging
+import os
 import resource
 import socket
 import ssl
+import stat
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig
@@ -19,6 +23,8 @@ def listen(config: ServerConfig) -> socket.socket:
     """Return a bound socket that does not listen yet. Raises ConfigError for an unusable address or certificate."""
     _check_certificate(config)
     _allow_files(config.server_limits.max_connections + OWN_FILES)
+    if config.uds is not None:
+        return _listen_on_file(config.uds)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -33,6 +39,21 @@ def listen(config: ServerConfig) -> socket.socket:
         raise ConfigError(
             f"cannot listen on {config.host} port {config.port}: {why}; choose another with --host and --port"
         ) from None
+    return listener
+
+
+def _listen_on_file(path: str) -> socket.socket:
+    """Return a bound Unix socket. What is left of a server that has ended is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        if stat.S_ISSOCK(os.stat(path).st_mode) and probe.connect_ex(path) == errno.ECONNREFUSED:
+            os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}; choose another --uds") from None
     return listener
 
 

@@ -117,7 +117,7 @@ async def build_state(
     inputs.limits.fit(facts.max_model_len)
     names = config.model.served_model_name or (config.model.model,)
     server = config.server
-    max_loras = config.model.lora.max_loras if config.model.lora.enable_lora else 0
+    max_loras = config.model.lora.num_per_step if config.model.lora.enable_lora else 0
     metrics = ServerMetrics(names[0], client.stats, _cache_labels(config, facts), max_loras, lambda: client.num_deaths)
     client.on_step = metrics.iteration_tokens.observe
     asyncio.get_running_loop().run_in_executor(None, inputs.grammars.load)  # before clients could wait for it

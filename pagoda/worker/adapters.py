@@ -2,11 +2,10 @@
 
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -29,6 +28,9 @@ logger = logging.getLogger("pagoda")
 
 _COMPARED_ROWS = 4096
 
+_Pieces: TypeAlias = dict[Parameter[object], list[LowRankPiece]]
+"""What an adapter's files say about each parameter that it adapts."""
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterLimits:
@@ -41,9 +43,9 @@ class AdapterLimits:
 class AdapterStore:
     """The adapters that are loaded, each in a slot of the tables of the layers that it adapts.
 
-    An adapter is read by `load`, or when a row first needs it. When all slots are taken, the one that was used least
-    recently, and is used by no row, is dropped. The file is identified by its digest: a request never gets other
-    weights than those it was accepted for.
+    The engine says which are loaded and unloaded, between steps. One that finds no free slot, because rows of ended
+    requests have not left theirs yet, is kept aside until a row needs it. The file is identified by its digest: a
+    request never gets other weights than those it was accepted for.
     tables: by identity of the weight that a layer passes to its op; a layer gets one with its first adapter.
     """
 
@@ -61,7 +63,8 @@ class AdapterStore:
         self._limits = limits
         self._embeddings = {id(module.weight): module for _, module in walk(model) if isinstance(module, Embedding)}
         self._tables: dict[int, FillableLowRank] = {}
-        self._slots: OrderedDict[str, int] = OrderedDict()  # by digest, the least recently used first
+        self._slots: dict[str, int] = {}  # by digest
+        self._aside: dict[str, _Pieces] = {}  # by digest: without a slot
         self._users = np.zeros(limits.max_loaded + 1, np.int64)  # rows, by slot
         self._unloaded: set[str] = set()  # digests to drop when their last user leaves
 
@@ -74,36 +77,38 @@ class AdapterStore:
         return self._limits.max_loaded + 1
 
     def acquire(self, ref: LoraRef) -> int:
-        """Return the slot of an adapter, which stays until as many `release`; read it if it is not loaded.
+        """Return the slot of an adapter that is loaded, which stays until as many `release`.
 
-        Raises PagodaError that says why it cannot be used.
+        Raises RequestError if it is not, or if all slots are in use.
         """
         slot = self._slots.get(ref.digest)
         if slot is None:
             slot = self._free_slot()
+            if ref.digest not in self._aside:
+                raise RequestError("it is not loaded", "model")
             if slot is None:
                 raise RequestError(f"all {self._limits.max_loaded} adapters that fit in memory are in use", "model")
-            self._fill(slot, ref)
-        self._slots.move_to_end(ref.digest)
+            self._fill(slot, ref.digest, self._aside.pop(ref.digest))
         self._users[slot] += 1
         return slot
 
     def load(self, ref: LoraRef) -> None:
-        """Read an adapter into a slot, unless it has one; only check it if rows use all slots.
-
-        Raises PagodaError that says why it cannot be used.
-        """
+        """Read an adapter, into a slot if there is a free one. Raises PagodaError that says why it cannot be used."""
         self._unloaded.discard(ref.digest)
-        if ref.digest in self._slots:
+        if ref.digest in self._slots or ref.digest in self._aside:
             return
+        begin_s = time.perf_counter()
+        pieces = self._read(ref)
         slot = self._free_slot()
         if slot is None:
-            self._read(ref)
+            self._aside[ref.digest] = pieces
         else:
-            self._fill(slot, ref)
+            self._fill(slot, ref.digest, pieces)
+        logger.info("adapter %s loaded in %.3f s", ref.name, time.perf_counter() - begin_s)
 
     def unload(self, ref: LoraRef) -> None:
         """Drop an adapter, as soon as no row uses it. Ignore one that is not loaded."""
+        self._aside.pop(ref.digest, None)
         slot = self._slots.get(ref.digest)
         if slot is None:
             return
@@ -124,16 +129,8 @@ class AdapterStore:
                 self._drop(digest)
 
     def _free_slot(self) -> int | None:
-        """Return an empty slot, made so by dropping an adapter if need be; None if rows use all of them."""
         taken = set(self._slots.values())
-        for slot in range(1, self.max_slots):
-            if slot not in taken:
-                return slot
-        for digest, slot in self._slots.items():
-            if not self._users[slot]:
-                self._drop(digest)
-                return slot
-        return None
+        return next((slot for slot in range(1, self.max_slots) if slot not in taken), None)
 
     def _drop(self, digest: str) -> None:
         self._unloaded.discard(digest)
@@ -143,7 +140,7 @@ class AdapterStore:
         for table in self._tables.values():
             table.clear(slot)
 
-    def _read(self, ref: LoraRef) -> dict[Parameter[object], list[LowRankPiece]]:
+    def _read(self, ref: LoraRef) -> "_Pieces":
         """Return what the adapter's files say about each parameter that it adapts."""
         files = check_adapter(Path(ref.path), self._targets, self._limits.max_rank)
         if files.digest != ref.digest:
@@ -154,9 +151,7 @@ class AdapterStore:
             self._check_copy(target, copy)
         return read_adapter(files, self._targets, self._device)
 
-    def _fill(self, slot: int, ref: LoraRef) -> None:
-        begin_s = time.perf_counter()
-        pieces = self._read(ref)
+    def _fill(self, slot: int, digest: str, pieces: "_Pieces") -> None:
         try:
             for parameter, of_parameter in pieces.items():
                 embedding = self._embeddings.get(id(parameter))
@@ -167,8 +162,7 @@ class AdapterStore:
         except BaseException:
             self._clear(slot)
             raise
-        self._slots[ref.digest] = slot
-        logger.info("adapter %s loaded in %.3f s", ref.name, time.perf_counter() - begin_s)
+        self._slots[digest] = slot
 
     def _table_of(self, parameter: Parameter[object]) -> FillableLowRank:
         key = id(parameter.value)

@@ -42,10 +42,12 @@ class GrammarRows:
     rejected drafts: masks depend only on the grammar and the row's output. So do failures: a matcher that meets a limit
     of the library, perhaps because of what earlier drafts made it explore, is replaced by a new one, and the row fails
     only if that one fails too, without drafts.
+
+    backend: has the compiled grammars.
     """
 
     def __init__(self, backend: GrammarBackend, vocab_size: int) -> None:
-        self._backend = backend
+        self.backend = backend
         self._num_words = num_mask_words(vocab_size)
         self._rows: dict[int, _RowGrammar] = {}
         self._thread: ThreadPoolExecutor | None = None
@@ -62,7 +64,7 @@ class GrammarRows:
             self._rows.pop(init.row, None)
             if init.sampling is not None and init.sampling.grammar is not None:
                 text = init.sampling.grammar
-                self._rows[init.row] = _RowGrammar(text, self._backend.matcher(text))
+                self._rows[init.row] = _RowGrammar(text, self.backend.matcher(text))
         for source, row in (*output.beams.copies, *((fork.src, fork.dst) for fork in output.forks)):
             self._rows.pop(row, None)
             known = self._rows.get(source)
@@ -131,11 +133,12 @@ class GrammarRows:
     def _restart(self, row: int) -> None:
         """Give the row a new matcher, which has taken nothing."""
         grammar = self._rows[row]
-        grammar.matcher, grammar.num_taken = self._backend.matcher(grammar.text), 0
+        grammar.matcher, grammar.num_taken = self.backend.matcher(grammar.text), 0
 
     def shutdown(self) -> None:
-        """Forget all rows and end the thread. Idempotent."""
+        """Forget all rows and end the threads. Idempotent."""
         self._rows.clear()
+        self.backend.shutdown()
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
@@ -149,7 +152,7 @@ class GrammarRows:
             row, position = int(rows[draws[first]]), int(positions[draws[first]])
             drafts = table.token_ids[row, position : position + end - first - 1].tolist()
             work.append(MaskWork(self._caught_up(table, row, position), first, tuple(drafts)))
-        self._backend.fill([one for one in work if not one.matcher.error], bits)
+        self.backend.fill([one for one in work if not one.matcher.error], bits)
         failed: dict[int, str] = {}
         refused: set[int] = set()
         for one in work:
@@ -172,7 +175,7 @@ class GrammarRows:
         matcher = self._caught_up(table, row, position)
         if not matcher.error:
             masks[1:] = 0
-            self._backend.fill([MaskWork(matcher, 0)], masks[:1])
+            self.backend.fill([MaskWork(matcher, 0)], masks[:1])
         return matcher
 
 

@@ -45,7 +45,7 @@ class WorkerConfig:
     dtype, kv_dtype: "float32", "bfloat16" or "float16"; kv_dtype also "int8" and "fp8".
     max_rows: rows of the scheduler's table.   max_model_len: longest sequence.
     max_drafts: most draft tokens per row and step.
-    grammars: None if no request may have a grammar.   adapters: None if no request may have a LoRA adapter.
+    grammars: None if no row may have a grammar.   adapters: None if no request may have a LoRA adapter.
     pooling: in place of the model's own.   takes_embeds: prompts may be given as embeddings.
     place: of this rank.
     """

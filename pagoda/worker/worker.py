@@ -4,6 +4,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import torch
 
@@ -40,6 +41,8 @@ class Worker:
         self._runner: ModelRunner | None = None
         self._loaded: LoadedModel | None = None
         self._calls: dict[str, Callable[..., object]] = {
+            "prepare_grammar": self._prepare_grammar,
+            "drop_grammar": self._drop_grammar,
             "load_adapter": self._load_adapter,
             "unload_adapter": self._unload_adapter,
             "begin_profile": self._begin_profile,
@@ -205,6 +208,14 @@ class Worker:
         if self._runner is None:
             raise WorkerDied("the worker is not running")
         return self._calls[name](*args)
+
+    def _prepare_grammar(self, grammar: str) -> "Future[None] | None":
+        backend = self._config.grammars
+        return backend.prepare(grammar) if backend is not None else None
+
+    def _drop_grammar(self, grammar: str) -> None:
+        if self._config.grammars is not None:
+            self._config.grammars.drop(grammar)
 
     @property
     def store(self) -> AdapterStore | None:

@@ -134,7 +134,8 @@ def test_operators_set_bounds_by_name() -> None:
     [
         ({"tool": 3}, "did you mean 'tools'"),
         ({"tools": -1}, "at least 0"),
-        ({"tools": "3"}, "must be an integer"),
+        ({"tools": 3.5}, "must be an integer"),
+        ({"tools": "three"}, "is not an integer"),
         ({"tools": True}, "must be an integer"),
         ("tools=1", "not JSON: write --request-limits"),
         (["tools=1"], "must map names to values"),

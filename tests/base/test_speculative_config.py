@@ -28,6 +28,8 @@ def test_vllms_speculative_config_is_accepted_as_json_and_as_a_mapping() -> None
     only_model = of({"model": "org/small", "num_speculative_tokens": 3})
     assert only_model is not None
     assert only_model.method == "draft_model"
+    older = of({"model": "[ngram]", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2})
+    assert older == expected
 
 
 def test_speculation_is_off_by_default() -> None:
@@ -47,7 +49,7 @@ def test_other_methods_are_refused_by_name(method: str) -> None:
     [
         ({"num_speculative_tokens": 5}, ("needs a method", "ngram")),
         ({"method": "ngram", "num_speculative_tokens": 0}, ("num_speculative_tokens=0", "at least 1")),
-        ({"method": "ngram", "num_speculative_tokens": "5"}, ("num_speculative_tokens", "an integer")),
+        ({"method": "ngram", "num_speculative_tokens": "five"}, ("num_speculative_tokens", "an integer")),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}, ("prompt_lookup_min=5", "lower")),
         ({"method": "draft_model"}, ("draft_model needs a model",)),
         ({"method": "ngram", "model": "x"}, ("no other method takes one",)),

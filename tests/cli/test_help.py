@@ -54,7 +54,7 @@ def test_fields_of_groups_are_listed_with_their_defaults(capsys: pytest.CaptureF
         for item in describe_settings(group):
             assert f"{item.name} ({show_default(item)})" in printed
     assert "max_body_bytes (16MiB)" in printed
-    assert "such as --request-limits.tokenized-chars." in printed
+    assert "such as --request-limits.prompts." in printed
 
 
 @pytest.mark.parametrize("command", COMMANDS)

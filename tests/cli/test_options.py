@@ -1,4 +1,6 @@
+import contextlib
 import dataclasses
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,11 @@ from pagoda.base.config import (
 )
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
+from pagoda.base.flat_options import option_names
 from pagoda.base.lora import LoRAConfig, LoRASources
 from pagoda.base.server_config import ServerConfig, ServerLimits, ServerTimeouts
 from pagoda.base.setting import describe_settings
-from pagoda.base.vllm_options import VLLM_ANSWERS, answer_for_vllm
+from pagoda.base.vllm_options import ALIASES, IGNORED, REFUSED, SWITCHES, translate
 from pagoda.cli.help_format import command as register
 from pagoda.cli.options import (
     CLI_SAMPLING,
@@ -33,6 +36,7 @@ from pagoda.cli.options import (
     parse_bytes,
     sampling_options,
 )
+from pagoda.cli.serve import with_key_file
 
 PARTS = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, ServerConfig, DebugConfig)
 
@@ -100,9 +104,9 @@ def test_every_setting_is_documented_where_it_is_declared() -> None:
     assert len(SAMPLING_FIELDS) == 10
 
 
-def test_there_are_at_most_53_settings_for_users() -> None:
+def test_there_are_at_most_62_settings_for_users() -> None:
     """Each option of an engine or a server counts; a group counts once, and so does every option for tests apart."""
-    assert sum(len(describe_settings(part)) for part in PARTS if part is not DebugConfig) <= 53
+    assert sum(len(describe_settings(part)) for part in PARTS if part is not DebugConfig) <= 62
 
 
 def test_groups_are_set_by_field_or_as_json() -> None:
@@ -170,64 +174,187 @@ def test_flags_of_earlier_versions_work_or_say_what_replaced_them(name: str) -> 
             EngineConfig.from_options(**{name: 1})
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("trust_remote_code", "enforce_eager", "download_dir", "num_gpu_blocks_override"),
-        *("guided_decoding_backend", "structured_outputs_config", "structured_outputs_config.backend"),
-    ],
-)
-def test_flags_of_vllm_are_refused_with_an_answer(name: str) -> None:
-    flag = flag_of(name)
-    known = re.escape(f"pagoda does not have vLLM's flag {flag}: ")
-    assert re.fullmatch(known + r"(use --.+|.+; leave it out)", say_about(flag) or "")
-    with pytest.raises(
-        ConfigError, match=rf"pagoda does not have vLLM's option {name}: (use [a-z_]+|.+; leave it out)"
+def serve_with(*arguments: str) -> dict[str, object]:
+    """What `pagoda serve` receives."""
+    received: list[dict[str, object]] = []
+    app = typer.Typer()
+
+    @register(app, "serve")
+    @engine_options(ServerConfig)
+    def serve(options: dict[str, object]) -> None:
+        received.append(options)
+
+    app(list(arguments), standalone_mode=False)
+    return received[0]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PAGODA_")]:
+        monkeypatch.delenv(name)
+
+
+def test_a_pasted_vllm_command_line_works(caplog: pytest.LogCaptureFixture) -> None:
+    """The words of README files and recipes: other names, lists after one flag, flags without a meaning here."""
+    options = serve_with(
+        *("Org/Model", "--served-model-name", "a", "b", "--trust-remote-code", "--enable-auto-tool-choice"),
+        *("--disable-log-requests", "-tp", "1", "--max-model-len", "4k", "--download_dir=/models"),
+        *("--reasoning-parser", "qwen3", "--structured-outputs-config.backend", "xgrammar", "--enforce-eager"),
+        *("--allowed-origins", '["*"]', "--shutdown-timeout", "5", "--enable-lora", "--max-cpu-loras", "2"),
+        *("--cuda-graph-sizes", "1", "--api-key", "k1", "k2"),
+    )
+    config = engine_config(options)
+    assert (config.model.model, config.model.served_model_name) == ("Org/Model", ("a", "b"))
+    assert (config.model.max_model_len, config.model.cache_dir) == (4000, "/models")
+    assert (config.server.api_keys, config.server.cors_origins) == (("k1", "k2"), ("*",))
+    assert config.server.server_timeouts.drain_timeout_s == 5
+    assert (config.model.lora.num_per_step, config.model.lora.num_kept) == (2, 2)
+    check_settings(config)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("no effect here: --trust-remote-code (code from a model repository is never run); ")
+    for flag in ("--enable-auto-tool-choice", "--disable-log-requests", "--reasoning-parser", "--cuda-graph-sizes"):
+        assert flag in warning
+    assert "always uses llguidance, there is no xgrammar" in warning
+
+
+def test_everything_that_is_refused_is_said_at_once() -> None:
+    words = ["m", "--rope-theta", "3", "--middleware=x", "--max-num-sequ", "3", "--no-such", "--enforce-eager"]
+    with pytest.raises(ConfigError) as caught:
+        serve_with(*words)
+    for part in (
+        "--rope-theta of vLLM is not supported: edit config.json",
+        "--middleware of vLLM is not supported: set it in a proxy",
+        "no such option: --max-num-sequ; did you mean '--max-num-seqs'?",
+        "no such option: --no-such",
     ):
-        EngineConfig.from_options(**{name: True})
+        assert part in str(caught.value)
+    with pytest.raises(ConfigError, match="rope_theta of vLLM .*; logits_processors of vLLM|unknown option no_such"):
+        EngineConfig.from_options(rope_theta=1, logits_processors=[], no_such=1)
 
 
-@pytest.mark.parametrize("flag", ["--guided-decoding-backend", "--structured-outputs-config.backend"])
-def test_a_grammar_library_of_vllm_is_refused_by_its_name(flag: str) -> None:
-    for words in ([flag, "xgrammar"], [f"{flag}=xgrammar"]):
-        assert "always uses llguidance, there is no xgrammar" in (say_about(*words) or "")
-    with pytest.raises(ConfigError, match="always uses llguidance, there is no xgrammar"):
-        EngineConfig.from_options(structured_outputs_config={"backend": "xgrammar"})
+def test_options_of_vllm_in_python(caplog: pytest.LogCaptureFixture) -> None:
+    config = EngineConfig.for_engine(trust_remote_code=True, enforce_eager=True, download_dir="/x", max_model_len="4K")
+    assert (config.model.cache_dir, config.model.max_model_len) == ("/x", 4096)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    auto = EngineConfig.from_options(max_model_len="auto")
+    assert (auto.model.max_model_len, auto.given) == (None, ())
+    with pytest.raises(ConfigError, match="download_dir and cache_dir mean the same"):
+        EngineConfig.from_options(download_dir="/x", cache_dir="/y")
 
 
-def test_an_answer_to_vllm_names_only_settings_that_exist() -> None:
-    known = {"no_access_log"} | {item.name for part in PARTS for item in describe_settings(part)}
-    flat = {"max_num_partial_prefills", "pooling_type"}
+def test_what_is_said_about_vllm_names_only_settings_that_exist() -> None:
+    known = {"no_access_log"} | {name for part in PARTS for name in option_names(part)}
     spelled: set[str] = set()
-    for option in VLLM_ANSWERS:
-        assert option not in known, f"{option} is a setting now: remove its answer"
-        answer_for_vllm(option, lambda name: spelled.add(name) or name)
-    assert spelled <= known | flat
-    assert answer_for_vllm("max_num_seqs", str) is None
+    for option in (*IGNORED, *REFUSED):
+        assert option not in known, f"{option} is a setting now: remove what is said about it"
+        translate({option: 1}, lambda name: spelled.add(name) or name)
+    assert spelled - {*IGNORED, *REFUSED} <= known
+    assert set(ALIASES.values()) <= known
+    assert not set(ALIASES) & known
+    assert {*IGNORED, *REFUSED} >= SWITCHES
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["serve", "Org/Model"], "give the model with -m"),
-        (["serve", "--served-model-name", "a", "b"], "repeat a flag to give it several values"),
-        (["serve", "-tp", "2"], "write --tensor-parallel-size for -tp"),
-        (["serve", "--no-enable-log-requests"], "--no-enable-log-requests: --access-log controls"),
+        (["Org/Model", "more"], "quote a text with spaces"),
+        (["Org/Model", "-m", "other"], "the model is given twice, as Org/Model and with --model"),
+        (["--max-model-len", "4x"], "'4x' is not an integer; write one, or a number with k"),
     ],
     ids=str,
 )
-def test_a_pasted_vllm_command_line_gets_answers(words: list[str], message: str) -> None:
-    app = typer.Typer()
+def test_words_that_cannot_be_read(words: list[str], message: str) -> None:
+    with pytest.raises((ConfigError, typer.TyperException)) as caught:
+        serve_with(*words)
+    assert message in str(caught.value)
 
-    @register(app, "serve")
-    @engine_options(ServerConfig)
-    def serve(options: dict[str, object]) -> None: ...
 
-    @register(app, "other")
-    def other() -> None: ...
+# ---- flag, environment, file, default
 
-    with pytest.raises(ConfigError, match=message):
-        app(words, standalone_mode=False)
+
+def test_one_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A flag, else the environment, else the file, else the default; fields of groups one by one."""
+    file = tmp_path / "pagoda.yaml"
+    file.write_text(
+        "model: from-file\nport: 1\nmax-num-seqs: 7\nblock_size: 32\napi-key: [f1, f2]\nenable_prefix_caching: false\n"
+        "server_limits: {max_connections: 5, max_body_bytes: 2MiB}\nkv_cache_memory: 1GiB\ntrust-remote-code: true\n"
+    )
+    for name, value in {
+        "PORT": "2",
+        "MAX_NUM_SEQS": "8",
+        "API_KEY": "e1 e2",
+        "SERVER_LIMITS_MAX_CONNECTIONS": "6",
+        "ENABLE_LORA": "true",
+        "TEMPERATURE": "0.5",  # of other commands
+    }.items():
+        monkeypatch.setenv(f"PAGODA_{name}", value)
+    config = engine_config(serve_with("--config", str(file), "--port", "3"))
+    assert (config.server.port, config.scheduler.max_num_seqs, config.cache.block_size) == (3, 8, 32)
+    assert (config.model.model, config.server.api_keys) == ("from-file", ("e1", "e2"))
+    assert config.server.server_limits == ServerLimits(max_connections=6, max_body_bytes=2 << 20)
+    assert config.model.lora.enable_lora
+    assert not config.cache.enable_prefix_caching
+    assert config.cache.kv_cache_memory == 1 << 30
+    assert "no effect here: trust_remote_code" in caplog.text
+    assert engine_config(serve_with("word", "--config", str(file))).model.model == "word"
+    limits = engine_config(serve_with("--config", str(file), "--server-limits", '{"max_body_bytes": 9}')).server
+    assert limits.server_limits == ServerLimits(max_body_bytes=9)
+    monkeypatch.setenv("PAGODA_CONFIG", str(file))
+    assert engine_config(serve_with()).cache.block_size == 32
+
+
+def test_a_toml_file(tmp_path: Path) -> None:
+    file = tmp_path / "pagoda.toml"
+    file.write_text('served_model_name = "a"\n[speculative_config]\nmethod = "ngram"\nnum_speculative_tokens = 3\n')
+    config = engine_config(serve_with("--config", str(file)))
+    assert config.model.served_model_name == ("a",)
+    assert (config.scheduler.speculative_config.method, config.scheduler.speculative_config.num_speculative_tokens) == (
+        "ngram",
+        3,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_num_sqs: 3\nrope_theta: 3", "unknown setting max_num_sqs; did you mean 'max_num_seqs'?"),
+        ("max_num_sqs: 3\nrope_theta: 3", "rope_theta of vLLM is not supported"),
+        ("port: [", "while parsing"),
+        ("just words", "expected settings by name, such as `port: 8000`"),
+        ("server_limits: {max_connection: 1}", "did you mean 'max_connections'"),
+        ("port: many", "'many' is not an integer"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    with pytest.raises((ConfigError, typer.TyperException)) as caught:
+        engine_config(serve_with("--config", str(file)))
+    assert message in str(caught.value)
+
+
+def test_what_kubernetes_sets_for_a_service_named_pagoda_is_no_setting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PAGODA_PORT", "tcp://10.0.0.1:8000")
+    monkeypatch.setenv("PAGODA_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("PAGODA_PORT_8000_TCP", "tcp://10.0.0.1:8000")
+    assert serve_with() == {}
+    assert caplog.text == ""
+    monkeypatch.setenv("PAGODA_PROT", "1")
+    serve_with()
+    assert "PAGODA_PROT is no setting; did you mean 'PAGODA_PORT'?" in caplog.text
+
+
+def test_keys_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# team a\nk1\n\n k2 \n")
+    config = with_key_file(engine_config(serve_with("--api-key", "k0", "--api-key-file", str(file))))
+    assert config.server.api_keys == ("k0", "k1", "k2")
+    file.write_text("\n")
+    for name, message in ((file, "has no key"), (tmp_path / "none", "cannot be read")):
+        with pytest.raises(ConfigError, match=message):
+            with_key_file(engine_config(serve_with("--api-key-file", str(name))))
 
 
 def say_about(*arguments: str) -> str | None:
@@ -238,13 +365,11 @@ def say_about(*arguments: str) -> str | None:
     @engine_options(ServerConfig)
     def serve(options: dict[str, object]) -> None: ...
 
-    try:
-        app(list(arguments), standalone_mode=False)
-    except ConfigError as error:
-        return str(error)
-    except typer.TyperException as error:
-        unknown = "No such option" in error.format_message()
-        return error.format_message() if unknown else None
+    with contextlib.suppress(typer.TyperException):
+        try:
+            app(list(arguments), standalone_mode=False)
+        except ConfigError as error:
+            return str(error)
     return None
 
 
@@ -296,7 +421,7 @@ def test_invalid_values_of_a_group_are_refused_by_name(options: dict[str, Any], 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"server_limits.max_connections": "3"}, "server_limits.max_connections='3' must be an integer"),
+        ({"server_limits.max_connections": 3.5}, "server_limits.max_connections=3.5 must be an integer"),
         ({"server_timeouts": {"drain_timeout_s": True}}, "server_timeouts.drain_timeout_s=True must be a number"),
         ({"server_limits": {"max_connections": -1}}, "server_limits.max_connections=-1 must be at least 0"),
     ],

@@ -8,8 +8,8 @@ import numpy as np
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.grammar import GrammarBackend
 from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.preparation import Preparations
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -47,7 +47,7 @@ class Rig:
         max_model_len: int = 256,
         groups: tuple[KVGroupSpec, ...] = (KVGroupSpec(),),
         encoder_decoder: bool = False,
-        grammars: GrammarBackend | None = None,
+        preparations: Preparations | None = None,
         block_size: int = 4,
         enable_prefix_caching: bool = False,
         watermark: float = 0.0,
@@ -63,7 +63,7 @@ class Rig:
             self.clock,
             num_host_blocks=num_host_blocks,
             encoder_decoder=encoder_decoder,
-            grammars=grammars,
+            preparations=preparations,
         )
         self.requests: list[Request] = []
         self.owners: dict[int, str] = {}

@@ -345,6 +345,25 @@ def test_siblings_that_lost_their_first_token_find_the_window_they_need() -> Non
     traffic.drain()
 
 
+def test_blocks_that_a_preempted_request_was_to_fill_in_this_step_are_not_found() -> None:
+    setting = Setting(
+        SchedulerOptions(
+            max_num_seqs=2,
+            max_num_batched_tokens=8,
+            scheduling_policy=SchedulingPolicy.PRIORITY,
+            evict_for_priority=True,
+        ),
+        CacheConfig(block_size=4, enable_prefix_caching=True, watermark=0.0),
+        num_blocks=4,
+        max_model_len=24,
+    )
+    traffic = Traffic(setting)
+    traffic.add(make_request(1, [0] * 13, SamplingParams(max_tokens=1), priority=1))
+    traffic.step()
+    traffic.add(make_request(2, [1], SamplingParams(max_tokens=1), priority=0))
+    traffic.drain()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [SchedulerMachine, PhasedMachine])
 def test_invariants_at_length(machine: type[SchedulerMachine]) -> None:

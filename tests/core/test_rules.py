@@ -5,10 +5,11 @@ from collections import Counter
 
 import pytest
 
+from pagoda.base.errors import RequestError
 from pagoda.core import planning
 from pagoda.core.decision_log import Held, Reason
 from pagoda.core.queues import RequestQueue
-from pagoda.core.request import LoraRef
+from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.request_state import RequestState
 from pagoda.core.rules import Hold, Skip, why_held
 from pagoda.core.state import SchedulerState
@@ -16,28 +17,32 @@ from pagoda.core.step_plan import StepPlan
 from tests.core.rig import Rig
 
 
-class FakeGrammars(set[str]):
-    """Grammars that are ready, and how often each is pinned."""
+class FakePreparations:
+    """Grammars that are ready, those that cannot be had, and how often each is pinned."""
 
-    def __init__(self) -> None:
+    def __init__(self, *ready: str) -> None:
+        self.ready, self.broken = set(ready), set[str]()
         self.pins: Counter[str] = Counter()
 
-    def is_ready(self, grammar: str) -> bool:
-        return grammar in self
+    def why_not_ready(self, request: Request) -> Reason | None:
+        if request.grammar in self.broken:
+            raise RequestError(f"no {request.grammar}")
+        return None if request.grammar is None or request.grammar in self.ready else Reason.GRAMMAR
 
-    def pin(self, grammar: str) -> None:
-        assert grammar in self
-        self.pins[grammar] += 1
+    def pin(self, request: Request) -> None:
+        if request.grammar is not None:
+            assert request.grammar in self.ready
+            self.pins[request.grammar] += 1
 
-    def unpin(self, grammar: str) -> None:
-        assert self.pins[grammar] > 0
-        self.pins[grammar] -= 1
+    def unpin(self, request: Request) -> None:
+        if request.grammar is not None:
+            assert self.pins[request.grammar] > 0
+            self.pins[request.grammar] -= 1
 
 
-def test_grammars_of_running_requests_are_pinned() -> None:
-    ready = FakeGrammars()
-    ready.update("ab")
-    rig = Rig(grammars=ready, num_blocks=9)
+def test_what_running_requests_need_is_pinned() -> None:
+    ready = FakePreparations("a", "b")
+    rig = Rig(preparations=ready, num_blocks=9)
     for name in "abc":
         rig.add(name, 8, max_tokens=8, grammar="ab"[name == "b"])
     most = 0
@@ -52,17 +57,31 @@ def test_grammars_of_running_requests_are_pinned() -> None:
     assert rig.scheduler.make_stats().preemptions
 
 
-def test_a_request_waits_for_its_grammar_and_others_pass() -> None:
-    ready = FakeGrammars()
-    rig = Rig(decision_log_steps=8, grammars=ready)
-    ready.add("b")
+def test_a_request_waits_for_what_it_needs_and_others_pass() -> None:
+    ready = FakePreparations("b")
+    rig = Rig(decision_log_steps=8, preparations=ready)
     rig.add("a", 4, grammar="a")
     rig.add("b", 4, grammar="b")
     assert rig.step().scheduled == {"b": 4}
     assert rig.waiting == ["a"]
     assert rig.scheduler.explain.of_request("a") == [(1, Held("a", Reason.GRAMMAR, stops_queue=False))]
-    ready.add("a")
+    ready.ready.add("a")
     assert rig.step().scheduled == {"b": 1, "a": 4}
+
+
+def test_a_request_that_cannot_have_what_it_needs_ends_alone() -> None:
+    ready = FakePreparations("b")
+    rig = Rig(preparations=ready)
+    rig.add("a", 4, grammar="a")
+    rig.add("b", 4, grammar="b")
+    rig.step()
+    ready.broken.add("a")
+    step = rig.step()
+    assert step.scheduled == {"b": 1}
+    assert not rig.waiting
+    assert not step.output.admitted
+    (finish,) = [finish for finish in step.finishes if finish.request_id == "a"]
+    assert (finish.status, finish.message) == (RequestStatus.FINISHED_ERROR, "no a")
 
 
 @pytest.mark.parametrize(("skip", "entered"), [(Skip.REQUEST, ["b", "d"]), (Skip.KEY, ["b"]), (Skip.QUEUE, [])])

@@ -92,6 +92,19 @@ def test_each_prompt_of_a_call_has_its_own_adapter(
     assert len(store_of(llm)._slots) == 2
 
 
+def test_adapters_take_turns_while_steps_overlap(
+    model: Path, folders: dict[str, Path], expected: dict[str, list[int]], on: DeviceUnderTest
+) -> None:
+    """Loaded on the thread of the steps. Rows of ended requests leave their slot after the next one is loaded."""
+    options = {**OPTIONS, "async_scheduling": True, "max_loras": 1, "max_cpu_loras": 1}
+    with LLM(str(model), **on.engine(options)) as llm:
+        names = ["a", "", "b", "c", "a", "b"]
+        adapters = [ask(folders[name]) if name else None for name in names]
+        outputs = llm.generate([PROMPT] * len(names), GREEDY, lora_request=adapters)
+        assert [output.outputs[0].token_ids for output in outputs] == [expected[name] for name in names]
+        assert len(store_of(llm)._slots) == 1
+
+
 def test_adapters_in_steps_padded_for_graphs(
     model: Path,
     folders: dict[str, Path],

@@ -380,6 +380,12 @@ class PanicException(BaseException):
     """What a panic of a Rust library is in Python."""
 
 
+def backend_of(core: EngineCore) -> LlguidanceBackend:
+    backend = core._executor.worker._config.grammars  # type: ignore[attr-defined]
+    assert isinstance(backend, LlguidanceBackend)
+    return backend
+
+
 class PanickingCopy:
     def deep_copy(self) -> None:
         raise PanicException("index out of bounds")
@@ -388,12 +394,12 @@ class PanickingCopy:
 def test_a_panic_when_a_row_gets_its_grammar_ends_its_request_only(model: Path, engine: Engines) -> None:
     """The worker does not die of it: it would be started again, and the request replayed, over and over."""
     core = engine(model)
-    backend = core._grammars
-    assert isinstance(backend, LlguidanceBackend)
+    backend = backend_of(core)
     grammar = KINDS[4].grammar
     assert grammar is not None
-    while not backend.is_ready(grammar):
-        backend.wait(1.0)
+    assert core._preparations is not None
+    while not core._preparations._grammars.is_ready(grammar, "the grammar"):
+        core._preparations.wait(1.0)
     backend._compiled[grammar].inner = PanickingCopy()  # type: ignore[union-attr]
     answers = drive(core, [request(0, [5], KINDS[4], eos=(EOS,)), request(1, [5], SamplingParams(max_tokens=3))])
     core.shutdown()
@@ -462,7 +468,7 @@ def test_limits_that_only_drafts_meet_fail_no_request(
     drafting = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
     core = engine(model, **({"speculative_config": drafting} if method else {}))
     rows = core._executor.worker._runner._grammars  # type: ignore[attr-defined]
-    rows._backend = limited = LimitedBackend(rows._backend, 12, 9)
+    rows.backend = limited = LimitedBackend(rows.backend, 12, 9)
     watched = [watched_requests()[i] for i in (0, 3, 6)]
     answers = drive(core, [request(i, each.prompt, each.params, each.seed) for i, each in enumerate(watched)])
     stats = core.make_stats()
@@ -488,7 +494,7 @@ class SlowTokenizer:
 def slow_engine(model: Path, tokenizer: Tokenizer, engine: Engines) -> tuple[EngineCore, SlowTokenizer]:
     core = engine(model)
     slow = SlowTokenizer(tokenizer)
-    core._grammars._load_tokenizer = slow  # type: ignore[union-attr]
+    backend_of(core)._load_tokenizer = slow
     return core, slow
 
 

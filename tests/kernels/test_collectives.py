@@ -132,8 +132,11 @@ def test_a_nan_and_an_infinity_stay_in_their_element(make_groups: MakeGroups, op
 
 
 @pytest.mark.parametrize("width", [8, 200_001])
-def test_a_stage_receives_what_the_same_rank_of_the_stage_before_sent(make_groups: MakeGroups, width: int) -> None:
+def test_a_stage_receives_what_the_same_rank_of_the_stage_before_sent(
+    make_groups: MakeGroups, ops: Ops, width: int
+) -> None:
     groups = make_groups(2, num_stages=3)
+    token_ids, like = torch.zeros(4, dtype=torch.int32), torch.zeros(width)
     numbers = {id(group): number for number, group in enumerate(groups)}
 
     def body(group: RankGroup) -> torch.Tensor | None:
@@ -141,9 +144,9 @@ def test_a_stage_receives_what_the_same_rank_of_the_stage_before_sent(make_group
         received = torch.empty(3, 4, width)
         for step in range(3):
             if stage:
-                group.receive(received[step])
+                received[step] = cast(torch.Tensor, ops.receive_rows(token_ids, like, group))
             if stage < 2:
-                group.send(received[step] + 1 if stage else part(10 * group.rank + step, 4, width))
+                ops.send_rows(received[step] + 1 if stage else part(10 * group.rank + step, 4, width), group)
         return received
 
     for number, received in enumerate(on_threads(groups, body)[2:]):
@@ -289,6 +292,35 @@ def test_a_recorded_forward_gives_every_rank_the_bits_of_op_by_op(native: Native
         assert isinstance(results, list), results
         for one, other in zip(results, cast(list[torch.Tensor], wanted[0]), strict=True):
             assert one.equal(other)
+
+
+def test_recorded_stages_give_the_bits_of_one(native: NativeOps) -> None:
+    table, like = part(1, 50, 64).bfloat16(), torch.zeros(64, dtype=torch.bfloat16)
+    weights = [native.prepare_linear(part(seed, 64, 64).bfloat16()) for seed in (2, 3)]
+    groups = shared_groups(native.library, 1, num_stages=2)
+    batches = [batch_of(tokens) for tokens in (1, 7, 3)]
+
+    def first(ops: Ops, batch: ForwardBatch, _: object) -> object:
+        residual = ops.embedding(batch.token_ids, table)
+        for x in (ops.linear(residual, weights[0]), residual):
+            ops.send_rows(x, groups[0])
+        return residual
+
+    def second(ops: Ops, batch: ForwardBatch, _: object) -> object:
+        x, residual = (ops.receive_rows(batch.token_ids, like, groups[1]) for _ in range(2))
+        return ops.linear(ops.add(x, residual), weights[1])
+
+    def run(group: RankGroup) -> list[torch.Tensor]:
+        stage = first if group is groups[0] else second
+        program = record_forward(native.library, 1, stage, batches[0], [])  # type: ignore[arg-type]
+        return [program.run(batch)[0] for batch in batches]
+
+    _, results = on_threads(groups, run)
+    assert isinstance(results, list), results
+    ops = cast(Ops, native)
+    for batch, result in zip(batches, results, strict=True):
+        x = ops.embedding(batch.token_ids, table)
+        assert result.equal(cast(torch.Tensor, ops.linear(ops.add(ops.linear(x, weights[0]), x), weights[1])))
 
 
 def test_a_recorded_forward_raises_when_a_rank_is_gone(native: NativeOps) -> None:

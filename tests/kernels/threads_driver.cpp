@@ -1,5 +1,5 @@
-// What threads share, for ThreadSanitizer: the pool itself with several callers, then the ops in which threads
-// claim work from each other or finish each other's. Exits with 0 where all results are right.
+// What threads share, for ThreadSanitizer: the pool itself with several callers, the ops in which threads claim work from
+// each other or finish each other's, and ranks, which are threads here, in one segment. Exits with 0 where all results are right.
 #include <pthread.h>
 #include <unistd.h>
 
@@ -111,6 +111,62 @@ void attention() {
     expect(one == many, "attention by segments on four threads");
 }
 
+constexpr int64_t WIDTH = 5000, CALLS = 200;  // rows large enough that each of three ranks sums a share
+
+std::atomic<int32_t> ranks_done{0};
+
+struct Rank {
+    RankGroup group;
+    pthread_t thread;
+    int64_t wrong;
+};
+
+void* compute_with_others(void* argument) {
+    Rank& me = *static_cast<Rank*>(argument);
+    int64_t size = me.group.size, rank = me.group.number % size, stage = me.group.number / size;
+    std::vector<float> x(2 * WIDTH), sum(2 * WIDTH), all(2 * WIDTH * 3), message(WIDTH);
+    for (int64_t call = 0; call < CALLS; call++) {
+        for (float& value : x) value = static_cast<float>(rank + call);
+        AllReduceArgs reduce{rows(x.data(), 2, 1, WIDTH), &me.group, rows(sum.data(), 2, 1, WIDTH)};
+        pagoda_all_reduce(&reduce, 1);
+        me.wrong += sum[call] != static_cast<float>(size * call + size * (size - 1) / 2);
+        AllGatherArgs gather{rows(x.data(), 2, 1, WIDTH), int32_t(WIDTH * size), &me.group, rows(all.data(), 2, 1, WIDTH * size)};
+        pagoda_all_gather(&gather, 1);
+        for (int64_t of = 0; of < size; of++) me.wrong += all[WIDTH * of + call] != static_cast<float>(of + call);
+        if (stage == 1) pagoda_receive(&me.group, message.data(), WIDTH * 4);
+        if (stage == 1) me.wrong += message[call] != static_cast<float>(rank + call);
+        if (stage == 0) pagoda_send(&me.group, x.data(), WIDTH * 4);
+    }
+    ranks_done++;
+    while (stage == 0 && me.group.failed == RANKS_NOTHING) pagoda_send(&me.group, x.data(), WIDTH * 4);  // the inbox fills up
+    return nullptr;
+}
+
+void ranks(int32_t size) {
+    RankSegment sizes{2 * size, 16384, 4096, 8};
+    auto bytes = static_cast<size_t>(pagoda_rank_segment_bytes(&sizes));
+    void* segment = aligned_alloc(4096, bytes);
+    memset(segment, 0, bytes);
+    memcpy(segment, &sizes, sizeof(sizes));
+    std::vector<Rank> all(static_cast<size_t>(2 * size));
+    for (int32_t number = 0; number < 2 * size; number++) {
+        Rank& rank = all[static_cast<size_t>(number)];
+        rank = {};
+        rank.group.segment = segment, rank.group.number = number, rank.group.size = size;
+        rank.group.first = number / size * size, rank.group.deadline_ns = int64_t(60) * 1000000000;
+        pagoda_join_ranks(&rank.group);
+        pthread_create(&rank.thread, nullptr, compute_with_others, &rank);
+    }
+    while (ranks_done.load() < 2 * size) usleep(1000);
+    ranks_done.store(0);
+    pagoda_abort_ranks(&all[0].group, "the end");
+    for (Rank& rank : all) {
+        pthread_join(rank.thread, nullptr);
+        expect(rank.wrong == 0, "ranks in one segment");
+    }
+    free(segment);
+}
+
 }  // namespace
 
 int main() {
@@ -118,6 +174,7 @@ int main() {
     linear();
     moe();
     attention();
+    for (int32_t size = 1; size <= 3; size++) ranks(size);
     if (failures == 0) puts("threads: all results are right");
     return failures;
 }

@@ -76,7 +76,9 @@ class Adapted:
 
     def slot(self, store: AdapterStore, name: str) -> int:
         folder = self.adapters[name]
-        return store.acquire(LoraRef(name, str(folder), digest_of(folder)))
+        lora = LoraRef(name, str(folder), digest_of(folder))
+        store.load(lora)
+        return store.acquire(lora)
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

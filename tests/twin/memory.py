@@ -93,20 +93,21 @@ class Memory:
         freed = self.behind_window(group, length * self.block_size)
         return [NULL] * freed + table[freed:]
 
-    def record(self, request: Request, sequence: TwinSequence, confirmed: int) -> None:
-        """Full blocks up to `confirmed` tokens can be found from now on."""
+    def record(self, request: Request, sequence: TwinSequence, confirmed: int) -> list[int]:
+        """Full blocks up to `confirmed` tokens can be found from now on; return those that could not before."""
+        new: list[int] = []
         if not self.caching:
-            return
+            return new
         for group, spec in enumerate(self.groups):
             if spec.kind is KVGroupKind.CROSS:
                 continue
             table = sequence.tables[group]
             for index in range(sequence.hashed[group], min(confirmed // self.block_size, len(table))):
-                if table[index] != NULL:
-                    self.pool.record(
-                        table[index], self.content(group, request, sequence.tokens, (index + 1) * self.block_size)
-                    )
+                content = self.content(group, request, sequence.tokens, (index + 1) * self.block_size)
+                if table[index] != NULL and self.pool.record(table[index], content):
+                    new.append(table[index])
                 sequence.hashed[group] = index + 1
+        return new
 
     # Room -----------------------------------------------------------------------------------------------------
 

@@ -65,11 +65,14 @@ class Pool:
         self.free[:0] = plain
         self.free.extend(findable)
 
-    def record(self, number: int, content: Hashable) -> None:
+    def record(self, number: int, content: Hashable) -> bool:
+        """Whether the block did not hold anything before."""
         block = self.blocks[number]
-        if block.content is None:
-            block.content = content
-            self.known.setdefault(content, []).append(number)
+        if block.content is not None:
+            return False
+        block.content = content
+        self.known.setdefault(content, []).append(number)
+        return True
 
     def find(self, content: Hashable) -> int | None:
         return next(iter(self.known.get(content, ())), None)

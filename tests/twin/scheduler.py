@@ -249,6 +249,7 @@ class TwinScheduler:
                 self.prompt_budget += entry.of_prompts
             entry.sequence.computed -= entry.new
             entry.sequence.in_flight -= entry.new
+            self.pool.forget_blocks(entry.recorded)
         self.memory.call_off_copies(victim.sequences)
         self.encoder.take_back(victim)
 
@@ -479,9 +480,19 @@ class TwinScheduler:
         known = len(sequence.tokens) + sequence.placeholders
         drafts = sequence.drafts[: max(0, sequence.computed + new - known)]
         sequence.drafts = []
-        self.memory.record(state.request, sequence, min(sequence.computed + new, len(sequence.tokens)))
+        confirmed = min(sequence.computed + new, len(sequence.tokens))
+        recorded = self.memory.record(state.request, sequence, confirmed)
         self.planned.append(
-            Planned(state, sequence, sequence.computed, new, drafts, state.epoch, of_prompts=of_prompts)
+            Planned(
+                state,
+                sequence,
+                sequence.computed,
+                new,
+                drafts,
+                state.epoch,
+                of_prompts=of_prompts,
+                recorded=recorded,
+            )
         )
         sequence.computed += new
         sequence.in_flight += new

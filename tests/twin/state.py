@@ -70,6 +70,7 @@ class Planned:
     epoch: int
     samples: bool = False
     of_prompts: int = 0  # tokens taken of what prompts may have
+    recorded: list[int] = field(default_factory=list)  # blocks that can be found because of it
     reads: set[tuple[int, int]] = field(default_factory=set)  # stamps of blocks
     writes: set[tuple[int, int]] = field(default_factory=set)
 

@@ -3,7 +3,6 @@
 import logging
 import re
 import threading
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -19,7 +18,6 @@ from pagoda.engine.tokenizers.tokenizer import Tokenizer, is_panic
 
 logger = logging.getLogger("pagoda")
 
-MAX_GRAMMARS = 256
 _NUM_COMPILERS = 2
 _QUIET = 0
 _WRONG_TOKEN = "doesn't satisfy the grammar"  # what the library says of a token that its masks forbid
@@ -225,8 +223,6 @@ def _library_error(error: BaseException) -> str:
 class LlguidanceBackend:
     """See core.grammar.GrammarBackend. The tokenizer is loaded with the first grammar, on the thread that compiles it.
 
-    Keeps the grammars that are pinned, and of the others the MAX_GRAMMARS that were used last.
-
     load_tokenizer: returns the model's tokenizer.   vocab_size: of the model's logits.
     threads: that fill masks.
     """
@@ -235,51 +231,27 @@ class LlguidanceBackend:
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._threads = threads
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._compiled: OrderedDict[str, GrammarMatcher] = OrderedDict()
-        self._compiling: set[str] = set()
-        self._pins: Counter[str] = Counter()
-        self._last_ready = ""  # about to be pinned
+        self._compiled: dict[str, GrammarMatcher] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._tokenizer: LLTokenizer | None = None
         self._tokenizer_lock = threading.Lock()
         self._eos_ids: tuple[int, ...] = ()
         self._executor: LLExecutor | None = None
 
-    def is_ready(self, grammar: str) -> bool:
-        with self._lock:
-            if grammar in self._compiled:
-                self._compiled.move_to_end(grammar)
-                self._last_ready = grammar
-                return True
-            if grammar not in self._compiling:
-                if self._pool is None:
-                    self._pool = ThreadPoolExecutor(_NUM_COMPILERS, "pagoda-grammar")
-                self._pool.submit(self._compile, grammar)  # waits for the lock
-                self._compiling.add(grammar)
-            return False
+    def prepare(self, grammar: str) -> "Future[None]":
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_NUM_COMPILERS, "pagoda-grammar")
+        return self._pool.submit(self._prepare, grammar)
 
-    def wait(self, timeout_s: float) -> None:
-        with self._changed:
-            if self._compiling:
-                self._changed.wait(timeout_s)
+    def _prepare(self, grammar: str) -> None:
+        self._compiled[grammar] = self._compile(grammar)
 
-    def pin(self, grammar: str) -> None:
-        with self._lock:
-            self._pins[grammar] += 1
-
-    def unpin(self, grammar: str) -> None:
-        with self._lock:
-            self._pins[grammar] -= 1
-            if not self._pins[grammar]:
-                del self._pins[grammar]
-            self._evict()
+    def drop(self, grammar: str) -> None:
+        self._compiled.pop(grammar, None)
 
     def matcher(self, grammar: str) -> GrammarMatcher:
-        with self._lock:
-            compiled = self._compiled.get(grammar)
-        if compiled is None:  # only if it was neither pinned nor found ready
+        compiled = self._compiled.get(grammar)
+        if compiled is None:  # only if it was not prepared
             compiled = self._compile(grammar)
         return compiled.copy()
 
@@ -325,41 +297,20 @@ class LlguidanceBackend:
         return mask.view(np.int32)
 
     def shutdown(self) -> None:
-        with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: str) -> GrammarMatcher:
-        """Compile and keep a grammar. One that fails is kept too: its requests must not wait for ever."""
-        compiled: GrammarMatcher
+        """Compile a grammar. One that fails is a matcher with an error: its requests must not wait for ever."""
         try:
             tokenizer = self._library_tokenizer()
             inner = compile_grammar(tokenizer, grammar)
             error = inner.get_error()
-            compiled = FailedGrammar(error, True) if error else LlguidanceMatcher(inner, self._eos_ids)
+            return FailedGrammar(error, True) if error else LlguidanceMatcher(inner, self._eos_ids)
         except PagodaError as error:
-            compiled = FailedGrammar(str(error))
+            return FailedGrammar(str(error))
         except BaseException as error:
-            compiled = FailedGrammar(_library_error(error))
-        with self._changed:
-            self._compiled[grammar] = compiled
-            self._compiling.discard(grammar)
-            self._evict()
-            self._changed.notify_all()
-        return compiled
-
-    def _evict(self) -> None:
-        """Drop, of those that are not pinned, those used least recently, with the lock held.
-
-        The pinned ones do not count: with as many rows as grammars, a new one would be dropped before its row begins.
-        """
-        if len(self._compiled) <= MAX_GRAMMARS:
-            return
-        unpinned = [one for one in self._compiled if one not in self._pins]
-        for grammar in unpinned[: max(0, len(unpinned) - MAX_GRAMMARS)]:
-            if grammar != self._last_ready:
-                del self._compiled[grammar]
+            return FailedGrammar(_library_error(error))
 
     def _library_tokenizer(self) -> LLTokenizer:
         with self._tokenizer_lock:

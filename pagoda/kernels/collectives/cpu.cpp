@@ -21,6 +21,11 @@ void copy(void* to, const void* from, int64_t bytes, int threads) {
     });
 }
 
+int64_t element_bytes_of(int32_t dtype) {
+    return dtype == I8 ? 1 : dtype == I64 ? 8 : dtype == F32 || dtype == I32 ? 4 : 2;
+}
+int64_t bytes_of(const Tensor& x) { return num_elements(x) * element_bytes_of(x.dtype); }
+
 uint64_t call_of(int32_t op, const Tensor& x, int64_t width) {
     return uint64_t(op) << 60 ^ uint64_t(x.dtype) << 56 ^ uint64_t(x.rows) << 28 ^ uint64_t(width);
 }
@@ -93,7 +98,7 @@ PAGODA_EXPORT void pagoda_all_reduce(const AllReduceArgs* a, int32_t threads) {
 PAGODA_EXPORT void pagoda_all_gather(const AllGatherArgs* a, int32_t threads) {
     RankGroup& group = *a->ranks;
     Segment segment = segment_of(group);
-    int64_t element_bytes = a->x.dtype == I8 ? 1 : a->x.dtype == I64 ? 8 : a->x.dtype == F32 || a->x.dtype == I32 ? 4 : 2;
+    int64_t element_bytes = element_bytes_of(a->x.dtype);
     int64_t half = segment.sizes().half_bytes, out_row_bytes = a->out.dim * element_bytes;
     int64_t row_bytes = a->x.dim * element_bytes, bytes = a->x.rows * row_bytes;
     const char* x = elements_of<char>(a->x);
@@ -154,6 +159,13 @@ PAGODA_EXPORT void pagoda_receive(RankGroup* group, void* data, int64_t bytes) {
                static_cast<size_t>(bytes - at < most ? bytes - at : most));
         raise_to(inbox.received, ++group->received);
     }
+}
+
+PAGODA_EXPORT void pagoda_send_rows(const SendRowsArgs* a, int32_t) { pagoda_send(a->ranks, a->x.data, bytes_of(a->x)); }
+
+PAGODA_EXPORT void pagoda_receive_rows(const ReceiveRowsArgs* a, int32_t) {
+    pagoda_receive(a->ranks, a->out.data, bytes_of(a->out));
+    if (a->ranks->failed) memset(a->out.data, 0, static_cast<size_t>(bytes_of(a->out)));
 }
 
 // Bytes of a segment with these sizes.

@@ -21,3 +21,15 @@ def all_gather(x: torch.Tensor, width: int, ranks: RankGroup) -> torch.Tensor:
     if whole.shape[1] != width:
         raise WorkerDied(f"all_gather: the ranks' parts have {whole.shape[1]} columns together, not {width}")
     return whole
+
+
+def send_rows(x: torch.Tensor, ranks: RankGroup) -> None:
+    """Send x [T, ...] to this rank in the next stage."""
+    ranks.send(x)
+
+
+def receive_rows(token_ids: torch.Tensor, like: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+    """Return [T, ...] from this rank in the stage before: a row per token, with the shape and dtype of `like`."""
+    out = torch.empty((len(token_ids), *like.shape), dtype=like.dtype, device=like.device)
+    ranks.receive(out)
+    return out

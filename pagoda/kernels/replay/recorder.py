@@ -193,11 +193,11 @@ class RecordingOps:
         for index, step in enumerate(self._steps):
             between = next(iter(step.inputs.values()))[0]
             first = steps[maker[between]] if between in maker else None
-            if first is None or uses[between] != 1 or between in results:
+            fused = None if first is None else FUSIONS.get((first.op, step.op))
+            if first is None or fused is None or uses[between] != 1 or between in results:
                 continue
-            fused = FUSIONS.get((first.op, step.op))
             gated = next(iter(step.outputs.values())).row_elements < between.row_elements
-            if fused is None or (gated and not _gates_whole_panels(first)):
+            if gated and not _gates_whole_panels(first):
                 continue
             steps[maker[between]] = self._step(OP_TABLE[fused], first.arguments, list(step.outputs.values()))
             steps[index] = None

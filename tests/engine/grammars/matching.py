@@ -10,8 +10,7 @@ VOCAB = 258  # of the byte tokenizer
 
 
 def ready(backend: LlguidanceBackend, text: str) -> GrammarMatcher:
-    while not backend.is_ready(text):
-        backend.wait(1.0)
+    backend.prepare(text).result(60)
     return backend.matcher(text)
 
 

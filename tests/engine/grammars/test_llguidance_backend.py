@@ -13,7 +13,7 @@ from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.grammar import MaskWork, num_mask_words
 from pagoda.engine.grammars import llguidance_backend
 from pagoda.engine.grammars.grammar_text import grammar_text
-from pagoda.engine.grammars.llguidance_backend import MAX_GRAMMARS, LlguidanceBackend, LlguidanceMatcher
+from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend, LlguidanceMatcher
 from pagoda.engine.tokenizers.byte_tokenizer import BOS, EOS, ByteTokenizer
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
@@ -274,37 +274,18 @@ def test_ctrl_c_is_not_treated_as_an_error_of_the_library(backend: LlguidanceBac
         matcher.fail(KeyboardInterrupt())
 
 
-def test_pinned_grammars_stay_compiled(backend: LlguidanceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that was just found ready: it is pinned next."""
-    kept, found = text_of(choice=["kept"]), text_of(choice=["found"])
-    ready(backend, kept)
-    backend.pin(kept)
-    backend.pin(kept)
-    backend.unpin(kept)
-    for i in range(MAX_GRAMMARS):
-        ready(backend, text_of(choice=[f"b{i}"]))
-    ready(backend, found)
-    for i in range(MAX_GRAMMARS):
-        backend._compile(text_of(choice=[f"c{i}"]))  # as on another thread
+def test_a_prepared_grammar_is_compiled_once_until_it_is_dropped(
+    backend: LlguidanceBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = text_of(choice=["a"])
+    ready(backend, grammar)
     with monkeypatch.context() as patch:
         patch.setattr(llguidance_backend, "compile_grammar", None)  # nothing can be compiled now
-        for one in (kept, found):
-            assert backend.matcher(one).error == ""
-    backend.unpin(kept)
-    for i in range(MAX_GRAMMARS):
-        ready(backend, text_of(choice=[f"d{i}"]))
-    assert not backend.is_ready(kept)
-
-
-def test_a_grammar_finds_a_place_next_to_any_number_of_pinned_ones(backend: LlguidanceBackend) -> None:
-    for i in range(MAX_GRAMMARS):
-        running = text_of(choice=[f"running {i}"])
-        ready(backend, running)
-        backend.pin(running)
-    waiting = [text_of(choice=[f"waiting {i}"]) for i in range(2)]
-    for one in waiting:
-        backend._compile(one)  # as on another thread
-    assert [backend.is_ready(one) for one in waiting] == [True, True]
+        assert backend.matcher(grammar).error == ""
+    backend.drop(grammar)
+    backend.drop(grammar)
+    assert not backend._compiled
+    assert backend.matcher(grammar).error == ""  # even if its request was let in meanwhile
 
 
 def test_a_tokenizer_that_cannot_be_loaded_fails_its_grammars() -> None:
@@ -318,7 +299,7 @@ def test_a_tokenizer_that_cannot_be_loaded_fails_its_grammars() -> None:
     assert matcher.count_allowed([5]) == 0
 
 
-def test_compiling_is_off_the_calling_thread_and_shared() -> None:
+def test_compiling_is_off_the_calling_thread() -> None:
     loading = threading.Event()
 
     def load() -> Tokenizer:
@@ -328,22 +309,11 @@ def test_compiling_is_off_the_calling_thread_and_shared() -> None:
     backend = LlguidanceBackend(load, VOCAB, 1)
     grammar = text_of(choice=["a"])
     begin_s = time.monotonic()
-    assert not any(backend.is_ready(grammar) for _ in range(5))
-    backend.wait(0.01)
+    prepared = backend.prepare(grammar)
+    assert not prepared.done()
     assert time.monotonic() - begin_s < 5
     loading.set()
-    assert ready(backend, grammar).error == ""
+    prepared.result(60)
+    assert backend.matcher(grammar).error == ""
     backend.shutdown()
     backend.shutdown()
-
-
-def test_the_cache_is_bounded_and_evicted_grammars_are_compiled_again(backend: LlguidanceBackend) -> None:
-    first = text_of(choice=["a"])
-    ready(backend, first)
-    for i in range(MAX_GRAMMARS):
-        ready(backend, text_of(choice=[f"b{i}"]))
-    assert not backend.is_ready(first)
-    assert ready(backend, first).error == ""
-    for i in range(MAX_GRAMMARS):
-        ready(backend, text_of(choice=[f"c{i}"]))
-    assert backend.matcher(first).error == ""  # even if its request was let in meanwhile

@@ -44,6 +44,7 @@ def test_an_adapter_of_everything(
     store = AdapterStore(
         model, AdapterTargets(read_architecture(files)[0], model), ops, dtype, CPU, AdapterLimits(2, rank)
     )
+    store.load(lora)
     slot = store.acquire(lora)
     held = 0
     for table in store.tables.values():

@@ -1,0 +1,151 @@
+"""Preparations: which grammars and adapters the ranks have, prepared by calls whose futures hold requests back."""
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Generic, TypeVar
+
+from pagoda.base.errors import RequestError, WorkerDied
+from pagoda.core.decision_log import Reason
+from pagoda.core.executor import Executor
+from pagoda.core.request import LoraRef, Request
+
+logger = logging.getLogger("pagoda")
+
+T = TypeVar("T")
+
+MAX_IDLE_GRAMMARS = 256
+"""Grammars that are kept next to those of running requests."""
+
+
+class Preparations:
+    """See core.preparation.Preparations. The only one who decides what the ranks keep.
+
+    max_running: most requests that run at once.   max_adapters: that the ranks have room for; 0 without adapters.
+    """
+
+    def __init__(self, executor: Executor, max_running: int, max_adapters: int = 0) -> None:
+        limit = MAX_IDLE_GRAMMARS + max_running
+        self.takes_adapters = max_adapters > 0
+        self._grammars = _Kept[str](executor, "prepare_grammar", "drop_grammar", limit, lambda text: text)
+        self._adapters = _Kept[LoraRef](
+            executor, "load_adapter", "unload_adapter", max_adapters, lambda lora: lora.identity
+        )
+
+    def begin(self, request: Request) -> None:
+        """Begin to compile the grammar of a request that is queued, if there is room."""
+        if request.grammar is not None:
+            self._grammars.ask(request.grammar)
+
+    def why_not_ready(self, request: Request) -> Reason | None:
+        if request.grammar is not None and not self._grammars.is_ready(request.grammar, "the grammar"):
+            return Reason.GRAMMAR
+        lora = request.lora
+        if lora is not None and not self._adapters.is_ready(lora, f"the adapter {lora.name!r}"):
+            return Reason.ADAPTER
+        return None
+
+    def pin(self, request: Request) -> None:
+        if request.grammar is not None:
+            self._grammars.pins[request.grammar] += 1
+        if request.lora is not None:
+            self._adapters.pins[request.lora.identity] += 1
+
+    def unpin(self, request: Request) -> None:
+        if request.grammar is not None:
+            self._grammars.unpin(request.grammar)
+        if request.lora is not None:
+            self._adapters.unpin(request.lora.identity)
+
+    def load_adapter(self, lora: LoraRef) -> None:
+        """Load an adapter now, or only check it if running requests use all that there is room for.
+
+        Raises PagodaError that says why it cannot be used.
+        """
+        self._adapters.load(lora)
+
+    def unload_adapter(self, lora: LoraRef) -> None:
+        """Free an adapter's memory once no running request uses it. Ignore one that is not loaded."""
+        self._adapters.drop(lora)
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when something has been prepared, when nothing is being prepared, or after `timeout_s`."""
+        if pending := [*self._grammars.pending(), *self._adapters.pending()]:
+            wait(pending, timeout_s, FIRST_COMPLETED)
+
+
+class _Kept(Generic[T]):
+    """What the ranks have of one kind, or prepare: at most `limit`. Those asked for least recently are dropped first.
+
+    prepare, drop: names of the calls.   key: of an item.
+    pins: by key; what is pinned, or still being prepared, is not dropped.
+    """
+
+    def __init__(self, executor: Executor, prepare: str, drop: str, limit: int, key: Callable[[T], Hashable]) -> None:
+        self.pins: Counter[Hashable] = Counter()
+        self._executor, self._prepare, self._drop = executor, prepare, drop
+        self._limit, self._key = limit, key
+        self._known: OrderedDict[Hashable, tuple[T, Future[Any]]] = OrderedDict()
+
+    def ask(self, item: T) -> "Future[Any] | None":
+        """Return when the ranks have it; begin to prepare it if nobody has. None: there is no room yet."""
+        key = self._key(item)
+        known = self._known.get(key)
+        if known is not None:
+            self._known.move_to_end(key)
+            return known[1]
+        if not self._make_room():
+            return None
+        return self._begin(key, item)
+
+    def _begin(self, key: Hashable, item: T) -> "Future[Any]":
+        future = self._executor.call(self._prepare, item)
+        self._known[key] = (item, future)
+        return future
+
+    def is_ready(self, item: T, what: str) -> bool:
+        """Return whether the ranks have it; ask for it if not. Raises RequestError, once, if that has failed.
+
+        what: how the error calls the item.
+        """
+        future = self.ask(item)
+        if future is None or not future.done():
+            return False
+        error = future.exception()
+        if error is None or isinstance(error, WorkerDied):  # the next step says so, too
+            return True
+        del self._known[self._key(item)]  # who asks again tries again
+        logger.warning("%s cannot be used: %s", what, error)
+        raise RequestError(f"{what} cannot be used: {error}") from error
+
+    def load(self, item: T) -> None:
+        """Prepare it now, over the limit if need be. Raises its error."""
+        key = self._key(item)
+        future = self.ask(item) or self._begin(key, item)
+        try:
+            future.result()
+        except BaseException:
+            self._known.pop(key, None)
+            raise
+
+    def drop(self, item: T) -> None:
+        """The ranks forget it, as soon as no row uses it."""
+        if self._known.pop(self._key(item), None) is not None:
+            self._executor.call(self._drop, item)
+
+    def unpin(self, key: Hashable) -> None:
+        self.pins[key] -= 1
+        if not self.pins[key]:
+            del self.pins[key]
+
+    def pending(self) -> "list[Future[Any]]":
+        return [future for _, future in self._known.values() if not future.done()]
+
+    def _make_room(self) -> bool:
+        """Drop what is not needed until one more has room; return whether it has."""
+        idle = [item for key, (item, future) in self._known.items() if key not in self.pins and future.done()]
+        too_many = len(self._known.keys() | self.pins.keys()) + 1 - self._limit
+        for item in idle[: max(0, too_many)]:
+            self.drop(item)
+        return too_many <= len(idle)

@@ -1,0 +1,162 @@
+"""What the ranks are asked to prepare and to drop, and which requests wait for it."""
+
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pagoda.base.errors import RequestError, WorkerDied
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.decision_log import Reason
+from pagoda.core.request import LoraRef, Request
+from pagoda.engine import preparations
+from pagoda.engine.preparations import Preparations
+
+
+class Ranks:
+    """Notes the calls; each is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.open: dict[str, Future[Any]] = {}
+
+    def call(self, name: str, item: object) -> "Future[Any]":
+        text = item.digest if isinstance(item, LoraRef) else str(item)
+        self.calls.append((name, text))
+        self.open[text] = Future()
+        if name.startswith(("drop", "unload")):
+            self.open.pop(text).set_result(None)
+            return Future()
+        return self.open[text]
+
+    def done(self, *items: str) -> None:
+        for item in items:
+            self.open.pop(item).set_result(None)
+
+
+def wants(grammar: str | None = None, adapter: str | None = None) -> Request:
+    sampling = SamplingParams()
+    return Request(
+        "r",
+        np.zeros(1, np.int32),
+        sampling if grammar is None else sampling.with_grammar(grammar),
+        lora=None if adapter is None else LoraRef(adapter, f"/{adapter}", adapter),
+    )
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+def make(ranks: Ranks, max_running: int = 4, max_adapters: int = 2) -> Preparations:
+    return Preparations(ranks, max_running, max_adapters)  # type: ignore[arg-type]
+
+
+def test_a_request_waits_for_its_grammar_then_for_its_adapter(ranks: Ranks) -> None:
+    kept, request = make(ranks), wants("g", "a")
+    kept.begin(request)
+    assert [kept.why_not_ready(request) for _ in range(2)] == [Reason.GRAMMAR] * 2
+    ranks.done("g")
+    assert [kept.why_not_ready(request) for _ in range(2)] == [Reason.ADAPTER] * 2
+    ranks.done("a")
+    assert kept.why_not_ready(request) is None
+    assert ranks.calls == [("prepare_grammar", "g"), ("load_adapter", "a")]
+    assert make(ranks).why_not_ready(wants()) is None
+
+
+def test_what_was_asked_for_least_recently_makes_room_unless_a_running_request_has_it(ranks: Ranks) -> None:
+    kept = make(ranks, max_adapters=2)
+    for name in ("a", "b"):
+        kept.why_not_ready(wants(adapter=name))
+        ranks.done(name)
+    kept.pin(wants(adapter="a"))
+    kept.pin(wants(adapter="a"))
+    kept.unpin(wants(adapter="a"))
+    kept.why_not_ready(wants(adapter="b"))
+    kept.why_not_ready(wants(adapter="c"))
+    assert ranks.calls[2:] == [("unload_adapter", "b"), ("load_adapter", "c")]
+    ranks.done("c")
+    kept.unpin(wants(adapter="a"))
+    kept.why_not_ready(wants(adapter="d"))
+    assert ranks.calls[4:] == [("unload_adapter", "a"), ("load_adapter", "d")]
+
+
+def test_what_is_still_being_prepared_is_not_dropped(ranks: Ranks) -> None:
+    """Two requests that wait would otherwise take the room from each other, for ever."""
+    kept = make(ranks, max_adapters=1)
+    assert kept.why_not_ready(wants(adapter="a")) is Reason.ADAPTER
+    assert kept.why_not_ready(wants(adapter="b")) is Reason.ADAPTER
+    assert ranks.calls == [("load_adapter", "a")]
+    ranks.done("a")
+    assert kept.why_not_ready(wants(adapter="a")) is None
+    kept.pin(wants(adapter="a"))
+    assert kept.why_not_ready(wants(adapter="b")) is Reason.ADAPTER
+    kept.unpin(wants(adapter="a"))
+    assert kept.why_not_ready(wants(adapter="b")) is Reason.ADAPTER
+    assert ranks.calls[1:] == [("unload_adapter", "a"), ("load_adapter", "b")]
+
+
+def test_grammars_of_running_requests_take_no_room_from_others(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparations, "MAX_IDLE_GRAMMARS", 2)
+    kept = make(ranks, max_running=3)
+    for name in "abc":
+        kept.begin(wants(name))
+        ranks.done(name)
+        kept.pin(wants(name))
+    for name in "defg":
+        kept.begin(wants(name))
+        ranks.done(name)
+    dropped = [item for name, item in ranks.calls if name == "drop_grammar"]
+    assert dropped == ["d", "e"]
+    assert kept.why_not_ready(wants("a")) is None
+
+
+def test_a_failure_is_raised_once_and_who_asks_again_tries_again(ranks: Ranks) -> None:
+    kept = make(ranks)
+    kept.why_not_ready(wants(adapter="a"))
+    ranks.open["a"].set_exception(RequestError("no file"))
+    with pytest.raises(RequestError, match="the adapter 'a' cannot be used: no file"):
+        kept.why_not_ready(wants(adapter="a"))
+    assert kept.why_not_ready(wants(adapter="a")) is Reason.ADAPTER
+    assert ranks.calls == [("load_adapter", "a")] * 2
+
+
+def test_a_dead_rank_holds_nobody_back(ranks: Ranks) -> None:
+    """The step that is submitted next says that it has died."""
+    kept = make(ranks)
+    kept.why_not_ready(wants(adapter="a"))
+    ranks.open["a"].set_exception(WorkerDied("gone"))
+    assert kept.why_not_ready(wants(adapter="a")) is None
+
+
+def test_an_operator_loads_over_the_limit_and_unloads_what_is_in_use(ranks: Ranks) -> None:
+    kept = make(ranks, max_adapters=1)
+    kept.why_not_ready(wants(adapter="a"))
+    ranks.done("a")
+    kept.pin(wants(adapter="a"))
+    ranks.call = lambda name, item: _done(ranks.calls, name, item)  # type: ignore[method-assign]
+    kept.load_adapter(LoraRef("b", "/b", "b"))
+    kept.unload_adapter(LoraRef("a", "/a", "a"))
+    kept.unload_adapter(LoraRef("a", "/a", "a"))
+    assert ranks.calls[1:] == [("load_adapter", "b"), ("unload_adapter", "a")]
+    assert kept.why_not_ready(wants(adapter="c")) is Reason.ADAPTER  # a's rows are still there
+    kept.unpin(wants(adapter="a"))
+    assert kept.why_not_ready(wants(adapter="c")) is None
+
+
+def _done(calls: list[tuple[str, str]], name: str, lora: LoraRef) -> "Future[Any]":
+    calls.append((name, lora.digest))
+    future: Future[Any] = Future()
+    future.set_result(None)
+    return future
+
+
+def test_waiting_ends_when_something_is_prepared(ranks: Ranks) -> None:
+    kept = make(ranks)
+    kept.wait(60)  # for nothing
+    kept.begin(wants("g"))
+    kept.wait(0.01)
+    ranks.done("g")
+    kept.wait(60)

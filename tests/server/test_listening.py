@@ -1,0 +1,66 @@
+"""Where the server listens: a Unix socket, and a path below which a proxy shows it."""
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pagoda.base.errors import ConfigError
+from pagoda.base.server_config import ServerConfig
+from pagoda.server.listening import listen
+from tests.server.live import FAKE_FLAGS
+
+
+def test_a_unix_socket_replaces_what_an_ended_server_left_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    for _ in range(2):  # the second finds the file of the first, to which nobody listens
+        listener = listen(ServerConfig(uds=str(path)))
+        listener.listen()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+        with pytest.raises(ConfigError, match=f"cannot listen on {path}: .*in use; choose another --uds"):
+            listen(ServerConfig(uds=str(path)))
+        listener.close()
+    file = tmp_path / "f"
+    file.write_text("kept")
+    with pytest.raises(ConfigError, match="cannot listen"):
+        listen(ServerConfig(uds=str(file)))
+    assert file.read_text() == "kept"
+
+
+def test_a_served_unix_socket_with_keys_from_a_file_below_a_path(tmp_path: Path) -> None:
+    keys, path = tmp_path / "keys", tmp_path / "s"
+    keys.write_text("secret\n")
+    flags = (*FAKE_FLAGS, "--root-path", "/llm", "--api-key-file", str(keys), "--uds", str(path))
+    command = [sys.executable, "-m", "pagoda", "serve", "smollm2-135m", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        client = httpx.Client(transport=httpx.HTTPTransport(uds=str(path)))
+        until = time.monotonic() + 120
+        while not path.exists() or not _is_up(client):
+            assert time.monotonic() < until
+            assert process.poll() is None
+            time.sleep(0.1)
+        for prefix in ("", "/llm"):
+            url = f"http://host{prefix}"
+            assert client.get(f"{url}/health").status_code == 200
+            assert client.get(f"{url}/v1/models").status_code == 401
+            models = client.get(f"{url}/v1/models", headers={"Authorization": "Bearer secret"})
+            assert models.json()["data"][0]["id"] == "smollm2-135m"
+        headers = {"Authorization": "Bearer secret"}
+        assert client.get("http://host/llmx/health", headers=headers).status_code == 404
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def _is_up(client: httpx.Client) -> bool:
+    try:
+        return client.get("http://host/health").status_code == 200
+    except httpx.TransportError:
+        return False
