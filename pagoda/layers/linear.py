@@ -24,8 +24,8 @@ class Embedding(Module):
         self.ranks: RankGroup | None = None
 
     def divide(self, ranks: RankGroup, group: int) -> None:
-        """Hold the rows of some tokens; the sum over the ranks has those of all."""
-        self.ranks = ranks if divide_weight(self.weight, ranks, group) else None
+        """Hold the rows of some tokens, which no group crosses; the sum over the ranks has those of all."""
+        self.ranks = ranks if divide_weight(self.weight, ranks, 1) else None
 
     def __call__(self, ops: ForwardOps, token_ids: Tensor) -> Tensor:
         """token_ids int32 [T] -> [T, hidden]."""
@@ -98,8 +98,8 @@ class LMHead(Module):
         self.ranks: RankGroup | None = None
 
     def divide(self, ranks: RankGroup, group: int) -> None:
-        """Compute the logits of some tokens; every rank gets those of all."""
-        divide_weight(self.weight, ranks, group)
+        """Compute the logits of some tokens, whose rows no group crosses; every rank gets those of all."""
+        divide_weight(self.weight, ranks, 1)
         self.ranks = ranks
 
     def __call__(self, ops: ForwardOps, hidden: Tensor) -> Tensor:

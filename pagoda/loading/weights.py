@@ -233,14 +233,18 @@ class PackedWeights:
         out_features, in_features = self._check(stem)
         rows = range(out_features) if region is None else region.rows
         columns = range(in_features) if region is None or region.columns is None else region.columns
-        group = self._stored.group or in_features
-        if columns.start % group or (columns.stop % group and columns.stop != in_features):
+        # With one group per row, any part of a row is in one group.
+        group = self._stored.group or len(columns)
+        is_cut = columns.start % group or (columns.stop % group and columns.stop != in_features)
+        if self._stored.group is not None and is_cut:
             raise ConfigError(
                 f"tensor '{stem}.qweight': columns {columns.start} to {columns.stop} cut its groups of {group}"
             )
         # Whole words of output features, of which the others are then left out.
         words = slice(rows.start // WORD_CODES, -(-rows.stop // WORD_CODES))
-        groups = slice(columns.start // group, -(-columns.stop // group))
+        groups = slice(0, 1)
+        if self._stored.group is not None:
+            groups = slice(columns.start // group, -(-columns.stop // group))
         features = slice(words.start * WORD_CODES, words.stop * WORD_CODES)
         qweight, qzeros, scales = (self._weights.mapped(f"{stem}.{part}") for part in ("qweight", "qzeros", "scales"))
         qzeros, scales = qzeros[groups, words], scales[groups, features]
@@ -249,7 +253,7 @@ class PackedWeights:
                 weight = read_awq(qweight[columns.start : columns.stop, words], qzeros, scales, group)
             else:
                 if f"{stem}.g_idx" in self._weights:
-                    check_group_order(self._weights.mapped(f"{stem}.g_idx"), group)
+                    check_group_order(self._weights.mapped(f"{stem}.g_idx"), self._stored.group or in_features)
                 at = slice(columns.start // WORD_CODES, columns.stop // WORD_CODES)
                 weight = read_gptq(qweight[at, features], qzeros, scales, group, self._stored.stored_zero)
             first = rows.start - features.start
