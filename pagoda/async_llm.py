@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a caller says about a prompt, as in `AsyncLLM.generate`.   params: None: SamplingParams()."""
+    """What a caller says about a prompt, as in `AsyncLLM.generate`.   params: None: the model's own."""
 
     params: Params | None
     request_id: str | None = None
@@ -368,7 +368,7 @@ class AsyncLLM:
         running = await self._running()
         request = await running.text.make_request(
             prompt,
-            asked.params if asked.params is not None else SamplingParams(),
+            asked.params if asked.params is not None else SamplingParams(**running.inputs.default_sampling),  # type: ignore[arg-type]
             asked.request_id if asked.request_id is not None else uuid.uuid4().hex,
             arrival_time_s=running.engine.core.now(),
             priority=asked.priority,

@@ -6,6 +6,7 @@ from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine_setup import EngineSetup
 from pagoda.loading.adapters.files import AdapterTargets
+from pagoda.loading.generation_config import default_sampling
 from pagoda.loading.model_config import read_architecture, read_model
 
 
@@ -38,4 +39,5 @@ def build_input_processor(setup: EngineSetup) -> InputProcessor:
         model.parse_special_tokens_in_chat,
         adapters,
         score_template,
+        default_sampling(model, files),
     )

@@ -121,7 +121,7 @@ class LLM:
 
         prompts: a string, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, `{"prompt_embeds": ...}` (a numpy
             array or torch tensor [tokens, hidden size]; needs enable_prompt_embeds), or a list of those.
-        sampling_params: for all prompts, or one for each; SamplingParams() when not given.
+        sampling_params: for all prompts, or one for each; `get_default_sampling_params()` when not given.
         use_tqdm: show progress on a terminal when it takes long.   priority: one for each prompt, smaller is sooner.
         lora_request: the adapter of all prompts, or a list with one (or None) for each; needs enable_lora.
 
@@ -156,6 +156,14 @@ class LLM:
                 prompts.append(error)
         return self._generate(prompts, sampling_params, use_tqdm, None, lora_request)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what `generate` and `chat` use without sampling parameters: the model's own recommendation.
+
+        It comes from the model's generation_config.json, its GGUF file or the catalog (see the setting
+        generation_config).
+        """
+        return SamplingParams(**self.engine.input_processor.default_sampling)  # type: ignore[arg-type]
+
     def _generate(
         self,
         prompts: Sequence[Prompt | RequestError],
@@ -166,7 +174,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Run `generate` for a list that may contain errors in place of prompts that could not be rendered."""
         count = len(prompts)
-        params = for_each(sampling_params, count, SamplingParams, "sampling_params")
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = for_each(given, count, SamplingParams, "sampling_params")
         adapters = adapter_for_each(lora_request, count)
         if priority is not None and len(priority) != count:
             raise RequestError(f"{len(priority)} priorities for {count} prompts", "priority")
@@ -194,7 +203,7 @@ class LLM:
         check_prompt(prompt, None)
         with self._thread.entered():
             lora = self.engine.input_processor.find_adapter(lora_request) if lora_request is not None else None
-            params = sampling_params or SamplingParams()
+            params = sampling_params or self.get_default_sampling_params()
             request = self.engine.prepare(self._thread.new_id(), prompt, params, lora=lora)
             return OutputStream(self._thread, NewRequest(request, OutputKind.DELTA, text_of(prompt)), lora_request)
 

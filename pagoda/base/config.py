@@ -84,6 +84,15 @@ class ModelConfig:
     parse_special_tokens_in_chat: Annotated[
         bool, Setting("Parse special tokens in messages, as vLLM does; off: treat them as plain text.")
     ] = False
+    generation_config: Annotated[
+        str,
+        Setting(
+            "Default sampling parameters: auto (the model's own), vllm (none), or a folder with generation_config.json."
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, Any], Setting("Default sampling parameters that replace the model's.", unset="none")
+    ] = field(default_factory=dict[str, Any])
     served_model_name: Annotated[
         tuple[str, ...], Setting("Name that clients use for the model.", unset="the value of model")
     ] = ()

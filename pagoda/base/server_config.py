@@ -1,7 +1,7 @@
 """The settings of the HTTP server, documented where they are declared (see pagoda.base.config)."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from pagoda.base.lora import LoRASources
 from pagoda.base.setting import Setting
@@ -99,6 +99,9 @@ class ServerConfig:
     strict_fields: Annotated[
         bool, Setting("Refuse requests with unknown fields, instead of ignoring those with a log line and a header.")
     ] = False
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any], Setting("Variables of the chat template, where a request does not set them.", unset="none")
+    ] = field(default_factory=dict[str, Any])
     trust_request_chat_template: Annotated[bool, Setting("Accept chat templates in requests.")] = False
     lora_sources: Annotated[LoRASources, Setting("Where the server's LoRA adapters come from.")] = field(
         default_factory=LoRASources

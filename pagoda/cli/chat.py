@@ -21,6 +21,7 @@ HELP_TEXT = """/reset          forget the conversation
 /help           show this
 /exit           leave (also Ctrl-D)
 A line that ends in \\ continues on the next; \"\"\" begins and ends a longer text. Ctrl-C stops an answer."""
+CHAT_TOKENS = 1024  # of an answer, unless flags or the model's own defaults say otherwise
 TRIPLE = '"""'
 MIN_ANSWER_TOKENS = 64
 
@@ -36,7 +37,7 @@ class Answering(Protocol):
     def stream(self, token_ids: list[int], params: SamplingParams) -> "Iterator[Piece]": ...
 
 
-@sampling_options(max_tokens=1024)
+@sampling_options(max_tokens=CHAT_TOKENS)
 @engine_options()
 def chat(
     options: dict[str, object],
@@ -52,10 +53,10 @@ def converse(options: dict[str, object], sampling: dict[str, object], system: st
     from pagoda.cli.console import stdout_console
     from pagoda.cli.session import Session, load, model_name
 
-    params = SamplingParams(**{**sampling, "seed": options.get("seed")})  # type: ignore[arg-type]
     console = stdout_console()
     with console.status("loading") if console.is_terminal else nullcontext():
         session = Session(load(options), model_name(options))
+    params = session.params(sampling, CHAT_TOKENS, options.get("seed"))
     temperature = f"temperature {params.temperature:g}"
     console.print(
         f"{session.model_name}, {temperature}; /help shows the commands, Ctrl-D leaves", style="dim", markup=False

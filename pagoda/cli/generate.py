@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 
 from pagoda.base.errors import RequestError
+from pagoda.cli.chat import CHAT_TOKENS, converse
 from pagoda.cli.options import engine_options, model_names, sampling_options
+
+TEXT_TOKENS = 256  # of a continued text, unless flags or the model's own defaults say otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not print statist
 System = Annotated[str | None, typer.Option("--system", help="System message.")]
 
 
-@sampling_options(max_tokens=256)
+@sampling_options(max_tokens=TEXT_TOKENS)
 @engine_options(word=False)
 def generate(
     words: Words = None,
@@ -70,7 +73,7 @@ def generate(
     answer(text, options, sampling, chat, system, quiet)
 
 
-@sampling_options(max_tokens=1024)
+@sampling_options(max_tokens=CHAT_TOKENS)
 @engine_options(word=False)
 def run(
     words: Words = None,
@@ -86,8 +89,6 @@ def run(
     """
     prompt = split_words(words, options, prefers_model=True)
     if prompt is None and sys.stdin.isatty():
-        from pagoda.cli.chat import converse
-
         converse(options, sampling, system)
     else:
         answer(read_prompt(prompt), options, sampling, True, system, quiet)
@@ -102,12 +103,11 @@ def answer(
     quiet: bool,
 ) -> None:
     """Load the model, and stream its answer to a text: its continuation, or with `chat` the reply to a message."""
-    from pagoda.base.sampling_params import SamplingParams
     from pagoda.cli.console import for_stream
     from pagoda.cli.session import Session, load, seconds_since_start
 
-    params = SamplingParams(**{**sampling, "seed": options.get("seed")})  # type: ignore[arg-type]
     session = Session(load(options))
+    params = session.params(sampling, CHAT_TOKENS if chat else TEXT_TOKENS, options.get("seed"))
     ready_s = seconds_since_start()
     begin_s = time.perf_counter()
     if chat:

@@ -62,7 +62,7 @@ PANEL_ORDER = (
     "Testing and debugging",
 )
 CLI_SAMPLING: dict[str, object] = {"temperature": 0.7, "top_p": 0.95}
-"""How `generate` and `chat` sample unless flags say otherwise."""
+"""How `generate` and `chat` sample unless flags or the model's own defaults say otherwise."""
 # Where the field's plural would make a strange flag.
 FLAG_NAMES = {"api_keys": "--api-key"}
 SHORT_FLAGS = {"model": "-m"}
@@ -236,17 +236,14 @@ def _config_parameter() -> inspect.Parameter:
 
 
 def sampling_options(**defaults: object) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the sampling flags; it receives `sampling: dict[str, object]`.
+    """Give a command the sampling flags; it receives those that were given as `sampling: dict[str, object]`.
 
-    The flags that were given override `defaults`, and those CLI_SAMPLING.
+    defaults: shown in the help, with CLI_SAMPLING; the model's own come before them (see Session.params).
     """
-    defaults = {**CLI_SAMPLING, **defaults}
-    return _collected("sampling", _sampling_parameters(defaults), defaults)
+    return _collected("sampling", _sampling_parameters({**CLI_SAMPLING, **defaults}))
 
 
-def _collected(
-    name: str, parameters: list[inspect.Parameter], defaults: dict[str, object] | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _collected(name: str, parameters: list[inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator that replaces the command's parameter `name` by flags, and gathers their values into it again."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -262,7 +259,7 @@ def _collected(
                 for key, v in values.items()
                 if v is not None
             }
-            command(**{name: {**(defaults or {}), **gathered}}, **given)
+            command(**{name: gathered}, **given)
 
         own = [p for p in inspect.signature(command).parameters.values() if p.name != name]
         own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]

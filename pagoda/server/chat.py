@@ -128,7 +128,7 @@ class ChatApi:
                 tools=use.tools or None,
                 add_generation_prompt=body.opens_answer,
                 continue_final_message=body.continue_final_message,
-                template_kwargs=body.template_kwargs,
+                template_kwargs={**state.template_kwargs, **(body.template_kwargs or {})} or None,
                 add_special_tokens=body.add_special_tokens,
             ),
             must_fit=body.truncate_prompt_tokens is None,
@@ -136,8 +136,9 @@ class ChatApi:
         )
         prompt = await cancel_on_disconnect(http, rendering)
         top = (body.top_logprobs or 0) if body.logprobs else None
-        plain = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs)
-        tokenizer = state.generator.llm.input_processor.tokenizer
+        inputs = state.generator.llm.input_processor
+        plain = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs, inputs.default_sampling)
+        tokenizer = inputs.tokenizer
         params = plain
         if use.has_grammar(body, plain):  # tools may have large schemas
             params = await state.generator.llm.text.write_grammar(lambda: use.constrain(body, plain, tokenizer))

@@ -49,8 +49,9 @@ class CompletionApi:
         num_logprobs = body.num_logprobs
         if num_logprobs is None and body.num_outputs > (body.n or 1):
             num_logprobs = 0  # of the sampled tokens only: what candidates are ranked by
-        params = body.sampling_params(1 if asked == 0 else asked, num_logprobs, of_prompt)
         llm = state.generator.llm
+        defaults = llm.input_processor.default_sampling
+        params = body.sampling_params(1 if asked == 0 else asked, num_logprobs, of_prompt, defaults)
         return Prepared(
             body.prompts(),
             params,

@@ -4,6 +4,7 @@ Fields of OpenAI's and vLLM's APIs that are known but not supported are declared
 neutral value, which is accepted. Any other value is rejected with an explanation.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -200,9 +201,16 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
         return self.n or 1
 
     def sampling_params(
-        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+        self,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        defaults: Mapping[str, object],
     ) -> SamplingParams:
-        """The engine's parameters. Raises RequestError for values out of range."""
+        """The engine's parameters. Raises RequestError for values out of range.
+
+        defaults: of fields that are not set; a beam search has none.
+        """
         given = {
             "n": self.num_outputs,
             "temperature": self.temperature,
@@ -219,9 +227,12 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
         }
+        base = {} if self.use_beam_search else {**defaults}
+        base |= {name: value for name, value in given.items() if value is not None}
+        if max_tokens is not None:
+            base.pop("max_tokens", None)
         return SamplingParams(
-            **{name: value for name, value in given.items() if value is not None},
-            max_tokens=max_tokens,
+            **{"max_tokens": max_tokens, **base},  # type: ignore[arg-type]
             ignore_eos=self.ignore_eos,
             include_stop_str_in_output=self.include_stop_str_in_output,
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),

@@ -3,7 +3,9 @@
 import asyncio
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.requests import Request
 
@@ -35,7 +37,8 @@ class ServerState:
     adapters: LoRA adapters by name.
     model_names: the first is the default in responses.   chat_template: the model's own.
     tool_template: the model's template for requests with tools.   tool_parser: a name in TOOL_PARSERS, "none", "auto".
-    trusts_templates: callers may send their own chat templates.   bodies: reads those of requests.
+    trusts_templates: callers may send their own chat templates.   template_kwargs: for templates, where a request does
+    not set them.   bodies: reads those of requests.
     """
 
     generator: Generator
@@ -46,6 +49,7 @@ class ServerState:
     tool_template: str | None
     tool_parser: str
     trusts_templates: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     has_admin_key: bool = False
     bodies: BodyReader = field(default_factory=lambda: BodyReader(RequestLimits()))
     engine: ProcessClient | None = None
@@ -139,6 +143,7 @@ async def build_state(
         tool_template=sources.get("tool_use", source),
         tool_parser=parser,
         trusts_templates=server.trust_request_chat_template,
+        template_kwargs=server.default_chat_template_kwargs,
         bodies=BodyReader(config.model.request_limits, server.strict_fields),
         has_admin_key=server.admin_api_key is not None,
         engine=client,

@@ -28,7 +28,6 @@ from pagoda.base.setting import describe_settings
 from pagoda.base.vllm_options import ALIASES, IGNORED, REFUSED, SWITCHES, translate
 from pagoda.cli.help_format import command as register
 from pagoda.cli.options import (
-    CLI_SAMPLING,
     SAMPLING_FIELDS,
     engine_config,
     engine_options,
@@ -57,7 +56,7 @@ def run(*arguments: str, parts: tuple[type, ...] = ()) -> tuple[dict[str, object
 
 
 def test_only_flags_that_were_given_are_passed_on() -> None:
-    assert run() == ({}, {**CLI_SAMPLING, "max_tokens": 256})
+    assert run() == ({}, {})
 
 
 def test_flags_become_settings() -> None:
@@ -72,7 +71,7 @@ def test_flags_become_settings() -> None:
     assert config.scheduler.preemption_mode is PreemptionMode.SWAP
     assert config.cache == CacheConfig(kv_cache_memory=1 << 30, enable_prefix_caching=False, watermark=0.5)
     assert config.model == ModelConfig(model="x", served_model_name=("n",))
-    assert sampling == {**CLI_SAMPLING, "max_tokens": 256, "temperature": 0.5, "stop": ("a", "b")}
+    assert sampling == {"temperature": 0.5, "stop": ("a", "b")}
 
 
 def test_every_field_is_a_flag() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
+from pagoda.base.sampling_params import SamplingParams
 from pagoda.server.body import Body, parse_body
 from pagoda.server.protocol import (
     AbortRequest,
@@ -113,7 +114,7 @@ def test_deep_nesting_is_an_error_of_the_caller(opening: str) -> None:
 def test_an_error_never_repeats_the_callers_megabytes(body: dict[str, Any]) -> None:
     def ask() -> None:
         parsed = parse_body(json.dumps(body).encode(), CompletionRequest, LIMITS)
-        parsed.sampling_params(1, None, None)
+        parsed.sampling_params(1, None, None, {})
 
     with pytest.raises(RequestError) as caught:
         ask()
@@ -157,3 +158,16 @@ def test_ordinary_large_bodies_are_not_taken_for_slow_ones() -> None:
         {"prompt": "Well, that is 1e5 or 2e300: so what? " * 9_000},
     ):
         parse_body(json.dumps(body).encode(), CompletionRequest, LIMITS)
+
+
+def test_the_models_defaults_fill_what_a_request_leaves_open() -> None:
+    defaults = {"temperature": 0.2, "top_k": 5, "max_tokens": 9}
+
+    def params_of(body: bytes, asked: int | None = None) -> SamplingParams:
+        return parse_body(body, CompletionRequest, LIMITS).sampling_params(asked, None, None, defaults)
+
+    open_ = params_of(b'{"prompt": "x", "temperature": null}')
+    assert (open_.temperature, open_.top_k, open_.max_tokens) == (0.2, 5, 9)
+    given = params_of(b'{"prompt": "x", "temperature": 1, "top_k": 0}', asked=3)
+    assert (given.temperature, given.top_k, given.max_tokens) == (1.0, 0, 3)
+    assert params_of(b'{"prompt": "x", "use_beam_search": true}', asked=3).top_k == 0

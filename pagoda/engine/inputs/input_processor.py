@@ -3,7 +3,7 @@
 import itertools
 import operator
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import SupportsIndex
 
 import numpy as np
@@ -41,12 +41,14 @@ class InputProcessor:
         parses_special_tokens_in_chat: bool = False,
         adapters: KnownAdapters | None = None,
         score_template: str = "",
+        default_sampling: Mapping[str, object] | None = None,
     ) -> None:
         """engine_seed: seeds requests that have no seed of their own, reproducibly in order of arrival.
 
         parses_special_tokens_in_chat: parse special tokens inside messages, instead of treating them as ordinary text.
         adapters: None if requests cannot use LoRA adapters.
         score_template: see PoolingPlan; "" if a pair is not put into a template.
+        default_sampling: parameters of requests that do not set them.
         """
         # The sampler indexes logits by these, and a tokenizer may name ids for which the model has none.
         self._eos_token_ids = tuple(i for i in tokenizer.facts.eos_token_ids if 0 <= i < limits.vocab_size)
@@ -54,6 +56,7 @@ class InputProcessor:
         self.limits = limits
         self._adapters = adapters
         self.score_template = score_template
+        self.default_sampling: Mapping[str, object] = default_sampling or {}
         self.grammars = GrammarPreparer(tokenizer, limits.vocab_size, limits.of_request)
         self.prompts = PromptEncoder(tokenizer, limits)
         self.params = ParamsPreparer(self.prompts, self.grammars, limits, self._eos_token_ids)
