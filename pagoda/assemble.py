@@ -80,6 +80,8 @@ def build_engine_core(
         num_blocks=capacity.num_blocks,
         num_host_blocks=capacity.num_host_blocks,
         load_s=load_s,
+        max_num_seqs=setup.config.scheduler.max_num_seqs,
+        max_num_batched_tokens=setup.config.scheduler.max_num_batched_tokens,
     )
     return EngineCore(
         scheduler,

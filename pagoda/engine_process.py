@@ -5,6 +5,8 @@ It blocks while there is no work, handles messages between steps, and exits when
 
 import contextlib
 import logging
+import os
+import signal
 import sys
 import time
 import traceback
@@ -24,6 +26,7 @@ from pagoda.engine import wire
 from pagoda.engine.clients.engine_link import RECORDER, RECORDER_ROWS, SOCKET
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.flight_recorder import FlightRecorder, RecordedExecutor
+from pagoda.executors.multi_process import RankDied
 
 logger = logging.getLogger("pagoda.engine")
 
@@ -164,7 +167,14 @@ def _build(config: EngineConfig, place: RendezvousDir) -> tuple[EngineCore, Reco
         return recorded[0]
 
     # The process runs no other threads, so pinning is safe.
-    return build_engine_core(config, wrap_executor=record, pin_threads=True), recorded[0]
+    return build_engine_core(config, wrap_executor=record, pin_threads=True, on_death=_end_like), recorded[0]
+
+
+def _end_like(error: WorkerDied) -> None:
+    """End this process as the rank has ended: a rank that was killed from outside says nothing about the requests."""
+    if isinstance(error, RankDied) and error.code == -signal.SIGKILL:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 The frozen records of core/ are sent as they are, numpy arrays as (dtype, shape, bytes). Nothing is pickled.
 """
 
+import dataclasses
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from pagoda.base.config import EngineConfig
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler import SchedulerStats
 from pagoda.core.scheduler_output import EngineCoreOutputs
@@ -50,14 +52,37 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
 ToEngine = AddRequest | AbortRequests | FinishSequence | ResetPrefixCache | LoadAdapter | UnloadAdapter
 
 
+_SIZE_THE_CACHE = ("kv_cache_memory", "gpu_memory_utilization", "swap_space")
+
+
 class EngineFacts(msgspec.Struct, frozen=True):
-    """Properties of an engine that are known once its model is loaded."""
+    """Properties of an engine that are known once its model is loaded.
+
+    max_num_seqs, max_num_batched_tokens: of a step, as far as memory has bounded them; None: as in the settings.
+    """
 
     max_model_len: int
     block_size: int
     num_blocks: int
     num_host_blocks: int
     load_s: float
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+
+    def settle(self, config: EngineConfig) -> EngineConfig:
+        """Return the settings for the next engine, in which nothing that memory bounds is measured again."""
+        sizes = {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
+        sizes = {name: size for name, size in sizes.items() if size is not None}
+        given = config.given
+        if given is not None:  # sizes do not give way any more, and what these numbers of blocks were made of is done
+            given = (*(name for name in given if name not in _SIZE_THE_CACHE), *sizes)
+        return dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, max_model_len=self.max_model_len),
+            scheduler=dataclasses.replace(config.scheduler, **sizes),
+            debug=dataclasses.replace(config.debug, num_blocks=self.num_blocks, num_host_blocks=self.num_host_blocks),
+            given=given,
+        )
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

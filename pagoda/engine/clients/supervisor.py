@@ -189,6 +189,7 @@ class Supervisor:
         link.open()
         assert self._facts is not None
         if not self._facts.done():
+            self._config = facts.settle(self._config)
             self._facts.set_result(facts)
         self._user.on_ready()
 
