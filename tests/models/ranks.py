@@ -56,7 +56,7 @@ def on_ranks(
                 raise
 
     with ThreadPoolExecutor(size) as threads:
-        done = list(map(threads.submit, [run] * size, all_ops, groups))
+        done = [threads.submit(run, ops, ranks) for ops, ranks in zip(all_ops, groups, strict=True)]
         errors = [error for one in done if (error := one.exception()) is not None]
         # The others have died of the first error.
         if errors:
