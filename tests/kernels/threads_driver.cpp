@@ -143,7 +143,7 @@ void* compute_with_others(void* argument) {
 }
 
 void ranks(int32_t size) {
-    RankSegment sizes{2 * size, 16384, 4096, 8};
+    RankSegment sizes{2 * size, 16384, 4096, 8, 0};
     auto bytes = static_cast<size_t>(pagoda_rank_segment_bytes(&sizes));
     void* segment = aligned_alloc(4096, bytes);
     memset(segment, 0, bytes);

@@ -7,11 +7,12 @@
 // a rank has written before a meeting, the others may read after it. An area has two halves, used in turn: a rank that
 // has come to the next meeting has read everything of the last one, so the half before may be written again.
 //
-// Waiting spins as long as the group says and then sleeps on a futex. It ends, too, when the segment is aborted, when
+// Waiting spins as long as the segment says and then sleeps on a futex. It ends, too, when the segment is aborted, when
 // the process of the rank that is waited for is gone, and after a deadline: a rank that has failed hangs nobody.
 #pragma once
 
 #include <errno.h>
+#include <sched.h>
 #include <signal.h>
 #include <string.h>
 #include <sys/types.h>
@@ -138,14 +139,15 @@ inline bool wait_for(RankGroup& group, Count& count, int64_t wanted, int peer) {
     auto reached = [&] {  // counts wrap around
         return static_cast<int32_t>(count.value.load() - static_cast<uint32_t>(wanted)) >= 0;
     };
+    Segment segment = segment_of(group);
     int64_t begin = now_ns();
     do {
         for (int i = 0; i < 64; i++) {
             if (reached()) return true;
             spin_pause();
         }
-    } while (now_ns() - begin < group.spin_ns);
-    Segment segment = segment_of(group);
+        sched_yield();  // the rank that is waited for may need this core
+    } while (now_ns() - begin < segment.sizes().spin_ns);
     for (;;) {
         count.sleepers.fetch_add(1);
         uint32_t seen = count.value.load();

@@ -24,7 +24,7 @@ INBOX_BYTES = 64 << 20
 """Of the messages that a stage may send ahead. Pages that are never written take no memory."""
 
 _SPIN_NS = 50_000
-"""How long a rank looks for the others before it sleeps, where each has a core; as the kernels' threads do."""
+"""How long a rank looks for the others before it sleeps, where each has a core: as long as the kernels' threads do."""
 
 
 def create_segment(library: NativeLibrary, world_size: int) -> int:
@@ -34,7 +34,8 @@ def create_segment(library: NativeLibrary, world_size: int) -> int:
     """
     if world_size > MAX_RANKS:
         raise ConfigError(f"{world_size} ranks do not share the memory of one machine: at most {MAX_RANKS}")
-    sizes = RankSegment(world_size, HALF_BYTES, SLOT_BYTES, INBOX_BYTES // SLOT_BYTES if world_size > 1 else 0)
+    spin_ns = _SPIN_NS if available_cpus() >= world_size else 0  # decided here: a rank may see its own cores alone
+    sizes = RankSegment(world_size, HALF_BYTES, SLOT_BYTES, INBOX_BYTES // SLOT_BYTES, spin_ns)
     descriptor = os.memfd_create("pagoda-ranks", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, library["rank_segment_bytes"](byref(sizes)))
     os.pwrite(descriptor, bytes(sizes), 0)
@@ -54,13 +55,11 @@ class SharedGroup:
         self._library, self._place, self._deadline_s = library, place, deadline_s
         self._memory = mmap.mmap(descriptor, 0)
         self._first_byte = c_char.from_buffer(self._memory)
-        spin_ns = _SPIN_NS if available_cpus() >= place.world_size else 0
         self._record = GroupRecord(
             segment=addressof(self._first_byte),
             number=place.number,
             first=place.number - place.tensor_rank,
             size=place.tensor_size,
-            spin_ns=spin_ns,
             deadline_ns=round(deadline_s * 1e9),
         )
         library["join_ranks"](self.address)

@@ -159,16 +159,16 @@ LowRankSlots = struct(
 RankSegment = struct(
     "RankSegment",
     "The beginning of the memory that ranks share: how many there are, and the sizes of its parts. "
-    "half_bytes: of a chunk of a sum or gather.   slot_bytes: of a chunk of a message.",
-    num_ranks="int64_t", half_bytes="int64_t", slot_bytes="int64_t", num_slots="int64_t",
+    "half_bytes: of a chunk of a sum or gather.   slot_bytes: of a chunk of a message.   spin_ns: how long to look "
+    "for others before sleeping.",
+    num_ranks="int64_t", half_bytes="int64_t", slot_bytes="int64_t", num_slots="int64_t", spin_ns="int64_t",
 )  # fmt: skip
 RankGroup = struct(
     "RankGroup",
     "A rank and its stage in that memory. number: this rank's, of all.   first, size: the ranks of its stage.   "
     "chunks, meetings, sent, received: how many so far.   failed, peer: a RankFailure, and the rank it is about.",
     segment="void*", number="int32_t", first="int32_t", size="int32_t", failed="int32_t", peer="int32_t",
-    unused="int32_t", spin_ns="int64_t", deadline_ns="int64_t", chunks="int64_t", meetings="int64_t", sent="int64_t",
-    received="int64_t",
+    unused="int32_t", deadline_ns="int64_t", chunks="int64_t", meetings="int64_t", sent="int64_t", received="int64_t",
 )  # fmt: skip
 Binding = struct(
     "Binding",
