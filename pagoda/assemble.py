@@ -173,22 +173,36 @@ def _lookup_speculator(setup: EngineSetup, max_rows: int) -> Speculator | None:
 
 
 def _log(setup: EngineSetup, capacity: KVCapacity, load_s: float) -> None:
-    scheduler = setup.config.scheduler
+    """Log what has started, one fact per line."""
+    scheduler, num_tokens = setup.config.scheduler, capacity.num_blocks * capacity.block_size
+    dtype = resolve_quantization(setup.files, setup.config.model.quantization) or setup.dtype
     logger.info(
-        "%s (%s) in %s on %s: max_model_len %d, %d KV blocks of %d tokens (%.0f MiB), %d host blocks, "
-        "%s %s, %d sequences, %d tokens per step, ready in %.2f s",
+        "model: %s (%s), weights in %s, computed in %s by %s kernels on %s, loaded in %.1f s",
         setup.files.name,
         setup.spec.architecture,
+        dtype,
         setup.dtype,
+        setup.kernels,
         setup.device.name,
-        setup.max_model_len,
+        load_s,
+    )
+    logger.info(
+        "KV cache: %d tokens (%d blocks of %d, %.2f GiB, %s; %d blocks in host memory), room for %.1f requests of %d "
+        "tokens (max_model_len)",
+        num_tokens,
         capacity.num_blocks,
         capacity.block_size,
-        capacity.pool_bytes / 2**20,
+        capacity.pool_bytes / 2**30,
+        setup.kv_dtype,
         capacity.num_host_blocks,
+        num_tokens / setup.max_model_len,
+        setup.max_model_len,
+    )
+    logger.info(
+        "scheduler: %s, %s, up to %d sequences and %d tokens per step, prefix caching %s",
         scheduler.scheduling_mode.value,
         scheduler.scheduling_policy.value,
         scheduler.max_num_seqs,
         scheduler.max_num_batched_tokens,
-        load_s,
+        "on" if setup.config.cache.enable_prefix_caching else "off",
     )

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 
 import msgspec
 import zmq
@@ -19,6 +18,7 @@ from pagoda.base.allocator import keep_objects, return_freed_memory
 from pagoda.base.child_process import RendezvousDir, end_with_parent, read_start
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, ConfigError, InvariantBroken, PagodaError, RequestError, WorkerDied
+from pagoda.base.logs import configure_logging
 from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Executor
 from pagoda.core.request import LoraRef, RequestStatus
@@ -45,6 +45,8 @@ class EngineServer:
         self._codec = wire.Codec(wire.ToEngine)
         self._stats_at = 0.0
         self._num_handled = 0
+        self._num_steps = 0
+        self._step_s = 0.0
 
     def run(self) -> None:
         """Serve forever. An exception of the engine core ends the process; the client can replay its requests."""
@@ -56,7 +58,10 @@ class EngineServer:
                     return_freed_memory()
                 self._handle(self._socket.recv())
             self._drain()
+            began_s = core.now()
             of_step = core.step()
+            self._step_s += core.now() - began_s
+            self._num_steps += 1
             for outputs in of_step.values():
                 self._send(wire.StepOutputs(outputs, self._executor.take_step_tokens(), self._stats_now_and_then()))
             if not of_step and (stats := self._stats_now_and_then()) is not None:
@@ -120,17 +125,12 @@ class EngineServer:
         return self._make_stats()
 
     def _make_stats(self) -> wire.EngineStats:
-        return wire.EngineStats.of(self._core.make_stats())
+        stats = self._core.make_stats()
+        return wire.EngineStats.of(stats, self._num_steps, self._step_s, self._core.scheduler_s)
 
 
 def main() -> None:
     """Read the EngineConfig from standard input, build the engine, and serve on the socket in the folder in argv."""
-    logging.basicConfig(
-        format="%(asctime)s %(levelname)s engine[%(process)d] %(name)s: %(message)s",
-        stream=sys.stderr,
-        level=logging.WARNING,
-    )
-    logging.getLogger("pagoda").setLevel(logging.INFO)
     place = RendezvousDir(sys.argv[1])
     stdin = sys.stdin.buffer
     data = read_start(stdin)
@@ -142,12 +142,14 @@ def main() -> None:
     socket.connect(place.address(SOCKET))
     codec = wire.Codec(wire.ToEngine)
     began_s = time.monotonic()
+    config = msgspec.msgpack.decode(data, type=EngineConfig)
+    configure_logging("engine", config.server.logs.log_level, config.server.logs.log_format)
     try:
-        core, executor = _build(msgspec.msgpack.decode(data, type=EngineConfig), place)
+        core, executor = _build(config, place)
     except Exception as error:
         known = isinstance(error, PagodaError | OSError | MemoryError) or is_out_of_memory(error)
         if not known:
-            traceback.print_exc()  # a bug: the parent only logs one line
+            logger.exception("the engine could not start")  # a bug: the parent only logs one line
         text = str(error) if isinstance(error, PagodaError) else f"{type(error).__name__}: {error}"
         socket.send(codec.encode(wire.StartFailed(text, isinstance(error, ConfigError | CapacityError))))
         socket.close(linger=1000)

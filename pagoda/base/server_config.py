@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from pagoda.base.logs import FORMATS, LEVELS
 from pagoda.base.lora import LoRASources
 from pagoda.base.setting import Setting
 
@@ -64,6 +65,15 @@ class TLSFiles:
 
 
 @dataclass(frozen=True, slots=True)
+class LogOptions:
+    """What is logged, on standard error."""
+
+    access_log: Annotated[bool, Setting("Log one line per request.", flat=True)] = True
+    log_level: Annotated[str, Setting("Lowest level of the lines that are logged.", words=LEVELS, flat=True)] = "info"
+    log_format: Annotated[str, Setting("Form of the log's lines.", words=FORMATS, flat=True)] = "text"
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP server (docs/internals/server.md)."""
 
@@ -112,4 +122,4 @@ class ServerConfig:
     server_timeouts: Annotated[ServerTimeouts, Setting("How long the server waits, in seconds.")] = field(
         default_factory=ServerTimeouts
     )
-    access_log: Annotated[bool, Setting("Print one JSON line per request on standard output.")] = True
+    logs: Annotated[LogOptions, Setting("What is logged, on standard error.")] = field(default_factory=LogOptions)

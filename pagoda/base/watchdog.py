@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 COMPUTING_SHARE = 0.1  # of a core: who uses this much makes progress, though the step may take long
 COMPUTING_TIMEOUTS = 10  # as many timeouts may a step take that uses the processor
+SLOW_STEPS = 5  # as many times the longest step so far may a step take, however short the timeout
 
 
 @dataclass(slots=True)
@@ -11,12 +12,14 @@ class Watchdog:
     """Looks at processes now and then. They hang when they have work, and for a while do not come closer to its end.
 
     Using the processor counts as progress: a large model's step of thousands of tokens takes minutes on few cores. One
-    that uses the processor for COMPUTING_TIMEOUTS times as long hangs, too.
+    that uses the processor for COMPUTING_TIMEOUTS times as long hangs, too. Where steps took long, the timeout is
+    SLOW_STEPS times the longest.
 
-    progress_at_s: when they were last seen to make progress; the start, at first.
+    progress_at_s: when they were last seen to make progress; the start, at first.   longest_s: of all steps so far.
     """
 
     progress_at_s: float
+    longest_s: float = 0.0
     _mark: object = None
     _mark_at_s: float = 0.0  # when the mark changed
     _cpu_s: float = 0.0  # used at progress_at_s
@@ -27,7 +30,10 @@ class Watchdog:
 
         mark: changes with everything that they begin or end.   cpu_s: the processor time that they have used.
         """
+        timeout_s = max(timeout_s, SLOW_STEPS * self.longest_s)
         is_computing = cpu_s - self._cpu_s >= COMPUTING_SHARE * (now_s - self.progress_at_s)
+        if mark != self._mark and has_work and self._mark is not None:
+            self.longest_s = max(self.longest_s, now_s - self._mark_at_s)
         if mark != self._mark or not has_work:
             self._mark, self._mark_at_s = mark, now_s
         if self._mark_at_s == now_s or (is_computing and now_s - self._mark_at_s < COMPUTING_TIMEOUTS * timeout_s):

@@ -11,6 +11,7 @@ from pagoda.base.allocator import keep_buffers_apart
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
+from pagoda.base.logs import configure_logging
 from pagoda.base.server_config import ServerConfig
 from pagoda.cli.options import engine_config, engine_options
 
@@ -49,6 +50,7 @@ def with_key_file(config: EngineConfig) -> EngineConfig:
 
 async def _serve(config: EngineConfig) -> None:
     """The engine process starts first; the web framework is imported while it loads the model."""
+    configure_logging("api", config.server.logs.log_level, config.server.logs.log_format)
     check_settings(config)
     if config.server.uds is None and config.server.host not in _LOOPBACK and not config.server.api_keys:
         logger.warning(

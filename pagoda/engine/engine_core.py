@@ -58,6 +58,8 @@ class EngineCore:
         self.facts = facts
         self._scheduler = scheduler
         self._executor = executor
+        self.scheduler_s = 0.0
+        """Seconds that planning and committing steps have taken."""
         self._clock = clock
         self._vocab_size = vocab_size
         self._depth = pipeline_depth
@@ -123,7 +125,9 @@ class EngineCore:
         """
         in_flight = self._in_flight
         if self._may_schedule() and (self._scheduler.has_unfinished_requests() or not in_flight):
+            began_s = self._clock.now()
             output = self._scheduler.schedule()
+            self.scheduler_s += self._clock.now() - began_s
             if not output.is_empty or _has_events(output):
                 in_flight.append(_InFlight(output, self._executor.submit(output)))
             elif not in_flight:
@@ -144,7 +148,10 @@ class EngineCore:
             logger.exception("step %d failed; its %d rows end with an error", step.output.step, len(step.output.rows))
             return self._scheduler.fail_step(step.output, f"the step failed: {type(error).__name__}: {error}")
         self._no_drafts_until = max(self._no_drafts_until, result.no_drafts_until)
-        return self._scheduler.update_from_output(step.output, result)
+        began_s = self._clock.now()
+        outputs = self._scheduler.update_from_output(step.output, result)
+        self.scheduler_s += self._clock.now() - began_s
+        return outputs
 
     def _may_schedule(self) -> bool:
         """Return whether another step may be scheduled before the oldest result is collected."""

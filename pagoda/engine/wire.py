@@ -102,7 +102,11 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot of the scheduler's gauges and counters; counters start at 0 with each engine process."""
+    """A snapshot of the scheduler's gauges and counters; counters start at 0 with each engine process.
+
+    num_steps, step_s: steps, and the time that the engine spent in them.   scheduler_s: that of it which the scheduler
+    took.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -110,6 +114,10 @@ class EngineStats(msgspec.Struct, frozen=True):
     kv_usage: float = 0.0
     num_free_blocks: int = 0
     num_preemptions: int = 0
+    num_swap_outs: int = 0
+    num_steps: int = 0
+    step_s: float = 0.0
+    scheduler_s: float = 0.0
     prefix_queries: int = 0
     prefix_hits: int = 0
     num_drafts: int = 0
@@ -120,15 +128,21 @@ class EngineStats(msgspec.Struct, frozen=True):
     waiting_adapters: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, stats: SchedulerStats) -> "EngineStats":
+    def of(
+        cls, stats: SchedulerStats, num_steps: int = 0, step_s: float = 0.0, scheduler_s: float = 0.0
+    ) -> "EngineStats":
         """Select the statistics that are exported as metrics."""
         return cls(
+            num_steps=num_steps,
+            step_s=step_s,
+            scheduler_s=scheduler_s,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             num_swapped=stats.num_swapped,
             kv_usage=stats.kv_usage,
             num_free_blocks=stats.num_free_blocks,
             num_preemptions=stats.preemptions,
+            num_swap_outs=stats.swap_outs,
             prefix_queries=stats.prefix_queries,
             prefix_hits=stats.prefix_hits,
             num_drafts=stats.drafts,

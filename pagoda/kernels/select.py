@@ -51,7 +51,9 @@ def select_ops(name: str, device: RunsKernels, max_model_len: int = 8192, batch_
     if chosen == "torch":
         return cast(Ops, TorchOps())
     try:
-        return cast(Ops, NativeOps(load(), device.threads))
+        library = load()
+        logger.info("kernels: native for %s, %d threads", library.isa, device.threads)
+        return cast(Ops, NativeOps(library, device.threads))
     except NativeUnavailable as error:
         if name == "native" or batch_invariant:
             raise ConfigError(f"{'kernels=native' if name == 'native' else 'batch_invariant'}: {error}") from error

@@ -1,9 +1,13 @@
 """Prometheus metrics, with the names that existing dashboards and load generators use."""
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from pagoda.base.outputs import RequestMetrics, RequestOutput
 from pagoda.core.request import Request
@@ -18,40 +22,42 @@ CACHE_LABELS = (
 FINISH_REASONS = ("stop", "length", "abort", "error")
 _LABELS = ("model_name", "engine")
 _SECONDS = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-    2560,
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
 )
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _COUNTS = (1, 2, 5, 10, 20)
+_PREEMPTIONS = (0, 1, 2, 5, 10)
+
+
+class Histogram:
+    """Counts values by bucket. Cheaper than the library's, which walks the buckets and takes locks for each value."""
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+        self.name = name
+        self._text = text
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+    def family(self, values: tuple[str, ...], name: str = "") -> Metric:
+        """Return it as Prometheus reads it.   values: of _LABELS.   name: another one for the same."""
+        family = HistogramMetricFamily(f"vllm:{name or self.name}", self._text, labels=_LABELS)
+        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
+        family.add_metric(values, list(zip(bounds, accumulate(self._counts), strict=True)), self.total)
+        return family
 
 
 class ServerMetrics:
     """The metrics of one engine. Requests update them as they run; the engine's gauges are read at each scrape.
 
-    stats: returns the engine's latest statistics.   cache_config: static labels of cache_config_info.
-    max_loras: adapters per step; 0 without adapters.   num_restarts: of the engine process so far.
+    For one event loop.   stats: returns the engine's latest statistics.   cache_config: static labels of
+    cache_config_info.   max_loras: adapters per step; 0 without adapters.   num_restarts: of the engine process so far.
     """
 
     def __init__(
@@ -63,69 +69,64 @@ class ServerMetrics:
         num_restarts: Callable[[], int] = lambda: 0,
     ) -> None:
         self.registry = CollectorRegistry()
+        self.stats = stats
         self._values = (model_name, "0")
-        self._model_name = model_name
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.")
-        self.prompt_tokens_cached = self._counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
-        self.request_success = Counter(
-            "vllm:request_success", "Requests ended, by reason.", (*_LABELS, "finished_reason"), registry=self.registry
+        self._cache_config = cache_config
+        self._max_loras = max_loras
+        self._num_restarts = num_restarts
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
+        # All series exist from the start: rate() misses the first event of a series that appears with it.
+        self._ended = Counter[str](dict.fromkeys(FINISH_REASONS, 0))
+        self._refused = Counter[str](dict.fromkeys(REJECTION_REASONS, 0))
+        self._http = Counter[tuple[str, str, str]]()
+        self._ttft = Histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
+        self._ttft_hit = Histogram(
+            "time_to_first_token_prefix_hit_seconds",
+            "Arrival to first token, of requests whose prompt began with a cached prefix.",
+            _SECONDS,
         )
-        self.rejections = Counter(
-            "vllm:admission_rejections",
-            "Requests rejected by admission, by reason.",
-            (*_LABELS, "reason"),
-            registry=self.registry,
+        self._itl = Histogram("inter_token_latency_seconds", "Gap between tokens.", _GAPS)
+        self._e2e = Histogram("e2e_request_latency_seconds", "Arrival to end.", _SECONDS)
+        self._queue = Histogram("request_queue_time_seconds", "Arrival to first step.", _SECONDS)
+        self._prefill = Histogram("request_prefill_time_seconds", "First step to first token.", _SECONDS)
+        self._decode = Histogram("request_decode_time_seconds", "First token to end.", _SECONDS)
+        self._inference = Histogram("request_inference_time_seconds", "First step to end.", _SECONDS)
+        self._prompt_len = Histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
+        self._output_len = Histogram("request_generation_tokens", "Output tokens per request.", _TOKENS)
+        self._params_n = Histogram("request_params_n", "n per request.", _COUNTS)
+        self._params_max_tokens = Histogram("request_params_max_tokens", "max_tokens per request.", _TOKENS)
+        self._preemptions = Histogram("request_num_preemptions", "Preemptions per request.", _PREEMPTIONS)
+        self.iteration_tokens = Histogram(
+            "iteration_tokens_total", "Tokens per step: those of prompts, and those sampled.", _STEP_TOKENS
         )
-        self.http_requests = Counter(
-            "http_requests",
-            "HTTP requests, by route and status.",
-            ("method", "handler", "status"),
-            registry=self.registry,
-        )
-        # Create all series now: rate() misses the first event of a series that appears with it.
-        for reason in REJECTION_REASONS:
-            self.rejections.labels(*self._values, reason)
-        for reason in FINISH_REASONS:
-            self.request_success.labels(*self._values, reason)
-        self._ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
-        self._itl = self._histogram("inter_token_latency_seconds", "Gap between tokens.", _GAPS)
-        self._tpot = self._histogram("time_per_output_token_seconds", "Gap between tokens (older name).", _GAPS)
-        self._e2e = self._histogram("e2e_request_latency_seconds", "Arrival to end.", _SECONDS)
-        self._queue = self._histogram("request_queue_time_seconds", "Arrival to first step.", _SECONDS)
-        self._prefill = self._histogram("request_prefill_time_seconds", "First step to first token.", _SECONDS)
-        self._decode = self._histogram("request_decode_time_seconds", "First token to end.", _SECONDS)
-        self._inference = self._histogram("request_inference_time_seconds", "First step to end.", _SECONDS)
-        self._prompt_len = self._histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
-        self._output_len = self._histogram("request_generation_tokens", "Output tokens per request.", _TOKENS)
-        self._params_n = self._histogram("request_params_n", "n per request.", _COUNTS)
-        self._params_max_tokens = self._histogram("request_params_max_tokens", "max_tokens per request.", _TOKENS)
-        self.iteration_tokens = self._histogram("iteration_tokens_total", "Tokens computed per step.", _STEP_TOKENS)
-        self.registry.register(_EngineCollector(self._values, stats, cache_config, max_loras, num_restarts))
+        self._histograms = [one for one in vars(self).values() if isinstance(one, Histogram)]
+        self.registry.register(self)
 
     def on_prompt(self, num_tokens: int, num_cached: int) -> None:
         """Count a prompt, of which `num_cached` tokens were found in the prefix cache."""
-        self.prompt_tokens.inc(num_tokens)
-        self.prompt_tokens_cached.inc(num_cached)
+        self.num_prompt_tokens += num_tokens
+        self.num_cached_tokens += num_cached
 
-    def on_first_token(self, seconds: float) -> None:
+    def on_first_token(self, seconds: float, is_hit: bool) -> None:
+        """Observe the time from arrival to first token.   is_hit: its prompt began with a cached prefix."""
         self._ttft.observe(seconds)
+        if is_hit:
+            self._ttft_hit.observe(seconds)
 
     def on_gap(self, seconds: float) -> None:
         """Observe the time between two tokens of one output."""
         self._itl.observe(seconds)
-        self._tpot.observe(seconds)
 
     def on_refusal(self, reason: str) -> None:
-        self.rejections.labels(*self._values, reason).inc()
+        self._refused[reason] += 1
 
     def on_http(self, method: str, handler: str, status: int) -> None:
         """Count an HTTP request.   handler: the route, as it is declared.   status: 499 if its client left first."""
-        self.http_requests.labels(method, handler, str(status)).inc()
+        self._http[method, handler, str(status)] += 1
 
     def on_finish(self, reason: str) -> None:
         """Count the end of one output of a request."""
-        self.request_success.labels(*self._values, reason).inc()
+        self._ended[reason] += 1
 
     def on_end(self, request: Request, num_output_tokens: int, times: RequestMetrics | None, now_s: float) -> None:
         """Observe the end of a request at `now_s`, successful or not.   times: its known timestamps."""
@@ -137,6 +138,7 @@ class ServerMetrics:
         self._e2e.observe(now_s - request.arrival_time_s)
         if times is None:
             return
+        self._preemptions.observe(times.num_preemptions)
         first_s = times.first_token_time
         if first_s is not None:
             self._decode.observe(now_s - first_s)
@@ -147,73 +149,28 @@ class ServerMetrics:
             self._prefill.observe(first_s - times.first_scheduled_time)
             self._inference.observe(now_s - times.first_scheduled_time)
 
-    def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"vllm:{name}", text, _LABELS, registry=self.registry).labels(*self._values)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"vllm:{name}", text, _LABELS, registry=self.registry, buckets=buckets).labels(*self._values)
-
-
-class RequestObserver:
-    """Updates the metrics for one request: call `on_delta` for each delta, then `on_end`."""
-
-    def __init__(self, metrics: ServerMetrics, request: Request) -> None:
-        self._metrics = metrics
-        self._request = request
-        self._last_s = 0.0
-        self._open = set(range(request.num_seqs))
-        self.num_output_tokens = 0
-
-    def on_delta(self, delta: RequestOutput, now_s: float) -> int:
-        """Observe a delta; return its number of tokens."""
-        metrics = self._metrics
-        count = 0
-        for part in delta.outputs:
-            new = len(part.token_ids)
-            count += new
-            if new and self.num_output_tokens:
-                metrics.on_gap((now_s - self._last_s) / new)
-            if part.finish_reason is not None and part.index in self._open:
-                self._open.discard(part.index)
-                metrics.on_finish(part.finish_reason)
-        if delta.pooled is not None:
-            metrics.on_prompt(self._request.num_prompt_tokens, delta.num_cached_tokens or 0)
-        if count:
-            if not self.num_output_tokens:
-                metrics.on_first_token(now_s - self._request.arrival_time_s)
-                metrics.on_prompt(self._request.num_prompt_tokens, delta.num_cached_tokens or 0)
-            metrics.generation_tokens.inc(count)
-            self.num_output_tokens += count
-            self._last_s = now_s
-        return count
-
-    def on_end(self, last: RequestOutput | None, now_s: float) -> None:
-        """Observe the end of the request; count unfinished outputs as aborted.   last: the last delta, if any."""
-        for _ in self._open:
-            self._metrics.on_finish("abort")
-        self._open.clear()
-        self._metrics.on_end(self._request, self.num_output_tokens, last.metrics if last is not None else None, now_s)
-
-
-class _EngineCollector:
-    """Exports the gauges and counters that the scheduler keeps."""
-
-    def __init__(
-        self,
-        values: tuple[str, str],
-        stats: Callable[[], EngineStats],
-        cache_config: dict[str, str],
-        max_loras: int,
-        num_restarts: Callable[[], int],
-    ) -> None:
-        self._values = values
-        self._num_restarts = num_restarts
-        self._max_loras = max_loras
-        self._stats = stats
-        self._cache_config = cache_config
-
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
+        """Iterate over everything, as Prometheus reads it."""
+        stats = self.stats()
+        for name, text, count in (
+            ("prompt_tokens", "Prompt tokens processed.", self.num_prompt_tokens),
+            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self.num_cached_tokens),
+            ("generation_tokens", "Tokens generated.", self.num_output_tokens),
+            ("engine_restarts", "Restarts of the engine process.", self._num_restarts()),
+            ("engine_steps", "Steps of the engine.", stats.num_steps),
+            ("engine_step_seconds", "Time that the engine spent in steps.", stats.step_s),
+            ("engine_scheduler_seconds", "Time that planning and committing of steps took.", stats.scheduler_s),
+            ("num_preemptions", "Preemptions.", stats.num_preemptions),
+            ("num_swap_outs", "Requests whose KV was moved to host memory.", stats.num_swap_outs),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries),
+            ("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits),
+            ("spec_decode_num_drafts", "Drafts verified.", stats.num_drafts),
+            ("spec_decode_num_draft_tokens", "Draft tokens verified.", stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.num_accepted_tokens),
+        ):
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+            counter.add_metric(self._values, count)
+            yield counter
         for name, text, value in (
             ("num_requests_running", "Requests in the running queue.", stats.num_running),
             ("num_requests_waiting", "Requests in the waiting queue.", stats.num_waiting),
@@ -224,26 +181,21 @@ class _EngineCollector:
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)
             gauge.add_metric(self._values, value)
             yield gauge
-        for name, text, value in (
-            ("engine_restarts", "Restarts of the engine process.", self._num_restarts()),
-            ("num_preemptions", "Preemptions.", stats.num_preemptions),
-            ("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries),
-            ("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits),
-            ("spec_decode_num_drafts", "Drafts verified.", stats.num_drafts),
-            ("spec_decode_num_draft_tokens", "Draft tokens verified.", stats.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.num_accepted_tokens),
-        ):
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
-            counter.add_metric(self._values, value)
-            yield counter
-        by_position = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by position in the draft.",
-            labels=(*_LABELS, "position"),
+        yield self._labelled("vllm:request_success", "Outputs ended, by reason.", "finished_reason", self._ended)
+        rejected = "Requests rejected by admission, by reason."
+        yield self._labelled("vllm:admission_rejections", rejected, "reason", self._refused)
+        by_position = {str(at): count for at, count in enumerate(stats.accepted_tokens_per_pos or (0,))}
+        accepted = "Draft tokens accepted, by position in the draft."
+        yield self._labelled("vllm:spec_decode_num_accepted_tokens_per_pos", accepted, "position", by_position)
+        for histogram in self._histograms:
+            yield histogram.family(self._values)
+        yield self._itl.family(self._values, "time_per_output_token_seconds")  # its older name
+        http = CounterMetricFamily(
+            "http_requests", "HTTP requests, by route and status.", labels=("method", "handler", "status")
         )
-        for position, accepted in enumerate(stats.accepted_tokens_per_pos or (0,)):
-            by_position.add_metric((*self._values, str(position)), accepted)
-        yield by_position
+        for labels, count in self._http.items():
+            http.add_metric(labels, count)
+        yield http
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache's settings.", labels=("engine", *self._cache_config)
         )
@@ -257,3 +209,57 @@ class _EngineCollector:
         names = [",".join(adapters) for adapters in (stats.waiting_adapters, stats.running_adapters)]
         lora.add_metric((str(self._max_loras), *names), 1)
         yield lora
+
+    def _labelled(self, name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
+        """Return a counter with a label of its own."""
+        family = CounterMetricFamily(name, text, labels=(*_LABELS, label))
+        for value, count in counts.items():
+            family.add_metric((*self._values, value), count)
+        return family
+
+
+class RequestObserver:
+    """Updates the metrics for one request: call `on_delta` for each delta, then `on_end`."""
+
+    def __init__(self, metrics: ServerMetrics, request: Request) -> None:
+        self._metrics = metrics
+        self._request = request
+        self._last_s = 0.0
+        self._open = set(range(request.num_seqs))
+        self.num_output_tokens = 0
+        self.finish_reasons: list[str] = []
+
+    def on_delta(self, delta: RequestOutput, now_s: float) -> int:
+        """Observe a delta; return its number of tokens."""
+        metrics = self._metrics
+        count = 0
+        for part in delta.outputs:
+            new = len(part.token_ids)
+            count += new
+            if new and self.num_output_tokens:
+                metrics.on_gap((now_s - self._last_s) / new)
+            if part.finish_reason is not None and part.index in self._open:
+                self._open.discard(part.index)
+                self._finish(part.finish_reason)
+        if delta.pooled is not None:
+            metrics.on_prompt(self._request.num_prompt_tokens, delta.num_cached_tokens or 0)
+        if count:
+            if not self.num_output_tokens:
+                num_cached = delta.num_cached_tokens or 0
+                metrics.on_first_token(now_s - self._request.arrival_time_s, num_cached > 0)
+                metrics.on_prompt(self._request.num_prompt_tokens, num_cached)
+            metrics.num_output_tokens += count
+            self.num_output_tokens += count
+            self._last_s = now_s
+        return count
+
+    def on_end(self, last: RequestOutput | None, now_s: float) -> None:
+        """Observe the end of the request; count unfinished outputs as aborted.   last: the last delta, if any."""
+        for _ in self._open:
+            self._finish("abort")
+        self._open.clear()
+        self._metrics.on_end(self._request, self.num_output_tokens, last.metrics if last is not None else None, now_s)
+
+    def _finish(self, reason: str) -> None:
+        self._metrics.on_finish(reason)
+        self.finish_reasons.append(reason)

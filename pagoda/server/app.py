@@ -4,7 +4,6 @@ import asyncio
 import logging
 import signal
 import socket
-import sys
 from importlib.metadata import version
 from types import FrameType
 
@@ -18,7 +17,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagoda.base.allocator import keep_objects
+from pagoda.base.logs import FIELDS
 from pagoda.base.server_config import ServerConfig
+from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server import chat, completions, errors, operations, pooling
 from pagoda.server.errors import ApiError
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
@@ -57,6 +58,8 @@ def _without_prefix(prefix: str, app: ASGIApp) -> ASGIApp:
 
     return answer if prefix else app
 
+
+logger = logging.getLogger("pagoda.server")
 
 ENDPOINTS = tuple(endpoint for part in (chat, completions, pooling, operations) for endpoint in part.router.endpoints)
 
@@ -101,11 +104,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        print(
-            f"pagoda {version('pagoda-llm')} ready at {self._url}  (docs at {self._url}/docs)",
-            file=sys.stderr,
-            flush=True,
-        )
+        logger.info("pagoda %s ready at %s  (docs at %s/docs)", version("pagoda-llm"), self._url, self._url)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # uvicorn's own handler would raise the signal again after the drain, before the engine is shut down.
@@ -125,20 +124,26 @@ class _Server(uvicorn.Server):
 
     async def _drain_then_exit(self) -> None:
         drain = self._state.drain
+        logger.info(
+            "shutting down: new requests get 503, %d in progress may take another %g s",
+            drain.num_held,
+            self._drain_timeout_s,
+        )
         if not await drain.wait_until_idle(self._drain_timeout_s):
+            logger.warning("%d requests did not end in time and are aborted", drain.num_held)
             text = "the server is shutting down; the request was aborted before it was complete"
             self._state.generator.llm.fail_running(ApiError(503, text, retry_after_s=RETRY_AFTER_S))
             if not await drain.wait_until_idle(LAST_ANSWERS_S):
                 # The remaining ones are streams whose clients do not read, and requests that have not started to run.
                 drain.cancel_rest()
                 await drain.wait_until_idle(LAST_ANSWERS_S)
+        logger.info("drained: the server ends")
         self.should_exit = True
 
 
 async def serve(state: ServerState, config: ServerConfig, listener: socket.socket) -> None:
     """Serve on `listener` until a signal; return when drained. Raises WorkerDied if the engine cannot be restarted."""
-    if config.access_log:
-        _log_plainly("pagoda.access", sys.stdout)
+    logging.getLogger("pagoda.access").disabled = not config.logs.access_log
     host = f"[{config.host}]" if ":" in config.host else config.host
     where = f"{host}:{listener.getsockname()[1]}" if config.uds is None else f"unix:{config.uds}:"
     url = f"{'https' if config.tls.ssl_certfile else 'http'}://{where}{config.root_path}"
@@ -154,6 +159,7 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
             timeout_graceful_shutdown=1,
             ssl_certfile=config.tls.ssl_certfile,
             ssl_keyfile=config.tls.ssl_keyfile,
+            log_config=None,
             log_level="error",  # its warnings tell what a client did wrong, once per request
             access_log=False,
             server_header=False,
@@ -164,11 +170,13 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
         config.server_timeouts.drain_timeout_s,
     )
     watch = asyncio.create_task(_end_with_engine(server, state))
+    report = asyncio.create_task(_report_load(state.generator.metrics))
     keep_objects()
     try:
         await server.serve(sockets=[listener])
     finally:
         watch.cancel()
+        report.cancel()
         state.generator.llm.text.close()
     if state.engine is not None and state.engine.died is not None:
         raise state.engine.died
@@ -192,11 +200,30 @@ async def _end_with_engine(server: _Server, state: ServerState) -> None:
             task.cancel()
 
 
-def _log_plainly(name: str, stream: "object") -> None:
-    """Configure a logger whose lines consist only of the message."""
-    logger = logging.getLogger(name)
-    handler = logging.StreamHandler(stream)  # type: ignore[type-var]
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
+async def _report_load(metrics: ServerMetrics, interval_s: float = 10.0) -> None:
+    """Log a line for every `interval_s` in which there was work, until cancelled."""
+
+    def counts() -> tuple[int, int, int, int]:
+        stats = metrics.stats()
+        return metrics.num_prompt_tokens, metrics.num_output_tokens, stats.prefix_queries, stats.prefix_hits
+
+    before = counts()
+    while True:
+        await asyncio.sleep(interval_s)
+        now, stats = counts(), metrics.stats()
+        prompt, output, looked_up, found = (max(0, new - old) for new, old in zip(now, before, strict=True))
+        before = now
+        if prompt or output or stats.num_running or stats.num_waiting or stats.num_swapped:
+            fields = {
+                "prompt_tokens_per_s": round(prompt / interval_s, 1),
+                "output_tokens_per_s": round(output / interval_s, 1),
+                "running": stats.num_running,
+                "waiting": stats.num_waiting + stats.num_swapped,
+                "kv_cache_usage": round(stats.kv_usage, 3),
+                "prefix_hit_rate": round(found / looked_up, 3) if looked_up else 0.0,
+            }
+            text = (
+                "load: {prompt_tokens_per_s} prompt and {output_tokens_per_s} output tokens/s, {running} running, "
+                "{waiting} waiting, KV cache {kv_cache_usage:.1%} full, prefix hits {prefix_hit_rate:.1%}"
+            )
+            logger.info("%s", text.format(**fields), extra={FIELDS: fields})

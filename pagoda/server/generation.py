@@ -149,15 +149,16 @@ class Generation:
         self.num_output_tokens = 0
         self.num_reasoning_tokens: int | None = None  # None: of a model without reasoning
         self.last: list[RequestOutput | None] = [None] * len(requests)
+        self._reasons: list[str] = []  # why outputs ended
         self._generator = generator
         self._timings: dict[str, Any] = http.scope["state"]["timings"]
         self.key: str = http.scope["state"]["key"]
         self._place = place
 
     def close(self) -> None:
-        """Release its admission and record its timings. Idempotent; `outputs` must not be running."""
+        """Release its admission and record what the access log says. Idempotent; `outputs` must not be running."""
         self._place.close()
-        self._timings.update(msgspec.to_builtins(self.timings))
+        self._timings.update(msgspec.to_builtins(self.timings), finish_reason="+".join(dict.fromkeys(self._reasons)))
 
     def outputs(self) -> "contextlib.aclosing[AsyncGenerator[tuple[int, RequestOutput], None]]":
         """Iterate over (index of the prompt, delta); prompts interleave. Leaving the block aborts unfinished requests.
@@ -195,6 +196,7 @@ class Generation:
         finally:
             if has_run:
                 observed.on_end(self.last[index], time.perf_counter())
+                self._reasons += observed.finish_reasons
 
     async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         # One slot per prompt: backpressure from a slow reader reaches all of them.

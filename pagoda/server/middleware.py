@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-import json
 import logging
 import re
 import time
@@ -18,14 +17,15 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagoda.base.logs import FIELDS
 from pagoda.base.server_config import MAX_HELD_BODY_BYTES, ServerConfig
 from pagoda.server.errors import error_response
-from pagoda.server.routing import OPEN_PATHS
+from pagoda.server.routing import HEALTH_PATHS, OPEN_PATHS
 
 RETRY_AFTER_S = 5
 """Retry-After: by then, this server may have been restarted, or a load balancer has switched to another."""
 
-OPEN_WHILE_DRAINING = frozenset({"/health", "/ping", "/metrics", "/load", "/version", "/abort_requests"})
+OPEN_WHILE_DRAINING = HEALTH_PATHS | {"/metrics", "/load", "/version", "/abort_requests"}
 """Routes for observing or shortening the drain."""
 
 
@@ -41,6 +41,11 @@ class Drain:
         self._tasks: set[asyncio.Task[object]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def num_held(self) -> int:
+        """How many requests are in progress."""
+        return len(self._tasks)
 
     def begin(self) -> None:
         """Refuse new requests from now on. Idempotent."""
@@ -89,7 +94,8 @@ class AccessLog:
     """Outermost layer of the app: gives every request an id, and logs a line when it has ended.
 
     Sets in scope["state"]: request_id, key and is_admin (see Gate), and timings (a dict that routes may fill). What
-    routes note there as ignored_fields becomes the header x-ignored-fields. A slash at the end of a path is dropped.
+    routes note there as ignored_fields becomes the header x-ignored-fields; client_left: the client left during a
+    stream. A slash at the end of a path is dropped.
     on_end: called with the method, the route and the status of every request.
     """
 
@@ -122,7 +128,7 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            status = status or CLIENT_CLOSED
+            status = CLIENT_CLOSED if state.get("client_left") else status or CLIENT_CLOSED
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._on_end(method, state.get("route", "none"), status)
             _log(scope, state, status, time.perf_counter() - began_s)
@@ -250,15 +256,29 @@ def _shutting_down() -> ASGIApp:
 
 
 def _log(scope: Scope, state: dict[str, Any], status: int, duration_s: float) -> None:
-    if access_log.isEnabledFor(logging.INFO):
-        line = {
-            "request_id": state["request_id"],
-            "client": (scope.get("client") or ("",))[0],
-            "key": state["key"],
-            "method": scope["method"],
-            "path": scope["path"],
-            "status": status,
-            "duration_ms": round(duration_s * 1e3, 1),
-            **state["timings"],
-        }
-        access_log.info(json.dumps(line))
+    level = logging.DEBUG if status < 400 and scope["path"] in _PROBED else logging.INFO
+    if not access_log.isEnabledFor(level):
+        return
+    fields = {
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": status,
+        "duration_ms": round(duration_s * 1e3, 1),
+        **state["timings"],
+        "request_id": state["request_id"],
+        "client": (scope.get("client") or ("",))[0],
+        "key": state["key"],
+    }
+    access_log.log(level, "%s", _line(fields), extra={FIELDS: fields})
+
+
+_PROBED = HEALTH_PATHS | {"/metrics", "/load"}
+"""Paths that machines ask for again and again: a success is only logged with --log-level debug."""
+_NOT_NAMED = ("method", "path", "status", "duration_ms")
+
+
+def _line(fields: dict[str, Any]) -> str:
+    """Return the line of the access log for people: `POST /v1/completions 200 in 12.3 ms, model=m, ...`."""
+    begin = f"{fields['method']} {fields['path'][:200]} {fields['status']} in {fields['duration_ms']} ms"
+    named = (f"{name}={value}" for name, value in fields.items() if name not in _NOT_NAMED and value != "")
+    return ", ".join((begin, *named))

@@ -36,22 +36,29 @@ from pagoda.server.state import ServerState, state_of
 
 router = Router()
 
-# An engine with work but no new step for this long is reported as stuck (the supervisor kills it later).
-STUCK_AFTER_S = 30.0
 
-
-@router.get("/health", errors={503: ERRORS[503]})
-@router.get("/ping", errors={503: ERRORS[503]})
-async def health(http: Request) -> Response:
-    """200 while requests can make progress; 503 while the engine is down, starting or stuck, or the server drains."""
+@router.get("/livez", errors={503: ERRORS[503]})
+async def liveness(http: Request) -> Response:
+    """200 while the server does its work or can come back to it by itself; 503 if only a restart would help."""
     state = state_of(http)
     if state.generator.llm.died is not None:  # the engine is gone, or its outputs cannot be read any more
         return error_response(503, f"no request can be served any more: {state.generator.llm.died}")
     if state.engine is not None and state.engine.died is not None:
         return error_response(503, f"the engine cannot be restarted: {state.engine.died}")
+    return Response()
+
+
+@router.get("/readyz", errors={503: ERRORS[503]})
+@router.get("/health", errors={503: ERRORS[503]})
+@router.get("/ping", errors={503: ERRORS[503]})
+async def readiness(http: Request) -> Response:
+    """200 while requests can make progress; 503 while the engine is down, starting or stuck, or the server drains."""
+    state = state_of(http)
+    if (dead := await liveness(http)).status_code != 200:
+        return dead
     if state.engine is not None and not state.engine.is_up:
         return error_response(503, "the engine process is starting", retry_after_s=2)
-    if state.engine is not None and state.engine.stuck_for_s() > STUCK_AFTER_S:
+    if state.engine is not None and state.engine.is_stuck:
         return error_response(503, "the engine has made no progress for too long", retry_after_s=5)
     if state.drain.is_draining:
         return error_response(503, "the server is shutting down", retry_after_s=RETRY_AFTER_S)

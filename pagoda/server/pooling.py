@@ -162,7 +162,9 @@ async def _read(http: Request, kind: type[B], id_prefix: str) -> Call[B]:
     """Read the request's body. Raises RequestError, or ApiError (404) for a model that is not served."""
     state = state_of(http)
     body = await state.bodies.read(http, kind)
-    return Call(http, state, body, state.adapter_of(body.model), id_prefix)
+    lora = state.adapter_of(body.model)
+    http.scope["state"]["timings"]["model"] = body.model or state.model_names[0]
+    return Call(http, state, body, lora, id_prefix)
 
 
 async def _score(

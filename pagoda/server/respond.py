@@ -102,6 +102,7 @@ async def respond(http: Request, kind: type[S], api: TextApi[S]) -> Response:
     state = state_of(http)
     body = await state.bodies.read(http, kind)
     lora = state.adapter_of(body.model)
+    http.scope["state"]["timings"]["model"] = body.model or state.model_names[0]
     with state.generator.admitted(http, body.num_prompts * body.num_outputs) as place:
         prepared = await api.prepare(http, state, body)
         # Chosen only now: while the prompt was rendered, another request may have taken the same header's id.

@@ -66,6 +66,7 @@ class EventStream(Response):
         gone = asyncio.create_task(_wait_until_gone(receive))
         try:
             await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
+            scope["state"]["client_left"] = not pump.done()
         finally:
             for task in (pump, gone):
                 task.cancel()

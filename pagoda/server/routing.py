@@ -21,7 +21,8 @@ from pagoda.server.pooling_bodies import POOLING_BODIES
 from pagoda.server.protocol import REQUEST_BODIES, ChatMessage
 
 Handler = Callable[[Request], Awaitable[Response]]
-OPEN_PATHS = frozenset({"/health", "/ping", "/docs", "/openapi.json"})
+HEALTH_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
+OPEN_PATHS = HEALTH_PATHS | {"/docs", "/openapi.json"}
 """Paths that need no key: a browser that opens the documentation cannot send one."""
 
 ERRORS: Mapping[int, str] = {

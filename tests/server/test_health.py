@@ -28,9 +28,7 @@ def test_health_is_503_once_outputs_can_no_longer_be_read(
         client = InlineClient(fake_core)
         await client.start()
         async with AsyncEngine(client, byte_inputs()) as llm, contextlib.AsyncExitStack() as stack:
-            process = SimpleNamespace(
-                died=None, is_up=True, stuck_for_s=lambda: 0.0
-            )  # an engine process in best health
+            process = SimpleNamespace(died=None, is_up=True, is_stuck=False)  # an engine process in best health
             generator = SimpleNamespace(llm=llm, metrics=SimpleNamespace(on_http=lambda *_: None))
             state: Any = SimpleNamespace(generator=generator, engine=process, drain=Drain())
             transport = httpx.ASGITransport(create_app(state, ServerConfig()))
@@ -49,8 +47,33 @@ def test_health_is_503_once_outputs_can_no_longer_be_read(
             monkeypatch.setattr(llm._outputs, "process", broken)
             with pytest.raises(WorkerDied):
                 await ask()
-            for path in ("/health", "/ping"):
+            for path in ("/health", "/ping", "/readyz", "/livez"):
                 answer = await http.get(path)
                 assert (answer.status_code, "a defect" in answer.json()["error"]["message"]) == (503, True)
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_server_that_starts_stalls_or_drains_is_alive_but_not_ready() -> None:
+    async def main() -> None:
+        well = {"died": None, "is_up": True, "is_stuck": False}
+        llm = SimpleNamespace(died=None)
+        generator = SimpleNamespace(llm=llm, metrics=SimpleNamespace(on_http=lambda *_: None))
+        state: Any = SimpleNamespace(generator=generator, engine=None, drain=Drain())
+        transport = httpx.ASGITransport(create_app(state, ServerConfig()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+
+            async def status(path: str) -> int:
+                return (await http.get(path)).status_code
+
+            for change in ({"is_up": False}, {"is_stuck": True}):
+                state.engine = SimpleNamespace(**well | change)
+                assert (await status("/livez"), await status("/readyz")) == (200, 503), change
+            state.engine = SimpleNamespace(**well)
+            assert (await status("/livez"), await status("/readyz")) == (200, 200)
+            state.drain.begin()
+            assert (await status("/livez"), await status("/readyz")) == (200, 503)
+            state.engine = SimpleNamespace(**well | {"died": WorkerDied("x")})
+            assert (await status("/livez"), await status("/readyz")) == (503, 503)
+
+    asyncio.run(main())

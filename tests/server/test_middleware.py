@@ -1,7 +1,6 @@
 """The layers around any app: ids and the log, keys and limits."""
 
 import asyncio
-import json
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from pagoda.base.logs import FIELDS
 from pagoda.base.server_config import ServerConfig, ServerLimits
 from pagoda.server import middleware
 from pagoda.server.app import create_app
@@ -110,7 +110,7 @@ def test_the_bodies_held_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
 def test_one_line_in_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="pagoda.access")
     call(gate("k"), headers={"Authorization": "Bearer k", "X-Request-Id": "abc"})
-    (line,) = [json.loads(r.message) for r in caplog.records if r.name == "pagoda.access"]
+    (line,) = [getattr(r, FIELDS) for r in caplog.records if r.name == "pagoda.access"]
     assert (line["request_id"], line["status"], line["tokens"], line["path"]) == ("abc", 200, 3, "/x")
     assert "k" != line["key"] != ""
 
@@ -125,6 +125,6 @@ def test_an_unexpected_error_leaves_through_all_layers(caplog: pytest.LogCapture
     answer = call(app, "GET", "/v1/models", headers={"Origin": "https://a.example", "X-Request-Id": "abc"})
     assert answer.json()["error"]["type"] == "internal_server_error"
     assert (answer.headers["x-request-id"], answer.headers["access-control-allow-origin"]) == ("abc", "*")
-    (line,) = [json.loads(r.message) for r in caplog.records if r.name == "pagoda.access"]
+    (line,) = [getattr(r, FIELDS) for r in caplog.records if r.name == "pagoda.access"]
     assert line["status"] == 500
     assert counted == [("GET", "/v1/models", 500)]

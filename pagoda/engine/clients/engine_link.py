@@ -10,13 +10,14 @@ import zmq.asyncio
 
 from pagoda.base.child_process import RendezvousDir, children_of, cpu_s_of, end_child, start_child
 from pagoda.base.config import EngineConfig
-from pagoda.base.watchdog import Watchdog
+from pagoda.base.watchdog import SLOW_STEPS, Watchdog
 from pagoda.engine import wire
 from pagoda.engine.flight_recorder import FlightRecorder
 
 logger = logging.getLogger("pagoda.engine")
 
 WATCH_INTERVAL_S = 0.1
+STUCK_AFTER_S = 30.0  # without progress an engine is reported as stuck, before it counts as hung
 FINAL_MESSAGES_S = 0.05  # a dead engine's last messages may still be on their way
 
 # More rows than any scheduler has. Too few would only mean missing suspects after a crash.
@@ -138,6 +139,11 @@ class EngineLink:
     def stuck_for_s(self) -> float:
         """Seconds since the engine made progress, or 0 while it has no work."""
         return time.monotonic() - self._watchdog.progress_at_s
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the engine has work and has made no progress for longer than its steps can explain."""
+        return self.stuck_for_s() > max(STUCK_AFTER_S, SLOW_STEPS * self._watchdog.longest_s)
 
     async def _wait_for_end(self) -> bool:
         """Wait until the process has ended (return False), or has work but makes no progress (return True)."""

@@ -128,10 +128,11 @@ class ProcessClient:
         link = self._supervisor.link
         return link.process.process.pid if link is not None else None
 
-    def stuck_for_s(self) -> float:
-        """Seconds since the engine made progress, or 0 while it has no work."""
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the engine has work and has made no progress for longer than its steps can explain."""
         link = self._supervisor.link
-        return link.stuck_for_s() if link is not None else 0.0
+        return link is not None and link.is_stuck
 
     async def wait_until_gone(self) -> None:
         """Wait until no engine can be started any more (see `died`), or until after `shutdown`."""

@@ -259,9 +259,9 @@ def test_the_engine_process_logs_with_time_level_and_process(capfd: pytest.Captu
         await collect(llm, "a", max_tokens=3)
 
     run(work)
-    lines = [line for line in capfd.readouterr().err.splitlines() if "ready in" in line]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "KV cache: " in line]
     assert len(lines) == 1
-    assert re.match(rf"\d{{4}}-\d\d-\d\d [\d:,]+ INFO engine\[{pids[0]}\] pagoda: ", lines[0])
+    assert re.match(rf"\d{{4}}-\d\d-\d\d [\d:.]+ INFO engine\[{pids[0]}\] KV cache: ", lines[0])
 
 
 def test_aborts_reach_every_restarted_engine() -> None:

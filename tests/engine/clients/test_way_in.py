@@ -53,7 +53,7 @@ async def assert_clean(llm: AsyncEngine, client: ProcessClient, clock: HurriedCl
     assert llm._outputs.live_ids == []
     assert llm._readers == {}
     clock.ahead_s += 2 * STEP_TIMEOUT_S
-    while client.stuck_for_s() > STEP_TIMEOUT_S:  # the watch has not looked yet
+    while client._supervisor.link.stuck_for_s() > STEP_TIMEOUT_S:  # the watch has not looked yet
         await asyncio.sleep(0.01)
     assert client._supervisor.link is not None
     assert client._supervisor.link.is_idle
