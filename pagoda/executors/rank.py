@@ -20,6 +20,7 @@ import zmq
 
 from pagoda.base.child_process import RendezvousDir, be_killed_with_parent, end_with_parent, read_start
 from pagoda.base.errors import PagodaError
+from pagoda.base.logs import configure_logging
 from pagoda.core.executor import CALLS, Capacity, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.wire import make_decoder, make_encoder
@@ -207,12 +208,8 @@ def main(make: Callable[[RankStart], tuple[RankExecutor, str]] = make_executor) 
     if data is None:
         return
     start = make_decoder(RankStart).decode(data)
-    logging.basicConfig(
-        format=f"%(asctime)s %(levelname)s rank {start.place.number}[%(process)d] %(name)s: %(message)s",
-        stream=sys.stderr,
-        level=logging.WARNING,
-    )
-    logging.getLogger("pagoda").setLevel(logging.INFO)
+    logs = start.config.server.logs
+    configure_logging(f"rank{start.place.number}", logs.log_level, logs.log_format)
     end_with_parent(stdin, RendezvousDir(start.folder).remove if start.folder is not None else lambda: None)
     run_rank(start, make, on_loaded=lambda: be_killed_with_parent(stdin.fileno()))
 
