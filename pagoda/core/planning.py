@@ -25,7 +25,7 @@ from pagoda.core.step_plan import StepPlan
 
 def run_running(state: SchedulerState, plan: StepPlan) -> None:
     """Plan the rows of the running batch."""
-    if state.batch.plan_steady_step(plan):
+    if plan.most_decodes is None and state.batch.plan_steady_step(plan):
         return
     if state.encoder.has_rows or not _run_batch(state, plan):
         _run_row_by_row(state, plan)

@@ -100,11 +100,13 @@ class Chunk:
 
 
 def narrow_budgets(state: SchedulerState, plan: StepPlan) -> None:
-    """Lower the budgets of a step that is opened, as far as the settings for long prompts say.
+    """Lower the budgets of a step that is opened, as far as the settings for stages and for long prompts say.
 
     A prompt that is alone delays no other, and is not capped.
     """
     config = state.config
+    if config.num_stages > 1:
+        plan.most_decodes = -(-len(state.batch.running.rows) // config.num_stages)
     if not state.cuts_prompts:
         return
     if config.long_prefill_token_threshold and len(state.requests) > 1:
@@ -125,9 +127,11 @@ def fit_chunk(
         num_new = min(num_new, _cap_of(state, plan, request, row, start))
     if plan.prompt_budget is not None and not _decodes(state, plan, row):
         num_new = min(num_new, plan.prompt_budget)
+    if plan.most_decodes is not None and _decodes(state, plan, row) and len(plan.decodes) >= plan.most_decodes:
+        return Chunk(0)
     budget = plan.budget
     if row >= 0 and row in state.batch.prefilling:
-        budget -= _num_kept_after(state, row)
+        budget -= _num_kept_after(state, plan, row)
     if num_new > budget:
         num_new = budget if _may_cut(state, request, start + num_new) else 0
     if num_new <= 0:
@@ -138,6 +142,7 @@ def fit_chunk(
 
 def fit_chunks(state: SchedulerState, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> np.ndarray:
     """`fit_chunk` for all running rows, in running order, of which none is placed yet and none needs the encoder."""
+    num_new = _within_decodes(state, plan, rows, num_new)
     if plan.row_cap:  # drafts are not capped
         num_new = np.minimum(num_new, np.maximum(plan.row_cap, 1 + state.drafts.num_offered[rows]))
     if plan.prompt_budget is not None:
@@ -158,6 +163,8 @@ def place_chunk(
 ) -> None:
     """The row computes the chunk."""
     plan.place(row, start, chunk.num_new)
+    if plan.most_decodes is not None and _decodes(state, plan, row):
+        plan.decodes.add(row)
     if plan.prompt_budget is not None and not _decodes(state, plan, row):
         plan.take_prompt_tokens(row, chunk.num_new)
     if chunk.media is not None:
@@ -187,6 +194,14 @@ def _decodes(state: SchedulerState, plan: StepPlan, row: int) -> bool:
     return row >= 0 and row not in state.batch.prefilling and row not in plan.entering
 
 
+def _within_decodes(state: SchedulerState, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> np.ndarray:
+    """Return what running `rows` want with 0 for those that decode after the first `most_decodes`; int32 [num_rows]."""
+    if plan.most_decodes is None:
+        return num_new
+    decodes = (num_new > 0) & ~np.isin(rows, list(state.batch.prefilling))
+    return np.where(decodes & (np.cumsum(decodes) > plan.most_decodes), 0, num_new)
+
+
 def _where_prompts(state: SchedulerState, rows: np.ndarray) -> list[int]:
     """Return where rows that are mid-prompt are in `rows`."""
     prefilling = state.batch.prefilling
@@ -213,10 +228,11 @@ def _leave_room(state: SchedulerState, budget: int, rows: np.ndarray, num_new: n
     return cut
 
 
-def _num_kept_after(state: SchedulerState, row: int) -> int:
+def _num_kept_after(state: SchedulerState, plan: StepPlan, row: int) -> int:
     """Return the tokens that the prompt of `row` leaves."""
     rows = state.batch.running.rows
-    kept = _kept(state, rows, state.drafts.num_wanted(rows, state.table.num_computed[rows]))
+    wanted = state.drafts.num_wanted(rows, state.table.num_computed[rows])
+    kept = _kept(state, rows, _within_decodes(state, plan, rows, wanted))
     return int(kept[int(np.flatnonzero(rows == row)[0]) :].sum())
 
 

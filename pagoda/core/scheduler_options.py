@@ -12,6 +12,8 @@ class SchedulerOptions:
     prefix_hash_seed: seed of the prefix-cache hashes; None draws a secret one.
     pipeline_depth: steps scheduled before the first result is back.   async_scheduling: tokens in flight count as
     known.
+    num_stages: workers that compute a step one after the other: a step decodes a share of the rows, so that as many
+    steps can be in flight.
     has_followers: some workers do not sample: steps carry the tokens that earlier ones decided.
     num_lookahead_slots: KV slots reserved ahead of each sequence.
     max_loras: distinct adapters per step.   encoder_budget, encoder_cache_tokens: encoder tokens computed per step, and
@@ -35,6 +37,7 @@ class SchedulerOptions:
     evict_for_priority: bool = False
     prefix_hash_seed: int | None = None
     pipeline_depth: int = 1
+    num_stages: int = 1
     has_followers: bool = False
     num_lookahead_slots: int = 0
     max_loras: int = 0

@@ -25,6 +25,7 @@ class StepPlan:
     budget, encoder_budget: tokens left.   now_s: when it was opened.
     row_cap: most tokens of a prompt that one row gets, 0 for no cap.
     prompt_budget: tokens left for prompts, None for no limit of their own.   prompts: row -> tokens taken of it.
+    most_decodes: rows that may decode, None for all.   decodes: rows placed one by one that do, if there is a limit.
     bulk_*: rows placed by numpy.   placed: row -> (start, num_new), placed one by one.
     entering: row -> (kind, computed tokens), of rows that workers get to know in this step.
     is_steady: the bulk rows are a steady step, whose `at`, `ends` and `sample_index` are known.
@@ -36,6 +37,7 @@ class StepPlan:
 
     row_cap = 0
     prompt_budget: int | None = None
+    most_decodes: int | None = None
     num_scheduled = 0
     is_steady = False
     bulk_rows = bulk_start = bulk_new = NO_INTS
@@ -62,6 +64,7 @@ class StepPlan:
         self.now_s = now_s
         self.placed: dict[int, tuple[int, int]] = {}
         self.prompts: dict[int, int] = {}
+        self.decodes: set[int] = set()
         self.drafts: dict[int, np.ndarray] = {}
         self.encoder_runs: dict[int, list[EncoderRun]] = {}
         self.entering: dict[int, tuple[AdmitKind, int]] = {}
@@ -113,6 +116,7 @@ class StepPlan:
         self.num_scheduled -= returned
         if self.prompt_budget is not None:
             self.prompt_budget += self.prompts.pop(row, 0)
+        self.decodes.discard(row)
         self.drafts.pop(row, None)
         self.entering.pop(row, None)
 

@@ -1,7 +1,7 @@
 """What a model's attentions store in the KV cache, and which of them share a block table."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, KVShape
@@ -44,12 +44,46 @@ def place_kv(root: Module) -> tuple[KVGroupSpec, ...]:
 
     `layers` of a group counts the attentions that declare KV, in the order of the tree.
     """
-    keepers = [module for _, module in walk(root) if isinstance(module, KeepsKV) and module.kv is not None]
+    keepers = _keepers(root)
     groups = group_kv([keeper.kv for keeper in keepers if keeper.kv is not None])
+    _set_places(keepers, groups)
+    return groups
+
+
+def place_kv_of_stage(root: Module, whole: tuple[KVGroupSpec, ...]) -> tuple[KVGroupSpec, ...]:
+    """Place the attentions that a stage has, in groups that use the block tables of those of the whole tree, `whole`.
+
+    Each group gets its share of the stage's layers of its kind, so that a block is as small as it can be.
+    """
+    keepers = _keepers(root)
+    kinds = [KVDeclaration(group.kind, group.window, group.shape) for group in whole]
+    groups = list[KVGroupSpec]()
+    for number, group in enumerate(whole):
+        same_kind = [other for other, kind in enumerate(kinds) if kind == kinds[number]]
+        layers = [index for index, keeper in enumerate(keepers) if keeper.kv == kinds[number]]
+        size = -(-len(layers) // len(same_kind))
+        first = same_kind.index(number) * size
+        groups.append(replace(group, layers=tuple(layers[first : first + size])))
+    _set_places(keepers, groups)
+    return tuple(groups)
+
+
+def with_shapes_of(root: Module, groups: tuple[KVGroupSpec, ...]) -> tuple[KVGroupSpec, ...]:
+    """Return the groups of a tree with the shapes that its attentions have now."""
+    kept = [keeper.kv for keeper in _keepers(root)]
+    shapes = {index: kv.shape for index, kv in enumerate(kept) if kv is not None}
+    return tuple(replace(group, shape=shapes[group.layers[0]]) if group.layers else group for group in groups)
+
+
+def _keepers(root: Module) -> list[KeepsKV]:
+    """Return the attentions of a tree that declare KV, in its order."""
+    return [module for _, module in walk(root) if isinstance(module, KeepsKV) and module.kv is not None]
+
+
+def _set_places(keepers: Sequence[KeepsKV], groups: Sequence[KVGroupSpec]) -> None:
     for number, group in enumerate(groups):
         for index in group.layers:
             keepers[index].place = KVPlace(index, number)
-    return groups
 
 
 def group_kv(declared: Sequence[KVDeclaration]) -> tuple[KVGroupSpec, ...]:

@@ -12,15 +12,19 @@ class LoRATarget:
 
     parameter: the (fused) weight that it is a part of.   rows: of that weight.   inputs: its columns.
     is_embedding: a table, whose outputs (`rows`) are its columns, and whose inputs are its rows: the tokens.
+    is_elsewhere: another stage has it.
     """
 
     parameter: Parameter[object]
     rows: range
     inputs: int
     is_embedding: bool = False
+    is_elsewhere: bool = False
 
     def share(self) -> "LoRAShare | None":
         """Return what this rank computes of an adapter of the target; None if other ranks compute all of it."""
+        if self.is_elsewhere:
+            return None
         shard = self.parameter.shard
         if self.is_embedding:
             # The ranks' results are summed, so only one of them adds to what it looked up.
@@ -59,11 +63,13 @@ class LoRAShare:
 def lora_targets(root: Module) -> dict[str, LoRATarget]:
     """Return the targets of a model by path. Experts are excluded, because their weights are stacked."""
     found: dict[str, LoRATarget] = {}
-    for path, parameter in parameters(root):
+    here = {parameter for _, parameter in parameters(root)}
+    for path, parameter in parameters(root, everywhere=True):
+        is_elsewhere = parameter not in here
         declared = parameter.declared
         if isinstance(declared, Table):
             layer = path.rpartition(".")[0]
-            found[layer] = LoRATarget(parameter, range(declared.columns), declared.rows, is_embedding=True)
+            found[layer] = LoRATarget(parameter, range(declared.columns), declared.rows, True, is_elsewhere)
         if not isinstance(declared, Matrix) or declared.num_experts:
             continue
         first = 0
@@ -71,6 +77,6 @@ def lora_targets(root: Module) -> dict[str, LoRATarget]:
             end = first + part.rows
             # Adjacent parts of one name are one tensor in the checkpoint, and one target.
             begin = found[name].rows.start if name in found else first
-            found[name] = LoRATarget(parameter, range(begin, end), declared.columns)
+            found[name] = LoRATarget(parameter, range(begin, end), declared.columns, is_elsewhere=is_elsewhere)
             first = end
     return found

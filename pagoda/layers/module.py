@@ -12,7 +12,10 @@ class Module:
     The path of a child is the path of its parent, a dot and the attribute's name (of a list's items also the index).
     Paths are the names that transformers gives to a checkpoint's tensors; `models/naming.py` maps them to other names.
     A module that several parents share belongs to the first.
+    is_elsewhere: it, and what is below it, is computed by another rank: walks leave it out.
     """
+
+    is_elsewhere = False
 
     def children(self) -> Iterator[tuple[str, "Module"]]:
         """Child modules by name, in the order in which they were assigned."""
@@ -31,12 +34,15 @@ class Module:
                 yield name, value
 
 
-def walk(root: Module) -> Iterator[tuple[str, Module]]:
-    """Yield every module of a tree once, parents before children, with its path; the root's is ""."""
+def walk(root: Module, everywhere: bool = False) -> Iterator[tuple[str, Module]]:
+    """Yield every module of a tree once, parents before children, with its path; the root's is "".
+
+    everywhere: with those that are elsewhere.
+    """
     seen: set[int] = set()
 
     def visit(path: str, module: Module) -> Iterator[tuple[str, Module]]:
-        if id(module) in seen:
+        if id(module) in seen or (module.is_elsewhere and not everywhere):
             return
         seen.add(id(module))
         yield path, module
@@ -46,8 +52,8 @@ def walk(root: Module) -> Iterator[tuple[str, Module]]:
     return visit("", root)
 
 
-def parameters(root: Module) -> Iterator[tuple[str, Parameter[object]]]:
-    """Yield every parameter of a tree once, with its path."""
-    for path, module in walk(root):
+def parameters(root: Module, everywhere: bool = False) -> Iterator[tuple[str, Parameter[object]]]:
+    """Yield every parameter of a tree once, with its path.   everywhere: see `walk`."""
+    for path, module in walk(root, everywhere):
         for name, parameter in module.own_parameters():
             yield f"{path}.{name}" if path else name, parameter

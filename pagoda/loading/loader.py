@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from pagoda.base.errors import ConfigError
+from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.kernels.linear.forms import MADE_WHILE_LOADING
 from pagoda.kernels.linear.quantize import QuantizedWeight, quantize_to
 from pagoda.kernels.ops import PrepareOps
@@ -44,6 +45,7 @@ def load_model(
     quantization: str | None = None,
     num_positions: int | None = None,
     ranks: RankGroup = ALONE,
+    place: RankPlace = WHOLE,
 ) -> Model:
     """Load a model's weights in `dtype` onto `device`, prepared for `ops`.
 
@@ -51,6 +53,7 @@ def load_model(
     quantization: see resolve_quantization.
     num_positions: of the rotary tables, None for the model's own limit.
     ranks: those that compute the model together: only the share of `ranks.rank` is read and held.
+    place: of this rank; it has the layers of its stage.
     Raises ConfigError that names what is unsupported, missing, of a wrong shape, truncated or corrupt.
     """
     quantization = resolve_quantization(files, quantization)
@@ -64,6 +67,8 @@ def load_model(
             (rf"^dense\.{index}\.", layer.folder.replace("\\", r"\\") + "/") for index, layer in enumerate(model.dense)
         )
         naming = replace(naming, substitutions=naming.substitutions + folders)
+    if place.num_stages > 1:
+        model.take_stage(place, ranks)
     take_share(model, files, architecture, quantization, ranks)
     positions = num_positions or config.spec.max_position
     with _one_torch_thread():

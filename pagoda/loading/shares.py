@@ -6,7 +6,7 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.forms import MADE_WHILE_LOADING
-from pagoda.layers.kv import place_kv
+from pagoda.layers.kv import with_shapes_of
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Axis, Matrix
 from pagoda.layers.sharding import RankNumber, divide
@@ -38,7 +38,7 @@ def take_share(
     except ConfigError as error:
         fitting = ", ".join(str(size) for size in range(1, _LARGEST_SIZE + 1) if _divides(model, size, group))
         raise ConfigError(f"{files.name!r} cannot be divided: {error}; sizes that divide it: {fitting}") from None
-    model.kv_groups = place_kv(model)
+    model.kv_groups = with_shapes_of(model, model.kv_groups)
 
 
 def read_share(files: ModelFiles, quantization: str | None, ranks: RankGroup) -> Model:

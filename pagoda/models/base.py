@@ -3,15 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import ModelTasks, PoolingPlan
+from pagoda.base.ranks import RankPlace
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.layers.linear import Linear
 from pagoda.layers.mlp import Activation, activate
 from pagoda.layers.module import Module
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
-from pagoda.ops.tensor import Tensor
+from pagoda.ops.tensor import RankGroup, Tensor
 
 TOKEN_TYPES = "token_types"
 """Input of a batch: which text of a pair each token belongs to, 0 or 1."""
@@ -48,6 +50,16 @@ class Model(Module):
     def compute_logits(self, ops: ForwardOps, hidden: Tensor) -> Tensor:
         """Rows of `forward`'s result [S, hidden] -> float32 [S, vocab]."""
         raise NotImplementedError
+
+    def take_stage(self, place: RankPlace, ranks: RankGroup) -> None:
+        """Keep the layers of one stage, before loading; the forward gets and sends what is between the stages.
+
+        Raises ConfigError if the model cannot be divided into so many.
+        """
+        raise ConfigError(
+            f"pipeline_parallel_size={place.num_stages}: models of architecture {self.spec.architecture!r} cannot be "
+            "divided into stages; take tensor_parallel_size"
+        )
 
     @property
     def tasks(self) -> ModelTasks:

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.layers.attention import Attention
-from pagoda.layers.kv import place_kv
+from pagoda.layers.kv import place_kv, place_kv_of_stage
 from pagoda.layers.linear import Embedding, LMHead
 from pagoda.layers.mlp import GatedMLP, MoE
 from pagoda.layers.module import Module
@@ -17,7 +19,7 @@ from pagoda.models.decoder_config import DecoderConfig, read_decoder
 from pagoda.models.naming import gguf_naming
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
-from pagoda.ops.tensor import Tensor
+from pagoda.ops.tensor import RankGroup, Tensor
 
 
 def attention_of(
@@ -77,14 +79,43 @@ class LlamaModel(Module):
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, config.embedding_scale)
         self.layers = [layer(config, index, window if size else full) for index, size in enumerate(spec.layer_windows)]
         self.norm = RMSNorm(spec.hidden_size, config.rms_norm_eps, config.unit_offset_norms)
+        self.place, self.ranks = WHOLE, None
+
+    def take_stage(self, place: RankPlace, ranks: RankGroup, is_tied: bool) -> None:
+        """Keep a range of the layers; the first stage also keeps the embedding, the last one the norm.
+
+        is_tied: the head reads the embedding's table.   Raises ConfigError for more stages than layers.
+        """
+        count, stages = len(self.layers), place.num_stages
+        if stages > count:
+            raise ConfigError(f"pipeline_parallel_size={stages} is more than the {count} layers of the model")
+        self.place, self.ranks = place, ranks
+        own = range(count * place.stage // stages, count * (place.stage + 1) // stages)
+        for index, layer in enumerate(self.layers):
+            layer.is_elsewhere = index not in own
+        self.embed_tokens.is_elsewhere = not place.is_first_stage and not (place.is_last_stage and is_tied)
+        self.norm.is_elsewhere = not place.is_last_stage
 
     def __call__(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
-        """[num_tail, hidden], normed."""
-        x, residual = self.embed_tokens.of_batch(ops, batch), None
-        layers = self.layers[: batch.num_layers] if batch.num_layers else self.layers
+        """[num_tail, hidden], normed. Of a stage that is not the last: [T, hidden], part of what the next one gets."""
+        layers = [layer for layer in self.layers if not layer.is_elsewhere]
+        layers = layers[: batch.num_layers] if batch.num_layers else layers
+        residual: Tensor | None = None
+        if self.place.is_first_stage:
+            x = self.embed_tokens.of_batch(ops, batch)
+        else:
+            assert self.ranks is not None
+            like = layers[0].input_layernorm.weight.value
+            x, residual = (ops.receive_rows(batch.token_ids, like, self.ranks) for _ in range(2))
         for layer in layers:
-            x, residual = layer(ops, x, residual, batch, kv, last=layer is layers[-1])
-        return self.norm.add(ops, x, residual)[0]
+            x, residual = layer(ops, x, residual, batch, kv, self.place.is_last_stage and layer is layers[-1])
+        if self.place.is_last_stage:
+            return self.norm.add(ops, x, residual)[0]
+        assert self.ranks is not None
+        assert residual is not None
+        ops.send_rows(x, self.ranks)
+        ops.send_rows(residual, self.ranks)
+        return x
 
 
 class Llama(Model):
@@ -100,6 +131,12 @@ class Llama(Model):
         tied = self.model.embed_tokens if spec.tie_embeddings else None
         self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, tied, config.logit_softcap)
         self.kv_groups = place_kv(self)
+
+    def take_stage(self, place: RankPlace, ranks: RankGroup) -> None:
+        self.model.take_stage(place, ranks, self.spec.tie_embeddings)
+        self.lm_head.is_elsewhere = not place.is_last_stage
+        self.generates = self.generates and place.is_last_stage
+        self.kv_groups = place_kv_of_stage(self, self.kv_groups)
 
     def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
         return self.model(ops, batch, kv)

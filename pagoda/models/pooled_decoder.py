@@ -12,6 +12,8 @@ from functools import partial
 from pagoda.base.errors import ConfigError
 from pagoda.base.hf_overrides import PLAIN, TWO_WAY
 from pagoda.base.pooling import PoolingKind, PoolingPlan
+from pagoda.base.ranks import RankPlace
+from pagoda.layers.kv import place_kv_of_stage
 from pagoda.layers.module import Module
 from pagoda.layers.parameter import Matrix, Parameter, Part, PickedRows
 from pagoda.models.architecture import Architecture
@@ -22,7 +24,7 @@ from pagoda.models.encoder_config import TOKEN_CLASSIFIER, read_pooling_plan
 from pagoda.models.llama import Llama
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
-from pagoda.ops.tensor import LinearWeight, Tensor
+from pagoda.ops.tensor import LinearWeight, RankGroup, Tensor
 
 TOKEN_IDS = "classifier_token_ids"
 """Setting in which loading puts the ids of `classifier_from_token`."""
@@ -112,6 +114,13 @@ class PooledDecoder(Model):
                 self.spec.hidden_size, len(head.labels), bias=head.labels_tokens, picked=picked
             )
             self.pooling = head
+
+    def take_stage(self, place: RankPlace, ranks: RankGroup) -> None:
+        self.model.take_stage(place, ranks, is_tied=False)
+        for layer in (self.score, *self.dense):
+            if layer is not None:
+                layer.is_elsewhere = not place.is_last_stage
+        self.kv_groups = place_kv_of_stage(self, self.kv_groups)
 
     def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
         return self.model(ops, batch, kv)

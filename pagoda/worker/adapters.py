@@ -179,6 +179,8 @@ class AdapterStore:
     def _check_copy(self, path: str, copy: torch.Tensor) -> None:
         """Raise RequestError unless a copy of the embedding or head in an adapter's file is the model's own."""
         target = self._targets.targets[path]
+        if target.is_elsewhere:
+            return
         value = target.parameter.value
         table = cast(Tensor, value) if target.is_embedding else self._ops.table_of(cast(LinearWeight, value))
         remedy = "save the adapter again with save_embedding_layers=False"

@@ -65,7 +65,8 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
     budget = budget if cuts_prompts else max_model_len
     groups = draw(GROUPS)
     depth = draw(st.sampled_from([1, 1, 2, 3]))
-    is_async = depth > 1 and draw(st.booleans())
+    kind = draw(st.sampled_from(["async", "plain", "stages"])) if depth > 1 else "plain"
+    is_async = kind == "async"
     media = draw(st.integers(0, 3)) == 0
     encoder_decoder = not media and draw(st.integers(0, 7)) == 0
     no_partial_media = draw(st.booleans())
@@ -84,6 +85,7 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
         max_loras=draw(st.sampled_from([0, 1, 2])),
         pipeline_depth=depth,
         async_scheduling=is_async,
+        num_stages=depth if kind == "stages" else 1,
         has_followers=not is_async and draw(st.booleans()),
         evict_for_priority=draw(st.booleans()),
         encoder_budget=6 if media or encoder_decoder else 0,

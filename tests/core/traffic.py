@@ -365,6 +365,7 @@ class Traffic:
         assert output.total_num_scheduled_tokens == int(output.num_new.sum()) <= config.max_num_batched_tokens
         assert len(set(output.rows.tolist())) == len(output.rows)
         assert len(self.worker.rows) <= config.max_num_seqs
+        self._check_decodes(output)
         loras = {row.lora for row in self.worker.rows.values() if row.lora is not None}
         assert not config.max_loras or len(loras) <= config.max_loras
         fresh = [init.request_id for init in output.admitted if init.sequence == 0]
@@ -379,6 +380,18 @@ class Traffic:
                 "a request was overtaken"
             )
         self._check_blocks()
+
+    def _check_decodes(self, output: SchedulerOutput) -> None:
+        """No row that decodes is in two steps in flight, and each step leaves rows for the others."""
+        stages = self.setting.scheduler.num_stages
+        if stages == 1:
+            return
+        entered = {init.row for init in output.admitted}
+        rows = zip(output.rows.tolist(), output.start.tolist(), strict=True)
+        decodes = {row for row, start in rows if row not in entered and start >= self.worker.rows[row].num_prompt}
+        *before, _ = self.in_flight
+        for other, _, _ in before:
+            assert not decodes & set(other.sample_rows.tolist()), "a row decodes in two steps in flight"
 
     def _check_follower(self, output: SchedulerOutput) -> None:
         """It has computed the same: the memory of both is equal, but for what a row sampled that was not right."""

@@ -138,6 +138,9 @@ class TwinScheduler:
         phased = self.config.scheduling_mode is SchedulingMode.PHASED  # its prompts are never cut
         self.cuts = not phased and self.config.enable_chunked_prefill
         self.cap = self.config.long_prefill_token_threshold if self.cuts and len(self.requests) > 1 else 0
+        started = [sequence for state in self.running for sequence in state.alive if sequence.started]
+        stages = self.config.num_stages
+        self.most_decodes = len(started) if stages == 1 else -(-len(started) // stages)
         share, decoding = self.config.prefill_beside_decodes, self._decoding()
         self.prompt_budget: int | None = None
         if share and decoding and self.cuts:
@@ -205,6 +208,8 @@ class TwinScheduler:
             return 0  # what is in flight ends it
         want = known + len(sequence.drafts) - sequence.computed
         want = self._capped(state, sequence.computed, want, len(sequence.drafts))
+        if not sequence.mid_prefill and self._num_decodes() >= self.most_decodes:
+            return 0
         if sequence.mid_prefill and self.prompt_budget is not None:
             want = min(want, self.prompt_budget)
         if sequence.mid_prefill:
@@ -216,10 +221,16 @@ class TwinScheduler:
         order = [(state, [one for one in state.alive if one.started]) for state in self.running]
         running = [(state, sequence, len(started) > 1) for state, started in order for sequence in started]
         after = running[[sequence for _, sequence, _ in running].index(prompt) + 1 :]
-        return sum(
-            has_siblings and not sequence.mid_prefill and self._lacks_tokens(state, sequence)
+        decoding = [
+            has_siblings
             for state, sequence, has_siblings in after
-        )
+            if not sequence.mid_prefill and self._lacks_tokens(state, sequence)
+        ]
+        return sum(decoding[: self.most_decodes - self._num_decodes()])
+
+    def _num_decodes(self) -> int:
+        """Rows that decode in this step, as planned so far."""
+        return sum(entry.decodes for entry in self.planned)
 
     def _lacks_tokens(self, state: TwinRequest, sequence: TwinSequence) -> bool:
         known = len(sequence.tokens) + sequence.placeholders
@@ -478,6 +489,7 @@ class TwinScheduler:
         if self.prompt_budget is not None:
             self.prompt_budget -= of_prompts
         known = len(sequence.tokens) + sequence.placeholders
+        decodes = not enters and not sequence.mid_prefill
         drafts = sequence.drafts[: max(0, sequence.computed + new - known)]
         sequence.drafts = []
         confirmed = min(sequence.computed + new, len(sequence.tokens))
@@ -490,6 +502,7 @@ class TwinScheduler:
                 new,
                 drafts,
                 state.epoch,
+                decodes=decodes,
                 of_prompts=of_prompts,
                 recorded=recorded,
             )

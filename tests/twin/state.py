@@ -69,6 +69,7 @@ class Planned:
     drafts: list[int]
     epoch: int
     samples: bool = False
+    decodes: bool = False  # it was running, and lacked its last token only
     of_prompts: int = 0  # tokens taken of what prompts may have
     recorded: list[int] = field(default_factory=list)  # blocks that can be found because of it
     reads: set[tuple[int, int]] = field(default_factory=set)  # stamps of blocks
