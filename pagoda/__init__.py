@@ -3,6 +3,7 @@
 Names are imported when they are first used, so that `import pagoda` costs nothing.
 """
 
+import functools
 import importlib
 from typing import TYPE_CHECKING
 
@@ -23,16 +24,23 @@ if TYPE_CHECKING:
     from pagoda.base.outputs import CompletionOutput as CompletionOutput
     from pagoda.base.outputs import EmbeddingOutput as EmbeddingOutput
     from pagoda.base.outputs import Logprob as Logprob
+    from pagoda.base.outputs import Metric as Metric
     from pagoda.base.outputs import PoolingOutput as PoolingOutput
     from pagoda.base.outputs import PoolingRequestOutput as PoolingRequestOutput
     from pagoda.base.outputs import RequestMetrics as RequestMetrics
     from pagoda.base.outputs import RequestOutput as RequestOutput
+    from pagoda.base.outputs import RequestOutputKind as RequestOutputKind
     from pagoda.base.outputs import ScoringOutput as ScoringOutput
     from pagoda.base.pooling import PoolingParams as PoolingParams
     from pagoda.base.sampling_params import BeamSearchParams as BeamSearchParams
     from pagoda.base.sampling_params import SamplingParams as SamplingParams
     from pagoda.base.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+    from pagoda.engine.inputs.prompts import TextPrompt as TextPrompt
+    from pagoda.engine.inputs.prompts import TokensPrompt as TokensPrompt
     from pagoda.llm import LLM as LLM
+
+    EngineArgs = AsyncEngineArgs = EngineConfig.for_engine
+    EmbeddingRequestOutput = ClassificationRequestOutput = ScoringRequestOutput = PoolingRequestOutput
 
 _HOMES = {
     "pagoda.llm": ("LLM",),
@@ -54,7 +62,10 @@ _HOMES = {
         "ScoringOutput",
         "BeamSearchOutput",
         "BeamSearchSequence",
+        "RequestOutputKind",
+        "Metric",
     ),
+    "pagoda.engine.inputs.prompts": ("TextPrompt", "TokensPrompt"),
     "pagoda.base.errors": (
         "PagodaError",
         "ConfigError",
@@ -70,7 +81,20 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
+_ALIASES = {
+    "EngineArgs": ("EngineConfig", "for_engine"),
+    "AsyncEngineArgs": ("EngineConfig", "for_engine"),
+    "EmbeddingRequestOutput": ("PoolingRequestOutput",),
+    "ClassificationRequestOutput": ("PoolingRequestOutput",),
+    "ScoringRequestOutput": ("PoolingRequestOutput",),
+}
+"""Names of vLLM -> the name here, and an attribute of it."""
+
+
 def __getattr__(name: str) -> object:
+    if name in _ALIASES:
+        own, *attributes = _ALIASES[name]
+        return functools.reduce(getattr, attributes, __getattr__(own))
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'pagoda' has no attribute {name!r}")

@@ -28,7 +28,7 @@ from pagoda.core.request import LoraRef
 from pagoda.engine.async_text import AsyncText
 from pagoda.engine.engine_thread import EngineThread, NewRequest, Reply
 from pagoda.engine.inputs.adapters import Adapter
-from pagoda.engine.inputs.chat_prompts import ChatOptions
+from pagoda.engine.inputs.chat_prompts import chat_options
 from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task
 from pagoda.engine.inputs.prompts import Prompt, check_conversation, check_prompt, text_of
@@ -58,6 +58,11 @@ class _Asked:
     priority: int = 0
     cache_salt: str | None = None
     lora_request: LoRARequest | None = None
+
+
+def _kind_of(params: SamplingParams | None) -> OutputKind:
+    asked = getattr(params, "output_kind", None)  # something else than parameters is refused later
+    return asked if asked is not None else OutputKind.CUMULATIVE
 
 
 class AsyncLLM:
@@ -100,6 +105,12 @@ class AsyncLLM:
         """Return a loaded model: `AsyncLLM(...)` and `start` in one."""
         return await cls(model, **options).start()
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
+        """Return an AsyncLLM with the settings that `EngineArgs` returned."""
+        check_settings(engine_args)
+        return cls.over(lambda: build_llm_engine(engine_args))
+
     async def start(self) -> Self:
         """Load the model if it is not loaded yet. Raises ConfigError or CapacityError as LLM does."""
         await self._running()
@@ -138,6 +149,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the request's output as it grows, everything so far each time; the last one has `finished` set.
 
+        sampling_params: the model's own defaults when not given; its `output_kind` may ask for deltas instead.
+
         prompt: a string, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}` or `{"prompt_embeds": ...}` (see
             LLM.generate); one per call.
         lora_request: the LoRA adapter to use; needs enable_lora.
@@ -145,7 +158,7 @@ class AsyncLLM:
         closed, WorkerDied if the engine ended. A request that the engine ends after some tokens has `error` set.
         """
         asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
-        async with self._outputs(prompt, asked, OutputKind.CUMULATIVE) as outputs:
+        async with self._outputs(prompt, asked, _kind_of(sampling_params)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -163,7 +176,7 @@ class AsyncLLM:
         """Like `generate`, for the assistant's next turn in a conversation; template_options as in LLM.chat."""
         prompt = await self._render(messages, template_options)
         asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
-        async with self._outputs(prompt, asked, OutputKind.CUMULATIVE) as outputs:
+        async with self._outputs(prompt, asked, _kind_of(sampling_params)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -347,7 +360,7 @@ class AsyncLLM:
 
     async def _render(self, messages: Sequence[Message], template_options: dict[str, Any]) -> Prompt:
         check_conversation(messages, None)
-        rendered = await (await self._running()).text.render_chat(messages, ChatOptions(**template_options))
+        rendered = await (await self._running()).text.render_chat(messages, chat_options(template_options))
         return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
 
     def _outputs(

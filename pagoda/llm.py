@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pagoda.assemble import build_llm_engine
 from pagoda.base.config import EngineConfig
@@ -12,6 +12,7 @@ from pagoda.base.outputs import (
     BeamSearchOutput,
     ClassificationOutput,
     EmbeddingOutput,
+    Metric,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
@@ -23,7 +24,8 @@ from pagoda.core.request import LoraRef
 from pagoda.engine.calls import Ask, OutputStream, generate_all, pool_all
 from pagoda.engine.engine_thread import EngineThread, NewRequest
 from pagoda.engine.inputs.adapters import Adapter, AdapterChoice, adapter_for_each
-from pagoda.engine.inputs.chat_prompts import ChatOptions
+from pagoda.engine.inputs.callers_tokenizer import CallersTokenizer
+from pagoda.engine.inputs.chat_prompts import chat_options
 from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task, with_truncation
 from pagoda.engine.inputs.prompts import (
     Prompt,
@@ -49,6 +51,21 @@ from pagoda.engine.outputs.results import (
 )
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.engine.wire import EngineStats
+
+_METRICS: dict[str, tuple[str, Literal["gauge", "counter"]]] = {
+    "num_requests_running": ("num_running", "gauge"),
+    "num_requests_waiting": ("num_waiting", "gauge"),
+    "num_requests_swapped": ("num_swapped", "gauge"),
+    "kv_cache_usage_perc": ("kv_usage", "gauge"),
+    "num_preemptions": ("num_preemptions", "counter"),
+    "prefix_cache_queries": ("prefix_queries", "counter"),
+    "prefix_cache_hits": ("prefix_hits", "counter"),
+    "spec_decode_num_drafts": ("num_drafts", "counter"),
+    "spec_decode_num_draft_tokens": ("num_draft_tokens", "counter"),
+    "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "counter"),
+}
+"""Name without prefix -> field of EngineStats, and what it is."""
 
 
 class LLM:
@@ -76,6 +93,11 @@ class LLM:
         self._begin(lambda: build_llm_engine(config))
 
     @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
+        """Load a model with the settings that `EngineArgs` returned. Raises as the constructor."""
+        return cls.over(lambda: build_llm_engine(engine_args))
+
+    @classmethod
     def over(cls, build: Callable[[], LLMEngine]) -> Self:
         """Return an LLM over the engine that `build` returns, which is called on the thread that runs it."""
         llm = cls.__new__(cls)
@@ -90,8 +112,23 @@ class LLM:
     def tokenizer(self) -> Tokenizer:
         return self.engine.input_processor.tokenizer
 
-    def get_tokenizer(self) -> Tokenizer:
-        return self.tokenizer
+    def get_tokenizer(self) -> CallersTokenizer:
+        """Return the tokenizer with the names of transformers' (`tok(text).input_ids`, `apply_chat_template`)."""
+        return CallersTokenizer(self.engine.input_processor)
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, by vLLM's name."""
+        return self.engine
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Remove all cached prefixes; False if running requests hold some, unless they are to be preempted."""
+        return self._thread.call(lambda engine: engine.core.reset_prefix_cache(reset_running_requests))
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the gauges and counters of the engine, by their Prometheus names."""
+        stats = self._thread.call(lambda engine: EngineStats.of(engine.core.make_stats()))
+        return [Metric(f"vllm:{name}", float(getattr(stats, field)), kind) for name, (field, kind) in _METRICS.items()]
 
     def close(self) -> None:
         """Free the model's memory after the step in progress; calls of other threads raise UsageError. Idempotent."""
@@ -112,17 +149,17 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
-        priority: Sequence[int] | None = None,
         lora_request: AdapterChoice = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Return one finished output for each prompt, in their order.
 
         prompts: a string, token ids, `{"prompt": ...}`, `{"prompt_token_ids": ...}`, `{"prompt_embeds": ...}` (a numpy
             array or torch tensor [tokens, hidden size]; needs enable_prompt_embeds), or a list of those.
         sampling_params: for all prompts, or one for each; `get_default_sampling_params()` when not given.
-        use_tqdm: show progress on a terminal when it takes long.   priority: one for each prompt, smaller is sooner.
+        use_tqdm: show progress on a terminal when it takes long.
+        priority: of all, or one for each; smaller is sooner.
         lora_request: the adapter of all prompts, or a list with one (or None) for each; needs enable_lora.
 
         Raises RequestError for arguments of the wrong kind. A prompt that cannot be served (empty, too long) raises
@@ -135,9 +172,9 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
         lora_request: AdapterChoice = None,
+        priority: int | Sequence[int] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Return the assistant's next turn in a conversation, or in each of several; errors as in `generate`.
@@ -154,7 +191,7 @@ class LLM:
                 prompts.append(self._render(conversation, template_options))  # type: ignore[arg-type]
             except RequestError as error:
                 prompts.append(error)
-        return self._generate(prompts, sampling_params, use_tqdm, None, lora_request)
+        return self._generate(prompts, sampling_params, use_tqdm, priority, lora_request)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what `generate` and `chat` use without sampling parameters: the model's own recommendation.
@@ -169,7 +206,7 @@ class LLM:
         prompts: Sequence[Prompt | RequestError],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
-        priority: Sequence[int] | None,
+        priority: int | Sequence[int] | None,
         lora_request: AdapterChoice,
     ) -> list[RequestOutput]:
         """Run `generate` for a list that may contain errors in place of prompts that could not be rendered."""
@@ -177,14 +214,15 @@ class LLM:
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = for_each(given, count, SamplingParams, "sampling_params")
         adapters = adapter_for_each(lora_request, count)
-        if priority is not None and len(priority) != count:
-            raise RequestError(f"{len(priority)} priorities for {count} prompts", "priority")
-        asks = map(Ask, prompts, params, priority if priority is not None else [0] * count, adapters)
+        priorities = [priority or 0] * count if priority is None or isinstance(priority, int) else priority
+        if len(priorities) != count:
+            raise RequestError(f"{len(priorities)} priorities for {count} prompts", "priority")
+        asks = map(Ask, prompts, params, priorities, adapters)
         return generate_all(self._thread, self.engine, list(asks), use_tqdm)
 
     def _render(self, messages: Sequence[Message], template_options: Mapping[str, Any]) -> TokensPrompt:
         with self._thread.entered():  # rendering takes a lock: a signal handler or a forked child must not wait for it
-            rendered = self.engine.input_processor.chats.render(messages, ChatOptions(**template_options))
+            rendered = self.engine.input_processor.chats.render(messages, chat_options(template_options))
         return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
 
     # ---- deltas

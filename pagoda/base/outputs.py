@@ -1,9 +1,18 @@
 """The outputs returned to callers, with the field names of vLLM."""
 
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from enum import Enum
+from typing import Any, Generic, Literal, TypeVar
 
 from pagoda.base.lora import LoRARequest
+
+
+class RequestOutputKind(Enum):
+    """What a request's outputs contain."""
+
+    CUMULATIVE = "cumulative"  # the whole output so far, after each step
+    DELTA = "delta"  # the new part, after each step
+    FINAL_ONLY = "final_only"  # the whole output, when it is finished
 
 
 @dataclass(slots=True)
@@ -135,6 +144,15 @@ class ScoringOutput:
     """score: of a pair of texts; a cosine, or what a cross-encoder returns."""
 
     score: float
+
+
+@dataclass(slots=True)
+class Metric:
+    """One figure of the engine.   name: as in Prometheus.   kind: a counter only grows."""
+
+    name: str
+    value: float
+    kind: Literal["gauge", "counter"]
 
 
 T = TypeVar("T")

@@ -4,13 +4,20 @@
 """
 
 import ctypes
+import dataclasses
+import functools
 import math
 import operator
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from pagoda.base.errors import RequestError
+from pagoda.base.registry import nearest
 from pagoda.base.text import check_encodable
+
+T = TypeVar("T")
+Reader = Callable[[str, Any], Any]
+"""Name and value of a parameter -> the value to store. Raises RequestError."""
 
 MAX_COUNT = 2**31 - 1
 """Counts are stored in int32 columns."""
@@ -85,3 +92,64 @@ def read_token_ids(name: str, value: Any, *, allow_empty: bool = True) -> tuple[
     if not ids and not allow_empty:
         raise refuse(name, value, "a list of at least one token id, or None")
     return ids
+
+
+def read_flag(name: str, value: Any) -> bool:
+    """Return True or False. Raises RequestError for anything else."""
+    if not isinstance(value, bool):
+        raise refuse(name, value, "True or False")
+    return value
+
+
+def read_optional_flag(name: str, value: Any) -> bool | None:
+    """As `read_flag`; None stays None."""
+    if value is not None and not isinstance(value, bool):
+        raise refuse(name, value, "True, False or None")
+    return value
+
+
+# ---- classes of parameters
+
+
+def checked(
+    readers: Mapping[str, Reader], unserved: Mapping[str, tuple[tuple[Any, ...], str]] | None = None
+) -> Callable[[type[T]], type[T]]:
+    """Return a decorator of dataclasses whose fields are read when they are set, at construction and later.
+
+    readers: by field.   unserved: parameters of vLLM that are accepted with a neutral value -> those, and what to do
+    otherwise. An unknown name raises an error that suggests the closest one.
+    """
+    unserved = unserved or {}
+
+    def decorate(kind: type[T]) -> type[T]:
+        fields = [item.name for item in dataclasses.fields(kind)]  # type: ignore[arg-type]
+        construct = kind.__init__
+
+        @functools.wraps(construct)
+        def init(self: Any, *args: Any, **given: Any) -> None:
+            for name in given.keys() - set(fields):
+                neutral, remedy = unserved.get(name, ((), ""))
+                if not remedy:
+                    raise TypeError(f"{kind.__name__} has no parameter {name!r:.80}{nearest(name, fields)}")
+                if given.pop(name) not in neutral:
+                    raise RequestError(f"{name} of vLLM is not supported: {remedy}", name)
+            construct(self, *args, **given)
+
+        def set_checked(self: Any, name: str, value: Any) -> None:
+            reader = readers.get(name)
+            if reader is None and name not in fields:
+                raise AttributeError(f"{kind.__name__} has no parameter {name!r:.80}{nearest(name, fields)}")
+            object.__setattr__(self, name, value if reader is None else reader(name, value))
+
+        def copied(self: Any) -> Any:
+            new = object.__new__(type(self))
+            for name in fields:
+                object.__setattr__(new, name, getattr(self, name))
+            return new
+
+        kind.__init__ = init
+        kind.__setattr__ = set_checked  # type: ignore[method-assign,assignment]
+        kind.__copy__ = copied  # type: ignore[attr-defined]
+        return kind
+
+    return decorate

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from pagoda.base.errors import RequestError
-from pagoda.base.param_values import read_optional_integer, refuse
+from pagoda.base.param_values import Reader, checked, read_optional_flag, read_optional_integer, refuse
 
 PoolingTask = Literal["embed", "classify", "score", "token_embed", "token_classify"]
 TASKS: tuple[PoolingTask, ...] = ("embed", "classify", "score", "token_embed", "token_classify")
@@ -95,9 +96,31 @@ class ModelTasks:
         return is_last and self.is_causal and not params.skip_reading_prefix_cache
 
 
-@dataclass(frozen=True, slots=True)
+def _read_task(name: str, value: Any) -> PoolingTask | None:
+    if value is not None and value not in TASKS:
+        raise refuse(name, value, "one of " + ", ".join(map(repr, TASKS)))
+    return value
+
+
+def _read_truncation(name: str, value: Any) -> int | None:
+    if value == 0:
+        raise refuse(name, value, "-1 or at least 1")
+    return read_optional_integer(name, value, -1)
+
+
+_READERS: Mapping[str, Reader] = {
+    "task": _read_task,
+    **dict.fromkeys(("normalize", "use_activation", "skip_reading_prefix_cache"), read_optional_flag),
+    "dimensions": partial(read_optional_integer, low=1),
+    "truncate_prompt_tokens": _read_truncation,
+    "pair_start": partial(read_optional_integer, low=0),
+}
+
+
+@checked(_READERS)
+@dataclass(slots=True)
 class PoolingParams:
-    """What to compute of a prompt's hidden states: vLLM's fields. Checked when it is made; raises RequestError.
+    """What to compute of a prompt's hidden states: vLLM's fields. Checked when they are set; raises RequestError.
 
     task: "embed", "classify", "score", "token_embed" or "token_classify" (a vector, or the classes, of each token);
         None: set by the method that is called.
@@ -117,16 +140,3 @@ class PoolingParams:
     truncate_prompt_tokens: int | None = None
     skip_reading_prefix_cache: bool | None = None
     pair_start: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.task is not None and self.task not in TASKS:
-            raise refuse("task", self.task, "one of " + ", ".join(map(repr, TASKS)))
-        for name in ("normalize", "use_activation", "skip_reading_prefix_cache"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, bool):
-                raise refuse(name, value, "True, False or None")
-        read_optional_integer("dimensions", self.dimensions, 1)
-        read_optional_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1)
-        read_optional_integer("pair_start", self.pair_start, 0)
-        if self.truncate_prompt_tokens == 0:
-            raise refuse("truncate_prompt_tokens", 0, "-1 or at least 1")

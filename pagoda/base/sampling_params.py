@@ -4,10 +4,15 @@ import copy
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pagoda.base.errors import RequestError
+from pagoda.base.outputs import RequestOutputKind
 from pagoda.base.param_values import (
+    Reader,
+    checked,
+    read_flag,
     read_integer,
     read_number,
     read_optional_integer,
@@ -45,11 +50,115 @@ class BeamSearchOptions:
             raise refuse("early_stopping", self.early_stopping, "True, False or 'never'")
 
 
-@dataclass(frozen=True, slots=True)
+def _read_temperature(name: str, value: Any) -> float:
+    temperature = read_number(name, value, low=0.0)
+    return temperature if temperature >= GREEDY_EPSILON else 0.0
+
+
+def _read_structure(_name: str, value: Any) -> StructuredOutputsParams | None:
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise refuse("structured_outputs", value, "StructuredOutputsParams, or a mapping of its fields")
+    known = [item.name for item in dataclasses.fields(StructuredOutputsParams) if item.name != "source"]
+    for name in value:
+        if name not in known:
+            raise RequestError(
+                f"structured_outputs: unknown field {name!r:.80}{nearest(str(name), known)}", "structured_outputs"
+            )
+    return StructuredOutputsParams(**value)
+
+
+def _read_truncation(name: str, value: Any) -> int | None:
+    if value is not None and read_integer(name, value, -1) == 0:
+        raise refuse(name, value, "an integer of at least 1, -1 (as many as the model takes) or None")
+    return value
+
+
+def _read_grammar(name: str, value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise refuse(name, value, "None; set structured_outputs")
+    return value
+
+
+def _read_beams(name: str, value: Any) -> BeamSearchOptions | None:
+    if value is not None and not isinstance(value, BeamSearchOptions):
+        raise refuse(name, value, "BeamSearchOptions or None")
+    return value
+
+
+def _read_kind(name: str, value: Any) -> RequestOutputKind | None:
+    if value is not None and not isinstance(value, RequestOutputKind):
+        raise refuse(name, value, "a RequestOutputKind or None")
+    return value
+
+
+def _read_logit_bias(_name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    return _logit_bias(value)
+
+
+def _read_allowed(name: str, value: Any) -> tuple[int, ...] | None:
+    return None if value is None else read_token_ids(name, value, allow_empty=False)
+
+
+def _read_word_ids(_name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    return _bad_words_token_ids(value)
+
+
+_READERS: Mapping[str, Reader] = {
+    "n": partial(read_integer, low=1),
+    "temperature": _read_temperature,
+    "top_p": partial(read_number, low=0.0, high=1.0, low_open=True),
+    "top_k": lambda name, value: max(read_integer(name, value, -1), 0),
+    "min_p": partial(read_number, low=0.0, high=1.0),
+    "seed": partial(read_optional_integer, low=-_MAX_SEED - 1, high=_MAX_SEED),
+    "max_tokens": partial(read_optional_integer, low=1),
+    "min_tokens": partial(read_integer, low=0),
+    "stop": read_strings,
+    "stop_token_ids": read_token_ids,
+    "bad_words": read_strings,
+    "bad_words_token_ids": _read_word_ids,
+    "allowed_token_ids": _read_allowed,
+    "logit_bias": _read_logit_bias,
+    "presence_penalty": partial(read_number, low=-2.0, high=2.0),
+    "frequency_penalty": partial(read_number, low=-2.0, high=2.0),
+    "repetition_penalty": partial(read_number, low=0.0, low_open=True),
+    "logprobs": partial(read_optional_integer, low=-1),
+    "prompt_logprobs": partial(read_optional_integer, low=-1),
+    "truncate_prompt_tokens": _read_truncation,
+    "structured_outputs": _read_structure,
+    "grammar": _read_grammar,
+    "beam_search": _read_beams,
+    "output_kind": _read_kind,
+    **dict.fromkeys(
+        (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "detokenize",
+        ),
+        read_flag,
+    ),
+}
+_UNSERVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "best_of": ((None, 1), "ask for n outputs, and choose among them"),
+    "extra_args": ((None, {}), "there are no plugins that would read them"),
+    "flat_logprobs": ((False,), "log-probabilities are lists of mappings"),
+    "guided_decoding": ((None,), "use structured_outputs"),
+    "logits_processors": ((None, []), "use logit_bias, allowed_token_ids or structured_outputs"),
+    "skip_clone": ((False, True), "leave it out"),
+    "thinking_token_budget": ((None, -1), "use max_tokens"),
+}
+
+
+@checked(_READERS, _UNSERVED)
+@dataclass(slots=True)
 class SamplingParams:
     """How output tokens are chosen and when they end.
 
-    Every field is checked when the object is made; RequestError names the field, its value and what is allowed.
+    Every field is checked when it is set, at construction or later; RequestError names the field, its value and what is
+    allowed. A request takes the values that it was made with.
     Tuple fields also accept lists, `stop` and `bad_words` a single string, and `logit_bias` a mapping; they are
     converted to the types below.
 
@@ -61,12 +170,14 @@ class SamplingParams:
     logit_bias: token id -> bias added to its logit, in [-100, 100].   allowed_token_ids: sample only these tokens.
     bad_words: strings that are never generated; the engine adds their token ids as `bad_words_token_ids`.
     stop: strings that end the output; cut off unless include_stop_str_in_output.   stop_token_ids: ids that end it.
-    logprobs / prompt_logprobs: how many top entries to report per output / prompt token (None: nothing).
+    logprobs / prompt_logprobs: how many top entries to report per output / prompt token (None: nothing, -1: as many as
+        max_logprobs allows).
     detokenize: False leaves the text empty.   spaces_between_special_tokens: has no effect.
     truncate_prompt_tokens: keep only this many tokens from the end of the prompt (-1: as many as fit).
     structured_outputs: constrains the output; StructuredOutputsParams or a mapping of its fields. The engine replaces
         it by `grammar`, its own representation.
     beam_search: search for the `n` best outputs with `n` beams, instead of sampling; see BeamSearchParams.
+    output_kind: what AsyncLLM.generate yields; None: CUMULATIVE.
     """
 
     n: int = 1
@@ -99,61 +210,26 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     grammar: str | None = None
     beam_search: BeamSearchOptions | None = None
+    output_kind: RequestOutputKind | None = None
 
     def __post_init__(self) -> None:
-        put = object.__setattr__  # normalise the fields of the frozen record during construction
-        put(self, "n", read_integer("n", self.n, 1))
-        temperature = read_number("temperature", self.temperature, low=0.0)
-        put(self, "temperature", temperature if temperature >= GREEDY_EPSILON else 0.0)
-        put(self, "top_p", read_number("top_p", self.top_p, low=0.0, high=1.0, low_open=True))
-        top_k = read_integer("top_k", self.top_k, -1)
-        put(self, "top_k", max(top_k, 0))
-        put(self, "min_p", read_number("min_p", self.min_p, low=0.0, high=1.0))
-        put(self, "seed", read_optional_integer("seed", self.seed, -_MAX_SEED - 1, _MAX_SEED))
-        put(self, "max_tokens", read_optional_integer("max_tokens", self.max_tokens, 1))
-        put(self, "min_tokens", read_integer("min_tokens", self.min_tokens, 0))
-        put(self, "stop", read_strings("stop", self.stop))
-        put(self, "stop_token_ids", read_token_ids("stop_token_ids", self.stop_token_ids))
-        put(self, "bad_words", read_strings("bad_words", self.bad_words))
-        put(self, "bad_words_token_ids", _bad_words_token_ids(self.bad_words_token_ids))
-        if self.allowed_token_ids is not None:
-            put(
-                self,
-                "allowed_token_ids",
-                read_token_ids("allowed_token_ids", self.allowed_token_ids, allow_empty=False),
-            )
-        put(self, "logit_bias", _logit_bias(self.logit_bias))
-        put(self, "presence_penalty", read_number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0))
-        put(self, "frequency_penalty", read_number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0))
-        put(
-            self,
-            "repetition_penalty",
-            read_number("repetition_penalty", self.repetition_penalty, low=0.0, low_open=True),
-        )
-        put(self, "logprobs", read_optional_integer("logprobs", self.logprobs, 0))
-        put(self, "prompt_logprobs", read_optional_integer("prompt_logprobs", self.prompt_logprobs, 0))
-        _truncation(self.truncate_prompt_tokens)
-        put(self, "structured_outputs", _structure(self.structured_outputs))
-        if self.grammar is not None and not isinstance(self.grammar, str):
-            raise refuse("grammar", self.grammar, "None; set structured_outputs")
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise refuse(name, getattr(self, name), "True or False")
-        self._check_together()
+        self.check_together()
 
-    def _check_together(self) -> None:
-        """Raise RequestError for fields that contradict each other."""
+    def clone(self) -> "SamplingParams":
+        """Return a copy, to change some fields of."""
+        return copy.copy(self)
+
+    def check_together(self) -> None:
+        """Raise RequestError for fields that contradict each other; each has been checked when it was set."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True, because they are searched for in the text", "stop")
         if self.beam_search is not None:
-            self._check_beam_search(self.beam_search)
+            self._check_beam_search()
 
-    def _check_beam_search(self, options: object) -> None:
+    def _check_beam_search(self) -> None:
         """Raise RequestError for fields that have no meaning in a beam search."""
-        if not isinstance(options, BeamSearchOptions):
-            raise refuse("beam_search", options, "BeamSearchOptions or None")
         for name, neutral in _NEUTRAL_IN_BEAM_SEARCH.items():
             if getattr(self, name) not in neutral:
                 raise RequestError(
@@ -175,15 +251,6 @@ class SamplingParams:
         object.__setattr__(changed, "structured_outputs", None)
         object.__setattr__(changed, "grammar", grammar)
         return changed
-
-
-_FLAGS = (
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "detokenize",
-)
 
 
 # Values that change nothing. Stop strings would have to be searched for in the text of every beam at every step.
@@ -267,26 +334,3 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
             token = int(token)
         biases[read_integer("logit_bias", token, 0)] = read_number("logit_bias", bias, low=-100.0, high=100.0)
     return tuple(sorted(biases.items()))
-
-
-def _structure(value: Any) -> StructuredOutputsParams | None:
-    if value is None or isinstance(value, StructuredOutputsParams):
-        return value
-    if not isinstance(value, Mapping):
-        raise refuse("structured_outputs", value, "StructuredOutputsParams, or a mapping of its fields")
-    known = [item.name for item in dataclasses.fields(StructuredOutputsParams) if item.name != "source"]
-    for name in value:
-        if name not in known:
-            raise RequestError(
-                f"structured_outputs: unknown field {name!r:.80}{nearest(str(name), known)}", "structured_outputs"
-            )
-    return StructuredOutputsParams(**value)
-
-
-def _truncation(value: Any) -> None:
-    if value == -1 and not isinstance(value, float | bool):
-        return
-    if value is not None and read_integer("truncate_prompt_tokens", value, -1) == 0:
-        raise refuse(
-            "truncate_prompt_tokens", value, "an integer of at least 1, -1 (as many as the model takes) or None"
-        )

@@ -1,6 +1,8 @@
 """Every field of SamplingParams: what is taken, in which form it is kept, and how the rest is refused."""
 
+import copy
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
@@ -37,8 +39,11 @@ BIG = 2**31
 def test_parameters_are_normalised(given: dict[str, object], kept: dict[str, object]) -> None:
     params = SamplingParams(**given)  # type: ignore[arg-type]
     assert {name: getattr(params, name) for name in kept} == kept
-    hash(params)
     assert dataclasses.replace(params) == params
+    later = SamplingParams()
+    for name, value in given.items():
+        setattr(later, name, value)
+    assert later == params == pickle.loads(pickle.dumps(params)) == copy.deepcopy(params)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +90,7 @@ def test_parameters_are_normalised(given: dict[str, object], kept: dict[str, obj
         ("presence_penalty", 2.1, r"\[-2, 2\]"),
         ("frequency_penalty", -2.1, r"\[-2, 2\]"),
         ("repetition_penalty", 0, "above 0"),
-        ("logprobs", -1, "at least 0"),
+        ("logprobs", -2, "at least -1"),
         ("prompt_logprobs", 1.5, "an integer"),
         ("truncate_prompt_tokens", 0, "at least 1"),
         ("truncate_prompt_tokens", -2, "at least -1"),
@@ -105,9 +110,36 @@ def test_stop_strings_need_text() -> None:
         SamplingParams(stop="x", detokenize=False)  # type: ignore[arg-type]
 
 
-def test_unknown_parameters_are_refused() -> None:
-    with pytest.raises(TypeError, match="best_of"):
-        SamplingParams(best_of=2)  # type: ignore[call-arg]
+def test_unknown_parameters_are_refused_with_the_closest_name() -> None:
+    with pytest.raises(TypeError, match="SamplingParams has no parameter 'max_token'; did you mean 'max_tokens'?"):
+        SamplingParams(max_token=2)  # type: ignore[call-arg]
+    with pytest.raises(AttributeError, match="no parameter 'temprature'; did you mean 'temperature'?"):
+        SamplingParams().temprature = 2  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match="PoolingParams has no parameter 'dimension'; did you mean 'dimensions'?"):
+        PoolingParams(dimension=2)  # type: ignore[call-arg]
+
+
+def test_parameters_of_vllm_with_a_neutral_value_are_accepted() -> None:
+    neutral = {"best_of": None, "extra_args": None, "flat_logprobs": False, "logits_processors": []}
+    assert SamplingParams(**neutral) == SamplingParams()  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="flat_logprobs of vLLM is not supported"):
+        SamplingParams(flat_logprobs=True)  # type: ignore[call-arg]
+
+
+def test_fields_are_checked_when_they_are_assigned_and_together_when_they_are_used() -> None:
+    params = SamplingParams(stop="x", min_tokens=3)
+    other = params.clone()
+    params.max_tokens = 5
+    assert (params.max_tokens, other.max_tokens) == (5, 16)
+    with pytest.raises(RequestError, match="top_p=3 is not allowed"):
+        params.top_p = 3
+    params.max_tokens = 2
+    with pytest.raises(RequestError, match="min_tokens=3 is not allowed: it must be at most max_tokens"):
+        params.check_together()
+    pooling = PoolingParams()
+    pooling.dimensions = 3
+    with pytest.raises(RequestError, match="dimensions=0"):
+        pooling.dimensions = 0
 
 
 @pytest.mark.parametrize(("name", "value"), [("task", "guess"), ("normalize", 1), ("dimensions", 0)])

@@ -1,11 +1,13 @@
 """ChatPrompts: turn a conversation into the model's prompt, with its chat template or a caller's."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pagoda.base.errors import ConfigError, RequestError
+from pagoda.base.registry import nearest
 from pagoda.base.text import check_encodable
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.prompt_encoder import PromptEncoder
@@ -38,6 +40,19 @@ class ChatOptions:
 
 
 DEFAULT_CHAT = ChatOptions()
+_VLLMS_NAMES = {"chat_template_kwargs": "template_kwargs"}
+_NO_EFFECT = ("chat_template_content_format", "mm_processor_kwargs", "tokenization_kwargs")
+"""Options of vLLM that change nothing here: the form of contents is recognised, and there are no media."""
+
+
+def chat_options(given: Mapping[str, Any]) -> ChatOptions:
+    """Return the options of a conversation by name, vLLM's names included. Raises TypeError for an unknown one."""
+    known = [item.name for item in dataclasses.fields(ChatOptions)]
+    options = {_VLLMS_NAMES.get(name, name): value for name, value in given.items() if name not in _NO_EFFECT}
+    for name in options:
+        if name not in known:
+            raise TypeError(f"chat has no option {name!r:.80}{nearest(name, [*known, *_VLLMS_NAMES])}")
+    return ChatOptions(**options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,8 @@ class ParamsPreparer:
         if isinstance(params, PoolingParams):
             return PreparedParams(check_pooling(params, limits.tasks))
         limits.tasks.check("generate")
+        params.check_together()
+        params = self._bound_logprobs(params)
         if params.n > limits.max_num_seqs:
             raise RequestError(f"n={params.n} is more than max_num_seqs, which is {limits.max_num_seqs}", "n")
         for name in ("logprobs", "prompt_logprobs"):
@@ -100,6 +102,12 @@ class ParamsPreparer:
                 f"{self._limits.vocab_size}: ask for fewer beams",
                 "n",
             )
+
+    def _bound_logprobs(self, params: SamplingParams) -> SamplingParams:
+        """Return params whose log-probabilities, where all are asked for (-1), are as many as the limit allows."""
+        most = min(self._limits.vocab_size, self._limits.max_logprobs)
+        names = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
+        return dataclasses.replace(params, **dict.fromkeys(names, most)) if names else params
 
     def _tokenize_bad_words(self, params: SamplingParams) -> SamplingParams:
         """Return params with bad_words as token ids, each word both with and without a leading space."""

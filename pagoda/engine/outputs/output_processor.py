@@ -5,11 +5,11 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import numpy as np
 
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from pagoda.base.outputs import RequestOutputKind as OutputKind
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns
 from pagoda.engine.outputs.detokenizer import Detokenizer, StopStrings
@@ -20,12 +20,6 @@ logger = logging.getLogger("pagoda")
 PROMPT_LOGPROBS = "the log-probabilities of the prompt"
 _POSITIONS_AT_ONCE = 64
 """About 1 ms of work with 20 entries each."""
-
-
-class OutputKind(Enum):
-    CUMULATIVE = "cumulative"  # the whole output so far, after each step
-    DELTA = "delta"  # the new part, after each step
-    FINAL_ONLY = "final_only"  # the whole output, when it is finished
 
 
 @dataclass(slots=True)
@@ -181,10 +175,11 @@ class _RequestState:
         self.num_cached_tokens: int | None = None
         self.error: str | None = None
         self.pooled: np.ndarray | None = None
-        asked = request.sampling.prompt_logprobs if request.sampling is not None else None
         self.prompt_logprobs: PromptLogprobs | None = None
-        if asked is not None:
-            self.prompt_logprobs = PromptLogprobs(len(self.prompt_token_ids), asked, tokenizer)
+        params = request.sampling
+        if params is not None and params.prompt_logprobs is not None:
+            shown_with = tokenizer if params.detokenize else None
+            self.prompt_logprobs = PromptLogprobs(len(self.prompt_token_ids), params.prompt_logprobs, shown_with)
 
     def first_scheduled(self, num_cached_tokens: int, queue_s: float | None) -> None:
         """Record when the request was first scheduled. A replay on another engine does not change it."""
@@ -247,12 +242,12 @@ class OutputSequence:
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self._tokenizer = tokenizer
+        wants_text = params is not None and params.detokenize
+        self._tokenizer = tokenizer if wants_text else None
         self._num_logprobs = params.logprobs if params is not None else None
         self._include_stop = params is not None and params.include_stop_str_in_output
         self._logprobs: list[dict[int, Logprob]] | None = [] if self._num_logprobs is not None else None
         self._cumulative = 0.0
-        wants_text = params is not None and params.detokenize
         self._detokenizer = Detokenizer(tokenizer, params, stops) if wants_text and params is not None else None
         # If only the final text is needed, and not for stop strings, one pass over all tokens at the end is cheapest.
         self._late = is_final_only and params is not None and not params.stop
@@ -340,7 +335,7 @@ class PromptLogprobs:
     pieces, and only when the request's own reader needs them.
     """
 
-    def __init__(self, num_prompt_tokens: int, num_top: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, num_prompt_tokens: int, num_top: int, tokenizer: Tokenizer | None) -> None:
         self.rows: list[dict[int, Logprob] | None] = [None]
         self._num_missing = num_prompt_tokens - 1
         self._num_top = num_top
@@ -370,8 +365,11 @@ class PromptLogprobs:
         return bool(self._columns)
 
 
-def logprob_entry(columns: LogprobColumns, row: int, num_top: int, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """Return one position's candidates by token id: the sampled one, then the `num_top` most likely."""
+def logprob_entry(columns: LogprobColumns, row: int, num_top: int, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """Return one position's candidates by token id: the sampled one, then the `num_top` most likely.
+
+    tokenizer: None leaves out their texts.
+    """
     ids: Sequence[int] = columns.token_ids[row, : num_top + 1].tolist()
     values: Sequence[float] = columns.logprobs[row, : num_top + 1].tolist()
     entry = {ids[0]: Logprob(values[0], int(columns.ranks[row]), _shown(tokenizer, ids[0]))}
@@ -380,5 +378,5 @@ def logprob_entry(columns: LogprobColumns, row: int, num_top: int, tokenizer: To
     return entry
 
 
-def _shown(tokenizer: Tokenizer, token_id: int) -> str:
-    return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+def _shown(tokenizer: Tokenizer | None, token_id: int) -> str | None:
+    return None if tokenizer is None else tokenizer.token_bytes(token_id).decode("utf-8", "replace")

@@ -175,6 +175,15 @@ def test_log_probabilities() -> None:
     assert by_id["r1"].cumulative_logprob == -10.0
 
 
+def test_without_text_candidates_have_no_text() -> None:
+    processor = OutputProcessor(ByteTokenizer())
+    processor.open(request(1, logprobs=1, detokenize=False), OutputKind.CUMULATIVE)
+    columns = LogprobColumns(np.array([[97, 98]], np.int32), np.array([[-1, -2]], np.float32), np.array([1], np.int32))
+    (out,) = processor.process(core_outputs([(1, 0, [97])], logprobs=columns), 0.0).outputs
+    assert out.outputs[0].logprobs is not None
+    assert [one.decoded_token for one in out.outputs[0].logprobs[0].values()] == [None, None]
+
+
 def test_prompt_logprobs_come_chunk_by_chunk() -> None:
     processor = OutputProcessor(ByteTokenizer())
     processor.open(request(1, prompt_logprobs=1), OutputKind.FINAL_ONLY)

@@ -1,0 +1,99 @@
+"""CallersTokenizer: a model's tokenizer with the names of transformers' tokenizers, for programs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pagoda.engine.inputs.chat_prompts import chat_options
+from pagoda.engine.inputs.input_processor import InputProcessor
+
+
+class Encoding(dict[str, Any]):
+    """The result of a call, by key or attribute: `input_ids` and `attention_mask`, lists of integers."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class CallersTokenizer:
+    """What `get_tokenizer` returns. Other attributes are those of the engine's Tokenizer. Thread-safe."""
+
+    padding_side = truncation_side = "right"
+    is_fast = True
+
+    def __init__(self, inputs: InputProcessor) -> None:
+        self._inputs = inputs
+        self._own = inputs.tokenizer
+        facts = self._own.facts
+        self.bos_token_id = facts.bos_token_id
+        self.eos_token_id = facts.eos_token_ids[0] if facts.eos_token_ids else None
+        self.bos_token, self.eos_token = (facts.special_names.get(name) for name in ("bos_token", "eos_token"))
+        self.all_special_ids = sorted(facts.special_token_ids)
+        self.vocab_size = facts.vocab_size
+        sources = facts.chat_template.sources if facts.chat_template is not None else {}
+        self.chat_template = sources.get("default") or next(iter(sources.values()), None)
+
+    @property
+    def model_max_length(self) -> int:
+        return self._inputs.limits.max_model_len
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. Raises RequestError."""
+        return self._own.encode(text, add_special_tokens)
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        add_special_tokens: bool = True,
+        truncation: bool = False,
+        max_length: int | None = None,
+    ) -> Encoding:
+        """Return the `input_ids` of a text, or of each of several, at most `max_length` from the start of each."""
+        each = [text] if isinstance(text, str) else list(text)
+        most = (max_length or self.model_max_length) if truncation else None
+        ids = [self._own.encode(one, add_special_tokens)[:most] for one in each]
+        masks = [[1] * len(one) for one in ids]
+        return (
+            Encoding(input_ids=ids[0], attention_mask=masks[0])
+            if isinstance(text, str)
+            else Encoding(input_ids=ids, attention_mask=masks)
+        )
+
+    def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of one or several token ids."""
+        return self._own.decode([token_ids] if isinstance(token_ids, int) else token_ids, skip_special_tokens)
+
+    def batch_decode(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False) -> list[str]:
+        return [self.decode(token_ids, skip_special_tokens) for token_ids in sequences]
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **template_kwargs: Any,
+    ) -> list[int] | str:
+        """Return a conversation as the model's prompt: token ids, or text. Raises RequestError."""
+        options = chat_options(
+            {
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+                "chat_template": chat_template,
+                "template_kwargs": template_kwargs or None,
+            }
+        )
+        rendered = self._inputs.chats.render(conversation, options)
+        return rendered.token_ids if tokenize else rendered.text

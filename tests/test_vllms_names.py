@@ -1,0 +1,115 @@
+"""What scripts written for vLLM's Python classes use, over an engine without a model."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import pagoda
+from pagoda import LLM, AsyncLLM, RequestError, RequestOutputKind, SamplingParams, TokensPrompt
+from pagoda.engine.inputs.input_processor import InputProcessor
+from pagoda.engine.llm_engine import LLMEngine
+from tests.fake_engine import byte_inputs, fake_core
+
+SHORT = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+
+
+def inputs_with_defaults(**sampling: object) -> InputProcessor:
+    inputs = byte_inputs()
+    inputs.default_sampling = sampling
+    return inputs
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with LLM.over(lambda: LLMEngine(fake_core(), inputs_with_defaults(temperature=0.3, max_tokens=5))) as llm:
+        yield llm
+
+
+def test_calls_take_what_vllms_take(llm: LLM) -> None:
+    one = llm.generate(["a", TokensPrompt(prompt_token_ids=[1, 2])], SHORT, False, None, [1, 2])
+    assert [len(output.outputs[0].token_ids) for output in one] == [4, 4]
+    assert llm.generate("a", SHORT, priority=1)[0].finished
+    messages = [{"role": "user", "content": "hi"}]
+    chat = llm.chat(
+        messages, SHORT, False, priority=3, chat_template_kwargs={"x": 1}, chat_template_content_format="auto"
+    )
+    assert len(chat[0].outputs[0].token_ids) == 4
+    with pytest.raises(TypeError, match="chat has no option 'chat_templat'; did you mean 'chat_template'?"):
+        llm.chat(messages, SHORT, chat_templat="x")
+
+
+def test_the_models_own_sampling_parameters_are_the_default(llm: LLM) -> None:
+    assert llm.get_default_sampling_params() == SamplingParams(temperature=0.3, max_tokens=5)
+    (output,) = llm.generate("a")
+    assert len(output.outputs[0].token_ids) <= 5
+    assert output.finished
+
+
+def test_parameters_that_were_changed_are_checked_together_when_they_are_used(llm: LLM) -> None:
+    params = SHORT.clone()
+    params.max_tokens = 2
+    assert len(llm.generate("a", params)[0].outputs[0].token_ids) == 2
+    params.min_tokens = 3
+    with pytest.raises(ValueError, match="min_tokens=3"):
+        llm.generate("a", params)
+
+
+def test_logprobs_of_minus_one_are_as_many_as_the_limit_allows(llm: LLM) -> None:
+    inputs = llm.engine.input_processor
+    prepared = inputs.params.prepare(SamplingParams(logprobs=-1, prompt_logprobs=-1)).params
+    assert isinstance(prepared, SamplingParams)
+    assert prepared.logprobs == prepared.prompt_logprobs == inputs.limits.max_logprobs == 20
+
+
+def test_the_engine_can_be_asked_and_reset(llm: LLM) -> None:
+    llm.generate("the same prompt " * 8, SHORT)
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    assert metrics["vllm:prefix_cache_queries"].value > 0
+    assert metrics["vllm:num_requests_running"].kind == "gauge"
+    assert llm.reset_prefix_cache() is True
+    assert llm.llm_engine is llm.engine
+
+
+def test_the_tokenizer_has_the_names_of_transformers(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    ids = llm.tokenizer.encode("hello")
+    assert tokenizer("hello").input_ids == tokenizer.encode("hello") == ids
+    assert tokenizer(["hello", "a"], truncation=True, max_length=2)["attention_mask"][0] == [1, 1]
+    assert tokenizer.decode(ids) == tokenizer.batch_decode([ids])[0] == "hello"
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (llm.tokenizer.facts.eos_token_ids[0], tokenizer.vocab_size)
+    messages = [{"role": "user", "content": "hi"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert isinstance(text, str)
+    assert "hi" in text
+    assert (
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        == llm.chat(messages, SHORT)[0].prompt_token_ids
+    )
+
+
+@pytest.mark.parametrize("prompt", ["", [10**6]], ids=["empty", "out of the vocabulary"])
+def test_errors_of_prompts_are_value_errors(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(ValueError, match=r"empty|vocabulary") as caught:
+        llm.generate(prompt, SHORT)
+    assert isinstance(caught.value, RequestError)
+
+
+def test_engine_args_and_other_names_of_vllm() -> None:
+    args = pagoda.AsyncEngineArgs(model="smollm2-135m", max_num_seqs=3, disable_log_requests=True)
+    assert args.scheduler.max_num_seqs == 3
+    assert isinstance(AsyncLLM.from_engine_args(args), AsyncLLM)
+    assert pagoda.EmbeddingRequestOutput is pagoda.PoolingRequestOutput
+    assert {"TokensPrompt", "TextPrompt", "RequestOutputKind"} <= set(pagoda.__all__)
+
+
+def test_async_outputs_are_of_the_kind_that_was_asked_for() -> None:
+    async def texts(kind: RequestOutputKind | None) -> list[int]:
+        params = SamplingParams(max_tokens=4, seed=1, ignore_eos=True, output_kind=kind)
+        async with AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
+            return [len(o.outputs[0].token_ids) async for o in llm.generate("a", params)]
+
+    assert sum(asyncio.run(texts(RequestOutputKind.DELTA))) == 4
+    assert asyncio.run(texts(None))[-1] == 4
+    assert asyncio.run(texts(RequestOutputKind.FINAL_ONLY)) == [4]
