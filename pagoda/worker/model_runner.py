@@ -80,11 +80,12 @@ class ModelRunner:
         """Run a forward pass of one token, writing to the null block, which is never read.
 
         If the kernels do not support this model and these settings, this fails at startup instead of in every request.
-        A speculator measures steps over several tokens, so that it knows their cost before the first draft.
+        A speculator measures steps over several tokens, so that it knows their cost before the first draft; with
+        several ranks it learns it from the first steps, for the others would have to compute the same ones.
         """
         runs = DryRuns(self._forward, self._table, self._cache, self._sampler)
         runs.run_tokens(1, 1, 0)
-        if self._speculator is not None:
+        if self._speculator is not None and self._place.world_size == 1:
             # The first step of a size compiles kernels, and the second captures a graph: neither says what it costs.
             num_warm_up = 2 if self._forward.staging.padding is not None else 0
             self._speculator.measure_steps(runs.run_tokens, *self._table.token_ids.shape, num_warm_up)

@@ -133,7 +133,10 @@ class StepCounter:
 def make_engine(
     model: Path | ModelFiles, counts: Counter[str], options: Mapping[str, object], logits: bool = True
 ) -> tuple[EngineCore, Trace]:
-    """An engine with these options and those in ENGINE, and the trace it writes as it runs, with logits or without."""
+    """An engine with these options and those in ENGINE, and the trace it writes as it runs, with logits or without.
+
+    Of a worker in another process there are none.
+    """
     files = model if isinstance(model, ModelFiles) else None
     path = str(files.path if files else model)
     given = {**ENGINE, **options}
@@ -141,12 +144,14 @@ def make_engine(
     workers: list[Worker] = []
 
     def wrap(executor: Executor, max_rows: int) -> Executor:
-        assert isinstance(executor, InProcessExecutor)
-        assert isinstance(executor.worker, Worker)
-        workers.append(executor.worker)
+        if isinstance(executor, InProcessExecutor):
+            assert isinstance(executor.worker, Worker)
+            workers.append(executor.worker)
         return StepCounter(executor, counts)
 
     core = build_engine_core(setup, wrap_executor=wrap)
+    if setup.config.parallel.executor == "mp":
+        return core, Trace()
     runner = workers[0]._runner
     assert runner is not None
     if given["kernels"] == "native" and not isinstance(runner._forward.recorder, Graphs):

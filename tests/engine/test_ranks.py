@@ -1,0 +1,45 @@
+"""Ranks in processes of their own: whatever the schedule, each request gets what it gets alone on as many ranks."""
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.engine.byte_llama import VOCAB, write_byte_llama
+from tests.engine.random_schedules import alone, differences, make_engine, play, random_options, random_script
+from tests.engine.test_batch_invariance import MAX_MODEL_LEN, watched_requests
+
+RANKS: dict[str, dict[str, object]] = {
+    "one": {"distributed_executor_backend": "mp"},
+    "two": {"tensor_parallel_size": 2},
+}
+SCHEDULES = {"one": 2, "two": 4}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_random_schedules_change_nothing(ranks: str, tmp_path: Path) -> None:
+    model = write_byte_llama(tmp_path / "model")
+    options = {**RANKS[ranks], "dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}
+    watched = watched_requests(VOCAB, [1, 2, 7, 90, 16, 33, 250, 12, 40, 128, 31, 5, 19, 100])
+    # One rank in a process of its own computes what one in this process does.
+    expected = alone(model, watched, options if ranks == "two" else {**options, "distributed_executor_backend": "auto"})
+    counts: Counter[str] = Counter()
+    for seed in range(SCHEDULES[ranks]):
+        rng = np.random.default_rng(seed)
+        drawn = random_options(rng, MAX_MODEL_LEN)
+        if ranks == "two":
+            drawn |= {"async_scheduling": False, "pipeline_depth": 1, "threads": 1}
+        if seed % 2:
+            drawn["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
+        script = random_script(rng, watched, VOCAB, 12, 20)
+        core, trace = make_engine(model, counts, {**options, **drawn}, logits=False)
+        try:
+            play(core, trace, script)
+        finally:
+            core.shutdown()
+        picked = {each.seed for each in script.requests}
+        found = differences(expected, trace, [each for each in watched if each.seed in picked])
+        assert not [line for line in found if "logits" not in line], (seed, drawn)
+    assert counts["chunks"] > 20
+    assert counts["most rows"] > 8
