@@ -16,6 +16,9 @@ from tests.cached_models import cached_model
 ROOT = Path(__file__).parent.parent
 OTHER_PROGRAMS_FLAGS = {"--no-deps", "--only-binary", "--only", "--list", "--task", "--weight-format"}
 """Flags of pip, optimum-cli, benchmarks/gpu.py."""
+OTHER_PROGRAMS_FLAGS |= {"--build", "--cpus", "--env", "--extra-index-url", "--filename", "--from-literal", "--memory"}
+OTHER_PROGRAMS_FLAGS |= {"--publish", "--rm", "--shm-size", "--stop-timeout", "--tag", "--volume"}
+"""Flags of docker and kubectl, too."""
 OTHER_PROGRAMS_FLAGS |= {"--" + option.replace("_", "-") for option in (*ALIASES, *IGNORED, *REFUSED)}
 
 FOLDERS = ("docs", "benchmarks", "examples")
@@ -83,6 +86,14 @@ def test_the_reference_leaves_nothing_out() -> None:
     assert {name for name in pagoda.__all__ if f"## {name}\n" not in pages["python-api.md"]} == set()
     metrics = set(re.findall(r'"vllm:(\w+)"', (ROOT / "pagoda" / "metrics" / "prometheus.py").read_text()))
     assert {name for name in metrics if f"`vllm:{name}" not in pages["metrics.md"]} == set()
+
+
+def test_monitoring_names_metrics_that_exist() -> None:
+    named = re.findall(r"\b(vllm:\w+|http_\w+_total)\b", (ROOT / "docs" / "howto" / "monitoring.md").read_text())
+    known = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    plain = {re.sub(r"_(bucket|sum|count)$", "", name) for name in named} - {"vllm:num_requests"}  # a pattern of grep
+    assert len(plain) > 10
+    assert {name for name in plain if f"`{name}`" not in known} == set()
 
 
 def test_the_chinese_readme_has_the_same_commands_and_figures() -> None:

@@ -26,6 +26,7 @@ from pagoda.base.server_config import ServerTimeouts
 from pagoda.kernels.native.threads import cpu_flags
 from pagoda.kernels.native.variants import runnable
 from pagoda.loading.fetch_wheel import default_cache_dir
+from pagoda.server.routing import HEALTH_PATHS
 from tests.cached_models import cached_model
 from tests.kernels.test_variants import ASSEMBLES, foreign, instructions
 
@@ -181,6 +182,14 @@ def test_containers_agree_with_the_image() -> None:
     assert container["ports"][0]["containerPort"] == int(only("EXPOSE"))
     start = json.loads(only("CMD"))
     assert container["args"][: len(start)] == compose_service()["command"][: len(start)] == start
+
+
+def test_probes_ask_routes_that_need_no_key() -> None:
+    (container,) = pod()["containers"]
+    probes = {name: container[name]["httpGet"]["path"] for name in container if name.endswith("Probe")}
+    assert probes == {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
+    assert HEALTH_PATHS.issuperset(probes.values())
+    assert any(path in only("HEALTHCHECK") for path in HEALTH_PATHS)
 
 
 def test_containers_wait_for_a_drain() -> None:
