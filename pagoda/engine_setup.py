@@ -5,18 +5,18 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pagoda.base.config import EngineConfig, PrefillConfig, SchedulerConfig, SchedulingMode
+from pagoda.base.config import EngineConfig, ParallelConfig, PrefillConfig, SchedulerConfig, SchedulingMode
 from pagoda.base.config_fit import fit_block_size, fit_defaults, fit_whole_prompts, note_given, pipeline_depth
 from pagoda.base.config_rules import check_settings
 from pagoda.base.dtypes import WITH_SCALES
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import ModelTasks, PoolingKind
+from pagoda.base.ranks import RankPlace
 from pagoda.base.setting import describe_settings
 from pagoda.core.executor import Capacity
 from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.layers.sharding import RankNumber
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.resolve import resolve_model
@@ -28,6 +28,7 @@ from pagoda.worker.memory import (
     EmbedsMemory,
     KVCapacity,
     embeds_memory,
+    kv_block_bytes,
     memory_limit,
     plan_capacity,
     require_device_memory,
@@ -100,7 +101,9 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     check_settings(config)
     config = note_given(config)
     files = files or resolve_model(config.model)
-    model = _share(config, files)
+    model = read_share(files, config.model.quantization, RankPlace(0, config.parallel.tensor_parallel_size))
+    for place in largest_ranks(config.parallel):
+        read_share(files, config.model.quantization, place)  # only to check that there is one
     spec = model.spec
     device = select_device(config.parallel)
     tasks = _tasks(config, model)
@@ -146,9 +149,10 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     )
 
 
-def _share(config: EngineConfig, files: ModelFiles, rank: int = 0) -> Model:
-    """Return the tree of a rank's share. Raises ConfigError for a tensor_parallel_size that does not divide it."""
-    return read_share(files, config.model.quantization, RankNumber(rank, config.parallel.tensor_parallel_size))
+def largest_ranks(parallel: ParallelConfig) -> list[RankPlace]:
+    """Return the rank of each stage that has most of its weights: the last has what does not divide."""
+    size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    return [RankPlace(size - 1, size, stage, stages) for stage in range(stages)]
 
 
 def _tasks(config: EngineConfig, model: Model) -> ModelTasks:
@@ -173,8 +177,7 @@ def weights_in_memory(setup: EngineSetup) -> int:
         num_positions=setup.num_positions,
         tiled=setup.kernels == "triton",
     )
-    size = setup.config.parallel.tensor_parallel_size
-    weights = weight_memory(setup.files, prepared, RankNumber(size - 1, size))  # the last has what does not divide
+    weights = max(weight_memory(setup.files, prepared, place) for place in largest_ranks(setup.config.parallel))
     return weights + (setup.drafting.memory_bytes if setup.drafting else 0)
 
 
@@ -183,7 +186,8 @@ def adapters_in_memory(setup: EngineSetup) -> int:
     lora = setup.config.model.lora
     if not lora.enable_lora:
         return 0
-    model = _share(setup.config, setup.files)  # the first rank has what adapters add to the embedding
+    place = RankPlace(0, setup.config.parallel.tensor_parallel_size)  # which has what adapters add to the embedding
+    model = read_share(setup.files, setup.config.model.quantization, place)
     return lora.num_kept * adapter_memory(model, lora.max_lora_rank, setup.dtype, setup.is_packed)
 
 
@@ -204,12 +208,12 @@ def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCap
     """
     config, is_on_host, embeds = setup.config, setup.device.is_host, embeds_in_memory(setup)
     # Ranks on the host share its memory: this is about the part of one.
-    sharing = config.parallel.tensor_parallel_size if is_on_host else 1
+    sharing = config.parallel.world_size if is_on_host else 1
     is_fake = config.parallel.executor == "fake"
     taken_by = "the weights and the largest step" if capacities else "the weights"
     reserved = adapters_in_memory(setup) + embeds.device + (embeds.host // sharing if is_on_host else 0)
     found: list[KVCapacity] = []
-    for free_bytes, block_bytes in _shares(capacities) or [(_free_before_loading(setup, sharing), None)]:
+    for free_bytes, block_bytes in _shares(capacities) or [(_free_before_loading(setup, sharing), _block_bytes(setup))]:
         free = max(0, free_bytes - reserved)
         found.append(
             plan_capacity(
@@ -232,6 +236,13 @@ def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCap
             on_host += weights_in_memory(setup) + adapters_in_memory(setup) + embeds.device
         require_host_memory(capacity, config.cache, None if limit is None else limit // sharing, on_host, is_on_host)
     return capacity
+
+
+def _block_bytes(setup: EngineSetup) -> int:
+    """Return the bytes of a KV block on the rank that has the most of it."""
+    config = setup.config
+    shares = (read_share(setup.files, config.model.quantization, place) for place in largest_ranks(config.parallel))
+    return max(kv_block_bytes(share.kv_groups, setup.kv_dtype, config.cache.block_size) for share in shares)
 
 
 def _free_before_loading(setup: EngineSetup, sharing: int) -> int:

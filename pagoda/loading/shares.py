@@ -5,6 +5,7 @@ from math import lcm
 from gguf.constants import GGML_QUANT_SIZES
 
 from pagoda.base.errors import ConfigError
+from pagoda.base.ranks import RankPlace
 from pagoda.kernels.linear.forms import MADE_WHILE_LOADING
 from pagoda.layers.kv import with_shapes_of
 from pagoda.layers.module import parameters
@@ -41,10 +42,16 @@ def take_share(
     model.kv_groups = with_shapes_of(model, model.kv_groups)
 
 
-def read_share(files: ModelFiles, quantization: str | None, ranks: RankGroup) -> Model:
-    """Return the tree of a rank's share of a model, without its weights. Raises ConfigError as `take_share`."""
+def read_share(files: ModelFiles, quantization: str | None, place: RankPlace) -> Model:
+    """Return the tree of a rank's share of a model, without its weights.
+
+    Raises ConfigError as `take_share`, and for more stages than the model can be divided into.
+    """
     architecture, config = read_architecture(files)
     model = build_tree(files, architecture, config)
+    ranks = RankNumber(place.tensor_rank, place.tensor_size)
+    if place.num_stages > 1:
+        model.take_stage(place, ranks)
     take_share(model, files, architecture, quantization, ranks)
     return model
 

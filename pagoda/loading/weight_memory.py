@@ -5,21 +5,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagoda.base.dtypes import DTYPE_BYTES
+from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.kernels.linear.forms import FLOATS, MADE_WHILE_LOADING, Q8, HeldAs, packed_bias_bytes
 from pagoda.layers.lora_targets import lora_targets
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Matrix, Parameter, RotaryTable, Table, Vector, whole_of
-from pagoda.layers.sharding import ALONE
 from pagoda.loading.gguf_file import GGUFFile, form_of
-from pagoda.loading.model_config import build_tree, read_architecture
+from pagoda.loading.model_config import read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import choose_naming, weight_pieces
 from pagoda.loading.quantization import packed_format, packed_stem, resolve_quantization
 from pagoda.loading.safetensors_header import read_headers
-from pagoda.loading.shares import take_share
+from pagoda.loading.shares import read_share
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
-from pagoda.ops.tensor import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +37,16 @@ class PreparedAs:
     tiled: bool = False
 
 
-def weight_memory(files: ModelFiles, prepared: PreparedAs, ranks: RankGroup = ALONE) -> int:
+def weight_memory(files: ModelFiles, prepared: PreparedAs, place: RankPlace = WHOLE) -> int:
     """Return the bytes of all parameters once loaded: exact for packed weights, except for the padding between them.
 
-    ranks: of the parameters that `ranks.rank` holds.
+    place: of the rank whose parameters are counted.
 
     A tied embedding and output head share one copy, except where the head is quantised, or is packed by torch in
     bfloat16: then the embedding's rows are held in the compute dtype as well.
     """
-    architecture, config = read_architecture(files)
-    model = build_tree(files, architecture, config)
-    take_share(model, files, architecture, prepared.quantization, ranks)
-    held_as = _forms(files, architecture, model, prepared)
+    model = read_share(files, prepared.quantization, place)
+    held_as = _forms(files, read_architecture(files)[0], model, prepared)
     paths: dict[int, str] = {}
     total = 0
     for path, parameter in parameters(model):

@@ -10,10 +10,10 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from pagoda.base.errors import ConfigError
+from pagoda.base.ranks import RankPlace
 from pagoda.core.request import LoraRef
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Matrix, Table
-from pagoda.layers.sharding import RankNumber
 from pagoda.loading.adapters.files import digest_of
 from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import ModelFiles, identify
@@ -242,7 +242,7 @@ def test_sizes_that_do_not_divide_are_refused_with_those_that_do(
 ) -> None:
     files = identify(save(divisible(name) if name == "llama" else make_model(name), tmp_path))
     with pytest.raises(ConfigError, match=message):
-        read_share(files, None, RankNumber(0, size))
+        read_share(files, None, RankPlace(0, size))
 
 
 def test_sizes_that_would_cut_quantisation_groups_are_refused_with_those_that_do(tmp_path: Path) -> None:
@@ -251,13 +251,13 @@ def test_sizes_that_would_cut_quantisation_groups_are_refused_with_those_that_do
     with pytest.raises(
         ConfigError, match=r"cut the quantisation groups of 256 in o_proj .*sizes that divide it: 1, 2$"
     ):
-        read_share(files, quantization, RankNumber(0, 4))
+        read_share(files, quantization, RankPlace(0, 4))
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_holds_its_share_and_ranks_together_hold_all(size: int, folders: Folders) -> None:
     files = identify(folders("qwen3"))
-    shares = [read_share(files, None, RankNumber(rank, size)) for rank in range(size)]
+    shares = [read_share(files, None, RankPlace(rank, size)) for rank in range(size)]
     whole = dict(parameters(read_model(files)))
     for (path, parameter), *others in zip(*(parameters(share) for share in shares), strict=True):
         if not isinstance(parameter.declared, Matrix | Table):
