@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pagoda.base.abbreviate import human_bytes
 from pagoda.base.config import EngineConfig, ParallelConfig, PrefillConfig, SchedulerConfig, SchedulingMode
 from pagoda.base.config_fit import fit_block_size, fit_defaults, fit_whole_prompts, note_given, pipeline_depth
 from pagoda.base.config_rules import check_settings
@@ -277,8 +278,8 @@ def _require_weights_fit(setup: EngineSetup, free_bytes: int) -> None:
             if weights_in_memory(dataclasses.replace(setup, config=config)) < free_bytes:
                 fits.append(f"quantization={quantization!r}")
     raise CapacityError(
-        f"the weights of {setup.files.name!r} take about {weights >> 20} MiB, and the GPU has {free_bytes >> 20} MiB "
-        f"for them; {' or '.join(fits) + ' would fit' if fits else 'take a smaller model'}"
+        f"the weights of {setup.files.name!r} take about {human_bytes(weights)}, and the GPU has "
+        f"{human_bytes(free_bytes)} for them; {' or '.join(fits) + ' would fit' if fits else 'take a smaller model'}"
     )
 
 

@@ -33,3 +33,12 @@ def abbreviate(value: object, limit: int = 120) -> str:
 def shorten(text: str, limit: int = 120) -> str:
     """Return `text` without quotes, cut to `limit` characters; the cut is marked and states the full length."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def human_bytes(num_bytes: float) -> str:
+    """`98362432` as `93.8 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"

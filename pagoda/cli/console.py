@@ -21,15 +21,6 @@ def stderr_console() -> Console:
     return Console(file=sys.stderr, highlight=False)
 
 
-def human_bytes(num_bytes: float) -> str:
-    """`98362432` as `93.8 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
-
-
 def human_count(count: float) -> str:
     """`1234567` as `1,234,567`."""
     return f"{count:,.0f}"

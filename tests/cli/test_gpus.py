@@ -128,17 +128,17 @@ def test_plan_says_what_would_fit(
         return make_plan(EngineConfig.from_options(model=folder, device="cuda", max_model_len=64, **options))
 
     large = 3 << 30
-    left = rf"kv_cache_memory={large} does not fit in the GPU's memory, of which the weights leave 2006\.8 MiB"
+    left = rf"kv_cache_memory={large} does not fit in the GPU's memory, of which the weights leave 2\.0 GiB"
     with pytest.raises(CapacityError, match=left):
         plan(kv_cache_memory=large)
     _print(plan(kv_cache_memory=1 << 20))
     assert "largest step" not in capsys.readouterr().out
     margin = int((2 << 30) * 0.02)
     card.allocate((2 << 30) - margin - 200 * 1024)  # of another process
-    with pytest.raises(CapacityError, match=r"0 MiB for them; quantization='fp8' or quantization='int8' would fit"):
+    with pytest.raises(CapacityError, match=r" for them; quantization='fp8' or quantization='int8' would fit"):
         plan()
     assert plan(quantization="fp8").num_blocks
     card.allocate(190 * 1024)
     for options in ({}, {"quantization": "fp8"}):
-        with pytest.raises(CapacityError, match=r"0 MiB for them; take a smaller model"):
+        with pytest.raises(CapacityError, match=r" for them; take a smaller model"):
             plan(**options)

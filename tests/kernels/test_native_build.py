@@ -76,6 +76,25 @@ def test_a_library_that_cannot_be_written_is_an_error(
         build.build(tmp_path / "file" / "cache", compiler)
 
 
+def test_a_cache_that_cannot_be_written_is_replaced_by_a_temporary_folder(
+    tiny_kernels: Path,
+    compiler: build.Compiler,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    library = build.build_for_user(compiler)
+    assert library.parent == tmp_path / f"pagoda-{os.getuid()}"
+    assert "cannot write compiled kernels" in caplog.text
+    assert build.build_for_user(compiler) == library
+    library.parent.chmod(0o777)  # another user could put a library there
+    with pytest.raises(build.NativeUnavailable, match="cannot write compiled kernels"):
+        build.build_for_user(compiler)
+
+
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with caplog.at_level(logging.WARNING, logger="pagoda"):

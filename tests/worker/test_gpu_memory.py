@@ -91,7 +91,7 @@ def test_a_cache_of_a_given_size_must_fit_next_to_the_largest_step(engine_on) ->
     sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 100}
     engine_on(given, **sizes, kv_cache_memory=2**19).shutdown()
     assert given.runs == 1
-    left = "the weights and the largest step leave 0.5 MiB; set kv_cache_memory=524288 or less"
+    left = "the weights and the largest step leave 512.0 KiB; set kv_cache_memory=524288 or less"
     with pytest.raises(CapacityError, match=f"kv_cache_memory=1048576 does not fit .* {re.escape(left)}"):
         engine_on(MadeUpGpu(2**19), **sizes, kv_cache_memory=2**20)
 

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagoda.base.cache_home import cache_home, temporary_folder
 from pagoda.kernels.native import header
 from pagoda.kernels.native.threads import available_cpus
 
@@ -42,6 +43,10 @@ class NativeUnavailable(Exception):
     """The native kernels are not available on this machine; the message says why and what to do."""
 
 
+class CacheNotWritable(NativeUnavailable):
+    """The folder for compiled kernels cannot be written."""
+
+
 @dataclass(frozen=True, slots=True)
 class Compiler:
     """A C++ compiler: its path, and the first line of its --version."""
@@ -52,7 +57,7 @@ class Compiler:
 
 def default_cache_dir() -> Path:
     """Return the folder of compiled kernels."""
-    return Path.home() / ".cache" / "pagoda" / "native"
+    return cache_home() / "native"
 
 
 def find_compiler(search_path: str | None = None) -> Compiler:
@@ -95,7 +100,7 @@ def build(
         cache_dir.mkdir(parents=True, exist_ok=True)
         workplace = tempfile.TemporaryDirectory(prefix="build-", dir=cache_dir)
     except OSError as error:
-        raise NativeUnavailable(f"cannot write compiled kernels to {cache_dir}: {error}") from error
+        raise CacheNotWritable(f"cannot write compiled kernels to {cache_dir}: {error}") from error
     logger.warning("compiling the native kernels, once for this machine (may take a minute) ...")
     started = time.perf_counter()
     with workplace as folder:
@@ -108,6 +113,22 @@ def build(
         os.replace(fresh, library)
     logger.info("native kernels compiled in %.1f s by %s: %s", time.perf_counter() - started, compiler.version, library)
     return library
+
+
+def build_for_user(compiler: Compiler) -> Path:
+    """Return the compiled library from the user's cache, or a temporary folder if that cannot be written.
+
+    Raises NativeUnavailable.
+    """
+    try:
+        return build(default_cache_dir(), compiler)
+    except CacheNotWritable as error:
+        try:
+            folder = temporary_folder()
+        except OSError:
+            raise error from None
+        logger.warning("%s; using %s, which does not survive a restart of the machine", error, folder)
+        return build(folder, compiler)
 
 
 def _compile(compiler: Compiler, flags: list[str], source: Path, folder: Path) -> Path:

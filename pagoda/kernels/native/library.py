@@ -35,7 +35,7 @@ def load(path: Path | None = None) -> NativeLibrary:
     Raises build.NativeUnavailable if there is none, and AssertionError if loading it adds an OpenMP runtime.
     """
     if path is None:
-        path = variants.prebuilt() or build.build(build.default_cache_dir(), build.find_compiler())
+        path = variants.prebuilt() or build.build_for_user(build.find_compiler())
     openmp = openmp_runtimes()
     try:
         functions = ctypes.CDLL(str(path))
