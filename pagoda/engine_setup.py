@@ -293,6 +293,7 @@ def scheduler_options(config: EngineConfig, drafting: DraftSetup | None = None) 
         **{**settings, "async_scheduling": bool(scheduler.async_scheduling)},
         **{item.name: getattr(prefill, item.name) for item in describe_settings(PrefillConfig)},
         pipeline_depth=pipeline_depth(config),
+        num_stages=config.parallel.pipeline_parallel_size,
         has_followers=config.parallel.world_size > 1,
         prefix_hash_seed=debug.prefix_hash_seed,
         num_lookahead_slots=debug.num_lookahead_slots,

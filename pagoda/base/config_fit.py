@@ -35,7 +35,7 @@ def pipeline_depth(config: EngineConfig) -> int:
     """Return how many steps may be scheduled before the first result is back."""
     if config.debug.pipeline_depth is not None:
         return config.debug.pipeline_depth
-    return 2 if config.scheduler.async_scheduling else 1
+    return 2 if config.scheduler.async_scheduling else config.parallel.pipeline_parallel_size
 
 
 def fit_defaults(config: EngineConfig, max_model_len: int, is_host: bool) -> tuple[EngineConfig, int]:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
 from pagoda.base.ranks import WHOLE, RankPlace
+from pagoda.engine_setup import resolve_engine, size_cache, weights_in_memory
 from pagoda.kernels.collectives.group import RankGroup as Ranks
 from pagoda.kernels.collectives.group import thread_groups
 from pagoda.kernels.collectives.shared_memory import shared_groups
@@ -163,3 +165,21 @@ def test_blocks_of_a_stage_are_as_small_as_its_layers(folder: Folder) -> None:
 def test_more_stages_than_layers_are_refused(folder: Folder) -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size=4 is more than the 3 layers"):
         load(identify(folder("llama")), "torch", RankPlace(num_stages=4))
+
+
+def test_a_rank_is_planned_with_the_layers_of_its_stage(folder: Folder) -> None:
+    """Its weights and its blocks are smaller than those of the whole model, before anything is loaded."""
+    common = {"model": str(folder("llama")), "dtype": "float32", "kv_cache_memory": 1 << 20, "device": "cpu"}
+    whole, staged = (
+        resolve_engine(EngineConfig.from_options(**common, pipeline_parallel_size=stages))  # type: ignore[arg-type]
+        for stages in (1, 3)
+    )
+    assert weights_in_memory(staged) < 0.6 * weights_in_memory(whole)
+    one, three = size_cache(whole), size_cache(staged)
+    assert three.block_bytes == one.block_bytes / 3
+    assert three.num_blocks > 2.9 * one.num_blocks
+
+
+def test_an_engine_refuses_more_stages_than_layers(folder: Folder) -> None:
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=4 is more than the 3 layers"):
+        resolve_engine(EngineConfig.from_options(model=str(folder("llama")), pipeline_parallel_size=4, device="cpu"))

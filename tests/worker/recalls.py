@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pagoda.layers.sharding import ALONE
+from pagoda.ops.tensor import RankGroup
 from pagoda.worker import worker as worker_module
 from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.forward_runner import ForwardRunner, Graphs
@@ -37,8 +39,8 @@ def recall_steps(monkeypatch: pytest.MonkeyPatch) -> Recalls:
     """Make workers that are started from now on run such steps."""
     recalls = Recalls()
 
-    def load_graphed(config: WorkerConfig) -> LoadedModel:
-        loaded = load(config)
+    def load_graphed(config: WorkerConfig, ranks: RankGroup = ALONE) -> LoadedModel:
+        loaded = load(config, ranks)
         assert isinstance(loaded.device, CpuDevice)
         tables = loaded.store.tables if loaded.store is not None else None
         graphs = Graphs(loaded.ops, Padding(config.max_rows, loaded.max_len, config.max_drafts + 1), recalls, tables)
