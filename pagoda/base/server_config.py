@@ -16,12 +16,15 @@ class ServerLimits:
     """What clients may send and hold at once. 0 disables a limit where its text says so."""
 
     max_queued_requests: Annotated[
-        int, Setting("Maximum concurrent requests; further requests get 429 (0: no limit).", at_least=0)
+        int,
+        Setting(
+            "Maximum requests that wait for their first token; further requests get 429 (0: no limit).", at_least=0
+        ),
     ] = 1024
     max_queued_tokens: Annotated[
         int,
         Setting(
-            "Maximum prompt plus requested output tokens of all requests; further requests get 429 (0: no limit).",
+            "Maximum prompt plus expected output tokens of all requests; further ones get 429 (0: no limit).",
             at_least=0,
         ),
     ] = 2_000_000

@@ -3,22 +3,26 @@
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pagoda.base.errors import RequestError
+
+PRIOR_OUTPUT_TOKENS = 1024
+"""What an output is expected to take before there were any."""
+_PRIOR_WEIGHT = 8
+_MEAN_OVER = 1000  # outputs
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
     """Limits of admission; 0 means no limit.
 
-    max_requests, max_tokens: unfinished requests in total, and the sum of their prompt and expected output tokens.
-    max_requests_per_key: unfinished requests.   requests_per_minute_per_key: a token bucket that holds one minute's.
+    max_waiting: requests without a first token.   max_tokens: the sum of prompt and expected output tokens of all
+    unfinished requests.   max_requests_per_key: unfinished requests.   requests_per_minute_per_key: a token bucket that
+    holds one minute's.
     """
 
-    max_requests: int = 1024
+    max_waiting: int = 1024
     max_tokens: int = 2_000_000
     max_requests_per_key: int = 0
     requests_per_minute_per_key: int = 0
@@ -33,6 +37,32 @@ class Refusal(Exception):
         self.retry_after_s = retry_after_s
 
 
+class Place:
+    """What one HTTP request counts for, from its admission until it is closed."""
+
+    def __init__(self, admission: "Admission", key: str, num_requests: int, num_tokens: int) -> None:
+        self._admission = admission
+        self._key = key
+        self._num_waiting = self._num_requests = num_requests
+        self._num_tokens = num_tokens
+        admission.count(key, num_requests, num_requests, num_tokens)
+
+    def correct(self, num_tokens: int) -> None:
+        """Replace the estimate of its tokens by what is known now."""
+        self._admission.count(self._key, 0, 0, num_tokens - self._num_tokens)
+        self._num_tokens = num_tokens
+
+    def start(self) -> None:
+        """It has a first token, and so no longer waits. Idempotent."""
+        self._admission.count(self._key, 0, -self._num_waiting, 0)
+        self._num_waiting = 0
+
+    def close(self) -> None:
+        """It counts no longer. Idempotent."""
+        self._admission.count(self._key, -self._num_requests, -self._num_waiting, -self._num_tokens)
+        self._num_requests = self._num_waiting = self._num_tokens = 0
+
+
 class Admission:
     """Counts unfinished requests. For one event loop, so it needs no lock.
 
@@ -42,50 +72,56 @@ class Admission:
     def __init__(self, limits: AdmissionLimits) -> None:
         self._limits = limits
         self.num_requests = 0
+        self.num_waiting = 0
         self.num_tokens = 0
+        self._mean_output = float(PRIOR_OUTPUT_TOKENS)
+        self._num_outputs = _PRIOR_WEIGHT
         self._live_of_key: Counter[str] = Counter()
         self._bucket_of_key: dict[str, tuple[float, float]] = defaultdict(
             lambda: (float(limits.requests_per_minute_per_key), time.monotonic())
         )
 
+    def expected_output(self, max_tokens: int | None) -> int:
+        """Return how many tokens an output of at most `max_tokens` is expected to have: as many as those before."""
+        mean = math.ceil(self._mean_output)
+        return mean if max_tokens is None else min(max_tokens, mean)
+
+    def note_output(self, num_tokens: float) -> None:
+        """Learn from the length of an output that has ended."""
+        self._num_outputs = min(self._num_outputs + 1, _MEAN_OVER)
+        self._mean_output += (num_tokens - self._mean_output) / self._num_outputs
+
+    def admit(self, num_requests: int, num_tokens: int, key: str) -> Place:
+        """Return the place of a request of so many outputs, and about so many tokens in all.
+
+        Raises Refusal, or RequestError if it can never fit.
+        """
+        self._check_size(num_requests)
+        self._check(num_requests, num_tokens, key)
+        return Place(self, key, num_requests, num_tokens)
+
+    def count(self, key: str, num_requests: int, num_waiting: int, num_tokens: int) -> None:
+        """Add to the counts. For Place."""
+        self.num_requests += num_requests
+        self.num_waiting += num_waiting
+        self.num_tokens += num_tokens
+        self._live_of_key[key] += num_requests
+        if not self._live_of_key[key]:
+            del self._live_of_key[key]
+
     def _check_size(self, num_requests: int) -> None:
         limits = self._limits
-        bounds = (limits.max_requests, limits.max_requests_per_key, limits.requests_per_minute_per_key)
+        bounds = (limits.max_waiting, limits.max_requests_per_key, limits.requests_per_minute_per_key)
         most = min((bound for bound in bounds if bound), default=num_requests)
         if num_requests > most:
             raise RequestError(f"{num_requests} outputs are more than this server can admit at once ({most})", "prompt")
 
-    @contextmanager
-    def admit(self, num_requests: int, key: str) -> Iterator[None]:
-        """Count the requests as running during the block. Raises Refusal, or RequestError if they can never fit."""
-        self._check_size(num_requests)
-        self._check(num_requests, key)
-        self.num_requests += num_requests
-        self._live_of_key[key] += num_requests
-        try:
-            yield
-        finally:
-            self.num_requests -= num_requests
-            self._live_of_key[key] -= num_requests
-            if not self._live_of_key[key]:
-                del self._live_of_key[key]
-
-    @contextmanager
-    def admit_tokens(self, num_tokens: int) -> Iterator[None]:
-        """Count the tokens of admitted requests during the block. Raises Refusal."""
-        most = self._limits.max_tokens
-        if most and self.num_tokens and self.num_tokens + num_tokens > most:
-            raise Refusal("tokens", f"the server is full: {self.num_tokens} tokens of {most}")
-        self.num_tokens += num_tokens
-        try:
-            yield
-        finally:
-            self.num_tokens -= num_tokens
-
-    def _check(self, num_requests: int, key: str) -> None:
+    def _check(self, num_requests: int, num_tokens: int, key: str) -> None:
         limits = self._limits
-        if limits.max_requests and self.num_requests + num_requests > limits.max_requests:
-            raise Refusal("requests", f"the server is full: {self.num_requests} requests of {limits.max_requests}")
+        if limits.max_waiting and self.num_waiting + num_requests > limits.max_waiting:
+            raise Refusal("requests", f"the server is full: {self.num_waiting} requests wait, of {limits.max_waiting}")
+        if limits.max_tokens and self.num_tokens and self.num_tokens + num_tokens > limits.max_tokens:
+            raise Refusal("tokens", f"the server is full: {self.num_tokens} tokens of {limits.max_tokens}")
         if limits.max_requests_per_key and self._live_of_key[key] + num_requests > limits.max_requests_per_key:
             raise Refusal(
                 "key_concurrency", f"this key has {self._live_of_key[key]} requests of {limits.max_requests_per_key}"

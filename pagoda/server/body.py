@@ -149,6 +149,7 @@ class BodyReader:
     async def read(self, http: Request, kind: type[B]) -> B:
         """Read and parse the request's body. Raises RequestError if it is invalid, HTTPException as the Gate does."""
         data = await http.body()
+        http.scope["state"]["body_bytes"] = len(data)
         content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if not (content_type == "application/json" or content_type.endswith("+json")):
             raise RequestError("the body is not a JSON object; send one with Content-Type: application/json")

@@ -28,7 +28,7 @@ from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt, size_of
 from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
-from pagoda.server.admission import Admission, Refusal
+from pagoda.server.admission import Admission, Place, Refusal
 from pagoda.server.answers import CompletionTokensDetails, PromptTokensDetails, Timings, Usage
 from pagoda.server.errors import ApiError
 from pagoda.server.responses import cancel_on_disconnect
@@ -83,8 +83,8 @@ def _prompt_ids(request_id: str, num_prompts: int) -> list[str]:
     return [f"{request_id}-{index}" for index in range(num_prompts)] if num_prompts > 1 else []
 
 
-EXPECTED_OUTPUT_TOKENS = 1024
-"""Output tokens that count against admission for a request without max_tokens, which may fill the context."""
+_BYTES_PER_TOKEN = 4
+"""Of a body, for an estimate of the tokens of its prompts before they are read."""
 _PROMPTS_PER_TURN = 16
 """Prompts of one HTTP request to prepare or start per turn of the event loop, so that others are not delayed."""
 
@@ -117,14 +117,12 @@ class PromptsToPrepare:
         return isinstance(first, SamplingParams) and first.structured_outputs is not None
 
 
-def _expected_tokens(request: Request, params: Params) -> int:
-    """Return the tokens of a request when it has generated all that it may, or what is expected if it sets no limit."""
-    if request.sampling is None:
-        return request.num_prompt_tokens
-    most_output = request.sampling.max_tokens or 0
-    if isinstance(params, SamplingParams) and params.max_tokens is None:
-        most_output = min(most_output, EXPECTED_OUTPUT_TOKENS)
-    return request.num_prompt_tokens + most_output * request.num_seqs
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """An admitted request.   at_end: what is undone when it ends, or if it never begins."""
+
+    place: Place
+    at_end: contextlib.ExitStack
 
 
 class Generation:
@@ -139,9 +137,9 @@ class Generation:
         http: HttpRequest,
         request_id: str,
         requests: Sequence[Request],
-        place: contextlib.ExitStack,
+        admitted: Admitted,
     ) -> None:
-        """place: closed when the generation ends, however it ends."""
+        """admitted: closed when the generation ends, however it ends."""
         self.requests = requests
         self.request_id = request_id
         self.num_prompt_tokens = sum(r.num_prompt_tokens for r in requests)
@@ -153,11 +151,11 @@ class Generation:
         self._generator = generator
         self._timings: dict[str, Any] = http.scope["state"]["timings"]
         self.key: str = http.scope["state"]["key"]
-        self._place = place
+        self._place, self._at_end = admitted.place, admitted.at_end.pop_all()
 
     def close(self) -> None:
         """Release its admission and record what the access log says. Idempotent; `outputs` must not be running."""
-        self._place.close()
+        self._at_end.close()
         self._timings.update(msgspec.to_builtins(self.timings), finish_reason="+".join(dict.fromkeys(self._reasons)))
 
     def outputs(self) -> "contextlib.aclosing[AsyncGenerator[tuple[int, RequestOutput], None]]":
@@ -185,6 +183,8 @@ class Generation:
                     if (is_first and observed.num_output_tokens) or delta.pooled is not None:
                         self.num_cached_tokens += delta.num_cached_tokens or 0
                     self.last[index] = delta
+                    if is_first:
+                        self._place.start()
                     if delta.finished and delta.error is not None:
                         # "error" is a failure of the engine; otherwise, the request can never be served.
                         is_ours = any(part.finish_reason == "error" for part in delta.outputs)
@@ -197,6 +197,8 @@ class Generation:
             if has_run:
                 observed.on_end(self.last[index], time.perf_counter())
                 self._reasons += observed.finish_reasons
+                if request.sampling is not None and "abort" not in observed.finish_reasons:
+                    self._generator.admission.note_output(observed.num_output_tokens / request.num_seqs)
 
     async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         # One slot per prompt: backpressure from a slow reader reaches all of them.
@@ -289,25 +291,29 @@ class Generator:
         return self._live.find_in_use(key, request_id, num_prompts) is None
 
     @contextlib.contextmanager
-    def admitted(self, http: HttpRequest, num_outputs: int) -> Iterator[contextlib.ExitStack]:
-        """Admit the outputs of a request before any work on its prompts; yield what `begin` needs.
+    def admitted(
+        self, http: HttpRequest, num_prompts: int, num_outputs: int = 0, max_tokens: int | None = 0
+    ) -> Iterator[Admitted]:
+        """Admit a request before any work on its prompts, on an estimate of its tokens; yield what `begin` needs.
 
-        They count until the generation that is begun with it is closed, or the block is left without one.
+        It counts until the generation that is begun with it is closed, or the block is left without one.
+        num_outputs: of all prompts; 0 if they are pooled.   max_tokens: of each output; None: no limit.
         Raises Refusal (429), RequestError or WorkerDied.
         """
         if self.llm.died is not None:
             raise self.llm.died
-        with contextlib.ExitStack() as place, self._counting_refusals():
-            place.enter_context(self.admission.admit(num_outputs, http.scope["state"]["key"]))
-            yield place
-
-    @contextlib.contextmanager
-    def _counting_refusals(self) -> Iterator[None]:
+        state, admission = http.scope["state"], self.admission
+        longest = num_prompts * self.llm.input_processor.limits.max_model_len
+        num_tokens = min(state["body_bytes"] // _BYTES_PER_TOKEN, longest)
+        num_tokens += num_outputs * admission.expected_output(max_tokens)
         try:
-            yield
+            place = admission.admit(num_outputs or num_prompts, num_tokens, state["key"])
         except Refusal as refusal:
             self.metrics.on_refusal(refusal.reason)
             raise
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(place.close)
+            yield Admitted(place, at_end)
 
     async def abort(self, request_ids: Sequence[str] | None, key: str | None) -> list[str]:
         """Abort running generations, or all if `request_ids` is None; return the ids of those that were running.
@@ -321,7 +327,7 @@ class Generator:
     async def begin(
         self,
         http: HttpRequest,
-        place: contextlib.ExitStack,
+        admitted: Admitted,
         body: SamplingBody,
         prompts: Sequence[Prompt],
         params: SamplingParams,
@@ -329,22 +335,21 @@ class Generator:
         lora: Adapter | None = None,
         add_special_tokens: bool = True,
     ) -> Generation:
-        """Tokenise, validate and admit all of `prompts`. The caller must close the Generation.
+        """Tokenise and validate all of `prompts`. The caller must close the Generation.
 
-        place: of `admitted`.
         lora: the adapter to use.   add_special_tokens: add those that the tokenizer puts around a text prompt.
-        Raises RequestError, ApiError (400), Refusal (429) or WorkerDied.
+        Raises RequestError, ApiError (400) or WorkerDied.
         """
         self._check_lengths(body, params)
         key = http.scope["state"]["key"]
         salt = self._salt(key, body.cache_salt)
         asked = PromptsToPrepare(prompts, [params] * len(prompts), (), body.priority, salt, lora, add_special_tokens)
-        return await self._begin(http, place, asked, request_id)
+        return await self._begin(http, admitted, asked, request_id)
 
     async def begin_pooling(
         self,
         http: HttpRequest,
-        place: contextlib.ExitStack,
+        admitted: Admitted,
         prompts: Sequence[Prompt],
         params: Sequence[PoolingParams],
         names: Sequence[str],
@@ -358,20 +363,23 @@ class Generator:
         """`begin` for prompts to pool.   params, names: of each prompt; names are what errors call them."""
         salt = self._salt(http.scope["state"]["key"], cache_salt)
         asked = PromptsToPrepare(prompts, params, names, priority, salt, lora, add_special_tokens)
-        return await self._begin(http, place, asked, request_id)
+        return await self._begin(http, admitted, asked, request_id)
 
     async def _begin(
-        self, http: HttpRequest, place: contextlib.ExitStack, asked: PromptsToPrepare, request_id: str
+        self, http: HttpRequest, admitted: Admitted, asked: PromptsToPrepare, request_id: str
     ) -> Generation:
         key = http.scope["state"]["key"]
-        engine_ids = place.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
+        engine_ids = admitted.at_end.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
         preparing = self._prepare(asked, engine_ids)
         # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
         is_long = asked.num_chars >= LONG_TEXT_CHARS or asked.has_grammar
         requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
-        num_tokens = sum(map(_expected_tokens, requests, asked.params))
-        place.enter_context(self.admission.admit_tokens(num_tokens))
-        return Generation(self, http, request_id, requests, place.pop_all())
+        admitted.place.correct(sum(map(self._expected_tokens, requests)))
+        return Generation(self, http, request_id, requests, admitted)
+
+    def _expected_tokens(self, request: Request) -> int:
+        output = 0 if request.sampling is None else self.admission.expected_output(request.sampling.max_tokens)
+        return request.num_prompt_tokens + output * request.num_seqs
 
     async def _prepare(self, asked: PromptsToPrepare, engine_ids: Sequence[str]) -> list[Request]:
         limits = self.llm.input_processor.limits.of_request

@@ -34,7 +34,7 @@ from pagoda.server.answers import (
     ScoreData,
     ScoreResponse,
 )
-from pagoda.server.generation import Generation
+from pagoda.server.generation import Admitted, Generation
 from pagoda.server.pooling_bodies import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -173,11 +173,12 @@ async def _score(
     """Score pairs of texts.   names: of the fields that the texts are in."""
     body, text = call.body, call.state.generator.llm.text
     call.state.check_template(body.chat_template)
-    planning = text.plan_scores(first, second, body.pooling_params(), names, body.pair_options())
-    scoring: Scoring = await cancel_on_disconnect(call.http, planning)
-    of_first, of_second = _numbered(names[0], len(first)), _numbered(names[1], len(second))
-    of_prompts = of_second if len(scoring.prompts) == len(second) else [*of_first, *of_second]
-    pooled = await _pool(call, scoring.prompts, scoring.params, of_prompts)
+    with call.state.generator.admitted(call.http, len(second)) as admitted:
+        planning = text.plan_scores(first, second, body.pooling_params(), names, body.pair_options())
+        scoring: Scoring = await cancel_on_disconnect(call.http, planning)
+        of_first, of_second = _numbered(names[0], len(first)), _numbered(names[1], len(second))
+        of_prompts = of_second if len(scoring.prompts) == len(second) else [*of_first, *of_second]
+        pooled = await _pool(call, admitted, scoring.prompts, scoring.params, of_prompts)
     return pooled, scoring.scores(pooled.vectors)
 
 
@@ -187,13 +188,15 @@ def _numbered(name: str, count: int) -> list[str]:
 
 async def _pool_inputs(call: Call[InputBody], params: PoolingParams, instruction: str = "") -> Pooled:
     """Pool each input on its own, with an instruction in front of each text, or the conversation."""
-    body = call.body
+    body, names = call.body, call.body.names()
     prompts: list[Prompt]
-    if body.messages is None:
-        prompts = [with_instruction(one, instruction) for one in body.inputs()]
-    else:
-        prompts = [await _rendered(call)]
-    return await _pool(call, prompts, [params] * len(prompts), body.names(), body.add_special_tokens is not False)
+    with call.state.generator.admitted(call.http, len(names)) as admitted:
+        if body.messages is None:
+            prompts = [with_instruction(one, instruction) for one in body.inputs()]
+        else:
+            prompts = [await _rendered(call)]
+        adds_tokens = body.add_special_tokens is not False
+        return await _pool(call, admitted, prompts, [params] * len(prompts), names, adds_tokens)
 
 
 async def _rendered(call: Call[InputBody]) -> list[int]:
@@ -211,26 +214,26 @@ async def _rendered(call: Call[InputBody]) -> list[int]:
 
 async def _pool(
     call: Call[PoolingBody],
+    admitted: Admitted,
     prompts: Sequence[Prompt],
     params: Sequence[PoolingParams],
     names: Sequence[str],
     add_special_tokens: bool = True,
 ) -> Pooled:
-    """Pool all prompts.   names: what errors call them. Raises RequestError, ApiError, Refusal or WorkerDied."""
+    """Pool all prompts.   names: what errors call them. Raises RequestError, ApiError or WorkerDied."""
     http, state, body = call.http, call.state, call.body
-    with state.generator.admitted(http, len(prompts)) as place:
-        generation = await state.generator.begin_pooling(
-            http,
-            place,
-            prompts,
-            params,
-            names,
-            state.request_id(http, body.request_id, call.id_prefix, len(prompts)),
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            lora=call.lora,
-            add_special_tokens=add_special_tokens,
-        )
+    generation = await state.generator.begin_pooling(
+        http,
+        admitted,
+        prompts,
+        params,
+        names,
+        state.request_id(http, body.request_id, call.id_prefix, len(prompts)),
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        lora=call.lora,
+        add_special_tokens=add_special_tokens,
+    )
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
         outputs = await cancel_on_disconnect(http, _gather(generation))

@@ -103,12 +103,13 @@ async def respond(http: Request, kind: type[S], api: TextApi[S]) -> Response:
     body = await state.bodies.read(http, kind)
     lora = state.adapter_of(body.model)
     http.scope["state"]["timings"]["model"] = body.model or state.model_names[0]
-    with state.generator.admitted(http, body.num_prompts * body.num_outputs) as place:
+    num_outputs = body.num_prompts * body.num_outputs
+    with state.generator.admitted(http, body.num_prompts, num_outputs, body.asked_tokens[1]) as admitted:
         prepared = await api.prepare(http, state, body)
         # Chosen only now: while the prompt was rendered, another request may have taken the same header's id.
         request_id = state.request_id(http, body.request_id, api.id_prefix, len(prepared.prompts))
         generation = await state.generator.begin(
-            http, place, body, prepared.prompts, prepared.params, request_id, lora, prepared.add_special_tokens
+            http, admitted, body, prepared.prompts, prepared.params, request_id, lora, prepared.add_special_tokens
         )
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)

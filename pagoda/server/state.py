@@ -152,7 +152,7 @@ async def build_state(
 
 def _limits(limits: ServerLimits) -> AdmissionLimits:
     return AdmissionLimits(
-        max_requests=limits.max_queued_requests,
+        max_waiting=limits.max_queued_requests,
         max_tokens=limits.max_queued_tokens,
         max_requests_per_key=limits.max_requests_per_key,
         requests_per_minute_per_key=limits.requests_per_minute_per_key,

@@ -2,17 +2,20 @@
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from pagoda.base.errors import RequestError
-from pagoda.server.admission import Admission, AdmissionLimits, Refusal
+from pagoda.server.admission import PRIOR_OUTPUT_TOKENS, Admission, AdmissionLimits, Place, Refusal
+from tests.server.live import FAKE_FLAGS, serving
 
 
 @contextlib.contextmanager
-def admitted(admission: Admission, requests: int, tokens: int, key: str = "") -> Iterator[None]:
-    with admission.admit(requests, key), admission.admit_tokens(tokens):
-        yield
+def admitted(admission: Admission, requests: int, tokens: int, key: str = "") -> Iterator[Place]:
+    with contextlib.closing(admission.admit(requests, tokens, key)) as place:
+        yield place
 
 
 def refuse(admission: Admission, requests: int, tokens: int, key: str = "") -> str:
@@ -23,7 +26,7 @@ def refuse(admission: Admission, requests: int, tokens: int, key: str = "") -> s
 
 
 def test_requests_and_tokens_are_bounded_and_released() -> None:
-    admission = Admission(AdmissionLimits(max_requests=2, max_tokens=100))
+    admission = Admission(AdmissionLimits(max_waiting=2, max_tokens=100))
     with admitted(admission, 1, 60, ""):
         assert refuse(admission, 1, 41) == "tokens"
         with admitted(admission, 1, 40, ""):
@@ -33,7 +36,7 @@ def test_requests_and_tokens_are_bounded_and_released() -> None:
 
 
 def test_a_place_is_released_after_an_error() -> None:
-    admission = Admission(AdmissionLimits(max_requests=1))
+    admission = Admission(AdmissionLimits(max_waiting=1))
     with pytest.raises(KeyError), admitted(admission, 1, 1, ""):
         raise KeyError
     with admitted(admission, 1, 1, ""):
@@ -67,8 +70,73 @@ def test_the_rate_limit_of_a_key_names_the_time_to_retry() -> None:
         pass
 
 
-@pytest.mark.parametrize("limit", ["max_requests", "max_requests_per_key", "requests_per_minute_per_key"])
+@pytest.mark.parametrize("limit", ["max_waiting", "max_requests_per_key", "requests_per_minute_per_key"])
 def test_a_request_that_can_never_fit_is_an_error_not_a_refusal(limit: str) -> None:
     admission = Admission(AdmissionLimits(**{limit: 3}))
-    with admission.admit(3, ""), pytest.raises(RequestError, match="4 outputs"), admission.admit(4, ""):
-        pass
+    with admitted(admission, 3, 1), pytest.raises(RequestError, match="4 outputs"):
+        admission.admit(4, 1, "")
+
+
+def test_what_has_begun_to_answer_does_not_wait() -> None:
+    admission = Admission(AdmissionLimits(max_waiting=1))
+    with admitted(admission, 1, 10) as first:
+        assert refuse(admission, 1, 10) == "requests"
+        first.start()
+        first.start()
+        with admitted(admission, 1, 10):
+            assert (admission.num_requests, admission.num_waiting) == (2, 1)
+            assert refuse(admission, 1, 10) == "requests"
+    assert (admission.num_requests, admission.num_waiting, admission.num_tokens) == (0, 0, 0)
+
+
+def test_an_estimate_of_tokens_is_corrected() -> None:
+    admission = Admission(AdmissionLimits(max_tokens=100))
+    with admitted(admission, 1, 90) as first:
+        assert refuse(admission, 1, 20) == "tokens"
+        first.correct(30)
+        with admitted(admission, 1, 20):
+            assert admission.num_tokens == 50
+
+
+def test_expected_outputs_follow_the_real_ones() -> None:
+    admission = Admission(AdmissionLimits())
+    assert admission.expected_output(None) == PRIOR_OUTPUT_TOKENS
+    assert admission.expected_output(7) == 7
+    for _ in range(500):
+        admission.note_output(40)
+    assert 40 <= admission.expected_output(None) <= 60
+    assert admission.expected_output(100_000) == admission.expected_output(None)
+    for _ in range(5000):
+        admission.note_output(3000)
+    assert 2900 <= admission.expected_output(None) <= 3000
+
+
+def test_256_chats_without_a_limit_run_although_their_contexts_exceed_the_token_limit(tmp_path: Path) -> None:
+    """As on a model of 128k tokens with the default of 2 million: 16 times 128k, and here 16 times 8k."""
+    limits = ("--max-model-len", "8192", "--server-limits.max-queued-tokens", str(320_000))
+    body = {"messages": [{"role": "user", "content": "Hello"}], "stop": ["e"], "seed": 1}
+    with serving(tmp_path, *FAKE_FLAGS, *limits) as server, ThreadPoolExecutor(256) as threads:
+        answers = list(threads.map(lambda _: server.post("/v1/chat/completions", body)[0], range(256)))
+        assert answers == [200] * 256
+
+
+def test_a_storm_of_retries_starves_nobody(tmp_path: Path) -> None:
+    """48 clients that retry without patience: each of their 96 requests is served in the end."""
+    limits = ("--server-limits.max-queued-requests", "4", "--max-num-seqs", "4")
+    body = {"messages": [{"role": "user", "content": "Hello " * 200}], "max_tokens": 20, "ignore_eos": True}
+    with serving(tmp_path, *FAKE_FLAGS, *limits) as server, ThreadPoolExecutor(48) as threads:
+
+        def insist(_: int) -> int:
+            num_refused = 0
+            while True:
+                status, answer = server.post("/v1/chat/completions", body)
+                if status == 200:
+                    assert answer["usage"]["completion_tokens"] == 20
+                    return num_refused
+                assert status == 429
+                num_refused += 1
+                assert num_refused < 5000
+
+        refused = list(threads.map(insist, range(96)))
+        assert sum(refused) > 0
+        assert server.wait_idle()["server_load"] == 0

@@ -169,7 +169,7 @@ def test_overload_is_429_at_once_and_admitted_requests_are_served(tmp_path: Path
             return await asyncio.gather(*tasks)
 
     with serving(tmp_path, *FLAGS, "--server-limits.max-queued-requests", "4", stepped=True) as server:
-        with server.steps.held_after(5):
+        with server.steps.held_after(0):  # none has its first token: all that are admitted wait
             results = asyncio.run(asyncio.wait_for(main(server), 60))
         assert sorted(status for status, _ in results) == [200] * 4 + [429] * 8
         status, answer = server.post("/v1/completions", {"prompt": ["a"] * 5, "max_tokens": 1})
