@@ -1,0 +1,102 @@
+"""LLM and AsyncLLM over several ranks: in any kind of program, and when a rank dies."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagoda import LLM, AsyncLLM, SamplingParams
+from pagoda.base.child_process import children_of
+from pagoda.base.errors import WorkerDied
+from pagoda.base.structured_outputs import StructuredOutputsParams
+from tests.engine.byte_llama import write_byte_llama
+
+OPTIONS: dict[str, object] = {"max_model_len": 256, "dtype": "float32", "kv_cache_memory": "8MiB"}
+PROMPTS = ["The sky is", "Once upon a time", "a"]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_byte_llama(tmp_path_factory.mktemp("model") / "llama"))
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> list[list[int]]:
+    with LLM(model, **OPTIONS) as llm:
+        return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY)]
+
+
+def test_two_ranks_give_the_tokens_of_one_and_a_death_ends_the_llm(model: str, expected: list[list[int]]) -> None:
+    before = set(children_of(os.getpid()))
+    with LLM(model, tensor_parallel_size=2, **OPTIONS) as llm:
+        ranks = set(children_of(os.getpid())) - before
+        assert len(ranks) == 2
+        assert [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY)] == expected
+        params = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[a-d]{3,9}"))
+        assert set(llm.generate("x", params)[0].outputs[0].text) <= set("abcd")
+        stream = llm.stream("Once", ENDLESS)
+        next(stream)
+        os.kill(max(ranks), signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=r"rank \d was killed by signal 9"):
+            list(stream)
+        with pytest.raises(WorkerDied, match=r"rank \d was killed by signal 9"):
+            llm.generate("x", GREEDY)
+    assert not ranks & set(children_of(os.getpid()))
+
+
+def test_a_death_ends_asyncllm(model: str) -> None:
+    async def main() -> None:
+        before = set(children_of(os.getpid()))
+        llm = AsyncLLM(model, distributed_executor_backend="mp", **OPTIONS)
+        outputs = llm.generate("Once", ENDLESS)
+        await anext(outputs)
+        (rank,) = set(children_of(os.getpid())) - before
+        os.kill(rank, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="rank 0 was killed by signal 9"):
+            [_ async for _ in outputs]
+        await llm.close()
+        assert set(children_of(os.getpid())) <= before
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
+PROGRAM = """
+from pagoda import LLM, SamplingParams
+print("imported once")
+llm = LLM({model!r}, tensor_parallel_size=2, **{options!r})
+outputs = llm.generate({prompts!r}, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
+print([list(output.outputs[0].token_ids) for output in outputs])
+"""
+
+NOTEBOOK = """
+import asyncio
+async def cell():
+    exec(compile({program!r}, "<cell>", "exec"), {{"__name__": "__main__"}})
+asyncio.run(cell())
+"""
+
+
+@pytest.mark.parametrize("kind", ["script", "notebook"])
+def test_a_program_needs_no_main_guard(kind: str, model: str, expected: list[list[int]], tmp_path: Path) -> None:
+    """A script that multiprocessing would run again in each process; and code without a file, in a running loop."""
+    program = PROGRAM.format(model=model, options=OPTIONS, prompts=PROMPTS)
+    if kind == "script":
+        script = tmp_path / "script.py"
+        script.write_text(program)
+        command, text = [sys.executable, str(script)], ""
+    else:
+        command, text = [sys.executable, "-"], NOTEBOOK.format(program=program)
+    folder = str(Path(__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": folder, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=180, env=env, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["imported once", str(expected)], "the program runs once, not in each rank"
+    assert not list(tmp_path.glob("pagoda-*"))
