@@ -96,11 +96,12 @@ def memory_line() -> str:
 
 def compiler_line() -> str:
     from pagoda.kernels.native.build import NativeUnavailable, find_compiler
+    from pagoda.kernels.native.variants import prebuilt
 
     try:
         found = find_compiler()
     except NativeUnavailable as error:
-        return str(error)
+        return "none, and none is needed: the kernels are prebuilt" if prebuilt() else str(error)
     return f"{found.version} ({found.path})"
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from pagoda.cli import doctor
 from pagoda.cli.main import main
-from pagoda.kernels.native import threads
+from pagoda.kernels.native import threads, variants
 
 
 def doctor_in_a_fresh_process(*arguments: str) -> str:
@@ -87,3 +87,10 @@ def test_runtimes_are_found_by_name(tmp_path: Path) -> None:
 def test_the_threads_line_names_the_limit() -> None:
     assert "by affinity" in doctor.threads_line()
     assert "quota" in doctor.threads_line()
+
+
+def test_without_a_compiler_prebuilt_kernels_need_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "apt install g++" in doctor.compiler_line()
+    monkeypatch.setattr(variants, "prebuilt", lambda: tmp_path / "kernels-avx2.so")
+    assert doctor.compiler_line() == "none, and none is needed: the kernels are prebuilt"
