@@ -98,9 +98,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP_INSTALL) --editable ".[serve]"
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-test: pyproject.toml constraints.txt tests/plugins/pagoda_npu/pyproject.toml | $(BIN)/python
 	@echo "installing pagoda with the test tools into $(VENV)"
-	@$(PIP_INSTALL) --editable ".[test]"
+	@$(PIP_INSTALL) --editable ".[test]" --editable tests/plugins/pagoda_npu
 	@touch $@ $(VENV)/.installed
 
 # The load generator needs versions that $(VENV) must not have. A .pth lets it find the rest there (torch is large), so

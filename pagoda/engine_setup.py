@@ -107,6 +107,11 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
         read_share(files, config.model.quantization, place)  # only to check that there is one
     spec = model.spec
     device = select_device(config.parallel)
+    if config.parallel.world_size > 1 and not device.joins_ranks:
+        raise ConfigError(
+            f"device={device.name!r} does not go with tensor_parallel_size or pipeline_parallel_size above 1 yet; take "
+            "device='cpu', or one worker"
+        )
     tasks = _tasks(config, model)
     config = config if tasks.is_causal else fit_whole_prompts(config)
     if config.model.enable_prompt_embeds and not model.takes_embeds:

@@ -20,12 +20,13 @@ def make_worker(
     pin_threads: bool = False,
     place: RankPlace = WHOLE,
     ranks: RankGroup = ALONE,
+    device_index: int = 0,
 ) -> "Worker":
     """Return a worker that has not loaded its model yet.
 
     setup: after `fit_cache`, which may lower max_model_len.
     pin_threads: keep each compute thread on a core, if there are as many threads as cores.   place: of this rank.
-    ranks: those that share the layers with it.
+    ranks: those that share the layers with it.   device_index: which of the machine's devices of its kind it has.
     """
     # Imported here because torch takes a second to import, and planning and resolving do not need it.
     from pagoda.worker.adapters import AdapterLimits
@@ -46,6 +47,7 @@ def make_worker(
             max_drafts=setup.max_drafts,
             parallel=config.parallel,
             place=place,
+            device_index=device_index,
             grammars=make_grammars(setup) if place.samples else None,
             pin_threads=pin_threads,
             drafting=setup.drafting,

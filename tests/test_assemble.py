@@ -220,6 +220,11 @@ def test_a_model_s_own_length_is_lowered_to_what_the_cache_holds(
         build_engine_core(config(model, **{**options, "kv_cache_memory": 100 * block}))
 
 
+def test_several_ranks_need_a_device_whose_tensors_they_can_share(model: Path) -> None:
+    with pytest.raises(ConfigError, match="device='cuda' does not go with tensor_parallel_size"):
+        resolve_engine(config(model, device="cuda", kernels="auto", tensor_parallel_size=2))
+
+
 def test_server_options_are_not_engine_options() -> None:
     with pytest.raises(ConfigError, match="port is an option of `pagoda serve`, not of the engine"):
         EngineConfig.for_engine(port=8000)

@@ -164,7 +164,7 @@ def make_executor(start: RankStart) -> tuple[InProcessExecutor, str]:
         parallel = dataclasses.replace(parallel, threads=take_share(start.local_number, start.num_local))
     setup = resolve_engine(dataclasses.replace(start.config, parallel=parallel))
     overlap = scheduler_options(setup.config, setup.drafting).pipeline_depth > 1 and not setup.device.is_host
-    worker = make_worker(setup, True, start.place, _group_of(start))
+    worker = make_worker(setup, True, start.place, _group_of(start), start.local_number)
     return InProcessExecutor(worker, overlap), _digest(setup)
 
 

@@ -47,7 +47,7 @@ class WorkerConfig:
     max_drafts: most draft tokens per row and step.
     grammars: None if no row may have a grammar.   adapters: None if no request may have a LoRA adapter.
     pooling: in place of the model's own.   takes_embeds: prompts may be given as embeddings.
-    place: of this rank.
+    place: of this rank.   device_index: which of the machine's devices of its kind it has.
     """
 
     files: ModelFiles
@@ -66,6 +66,7 @@ class WorkerConfig:
     pooling: PoolingPlan | None = None
     takes_embeds: bool = False
     place: RankPlace = WHOLE
+    device_index: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +92,7 @@ def load(config: WorkerConfig, ranks: RankGroup = ALONE) -> LoadedModel:
     ranks: those that share the layers with this one.
     """
     begin_s = time.perf_counter()
-    device = select_device(config.parallel)
+    device = select_device(config.parallel, config.device_index)
     device.prepare()
     dtype = DTYPES[config.dtype]
     # A step in flight may write tokens past the end of a finished row: reserve positions for them.

@@ -15,6 +15,7 @@ class CpuDevice(Device):
 
     name: ClassVar[str] = "cpu"
     is_host: ClassVar[bool] = True
+    joins_ranks: ClassVar[bool] = True
     kernels: ClassVar[tuple[str, ...]] = ("native", "torch", "reference")
 
     def __init__(self, threads: int | None = None, index: int = 0) -> None:

@@ -42,12 +42,15 @@ class Device:
     what is different. What the host submits to a device, other than copies, is called its computations here.
 
     name: in the settings.   is_host: its memory is the host's, and the cores that compute also schedule.
+    joins_ranks: several of them can compute one model: the ranks' collectives read and write its tensors, as those of
+        a CPU.
     kernels: names of the kernels (see kernels/select.py) that run on it, the one that "auto" takes first.
     threads: of the host, for the kernels.
     """
 
     name: ClassVar[str]
     is_host: ClassVar[bool] = False
+    joins_ranks: ClassVar[bool] = False
     kernels: ClassVar[tuple[str, ...]] = ("torch", "reference")
 
     def __init__(self, threads: int | None = None, index: int = 0) -> None:
