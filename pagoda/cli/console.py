@@ -3,22 +3,49 @@
 import logging
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.text import Text
 
 
 def stdout_console() -> Console:
-    """Return the console for answers and tables; without colour if the output is not a terminal."""
-    return Console(file=sys.stdout, highlight=False)
+    """Return the console for answers; without colour and line breaks if the output is not a terminal."""
+    return Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
 def stderr_console() -> Console:
     """For everything that is not the answer."""
     return Console(file=sys.stderr, highlight=False)
+
+
+def print_table(rows: Sequence[Sequence[str | Text]], headings: Sequence[str] = (), right: Sequence[int] = ()) -> None:
+    """Print rows in columns: wrapped to the width of a terminal; to a file or pipe as they are, without spaces at ends.
+
+    headings: of the columns; without them the first column is bold.   right: columns that are aligned on the right.
+    """
+    if sys.stdout.isatty():
+        from rich.table import Table
+
+        table = Table(box=None, show_header=bool(headings), pad_edge=False, header_style="bold")
+        for index, heading in enumerate(headings or [""] * max(map(len, rows), default=0)):
+            style = "bold" if index == 0 and not headings else None
+            table.add_column(
+                heading, style=style, justify="right" if index in right else "left", overflow="fold", no_wrap=index == 0
+            )
+        for row in rows:
+            table.add_row(*row)
+        stdout_console().print(table)
+        return
+    lines = [list(headings)] * bool(headings) + [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))] if lines else []
+    for line in lines:
+        cells = [line[i].rjust(width) if i in right else line[i].ljust(width) for i, width in enumerate(widths)]
+        cells[-1] = cells[-1].replace("\n", "\n" + " " * (sum(widths[:-1]) + 2 * (len(widths) - 1)))
+        print("  ".join(cells).rstrip())
 
 
 def human_count(count: float) -> str:

@@ -55,17 +55,11 @@ def doctor(
 
 
 def _print(found: list[tuple[str, str, bool]]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    from pagoda.cli.console import stdout_console
+    from pagoda.cli.console import print_table
 
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text, is_broken in found:
-        table.add_row(name, Text(text, style="red" if is_broken else ""))
-    stdout_console().print(table)
+    print_table([(name, Text(text, style="red" if is_broken else "")) for name, text, is_broken in found])
 
 
 def cpu_line(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -28,26 +28,15 @@ def list_models(
     if as_json:
         print(json.dumps({"cache": str(root), "models": [asdict(model) for model in found]}))
         return
-    from rich.table import Table
-
     from pagoda.base.abbreviate import human_bytes
-    from pagoda.cli.console import stdout_console
+    from pagoda.cli.console import print_table, stdout_console
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("name", "size", "license", "what", "fetched"):
-        # Names and what is fetched stay whole in a narrow terminal; the description gives way.
-        table.add_column(
-            heading,
-            justify="right" if heading == "size" else "left",
-            overflow="fold",
-            no_wrap=heading in ("size", "fetched"),
-        )
-    for model in found:
-        fetched = "yes" if model.path is not None else "no"
-        table.add_row(model.name, human_bytes(model.num_bytes), model.license, model.summary, fetched)
-    console = stdout_console()
-    console.print(table)
-    console.print(f"\ncache: {root}", highlight=False, style="dim", soft_wrap=True)
+    rows = [
+        (model.name, human_bytes(model.num_bytes), model.license, model.summary, "no" if model.path is None else "yes")
+        for model in found
+    ]
+    print_table(rows, ("name", "size", "license", "what", "fetched"), right=(1,))
+    stdout_console().print(f"\ncache: {root}", highlight=False, style="dim", soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)

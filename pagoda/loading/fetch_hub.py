@@ -68,12 +68,15 @@ def fetch_hub(model: HubModel, source: str, cache_dir: Path | None) -> Path:
     return fetched
 
 
-def find_cached_hub(model: HubModel, source: str, cache_dir: Path | None) -> Path | None:
-    """Return the complete cached snapshot of a hub model, or None. Does not use the network."""
+def find_cached_hub(model: HubModel, source: str, cache_dir: Path | None, complete: bool = True) -> Path | None:
+    """Return the cached snapshot of a hub model, or None. Does not use the network.
+
+    complete: only one with all that loading needs.
+    """
     if source not in SOURCES:
         raise ConfigError(f"source={abbreviate(source)} is not a hub{nearest(source, list(SOURCES))}")
     cached = (_from_huggingface if source == "huggingface" else _from_modelscope)(model, cache_dir, True)
-    return cached if cached is not None and is_complete(cached, model) else None
+    return cached if cached is not None and (not complete or is_complete(cached, model)) else None
 
 
 def is_complete(folder: Path, model: HubModel) -> bool:

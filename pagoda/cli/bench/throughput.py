@@ -62,17 +62,18 @@ def breakdown(profile: "StepProfile", secs: float) -> list[Part]:
 
 def print_breakdown(rows: list[Part], num_steps: int) -> None:
     """As a table on standard output."""
-    from rich.console import Console
-    from rich.table import Table
+    from pagoda.cli.console import print_table
 
-    table = Table("part", "seconds", "share", "ms per step")
-    for row in rows:
-        table.add_row(row["part"], f"{row['secs']:.3f}", f"{row['share']:.1%}", f"{row['secs'] / num_steps * 1e3:.3f}")
-    Console().print(table)
+    print()
+    print_table(
+        [
+            (row["part"], f"{row['secs']:.3f}", f"{row['share']:.1%}", f"{row['secs'] / num_steps * 1e3:.3f}")
+            for row in rows
+        ],
+        ("part", "seconds", "share", "ms per step"),
+        right=(1, 2, 3),
+    )
 
-
-if TYPE_CHECKING:
-    from pagoda.llm import LLM
 
 WARM_UP_TOKENS = 8
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
@@ -82,7 +83,13 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 @engine_options()
 def throughput(
     options: dict[str, object],
-    workload: Annotated[Path, typer.Option("--workload", help="Workload file written by benchmarks/workload.py.")],
+    workload: Annotated[
+        Path | None,
+        typer.Option("--workload", help="JSON file: a list of objects with prompt_token_ids, max_tokens, arrival_s."),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Number of random prompts if no workload is given.")] = 64,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens per random prompt.")] = 128,
+    output_len: Annotated[int, typer.Option(min=1, help="Output tokens per random prompt.")] = 64,
     arrivals: Annotated[
         bool, typer.Option("--arrivals", help="Send requests at their arrival_s instead of all at once.")
     ] = False,
@@ -104,9 +111,11 @@ def throughput(
     """
     from pagoda.cli.session import load, seconds_since_start
 
-    items = read_workload(workload)
+    items = read_workload(workload) if workload is not None else []
     params = replace(GREEDY, temperature=temperature, top_p=top_p, top_k=top_k)
     llm = load(options)
+    if not items:
+        items = random_workload(num_prompts, input_len, output_len, llm.tokenizer.facts.vocab_size, seed=0)
     run_at_once(llm, [WorkItem(list(range(10, 40)), WARM_UP_TOKENS)])
     cold_start_s = seconds_since_start()
     if warm_up:
@@ -114,7 +123,7 @@ def throughput(
     if profile:
         llm.engine.core.begin_profile()
     begin_s = time.perf_counter()
-    num_output = run_at_arrivals(llm, items, params) if arrivals else run_at_once(llm, items, params)
+    num_output = run_at_arrivals(llm, items, params) if arrivals else run_at_once(llm, items, params, True)
     secs = time.perf_counter() - begin_s
     measured = llm.engine.core.profile() if profile else None
     rows = breakdown(measured, secs) if measured is not None else []
@@ -143,10 +152,15 @@ def with_other_tokens(items: Sequence[WorkItem]) -> list[WorkItem]:
     return [replace(item, prompt_token_ids=[token ^ 1 for token in item.prompt_token_ids]) for item in items]
 
 
-def run_at_once(llm: "LLM", items: Sequence[WorkItem], params: SamplingParams = GREEDY) -> int:
-    """All requests together; the number of output tokens. Raises RequestError when one was refused."""
+def run_at_once(
+    llm: "LLM", items: Sequence[WorkItem], params: SamplingParams = GREEDY, shows_progress: bool = False
+) -> int:
+    """All requests together; the number of output tokens. Raises RequestError when one was refused.
+
+    shows_progress: on a terminal, for work that takes long.
+    """
     prompts = [item.prompt_token_ids for item in items]
-    outputs = llm.generate(prompts, [replace(params, max_tokens=item.max_tokens) for item in items], use_tqdm=False)
+    outputs = llm.generate(prompts, [replace(params, max_tokens=item.max_tokens) for item in items], shows_progress)
     return _count_tokens(outputs)
 
 

@@ -53,16 +53,23 @@ def report(figures: Mapping[str, object], as_json: bool) -> None:
     if as_json:
         print(json.dumps(figures))
         return
-    from rich.table import Table
+    from pagoda.cli.console import print_table
 
-    from pagoda.cli.console import stdout_console
+    print_table([_with_unit(name, value) for name, value in figures.items()], right=(1,))
 
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:,}" if isinstance(value, (int, float)) else str(value))
-    stdout_console().print(table)
+
+_LABELS = {"in": "input tokens", "out": "output tokens", "secs": "time_s"}
+_UNITS = {"_tok_s": "tokens/s", "_requests_s": "requests/s", "_ms": "ms", "_s": "s"}
+
+
+def _with_unit(name: str, value: object) -> tuple[str, str, str]:
+    """Return what a figure is called, its value, and the unit that the end of its name says."""
+    name = _LABELS.get(name, name)
+    shown = f"{value:,}" if isinstance(value, int | float) else str(value)
+    for end, unit in _UNITS.items():
+        if name.endswith(end) or name == end[1:]:
+            return name.removesuffix(end).replace("_", " "), shown, unit
+    return name.replace("_", " "), shown, ""
 
 
 def note(text: str) -> None:

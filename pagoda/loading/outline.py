@@ -1,0 +1,64 @@
+"""Outline a checkpoint from its config.json alone, to size a model whose weights are not there. No torch."""
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pagoda.base.errors import ConfigError
+from pagoda.layers.module import parameters
+from pagoda.layers.parameter import Matrix, Table, Vector, whole_of
+from pagoda.loading.model_config import build_tree, read_architecture
+from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.pieces import bias_pieces, weight_pieces
+from pagoda.loading.quantization import packed_format
+from pagoda.models.base import Model
+from pagoda.models.naming import Naming
+
+_DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
+
+
+def outline(config: Mapping[str, object], name: str, folder: Path) -> ModelFiles:
+    """Write config.json and a safetensors file of the size that the weights would have, with a hole for their values.
+
+    folder: an empty one; it takes some KiB of the disk. Raises ConfigError for an architecture that is not supported,
+    and for weights that are packed.
+    """
+    (folder / "config.json").write_text(json.dumps(config))
+    files = ModelFiles(name, folder, "safetensors")
+    if packed_format(files) is not None:
+        raise ConfigError(f"model {name}: the size of packed weights is not known from config.json; fetch the model")
+    architecture, tree_config = read_architecture(files)
+    model = build_tree(files, architecture, tree_config)
+    dtype, item_bytes = _DTYPES.get(model.spec.torch_dtype, ("BF16", 2))
+    entries: dict[str, object] = {}
+    end = 0
+    for tensor, shape in dict(_tensors(model, architecture.hf[0])).items():
+        begin, end = end, end + item_bytes * math.prod(shape)
+        entries[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    header = json.dumps(entries).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + end)
+    return files
+
+
+def _tensors(model: Model, naming: Naming) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of every tensor that loading a model would read."""
+    for path, parameter in parameters(model):
+        match parameter.declared:
+            case Table(rows=rows, columns=columns, skipped=skipped):
+                yield naming.find(path).name, (skipped + rows, columns)
+            case Vector(size=size, zeros=False):
+                yield naming.find(path).name, (size,)
+            case Matrix(tied=None) as matrix:
+                shard = whole_of(matrix)
+                for expert in range(max(matrix.num_experts, 1)):
+                    for piece in weight_pieces(naming, path, matrix, shard, expert):
+                        yield piece.name, piece.shape
+                if matrix.bias:
+                    for piece in bias_pieces(naming, path, matrix, shard):
+                        yield piece.name, piece.shape
+            case _:
+                pass

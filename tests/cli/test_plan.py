@@ -1,0 +1,105 @@
+"""`pagoda plan` for models whose weights are not on this machine."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.base.config import EngineConfig
+from pagoda.cli.bench.workload import report
+from pagoda.cli.console import print_table
+from pagoda.cli.main import main
+from pagoda.cli.plan import make_plan
+from tests.cached_models import cached_model
+
+SMALL = {"max_model_len": 256, "kv_cache_memory": "64MiB"}
+FLAGS = ("--max-model-len", "256", "--kv-cache-memory", "64MiB", "--json")
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *words, *FLAGS])
+    assert ended.value.code == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "minilm-l6"])
+def test_a_plan_without_the_weights_is_that_with_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
+) -> None:
+    cached_model(name)
+    there = make_plan(EngineConfig.from_options(model=name, **SMALL))
+    without = plan(capsys, name, "--cache-dir", str(tmp_path))
+    for figure in ("weights_memory", "kv_bytes_per_token", "num_blocks", "dtype", "architecture", "max_model_len"):
+        assert without[figure] == getattr(there, figure), figure
+    assert without["path"] == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_only_config_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A mixture of experts with biases in attention, from the declarations alone."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 1000,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "eos_token_id": 1,
+        "torch_dtype": "float32",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    made = plan(capsys, str(tmp_path))
+    attention = 64 * (4 + 2 + 2) * 16 + 4 * 16 * 64 + 2 * 16
+    experts = 4 * 3 * 64 * 32 + 4 * 64
+    assert made["num_parameters"] == 2 * 1000 * 64 + 2 * (attention + experts + 2 * 64) + 64
+    assert made["weights_disk"] == 4 * made["num_parameters"]
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                **config,
+                "quantization_config": {
+                    "quant_method": "awq",
+                    "bits": 4,
+                    "group_size": 32,
+                    "zero_point": True,
+                    "version": "gemm",
+                },
+            }
+        )
+    )
+    with pytest.raises(SystemExit):
+        main(["plan", str(tmp_path)])
+    assert "packed weights is not known from config.json" in capsys.readouterr().err
+
+
+def test_piped_output_is_neither_wrapped_nor_padded(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [("name", "a " * 200 + "b", "s"), ("longer name", "1", "")]
+    print_table(rows, right=(1,))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"name         {'a ' * 200}b  s"
+    assert second == f"longer name  {'1'.rjust(401)}"
+    report({"in": 12345, "out_tok_s": 3.5, "secs": 2, "p50_s": 0.1, "engine": "x"}, False)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        ["input", "tokens", "12,345"],
+        ["out", "3.5", "tokens/s"],
+        ["time", "2", "s"],
+        ["p50", "0.1", "s"],
+        ["engine", "x"],
+    ]
