@@ -19,7 +19,6 @@ from pagoda.engine.wire import EngineFacts
 from pagoda.engine_setup import EngineSetup, fit_cache, resolve_engine, scheduler_options, weights_in_memory
 from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.in_process import InProcessExecutor
-from pagoda.executors.multi_process import LocalRanks, MultiProcessExecutor
 from pagoda.input_setup import build_input_processor
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.measured_capacity import fit_measured, no_step_fits, sizes_to_try
@@ -158,10 +157,25 @@ def _make_executor(
             speculator=_lookup_speculator(setup, options.max_rows),
         )
     if setup.config.parallel.executor == "mp":
+        # Imported here because one worker needs no sockets.
+        from pagoda.executors.multi_process import LocalRanks, MultiProcessExecutor
+
         return MultiProcessExecutor(setup.config, LocalRanks, on_death=on_death)
     if setup.config.parallel.executor == "ray":
-        raise ConfigError("distributed_executor_backend='ray' is not available yet; take 'mp' or 'auto'")
+        return _on_ray(setup.config, on_death)
     return InProcessExecutor(make_worker(setup, pin_threads), overlap=options.pipeline_depth > 1)
+
+
+def _on_ray(config: EngineConfig, on_death: Callable[[WorkerDied], object]) -> Executor:
+    from pagoda.executors.multi_process import MultiProcessExecutor
+
+    try:
+        from pagoda.executors.ray import RayRanks, connect
+    except ImportError as error:
+        raise ConfigError(
+            "distributed_executor_backend='ray' needs Ray on every machine: pip install 'pagoda-llm[ray]'"
+        ) from error
+    return MultiProcessExecutor(config, RayRanks, host=connect(), on_death=on_death)
 
 
 def _lookup_speculator(setup: EngineSetup, max_rows: int) -> Speculator | None:

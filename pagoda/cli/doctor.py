@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import socket
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -38,6 +39,7 @@ def doctor(
         ("gpu", gpu_line),
         ("kernels", kernels_line),
         ("openmp", openmp_line),
+        ("ranks", ranks_line),
         ("cache", lambda: cache_lines(cache_dir)),
     ]
     for name, describe in sections:
@@ -147,6 +149,22 @@ def openmp_line() -> str:
     if len(found) > 1:
         raise RuntimeError(f"{len(found)} runtimes in one process, which compete for the cores: {', '.join(found)}")
     return f"one runtime, torch's: {found[0]}" if found else "none"
+
+
+def ranks_line() -> str:
+    """Return what several ranks need: shared memory on this machine, and Ray for those on others."""
+    os.close(os.memfd_create("pagoda-doctor"))
+    if find_spec("ray") is None:
+        return "shared memory; no Ray, which ranks on several machines need: pip install 'pagoda-llm[ray]'"
+    address = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = address.rpartition(":")
+    if not host:
+        return f"shared memory; Ray {version('ray')} (RAY_ADDRESS is not set: the cluster that runs on this machine)"
+    try:
+        socket.create_connection((host, int(port)), timeout=2).close()
+    except (OSError, ValueError) as error:
+        raise RuntimeError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from error
+    return f"shared memory; Ray {version('ray')}, whose cluster at {address} answers"
 
 
 def cache_lines(cache_dir: str | None) -> str:

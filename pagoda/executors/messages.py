@@ -41,6 +41,7 @@ class RankStart(msgspec.Struct, frozen=True):
     messages, replies: the addresses to connect to.   folder: of their sockets, if there is one.
     curve: None if only processes of this user can reach them.
     segment: file descriptor of the memory that the ranks of a machine share, or None if there is only one.
+    previous, next: descriptors of sockets to this rank of the stages before and after, 0 where `segment` is theirs too.
     """
 
     config: EngineConfig
@@ -52,6 +53,8 @@ class RankStart(msgspec.Struct, frozen=True):
     folder: str | None = None
     curve: Curve | None = None
     segment: int | None = None
+    previous: int = 0
+    next: int = 0
 
 
 LOADED = 0

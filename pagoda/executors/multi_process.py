@@ -76,7 +76,10 @@ class StartedRanks(Protocol):
 
 
 StartRanks = Callable[[Sequence[RankStart]], StartedRanks]
-"""Starts a process for every rank, in which `run_rank` gets its RankStart. Raises OSError if they cannot be started."""
+"""Starts a process for every rank, in which `run_rank` gets its RankStart.
+
+Raises OSError or PagodaError if they cannot be started.
+"""
 
 
 @dataclass(slots=True)
@@ -325,7 +328,7 @@ class _Group:
                 for place, messages in zip(places, self.messages, strict=True)
             ]
             self.ranks = start_ranks(starts)
-        except OSError:
+        except Exception:
             self.close()
             raise
 
@@ -386,7 +389,7 @@ class LocalRanks:
         """module: what each runs. Raises OSError, ConfigError if the native kernels cannot be had."""
         encoder = make_encoder()
         self._processes: list[subprocess.Popen[bytes]] = []
-        segments = [_new_segment(len(starts))] if len(starts) > 1 else []
+        segments = [new_segment(len(starts))] if len(starts) > 1 else []
         try:
             for start in starts:
                 if segments:
@@ -415,7 +418,7 @@ class LocalRanks:
             end_child(process)
 
 
-def _new_segment(num_ranks: int) -> int:
+def new_segment(num_ranks: int) -> int:
     """Return the descriptor of memory in which the ranks of this machine compute together."""
     # Imported here because torch takes a second to import, and one rank needs none of this.
     from pagoda.kernels.collectives.shared_memory import create_segment

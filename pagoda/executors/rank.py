@@ -177,7 +177,7 @@ def _group_of(start: RankStart) -> RankGroup:
     from pagoda.kernels.native import library
 
     try:
-        return SharedGroup(library.load(), start.segment, start.place)
+        return SharedGroup(library.load(), start.segment, start.place, previous=start.previous, next=start.next)
     finally:
         os.close(start.segment)  # it has been mapped
 
@@ -201,6 +201,12 @@ def _digest(setup: EngineSetup) -> str:
     return digest.hexdigest()
 
 
+def log_rank(start: RankStart) -> None:
+    """Log to standard error as all processes of an engine do."""
+    logs = start.config.server.logs
+    configure_logging(f"rank{start.place.number}", logs.log_level, logs.log_format)
+
+
 def main(make: Callable[[RankStart], tuple[RankExecutor, str]] = make_executor) -> None:
     """Read a RankStart from standard input and be that rank, until the parent closes it or dies."""
     stdin = sys.stdin.buffer
@@ -208,8 +214,7 @@ def main(make: Callable[[RankStart], tuple[RankExecutor, str]] = make_executor) 
     if data is None:
         return
     start = make_decoder(RankStart).decode(data)
-    logs = start.config.server.logs
-    configure_logging(f"rank{start.place.number}", logs.log_level, logs.log_format)
+    log_rank(start)
     end_with_parent(stdin, RendezvousDir(start.folder).remove if start.folder is not None else lambda: None)
     run_rank(start, make, on_loaded=lambda: be_killed_with_parent(stdin.fileno()))
 

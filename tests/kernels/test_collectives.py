@@ -1,6 +1,7 @@
 """Collectives: sums and gathers in the order of the ranks, activations from stage to stage, and what ends them."""
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from pagoda.base.errors import ConfigError, WorkerDied
+from pagoda.base.ranks import RankPlace
 from pagoda.kernels.batch import ForwardBatch, Tail
 from pagoda.kernels.collectives.group import RankGroup, thread_groups
-from pagoda.kernels.collectives.shared_memory import HALF_BYTES, INBOX_BYTES, create_segment, shared_groups
+from pagoda.kernels.collectives.shared_memory import HALF_BYTES, INBOX_BYTES, SharedGroup, create_segment, shared_groups
+from pagoda.kernels.native.library import NativeLibrary
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.reference_ops import ReferenceOps
@@ -387,3 +390,48 @@ def test_processes_compute_together_until_one_is_killed(native: NativeOps) -> No
             rank.communicate()
     assert "the process of rank 1 is gone" in said[0] + said[1]
     assert all(text.startswith("rank ") for text in said)
+
+
+def socket_groups(library: NativeLibrary, deadline_s: float = 20.0) -> tuple[list[SharedGroup], list[socket.socket]]:
+    """Two stages of one rank, each as on a machine of its own."""
+    ends = list(socket.socketpair())
+    groups = []
+    for stage, sockets in enumerate(({"next": ends[0].fileno()}, {"previous": ends[1].fileno()})):
+        descriptor = create_segment(library, 2)
+        groups.append(SharedGroup(library, descriptor, RankPlace(0, 1, stage, 2), deadline_s, **sockets))
+        os.close(descriptor)
+    return groups, ends
+
+
+def test_stages_of_two_machines_talk_through_a_socket(native: NativeOps) -> None:
+    """More than a socket holds, in the order of sending."""
+    (first, second), _ = socket_groups(native.library)
+    sent = [torch.randn(rows, 4096) for rows in (300, 1, 77)]
+
+    def body(group: RankGroup) -> list[torch.Tensor]:
+        received = [torch.empty_like(tensor) for tensor in sent]
+        for out, tensor in zip(received, sent, strict=True):
+            group.send(tensor) if group is first else group.receive(out)
+        return received
+
+    received = on_threads([first, second], body)[1]
+    assert not isinstance(received, Exception), received
+    assert all(torch.equal(*pair) for pair in zip(received, sent, strict=True))
+
+
+@pytest.mark.parametrize("fault", ["closed", "silent", "other size", "aborted"])
+def test_a_stage_on_another_machine_that_fails_hangs_nobody(native: NativeOps, fault: str) -> None:
+    (first, second), ends = socket_groups(native.library, 0.3 if fault == "silent" else 20.0)
+    reasons = {"closed": "gone", "silent": "waited 0.3 s", "other size": "something else", "aborted": "no more"}
+    if fault == "closed":
+        ends[0].close()
+    elif fault == "other size":
+        first.send(torch.zeros(3))
+    elif fault == "aborted":
+        threading.Timer(0.1, second.abort, ["no more"]).start()
+    with pytest.raises(WorkerDied, match=reasons[fault]):
+        second.receive(torch.empty(4))
+    if fault == "closed":
+        ends[1].close()
+        with pytest.raises(WorkerDied, match="gone"):
+            first.send(torch.zeros(4))

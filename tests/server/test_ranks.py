@@ -31,18 +31,22 @@ def rank(number: int) -> Callable[[LiveServer], int]:
     return lambda server: ranks_of(server)[number]
 
 
-async def load(server: LiveServer, victims: Sequence[Callable[[LiveServer], int]]) -> list[tuple[int, list[str]]]:
-    """Stream eight completions; kill the victims one after another, each after some steps of its engine."""
+def kill(victim: Callable[[LiveServer], int]) -> Callable[[LiveServer], None]:
+    return lambda server: os.kill(victim(server), signal.SIGKILL)
+
+
+async def load(server: LiveServer, faults: Sequence[Callable[[LiveServer], None]]) -> list[tuple[int, list[str]]]:
+    """Stream eight completions; cause the faults one after another, each after some steps of its engine."""
     so_far = server.load()["engine_restarts"]
-    if victims:
+    if faults:
         server.steps.hold_after(20)
     async with aiohttp.ClientSession(server.url) as session:
         tasks = [asyncio.create_task(stream(session, i, NUM_TOKENS, 1 + i % 2)) for i in range(8)]
-        for number, victim in enumerate(victims):
+        for number, fault in enumerate(faults):
             await asyncio.to_thread(server.steps.wait_held)
             assert not any(task.done() for task in tasks)
-            os.kill(await asyncio.to_thread(victim, server), signal.SIGKILL)
-            if number + 1 < len(victims):
+            await asyncio.to_thread(fault, server)
+            if number + 1 < len(faults):
                 server.steps.hold_next_engine_after(25)
             else:
                 server.steps.release()
@@ -77,7 +81,7 @@ def test_every_process_is_killed_in_turn(tmp_path: Path) -> None:
             undisturbed = asyncio.run(load(server, []))
             assert all(status == 200 and all(texts) for status, texts in undisturbed)
             before = server.wait_idle()
-            assert asyncio.run(load(server, [rank(0), rank(1), LiveServer.engine_pid])) == undisturbed
+            assert asyncio.run(load(server, [kill(rank(0)), kill(rank(1)), LiveServer.kill_engine])) == undisturbed
             after = server.wait_idle()
             assert after["engine_restarts"] == 3
             assert after["free_blocks"] == before["free_blocks"], "an engine that is restarted has the first pools"

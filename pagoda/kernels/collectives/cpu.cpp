@@ -3,6 +3,7 @@
 //
 // A call that fails leaves zeros, and the group failed: all further calls return at once, and the caller raises.
 #include "segment.h"
+#include "stage_socket.h"
 
 #include "elementwise.h"
 
@@ -130,6 +131,7 @@ PAGODA_EXPORT void pagoda_all_gather(const AllGatherArgs* a, int32_t threads) {
 PAGODA_EXPORT void pagoda_send(RankGroup* group, const void* data, int64_t bytes) {
     Segment segment = segment_of(*group);
     int to = group->number + group->size;
+    if (group->next) return send_message(*group, data, bytes, to);
     Inbox& inbox = segment.inbox(to);
     for (int64_t at = 0, most = segment.sizes().slot_bytes; at < bytes && !group->failed; at += most) {
         if (!wait_for(*group, inbox.received, group->sent + 1 - segment.sizes().num_slots, to)) return;
@@ -145,6 +147,7 @@ PAGODA_EXPORT void pagoda_send(RankGroup* group, const void* data, int64_t bytes
 PAGODA_EXPORT void pagoda_receive(RankGroup* group, void* data, int64_t bytes) {
     Segment segment = segment_of(*group);
     int from = group->number - group->size;
+    if (group->previous) return receive_message(*group, data, bytes, from);
     Inbox& inbox = segment.inbox(group->number);
     for (int64_t at = 0, most = segment.sizes().slot_bytes; at < bytes && !group->failed; at += most) {
         if (!wait_for(*group, inbox.sent, group->received + 1, from)) return;

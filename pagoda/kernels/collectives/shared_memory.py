@@ -46,10 +46,19 @@ class SharedGroup:
     """A RankGroup in shared memory. One thread of a rank may wait in it at a time; `abort` is for any.
 
     descriptor: from `create_segment`; the group maps it and does not need it afterwards.   place: this rank's.
+    previous, next: connected sockets to this rank of the stages before and after, if they have other segments; 0: none.
+        They stay the caller's.
     """
 
     def __init__(
-        self, library: NativeLibrary, descriptor: int, place: RankPlace, deadline_s: float = DEADLINE_S
+        self,
+        library: NativeLibrary,
+        descriptor: int,
+        place: RankPlace,
+        deadline_s: float = DEADLINE_S,
+        *,
+        previous: int = 0,
+        next: int = 0,
     ) -> None:
         self.rank, self.size = place.tensor_rank, place.tensor_size
         self._library, self._place, self._deadline_s = library, place, deadline_s
@@ -61,6 +70,8 @@ class SharedGroup:
             first=place.number - place.tensor_rank,
             size=place.tensor_size,
             deadline_ns=round(deadline_s * 1e9),
+            previous=previous,
+            next=next,
         )
         library["join_ranks"](self.address)
 

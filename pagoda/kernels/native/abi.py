@@ -166,9 +166,11 @@ RankSegment = struct(
 RankGroup = struct(
     "RankGroup",
     "A rank and its stage in that memory. number: this rank's, of all.   first, size: the ranks of its stage.   "
-    "chunks, meetings, sent, received: how many so far.   failed, peer: a RankFailure, and the rank it is about.",
+    "chunks, meetings, sent, received: how many so far.   failed, peer: a RankFailure, and the rank it is about.   "
+    "previous, next: sockets to this rank of the stages before and after, where those are on other machines.",
     segment="void*", number="int32_t", first="int32_t", size="int32_t", failed="int32_t", peer="int32_t",
     unused="int32_t", deadline_ns="int64_t", chunks="int64_t", meetings="int64_t", sent="int64_t", received="int64_t",
+    previous="int32_t", next="int32_t",
 )  # fmt: skip
 Binding = struct(
     "Binding",

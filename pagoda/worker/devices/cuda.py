@@ -40,6 +40,7 @@ class CudaDevice(Device):
 
     name: ClassVar[str] = "cuda"
     kernels: ClassVar[tuple[str, ...]] = ("triton", "torch", "reference")
+    ray_resource: ClassVar[str | None] = "GPU"
 
     def __init__(self, threads: int | None = None, index: int = 0) -> None:
         super().__init__(1, index)  # the host only feeds the GPU

@@ -46,12 +46,14 @@ class Device:
         a CPU.
     kernels: names of the kernels (see kernels/select.py) that run on it, the one that "auto" takes first.
     threads: of the host, for the kernels.
+    ray_resource: what a Ray cluster counts such devices as, None if it need not.
     """
 
     name: ClassVar[str]
     is_host: ClassVar[bool] = False
     joins_ranks: ClassVar[bool] = False
     kernels: ClassVar[tuple[str, ...]] = ("torch", "reference")
+    ray_resource: ClassVar[str | None] = None
 
     def __init__(self, threads: int | None = None, index: int = 0) -> None:
         """threads: of the settings, None to choose.   index: which of several devices of this kind.

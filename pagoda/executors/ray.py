@@ -1,0 +1,223 @@
+"""Ranks as actors of a Ray cluster: Ray places them and notices their end; messages travel as between processes.
+
+The ranks of a stage are on one node, since they share memory; stages may be on any, and talk through sockets. An actor
+that ends, with its node or alone, ends the group, as a process does; a server then starts a new group wherever there is
+room.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Listener
+from typing import Any, Protocol
+
+import msgspec
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from pagoda.base.errors import ConfigError, WorkerDied
+from pagoda.engine.wire import make_decoder, make_encoder
+from pagoda.executors.messages import RankStart
+from pagoda.executors.multi_process import RankDied, new_segment
+from pagoda.executors.rank import log_rank, make_executor, run_rank
+from pagoda.worker.devices import select_device
+
+logger = logging.getLogger("pagoda")
+
+PLACEMENT_TIMEOUT_S = 30.0  # for a place for all ranks; a server tries three times
+END_TIMEOUT_S = 10.0
+
+
+def connect() -> str:
+    """Connect this process to a Ray cluster, unless it is; return the address of this machine in it.
+
+    RAY_ADDRESS says which; without it, the one that runs on this machine, and without one, one of this machine alone.
+    Raises WorkerDied if it does not answer.
+    """
+    if not ray.is_initialized():
+        try:
+            ray.init(log_to_driver=True, logging_level=logging.WARNING)
+        except (RayError, ConnectionError, RuntimeError, ValueError) as error:
+            address = os.environ.get("RAY_ADDRESS", "")
+            raise WorkerDied(f"no Ray cluster answers at {address or 'this machine'}: {error}") from error
+    return ray.util.get_node_ip_address()
+
+
+class _Connection(Protocol):
+    """One that both sides have shown to hold the secret."""
+
+    def fileno(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class RankActor:
+    """A rank's process. Its methods run in threads of their own, since `run` does not return."""
+
+    def __init__(self) -> None:
+        self._listener: Listener | None = None
+
+    def node(self) -> str:
+        """Return the id of the node that it is on."""
+        return ray.get_runtime_context().get_node_id()
+
+    def new_segment(self, num_ranks: int) -> str:
+        """Return a path by which other processes of this node can open new memory that they share with this one."""
+        return f"/proc/{os.getpid()}/fd/{new_segment(num_ranks)}"
+
+    def listen(self, secret: bytes) -> tuple[str, int]:
+        """Return an address at which this rank will take the connection of the stage before."""
+        self._listener = Listener((ray.util.get_node_ip_address(), 0), authkey=secret)
+        host, port = self._listener.address
+        return str(host), int(port)
+
+    def run(self, data: bytes, segment: str | None, next_stage: tuple[str, int] | None) -> None:
+        """Be the rank that an encoded RankStart describes, until the actor is killed.
+
+        segment: of the ranks of its stage, see `new_segment`.   next_stage: where that listens.
+        """
+        start = make_decoder(RankStart).decode(data)
+        if segment is not None:
+            start = msgspec.structs.replace(start, segment=os.open(segment, os.O_RDWR | os.O_CLOEXEC))
+        assert start.curve is not None
+        if next_stage is not None:
+            start = msgspec.structs.replace(start, next=_socket_of(Client(next_stage, authkey=start.curve.secret)))
+        if self._listener is not None:
+            start = msgspec.structs.replace(start, previous=_socket_of(_accepted(self._listener)))
+        log_rank(start)
+        run_rank(start, make_executor)
+
+
+def _accepted(listener: Listener) -> _Connection:
+    """Return the first connection from a holder of the secret."""
+    while True:
+        try:
+            return listener.accept()
+        except (AuthenticationError, OSError, EOFError) as error:
+            logger.warning("a connection that is not from a rank was refused: %s", error)
+
+
+def _socket_of(connection: _Connection) -> int:
+    """Return the descriptor of a connection's socket, which sends small messages at once."""
+    descriptor = os.dup(connection.fileno())
+    with socket.socket(fileno=os.dup(descriptor)) as opened:
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.close()
+    return descriptor
+
+
+class RayRanks:
+    """Ranks that are actors. See StartedRanks.
+
+    In an actor that itself runs in a placement group, they are placed into that group.
+    """
+
+    def __init__(self, starts: Sequence[RankStart]) -> None:
+        """Place and start the ranks. Raises WorkerDied if the cluster has no room for them in time."""
+        self._actors: list[Any] = []
+        self._runs: list[Any] = []
+        self._group: PlacementGroup | None = None  # ours, to be removed
+        try:
+            self._start(starts)
+        except RayError as error:
+            self.end()
+            raise WorkerDied(f"Ray could not start the ranks: {error}") from error
+        except BaseException:
+            self.end()
+            raise
+
+    def _start(self, starts: Sequence[RankStart]) -> None:
+        group = self._place(starts)
+        actor = ray.remote(RankActor)
+        for start in starts:
+            bundle = start.place.stage if self._group is not None else -1  # any bundle of a group that others made
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            needs = _resources(start)
+            options = {"num_cpus": needs.pop("CPU"), "num_gpus": needs.pop("GPU", 0), "resources": needs}
+            self._actors.append(actor.options(**options, max_concurrency=3, scheduling_strategy=strategy).remote())
+        nodes = ray.get([actor.node.remote() for actor in self._actors], timeout=PLACEMENT_TIMEOUT_S)
+        for start, node in zip(starts, nodes, strict=True):
+            if node != nodes[start.place.number - start.place.tensor_rank]:
+                raise ConfigError(
+                    f"tensor_parallel_size={start.place.tensor_size}: the placement group puts the ranks of stage "
+                    f"{start.place.stage} on different nodes; make it with strategy STRICT_PACK, or with a bundle "
+                    "for each stage"
+                )
+        segments, listening = self._share_memory(starts), self._listen(starts)
+        encoder = make_encoder()
+        for number, (start, actor) in enumerate(zip(starts, self._actors, strict=True)):
+            node = nodes[number]
+            local = msgspec.structs.replace(start, local_number=nodes[:number].count(node), num_local=nodes.count(node))
+            next_stage = listening.get(number + start.place.tensor_size)
+            self._runs.append(actor.run.remote(encoder.encode(local), segments[start.place.stage], next_stage))
+
+    def _share_memory(self, starts: Sequence[RankStart]) -> "list[str | None]":
+        """Return, by stage, the path of the memory that its ranks share; None where a rank is alone."""
+        place = starts[0].place
+        if place.world_size == 1:
+            return [None]
+        firsts = [actor for start, actor in zip(starts, self._actors, strict=True) if not start.place.tensor_rank]
+        return list(ray.get([actor.new_segment.remote(place.world_size) for actor in firsts]))
+
+    def _listen(self, starts: Sequence[RankStart]) -> dict[int, tuple[str, int]]:
+        """Return, by number, where the ranks of all stages but the first take the connection of the stage before."""
+        addresses = {
+            start.place.number: actor.listen.remote(start.curve.secret)
+            for start, actor in zip(starts, self._actors, strict=True)
+            if start.place.stage and start.curve is not None
+        }
+        return dict(zip(addresses, ray.get(list(addresses.values())), strict=True))
+
+    def _place(self, starts: Sequence[RankStart]) -> PlacementGroup:
+        """Return the placement group of this actor, or a new one with a bundle for each stage."""
+        current = ray.util.get_current_placement_group()
+        if current is not None:
+            return current
+        size = starts[0].place.tensor_size
+        bundle = {name: amount * size for name, amount in _resources(starts[0]).items()}
+        bundles = [bundle] * starts[0].place.num_stages
+        self._group = placement_group(bundles, strategy="PACK")
+        if not self._group.wait(PLACEMENT_TIMEOUT_S):
+            raise WorkerDied(
+                f"the Ray cluster has had no room for {len(starts)} ranks for {PLACEMENT_TIMEOUT_S:.0f} s: they need "
+                f"{bundles}, each on one node; it has {ray.cluster_resources()}, of which free: "
+                f"{ray.available_resources()}"
+            )
+        return self._group
+
+    def ended(self) -> RankDied | None:
+        ended, _ = ray.wait(self._runs, num_returns=1, timeout=0)
+        if not ended:
+            return None
+        number = self._runs.index(ended[0])
+        try:
+            ray.get(ended[0])
+        except Exception as error:
+            return RankDied(f"rank {number}, an actor of Ray, has ended: {str(error).strip().splitlines()[0]}")
+        return RankDied(f"rank {number}, an actor of Ray, has returned")
+
+    def cpu_s(self) -> float:
+        """Return 0: what a process on another machine uses is not seen, so only steps that end count as progress."""
+        return 0.0
+
+    def end(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        if self._runs:
+            ray.wait(self._runs, num_returns=len(self._runs), timeout=END_TIMEOUT_S)
+        if self._group is not None:
+            remove_placement_group(self._group)
+        self._actors, self._group = [], None
+
+
+def _resources(start: RankStart) -> dict[str, float]:
+    """Return what a rank takes of Ray's accounts. A rank whose threads are not set takes one CPU there, and uses its
+    share of the node's."""
+    parallel = start.config.parallel
+    needs = {"CPU": float(parallel.threads or 1)}
+    resource = select_device(parallel).ray_resource
+    return needs if resource is None else {**needs, resource: 1.0}

@@ -1,0 +1,99 @@
+"""Ranks on a Ray cluster, each of whose nodes has processes of its own: a node that dies costs a pause."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from pagoda import LLM, SamplingParams
+from pagoda.base.errors import WorkerDied
+from pagoda.executors import ray as ray_executor
+from tests.engine.byte_llama import write_byte_llama
+from tests.server.live import LiveServer, serving
+from tests.server.test_ranks import flags_of, load
+
+GREEDY = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+SIZES = {"max_model_len": 128, "kv_cache_memory": "8MiB"}
+PROMPTS = ["a", "some words", "and many more of them"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A head that computes nothing; tests add nodes for ranks."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", cluster.address)
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+        yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_byte_llama(tmp_path / "model")
+
+
+def texts(llm: LLM) -> list[str]:
+    return [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY)]
+
+
+def test_stages_on_two_nodes_give_the_tokens_of_one_process_until_a_node_dies(cluster: Cluster, model: Path) -> None:
+    with LLM(str(model), **SIZES) as alone:
+        expected = texts(alone)
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    with LLM(str(model), pipeline_parallel_size=2, distributed_executor_backend="ray", **SIZES) as llm:
+        assert texts(llm) == expected
+        cluster.remove_node(nodes[0], allow_graceful=False)
+        with pytest.raises(WorkerDied, match="an actor of Ray, has ended"):
+            for _ in iter(lambda: texts(llm), None):
+                pass
+    cluster.remove_node(nodes[1], allow_graceful=False)
+
+
+def test_an_engine_in_an_actor_takes_the_placement_group_of_the_actor(cluster: Cluster, model: Path) -> None:
+    @ray.remote(num_cpus=1)
+    class Caller:
+        def texts(self) -> list[str]:
+            with LLM(str(model), tensor_parallel_size=2, distributed_executor_backend="ray", **SIZES) as llm:
+                return texts(llm)
+
+    with LLM(str(model), tensor_parallel_size=2, **SIZES) as alone:
+        expected = texts(alone)
+    node = cluster.add_node(num_cpus=3)
+    ray.init(ignore_reinit_error=True)
+    group = placement_group([{"CPU": 1}] * 3, strategy="STRICT_PACK")
+    strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
+    caller = Caller.options(scheduling_strategy=strategy).remote()
+    assert ray.get(caller.texts.remote(), timeout=120) == expected
+    remove_placement_group(group)
+    cluster.remove_node(node)
+
+
+def test_a_cluster_without_room_is_an_error_that_says_what_is_missing(
+    cluster: Cluster, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_executor, "PLACEMENT_TIMEOUT_S", 1.0)
+    with pytest.raises(WorkerDied, match=r"no room for 2 ranks for 1 s: they need \[\{'CPU': 2.0\}\]"):
+        LLM(str(model), tensor_parallel_size=2, distributed_executor_backend="ray", **SIZES)
+
+
+def test_a_server_goes_on_when_a_node_dies_and_another_has_room(cluster: Cluster, model: Path, tmp_path: Path) -> None:
+    first = cluster.add_node(num_cpus=2)
+
+    def remove_first(_: LiveServer) -> None:
+        cluster.remove_node(first, allow_graceful=False)
+
+    flags = (*flags_of(model), "--distributed-executor-backend", "ray")
+    with serving(tmp_path, *flags, stepped=True) as server:
+        undisturbed = asyncio.run(load(server, []))
+        assert all(status == 200 and all(texts) for status, texts in undisturbed)
+        second = cluster.add_node(num_cpus=2)
+        assert asyncio.run(load(server, [remove_first])) == undisturbed
+        assert server.wait_idle()["engine_restarts"] == 1
+    cluster.remove_node(second)
