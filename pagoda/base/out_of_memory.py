@@ -34,3 +34,13 @@ def describe_exit(code: int | None) -> str:
     except ValueError:
         return f"was killed by signal {-code}"
     return f"was killed by signal {-code} ({name})"
+
+
+def hint_of_exit(code: int | None) -> str:
+    """Return "; " and a remedy for a process that ended like this while it loaded a model; "" if none is known."""
+    if code not in (-signal.SIGKILL, -signal.SIGABRT):
+        return ""
+    return (
+        "; probably memory ran out: lower kv_cache_memory or max_model_len, quantize, or raise the memory limit "
+        "(cgroup, ulimit)"
+    )

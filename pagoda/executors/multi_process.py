@@ -23,7 +23,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from pagoda.base.child_process import RendezvousDir, cpu_s_of, end_child, start_child
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, WorkerDied, fresh
-from pagoda.base.out_of_memory import describe_exit
+from pagoda.base.out_of_memory import describe_exit, hint_of_exit
 from pagoda.base.ranks import RankPlace
 from pagoda.base.watchdog import Watchdog
 from pagoda.core.executor import CALLS, Capacity, StepSize
@@ -218,7 +218,8 @@ class MultiProcessExecutor:
                     self._look(watchdog, now_s)
                     looked_s = now_s
         except RankDied as error:
-            self._end(error)
+            when = "" if self._is_running else f" while loading{hint_of_exit(error.code)}"
+            self._end(RankDied(f"{error}{when}", error.code))
         except Exception as error:
             logger.exception("the executor failed")
             self._end(RankDied(f"internal error of the executor: {type(error).__name__}: {error}"))

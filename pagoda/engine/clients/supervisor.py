@@ -11,7 +11,7 @@ import zmq.asyncio
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, WorkerDied
-from pagoda.base.out_of_memory import describe_exit, num_oom_kills
+from pagoda.base.out_of_memory import describe_exit, hint_of_exit, num_oom_kills
 from pagoda.engine import wire
 from pagoda.engine.clients.engine_link import EngineLink, EngineProcess
 from pagoda.engine.flight_recorder import FlightRecord
@@ -206,11 +206,4 @@ class Supervisor:
 def _failed_start(times: int, code: int | None, said: str | None) -> str:
     """Return the error message for an engine that cannot be started: how it ended, its own error, and a remedy."""
     message = f"the engine process {describe_exit(code)} while loading, {times} times in a row"
-    if said is not None:
-        return f"{message}: {said}"
-    if code in (-signal.SIGKILL, -signal.SIGABRT):
-        return (
-            f"{message}; probably memory ran out: lower kv_cache_memory or max_model_len, quantize, "
-            "or raise the memory limit (cgroup, ulimit)"
-        )
-    return message
+    return message + (f": {said}" if said is not None else hint_of_exit(code))
