@@ -41,6 +41,8 @@ from pagoda.executors.messages import (
     ToRank,
     error_of,
 )
+from pagoda.kernels.collectives.segment import create_segment
+from pagoda.kernels.native import build, library
 
 logger = logging.getLogger("pagoda")
 
@@ -421,10 +423,6 @@ class LocalRanks:
 
 def new_segment(num_ranks: int) -> int:
     """Return the descriptor of memory in which the ranks of this machine compute together."""
-    # Imported here because torch takes a second to import, and one rank needs none of this.
-    from pagoda.kernels.collectives.shared_memory import create_segment
-    from pagoda.kernels.native import build, library
-
     try:
         return create_segment(library.load(), num_ranks)
     except build.NativeUnavailable as error:

@@ -15,7 +15,8 @@ from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.base.ranks import RankPlace
 from pagoda.kernels.batch import ForwardBatch, Tail
 from pagoda.kernels.collectives.group import RankGroup, thread_groups
-from pagoda.kernels.collectives.shared_memory import HALF_BYTES, INBOX_BYTES, SharedGroup, create_segment, shared_groups
+from pagoda.kernels.collectives.segment import HALF_BYTES, INBOX_BYTES, create_segment
+from pagoda.kernels.collectives.shared_memory import SharedGroup, shared_groups
 from pagoda.kernels.native.library import NativeLibrary
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops

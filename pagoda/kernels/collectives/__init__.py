@@ -3,5 +3,6 @@
 group.py           RankGroup, what a rank knows of the others; ThreadGroup, the obvious one, between threads
 reference.py       the definition of all_reduce and all_gather
 shared_memory.py   SharedGroup: ranks of one machine, processes or threads, in one piece of shared memory
-segment.h          that memory, and how ranks wait for each other in it; cpu.cpp: the ops and messages
+segment.py         makes that memory
+segment.h          what is in it, and how ranks wait for each other in it; cpu.cpp: the ops and messages
 """

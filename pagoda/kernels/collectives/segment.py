@@ -1,0 +1,34 @@
+"""The piece of memory that the ranks of a machine share. Without torch: who only makes it computes nothing."""
+
+import os
+from ctypes import byref
+
+from pagoda.base.errors import ConfigError
+from pagoda.kernels.native.abi import MAX_RANKS, RankSegment
+from pagoda.kernels.native.library import NativeLibrary
+from pagoda.kernels.native.threads import available_cpus
+
+HALF_BYTES = 1 << 20
+"""Of a chunk of a sum or a gather: small enough for the caches, large enough that the ranks rarely meet."""
+SLOT_BYTES = 1 << 18
+"""Of a chunk of a message to the next stage."""
+INBOX_BYTES = 64 << 20
+"""Of the messages that a stage may send ahead. Pages that are never written take no memory."""
+
+_SPIN_NS = 50_000
+"""How long a rank looks for the others before it sleeps, where each has a core: as long as the kernels' threads do."""
+
+
+def create_segment(library: NativeLibrary, world_size: int) -> int:
+    """Return the descriptor of new shared memory without a name, for ranks 0 .. world_size - 1.
+
+    Processes inherit it or get it otherwise. Raises ConfigError for more ranks than a machine may have.
+    """
+    if world_size > MAX_RANKS:
+        raise ConfigError(f"{world_size} ranks do not share the memory of one machine: at most {MAX_RANKS}")
+    spin_ns = _SPIN_NS if available_cpus() >= world_size else 0  # decided here: a rank may see its own cores alone
+    sizes = RankSegment(world_size, HALF_BYTES, SLOT_BYTES, INBOX_BYTES // SLOT_BYTES, spin_ns)
+    descriptor = os.memfd_create("pagoda-ranks", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, library["rank_segment_bytes"](byref(sizes)))
+    os.pwrite(descriptor, bytes(sizes), 0)
+    return descriptor
