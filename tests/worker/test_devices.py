@@ -1,7 +1,8 @@
-"""A device is one class: with it and its line in the list, engines run on it."""
+"""A device is one class: with it and an entry point, engines run on it."""
 
 import logging
 from collections.abc import Sequence
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,7 +12,6 @@ import torch
 from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig, ParallelConfig
 from pagoda.base.errors import ConfigError
-from pagoda.base.registry import Registry
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.kernels.ops import Ops
 from pagoda.worker import devices
@@ -45,11 +45,8 @@ class _Late(OnHost):
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> type[Pretend]:
-    monkeypatch.setattr(
-        devices,
-        "_DEVICES",
-        Registry("device", {"cpu": devices._DEVICES["cpu"], "pretend": devices._Listed(__name__, "Pretend")}),
-    )
+    entry = EntryPoint("pretend", f"{__name__}:Pretend", devices.GROUP)
+    monkeypatch.setattr(devices, "entry_points", lambda group: [entry])
     return Pretend
 
 
@@ -74,7 +71,7 @@ def test_an_engine_runs_on_a_device_that_is_one_class(
 
 def test_a_device_is_found_by_its_name(pretend: type[Pretend]) -> None:
     assert type(devices.select_device(ParallelConfig(device="pretend"))) is pretend
-    assert devices.select_device(ParallelConfig()).name == "cpu"  # the first that is available
-    assert devices.device_names() == ("cpu", "pretend")
+    assert devices.select_device(ParallelConfig()).name in ("cuda", "pretend")  # the first that is available
+    assert devices.device_names() == ("cuda", "pretend", "cpu")
     with pytest.raises(ConfigError, match="unknown device 'pretent'; did you mean 'pretend'"):
         devices.select_device(ParallelConfig(device="pretent"))
