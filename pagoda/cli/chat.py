@@ -1,29 +1,38 @@
 """`pagoda chat`: a conversation in the terminal."""
 
+import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
 from pagoda.base.abbreviate import shorten
+from pagoda.base.errors import ConfigError, RequestError
+from pagoda.base.registry import nearest
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.cli.options import engine_options, sampling_options
+from pagoda.cli.options import SAMPLING_FIELDS, engine_options, sampling_options
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from pagoda.cli.session import Message, Piece
 
-HELP_TEXT = """/reset          forget the conversation
-/system TEXT    set the system message (nothing: remove it) and start afresh
-/help           show this
-/exit           leave (also Ctrl-D)
+HELP_TEXT = """/reset           forget the conversation
+/system TEXT     set the system message (nothing: remove it) and start afresh
+/set NAME VALUE  set a sampling parameter (without VALUE: show it; without NAME: show all)
+/help            show this
+/bye             leave (also Ctrl-D)
+A pasted text is one message.
 A line that ends in \\ continues on the next; \"\"\" begins and ends a longer text. Ctrl-C stops an answer."""
 CHAT_TOKENS = 1024  # of an answer, unless flags or the model's own defaults say otherwise
+COMMANDS = ("/reset", "/system", "/set", "/help", "/bye")
 TRIPLE = '"""'
 MIN_ANSWER_TOKENS = 64
+_HISTORY_LINES = 1000
 
 
 class Answering(Protocol):
@@ -43,19 +52,40 @@ def chat(
     options: dict[str, object],
     sampling: dict[str, object],
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
+    url: Annotated[
+        str | None, typer.Option("--url", help="Talk with the model of a running server (pagoda or vLLM).")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="PAGODA_API_KEY", help="Key for the server of --url.")
+    ] = None,
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer, Ctrl-D leaves. Temperature is 0.7 unless set, as in generate."""
-    converse(options, sampling, system)
+    converse(options, sampling, system, url, api_key)
 
 
-def converse(options: dict[str, object], sampling: dict[str, object], system: str | None) -> None:
-    """Load the model, and talk until the user leaves."""
+def converse(
+    options: dict[str, object],
+    sampling: dict[str, object],
+    system: str | None,
+    url: str | None = None,
+    api_key: str | None = None,
+) -> None:
+    """Load the model, or find the server at `url`, and talk until the user leaves."""
     from pagoda.cli.console import stdout_console
+    from pagoda.cli.remote import RemoteSession
     from pagoda.cli.session import Session, load, model_name
 
     console = stdout_console()
-    with console.status("loading") if console.is_terminal else nullcontext():
-        session = Session(load(options), model_name(options))
+    session: Session | RemoteSession
+    if url is not None:
+        others = sorted(options.keys() - {"model", "seed"})
+        if others:
+            raise ConfigError(f"{', '.join(others)}: the server of --url has its own; leave them out")
+        model = options.get("model")
+        session = RemoteSession(url, str(model) if model is not None else None, api_key)
+    else:
+        with console.status("loading") if console.is_terminal else nullcontext():
+            session = Session(load(options), model_name(options))
     params = session.params(sampling, CHAT_TOKENS, options.get("seed"))
     temperature = f"temperature {params.temperature:g}"
     console.print(
@@ -78,6 +108,8 @@ class Conversation:
 
     def run(self, read_line: Callable[[str], str]) -> None:
         """Read and answer until /exit or the end of input.   read_line: prompt -> line, EOFError at the end."""
+        from pagoda.cli.console import keys_unseen
+
         while True:
             try:
                 text = read_message(read_line)
@@ -93,13 +125,17 @@ class Conversation:
                 if not self._command(text.strip()):
                     return
                 continue
-            self._answer(text)
+            with keys_unseen():
+                self._answer(text)
 
     def _command(self, text: str) -> bool:
         """Carry out a command; False to leave."""
         name, _, rest = text.partition(" ")
-        if name in ("/exit", "/quit"):
+        if name in ("/bye", "/exit", "/quit"):
             return False
+        if name == "/set":
+            self._set(*rest.split(None, 1))
+            return True
         if name == "/reset":
             self.turns.clear()
             self._say("the conversation is forgotten")
@@ -109,15 +145,35 @@ class Conversation:
             self._say(
                 "a new conversation, " + (f"system message: {self._system}" if self._system else "no system message")
             )
-        elif name == "/help":
+        elif name in ("/help", "/?"):
             self._say(HELP_TEXT)
         else:
             self._say(f"unknown command {shorten(name)}; /help shows the commands")
         return True
 
-    def _answer(self, text: str) -> None:
-        from pagoda.base.errors import RequestError
+    def _set(self, name: str = "", value: str = "") -> None:
+        """Set a sampling parameter, or show it, or all."""
+        name = name.replace("-", "_")
+        if name and name not in SAMPLING_FIELDS:
+            self._say(f"no parameter {shorten(name)}{nearest(name, list(SAMPLING_FIELDS))}")
+            return
+        if value:
+            changed = self._params.clone()
+            try:
+                parsed = json.loads(value)
+            except ValueError:
+                parsed = value  # a stop string
+            try:
+                setattr(changed, name, parsed)
+                changed.check_together()
+            except RequestError as error:
+                self._say(str(error))
+                return
+            self._params = changed
+        for one in (name,) if name else SAMPLING_FIELDS:
+            self._say(f"{one} {json.dumps(getattr(self._params, one))}")
 
+    def _answer(self, text: str) -> None:
         self.turns.append({"role": "user", "content": text})
         try:
             token_ids = self._fitting_prompt()
@@ -178,14 +234,48 @@ def read_message(read_line: Callable[[str], str]) -> str:
     return "\n".join(lines)
 
 
+def history_file() -> Path:
+    """Return where the lines of conversations are kept, below XDG_STATE_HOME."""
+    state = os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()
+    return Path(state) / "pagoda" / "chat_history"
+
+
 def _line_reader(style: str) -> Callable[[str], str]:
-    """Return input() with line editing and history in a terminal, and without prompts when lines come from a pipe.
+    """Return input() with line editing in a terminal, and without prompts when lines come from a pipe.
+
+    Tab completes commands and the names of sampling parameters; a pasted text is one message; lines of earlier sessions
+    can be called back.
 
     style: of the prompt, the parameters of an SGR escape sequence.
     """
     if not sys.stdin.isatty():
         return lambda _prompt: input()
-    import readline  # noqa: F401 - importing it is what gives input() its editing
+    import atexit
+    import readline
 
+    words = [f"/set {name}" for name in SAMPLING_FIELDS]
+
+    def complete(_text: str, index: int) -> str | None:
+        line = readline.get_line_buffer()
+        among = words if line.startswith("/set ") else COMMANDS
+        found = [f"{word} " for word in among if word.startswith(line)]
+        return found[index] if line and index < len(found) else None
+
+    readline.set_completer(complete)
+    readline.set_completer_delims("")  # the whole line is one word
+    readline.parse_and_bind("tab: complete")
+    readline.parse_and_bind("set enable-bracketed-paste on")
+    history = history_file()
+    with suppress(OSError):
+        history.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        history.touch(mode=0o600)
+        readline.read_history_file(history)
+    readline.set_history_length(_HISTORY_LINES)
+
+    def keep() -> None:
+        with suppress(OSError):
+            readline.write_history_file(history)
+
+    atexit.register(keep)
     # \001 and \002 tell readline that the escape sequences between them take no room.
     return lambda prompt: input(f"\001\033[{style}m\002{prompt}\001\033[0m\002")

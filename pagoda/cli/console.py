@@ -65,6 +65,24 @@ def fetching() -> Iterator[None]:
         logger.setLevel(before)
 
 
+@contextmanager
+def keys_unseen() -> Iterator[None]:
+    """Do not show keys that are typed meanwhile on the terminal; they are there for the next input. Ctrl-C works."""
+    import termios
+
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    silent = [*before]
+    silent[3] &= ~(termios.ECHO | termios.ICANON)
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
 def for_stream(text: str, stream: TextIO) -> str:
     """Model output as it may go to `stream`: a terminal gets no control characters but newline and tab.
 

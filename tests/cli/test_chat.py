@@ -54,6 +54,32 @@ def talk(session: ScriptedSession, *given: str | type[BaseException], system: st
     return output.getvalue()
 
 
+def test_set_changes_a_sampling_parameter_and_bye_leaves() -> None:
+    session = ScriptedSession([[Piece("a", 1)]])
+    used: list[SamplingParams] = []
+    stream = session.stream
+    session.stream = lambda ids, params: used.append(params) or stream(ids, params)  # type: ignore[method-assign]
+    said = talk(
+        session,
+        "/set temperature 0.25",
+        "/set max-tokens 7",
+        "/set top_p 5",
+        "/set tempratur 1",
+        "/set stop END",
+        "/set stop",
+        "hello",
+        "/?",
+        "/bye",
+        "never sent",
+    )
+    assert (used[0].temperature, used[0].max_tokens, used[0].stop, used[0].top_p) == (0.25, 7, ("END",), 1.0)
+    assert len(session.asked) == 1
+    assert 'stop ["END"]' in said
+    assert "top_p=5 is not allowed" in said
+    assert "no parameter tempratur; did you mean 'temperature'?" in said
+    assert "/set NAME VALUE" in said
+
+
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 

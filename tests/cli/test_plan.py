@@ -98,7 +98,7 @@ def test_piped_output_is_neither_wrapped_nor_padded(capsys: pytest.CaptureFixtur
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         ["input", "tokens", "12,345"],
-        ["out", "3.5", "tokens/s"],
+        ["output", "3.5", "tokens/s"],
         ["time", "2", "s"],
         ["p50", "0.1", "s"],
         ["engine", "x"],

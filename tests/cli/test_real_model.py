@@ -102,7 +102,7 @@ def test_plan_fetches_nothing_unless_asked_to(
 def test_chat_names_the_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("/exit\n"))
     out, _ = run(capsys, "chat", *SMALL)
-    assert out.startswith("smollm2-135m, temperature 0.7; ")
+    assert out.startswith("smollm2-135m, temperature 0.2; ")  # what its publisher recommends
 
 
 def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,3 +143,36 @@ def test_an_interrupt_while_the_engine_process_imports_leaves_no_traceback(tmp_p
         at.type("\x03")
         assert at.wait() == -signal.SIGINT  # a shell reports 130
     assert "Traceback" not in at.printed, at.printed
+
+
+def test_chat_in_a_terminal(tmp_path: Path) -> None:
+    """A pasted text is one message, Tab completes, keys typed during an answer are not shown, lines are remembered."""
+    cached_model("smollm2-135m")
+    state = {"XDG_STATE_HOME": str(tmp_path)}
+    with terminal(*CHAT, "--ignore-eos", "--temperature", "0", "--max-tokens", "60", **state) as at:
+        at.expect("> ")
+        at.wait_for_sleep()
+        at.type("/sy\t\x15/set temp\t0.5\n")
+        at.expect("/system ")
+        at.expect("temperature 0.5")
+        at.expect("> ")
+        at.wait_for_sleep()
+        at.type("\x1b[200~one\ntwo\nthree\x1b[201~\n")
+        at.expect("three")
+        at.expect("\x1b[?2004l")  # the line was read
+        at.expect(" ")  # and the answer has begun
+        at.type("typed meanwhile")
+        at.expect("(cut off at the length limit)")
+        assert "typed" not in at.printed[: at.printed.index("(cut off")]
+        at.expect("typed meanwhile")
+        at.type("\x15/bye\n")
+        assert at.wait() == 0
+    history = (tmp_path / "pagoda" / "chat_history").read_text()
+    assert "three" in history
+    with terminal(*CHAT, **state) as at:
+        at.expect("> ")
+        at.wait_for_sleep()
+        at.type("\x1b[A" * 5)  # a message of three lines is three lines there
+        at.expect("/set temperature 0.5")
+        at.type("\x15\x04")
+        assert at.wait() == 0

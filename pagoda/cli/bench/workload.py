@@ -58,7 +58,7 @@ def report(figures: Mapping[str, object], as_json: bool) -> None:
     print_table([_with_unit(name, value) for name, value in figures.items()], right=(1,))
 
 
-_LABELS = {"in": "input tokens", "out": "output tokens", "secs": "time_s"}
+_LABELS = {"in": "input tokens", "out": "output tokens", "secs": "time_s", "out_tok_s": "output_tok_s"}
 _UNITS = {"_tok_s": "tokens/s", "_requests_s": "requests/s", "_ms": "ms", "_s": "s"}
 
 

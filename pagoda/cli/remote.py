@@ -1,0 +1,81 @@
+"""A model behind a running server, as `pagoda chat --url` uses it: the same conversation, over HTTP."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from pagoda.base.errors import ConfigError, RequestError
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.cli.options import SAMPLING_FIELDS
+from pagoda.cli.session import Message, Piece
+
+_TIMEOUT_S = 600.0
+
+
+class RemoteSession:
+    """Answers like Session, by the server's /tokenize and /v1/completions, so that it needs a pagoda or vLLM server.
+
+    A sampling parameter that is not set is the server's own default.
+    """
+
+    def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
+        """model: None: the first that the server lists. Raises ConfigError if the server does not answer."""
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        try:
+            with self._open("/v1/models") as answer:
+                served: list[dict[str, Any]] = json.load(answer)["data"]
+            card = next(one for one in served if model in (None, one["id"]))
+        except StopIteration:
+            names = ", ".join(one["id"] for one in served)
+            raise ConfigError(f"--url {url} does not serve {model!r:.80}; it has {names}") from None
+        except (OSError, ValueError, LookupError, RequestError) as error:
+            raise ConfigError(f"--url {url}: cannot list its models ({error}); is the server running?") from None
+        self.model_name = str(card["id"])
+        self.max_model_len = int(card.get("max_model_len") or 1 << 30)
+        self._given: set[str] = set()
+
+    def params(self, given: Mapping[str, Any], max_tokens: int, seed: object) -> SamplingParams:
+        """Return the sampling parameters that flags set."""
+        self._given = set(given)
+        return SamplingParams(**{"max_tokens": max_tokens, **given, "seed": seed})
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation up to the answer that is wanted. Raises RequestError."""
+        with self._open("/tokenize", {"model": self.model_name, "messages": list(messages)}) as answer:
+            return json.load(answer)["tokens"]
+
+    def stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[Piece]:
+        """The answer as it comes; leaving the iteration ends it. Raises RequestError."""
+        neutral = SamplingParams()
+        values = {name: getattr(params, name) for name in (*SAMPLING_FIELDS, "seed")}
+        kept = {k: v for k, v in values.items() if k == "max_tokens" or k in self._given or v != getattr(neutral, k)}
+        body = {"model": self.model_name, "prompt": token_ids, "stream": True, "add_special_tokens": False, **kept}
+        with self._open("/v1/completions", body) as answer:
+            for line in answer:
+                data = line.removeprefix(b"data:").strip()
+                if not line.startswith(b"data:") or data == b"[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise RequestError(str(event["error"].get("message", event["error"])))
+                for choice in event["choices"]:
+                    yield Piece(choice["text"], int(bool(choice["text"])), choice["finish_reason"])
+
+    def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        data = json.dumps(body).encode() if body is not None else None
+        request = urllib.request.Request(self._url + path, data, self._headers)
+        try:
+            return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")
+            with suppress(ValueError, LookupError, TypeError):
+                text = json.loads(text)["error"]["message"]
+            raise RequestError(f"the server answered {error.code}: {text[:500]}") from None
+        except urllib.error.URLError as error:
+            raise RequestError(f"the server does not answer: {error.reason}") from None
