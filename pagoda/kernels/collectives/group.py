@@ -8,8 +8,8 @@ import torch
 
 from pagoda.base.errors import WorkerDied
 
-DEADLINE_S = 120.0
-"""How long a rank waits for the others. They compute the same steps, so a longer wait means that one is stuck."""
+DEADLINE_S = 900.0
+"""How long a rank waits for the others: longer than a stage takes for any step. The executor sees a hang earlier."""
 
 
 class RankGroup(Protocol):
