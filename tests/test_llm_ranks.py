@@ -11,9 +11,11 @@ import pytest
 
 from pagoda import LLM, AsyncLLM, SamplingParams
 from pagoda.base.child_process import children_of
-from pagoda.base.errors import WorkerDied
+from pagoda.base.errors import RequestError, WorkerDied
+from pagoda.base.lora import LoRARequest
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from tests.engine.byte_llama import write_byte_llama
+from tests.engine.lora_adapters import EVERYTHING, write_adapter
 
 OPTIONS: dict[str, object] = {"max_model_len": 256, "dtype": "float32", "kv_cache_memory": "8MiB"}
 PROMPTS = ["The sky is", "Once upon a time", "a"]
@@ -48,6 +50,26 @@ def test_two_ranks_give_the_tokens_of_one_and_a_death_ends_the_llm(model: str, e
         with pytest.raises(WorkerDied, match=r"rank \d was killed by signal 9"):
             llm.generate("x", GREEDY)
     assert not ranks & set(children_of(os.getpid()))
+
+
+def test_adapters_take_turns_on_two_ranks(model: str, tmp_path: Path) -> None:
+    """More than there is room for: both ranks load and drop the same ones between the same steps."""
+    for seed, name in enumerate("abc", 1):
+        write_adapter(tmp_path / name, Path(model), 4 * seed, seed, EVERYTHING)
+    (tmp_path / "broken").mkdir()
+    adapters = [LoRARequest(name, 1, str(tmp_path / name)) for name in "abcab"]
+    options = {**OPTIONS, "enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": 16}
+    found: list[list[list[int]]] = []
+    for size in (1, 2):
+        with LLM(model, tensor_parallel_size=size, **options) as llm:
+            outputs = llm.generate(["Once"] * len(adapters), GREEDY, lora_request=adapters)
+            found.append([list(output.outputs[0].token_ids) for output in outputs])
+            with pytest.raises(RequestError, match="adapter_config.json"):
+                llm.generate("Once", GREEDY, lora_request=LoRARequest("broken", 2, str(tmp_path / "broken")))
+            llm.add_lora(LoRARequest("c", 7, str(tmp_path / "c")))
+            assert llm.remove_lora(7)
+    assert found[0] == found[1]
+    assert len({str(tokens) for tokens in found[0]}) == 3
 
 
 def test_a_death_ends_asyncllm(model: str) -> None:
