@@ -28,6 +28,7 @@ from pagoda.worker.sampler import Drawn, Sampler
 from pagoda.worker.table_mirror import TableMirror
 from pagoda.worker.worker import Worker
 from tests.engine.driver import MAX_STEPS, request
+from tests.engine.thread_ranks import ThreadRanks
 
 FIRST_FILLER_SEED = 1_000_000
 
@@ -135,22 +136,26 @@ def make_engine(
 ) -> tuple[EngineCore, Trace]:
     """An engine with these options and those in ENGINE, and the trace it writes as it runs, with logits or without.
 
-    Of a worker in another process there are none.
+    Of a worker in another process there are none.   options: with `ranks_on_threads`, ranks are threads instead.
     """
     files = model if isinstance(model, ModelFiles) else None
     path = str(files.path if files else model)
     given = {**ENGINE, **options}
+    on_threads = given.pop("ranks_on_threads", False)
     setup = resolve_engine(EngineConfig.from_options(model=path, **given), files)
     workers: list[Worker] = []
 
     def wrap(executor: Executor, max_rows: int) -> Executor:
-        if isinstance(executor, InProcessExecutor):
+        if on_threads:
+            executor = ThreadRanks(setup)
+            workers.append(executor.sampling)
+        elif isinstance(executor, InProcessExecutor):
             assert isinstance(executor.worker, Worker)
             workers.append(executor.worker)
         return StepCounter(executor, counts)
 
     core = build_engine_core(setup, wrap_executor=wrap)
-    if setup.config.parallel.executor == "mp":
+    if setup.config.parallel.executor == "mp" and not on_threads:
         return core, Trace()
     runner = workers[0]._runner
     assert runner is not None

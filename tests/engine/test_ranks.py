@@ -13,8 +13,9 @@ from tests.engine.test_batch_invariance import MAX_MODEL_LEN, watched_requests
 RANKS: dict[str, dict[str, object]] = {
     "one": {"distributed_executor_backend": "mp"},
     "two": {"tensor_parallel_size": 2},
+    "two stages": {"pipeline_parallel_size": 2},
 }
-SCHEDULES = {"one": 2, "two": 4}
+SCHEDULES = {"one": 2, "two": 4, "two stages": 2}
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -22,14 +23,16 @@ def test_random_schedules_change_nothing(ranks: str, tmp_path: Path) -> None:
     model = write_byte_llama(tmp_path / "model")
     options = {**RANKS[ranks], "dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}
     watched = watched_requests(VOCAB, [1, 2, 7, 90, 16, 33, 250, 12, 40, 128, 31, 5, 19, 100])
-    # One rank in a process of its own computes what one in this process does.
-    expected = alone(model, watched, options if ranks == "two" else {**options, "distributed_executor_backend": "auto"})
+    # One rank in a process of its own computes what one in this process does, and so do stages.
+    one: dict[str, object] = {"distributed_executor_backend": "auto", "pipeline_parallel_size": 1}
+    expected = alone(model, watched, options if ranks == "two" else {**options, **one})
     counts: Counter[str] = Counter()
     for seed in range(SCHEDULES[ranks]):
         rng = np.random.default_rng(seed)
         drawn = random_options(rng, MAX_MODEL_LEN)
-        if ranks == "two":
-            drawn |= {"async_scheduling": False, "pipeline_depth": 1, "threads": 1}
+        if ranks != "one":
+            depth = 2 if ranks == "two stages" else 1
+            drawn |= {"async_scheduling": False, "pipeline_depth": depth, "threads": 1}
         if seed % 2:
             drawn["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
         script = random_script(rng, watched, VOCAB, 12, 20)
