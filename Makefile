@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 LOAD_VENV := $(VENV)-load
 CLIENTS_VENV := $(VENV)-clients
 WHEEL_VENV := $(VENV)-wheel
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# An editable install runs no CMake; the build backend would fetch one all the same.
+PIP_INSTALL := CMAKE_EXECUTABLE=none CMAKE_MAKE_PROGRAM=none $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 LOAD_PIP := $(BIN)/python -m pip --disable-pip-version-check --python $(LOAD_VENV)/bin/python
 CLIENTS_PIP := $(BIN)/python -m pip --disable-pip-version-check --python $(CLIENTS_VENV)/bin/python
 WHEEL_PIP := $(BIN)/python -m pip --disable-pip-version-check --python $(WHEEL_VENV)/bin/python

@@ -161,6 +161,20 @@ def test_an_installed_server_answers_without_a_compiler(installed: Path, tmp_pat
 
 
 @needs_tools
+def test_an_editable_install_compiles_nothing_and_comes_last_on_the_path(tmp_path: Path) -> None:
+    """So `make demo` needs no CMake, and another checkout on PYTHONPATH is the one that runs."""
+    program = "import sys; from scikit_build_core.build import build_editable; build_editable(sys.argv[1])"
+    environment = {"PATH": "", "HOME": str(tmp_path)}  # no compiler
+    command = [TOOLS / "python", "-c", program, tmp_path]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    (path,) = (name for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name)
+    assert path.endswith(".pth")
+    assert zipfile.ZipFile(wheel).read(path).decode().split() == [str(REPOSITORY)]
+
+
+@needs_tools
 def test_files_for_containers_follow_their_schemas() -> None:
     for command in (
         "hadolint --ignore DL3008 --ignore DL3059 Dockerfile",  # unpinned packages of Debian, several RUN
