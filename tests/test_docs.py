@@ -14,8 +14,19 @@ from pagoda.base.vllm_options import ALIASES, IGNORED, REFUSED
 from tests.cached_models import cached_model
 
 ROOT = Path(__file__).parent.parent
-OTHER_PROGRAMS_FLAGS = {"--no-deps", "--only-binary", "--only", "--list", "--task", "--weight-format"}
-"""Flags of pip, optimum-cli, benchmarks/gpu.py."""
+OTHER_PROGRAMS_FLAGS = {
+    "--head",
+    "--address",
+    "--node-ip-address",
+    "--num-cpus",
+    "--no-deps",
+    "--only-binary",
+    "--only",
+    "--list",
+    "--task",
+    "--weight-format",
+}
+"""Flags of ray, pip, optimum-cli, benchmarks/gpu.py."""
 OTHER_PROGRAMS_FLAGS |= {"--build", "--cpus", "--env", "--extra-index-url", "--filename", "--from-literal", "--memory"}
 OTHER_PROGRAMS_FLAGS |= {"--publish", "--rm", "--shm-size", "--stop-timeout", "--tag", "--volume"}
 """Flags of docker and kubectl, too."""
