@@ -15,7 +15,7 @@ CONFIG_KEYS = {
     *("block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "policy", "mode"),
     *("enable_prefix_caching", "enable_chunked_prefill", "long_prefill_token_threshold", "watermark"),
     *("reserve_full_prompt", "pipeline_depth", "async_scheduling", "num_speculative_tokens", "max_loras", "kv_groups"),
-    *("encoder_budget", "encoder_cache", "no_partial_images", "encoder_decoder"),
+    *("encoder_budget", "encoder_cache", "no_partial_images", "encoder_decoder", "num_stages"),
 }
 REQUEST_KEYS = {
     *("id", "prompt", "max_tokens", "outputs", "eos", "stop_token_ids", "min_tokens", "arrival_step", "arrival_time"),
@@ -53,6 +53,8 @@ def settings_of(config: dict[str, Any]) -> Settings:
         max_loras=config.get("max_loras", 0),
         pipeline_depth=config.get("pipeline_depth", 1),
         async_scheduling=config.get("async_scheduling", False),
+        num_stages=config.get("num_stages", 1),
+        has_followers=config.get("num_stages", 1) > 1,
         encoder_budget=budget,
         encoder_cache_tokens=config.get("encoder_cache", budget),
         no_partial_media=config.get("no_partial_images", False),

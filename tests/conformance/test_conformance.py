@@ -20,8 +20,9 @@ def scenarios(name: str) -> list[Scenario]:
     return json.loads((DATA / name).read_text())["scenarios"]
 
 
-EXPECTED = load_traces(DATA / "expected.jsonl") | load_traces(DATA / "more_expected.jsonl")
-ALL = scenarios("scenarios.json") + scenarios("more_scenarios.json")
+PAIRS = ("", "more_", "stage_")
+EXPECTED = {name: trace for pair in PAIRS for name, trace in load_traces(DATA / f"{pair}expected.jsonl").items()}
+ALL = [scenario for pair in PAIRS for scenario in scenarios(f"{pair}scenarios.json")]
 
 
 @pytest.mark.parametrize("subject", [PagodaSubject, TwinSubject], ids=["pagoda", "twin"])
