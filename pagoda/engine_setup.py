@@ -103,8 +103,8 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     config = note_given(config)
     files = files or resolve_model(config.model)
     model = read_share(files, config.model.quantization, RankPlace(0, config.parallel.tensor_parallel_size))
-    for place in largest_ranks(config.parallel):
-        read_share(files, config.model.quantization, place)  # only to check that there is one
+    if config.parallel.pipeline_parallel_size > 1:
+        read_share(files, config.model.quantization, largest_ranks(config.parallel)[0])  # to check that there is one
     spec = model.spec
     device = select_device(config.parallel)
     if config.parallel.world_size > 1 and not device.joins_ranks:
@@ -176,15 +176,19 @@ def weights_in_memory(setup: EngineSetup) -> int:
 
     Of the rank with the largest share of the layers; only the rank that samples has the draft model.
     """
-    prepared = PreparedAs(
+    weights = weight_memory(setup.files, prepared_as(setup), largest_ranks(setup.config.parallel))
+    return weights + (setup.drafting.memory_bytes if setup.drafting else 0)
+
+
+def prepared_as(setup: EngineSetup) -> PreparedAs:
+    """Return how the weights are held."""
+    return PreparedAs(
         dtype=setup.dtype,
         quantization=setup.config.model.quantization,
         packed=setup.is_packed,
         num_positions=setup.num_positions,
         tiled=setup.kernels == "triton",
     )
-    weights = max(weight_memory(setup.files, prepared, place) for place in largest_ranks(setup.config.parallel))
-    return weights + (setup.drafting.memory_bytes if setup.drafting else 0)
 
 
 def adapters_in_memory(setup: EngineSetup) -> int:
@@ -219,7 +223,8 @@ def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCap
     taken_by = "the weights and the largest step" if capacities else "the weights"
     reserved = adapters_in_memory(setup) + embeds.device + (embeds.host // sharing if is_on_host else 0)
     found: list[KVCapacity] = []
-    for free_bytes, block_bytes in _shares(capacities) or [(_free_before_loading(setup, sharing), _block_bytes(setup))]:
+    planned = [] if capacities else [(_free_before_loading(setup, sharing), _block_bytes(setup))]
+    for free_bytes, block_bytes in _shares(capacities) or planned:
         free = max(0, free_bytes - reserved)
         found.append(
             plan_capacity(
@@ -247,6 +252,8 @@ def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCap
 def _block_bytes(setup: EngineSetup) -> int:
     """Return the bytes of a KV block on the rank that has the most of it."""
     config = setup.config
+    if config.parallel.pipeline_parallel_size == 1:
+        return kv_block_bytes(setup.groups, setup.kv_dtype, config.cache.block_size)
     shares = (read_share(setup.files, config.model.quantization, place) for place in largest_ranks(config.parallel))
     return max(kv_block_bytes(share.kv_groups, setup.kv_dtype, config.cache.block_size) for share in shares)
 

@@ -1,6 +1,7 @@
 """`pagoda plan`: what a model and settings will need, before anything is loaded."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagoda.base.config import EngineConfig
+from pagoda.base.errors import CapacityError
+from pagoda.cli.layouts import Layout, layouts_of, proposal
 from pagoda.cli.options import engine_config, engine_options
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ class Plan:
     is_measured: the worker makes kv_cache smaller by what the largest step takes of a GPU, measured at its start.
     requests_by_length: prompt + output tokens of a request -> how many such requests the KV cache holds at once; empty
         for a model without KV.
+    num_workers: weights_memory, adapters_memory and the KV cache are those of each.   layouts: what each would need
+        with other numbers of them.   proposal: the fewest that fit.
     """
 
     model: str
@@ -54,6 +59,9 @@ class Plan:
     kv_tokens: int
     requests_by_length: dict[int, int]
     max_num_seqs: int
+    num_workers: int
+    layouts: list[Layout]
+    proposal: str
 
 
 @engine_options()
@@ -75,18 +83,37 @@ def plan(
     described = config_without_weights(config.model) if not pull else None
     if described is not None:
         with TemporaryDirectory() as folder:
-            made = make_plan(config, outline(described, config.model.model, Path(folder)))
+            made = _plan_or_layouts(config, outline(described, config.model.model, Path(folder)), as_json)
             stored = num_bytes_of(config.model.model) or made.weights_disk
             made = replace(made, path="", weights_disk=stored, weight_types={})
     else:
         if not pull:
             require_cached(config.model, "add --pull")
         with fetching():
-            made = make_plan(config)
+            made = _plan_or_layouts(config, None, as_json)
     if as_json:
         print(json.dumps(asdict(made)))
     else:
         _print(made)
+
+
+def _plan_or_layouts(config: EngineConfig, files: "ModelFiles | None", as_json: bool) -> Plan:
+    """As `make_plan`; where one worker is too small, print what others need, and add the proposal to the error."""
+    try:
+        return make_plan(config, files)
+    except CapacityError as error:
+        layouts = layouts_of(config, files)
+        if layouts[0].fits:  # more workers would not help: it is the settings that ask for too much
+            raise
+        if not as_json:
+            _print_layouts(layouts)
+        raise CapacityError(f"{error}; {_proposal(config, layouts)}") from None
+
+
+def _proposal(config: EngineConfig, layouts: Sequence[Layout]) -> str:
+    from pagoda.worker.devices import select_device
+
+    return proposal(layouts, select_device(config.parallel).is_host)
 
 
 def num_bytes_of(model: str) -> int:
@@ -115,6 +142,7 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
     from pagoda.worker.memory import kv_bytes_per_token
 
     setup, capacity = fit_cache(resolve_engine(config, files))
+    layouts = layouts_of(config, files)
     config = setup.config
     weights = summarize_weights(setup.files)
     sizing = KVSizing.of(
@@ -150,6 +178,9 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
             if setup.groups
         },
         max_num_seqs=config.scheduler.max_num_seqs,
+        num_workers=config.parallel.world_size,
+        layouts=layouts,
+        proposal=_proposal(config, layouts),
     )
 
 
@@ -189,4 +220,22 @@ def _print(made: Plan) -> None:
     for length, requests in made.requests_by_length.items():
         at_once = f", of which {made.max_num_seqs} run at once" if requests > made.max_num_seqs else ""
         rows.append((f"at {human_count(length)} tokens", f"{human_count(requests)} requests fit{at_once}"))
+    rows.append(("workers", made.proposal if made.num_workers == 1 else f"{made.num_workers}; {made.proposal}"))
     print_table(rows)
+    if len(made.layouts) > 1:
+        print()
+        _print_layouts(made.layouts)
+
+
+def _print_layouts(layouts: Sequence[Layout]) -> None:
+    from pagoda.base.abbreviate import human_bytes
+    from pagoda.cli.console import human_count, print_table
+
+    tokens = human_count(layouts[0].num_tokens)
+    headings = ("tensor parallel", "pipeline parallel", "weights per worker", f"KV of {tokens} tokens", "fits")
+    rows: list[tuple[str, ...]] = []
+    for one in layouts:
+        memory = human_bytes(one.weights), human_bytes(one.kv_bytes)
+        sizes = str(one.tensor_parallel_size), str(one.pipeline_parallel_size)
+        rows.append((*sizes, *memory, "yes" if one.fits else "no"))
+    print_table(rows, headings, right=(0, 1, 2, 3))

@@ -1,5 +1,6 @@
 """load_model: build a model from a checkpoint's files and fill its parameters, prepared for given kernels."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,6 +36,8 @@ from pagoda.loading.weights import Weights, open_weights
 from pagoda.models.base import Model
 from pagoda.models.naming import Naming
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, RankGroup, Tensor
+
+logger = logging.getLogger("pagoda")
 
 
 def load_model(
@@ -73,6 +76,7 @@ def load_model(
     positions = num_positions or config.spec.max_position
     with _one_torch_thread():
         Filler(weights, naming, ops, dtype, device, quantization, positions).fill(model)
+    logger.info("%.1f MiB of weights read", weights.bytes_read / 2**20)
     return model
 
 

@@ -20,20 +20,26 @@ from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
 from pagoda.ops.tensor import RankGroup
 
+_GROUP_OF_INPUTS = 32  # in which native kernels quantise the inputs of 4-bit weights; whole words of any
 _LARGEST_SIZE = 64  # that an error suggests
 
 
 def take_share(
-    model: Model, files: ModelFiles, architecture: Architecture, quantization: str | None, ranks: RankGroup
+    model: Model,
+    files: ModelFiles,
+    architecture: Architecture,
+    quantization: str | None,
+    ranks: RankGroup,
+    group: int | None = None,
 ) -> None:
     """Make a tree, whose weights are not loaded, the share of one rank.
 
-    quantization: the setting.   ranks: if it is one, nothing is divided.
+    quantization: the setting.   ranks: if it is one, nothing is divided.   group: the `column_group`, if it is known.
     Raises ConfigError for a number of ranks that does not divide heads or quantisation groups, with those that do.
     """
     if ranks.size == 1:
         return
-    group = column_group(model, files, architecture, quantization)
+    group = group or column_group(model, files, architecture, quantization)
     try:
         divide(model, ranks, group)
     except ConfigError as error:
@@ -56,14 +62,6 @@ def read_share(files: ModelFiles, quantization: str | None, place: RankPlace) ->
     return model
 
 
-def sizes_that_divide(files: ModelFiles, quantization: str | None, most: int) -> list[int]:
-    """Return the numbers of ranks up to `most` that divide a model."""
-    architecture, config = read_architecture(files)
-    model = build_tree(files, architecture, config)
-    group = column_group(model, files, architecture, quantization)
-    return [size for size in range(1, most + 1) if _divides(model, size, group)]
-
-
 def _divides(model: Model, size: int, group: int) -> bool:
     try:
         divide(model, RankNumber(0, size), group)
@@ -79,7 +77,7 @@ def column_group(model: Model, files: ModelFiles, architecture: Architecture, qu
     if files.format == "gguf":
         stored = _largest_block(model, files, architecture)
     elif (packed := packed_format(files)) is not None:
-        stored = packed.group or packed.held_as.group
+        stored = packed.group or _GROUP_OF_INPUTS
     return lcm(stored, made.group if made is not None and made.group else 1)
 
 

@@ -1,6 +1,6 @@
 """Estimate the memory of weights and adapters from declarations and headers. No torch: `pagoda plan` uses it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,13 +10,14 @@ from pagoda.kernels.linear.forms import FLOATS, MADE_WHILE_LOADING, Q8, HeldAs, 
 from pagoda.layers.lora_targets import lora_targets
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Matrix, Parameter, RotaryTable, Table, Vector, whole_of
+from pagoda.layers.sharding import RankNumber
 from pagoda.loading.gguf_file import GGUFFile, form_of
-from pagoda.loading.model_config import read_architecture
+from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import choose_naming, weight_pieces
 from pagoda.loading.quantization import packed_format, packed_stem, resolve_quantization
 from pagoda.loading.safetensors_header import read_headers
-from pagoda.loading.shares import read_share
+from pagoda.loading.shares import column_group, take_share
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
 
@@ -37,27 +38,54 @@ class PreparedAs:
     tiled: bool = False
 
 
-def weight_memory(files: ModelFiles, prepared: PreparedAs, place: RankPlace = WHOLE) -> int:
-    """Return the bytes of all parameters once loaded: exact for packed weights, except for the padding between them.
+def weight_memory(files: ModelFiles, prepared: PreparedAs, places: Sequence[RankPlace] = (WHOLE,)) -> int:
+    """Return the bytes of all parameters of the rank that has most, once loaded: see `SharesInMemory`.
 
-    place: of the rank whose parameters are counted.
-
-    A tied embedding and output head share one copy, except where the head is quantised, or is packed by torch in
-    bfloat16: then the embedding's rows are held in the compute dtype as well.
+    places: of the ranks.
     """
-    model = read_share(files, prepared.quantization, place)
-    held_as = _forms(files, read_architecture(files)[0], model, prepared)
-    paths: dict[int, str] = {}
-    total = 0
-    for path, parameter in parameters(model):
-        paths[id(parameter)] = path
-        declared = parameter.declared
-        if isinstance(declared, Matrix) and declared.tied is not None:
-            path = paths[id(declared.tied)]
-            if _shares_table(held_as(path, declared), prepared):
-                total -= _bytes(path, declared.tied, prepared, held_as)
-        total += _bytes(path, parameter, prepared, held_as)
-    return total
+    shares = SharesInMemory(files, prepared)
+    return max(shares.weights(shares.tree(place)) for place in places)
+
+
+class SharesInMemory:
+    """What ranks hold of a model whose files are read once."""
+
+    def __init__(self, files: ModelFiles, prepared: PreparedAs) -> None:
+        self._files, self._prepared = files, prepared
+        self._architecture, self._config = read_architecture(files)
+        self._whole = build_tree(files, self._architecture, self._config)
+        self._held_as = _forms(files, self._architecture, self._whole, prepared)
+        self._group: int | None = None
+
+    def tree(self, place: RankPlace) -> Model:
+        """Return the tree of a rank's share. Raises ConfigError if the model cannot be divided so."""
+        architecture, quantization = self._architecture, self._prepared.quantization
+        model = build_tree(self._files, architecture, self._config)
+        ranks = RankNumber(place.tensor_rank, place.tensor_size)
+        if place.num_stages > 1:
+            model.take_stage(place, ranks)
+        if place.tensor_size > 1 and self._group is None:
+            self._group = column_group(self._whole, self._files, architecture, quantization)
+        take_share(model, self._files, architecture, quantization, ranks, self._group)
+        return model
+
+    def weights(self, model: Model) -> int:
+        """Return the bytes of a tree's parameters: exact for packed weights, except for the padding between them.
+
+        A tied embedding and output head share one copy, except where the head is quantised, or is packed by torch in
+        bfloat16: then the embedding's rows are held in the compute dtype as well.
+        """
+        paths: dict[int, str] = {}
+        total = 0
+        for path, parameter in parameters(model):
+            paths[id(parameter)] = path
+            declared = parameter.declared
+            if isinstance(declared, Matrix) and declared.tied is not None:
+                path = paths[id(declared.tied)]
+                if _shares_table(self._held_as(path, declared), self._prepared):
+                    total -= _bytes(path, declared.tied, self._prepared, self._held_as)
+            total += _bytes(path, parameter, self._prepared, self._held_as)
+        return total
 
 
 def _shares_table(held: HeldAs, prepared: PreparedAs) -> bool:

@@ -24,6 +24,11 @@ from pagoda.loading.safetensors_header import read_headers
 class Weights(Protocol):
     """A checkpoint's tensors, by their names in the checkpoint."""
 
+    @property
+    def bytes_read(self) -> int:
+        """Return how many bytes of the files have been read as values, so far."""
+        ...
+
     def __contains__(self, name: str) -> bool: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -62,6 +67,7 @@ class GGUFWeights:
 
     def __init__(self, file: GGUFFile) -> None:
         self._file = file
+        self.bytes_read = 0
 
     def __contains__(self, name: str) -> bool:
         return name in self._file.tensors
@@ -90,6 +96,11 @@ class GGUFWeights:
 
     def _bytes(self, tensor: GGUFTensor, region: Region | None) -> memoryview:
         """Return the region's blocks in the mapped file; copied only if columns are left out."""
+        found = self._blocks(tensor, region)
+        self.bytes_read += found.nbytes
+        return found
+
+    def _blocks(self, tensor: GGUFTensor, region: Region | None) -> memoryview:
         data = self._file.bytes_of(tensor)
         if region is None:
             return data
@@ -116,6 +127,7 @@ class SafetensorsWeights:
 
     def __init__(self, folder: Path, subfolders: Sequence[str] = ()) -> None:
         self._folder = folder
+        self.bytes_read = 0
         self._entries = read_headers(folder, subfolders)
         files = {entry.file for entry in self._entries.values()}
         self._open = {file: safe_open(file, framework="pt") for file in files}
@@ -149,7 +161,9 @@ class SafetensorsWeights:
         entry = self._entries[name]
         if entry.dtype not in _FLOATS:
             raise ConfigError(f"{entry.file}: tensor {name!r} is {entry.dtype}, which is not supported as a weight")
-        out.copy_(_part_of(self.mapped(name), region))
+        part = _part_of(self.mapped(name), region)
+        out.copy_(part)
+        self.bytes_read += part.nbytes
 
     def has_codes(self, name: str) -> bool:
         return False
@@ -178,6 +192,10 @@ class PackedWeights:
 
     def __init__(self, weights: SafetensorsWeights, stored: PackedFormat) -> None:
         self._weights, self._stored = weights, stored
+
+    @property
+    def bytes_read(self) -> int:
+        return self._weights.bytes_read
 
     def __contains__(self, name: str) -> bool:
         return name in self._weights or packed_stem(name, self._weights) is not None
@@ -248,14 +266,19 @@ class PackedWeights:
         features = slice(words.start * WORD_CODES, words.stop * WORD_CODES)
         qweight, qzeros, scales = (self._weights.mapped(f"{stem}.{part}") for part in ("qweight", "qzeros", "scales"))
         qzeros, scales = qzeros[groups, words], scales[groups, features]
+        is_awq = self._stored.method == "awq"
+        if is_awq:
+            qweight = qweight[columns.start : columns.stop, words]
+        else:
+            qweight = qweight[columns.start // WORD_CODES : columns.stop // WORD_CODES, features]
+        self._weights.bytes_read += qweight.nbytes + qzeros.nbytes + scales.nbytes
         try:
-            if self._stored.method == "awq":
-                weight = read_awq(qweight[columns.start : columns.stop, words], qzeros, scales, group)
+            if is_awq:
+                weight = read_awq(qweight, qzeros, scales, group)
             else:
                 if f"{stem}.g_idx" in self._weights:
                     check_group_order(self._weights.mapped(f"{stem}.g_idx"), self._stored.group or in_features)
-                at = slice(columns.start // WORD_CODES, columns.stop // WORD_CODES)
-                weight = read_gptq(qweight[at, features], qzeros, scales, group, self._stored.stored_zero)
+                weight = read_gptq(qweight, qzeros, scales, group, self._stored.stored_zero)
             first = rows.start - features.start
             weight = weight.rows(first, first + len(rows))
             weight = without_zeros(weight) if self._stored.symmetric else weight

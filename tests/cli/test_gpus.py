@@ -11,6 +11,8 @@ import torch
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError
+from pagoda.cli.layouts import layouts_of, proposal
+from pagoda.cli.main import main
 from pagoda.cli.plan import Plan, _print, make_plan
 from pagoda.worker.devices.cuda import describe_gpus, driver_version
 from tests.engine.driver import write_tiny_llama
@@ -142,3 +144,43 @@ def test_plan_says_what_would_fit(
     for options in ({}, {"quantization": "fp8"}):
         with pytest.raises(CapacityError, match=r" for them; take a smaller model"):
             plan(**options)
+
+
+def test_plan_proposes_the_fewest_workers_that_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, card = write_tiny_llama(tmp_path), FakeCuda(monkeypatch, 2 << 30)
+
+    def plan(**options: object) -> Plan:
+        return make_plan(EngineConfig.from_options(model=folder, device="cuda", max_model_len=64, **options))
+
+    made = plan()
+    assert made.proposal == "one worker is enough"
+    by_size = {(one.tensor_parallel_size, one.pipeline_parallel_size): one for one in made.layouts}
+    assert by_size[4, 1].weights < by_size[2, 1].weights < by_size[1, 1].weights
+    assert by_size[2, 1].kv_bytes == by_size[4, 1].kv_bytes == by_size[1, 1].kv_bytes // 2  # two KV heads
+    assert set(by_size) == {(size, stages) for size in (1, 2, 4) for stages in (1, 2)}  # four heads, two layers
+    _print(made)
+    assert "tensor parallel" in capsys.readouterr().out
+    needed = by_size[2, 1].weights + by_size[2, 1].kv_bytes
+    card.allocate((2 << 30) - _margin(made) - needed - 1024)  # of another process
+    layouts = layouts_of(EngineConfig.from_options(model=folder, device="cuda", max_model_len=64))
+    proposed = proposal(layouts, is_host=False)
+    assert proposed == "tensor_parallel_size=2 and pipeline_parallel_size=1 fit on GPUs like this one"
+    card.allocate(needed)
+    layouts = layouts_of(EngineConfig.from_options(model=folder, device="cuda", max_model_len=64))
+    assert "no way to divide it fits" in proposal(layouts, is_host=False)
+
+
+def test_plan_of_a_model_that_does_not_fit_proposes_how_to_divide_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, card = write_tiny_llama(tmp_path), FakeCuda(monkeypatch, 2 << 30)
+    options = ["--model", str(folder), "--device", "cuda", "--max-model-len", "64"]
+    two = min(layouts_of(EngineConfig.from_options(model=folder, device="cuda")), key=lambda one: one.weights)
+    card.allocate((2 << 30) - int((2 << 30) * 0.02) - two.weights - two.kv_bytes - 1024)
+    with pytest.raises(SystemExit):
+        main(["plan", *options])
+    printed = capsys.readouterr()
+    assert "weights per worker" in printed.out
+    assert "fit on GPUs like this one" in printed.err

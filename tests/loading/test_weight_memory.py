@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from pagoda.base.ranks import RankPlace
 from pagoda.kernels.linear.library import LibraryLinear
 from pagoda.kernels.linear.packed import PackedExperts, PackedTable, PackedWeight
 from pagoda.kernels.linear.reference import PlainLinear
@@ -23,9 +24,11 @@ from pagoda.kernels.select import select_ops
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Matrix
 from pagoda.layers.rotary import RotaryTables
+from pagoda.layers.sharding import ALONE, RankNumber
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import ModelFiles, identify
 from pagoda.loading.weight_memory import PreparedAs, weight_memory
+from pagoda.loading.weights import Weights, open_weights
 from pagoda.models.base import Model
 from pagoda.worker.devices.cpu import CpuDevice
 from tests.models.gguf_writer import write_gguf
@@ -74,9 +77,49 @@ def held(model: Model) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def loaded(files: ModelFiles, kernels: str, prepared: PreparedAs) -> Model:
+def loaded(files: ModelFiles, kernels: str, prepared: PreparedAs, ranks: RankNumber = ALONE) -> Model:
     ops = select_ops(kernels, CpuDevice(1))
-    return load_model(files, ops, DTYPES[prepared.dtype], CPU, prepared.quantization, prepared.num_positions)
+    return load_model(
+        files, ops, DTYPES[prepared.dtype], CPU, prepared.quantization, prepared.num_positions, ranks=ranks
+    )
+
+
+SHARES: dict[str, tuple[str, Any, str | None]] = {
+    "floats, tied": ("llama-tied-biased", None, None),
+    "int8 experts": ("qwen3-moe-some-layers", None, "int8"),
+    "gguf": ("gemma3", Kind.Q8_0, "gguf"),
+    "awq": ("llama-tied-biased", Packing("awq"), None),
+    "gptq": ("llama", Packing("gptq", group=-1), None),
+}
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_a_rank_holds_its_share_and_reads_no_more(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks read together is the file, and a second time only what all of them have."""
+    name, how, quantization = SHARES[case]
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256}
+    model = make_model(name, **heads, **({"moe_intermediate_size": 128} if "moe" in name else {}))
+    if isinstance(how, Kind):
+        write_gguf(model, tmp_path / "model.gguf", how)
+        files = identify(tmp_path / "model.gguf")
+    else:
+        files = identify(save(model, tmp_path / "floats"))
+    if isinstance(how, Packing):
+        write_packed(files.path, how, tmp_path / "packed", tmp_path / "values", keep_g_idx=False)
+        files = identify(tmp_path / "packed")
+    opened: list[Weights] = []
+    monkeypatch.setattr(
+        "pagoda.loading.loader.open_weights", lambda *args: opened.append(open_weights(*args)) or opened[-1]
+    )
+    prepared = PreparedAs("float32", quantization, packed=True, num_positions=64)
+    whole = loaded(files, "native", prepared)
+    for rank in range(2):
+        tree = loaded(files, "native", prepared, RankNumber(rank, 2))
+        assert weight_memory(files, prepared, (RankPlace(rank, 2),)) == held(tree)
+        assert held(tree) < 0.65 * held(whole)
+    of_whole, *of_ranks = (weights.bytes_read for weights in opened)
+    assert of_whole <= sum(of_ranks) < 1.15 * of_whole
+    assert max(of_ranks) < 0.6 * of_whole
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
