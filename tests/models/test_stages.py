@@ -11,6 +11,7 @@ import torch
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
+from pagoda.base.model_spec import ModelSpec
 from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.engine_setup import resolve_engine, size_cache, weights_in_memory
 from pagoda.kernels.collectives.group import RankGroup as Ranks
@@ -21,6 +22,7 @@ from pagoda.layers.module import parameters
 from pagoda.layers.sharding import ALONE
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import ModelFiles, identify
+from pagoda.models.base import Model
 from pagoda.ops.tensor import RankGroup
 from pagoda.worker.forward_runner import ForwardRunner, Programs
 from tests.device_under_test import ON_CPU
@@ -183,3 +185,10 @@ def test_a_rank_is_planned_with_the_layers_of_its_stage(folder: Folder) -> None:
 def test_an_engine_refuses_more_stages_than_layers(folder: Folder) -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size=4 is more than the 3 layers"):
         resolve_engine(EngineConfig.from_options(model=str(folder("llama")), pipeline_parallel_size=4, device="cpu"))
+
+
+def test_models_that_have_no_stages_are_refused() -> None:
+    model = Model()
+    model.spec = ModelSpec("bert", VOCAB, 8, 8, 1, 1, 1, 8, 64, (0,))
+    with pytest.raises(ConfigError, match="architecture 'bert' cannot be divided into stages"):
+        model.take_stage(RankPlace(num_stages=2), ALONE)
