@@ -1,6 +1,8 @@
 """Ranks in processes of their own: the same steps, and whatever goes wrong with one of them ends all."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -219,26 +221,30 @@ def test_over_tcp_only_holders_of_the_secret_are_admitted() -> None:
         context.destroy(0)
 
 
-def test_the_ranks_end_with_their_parent(tmp_path: Path) -> None:
-    """Also those that are stopped, and whatever they do."""
-    import subprocess
-    import sys
-
-    program = """
-import os, sys, time
+PARENT = """
+import os, sys, threading, time
 from functools import partial
 from pagoda.base.child_process import children_of
 from pagoda.executors.multi_process import LocalRanks, MultiProcessExecutor
 from tests.executors.test_multi_process import config_of
-if __name__ == "__main__":
-    executor = MultiProcessExecutor(config_of(), partial(LocalRanks, module="tests.executors.fake_rank"))
-    executor.start()
+executor = MultiProcessExecutor(config_of(2, sys.argv[1]), partial(LocalRanks, module="tests.executors.fake_rank"))
+loading = threading.Thread(target=executor.start, daemon=True)
+loading.start()
+if sys.argv[1] == "fine":
+    loading.join()
     os.kill(max(children_of(os.getpid())), 19)
-    print(*children_of(os.getpid()), flush=True)
-    time.sleep(600)
+while len(children_of(os.getpid())) < 2:
+    time.sleep(0.01)
+print(*children_of(os.getpid()), flush=True)
+time.sleep(600)
 """
+
+
+@pytest.mark.parametrize("model", ["fine", "slow-1"])
+def test_the_ranks_end_with_their_parent(model: str, tmp_path: Path) -> None:
+    """Also one that is stopped, and those that still load; and the folder of their sockets goes."""
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.getcwd()}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=env) as parent:
+    with subprocess.Popen([sys.executable, "-c", PARENT, model], stdout=subprocess.PIPE, env=env) as parent:
         assert parent.stdout is not None
         ranks = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(ranks) == 2
