@@ -106,7 +106,7 @@ class ServerConfig:
         str,
         Setting(
             "How tool calls are read: auto (by the chat template), none, hermes, llama_json, pythonic, mistral, "
-            "granite, deepseek_v3 or deepseek_v31."
+            "granite, deepseek_v3, deepseek_v31, mistral3, kimi, qwen3_coder or glm."
         ),
     ] = "auto"
     strict_fields: Annotated[

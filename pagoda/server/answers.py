@@ -130,8 +130,8 @@ class ChatLogprobs(Struct, frozen=True):
 
 
 class FunctionCall(Struct, frozen=True):
-    name: str
     arguments: str
+    name: str | UnsetType = UNSET
 
 
 class MessageToolCall(Struct, frozen=True, kw_only=True):
@@ -141,9 +141,11 @@ class MessageToolCall(Struct, frozen=True, kw_only=True):
 
 
 class DeltaToolCall(Struct, frozen=True, kw_only=True):
+    """A piece of a call; the first one has id, type and name, and the arguments of all make the call's."""
+
     index: int
-    id: str
-    type: Literal["function"] = "function"
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
     function: FunctionCall
 
 

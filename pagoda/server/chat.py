@@ -3,6 +3,7 @@
 import dataclasses
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
@@ -33,7 +34,7 @@ from pagoda.server.responses import cancel_on_disconnect
 from pagoda.server.routing import Router
 from pagoda.server.state import ServerState
 from pagoda.server.tool_choice import ToolUse, special_token
-from pagoda.server.tool_parsers import TOOL_PARSERS, ToolCall, ToolParser, held_back
+from pagoda.server.tool_parsers import ToolCall, ToolParser, held_back, keeps_special_tokens, make_parser, whole_calls
 
 REASONING_BEGIN, REASONING_END = "<think>", "</think>"
 
@@ -142,6 +143,8 @@ class ChatApi:
         params = plain
         if use.has_grammar(body, plain):  # tools may have large schemas
             params = await state.generator.llm.text.write_grammar(lambda: use.constrain(body, plain, tokenizer))
+        if keeps_special_tokens(use.parser):
+            params = dataclasses.replace(params, skip_special_tokens=False)
         if params.structured_outputs is not None and template_reasons(template) and opens_reasoning(prompt.text):
             end: str | int | None = special_token(tokenizer, REASONING_END)
             form = dataclasses.replace(params.structured_outputs, reasoning_end=REASONING_END if end is None else end)
@@ -151,9 +154,10 @@ class ChatApi:
             reasons = template_reasons(template)
             readers = [
                 Reader(
-                    TOOL_PARSERS[use.parser]() if use.parser else None,
+                    make_parser(use.parser, use.schemas) if use.parser else None,
                     ReasoningSplitter(inside=opens_reasoning(prompt.text)) if reasons else None,
                     tokenizer.token_bytes,
+                    use.is_forced,
                 )
                 for _ in range(body.n or 1)
             ]
@@ -163,12 +167,20 @@ class ChatApi:
 
 
 class Reader:
-    """Splits one choice's text into reasoning, content and tool calls.   token_bytes: returns those of a token."""
+    """Splits one choice's text into reasoning, content and tool calls.
+
+    token_bytes: returns those of a token.   is_forced: the answer is one or more calls.
+    """
 
     def __init__(
-        self, tools: ToolParser | None, reasoning: ReasoningSplitter | None, token_bytes: Callable[[int], bytes]
+        self,
+        tools: ToolParser | None,
+        reasoning: ReasoningSplitter | None,
+        token_bytes: Callable[[int], bytes],
+        is_forced: bool = False,
     ) -> None:
         self._tools = tools
+        self._is_forced = is_forced
         self._reasoning = reasoning
         self._token_bytes = token_bytes
         self._last_bytes = b""
@@ -176,6 +188,7 @@ class Reader:
         self._has_thought = False
         self.reasons = reasoning is not None
         self.num_calls = 0
+        self.call_is_kept = True
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -191,7 +204,7 @@ class Reader:
             self._num_until_end += 1
 
     def read(self, output: CompletionOutput, is_last: bool) -> tuple[str, str, list[ToolCall]]:
-        """Add an output's text; return the (reasoning, content, calls) that are complete now."""
+        """Add an output's text; return the (reasoning, content, pieces of calls) that are certain now."""
         text, thought = output.text, ""
         if self._reasoning is not None:
             self._count_reasoning(output.token_ids)
@@ -205,7 +218,8 @@ class Reader:
         parsed = self._tools.feed(text)
         if is_last:
             rest = self._tools.end()
-            parsed.content += rest.content
+            # What is left of a forced answer is a call that was cut off, before its name was complete.
+            parsed.content += "" if self._is_forced else rest.content
             parsed.calls += rest.calls
         return thought, parsed.content, parsed.calls
 
@@ -239,7 +253,7 @@ class ChatFormat:
     def chunk_choice(self, index: int, delta: RequestOutput, output: CompletionOutput) -> ChatChunkChoice | None:
         reader = self._readers[output.index]
         thought, content, calls = self._read(reader, output, output.finished)
-        kept = self._kept(reader, calls)
+        kept = self._pieces(reader, calls)
         thought = thought if self._body.include_reasoning else ""
         logprobs = self._logprobs(output)
         if not (thought or content or kept or output.finished or self._body.return_token_ids or logprobs):
@@ -250,13 +264,7 @@ class ChatFormat:
         if content:
             message.content = content
         if kept:
-            message.tool_calls = [
-                DeltaToolCall(
-                    index=reader.num_calls + i, id=_call_id(), function=FunctionCall(call.name, call.arguments)
-                )
-                for i, call in enumerate(kept)
-            ]
-            reader.num_calls += len(kept)
+            message.tool_calls = kept
         choice = ChatChunkChoice(output.index, message, logprobs, _finish_reason(output, reader.num_calls))
         if output.finished:
             choice.stop_reason = output.stop_reason
@@ -281,12 +289,12 @@ class ChatFormat:
     def _choice(self, output: CompletionOutput) -> ChatChoice:
         reader = self._readers[output.index]
         thought, content, calls = self._read(reader, output, True)
-        calls = self._kept(reader, calls)
+        calls = whole_calls(calls)[: 1 if self._body.parallel_tool_calls is False else None]
         message = AssistantMessage(content=self._echoed + content)
         if calls:
             message.content = content or None
             message.tool_calls = [
-                MessageToolCall(id=_call_id(), function=FunctionCall(call.name, call.arguments)) for call in calls
+                MessageToolCall(id=_call_id(), function=FunctionCall(call.arguments, call.name or "")) for call in calls
             ]
         if thought and self._body.include_reasoning:
             message.reasoning = message.reasoning_content = thought
@@ -311,11 +319,26 @@ class ChatFormat:
         as_ids = self._body.return_tokens_as_token_ids
         return chat_logprobs(output.token_ids, output.logprobs, self._body.top_logprobs or 0, as_ids)
 
-    def _kept(self, reader: Reader, calls: list[ToolCall]) -> list[ToolCall]:
-        """Return all calls, or only the first one if parallel_tool_calls is false."""
-        if self._body.parallel_tool_calls is False:
-            return calls[: max(0, 1 - reader.num_calls)]
-        return calls
+    def _pieces(self, reader: Reader, calls: list[ToolCall]) -> list[DeltaToolCall]:
+        """Return the pieces of calls for an event, one for each call: clients look at one per event.
+
+        If parallel_tool_calls is false, only those of the first call.
+        """
+        pieces: list[tuple[str | None, list[str]]] = []
+        for call in calls:
+            if call.name is not None or not pieces:
+                pieces.append((call.name, []))
+            pieces[-1][1].append(call.arguments)
+        kept: list[DeltaToolCall] = []
+        for name, arguments in pieces:
+            if name is not None:
+                reader.call_is_kept = self._body.parallel_tool_calls is not False or not reader.num_calls
+                reader.num_calls += reader.call_is_kept
+            if reader.call_is_kept:
+                begins: dict[str, Any] = {} if name is None else {"id": _call_id(), "type": "function"}
+                function = FunctionCall("".join(arguments), UNSET if name is None else name)
+                kept.append(DeltaToolCall(index=reader.num_calls - 1, function=function, **begins))
+        return kept
 
 
 def _finish_reason(output: CompletionOutput, num_calls: int) -> str | None:

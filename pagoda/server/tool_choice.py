@@ -12,6 +12,7 @@ from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.server.errors import ApiError
 from pagoda.server.protocol import ChatCompletionRequest, NamedTool
 from pagoda.server.state import ServerState
+from pagoda.server.tool_parsers.tagged_formats import Schemas
 
 _GENERIC = "hermes"
 
@@ -35,7 +36,8 @@ class ToolUse:
         is_forced = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
         is_generic = bool(tools) and template is not None and lacks_tools(template)
         parser = state.tool_parser_for(template) if tools else None
-        if tools and state.tool_parser == "auto" and (is_generic or (is_forced and parser is None)):
+        # A call is only certain where a grammar holds it, and formats without one are not written by force.
+        if tools and state.tool_parser == "auto" and (is_generic or (is_forced and parser not in CALL_FORMATS)):
             parser = _GENERIC
         if isinstance(body.tool_choice, NamedTool):
             name = body.tool_choice.function.get("name")
@@ -46,6 +48,12 @@ class ToolUse:
                 400, "tool_choice: this server does not parse tool calls (--tool-call-parser)", "tool_choice"
             )
         return cls(tools, parser, is_generic, is_forced)
+
+    @property
+    def schemas(self) -> Schemas:
+        """The JSON schemas of each tool's arguments, by name."""
+        functions = [tool["function"] for tool in self.tools]
+        return {one["name"]: (one.get("parameters") or {}).get("properties") or {} for one in functions}
 
     def has_grammar(self, body: ChatCompletionRequest, params: SamplingParams) -> bool:
         """Whether a grammar holds the calls: if one is forced, if a tool is `strict`, and for the generic format."""

@@ -153,3 +153,18 @@ def test_a_conversation_with_calls_goes_back_to_a_model_without_tools(fake_serve
     assert text.count("<|im_start|>user") == 2
     status, answer = fake_server.post("/v1/chat/completions", {**ASK, "messages": turns, "max_tokens": 5})
     assert status == 200, answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_that_is_cut_off_leaves_nothing_in_the_content(fake_server: LiveServer, stream: bool) -> None:
+    for max_tokens in (1, 4, 8, 20, 40):
+        asked = {**ASK, "max_tokens": max_tokens, "tools": tools_of("weather"), "tool_choice": "required", "seed": 3}
+        client = openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="none", max_retries=0)
+        if not stream:
+            message = client.chat.completions.create(model="smollm2-135m", **asked).choices[0].message
+            assert not message.content
+            continue
+        deltas = [
+            part.choices[0].delta for part in client.chat.completions.create(**asked, model="smollm2-135m", stream=True)
+        ]
+        assert not "".join(delta.content or "" for delta in deltas)

@@ -1,11 +1,12 @@
-"""What tool parsers have in common. A parser is fed text and says what of it is content and which calls are complete.
+"""What tool parsers have in common. A parser is fed text and says what of it is content and what belongs to calls.
 
-It holds back only what may be the beginning of a call. A malformed call comes out as the text it was: none of it is
-lost.
+It holds back only what may be the beginning of a call. Where a format allows it, the arguments of a call come out in
+pieces, as they are generated. What turns out not to be a call before that comes out as the text it was.
 """
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,10 +17,23 @@ _STRUCTURE = re.compile(r'["\[\]{}]|\\.?', re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A tool call.   arguments: a string with JSON, as in OpenAI's format."""
+    """A tool call, or a piece of one.
 
-    name: str
+    name: None in a piece that goes on with the call before it.   arguments: a string with JSON, as in OpenAI's format.
+    """
+
+    name: str | None
     arguments: str
+
+
+def whole_calls(pieces: Iterable[ToolCall]) -> list[ToolCall]:
+    """Return the calls that the pieces are of."""
+    found: list[tuple[str, list[str]]] = []
+    for piece in pieces:
+        if piece.name is not None:
+            found.append((piece.name, []))
+        found[-1][1].append(piece.arguments)
+    return [ToolCall(name, "".join(arguments)) for name, arguments in found]
 
 
 @dataclass(slots=True)
@@ -30,7 +44,7 @@ class Parsed:
 
 class ToolParser(Protocol):
     def feed(self, text: str) -> Parsed:
-        """Add text; return the content and calls that are complete now."""
+        """Add text; return the content and the pieces of calls that are certain now."""
         ...
 
     def end(self) -> Parsed:
@@ -42,26 +56,57 @@ class ObjectEnd:
     """Finds the end of a JSON object while its text grows, looking at each character once."""
 
     def __init__(self) -> None:
-        self._at = 0
+        self.at = 0
         self._depth = 0
         self._in_string = False
 
     def find(self, text: str) -> int | None:
         """Return where the object or list that `text` begins with ends, or None.   text: what it was, and more."""
-        for found in _STRUCTURE.finditer(text, self._at):
+        for found in _STRUCTURE.finditer(text, self.at):
             mark = found[0]
             if mark == "\\":
-                self._at = found.start()  # what it escapes is not known yet
+                self.at = found.start()  # what it escapes is not known yet
                 return None
-            self._at = found.end()
+            self.at = found.end()
             if mark == '"':
                 self._in_string = not self._in_string
             elif not self._in_string and mark[0] != "\\":
                 self._depth += 1 if mark in "[{" else -1
                 if not self._depth:
-                    return self._at
-        self._at = len(text)
+                    return self.at
+        self.at = len(text)
         return None
+
+
+class ArgumentsStream:
+    """Passes on the JSON object that begins a text, piece by piece, up to its end or to `close`, the mark after a call.
+
+    Each character is looked at once.
+    """
+
+    def __init__(self, close: str) -> None:
+        self._close = close
+        self._end = ObjectEnd()
+        self._seen = ""  # not passed on yet
+        self.is_done = False
+
+    def feed(self, text: str) -> tuple[str, str]:
+        """Return what of the text belongs to the object, and the rest, which is empty until the object ends."""
+        self._seen += text
+        at = self._seen.find(self._close)
+        known = self._seen[:at] if at >= 0 else self._seen[: len(self._seen) - held_back(self._seen, self._close)]
+        end = self._end.find(known)
+        if end is None and at < 0:
+            passed, self._seen = self._seen[: self._end.at], self._seen[self._end.at :]
+            self._end.at = 0
+            return passed, ""
+        self.is_done = True
+        end = at if end is None else end
+        return self._seen[:end], self._seen[end:]
+
+    def rest(self) -> str:
+        """Return what was held back, at the end of the text."""
+        return self._seen
 
 
 def held_back(text: str, marker: str) -> int:

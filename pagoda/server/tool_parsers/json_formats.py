@@ -3,13 +3,18 @@
 import json
 import re
 
-from pagoda.server.tool_parsers.base import ObjectEnd, Parsed, ToolCall, as_call, held_back
+from pagoda.base.text import is_encodable
+from pagoda.server.tool_parsers.base import ArgumentsStream, ObjectEnd, Parsed, ToolCall, as_call, held_back
+
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_LONGEST_HEAD = 512  # characters: a name has at most 64
 
 
 class HermesParser:
     """Hermes and Qwen: <tool_call>{"name": ..., "arguments": ...}</tool_call>, any number of them.
 
-    White space in front of a call is dropped with it. What is not a call comes out as it was, tags and white space too.
+    Arguments come out as they are written, if the name is in front of them. White space in front of a call is dropped
+    with it. What is not a call comes out as it was, tags and white space too.
     """
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -18,38 +23,78 @@ class HermesParser:
         self._text = ""
         self._space = ""  # white space in front of the open tag
         self._inside = False
+        self._arguments: ArgumentsStream | None = None
+        self._has_passed = False  # the arguments have been passed on: what is in front of the close tag is dropped
 
     def feed(self, text: str) -> Parsed:
         self._text += text
         parsed = Parsed()
-        while True:
-            marker = self.CLOSE if self._inside else self.OPEN
-            at = self._text.find(marker)
-            if at < 0:
-                break
-            before, self._text = self._text[:at], self._text[at + len(marker) :]
-            if self._inside:
-                self._take_call(before, self.CLOSE, parsed)
-            else:
-                content = before.rstrip()
-                parsed.content += content
-                self._space = before[len(content) :]
-            self._inside = not self._inside
+        while self._advance(parsed):
+            pass
+        return parsed
+
+    def _advance(self, parsed: Parsed) -> bool:
+        """Take what is certain; return whether there may be more."""
+        if self._arguments is not None:
+            passed, self._text = self._arguments.feed(self._text)
+            if passed:
+                parsed.calls.append(ToolCall(None, passed))
+            self._has_passed = self._arguments.is_done
+            if not self._has_passed:
+                return False
+            self._arguments = None
+        if self._inside and not self._has_passed and self._begin_call(parsed):
+            return True
+        marker = self.CLOSE if self._inside else self.OPEN
+        at = self._text.find(marker)
+        if at < 0:
+            self._hold(parsed)
+            return False
+        before, self._text = self._text[:at], self._text[at + len(marker) :]
         if not self._inside:
+            content = before.rstrip()
+            parsed.content += content
+            self._space = before[len(content) :]
+        elif not self._has_passed:
+            self._take_call(before, self.CLOSE, parsed)
+        self._inside, self._has_passed = not self._inside, False
+        return True
+
+    def _begin_call(self, parsed: Parsed) -> bool:
+        """Pass on the name, if the text begins with it and the beginning of the arguments."""
+        found = _HEAD.match(self._text, 0, _LONGEST_HEAD)
+        try:
+            name = json.loads(found["name"]) if found is not None else ""
+        except ValueError:
+            return False
+        if found is None or not is_encodable(name):
+            return False
+        parsed.calls.append(ToolCall(name, ""))
+        self._text, self._space = self._text[found.end() :], ""
+        self._arguments = ArgumentsStream(self.CLOSE)
+        return True
+
+    def _hold(self, parsed: Parsed) -> None:
+        """Put out all that cannot be part of a mark, or of white space in front of one."""
+        if self._has_passed:
+            self._text = self._text[len(self._text) - held_back(self._text, self.CLOSE) :]
+        elif not self._inside:
             sure = self._text[: len(self._text) - held_back(self._text, self.OPEN)]
             cut = len(sure.rstrip())
             parsed.content += sure[:cut]
             self._text = self._text[cut:]
-        return parsed
 
     def end(self) -> Parsed:
         parsed = Parsed()
         text, self._text = self._text, ""
-        if self._inside:  # models stop after the JSON without the closing tag
+        if self._arguments is not None:
+            if rest := self._arguments.rest():
+                parsed.calls.append(ToolCall(None, rest))
+        elif self._inside and not self._has_passed:  # models stop after the JSON without the closing tag
             self._take_call(text, "", parsed)
-        else:
+        elif not self._inside:
             parsed.content = text
-        self._inside = False
+        self._inside, self._arguments, self._has_passed = False, None, False
         return parsed
 
     def _take_call(self, text: str, close: str, parsed: Parsed) -> None:
