@@ -200,7 +200,7 @@ def test_steps_launched_ahead_change_no_bits(
     on_the_device.must_be_a_cpu("a GPU does this itself, in all other tests")
     late: list[LaggingDevice] = []
 
-    def lagging(config: ParallelConfig) -> LaggingDevice:
+    def lagging(config: ParallelConfig, index: int) -> LaggingDevice:
         late.append(LaggingDevice(delay_s=0.002))
         return late[-1]
 

@@ -63,7 +63,7 @@ def engine_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     folder = write_tiny_llama(tmp_path)
 
     def make(gpu: MadeUpGpu, **options: object):
-        def select(config: ParallelConfig) -> MadeUpGpu:
+        def select(config: ParallelConfig, index: int = 0) -> MadeUpGpu:
             assert config.device == "cuda"
             return gpu
 
