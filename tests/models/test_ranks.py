@@ -18,12 +18,14 @@ from pagoda.loading.adapters.files import digest_of
 from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import ModelFiles, identify
 from pagoda.loading.shares import read_share
+from tests.cached_models import cached_model
 from tests.models.adapters import LINEAR, RowsWithAdapters, add_adapter, save_adapters
 from tests.models.gguf_writer import write_gguf
 from tests.models.packed_writer import Packing, write_packed
 from tests.models.paged_runner import PagedRunner, generate
 from tests.models.ranks import Rank, on_ranks, recorded
 from tests.models.test_prompt_embeds import WithEmbeds
+from tests.models.test_real_models import TEXTS, prompts_of
 from tests.models.tiny import CONFIGS, VOCAB, make_model, save
 from tests.models.tiny_encoders import CONFIGS as ENCODERS
 from tests.models.tiny_encoders import batch_of, make_encoder, save_encoder, texts
@@ -97,6 +99,25 @@ def test_recorded_ranks_in_shared_memory_compute_what_one_computes(name: str, fo
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 def test_ranks_share_kv_heads_if_there_are_fewer(kernels: str, folders: Folders) -> None:
     assert_as_one(4, identify(folders("qwen3")), kernels=kernels)
+
+
+@pytest.mark.slow
+def test_real_weights_are_divided() -> None:
+    """Gemma 3 has four query heads and one KV head, which all ranks share."""
+    files = cached_model("gemma3-270m")
+    texts = prompts_of(files, TEXTS[:5])
+
+    def compute(rank: Rank) -> tuple[torch.Tensor, list[list[int]]]:
+        runner = PagedRunner(rank.forward, len(texts), 64, torch.float32, block_size=16)
+        answers = generate(runner, texts, 12, 8)
+        assert recorded(rank)
+        alone = PagedRunner(rank.forward, len(texts), 64, torch.float32, block_size=16)
+        return alone.logits([(row, 0, text) for row, text in enumerate(texts)]), answers
+
+    ((expected, tokens),) = on_ranks(1, files, compute, "native")
+    for logits, answers in on_ranks(2, files, compute, "native"):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert answers == tokens
 
 
 FORMS: dict[str, tuple[str, Any]] = {
