@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from pagoda import RequestError, RequestOutput, SamplingParams, WorkerDied
+from pagoda.base.outputs import Logprob
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.outputs import output_processor
 from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import OutputKind, PromptLogprobs
-from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from pagoda.executors.fake import FakeExecutor
 from pagoda.llm import LLM
 from tests.fake_engine import MAX_LEN, byte_inputs, fake_core
@@ -197,12 +198,12 @@ def test_the_logprobs_of_a_long_prompt_delay_no_other_request(monkeypatch: pytes
     size = 250
     columns = LogprobColumns(np.ones((size, 21), np.int32), np.zeros((size, 21), np.float32), np.ones(size, np.int32))
     events: list[str] = []
-    plain_bytes, plain_put = ByteTokenizer.token_bytes, Mailbox.put
+    plain_entry, plain_put = output_processor.logprob_entry, Mailbox.put
 
-    def token_bytes(tokenizer: ByteTokenizer, token_id: int) -> bytes:
+    def entry(*of: Any) -> dict[int, Logprob]:
         if events[-1:] != ["convert"]:
             events.append("convert")
-        return plain_bytes(tokenizer, token_id)
+        return plain_entry(*of)
 
     def put(mailbox: Mailbox, output: RequestOutput) -> None:
         events.append(f"put {output.request_id}")
@@ -224,7 +225,7 @@ def test_the_logprobs_of_a_long_prompt_delay_no_other_request(monkeypatch: pytes
             return dataclasses.replace(outputs, prompt_logprobs={2: columns})
 
         llm._client.next_outputs = with_logprobs  # type: ignore[method-assign]
-        monkeypatch.setattr(ByteTokenizer, "token_bytes", token_bytes)
+        monkeypatch.setattr(output_processor, "logprob_entry", entry)
         monkeypatch.setattr(Mailbox, "put", put)
         turning = asyncio.create_task(turn())
         params = SamplingParams(max_tokens=100, ignore_eos=True, detokenize=False)

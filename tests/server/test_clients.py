@@ -155,7 +155,10 @@ def test_the_load_generator_draws_what_it_measured(fake_server: LiveServer, tmp_
     flags = ("--base-url", fake_server.url, "--num-prompts", "6", "--request-rate", "100", "--output-len", "4")
     done = bench(*flags, "--input-len", "8", "--plot", str(picture))
     assert done.returncode == 0, done.stderr
-    assert "6 of 6 ok" in done.stdout
+    figures = [line.split() for line in done.stdout.splitlines()]
+    assert ["requests", "6"] in figures
+    assert ["ok", "6"] in figures
+    assert [line[-1] for line in figures if line[:1] == ["TTFT"]] == ["ms"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
