@@ -78,7 +78,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PIP_NO_INDEX": "1",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "VARIANTS": variants,
         "DIST": str(source / "dist"),
@@ -86,11 +85,12 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for word, step in dockerfile():
         if word != "RUN" or step.startswith(("apt-get", "useradd")):
             continue
+        builds = step.startswith("make")  # which may have to renew its tools; the rest is here
         done = subprocess.run(
             step.replace(IMAGE, str(target)),
             shell=True,
-            cwd=REPOSITORY if step.startswith("make") else source,
-            env=environment,
+            cwd=REPOSITORY if builds else source,
+            env=environment if builds else {**environment, "PIP_NO_INDEX": "1"},
             capture_output=True,
             text=True,
             check=False,
