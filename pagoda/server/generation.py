@@ -368,6 +368,10 @@ class Generator:
     async def _begin(
         self, http: HttpRequest, admitted: Admitted, asked: PromptsToPrepare, request_id: str
     ) -> Generation:
+        most, truncate = self.llm.input_processor.limits.max_model_len, asked.params[0].truncate_prompt_tokens
+        if truncate is not None and truncate > most:
+            text = f"truncate_prompt_tokens={truncate} is more than the model's context of {most} tokens"
+            raise ApiError(400, text, "truncate_prompt_tokens")
         key = http.scope["state"]["key"]
         engine_ids = admitted.at_end.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
         preparing = self._prepare(asked, engine_ids)

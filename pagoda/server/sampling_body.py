@@ -254,7 +254,10 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
 
 
 def _token_bias(bias: dict[str, float]) -> dict[int, float]:
-    try:
-        return {int(token): value for token, value in bias.items()}
-    except ValueError:
-        raise RequestError("logit_bias: keys must be token ids", "logit_bias") from None
+    known: dict[int, float] = {}
+    for token, value in bias.items():
+        try:
+            known[int(token)] = value
+        except ValueError:
+            raise RequestError(f"logit_bias: the key {token!r:.80} is not a token id", "logit_bias") from None
+    return known

@@ -147,5 +147,5 @@ class ServedAdapters:
                 400, f"lora_path {abbreviate(path)} is not a folder below the server's --lora-dir", "lora_path"
             )
         if not is_folder:
-            raise ApiError(400, f"lora_path {abbreviate(path)}: there is no such folder below --lora-dir", "lora_path")
+            raise ApiError(404, f"lora_path {abbreviate(path)}: there is no such folder below --lora-dir", "lora_path")
         return folder

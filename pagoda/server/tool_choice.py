@@ -37,7 +37,10 @@ class ToolUse:
         is_generic = bool(tools) and template is not None and lacks_tools(template)
         parser = state.tool_parser_for(template) if tools else None
         # A call is only certain where a grammar holds it, and formats without one are not written by force.
-        if tools and state.tool_parser == "auto" and (is_generic or (is_forced and parser not in CALL_FORMATS)):
+        is_free = parser is None or parser not in CALL_FORMATS
+        if tools and (
+            (state.tool_parser == "auto" and is_generic) or (is_forced and is_free and state.tool_parser != "none")
+        ):
             parser = _GENERIC
         if isinstance(body.tool_choice, NamedTool):
             name = body.tool_choice.function.get("name")
