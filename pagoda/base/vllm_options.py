@@ -94,7 +94,7 @@ IGNORED: Mapping[str, str] = {
     "enable_prompt_tokens_details": _ALWAYS,
     "enable_request_id_headers": _ALWAYS,
     "exclude_tools_when_tool_choice_none": "a request with tool_choice none has no tools in its prompt",
-    "enable_tokenizer_info_endpoint": "there is no /tokenizer_info; /tokenize and /detokenize are always there",
+    "enable_tokenizer_info_endpoint": "/tokenizer_info is always there",
     "enable_server_load_tracking": "/load is always there",
     "enable_offline_docs": "/docs needs no network",
     "show_hidden_metrics_for_version": "no metric is hidden",
