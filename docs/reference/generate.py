@@ -1,4 +1,4 @@
-"""Write the reference pages of the settings, the command line, the HTTP API, Python and the metrics from the code.
+"""Write the reference pages (settings, command line, HTTP API, Python, metrics, vLLM's options) from the code.
 
     python docs/reference/generate.py            write the pages next to this file
     python docs/reference/generate.py --check    exit 1 and name the pages that differ from the code
@@ -11,7 +11,7 @@ import ast
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ def pages() -> dict[str, str]:
         "http-api.md": http_page(),
         "python-api.md": python_page(),
         "metrics.md": metrics_page(),
+        "vllm-options.md": vllm_page(),
     }
 
 
@@ -119,6 +120,35 @@ def _settings_table(kind: type[Any], flags: dict[str, Any], group: str = "") -> 
         names = ", ".join(f"`{name}`" for name in _flags(flag))
         rows.append((f"`{item.name}`", names, _default(item), _meaning(item)))
     return _table(("setting", "flag", "default", "meaning"), rows)
+
+
+def vllm_page() -> str:
+    from pagoda.base.vllm_options import ALIASES, IGNORED, REFUSED
+    from pagoda.cli.options import flag_of
+
+    accepted = [(f"`{flag_of(name)}`", f"`{flag_of(own)}`") for name, own in ALIASES.items()]
+    return _page(
+        "Options of vLLM",
+        "What becomes of vLLM's flags, and of the options of `vllm.LLM`, that pagoda does not have. Others mean "
+        "the same in both ([settings.md](settings.md)), or are an error.",
+        "## Accepted under another name\n\n" + _table(("vLLM", "here"), accepted),
+        "## Ignored\n\nThey change no result here. One warning names those that were given.\n\n"
+        + _answers_table(IGNORED, "what holds instead"),
+        "## Refused\n\nLeaving them out would change results, or who may use the server. "
+        "All refusals come in one error.\n\n" + _answers_table(REFUSED, "instead"),
+    )
+
+
+def _answers_table(answers: Mapping[str, str], head: str) -> str:
+    """Options with the same answer share a row."""
+    from pagoda.base.vllm_options import spelled
+    from pagoda.cli.options import flag_of
+
+    alike: dict[str, list[str]] = {}
+    for name, answer in answers.items():
+        alike.setdefault(answer, []).append(f"`{flag_of(name)}`")
+    rows = [(", ".join(flags), spelled(answer, lambda name: f"`{flag_of(name)}`")) for answer, flags in alike.items()]
+    return _table(("option", head), rows)
 
 
 def _flags(parameter: Any) -> tuple[str, ...]:

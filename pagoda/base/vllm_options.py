@@ -197,9 +197,9 @@ def translate(options: Mapping[str, Any], spell: Callable[[str], str] = str) -> 
     for option, value in options.items():
         name = option.partition(".")[0]
         if name in IGNORED:
-            ignored.append(f"{spell(option)} ({_spelled(IGNORED[name], spell)})")
+            ignored.append(f"{spell(option)} ({spelled(IGNORED[name], spell)})")
         elif name in REFUSED:
-            refused.append(f"{spell(option)} of vLLM is not supported: {_spelled(REFUSED[name], spell)}")
+            refused.append(f"{spell(option)} of vLLM is not supported: {spelled(REFUSED[name], spell)}")
         else:
             own = ALIASES.get(option, option)
             if own != option and own in options:
@@ -210,5 +210,6 @@ def translate(options: Mapping[str, Any], spell: Callable[[str], str] = str) -> 
     return kept, refused
 
 
-def _spelled(answer: str, spell: Callable[[str], str]) -> str:
+def spelled(answer: str, spell: Callable[[str], str]) -> str:
+    """Return an answer with the names of settings, which are in braces, as `spell` writes them."""
     return re.sub(r"\{(\w+)\}", lambda name: spell(name[1]), answer)
