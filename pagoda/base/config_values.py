@@ -47,8 +47,11 @@ def check_encodable(name: str, value: Any) -> None:
     for text in cast("list[object]", texts):
         text = os.fspath(text) if isinstance(text, os.PathLike) else text
         if isinstance(text, str) and not is_encodable(text):
-            shown = name if name in _SECRETS else f"{name}={abbreviate(text)}"
-            raise ConfigError(f"{shown} is not valid UTF-8: write it in UTF-8, or rename the file")
+            raise ConfigError(f"{_shown(name, text)} is not valid UTF-8: write it in UTF-8, or rename the file")
+
+
+def _shown(name: str, value: str) -> str:
+    return name if name in _SECRETS else f"{name}={abbreviate(value)}"
 
 
 def normalize(item: DescribedSetting, value: Any) -> Any:
@@ -114,7 +117,7 @@ def _to_strings(name: str, value: str) -> tuple[str, ...]:
     try:
         return tuple(json.loads(value))
     except ValueError:
-        raise ConfigError(f"{name}={abbreviate(value)} is not a JSON list") from None
+        raise ConfigError(f"{_shown(name, value)} is not a JSON list") from None
 
 
 def _to_mapping(name: str, value: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pagoda.base.flat_options import RETIRED, option_names
 from pagoda.base.registry import closest, nearest
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.vllm_options import SWITCHES, is_vllms, translate
-from pagoda.cli.options import flag_of, parameter_name
+from pagoda.cli.options import MODEL_WORD, PROMPT, SAMPLING_FIELDS, flag_of, parameter_name
 
 logger = logging.getLogger("pagoda")
 
@@ -30,11 +30,12 @@ _OF_KUBERNETES = re.compile(r"PAGODA_(SERVICE_|PORT_\d)|PAGODA_PORT=(tcp|udp)://
 """What Kubernetes sets in the containers next to a service that is named pagoda."""
 
 
-def spelled_out(args: Sequence[str], flags: Mapping[str, Any]) -> tuple[list[str], set[str]]:
+def spelled_out(args: Sequence[str], flags: Mapping[str, Any], has_prompt: bool) -> tuple[list[str], set[str]]:
     """Return a command line as the parser takes it, and the names of the parameters whose flags are in it.
 
-    flags: spelling -> parameter. Flags may have underscores. vLLM's are replaced or left out with a warning, and one
-    that takes several values may have them all after one flag, once the model is known.
+    flags: spelling -> parameter. Flags may have underscores. vLLM's are replaced or left out with a warning, and a
+    setting of several values may have them all after one flag, once the model is known.
+    has_prompt: the command takes a prompt, which a word after such a flag is then.
     Raises one ConfigError for all flags that are unknown or refused.
     """
     words, used = list(reversed(args)), set[str]()
@@ -59,7 +60,8 @@ def spelled_out(args: Sequence[str], flags: Mapping[str, Any]) -> tuple[list[str
             out.append(name + equals + value)
             if not parameter.is_flag and not equals and words:
                 out.append(words.pop())
-            repeated = name if parameter.multiple else None
+            takes_words = parameter.multiple and not has_prompt and parameter.name not in SAMPLING_FIELDS
+            repeated = name if takes_words else None
         elif not arg.startswith("--"):
             out += [repeated, arg] if repeated and knows_model and not arg.startswith("-") else [arg]
             knows_model = True
@@ -78,6 +80,25 @@ def spelled_out(args: Sequence[str], flags: Mapping[str, Any]) -> tuple[list[str
     if problems or refused:
         raise ConfigError("; ".join([*problems, *refused]))
     return [word for name, value in kept.items() for word in (flag_of(name), str(value))] + out, used
+
+
+def place_words(values: dict[str, Any], is_typed: bool, prefers_model: bool) -> None:
+    """Make a single word the prompt, of a command that takes one, unless it names the model.
+
+    values: of the parameters, by name, changed.   is_typed: --model is on the command line.
+    prefers_model: without it, a word without spaces is the model. Raises ConfigError for two models.
+    """
+    from pagoda.loading.resolve import names_a_model
+
+    word = values.get(MODEL_WORD)
+    if word is None:
+        return
+    if PROMPT in values and values[PROMPT] is None:
+        is_model = names_a_model(word) or (prefers_model and len(word.split()) == 1 and word != "-")
+        if is_typed or not is_model:
+            values[MODEL_WORD], values[PROMPT] = None, word
+    elif is_typed:
+        raise ConfigError(f"the model is given twice, as {word} and with --model")
 
 
 def _option(flag: str) -> str:
@@ -115,8 +136,11 @@ def outer_values(
     for variable, text in environ.items():
         if not variable.startswith(PREFIX) or not text or _OF_KUBERNETES.match(f"{variable}={text}"):
             continue
-        if variable in by_variable:
-            values |= _in_fields(by_variable[variable], text, names)
+        name = by_variable.get(variable)
+        if name is not None and name in parameters and parameters[name].multiple and not text.startswith(("[", "{")):
+            values[name] = text.split()
+        elif name is not None:
+            values |= _in_fields(name, text, names)
         elif variable != f"{PREFIX}CONFIG":
             logger.warning("the environment variable %s is no setting%s", variable, closest(variable, [*by_variable]))
     whole_groups = tuple(f"{name}__" for name in used)  # a group that is given as JSON replaces all its fields
@@ -177,8 +201,6 @@ def _in_fields(name: str, value: object, names: Mapping[str, str]) -> dict[str, 
 
 def _for_parser(parameter: Any, value: object) -> object:
     """Return a value as the parser takes it: strings of a list one by one, anything nested as JSON."""
-    if parameter.multiple and isinstance(value, str) and not value.startswith("{"):
-        return [value] if value.startswith("[") else value.split()
     if parameter.multiple:
         return value if isinstance(value, list) else [value]
     return json.dumps(value) if isinstance(value, dict | list) else value

@@ -41,6 +41,11 @@ class Answering(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
+    @property
+    def given(self) -> set[str]:
+        """The sampling parameters that were set; a server chooses the others."""
+        ...
+
     def encode_chat(self, messages: "Sequence[Message]") -> list[int]: ...
 
     def stream(self, token_ids: list[int], params: SamplingParams) -> "Iterator[Piece]": ...
@@ -56,10 +61,14 @@ def chat(
         str | None, typer.Option("--url", help="Talk with the model of a running server (pagoda or vLLM).")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option("--api-key", envvar="PAGODA_API_KEY", help="Key for the server of --url.")
+        str | None,
+        typer.Option("--api-key", envvar="PAGODA_API_KEY", help="Key for the server of --url; of several the first."),
     ] = None,
 ) -> None:
-    """Talk with a model. Ctrl-C stops an answer, Ctrl-D leaves. Temperature is 0.7 unless set, as in generate."""
+    """Talk with a model. Ctrl-C stops an answer, Ctrl-D leaves.
+
+    Unless flags or the model say otherwise, temperature is 0.7; behind --url the server decides.
+    """
     converse(options, sampling, system, url, api_key)
 
 
@@ -82,14 +91,17 @@ def converse(
         if others:
             raise ConfigError(f"{', '.join(others)}: the server of --url has its own; leave them out")
         model = options.get("model")
-        session = RemoteSession(url, str(model) if model is not None else None, api_key)
+        session = RemoteSession(
+            url, str(model) if model is not None else None, next(iter((api_key or "").split()), None)
+        )
     else:
         with console.status("loading") if console.is_terminal else nullcontext():
             session = Session(load(options), model_name(options))
     params = session.params(sampling, CHAT_TOKENS, options.get("seed"))
-    temperature = f"temperature {params.temperature:g}"
+    is_known = url is None or "temperature" in session.given
+    temperature = f", temperature {params.temperature:g}" if is_known else ""
     console.print(
-        f"{session.model_name}, {temperature}; /help shows the commands, Ctrl-D leaves", style="dim", markup=False
+        f"{session.model_name}{temperature}; /help shows the commands, Ctrl-D leaves", style="dim", markup=False
     )
     Conversation(session, params, console, system).run(_line_reader("1" if console.no_color else "1;32"))
 
@@ -170,6 +182,7 @@ class Conversation:
                 self._say(str(error))
                 return
             self._params = changed
+            self._session.given.add(name)
         for one in (name,) if name else SAMPLING_FIELDS:
             self._say(f"{one} {json.dumps(getattr(self._params, one))}")
 
@@ -207,6 +220,11 @@ class Conversation:
                 wrapped.write(for_stream(piece.text, sys.stdout))
         except KeyboardInterrupt:
             reason = "interrupted"
+        except RequestError:
+            if parts:
+                wrapped.finish()
+                self._console.print()
+            raise
         wrapped.finish()
         self._console.print()
         if reason == "interrupted":

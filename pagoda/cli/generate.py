@@ -9,7 +9,7 @@ import typer
 
 from pagoda.base.errors import RequestError
 from pagoda.cli.chat import CHAT_TOKENS, converse
-from pagoda.cli.options import engine_options, model_names, sampling_options
+from pagoda.cli.options import engine_options, sampling_options
 
 TEXT_TOKENS = 256  # of a continued text, unless flags or the model's own defaults say otherwise
 
@@ -38,12 +38,10 @@ class Figures:
         )
 
 
-Words = Annotated[
-    list[str] | None,
+Prompt = Annotated[
+    str | None,
     typer.Argument(
-        metavar="[MODEL] [PROMPT]",
-        help="The model, and the text; without a text, or with '-', it is read from standard input.",
-        autocompletion=lambda: model_names(),
+        help="The text; without one, or with '-', it is read from standard input.", metavar="PROMPT", show_default=False
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not print statistics.")]
@@ -51,9 +49,9 @@ System = Annotated[str | None, typer.Option("--system", help="System message.")]
 
 
 @sampling_options(max_tokens=TEXT_TOKENS)
-@engine_options(word=False)
+@engine_options()
 def generate(
-    words: Words = None,
+    prompt: Prompt = None,
     *,
     options: dict[str, object],
     sampling: dict[str, object],
@@ -65,18 +63,18 @@ def generate(
 ) -> None:
     """Continue one text on standard output.
 
-    The answer is streamed; figures go to standard error. Temperature is 0.7 unless set, as in chat.
+    The answer is streamed; figures go to standard error. Unless flags or the model say otherwise, temperature is 0.7.
     """
-    text = read_prompt(split_words(words, options))
+    text = read_prompt(prompt)
     if system is not None and not chat:
         raise RequestError("--system needs --chat: a system message is only used with a chat template", "system")
     answer(text, options, sampling, chat, system, quiet)
 
 
 @sampling_options(max_tokens=CHAT_TOKENS)
-@engine_options(word=False)
+@engine_options()
 def run(
-    words: Words = None,
+    prompt: Prompt = None,
     *,
     options: dict[str, object],
     sampling: dict[str, object],
@@ -87,7 +85,6 @@ def run(
 
     `pagoda run MODEL "question"`, or the question from a pipe; without either, this is `pagoda chat`.
     """
-    prompt = split_words(words, options, prefers_model=True)
     if prompt is None and sys.stdin.isatty():
         converse(options, sampling, system)
     else:
@@ -132,24 +129,6 @@ def answer(
         stderr_console().print(str(figures), style="dim")
     if interrupted:
         raise typer.Exit(130)
-
-
-def split_words(words: list[str] | None, options: dict[str, object], prefers_model: bool = False) -> str | None:
-    """Return the prompt among a command's words, and put the model among `options` if a word names it.
-
-    prefers_model: a single word without spaces is the model, if none was set. Raises RequestError for more than two.
-    """
-    from pagoda.loading.resolve import names_a_model
-
-    given = list(words or ())
-    if len(given) > 2:
-        raise RequestError(f"{len(given)} words: a model and a prompt are expected; quote a text with spaces", "prompt")
-    if given:
-        is_free = "model" not in options
-        single = prefers_model and is_free and len(given[0].split()) == 1 and given[0] != "-"
-        if len(given) == 2 or single or names_a_model(given[0], may_be_remote=is_free):
-            options["model"] = given.pop(0)
-    return given[0] if given else None
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -6,7 +6,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from pagoda.base.errors import ConfigError
-from pagoda.cli.options import MODEL_WORD, PANEL_ORDER
+from pagoda.cli.options import PANEL_ORDER, PROMPT, SAMPLING_FIELDS
 
 _ANY_LENGTH = 10_000
 _TOO_MANY_ARGUMENTS = "Got unexpected extra argument"  # as click words it
@@ -20,25 +20,27 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse a command line over what the environment and a --config file say (see pagoda.cli.arguments)."""
-        from pagoda.cli.arguments import outer_values, spelled_out
+        from pagoda.cli.arguments import outer_values, place_words, spelled_out
 
         parameters = {item.name: item for item in self.get_params(ctx)}
         if "config" not in parameters or ctx.resilient_parsing:
             return super().parse_args(ctx, args)
         flags = {flag: item for item in parameters.values() for flag in (*item.opts, *item.secondary_opts)}
-        args, used = spelled_out(args, {flag: item for flag, item in flags.items() if flag.startswith("-")})
+        flags = {flag: item for flag, item in flags.items() if flag.startswith("-")}
+        args, used = spelled_out(args, flags, PROMPT in parameters)
         config = next((args[at + 1] for at, arg in enumerate(args[:-1]) if arg == "--config"), None)
         config = next((arg.partition("=")[2] for arg in args if arg.startswith("--config=")), config)
         if "--help" not in args and "-h" not in args:
-            ctx.default_map = outer_values(parameters, used, config)
+            # Behind --url is an engine with settings of its own: those that are around are for engines of this machine.
+            named = {n: p for n, p in parameters.items() if "url" not in used or n in SAMPLING_FIELDS}
+            ctx.default_map = outer_values(named, used, config)
         try:
             rest = super().parse_args(ctx, args)
         except typer.TyperException as error:
             if error.format_message().startswith(_TOO_MANY_ARGUMENTS):
                 raise ConfigError(f"{error.format_message()}: quote a text with spaces") from None
             raise
-        if ctx.params.get(MODEL_WORD) is not None and "model" in used:
-            raise ConfigError(f"the model is given twice, as {ctx.params[MODEL_WORD]} and with --model")
+        place_words(ctx.params, "model" in used, prefers_model=self.name == "run")
         return rest
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

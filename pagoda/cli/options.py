@@ -201,13 +201,13 @@ def _sampling_parameters(defaults: dict[str, object]) -> list[inspect.Parameter]
     ]
 
 
-def engine_options(*extra_parts: type, word: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def engine_options(*extra_parts: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command every engine flag; it receives those that were given as `options: dict[str, object]`.
 
-    extra_parts: further settings classes (ServerConfig).   word: the model may be a word after the command, too.
+    extra_parts: further settings classes (ServerConfig).
     """
-    parameters = [_config_parameter(), *_engine_parameters((*ENGINE_PARTS, *extra_parts))]
-    return _collected("options", [_model_word(), *parameters] if word else parameters)
+    parameters = [_model_word(), _config_parameter(), *_engine_parameters((*ENGINE_PARTS, *extra_parts))]
+    return _collected("options", parameters)
 
 
 def model_names() -> list[str]:
@@ -226,6 +226,8 @@ def _model_word() -> inspect.Parameter:
 
 
 MODEL_WORD = "model_word"
+PROMPT = "prompt"
+"""Names of the parameters that are words: the model in all commands of an engine, and in some a prompt after it."""
 
 
 def _config_parameter() -> inspect.Parameter:
@@ -263,7 +265,7 @@ def _collected(name: str, parameters: list[inspect.Parameter]) -> Callable[[Call
 
         own = [p for p in inspect.signature(command).parameters.values() if p.name != name]
         own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-        signature = inspect.Signature([*own, *parameters])
+        signature = inspect.Signature(sorted([*own, *parameters], key=lambda p: p.name != MODEL_WORD))
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
         return run

@@ -1,15 +1,15 @@
 """A model behind a running server, as `pagoda chat --url` uses it: the same conversation, over HTTP."""
 
+import http.client
 import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.cli.options import SAMPLING_FIELDS
 from pagoda.cli.session import Message, Piece
 
 _TIMEOUT_S = 600.0
@@ -38,11 +38,11 @@ class RemoteSession:
             raise ConfigError(f"--url {url}: cannot list its models ({error}); is the server running?") from None
         self.model_name = str(card["id"])
         self.max_model_len = int(card.get("max_model_len") or 1 << 30)
-        self._given: set[str] = set()
+        self.given: set[str] = set()
 
     def params(self, given: Mapping[str, Any], max_tokens: int, seed: object) -> SamplingParams:
         """Return the sampling parameters that flags set."""
-        self._given = set(given)
+        self.given = set(given)
         return SamplingParams(**{"max_tokens": max_tokens, **given, "seed": seed})
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -52,26 +52,30 @@ class RemoteSession:
 
     def stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[Piece]:
         """The answer as it comes; leaving the iteration ends it. Raises RequestError."""
-        neutral = SamplingParams()
-        values = {name: getattr(params, name) for name in (*SAMPLING_FIELDS, "seed")}
-        kept = {k: v for k, v in values.items() if k == "max_tokens" or k in self._given or v != getattr(neutral, k)}
+        names = {*self.given, "max_tokens"} | ({"seed"} if params.seed is not None else set())
+        kept = {name: getattr(params, name) for name in sorted(names)}
         body = {"model": self.model_name, "prompt": token_ids, "stream": True, "add_special_tokens": False, **kept}
         with self._open("/v1/completions", body) as answer:
             for line in answer:
                 data = line.removeprefix(b"data:").strip()
-                if not line.startswith(b"data:") or data == b"[DONE]":
+                if not line.startswith(b"data:"):
                     continue
+                if data == b"[DONE]":
+                    return
                 event = json.loads(data)
                 if "error" in event:
                     raise RequestError(str(event["error"].get("message", event["error"])))
                 for choice in event["choices"]:
                     yield Piece(choice["text"], int(bool(choice["text"])), choice["finish_reason"])
+        raise RequestError("the connection to the server broke before the end of the answer")
 
-    def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    @contextmanager
+    def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[Any]:
         data = json.dumps(body).encode() if body is not None else None
         request = urllib.request.Request(self._url + path, data, self._headers)
         try:
-            return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                yield answer
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")
             with suppress(ValueError, LookupError, TypeError):
@@ -79,3 +83,5 @@ class RemoteSession:
             raise RequestError(f"the server answered {error.code}: {text[:500]}") from None
         except urllib.error.URLError as error:
             raise RequestError(f"the server does not answer: {error.reason}") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestError(f"the connection to the server broke: {str(error) or type(error).__name__}") from None

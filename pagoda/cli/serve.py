@@ -24,7 +24,8 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 def serve(options: dict[str, object]) -> None:
     """Serve an OpenAI-compatible HTTP API.
 
-    Until SIGTERM or Ctrl-C. Clients that send no temperature get 1.0, as from the OpenAI API.
+    Until SIGTERM or Ctrl-C. Where neither the client nor the model says otherwise, temperature is 1.0, as from
+    the OpenAI API.
     """
     try:
         from uvloop import run

@@ -33,6 +33,7 @@ class Session:
     def __init__(self, llm: "LLM", model_name: str = "") -> None:
         self._llm = llm
         self._model_name = model_name
+        self.given: set[str] = set()
 
     @property
     def model_name(self) -> str:

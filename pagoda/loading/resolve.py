@@ -58,7 +58,7 @@ def _resolve(config: ModelConfig) -> ModelFiles:
     )
 
 
-def names_a_model(text: str, may_be_remote: bool = True) -> bool:
+def names_a_model(text: str) -> bool:
     """Return whether a text names a model that is known without the network, or has the form of a hub id."""
     if not text or any(letter.isspace() for letter in text):
         return False
@@ -67,7 +67,7 @@ def names_a_model(text: str, may_be_remote: bool = True) -> bool:
     path = _expanded(text)
     if exists(path):
         return path.suffix == ".gguf" or exists(path / "config.json")
-    return may_be_remote and re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", text) is not None
+    return re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", text) is not None
 
 
 def require_cached(config: ModelConfig, remedy: str) -> None:

@@ -19,6 +19,7 @@ class ScriptedSession:
 
     def __init__(self, answers: list[list[Piece]], max_model_len: int = 1000) -> None:
         self.max_model_len = max_model_len
+        self.given: set[str] = set()
         self.asked: list[list[dict[str, str]]] = []
         self._answers = answers
 

@@ -8,8 +8,10 @@ import pytest
 from pagoda import LLM, CompletionOutput, RequestOutput, SamplingParams
 from pagoda.base.abbreviate import human_bytes
 from pagoda.base.errors import RequestError
+from pagoda.cli import generate
 from pagoda.cli.console import for_stream
 from pagoda.cli.generate import Figures, read_prompt
+from pagoda.cli.main import main
 from pagoda.cli.session import Session
 
 
@@ -67,3 +69,40 @@ def test_an_answer_that_ends_early_gives_the_reason(caplog: pytest.LogCaptureFix
     pieces = list(Session(cast("LLM", Failing())).stream([1], SamplingParams()))
     assert [piece.text for piece in pieces] == ["so far"]
     assert "the KV cache has 2 blocks" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "model", "prompt"),
+    [
+        ("run smollm2-135m --stop . Three", "smollm2-135m", "Three"),
+        ("run smollm2-135m --served-model-name a Three", "smollm2-135m", "Three"),
+        ("run --model X hello", "X", "hello"),
+        ("run ORG/NAME", "ORG/NAME", None),
+        ("run -", "of-environment", "-"),
+        ("generate ORG/NAME", "ORG/NAME", None),
+        ("generate hello", "of-environment", "hello"),
+        ("generate --model X ORG/NAME", "X", "ORG/NAME"),
+        ("generate Y hello", "Y", "hello"),
+    ],
+)
+def test_words_are_the_model_and_the_prompt(
+    line: str, model: str, prompt: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is typed decides, whatever the environment says of the model."""
+    seen: list[tuple[object, object]] = []
+    monkeypatch.setenv("PAGODA_MODEL", "of-environment")
+    monkeypatch.setattr(generate, "read_prompt", lambda text: text)
+    monkeypatch.setattr(generate, "answer", lambda text, options, *_: seen.append((options["model"], text)))
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert not ended.value.code
+    assert seen == [(model, prompt)]
+
+
+@pytest.mark.parametrize("line", ["run --model X a b", "generate --model X a b", "run a b c"])
+def test_words_that_are_too_many(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "the model is given twice, as a and with --model" in error or "quote a text with spaces" in error

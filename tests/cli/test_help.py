@@ -87,7 +87,7 @@ def test_the_most_used_flags_come_first(capsys: pytest.CaptureFixture[str]) -> N
 def test_one_default_temperature_is_stated(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("generate", "chat"):
         printed = " ".join(help_of(capsys, command).split())
-        assert "Temperature is 0.7 unless set" in printed
+        assert "Unless flags or the model say otherwise, temperature is 0.7" in printed
         assert re.search(r"--temperature <float> .{0,90}\(default: 0.7\)", printed)
 
 

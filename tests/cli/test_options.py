@@ -98,7 +98,7 @@ def test_every_setting_is_documented_where_it_is_declared() -> None:
         described = describe_settings(part)
         assert [item.name for item in described] == [item.name for item in dataclasses.fields(part)]
         for item in described:
-            assert re.fullmatch(r".{15,140}\.", item.setting.text), item.name
+            assert re.fullmatch(r".{15,180}\.", item.setting.text), item.name
             assert not item.optional or item.setting.unset, f"{item.name}: what does None mean?"
     assert len(SAMPLING_FIELDS) == 10
 
@@ -343,6 +343,22 @@ def test_what_kubernetes_sets_for_a_service_named_pagoda_is_no_setting(
     monkeypatch.setenv("PAGODA_PROT", "1")
     serve_with()
     assert "PAGODA_PROT is no setting; did you mean 'PAGODA_PORT'?" in caplog.text
+
+
+def test_only_the_environment_s_strings_are_separated_by_spaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("served_model_name: the model\napi_key: [a b]\n")
+    assert serve_with("--config", str(file)) == {"served_model_name": ("the model",), "api_keys": ("a b",)}
+    monkeypatch.setenv("PAGODA_SERVED_MODEL_NAME", "a b")
+    assert serve_with()["served_model_name"] == ("a", "b")
+
+
+def test_a_key_is_in_no_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_options(api_keys=["[secret"])
+    assert str(caught.value) == "api_keys is not a JSON list"
 
 
 def test_keys_in_a_file(tmp_path: Path) -> None:
