@@ -1,6 +1,7 @@
 """Which tools an answer may or must call, and the grammar that enforces it."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,8 @@ class ToolUse:
     def schemas(self) -> Schemas:
         """The JSON schemas of each tool's arguments, by name."""
         functions = [tool["function"] for tool in self.tools]
-        return {one["name"]: (one.get("parameters") or {}).get("properties") or {} for one in functions}
+        properties = {one["name"]: (one.get("parameters") or {}).get("properties") for one in functions}
+        return {name: given if isinstance(given, Mapping) else {} for name, given in properties.items()}
 
     def has_grammar(self, body: ChatCompletionRequest, params: SamplingParams) -> bool:
         """Whether a grammar holds the calls: if one is forced, if a tool is `strict`, and for the generic format."""

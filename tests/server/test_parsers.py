@@ -126,7 +126,16 @@ PIECES: dict[str, list[str]] = {
     "deepseek_v31": [*SECTION, 'f<｜tool▁sep｜>{"a": 1}'],
     "mistral3": ["[TOOL_CALLS]", "[TOOL", "f", "[ARGS]", '{"a": "]{"}'],
     "kimi": ["<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", '{"a": 1}', "<|tool_call_end|>"],
-    "qwen3_coder": [*TAGS, "<function=f>", "</function>", "<parameter=s>\n", "<parameter=n>\n", "\n</parameter>", "7"],
+    "qwen3_coder": [
+        *TAGS,
+        "<function=f>",
+        "</function>",
+        "<parameter=s>\n",
+        "<parameter=n>",
+        "\n",
+        "</parameter>",
+        "7",
+    ],
     "glm": [*TAGS, "f\n", "<arg_key>s</arg_key>", "<arg_key>n</arg_key>", "<arg_value>", "</arg_value>", "7", '"'],
 }
 
@@ -166,6 +175,41 @@ WRITTEN: dict[str, str] = {
 @given(data=st.data())
 def test_calls_in_the_formats_of_today(name: str, data: st.DataObject) -> None:
     assert read(made(name), cut(f"Look. {WRITTEN[name]}".rstrip(), data)) == ("Look.", [("f", ARGUMENTS)] * 2)
+
+
+@pytest.mark.parametrize("name", ["kimi", "mistral3"])
+def test_white_space_in_front_of_arguments_is_dropped_however_it_comes(name: str) -> None:
+    for arguments in (" \n", ' \n{"a": 1}'):
+        text = WRITTEN[name].partition("{")[0] + arguments
+        assert read(made(name), list(text)) == read(made(name), [text])
+
+
+@given(data=st.data())
+def test_newlines_around_a_value_may_be_missing(data: st.DataObject) -> None:
+    for value, read_as in {"v": "v", "\n": "", "": "", "\nv": "v", "v\n": "v", "\n\nv\n\n": "\nv\n"}.items():
+        text = (
+            f"<tool_call><function=f><parameter=s>{value}</parameter><parameter=n>7</parameter></function></tool_call>"
+        )
+        assert read(made("qwen3_coder"), cut(text, data)) == ("", [("f", {"s": read_as, "n": 7})])
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "read_as"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "12345", "12345"),
+        ({"type": ["string", "null"]}, "true", "true"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "12345", 12345),
+        ({"type": ["integer", "null"]}, "7", 7),
+        ({}, "NaN", "NaN"),
+        ({}, "-Infinity", "-Infinity"),
+        ({}, "1e999", "1e999"),
+    ],
+)
+def test_the_schema_says_what_is_a_string_and_everything_is_json(schema: object, value: str, read_as: object) -> None:
+    parser = make_parser("glm", {"f": {"x": schema}})  # type: ignore[dict-item]
+    text = f"<tool_call>f\n<arg_key>x</arg_key><arg_value>{value}</arg_value></tool_call>"
+    ((_, arguments),) = read(parser, [text])[1]
+    assert arguments == {"x": read_as}
 
 
 @pytest.mark.parametrize("name", WRITTEN)

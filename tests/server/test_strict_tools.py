@@ -1,12 +1,18 @@
 """Forced and strict tool calls: valid by construction, from an engine whose tokens are random otherwise."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
+import msgspec
 import openai
 import pytest
 
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.server.protocol import ChatCompletionRequest
+from pagoda.server.tool_choice import ToolUse
+from pagoda.server.tool_parsers import make_parser
 from tests.server.live import LiveServer
 from tests.server.test_tools import HERMES, LLAMA
 
@@ -126,6 +132,21 @@ def test_impossible_tool_choices_are_refused(
     status, answer = fake_server.post("/v1/chat/completions", {**ASK, "tools": tools_of("now"), **more})
     assert (status, answer["error"]["param"]) == (400, param)
     assert said in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("asked", ["auto", "kimi", "glm", "qwen3_coder", "mistral3"])
+def test_a_required_call_has_a_grammar_though_the_models_own_format_has_none(asked: str) -> None:
+    body = msgspec.convert({**ASK, "tools": tools_of("now"), "tool_choice": "required"}, ChatCompletionRequest)
+    state: Any = SimpleNamespace(tool_parser=asked, tool_parser_for=lambda _: "kimi" if asked == "auto" else asked)
+    assert ToolUse.of(body, state, HERMES).has_grammar(body, SamplingParams())
+
+
+def test_properties_that_are_no_mapping_say_nothing_of_the_arguments() -> None:
+    function = {"name": "f", "parameters": {"properties": [1]}}
+    body = msgspec.convert({**ASK, "tools": [{"type": "function", "function": function}]}, ChatCompletionRequest)
+    state: Any = SimpleNamespace(tool_parser="glm", tool_parser_for=lambda _: "glm")
+    parser = make_parser("glm", ToolUse.of(body, state, HERMES).schemas)
+    assert parser.feed("<tool_call>f\n<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>").calls
 
 
 def test_an_unsupported_tool_schema_is_refused_with_its_place(fake_server: LiveServer) -> None:

@@ -81,11 +81,12 @@ class ObjectEnd:
 class ArgumentsStream:
     """Passes on the JSON object that begins a text, piece by piece, up to its end or to `close`, the mark after a call.
 
-    Each character is looked at once.
+    Each character is looked at once. White space in front of the object is dropped.
     """
 
     def __init__(self, close: str) -> None:
         self._close = close
+        self._has_begun = False
         self._end = ObjectEnd()
         self._seen = ""  # not passed on yet
         self.is_done = False
@@ -93,6 +94,9 @@ class ArgumentsStream:
     def feed(self, text: str) -> tuple[str, str]:
         """Return what of the text belongs to the object, and the rest, which is empty until the object ends."""
         self._seen += text
+        if not self._has_begun:
+            self._seen = self._seen.lstrip()
+            self._has_begun = bool(self._seen)
         at = self._seen.find(self._close)
         known = self._seen[:at] if at >= 0 else self._seen[: len(self._seen) - held_back(self._seen, self._close)]
         end = self._end.find(known)

@@ -56,7 +56,7 @@ class NamedCallParser:
             if not mark:
                 return False
             parsed.calls.append(ToolCall(self.name_of(name), ""))
-            self._has_calls, self._text = True, rest.lstrip()
+            self._has_calls, self._text = True, rest
             self._arguments = ArgumentsStream(self.CLOSE or self.OPEN)
             return True
         marks = tuple(filter(None, (self.OPEN, self.CLOSE, *self.SECTION)))
@@ -103,6 +103,7 @@ class TaggedArgumentsParser:
     """Each argument between tags of its own, as text: it becomes JSON by the type that the tool's schema says.
 
     CALL: the name, at the beginning of a call.   ARGUMENT: the name of an argument, up to the beginning of its value.
+    PADDING: what may be on either side of a value without being part of it.
     Strings come out as they are written, other values when they are complete.
     """
 
@@ -110,6 +111,7 @@ class TaggedArgumentsParser:
     CALL: re.Pattern[str]
     ARGUMENT: re.Pattern[str]
     END = ""  # of a value
+    PADDING = ""
 
     def __init__(self, schemas: Schemas) -> None:
         self._schemas = schemas
@@ -168,25 +170,35 @@ class TaggedArgumentsParser:
             return False
         name = found["name"].strip()
         self._is_string = _is_string(self._types.get(name))
-        self._text, self._state = self._text[found.end() :], "value"
+        self._text, self._state = self._text[found.end() :], "padding"
         comma = ", " if self._num_arguments else ""
         self._num_arguments += 1
         quote = '"' if self._is_string else ""
         parsed.calls.append(ToolCall(None, f"{comma}{json.dumps(name, ensure_ascii=False)}: {quote}"))
         return True
 
+    def _in_padding(self, parsed: Parsed) -> bool:
+        """In front of a value."""
+        if not self._text:
+            return False
+        self._text, self._state = self._text.removeprefix(self.PADDING), "value"
+        return True
+
     def _in_value(self, parsed: Parsed) -> bool:
         at = self._text.find(self.END, max(0, self._num_searched - len(self.END)))
         self._num_searched = 0 if self._is_string or at >= 0 else len(self._text)
+        if at >= 0:
+            end = at - len(self.PADDING) if self._text.endswith(self.PADDING, 0, at) else at
+        else:
+            end = len(self._text) - max(held_back(self._text, mark) for mark in (self.END, self.PADDING + self.END))
         if self._is_string:
-            end = at if at >= 0 else len(self._text) - held_back(self._text, self.END)
             piece = json.dumps(self._text[:end], ensure_ascii=False)[1 : None if at >= 0 else -1]
             if piece:
                 parsed.calls.append(ToolCall(None, piece))
             self._text = self._text[end:]
-            at = 0 if at >= 0 else at
+            at = at - end if at >= 0 else at
         elif at >= 0:
-            parsed.calls.append(ToolCall(None, _as_json(self._text[:at])))
+            parsed.calls.append(ToolCall(None, _as_json(self._text[:end])))
         if at < 0:
             return False
         self._text, self._state = self._text[at + len(self.END) :], "call"
@@ -211,8 +223,9 @@ class Qwen3CoderParser(TaggedArgumentsParser):
     """Qwen3-Coder: <tool_call><function=NAME><parameter=KEY>\\nVALUE\\n</parameter></function></tool_call>."""
 
     CALL = re.compile(r"\s*<function=(?P<name>[^>]*)>")
-    ARGUMENT = re.compile(r"<parameter=(?P<name>[^>]*)>\n")
-    END = "\n</parameter>"
+    ARGUMENT = re.compile(r"<parameter=(?P<name>[^>]*)>")
+    END = "</parameter>"
+    PADDING = "\n"
 
 
 class GLMParser(TaggedArgumentsParser):
@@ -224,14 +237,21 @@ class GLMParser(TaggedArgumentsParser):
 
 
 def _is_string(schema: Any) -> bool:
-    """Return whether a value of this schema is a string, and so written as it is."""
-    return isinstance(schema, Mapping) and schema.get("type") == "string"
+    """Return whether a value of this schema is a string, and so written as it is. It may be null as well."""
+    if not isinstance(schema, Mapping):
+        return False
+    alternatives = schema.get("anyOf") or schema.get("oneOf")
+    if isinstance(alternatives, list):
+        left = [one for one in alternatives if one != {"type": "null"}]
+        return bool(left) and all(map(_is_string, left))
+    kinds = schema.get("type")
+    return kinds == "string" or (isinstance(kinds, list) and [kind for kind in kinds if kind != "null"] == ["string"])
 
 
 def _as_json(text: str) -> str:
     """Return the JSON of a value: the text itself if it is JSON, else a string."""
     try:
-        return json.dumps(json.loads(text), ensure_ascii=False)
+        return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
         words = {"True": "true", "False": "false", "None": "null"}
         return words.get(text.strip()) or json.dumps(text, ensure_ascii=False)
