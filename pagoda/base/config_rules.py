@@ -22,6 +22,8 @@ def check_settings(config: EngineConfig) -> None:
         raise ConfigError(f"watermark={cache.watermark} must be in [0, 1)")
     if "" in server.api_keys or server.admin_api_key == "":
         raise ConfigError("an API key is empty: give a key, or leave the option out")
+    if server.root_path and not server.root_path.startswith("/"):
+        raise ConfigError(f"root_path={abbreviate(server.root_path)} must begin with a slash")
     if server.admin_api_key in server.api_keys:
         raise ConfigError(
             "admin_api_key must not be one of api_keys, or all users of that key would be administrators; use another"

@@ -26,7 +26,10 @@ def configure_logging(process: str, level: str = "info", form: str = "text") -> 
 
 
 class TextLines(logging.Formatter):
-    """`2026-11-24 12:00:00.000 INFO api[17] message`; a traceback follows on lines of its own."""
+    """`2026-11-24 12:00:00.000 INFO api[17] message`; a traceback follows on lines of its own, which are indented.
+
+    So callers cannot write lines, not even in the text of an exception, nor control a terminal.
+    """
 
     def __init__(self, process: str) -> None:
         super().__init__(
@@ -34,10 +37,17 @@ class TextLines(logging.Formatter):
         )
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        if not record.message.isprintable():  # callers cannot write lines, nor control a terminal
-            shown = (one if one.isprintable() else one.encode("unicode_escape").decode() for one in record.message)
-            record.message = "".join(shown)
+        record.message = _printable(record.message)
         return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(f"  {_printable(line)}" for line in super().formatException(ei).splitlines())
+
+
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 class JsonLines(logging.Formatter):

@@ -4,7 +4,13 @@ from dataclasses import dataclass
 
 COMPUTING_SHARE = 0.1  # of a core: who uses this much makes progress, though the step may take long
 COMPUTING_TIMEOUTS = 10  # as many timeouts may a step take that uses the processor
-SLOW_STEPS = 5  # as many times the longest step so far may a step take, however short the timeout
+SLOW_STEPS = 5  # as many times the longest recent step may a step take, however short the timeout
+HALF_LIFE_S = 600.0  # of steps: after so much time, a slow one counts half
+
+
+def longest_recent(longest_s: float, step_s: float) -> float:
+    """Return the duration of the longest step after another of `step_s`: old ones count less and less."""
+    return max(longest_s * 0.5 ** (step_s / HALF_LIFE_S), step_s)
 
 
 @dataclass(slots=True)
@@ -13,9 +19,9 @@ class Watchdog:
 
     Using the processor counts as progress: a large model's step of thousands of tokens takes minutes on few cores. One
     that uses the processor for COMPUTING_TIMEOUTS times as long hangs, too. Where steps took long, the timeout is
-    SLOW_STEPS times the longest.
+    SLOW_STEPS times the longest of them, of which old ones count less.
 
-    progress_at_s: when they were last seen to make progress; the start, at first.   longest_s: of all steps so far.
+    progress_at_s: when they were last seen to make progress; the start, at first.   longest_s: of the recent steps.
     """
 
     progress_at_s: float
@@ -33,7 +39,7 @@ class Watchdog:
         timeout_s = max(timeout_s, SLOW_STEPS * self.longest_s)
         is_computing = cpu_s - self._cpu_s >= COMPUTING_SHARE * (now_s - self.progress_at_s)
         if mark != self._mark and has_work and self._mark is not None:
-            self.longest_s = max(self.longest_s, now_s - self._mark_at_s)
+            self.longest_s = longest_recent(self.longest_s, now_s - self._mark_at_s)
         if mark != self._mark or not has_work:
             self._mark, self._mark_at_s = mark, now_s
         if self._mark_at_s == now_s or (is_computing and now_s - self._mark_at_s < COMPUTING_TIMEOUTS * timeout_s):

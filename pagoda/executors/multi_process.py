@@ -25,7 +25,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, WorkerDied, fresh
 from pagoda.base.out_of_memory import describe_exit, hint_of_exit
 from pagoda.base.ranks import RankPlace
-from pagoda.base.watchdog import Watchdog
+from pagoda.base.watchdog import Watchdog, longest_recent
 from pagoda.core.executor import CALLS, Capacity, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.wire import make_decoder, make_encoder
@@ -262,7 +262,7 @@ class MultiProcessExecutor:
         if len({reply.checksum for reply in replies}) > 1:
             raise RankDied("the ranks disagree about the lengths of the rows: a bug in pagoda, or broken memory")
         result = self._result_decoder.decode(replies[self._sampling].value)
-        self._longest_step_s = max(self._longest_step_s, result.duration_s)
+        self._longest_step_s = longest_recent(self._longest_step_s, result.duration_s)
         return result
 
     def _look(self, watchdog: Watchdog, now_s: float) -> None:

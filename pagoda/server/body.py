@@ -154,20 +154,22 @@ class BodyReader:
         if not (content_type == "application/json" or content_type.endswith("+json")):
             raise RequestError("the body is not a JSON object; send one with Content-Type: application/json")
 
-        def parse() -> tuple[B, list[str]]:
-            return parse_body(data, kind, self._limits), unknown_fields(data, kind)
+        def parse() -> tuple[B, list[str], int]:
+            body, unknown = parse_body(data, kind, self._limits), unknown_fields(data, kind)
+            return body, unknown[:_MAX_LOOKED_AT], len(unknown)
 
-        body, unknown = parse() if len(data) <= _INLINE_BYTES else await asyncio.to_thread(parse)
+        body, unknown, num_unknown = parse() if len(data) <= _INLINE_BYTES else await asyncio.to_thread(parse)
         if unknown:
-            self._ignore(http, unknown)
+            self._ignore(http, unknown, num_unknown)
         return body
 
-    def _ignore(self, http: Request, names: list[str]) -> None:
+    def _ignore(self, http: Request, names: list[str], num_names: int) -> None:
+        """names: the first of `num_names`, of which a body may have hundreds of thousands."""
         if self._is_strict:
             name = _clip(names[0], MAX_SHOWN_CHARS)
             raise RequestError(f"this server does not support the field {name!r}", name)
         shown = [name for name in names if _HEADER_NAME.fullmatch(name)][:_MAX_HEADER_NAMES]
-        rest = len(names) - len(shown)
+        rest = num_names - len(shown)
         http.scope["state"]["ignored_fields"] = ", ".join((*shown, f"+{rest}") if rest else shown)
         for name in shown:
             if name not in self._logged and len(self._logged) < _MAX_LOGGED_NAMES:
@@ -182,6 +184,7 @@ HINTS = frozenset(
 """Fields that may be ignored in silence: an answer without regard to them is still the answer that was asked for."""
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_HEADER_NAMES = 20
+_MAX_LOOKED_AT = 200
 _MAX_LOGGED_NAMES = 100
 _decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 

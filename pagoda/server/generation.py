@@ -197,7 +197,7 @@ class Generation:
             if has_run:
                 observed.on_end(self.last[index], time.perf_counter())
                 self._reasons += observed.finish_reasons
-                if request.sampling is not None and "abort" not in observed.finish_reasons:
+                if request.sampling is not None and set(observed.finish_reasons) <= {"stop", "length"}:
                     self._generator.admission.note_output(observed.num_output_tokens / request.num_seqs)
 
     async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:

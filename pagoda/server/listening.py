@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import resource
@@ -42,14 +43,34 @@ def listen(config: ServerConfig) -> socket.socket:
     return listener
 
 
+class _FileListener(socket.socket):
+    """A Unix socket, with a lock of its path until it is closed: before it listens, it looks like one left over."""
+
+    def __init__(self) -> None:
+        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._held = contextlib.ExitStack()
+
+    def lock(self, path: str) -> None:
+        """Raises OSError if another server has the lock."""
+        file = self._held.enter_context(open(f"{path}.lock", "a"))  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)) from None
+
+    def close(self) -> None:
+        super().close()
+        self._held.close()
+
+
 def _listen_on_file(path: str) -> socket.socket:
     """Return a bound Unix socket. What is left of a server that has ended is replaced."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        if stat.S_ISSOCK(os.stat(path).st_mode) and probe.connect_ex(path) == errno.ECONNREFUSED:
-            os.unlink(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = _FileListener()
     try:
+        listener.lock(path)
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if stat.S_ISSOCK(os.stat(path).st_mode) and probe.connect_ex(path) == errno.ECONNREFUSED:
+                os.unlink(path)
         listener.bind(path)
     except OSError as error:
         listener.close()

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import quote
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -261,7 +262,7 @@ def _log(scope: Scope, state: dict[str, Any], status: int, duration_s: float) ->
         return
     fields = {
         "method": scope["method"],
-        "path": scope["path"],
+        "path": scope["path"][:_LONGEST_PATH],
         "status": status,
         "duration_ms": round(duration_s * 1e3, 1),
         **state["timings"],
@@ -274,11 +275,13 @@ def _log(scope: Scope, state: dict[str, Any], status: int, duration_s: float) ->
 
 _PROBED = HEALTH_PATHS | {"/metrics", "/load"}
 """Paths that machines ask for again and again: a success is only logged with --log-level debug."""
+_LONGEST_PATH = 200
 _NOT_NAMED = ("method", "path", "status", "duration_ms")
 
 
 def _line(fields: dict[str, Any]) -> str:
     """Return the line of the access log for people: `POST /v1/completions 200 in 12.3 ms, model=m, ...`."""
-    begin = f"{fields['method']} {fields['path'][:200]} {fields['status']} in {fields['duration_ms']} ms"
+    path = quote(fields["path"], safe="/:")  # a decoded one could look like fields
+    begin = f"{fields['method']} {path} {fields['status']} in {fields['duration_ms']} ms"
     named = (f"{name}={value}" for name, value in fields.items() if name not in _NOT_NAMED and value != "")
     return ", ".join((begin, *named))

@@ -108,11 +108,12 @@ class InputBody(PoolingBody, kw_only=True, frozen=True):
 
 
 class EmbeddingRequest(InputBody, kw_only=True, frozen=True):
-    """POST /v1/embeddings"""
+    """POST /v1/embeddings.   use_activation: the same as `normalize`."""
 
     encoding_format: Annotated[str, one_of("float", "base64")] = "float"
     dimensions: Count | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None
     prompt_name: str | None = None
 
     def check(self, limits: RequestLimits) -> None:
@@ -126,6 +127,7 @@ class EmbeddingRequest(InputBody, kw_only=True, frozen=True):
             task="embed",
             normalize=self.normalize,
             dimensions=self.dimensions,
+            use_activation=self.use_activation,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
         )
 

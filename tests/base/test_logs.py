@@ -26,6 +26,17 @@ def test_callers_cannot_write_lines_of_their_own() -> None:
         assert len(form.format(record("path %s", "/x\r\n2026-01-01\x85INFO\u2028api[1] forged")).splitlines()) == 1
 
 
+def test_a_traceback_in_text_has_no_lines_that_look_like_those_of_the_log() -> None:
+    made = record("failed")
+    with pytest.raises(ValueError, match="x") as caught:
+        raise ValueError("x\n2026-01-01 00:00:00.000 INFO api[1] forged\x1b[2J\r2026")
+    made.exc_info = (caught.type, caught.value, caught.tb)
+    first, *lines = TextLines("api").format(made).splitlines()
+    assert first.endswith("failed")
+    assert all(line.startswith("  ") and line.isprintable() for line in lines)
+    assert "  2026-01-01 00:00:00.000 INFO api[1] forged\\x1b[2J" in lines
+
+
 def test_a_line_of_json_has_the_fields_of_its_event() -> None:
     line = json.loads(JsonLines("engine").format(record("served %s", "ü", tokens=5)))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"])

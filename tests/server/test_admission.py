@@ -1,14 +1,25 @@
 """Limits: what is over them is refused at once, with the reason; what leaves makes room."""
 
+import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 
 from pagoda.base.errors import RequestError
+from pagoda.base.outputs import CompletionOutput, RequestOutput
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.request import Request
+from pagoda.engine.wire import EngineStats
+from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.admission import PRIOR_OUTPUT_TOKENS, Admission, AdmissionLimits, Place, Refusal
+from pagoda.server.errors import ApiError
+from pagoda.server.generation import Admitted, Generation
 from tests.server.live import FAKE_FLAGS, serving
 
 
@@ -109,6 +120,30 @@ def test_expected_outputs_follow_the_real_ones() -> None:
     for _ in range(5000):
         admission.note_output(3000)
     assert 2900 <= admission.expected_output(None) <= 3000
+
+
+@pytest.mark.parametrize(("reason", "is_noted"), [("stop", True), ("length", True), ("error", False), ("abort", False)])
+def test_only_outputs_that_came_to_their_end_are_expected_again(reason: str, is_noted: bool) -> None:
+    admission = Admission(AdmissionLimits())
+
+    async def stream(request: Request) -> AsyncIterator[RequestOutput]:
+        part = CompletionOutput(0, token_ids=[5], finish_reason=reason)
+        yield RequestOutput("a", outputs=[part], finished=True, error="broken" if reason == "error" else None)
+
+    metrics = ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, ""))
+    generator: Any = SimpleNamespace(admission=admission, metrics=metrics, llm=SimpleNamespace(stream=stream))
+    http: Any = SimpleNamespace(scope={"state": {"timings": {}, "key": ""}})
+    request = Request("a", np.array([1], np.int32), sampling=SamplingParams())
+
+    async def main() -> None:
+        admitted = Admitted(admission.admit(1, 1, ""), contextlib.ExitStack())
+        async with Generation(generator, http, "a", [request], admitted).outputs() as outputs:
+            async for _ in outputs:
+                pass
+
+    with contextlib.suppress(ApiError):
+        asyncio.run(main())
+    assert (admission.expected_output(None) < PRIOR_OUTPUT_TOKENS) == is_noted
 
 
 def test_256_chats_without_a_limit_run_although_their_contexts_exceed_the_token_limit(tmp_path: Path) -> None:

@@ -1,16 +1,20 @@
 """Request bodies: what is refused, how the error names the input, and what an error may repeat of it."""
 
+import asyncio
 import base64
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.server.body import Body, parse_body
+from pagoda.server import body as body_module
+from pagoda.server.body import Body, BodyReader, parse_body
 from pagoda.server.protocol import (
     AbortRequest,
     ChatCompletionRequest,
@@ -125,6 +129,22 @@ def test_an_error_never_repeats_the_callers_megabytes(body: dict[str, Any]) -> N
 def test_null_means_not_given_where_a_field_is_not_served() -> None:
     body = parse_body(b'{"prompt": "x", "audio": null, "best_of": null}', CompletionRequest, LIMITS)
     assert body.prompts() == ["x"]
+
+
+def test_of_many_unknown_fields_the_event_loop_looks_at_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {f"é{number}": 1 for number in range(5_000)}
+    looked_at: list[str] = []
+    monkeypatch.setattr(body_module, "_HEADER_NAME", SimpleNamespace(fullmatch=looked_at.append))
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps({"prompt": "x", **names}).encode()}
+
+    state: dict[str, Any] = {}
+    headers = [(b"content-type", b"application/json")]
+    http = Request({"type": "http", "method": "POST", "path": "/x", "headers": headers, "state": state}, receive)  # type: ignore[arg-type]
+    asyncio.run(BodyReader(LIMITS).read(http, CompletionRequest))
+    assert len(looked_at) < 1_000
+    assert state["ignored_fields"] == "+5000"
 
 
 def test_messages_keep_the_fields_that_templates_may_read() -> None:

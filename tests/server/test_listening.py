@@ -10,6 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pagoda.base.config import EngineConfig
+from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig
 from pagoda.server.listening import listen
@@ -26,11 +28,24 @@ def test_a_unix_socket_replaces_what_an_ended_server_left_and_nothing_else(tmp_p
         with pytest.raises(ConfigError, match=f"cannot listen on {path}: .*in use; choose another --uds"):
             listen(ServerConfig(uds=str(path)))
         listener.close()
+    bound = listen(ServerConfig(uds=str(path)))  # of a server that still loads its model
+    with pytest.raises(ConfigError, match="in use"):
+        listen(ServerConfig(uds=str(path)))
+    bound.listen()
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    bound.close()
     file = tmp_path / "f"
     file.write_text("kept")
     with pytest.raises(ConfigError, match="cannot listen"):
         listen(ServerConfig(uds=str(file)))
     assert file.read_text() == "kept"
+
+
+def test_a_path_of_the_proxy_that_would_do_nothing_is_refused() -> None:
+    check_settings(EngineConfig.from_options(root_path="/api/"))
+    with pytest.raises(ConfigError, match="root_path='api' must begin with a slash"):
+        check_settings(EngineConfig.from_options(root_path="api"))
 
 
 def test_a_served_unix_socket_with_keys_from_a_file_below_a_path(tmp_path: Path) -> None:

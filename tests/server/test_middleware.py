@@ -115,6 +115,14 @@ def test_one_line_in_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
     assert "k" != line["key"] != ""
 
 
+def test_a_path_does_not_look_like_fields_and_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="pagoda.access")
+    call(gate(), path="/x%20200%20in%201%20ms%2C%20model=m" + "y" * 1000)
+    (entry,) = [r for r in caplog.records if r.name == "pagoda.access"]
+    assert entry.getMessage().startswith("POST /x%20200%20in%201%20ms%2C%20model%3Dmy")
+    assert len(getattr(entry, FIELDS)["path"]) == 200
+
+
 def test_an_unexpected_error_leaves_through_all_layers(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="pagoda.access")
     counted: list[tuple[str, str, int]] = []

@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from pagoda.base.request_limits import RequestLimits
+from pagoda.server.body import parse_body
+from pagoda.server.pooling_bodies import EmbeddingRequest
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
 
 TEXTS = ["The sky is blue.", "Bread", "The sky"]
@@ -43,6 +46,11 @@ def test_embeddings_as_numbers_as_bytes_and_of_token_ids(fake_server: LiveServer
     assert [len(vector) for vector in vectors(fake_server, dimensions=5)] == [5, 5, 5]
     cut = fake_server.post("/v1/embeddings", {"input": TEXTS[0], "truncate_prompt_tokens": 2})[1]
     assert cut["usage"]["prompt_tokens"] == 2
+
+
+def test_an_embedding_without_activation_is_not_normalised() -> None:
+    params = parse_body(b'{"input": "x", "use_activation": false}', EmbeddingRequest, RequestLimits()).pooling_params()
+    assert (params.task, params.use_activation) == ("embed", False)  # the pooler: the same as normalize=False
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
