@@ -46,7 +46,10 @@ def build_engine_core(
     Raises ConfigError for invalid settings, CapacityError for too little memory, WorkerDied if the executor dies.
     """
     begin_s = time.perf_counter()
-    setup, capacity = fit_cache(config if isinstance(config, EngineSetup) else resolve_engine(config))
+    setup = config if isinstance(config, EngineSetup) else resolve_engine(config)
+    capacity = None
+    if setup.config.parallel.executor != "ray":  # nothing is known of other machines before their ranks have measured
+        setup, capacity = fit_cache(setup)
     for sentence in settings_without_effect(setup.config):
         logger.warning("%s", sentence)
     clock = clock or SystemClock()
@@ -110,9 +113,10 @@ def build_llm_engine(
     return LLMEngine(core, inputs)
 
 
-def _start(executor: Executor, setup: EngineSetup, planned: KVCapacity) -> tuple[EngineSetup, KVCapacity]:
+def _start(executor: Executor, setup: EngineSetup, planned: KVCapacity | None) -> tuple[EngineSetup, KVCapacity]:
     """Start the executor; return what the ranks have room for.
 
+    planned: what was expected before loading, None if nothing could be.
     Raises CapacityError if memory runs out while it loads, whichever library notices.
     """
     sizes = sizes_to_try(setup)
@@ -128,25 +132,27 @@ def _start(executor: Executor, setup: EngineSetup, planned: KVCapacity) -> tuple
         raise _too_little_memory(setup, planned, error) from error
 
 
-def _too_little_memory(setup: EngineSetup, capacity: KVCapacity, error: Exception) -> CapacityError:
+def _too_little_memory(setup: EngineSetup, planned: KVCapacity | None, error: Exception) -> CapacityError:
     """Return the error that says what loading takes."""
     dtype = resolve_quantization(setup.files, setup.config.model.quantization) or setup.dtype
     weights = weights_in_memory(setup)
+    pools = "" if planned is None else f", the KV cache {planned.pool_bytes >> 20} MiB"
     return CapacityError(
-        f"memory ran out while loading {setup.files.name!r}: weights take about {weights >> 20} MiB as {dtype}, "
-        f"the KV cache {capacity.pool_bytes >> 20} MiB; lower kv_cache_memory, quantize (quantization='int8'), or "
+        f"memory ran out while loading {setup.files.name!r}: weights take about {weights >> 20} MiB as {dtype}"
+        f"{pools}; lower kv_cache_memory, quantize (quantization='int8'), or "
         f"raise the memory limit ({shorten(str(error))})"
     )
 
 
 def _make_executor(
     setup: EngineSetup,
-    capacity: KVCapacity,
+    capacity: KVCapacity | None,
     pin_threads: bool,
     on_death: Callable[[WorkerDied], object],
 ) -> Executor:
     options = scheduler_options(setup.config, setup.drafting)
     if setup.config.parallel.executor == "fake":
+        assert capacity is not None
         return FakeExecutor(
             options.max_rows,
             setup.num_positions,

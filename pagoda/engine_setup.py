@@ -242,7 +242,8 @@ def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCap
             require_device_memory(found[-1], config.cache, free, taken_by)
     capacity = min(found, key=lambda one: one.num_blocks)
     if not is_fake:
-        on_host, limit = embeds.host // sharing, memory_limit()
+        on_host = embeds.host // sharing
+        limit = None if config.parallel.executor == "ray" else memory_limit()  # which is this machine's
         if is_on_host:
             on_host += weights_in_memory(setup) + adapters_in_memory(setup) + embeds.device
         require_host_memory(capacity, config.cache, None if limit is None else limit // sharing, on_host, is_on_host)

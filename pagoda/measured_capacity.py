@@ -1,4 +1,4 @@
-"""Size the KV pools of a GPU by what its largest steps leave, with smaller steps where those do not fit."""
+"""Size the KV pools by what the ranks measure: on a GPU next to its largest steps, or to smaller ones if those fit."""
 
 import dataclasses
 import logging
@@ -29,21 +29,24 @@ def sizes_to_try(setup: EngineSetup) -> list[StepSize]:
 
 
 def fit_measured(
-    setup: EngineSetup, planned: KVCapacity, capacities: Sequence[Capacity], sizes: Sequence[StepSize]
+    setup: EngineSetup, planned: KVCapacity | None, capacities: Sequence[Capacity], sizes: Sequence[StepSize]
 ) -> tuple[EngineSetup, KVCapacity]:
     """Size the pools by what the ranks have measured, with the largest of `sizes` that fits on all of them.
 
-    planned: what was expected before loading.   capacities: as Executor.start returns them, for these `sizes`.
+    planned: what was expected before loading, if anything.
+    capacities: as Executor.start returns them, for these `sizes`.
     If steps had to be smaller, defaults are lowered with a warning. Raises CapacityError that says what would fit if
     the settings were given, or if the pools do not fit.
     """
-    if not capacities or setup.config.debug.num_blocks is not None:
+    if planned is not None and (not capacities or setup.config.debug.num_blocks is not None):
         return setup, planned
     tightest = max(capacities, key=lambda one: one.num_too_large)
     if tightest.num_too_large:
         setup = _lowered(setup, sizes[tightest.num_too_large], tightest.why)
     setup, measured = fit_cache(setup, capacities)
-    if setup.device.is_host:  # where loaded weights may still count as free, for their files can be read again
+    if (
+        setup.device.is_host and planned is not None
+    ):  # where loaded weights may still count as free, for their files can be read again
         measured = min(planned, measured, key=lambda one: one.num_blocks)
     return setup, measured
 

@@ -115,7 +115,7 @@ class _Kept(Generic[T]):
         error = future.exception()
         if error is None or isinstance(error, WorkerDied):  # the next step says so, too
             return True
-        del self._known[self._key(item)]  # who asks again tries again
+        self.drop(item)  # some ranks may have it; who asks again tries again
         logger.warning("%s cannot be used: %s", what, error)
         raise RequestError(f"{what} cannot be used: {error}") from error
 
@@ -126,7 +126,7 @@ class _Kept(Generic[T]):
         try:
             future.result()
         except BaseException:
-            self._known.pop(key, None)
+            self.drop(item)
             raise
 
     def drop(self, item: T) -> None:

@@ -189,11 +189,12 @@ class MultiProcessExecutor:
         asked = _Asked(is_step, finish)
         data = self._encoder.encode(message(self._number + 1))
         with self._lock:
-            if self._died is None:
+            died = self._died if self._group is not None else RankDied("the executor is not running")
+            if died is None:
                 self._number += 1
                 self._asked[self._number] = asked
-        if self._died is not None or self._group is None:
-            asked.future.set_exception(fresh(self._died or RankDied("the executor is not running")))
+        if died is not None or self._group is None:
+            asked.future.set_exception(fresh(died or RankDied("the executor is not running")))
             return asked.future
         for socket in self._group.messages:
             self._send(socket, data)
@@ -247,7 +248,7 @@ class MultiProcessExecutor:
             return
         replies = [asked.replies[number] for number in sorted(asked.replies)]
         failures = [one.failure for one in replies if one.failure is not None]
-        if failures and not is_loading and (len(failures) < len(replies) or "WorkerDied" in [f.kind for f in failures]):
+        if failures and not is_loading and self._ends_the_group(asked, len(failures) < len(replies)):
             raise _failed_alone(asked)
         result = None if failures else asked.finish(replies)
         with self._lock:
@@ -257,6 +258,18 @@ class MultiProcessExecutor:
             asked.future.set_exception(error_of(failures[0]))
         else:
             asked.future.set_result(result)
+
+    def _ends_the_group(self, asked: _Asked, is_some: bool) -> bool:
+        """Return whether failures mean that the ranks do not have the same state any more.
+
+        is_some: other ranks have not failed. They do not with a call that only some refuse, such as an adapter whose
+        files one machine lacks: its caller has all ranks forget it. Where there are stages, one may have sent to the
+        next what that has not received.
+        """
+        kinds = {reply.failure.kind for reply in asked.replies.values() if reply.failure is not None}
+        if asked.is_step:
+            return is_some or "WorkerDied" in kinds or self._places[0].num_stages > 1
+        return "WorkerDied" in kinds or (is_some and kinds != {"RequestError"})
 
     def _result_of_step(self, replies: list[Reply]) -> ModelRunnerOutput:
         if len({reply.checksum for reply in replies}) > 1:
@@ -274,7 +287,8 @@ class MultiProcessExecutor:
         with self._lock:
             asked = dict(self._asked)
         for one in asked.values():
-            if one.failed_at_s is not None and now_s - one.failed_at_s > ALONE_S:
+            late_s = 0.0 if one.failed_at_s is None else now_s - one.failed_at_s
+            if late_s > ALONE_S and self._ends_the_group(one, is_some=True):
                 raise _failed_alone(one)
         step = next((number for number, one in asked.items() if one.is_step), None)
         mark = (step, len(asked[step].replies)) if step is not None else None
@@ -293,7 +307,10 @@ class MultiProcessExecutor:
             self._died = error
             asked, self._asked = self._asked, {}
         if self._group is not None:
-            self._group.ranks.end()
+            try:
+                self._group.ranks.end()
+            except Exception:
+                logger.exception("the ranks could not be ended")
             self._group.hide()
         if threading.current_thread() is self._receiver:
             logger.error("%s", error)
@@ -331,7 +348,7 @@ class _Group:
                 for place, messages in zip(places, self.messages, strict=True)
             ]
             self.ranks = start_ranks(starts)
-        except Exception:
+        except BaseException:
             self.close()
             raise
 
@@ -421,10 +438,10 @@ class LocalRanks:
             end_child(process)
 
 
-def new_segment(num_ranks: int) -> int:
-    """Return the descriptor of memory in which the ranks of this machine compute together."""
+def new_segment(num_ranks: int, num_local: int | None = None) -> int:
+    """Return the descriptor of memory in which the ranks of this machine compute together: see `create_segment`."""
     try:
-        return create_segment(library.load(), num_ranks)
+        return create_segment(library.load(), num_ranks, num_local)
     except build.NativeUnavailable as error:
         raise ConfigError(f"several ranks on one machine need the native kernels: {error}") from error
 

@@ -190,7 +190,7 @@ def _digest(setup: EngineSetup) -> str:
     about = (metadata.version("pagoda-llm"), setup.spec, setup.groups, setup.dtype, setup.kv_dtype, setup.max_model_len)
     digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
     path = setup.files.path
-    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         if file.is_file():
             size = file.stat().st_size
             digest.update(f"{file.name}:{size}".encode())

@@ -5,12 +5,15 @@ that ends, with its node or alone, ends the group, as a process does; a server t
 room.
 """
 
+import contextlib
 import logging
 import os
 import socket
+import struct
+import time
 from collections.abc import Sequence
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Listener
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from typing import Any, Protocol
 
 import msgspec
@@ -30,6 +33,7 @@ logger = logging.getLogger("pagoda")
 
 PLACEMENT_TIMEOUT_S = 30.0  # for a place for all ranks; a server tries three times
 END_TIMEOUT_S = 10.0
+HANDSHAKE_TIMEOUT_S = 5
 
 
 def connect() -> str:
@@ -59,20 +63,25 @@ class RankActor:
     """A rank's process. Its methods run in threads of their own, since `run` does not return."""
 
     def __init__(self) -> None:
-        self._listener: Listener | None = None
+        self._listener: socket.socket | None = None
+        self._secret = b""
 
     def node(self) -> str:
         """Return the id of the node that it is on."""
         return ray.get_runtime_context().get_node_id()
 
-    def new_segment(self, num_ranks: int) -> str:
-        """Return a path by which other processes of this node can open new memory that they share with this one."""
-        return f"/proc/{os.getpid()}/fd/{new_segment(num_ranks)}"
+    def new_segment(self, num_ranks: int, num_local: int) -> str:
+        """Return a path by which other processes of this node can open new memory that they share with this one.
+
+        num_ranks: of all.   num_local: on this node.
+        """
+        return f"/proc/{os.getpid()}/fd/{new_segment(num_ranks, num_local)}"
 
     def listen(self, secret: bytes) -> tuple[str, int]:
         """Return an address at which this rank will take the connection of the stage before."""
-        self._listener = Listener((ray.util.get_node_ip_address(), 0), authkey=secret)
-        host, port = self._listener.address
+        self._secret = secret
+        self._listener = socket.create_server((ray.util.get_node_ip_address(), 0))
+        host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 
     def run(self, data: bytes, segment: str | None, next_stage: tuple[str, int] | None) -> None:
@@ -87,18 +96,25 @@ class RankActor:
         if next_stage is not None:
             start = msgspec.structs.replace(start, next=_socket_of(Client(next_stage, authkey=start.curve.secret)))
         if self._listener is not None:
-            start = msgspec.structs.replace(start, previous=_socket_of(_accepted(self._listener)))
+            start = msgspec.structs.replace(start, previous=_socket_of(_accepted(self._listener, self._secret)))
         log_rank(start)
         run_rank(start, make_executor)
 
 
-def _accepted(listener: Listener) -> _Connection:
-    """Return the first connection from a holder of the secret."""
-    while True:
-        try:
-            return listener.accept()
-        except (AuthenticationError, OSError, EOFError) as error:
-            logger.warning("a connection that is not from a rank was refused: %s", error)
+def _accepted(listener: socket.socket, secret: bytes) -> _Connection:
+    """Return the first connection from a holder of the secret; listen no more. One who keeps silent is refused."""
+    with listener:
+        while True:
+            accepted, _ = listener.accept()
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", HANDSHAKE_TIMEOUT_S, 0))
+            connection = Connection(accepted.detach())
+            try:
+                deliver_challenge(connection, secret)
+                answer_challenge(connection, secret)
+                return connection
+            except (AuthenticationError, OSError, EOFError) as error:
+                connection.close()
+                logger.warning("a connection that is not from a rank was refused: %s", error)
 
 
 def _socket_of(connection: _Connection) -> int:
@@ -147,7 +163,7 @@ class RayRanks:
                     f"{start.place.stage} on different nodes; make it with strategy STRICT_PACK, or with a bundle "
                     "for each stage"
                 )
-        segments, listening = self._share_memory(starts), self._listen(starts)
+        segments, listening = self._share_memory(starts, nodes), self._listen(starts)
         encoder = make_encoder()
         for number, (start, actor) in enumerate(zip(starts, self._actors, strict=True)):
             node = nodes[number]
@@ -155,13 +171,20 @@ class RayRanks:
             next_stage = listening.get(number + start.place.tensor_size)
             self._runs.append(actor.run.remote(encoder.encode(local), segments[start.place.stage], next_stage))
 
-    def _share_memory(self, starts: Sequence[RankStart]) -> "list[str | None]":
+    def _share_memory(self, starts: Sequence[RankStart], nodes: Sequence[str]) -> "list[str | None]":
         """Return, by stage, the path of the memory that its ranks share; None where a rank is alone."""
         place = starts[0].place
         if place.world_size == 1:
             return [None]
-        firsts = [actor for start, actor in zip(starts, self._actors, strict=True) if not start.place.tensor_rank]
-        return list(ray.get([actor.new_segment.remote(place.world_size) for actor in firsts]))
+        firsts = range(0, place.world_size, place.tensor_size)
+        return list(
+            ray.get(
+                [
+                    self._actors[first].new_segment.remote(place.world_size, nodes.count(nodes[first]))
+                    for first in firsts
+                ]
+            )
+        )
 
     def _listen(self, starts: Sequence[RankStart]) -> dict[int, tuple[str, int]]:
         """Return, by number, where the ranks of all stages but the first take the connection of the stage before."""
@@ -201,17 +224,19 @@ class RayRanks:
         return RankDied(f"rank {number}, an actor of Ray, has returned")
 
     def cpu_s(self) -> float:
-        """Return 0: what a process on another machine uses is not seen, so only steps that end count as progress."""
-        return 0.0
+        """Return the time: what other machines use is not seen, so ranks count as computing until it takes too long."""
+        return time.monotonic()
 
     def end(self) -> None:
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
-        if self._runs:
-            ray.wait(self._runs, num_returns=len(self._runs), timeout=END_TIMEOUT_S)
-        if self._group is not None:
-            remove_placement_group(self._group)
-        self._actors, self._group = [], None
+        actors, self._actors = self._actors, []
+        group, self._group = self._group, None
+        with contextlib.suppress(RayError, OSError, RuntimeError, ValueError):  # the cluster itself may be gone
+            for actor in actors:
+                ray.kill(actor, no_restart=True)
+            if self._runs:
+                ray.wait(self._runs, num_returns=len(self._runs), timeout=END_TIMEOUT_S)
+            if group is not None:
+                remove_placement_group(group)
 
 
 def _resources(start: RankStart) -> dict[str, float]:

@@ -120,7 +120,7 @@ def test_a_failure_is_raised_once_and_who_asks_again_tries_again(ranks: Ranks) -
     with pytest.raises(RequestError, match="the adapter 'a' cannot be used: no file"):
         kept.why_not_ready(wants(adapter="a"))
     assert kept.why_not_ready(wants(adapter="a")) is Reason.ADAPTER
-    assert ranks.calls == [("load_adapter", "a")] * 2
+    assert ranks.calls == [("load_adapter", "a"), ("unload_adapter", "a"), ("load_adapter", "a")]  # some may have it
 
 
 def test_a_dead_rank_holds_nobody_back(ranks: Ranks) -> None:

@@ -1,7 +1,8 @@
 """A rank without a model, for which request ids say what goes wrong on which rank. `python -m`.
 
 "kill-1": when a request of this id is admitted, rank 1 dies of SIGKILL; also "stop", "exit", "raise", "disagree".
-"raise": all ranks raise.   A model named "bad-N" cannot be loaded by rank N, which "slow-N" takes forever to load.
+"raise": all ranks raise.   An adapter named "bad" is refused, "bad-N" by rank N alone.
+A model named "bad-N" cannot be loaded by rank N, which "slow-N" takes forever to load.
 """
 
 import os
@@ -71,7 +72,7 @@ class FaultyExecutor:
 
     def call(self, name: str, *args: object) -> "Future[Any]":
         future: Future[Any] = Future()
-        if name == "load_adapter" and isinstance(args[0], LoraRef) and args[0].name == "bad":
+        if name == "load_adapter" and isinstance(args[0], LoraRef) and args[0].name in ("bad", f"bad-{self._number}"):
             future.set_exception(RequestError("no such adapter", "lora_request"))
         else:
             future.set_result(None)

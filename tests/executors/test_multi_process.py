@@ -102,6 +102,20 @@ def test_calls_run_between_steps_and_raise_what_all_ranks_raise() -> None:
         assert (first.result(60).step, second.result(60).step) == (1, 2)
 
 
+def test_an_adapter_that_only_one_rank_refuses_fails_only_the_call() -> None:
+    with running(config_of()) as executor:
+        with pytest.raises(RequestError, match="no such adapter"):
+            executor.call("load_adapter", LoraRef("bad-1")).result(60)
+        assert executor.submit(step(1, [(0, 0, 3)], admitted=a_request())).result(60).step == 1
+
+
+def test_a_step_that_fails_in_all_stages_ends_them() -> None:
+    """One stage may have sent to the next what that has not received."""
+    parallel = ParallelConfig(pipeline_parallel_size=2, distributed_executor_backend="mp")
+    with running(replace(config_of(), parallel=parallel)) as executor, pytest.raises(WorkerDied, match="failed"):
+        executor.submit(step(1, [(0, 0, 3)], admitted=a_request("raise"))).result(60)
+
+
 def test_an_error_of_all_ranks_fails_only_the_step() -> None:
     with running(config_of()) as executor:
         with pytest.raises(RuntimeError, match="ValueError: this step cannot be computed"):

@@ -11,8 +11,9 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pagoda import LLM, SamplingParams
-from pagoda.base.errors import WorkerDied
+from pagoda.base.errors import CapacityError, WorkerDied
 from pagoda.executors import ray as ray_executor
+from pagoda.worker.devices.cpu import CpuDevice
 from tests.engine.byte_llama import write_byte_llama
 from tests.server.live import LiveServer, serving
 from tests.server.test_ranks import flags_of, load
@@ -72,6 +73,19 @@ def test_an_engine_in_an_actor_takes_the_placement_group_of_the_actor(cluster: C
     caller = Caller.options(scheduling_strategy=strategy).remote()
     assert ray.get(caller.texts.remote(), timeout=120) == expected
     remove_placement_group(group)
+    cluster.remove_node(node)
+
+
+def test_what_fits_is_measured_where_the_ranks_are(
+    cluster: Cluster, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine of the engine may have too little memory for a rank."""
+    monkeypatch.setattr(CpuDevice, "free_bytes", lambda _: 0)
+    node = cluster.add_node(num_cpus=1)
+    with pytest.raises(CapacityError):
+        LLM(str(model), max_model_len=128)
+    with LLM(str(model), distributed_executor_backend="ray", max_model_len=128) as llm:
+        assert texts(llm)
     cluster.remove_node(node)
 
 

@@ -45,13 +45,19 @@ class EngineProcess:
             self._release()
             raise
         self._ranks: list[int] = []
+        self._is_on_ray = config.parallel.executor == "ray"
 
     def note_ranks(self) -> None:
         """Count the processor time of the processes that the engine has started as its own, from now on."""
         self._ranks = children_of(self.process.pid)
 
     def cpu_s(self) -> float:
-        """Return the seconds of processor time that the engine has used; 0 where the system does not say."""
+        """Return the seconds of processor time that the engine has used; 0 where the system does not say.
+
+        What ranks on other machines use is not seen: with them, it is the time.
+        """
+        if self._is_on_ray:
+            return time.monotonic()
         return sum(map(cpu_s_of, (self.process.pid, *self._ranks)))
 
     def close(self, grace_s: float = 0.0) -> int | None:

@@ -19,14 +19,17 @@ _SPIN_NS = 50_000
 """How long a rank looks for the others before it sleeps, where each has a core: as long as the kernels' threads do."""
 
 
-def create_segment(library: NativeLibrary, world_size: int) -> int:
+def create_segment(library: NativeLibrary, world_size: int, num_local: int | None = None) -> int:
     """Return the descriptor of new shared memory without a name, for ranks 0 .. world_size - 1.
 
-    Processes inherit it or get it otherwise. Raises ConfigError for more ranks than a machine may have.
+    Processes inherit it or get it otherwise. num_local: ranks on this machine, by default all.
+    Raises ConfigError for more ranks than a machine may have.
     """
     if world_size > MAX_RANKS:
         raise ConfigError(f"{world_size} ranks do not share the memory of one machine: at most {MAX_RANKS}")
-    spin_ns = _SPIN_NS if available_cpus() >= world_size else 0  # decided here: a rank may see its own cores alone
+    spin_ns = (
+        _SPIN_NS if available_cpus() >= (num_local or world_size) else 0
+    )  # decided here: a rank may see its own cores alone
     sizes = RankSegment(world_size, HALF_BYTES, SLOT_BYTES, INBOX_BYTES // SLOT_BYTES, spin_ns)
     descriptor = os.memfd_create("pagoda-ranks", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, library["rank_segment_bytes"](byref(sizes)))
