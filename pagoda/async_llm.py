@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import os
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -59,8 +60,11 @@ class _Asked:
     cache_salt: str | None = None
     lora_request: LoRARequest | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", copy.copy(self.params))  # the caller may change theirs meanwhile
 
-def _kind_of(params: SamplingParams | None) -> OutputKind:
+
+def _kind_of(params: Params | None) -> OutputKind:
     asked = getattr(params, "output_kind", None)  # something else than parameters is refused later
     return asked if asked is not None else OutputKind.CUMULATIVE
 
@@ -158,7 +162,7 @@ class AsyncLLM:
         closed, WorkerDied if the engine ended. A request that the engine ends after some tokens has `error` set.
         """
         asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
-        async with self._outputs(prompt, asked, _kind_of(sampling_params)) as outputs:
+        async with self._outputs(prompt, asked, _kind_of(asked.params)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -174,9 +178,9 @@ class AsyncLLM:
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like `generate`, for the assistant's next turn in a conversation; template_options as in LLM.chat."""
-        prompt = await self._render(messages, template_options)
         asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
-        async with self._outputs(prompt, asked, _kind_of(sampling_params)) as outputs:
+        prompt = await self._render(messages, template_options)
+        async with self._outputs(prompt, asked, _kind_of(asked.params)) as outputs:
             async for output in outputs:
                 yield output
 
@@ -210,8 +214,8 @@ class AsyncLLM:
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like `stream`, for the assistant's next turn in a conversation."""
-        prompt = await self._render(messages, template_options)
         asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
+        prompt = await self._render(messages, template_options)
         async with self._outputs(prompt, asked, OutputKind.DELTA) as outputs:
             async for output in outputs:
                 yield output

@@ -114,7 +114,7 @@ class LLM:
 
     def get_tokenizer(self) -> CallersTokenizer:
         """Return the tokenizer with the names of transformers' (`tok(text).input_ids`, `apply_chat_template`)."""
-        return CallersTokenizer(self.engine.input_processor)
+        return CallersTokenizer(self.engine.input_processor, self._thread.entered)
 
     @property
     def llm_engine(self) -> LLMEngine:
@@ -212,7 +212,9 @@ class LLM:
         """Run `generate` for a list that may contain errors in place of prompts that could not be rendered."""
         count = len(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = for_each(given, count, SamplingParams, "sampling_params")
+        each = for_each(given, count, SamplingParams, "sampling_params")
+        copies = {id(one): one.clone() for one in each}  # callers may change theirs while the prompts are read
+        params = [copies[id(one)] for one in each]
         adapters = adapter_for_each(lora_request, count)
         priorities = [priority or 0] * count if priority is None or isinstance(priority, int) else priority
         if len(priorities) != count:

@@ -1,13 +1,15 @@
 """What scripts written for vLLM's Python classes use, over an engine without a model."""
 
 import asyncio
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import pagoda
-from pagoda import LLM, AsyncLLM, RequestError, RequestOutputKind, SamplingParams, TokensPrompt
+from pagoda import LLM, AsyncLLM, RequestError, RequestOutputKind, SamplingParams, TokensPrompt, UsageError
+from pagoda.engine.inputs.callers_tokenizer import CallersTokenizer
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.llm_engine import LLMEngine
 from tests.fake_engine import byte_inputs, fake_core
@@ -89,6 +91,36 @@ def test_the_tokenizer_has_the_names_of_transformers(llm: LLM) -> None:
     )
 
 
+def test_the_tokenizer_can_be_copied_and_refuses_what_it_does_not_do(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    assert copy.copy(tokenizer).encode("hello") == tokenizer.encode("hello")
+    with pytest.raises(AttributeError):
+        CallersTokenizer.__new__(CallersTokenizer).no_such_name  # noqa: B018
+    messages = [{"role": "user", "content": "hi"}]
+    ids = tokenizer.apply_chat_template(messages)
+    asked = tokenizer.apply_chat_template(messages, return_dict=True)
+    assert asked == {"input_ids": ids, "attention_mask": [1] * len(ids)}
+    with pytest.raises(RequestError, match="return_tensors: ids are lists here"):
+        tokenizer.apply_chat_template(messages, return_tensors="pt")  # type: ignore[arg-type]
+    with llm._thread.entered(), pytest.raises(UsageError, match="in use by the same thread"):
+        tokenizer.apply_chat_template(messages)
+
+
+def test_parameters_that_change_while_prompts_are_read_do_not_change_the_call(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SHORT.clone()
+    inputs = llm.engine.input_processor
+    read = inputs.prompts.read
+
+    def reading(*args: Any, **named: Any) -> Any:
+        params.max_tokens = 1
+        return read(*args, **named)
+
+    monkeypatch.setattr(inputs.prompts, "read", reading)
+    assert [len(output.outputs[0].token_ids) for output in llm.generate(["a", "b"], params)] == [4, 4]
+
+
 @pytest.mark.parametrize("prompt", ["", [10**6]], ids=["empty", "out of the vocabulary"])
 def test_errors_of_prompts_are_value_errors(llm: LLM, prompt: Any) -> None:
     with pytest.raises(ValueError, match=r"empty|vocabulary") as caught:
@@ -102,6 +134,22 @@ def test_engine_args_and_other_names_of_vllm() -> None:
     assert isinstance(AsyncLLM.from_engine_args(args), AsyncLLM)
     assert pagoda.EmbeddingRequestOutput is pagoda.PoolingRequestOutput
     assert {"TokensPrompt", "TextPrompt", "RequestOutputKind"} <= set(pagoda.__all__)
+
+
+def test_parameters_that_change_while_a_conversation_is_rendered_do_not_change_the_call() -> None:
+    async def num_tokens() -> int:
+        params = SHORT.clone()
+        async with AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
+            outputs = llm.chat([{"role": "user", "content": "hi"}], params)
+            first = asyncio.ensure_future(anext(outputs))
+            await asyncio.sleep(0)  # the call has begun
+            params.max_tokens = 1
+            output = await first
+            async for one in outputs:
+                output = one
+            return len(output.outputs[0].token_ids)
+
+    assert asyncio.run(num_tokens()) == 4
 
 
 def test_async_outputs_are_of_the_kind_that_was_asked_for() -> None:

@@ -62,7 +62,6 @@ IGNORED: Mapping[str, str] = {
     "prefix_caching_hash_algo": "there is only one algorithm, with a secret seed",
     "disable_sliding_window": "sliding windows cannot be switched off",
     "disable_hybrid_kv_cache_manager": "full and sliding layers always have their own blocks",
-    "enable_sleep_mode": "the server cannot free its memory while it runs",
     # Speed and devices
     "enforce_eager": _NOTHING_TO_COMPILE,
     "optimization_level": _NOTHING_TO_COMPILE,
@@ -74,7 +73,6 @@ IGNORED: Mapping[str, str] = {
     "compilation_config": _NOTHING_TO_COMPILE,
     "cuda_graph_sizes": _NOTHING_TO_COMPILE,
     "max_seq_len_to_capture": _NOTHING_TO_COMPILE,
-    "data_parallel_size": "start one `pagoda serve` per replica behind a load balancer",
     "enable_expert_parallel": "each worker has a share of every expert: see {tensor_parallel_size}",
     "disable_custom_all_reduce": "there is only one all-reduce, which sums in the order of the ranks",
     "max_parallel_loading_workers": "each worker reads only its share of the weights",
@@ -111,9 +109,6 @@ IGNORED: Mapping[str, str] = {
     "max_log_len": _NEVER_LOGGED,
     "disable_uvicorn_access_log": "{no_access_log} switches off the line per request",
     "uvicorn_log_level": "{log_level} sets what is logged",
-    "allowed_methods": _CORS,
-    "allowed_headers": _CORS,
-    "allow_credentials": _CORS,
     "disable_fastapi_docs": "/docs shows the routes and nothing else",
     "api_server_count": "one process serves HTTP; start several `pagoda serve` behind a load balancer",
     "disable_frontend_multiprocessing": "the engine always runs in a process of its own",
@@ -138,6 +133,11 @@ REFUSED: Mapping[str, str] = {
     "logits_processors": _LOGITS,
     "logits_processor_pattern": _LOGITS,
     "lora_extra_vocab_size": "adapters cannot add tokens to the vocabulary",
+    "enable_sleep_mode": "the server cannot free its memory while it runs; end it and start it again",
+    "data_parallel_size": "start one `pagoda serve` per replica behind a load balancer",
+    "allowed_methods": _CORS,
+    "allowed_headers": _CORS,
+    "allow_credentials": _CORS,
     "kv_transfer_config": "KV caches cannot be transferred between servers",
     "kv_events_config": "events of the KV cache are not published",
     "truncation_side": "a prompt is cut at its beginning; set truncate_prompt_tokens in the request",
@@ -160,6 +160,18 @@ REFUSED: Mapping[str, str] = {
     "ssl_cert_reqs": f"client certificates are not checked; {_PROXY}",
 }
 """Options whose absence would change a result, or who may use the server -> what to use instead."""
+
+_NEUTRAL: Mapping[str, tuple[str, ...]] = {
+    "allowed_headers": ("*", '["*"]', "['*']"),
+    "allowed_methods": ("*", '["*"]', "['*']"),
+    "data_parallel_size": ("1",),
+    "logprobs_mode": ("raw_logprobs",),
+    "nnodes": ("1",),
+    "node_rank": ("0",),
+    "response_role": ("assistant",),
+    "truncation_side": ("left",),
+}
+"""What refused options may be, written as text: it is what holds here. All may be None, False or empty."""
 
 _SWITCHES = """
 trust_remote_code skip_tokenizer_init enable_lora_bias fully_sharded_loras calculate_kv_scales
@@ -188,7 +200,8 @@ def is_vllms(option: str) -> bool:
 def translate(options: Mapping[str, Any], spell: Callable[[str], str] = str) -> tuple[dict[str, Any], list[str]]:
     """Return the options without those of vLLM, and what to say about those that are refused.
 
-    Other names for a setting become its name; options without a meaning here are logged as one warning.
+    Other names for a setting become its name; options without a meaning here are logged as one warning. Neutral values
+    of what is refused, and None, are left out.
     spell: turns the name of an option into what the user typed, such as a flag.
     """
     kept: dict[str, Any] = {}
@@ -196,9 +209,13 @@ def translate(options: Mapping[str, Any], spell: Callable[[str], str] = str) -> 
     refused: list[str] = []
     for option, value in options.items():
         name = option.partition(".")[0]
+        if value is None and is_vllms(name):
+            continue
         if name in IGNORED:
             ignored.append(f"{spell(option)} ({spelled(IGNORED[name], spell)})")
         elif name in REFUSED:
+            if value in (False, [], (), {}) or str(value) in _NEUTRAL.get(option, ()):
+                continue
             refused.append(f"{spell(option)} of vLLM is not supported: {spelled(REFUSED[name], spell)}")
         else:
             own = ALIASES.get(option, option)

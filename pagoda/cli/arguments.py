@@ -68,7 +68,7 @@ def spelled_out(args: Sequence[str], flags: Mapping[str, Any], has_prompt: bool)
         elif is_vllms(option := _option(name)) or is_vllms(option.removeprefix("no_")):
             option = option if is_vllms(option) else option.removeprefix("no_")
             if option in SWITCHES or equals or not words or words[-1].startswith("--"):
-                of_vllm[option] = value or True
+                of_vllm[option] = value or not _option(name).startswith("no_")
             else:
                 of_vllm[option] = words.pop()
             repeated = None

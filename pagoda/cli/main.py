@@ -111,8 +111,8 @@ def _run(arguments: list[str]) -> int:
             raise
         if isinstance(error, ModuleNotFoundError) and error.name in SERVE_MODULES:
             return _fail(
-                f"this command needs the package {error.name}, which is not installed: run "
-                f"`{sys.executable} -m pip install 'pagoda-llm[serve]'` (in a checkout: -e '.[serve]')",
+                f"this command needs the package {error.name}, which is not installed: install the server, too, "
+                f"`{sys.executable} -m pip install '.[serve]'` in a checkout, or a wheel's path with [serve] after it",
                 1,
             )
         return _fail(f"internal error: {type(error).__name__}: {error} (pagoda --debug ... shows where)", 1)

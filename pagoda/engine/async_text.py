@@ -1,6 +1,7 @@
 """AsyncText: tokenise, render and decode for one event loop, without blocking it."""
 
 import asyncio
+import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -54,6 +55,7 @@ class AsyncText:
         """Validate parameters once for all prompts that share them. Raises RequestError."""
         if not isinstance(params, SamplingParams):
             return self._inputs.params.prepare(params)
+        params = copy.copy(params)
         self._inputs.limits.of_request.check_lists(params)
 
         def prepare() -> PreparedParams:
@@ -95,7 +97,7 @@ class AsyncText:
         add_special_tokens: bool = True,
     ) -> Request:
         """Tokenise and validate a prompt and its parameters, like InputProcessor.process. Raises RequestError."""
-        inputs = self._inputs
+        inputs, params = self._inputs, copy.copy(params)  # the caller may change theirs while the prompt is read
         inputs.check_before_tokenising(prompt, params)
         encoded = await self.read(prompt, add_special_tokens, inputs.num_kept(params))
         if isinstance(params, SamplingParams) and (params.bad_words or params.structured_outputs is not None):

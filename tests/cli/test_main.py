@@ -79,7 +79,7 @@ def test_wrong_input_is_one_line_and_code_2(
         (RequestError("a request is wrong"), 2, "pagoda: a request is wrong\n"),
         (CapacityError("too large"), 1, "pagoda: too large\n"),
         (ZeroDivisionError("oops"), 1, "pagoda: internal error: ZeroDivisionError: oops"),
-        (ModuleNotFoundError("No module named 'zmq'", name="zmq"), 1, "pip install 'pagoda-llm[serve]'"),
+        (ModuleNotFoundError("No module named 'zmq'", name="zmq"), 1, "pip install '.[serve]'` in a checkout"),
         (ModuleNotFoundError("No module named 'pagoda.x'", name="pagoda.x"), 1, "internal error: ModuleNotFoundError"),
     ],
 )

@@ -228,7 +228,24 @@ def test_everything_that_is_refused_is_said_at_once() -> None:
     ):
         assert part in str(caught.value)
     with pytest.raises(ConfigError, match="rope_theta of vLLM .*; logits_processors of vLLM|unknown option no_such"):
-        EngineConfig.from_options(rope_theta=1, logits_processors=[], no_such=1)
+        EngineConfig.from_options(rope_theta=1, logits_processors=[len], no_such=1)
+
+
+def test_neutral_values_of_what_is_refused_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    words = ("--data-parallel-size", "1", "--no-enable-sleep-mode", "--allowed-methods", '["*"]', "--nnodes=1")
+    assert serve_with(*words) == {}
+    config = EngineConfig.from_options(rope_scaling=None, tokens_only=False, allowed_headers=["*"], hf_token=None)
+    assert config == EngineConfig.from_options()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--data-parallel-size 2", "--enable-sleep-mode", '--allowed-methods ["GET"]', "--allow-credentials"],
+)
+def test_replicas_sleep_and_restrictions_are_refused(words: str) -> None:
+    with pytest.raises(ConfigError, match=f"{words.split()[0]} of vLLM is not supported: "):
+        serve_with(*words.split())
 
 
 def test_options_of_vllm_in_python(caplog: pytest.LogCaptureFixture) -> None:

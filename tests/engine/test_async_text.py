@@ -94,6 +94,24 @@ def test_short_texts_do_not_wait_for_a_thread() -> None:
     asyncio.run(run())
 
 
+def test_parameters_that_change_while_the_prompt_is_read_do_not_change_the_request() -> None:
+    async def run() -> None:
+        tokenizer = HeldTokenizer()
+        text = AsyncText(InputProcessor(tokenizer, InputLimits(10**6, 10**6, 8)))
+        params = SamplingParams(max_tokens=3)
+        making = asyncio.create_task(text.make_request(LONG, params, "r", arrival_time_s=0.0))
+        assert await asyncio.to_thread(tokenizer.begun.acquire, timeout=_WAIT_S)
+        params.max_tokens = 5
+        params.prompt_logprobs = 10**6  # which no check has seen
+        tokenizer.may_end.set()
+        request = await making
+        assert request.sampling is not None
+        assert (request.sampling.max_tokens, request.sampling.prompt_logprobs) == (3, None)
+        text.close()
+
+    asyncio.run(run())
+
+
 def test_errors_reach_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> list[int]:
         raise KeyError("x")

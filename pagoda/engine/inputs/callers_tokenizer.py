@@ -1,8 +1,10 @@
 """CallersTokenizer: a model's tokenizer with the names of transformers' tokenizers, for programs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+from pagoda.base.errors import RequestError
 from pagoda.engine.inputs.chat_prompts import chat_options
 from pagoda.engine.inputs.input_processor import InputProcessor
 
@@ -23,8 +25,10 @@ class CallersTokenizer:
     padding_side = truncation_side = "right"
     is_fast = True
 
-    def __init__(self, inputs: InputProcessor) -> None:
+    def __init__(self, inputs: InputProcessor, entered: Callable[[], AbstractContextManager[None]]) -> None:
+        """entered: the context of a call that may take a template's locks; see EngineThread.entered."""
         self._inputs = inputs
+        self._entered = entered
         self._own = inputs.tokenizer
         facts = self._own.facts
         self.bos_token_id = facts.bos_token_id
@@ -43,6 +47,8 @@ class CallersTokenizer:
         return self.vocab_size
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of Python's protocols, such as those that copy an object before it has _own
+            raise AttributeError(name)
         return getattr(self._own, name)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -83,9 +89,16 @@ class CallersTokenizer:
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        return_dict: bool = False,
+        return_tensors: None = None,
         **template_kwargs: Any,
-    ) -> list[int] | str:
-        """Return a conversation as the model's prompt: token ids, or text. Raises RequestError."""
+    ) -> list[int] | str | Encoding:
+        """Return a conversation as the model's prompt: token ids (with `return_dict` as a call does), or text.
+
+        Raises RequestError, also for `return_tensors`.
+        """
+        if return_tensors is not None:
+            raise RequestError("return_tensors: ids are lists here; make a tensor of them", "return_tensors")
         options = chat_options(
             {
                 "tools": tools,
@@ -95,5 +108,9 @@ class CallersTokenizer:
                 "template_kwargs": template_kwargs or None,
             }
         )
-        rendered = self._inputs.chats.render(conversation, options)
-        return rendered.token_ids if tokenize else rendered.text
+        with self._entered():
+            rendered = self._inputs.chats.render(conversation, options)
+        if not tokenize:
+            return rendered.text
+        ids = rendered.token_ids
+        return Encoding(input_ids=ids, attention_mask=[1] * len(ids)) if return_dict else ids

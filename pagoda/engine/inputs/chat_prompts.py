@@ -112,6 +112,9 @@ class ChatPrompts:
         self._limits.of_request.check_chat(messages, tools, options.chat_template, options.template_kwargs)
         if options.chat_template is not None:
             template = self._compiled(options.chat_template)
+        tasks = self._limits.tasks
+        if template is None and not tasks.generates:
+            raise RequestError(f"this model generates no text; it supports {', '.join(tasks.names)}", "model")
         if template is None:
             raise RequestError(
                 "this model has no chat template: pass one (chat_template), or use plain prompts", "messages"

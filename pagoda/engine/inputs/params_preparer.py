@@ -1,5 +1,6 @@
 """ParamsPreparer: validate a request's parameters against the model and the engine's limits."""
 
+import copy
 import dataclasses
 from dataclasses import dataclass
 
@@ -55,6 +56,8 @@ class ParamsPreparer:
 
         Raises RequestError.
         """
+        check_type(params)
+        params = copy.copy(params)  # what is checked is what runs, whatever the caller does with theirs meanwhile
         self.check_lists(params)
         limits = self._limits
         if isinstance(params, PoolingParams):

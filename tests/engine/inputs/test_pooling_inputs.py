@@ -159,3 +159,9 @@ def test_pairs_of_a_cross_encoder() -> None:
     assert scoring.prompts_of(1) == (1,)
     with pytest.raises(RequestError, match=r"data_2\[1\]: .*Unicode"):
         Scoring(["a"], ["a", "\ud800"], None, inputs)
+
+
+def test_a_conversation_with_a_model_that_generates_no_text() -> None:
+    inputs = inputs_of("bert", ModelTasks(generates=False, embedding_size=8))
+    with pytest.raises(RequestError, match="this model generates no text; it supports embed"):
+        inputs.chats.render([{"role": "user", "content": "x"}])
