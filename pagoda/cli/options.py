@@ -20,7 +20,8 @@ from pagoda.base.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from pagoda.base.config_values import dashed, parse_count, parse_size
+from pagoda.base.config_values import dashed, normalize
+from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.server_config import ServerConfig
 from pagoda.base.setting import DescribedSetting, describe_settings, show_default
@@ -70,35 +71,16 @@ SAMPLING_FIELDS = tuple(item.name for item in describe_settings(SamplingParams))
 """Sampling parameters that are flags: those with a documentation."""
 
 
-def parse_bytes(text: str) -> int:
-    """As `parse_size`, with typer's error."""
-    return _parsed(parse_size, text)
+def _reader_of(item: DescribedSetting) -> Callable[[str], Any]:
+    """Return what reads a setting's values, with typer's error, which names the flag."""
 
+    def read(text: str) -> Any:
+        try:
+            return normalize(item, text)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error).removeprefix(f"{item.name}: ")) from None
 
-def parse_integer(text: str) -> int:
-    """As `parse_count`, with typer's error."""
-    return _parsed(parse_count, text)
-
-
-def parse_integer_or_auto(text: str) -> int | str:
-    """As `parse_integer`; auto stays, which leaves the setting open."""
-    return text if text == "auto" else _parsed(parse_count, text)
-
-
-def _parsed(parse: Callable[[str], int], text: object) -> int:
-    try:
-        return parse(str(text))  # a --config file has numbers
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-def _parser_of(item: DescribedSetting) -> tuple[Callable[[str], Any] | None, str | None]:
-    """Return what reads the values of a setting, and what to call them in the help."""
-    if item.setting.is_size:
-        return parse_bytes, "BYTES"
-    if item.type is int:
-        return parse_integer_or_auto if item.optional else parse_integer, "<int>"
-    return None, "JSON" if item.is_group or item.is_mapping else None
+    return read
 
 
 def flag_of(name: str) -> str:
@@ -124,15 +106,16 @@ def _parameter(part: type, item: DescribedSetting, default: str, group: str = ""
         flags = [f"{flag}/{_negated(flag)}" for flag in flags]
     elif not group and item.name in SHORT_FLAGS:
         flags.append(SHORT_FLAGS[item.name])
-    parser, metavar = _parser_of(item)
+    is_number = item.type is int  # may be written with a unit
+    json_of = "JSON" if item.is_group or item.is_mapping else None
     option = typer.Option(
         *flags,
         help=_help_of(item, default),
         rich_help_panel=MOST_USED if not group and item.name in MOST_USED_FIELDS else PANELS[part],
         show_default=False,
         hidden=bool(group) and not item.setting.flat,
-        parser=parser,
-        metavar=metavar,
+        parser=_reader_of(item) if is_number else None,
+        metavar="BYTES" if item.setting.is_size else "<int>" if is_number else json_of,
     )
     kind = list[str] if item.is_list else str if item.is_group or item.is_mapping else item.type
     annotation = Annotated[kind | None, option]

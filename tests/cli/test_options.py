@@ -20,6 +20,7 @@ from pagoda.base.config import (
     SchedulingPolicy,
 )
 from pagoda.base.config_rules import check_settings
+from pagoda.base.config_values import parse_size
 from pagoda.base.errors import ConfigError
 from pagoda.base.flat_options import option_names
 from pagoda.base.lora import LoRAConfig, LoRASources
@@ -32,7 +33,6 @@ from pagoda.cli.options import (
     engine_config,
     engine_options,
     flag_of,
-    parse_bytes,
     sampling_options,
 )
 from pagoda.cli.serve import with_key_file
@@ -485,13 +485,13 @@ def test_server_options_are_refused_in_an_engine() -> None:
     ],
 )
 def test_sizes(text: str, num_bytes: int) -> None:
-    assert parse_bytes(text) == num_bytes
+    assert parse_size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "x", "1XiB", "-1", "1 2", "GiB"])
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(typer.BadParameter, match="is not a size"):
-        parse_bytes(text)
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size(text)
 
 
 def test_defaults_stay_the_engine_s() -> None:
