@@ -219,5 +219,5 @@ class AsyncText:
         size = max(self._inputs.limits.vocab_size, self._inputs.tokenizer.facts.vocab_size)
         for at, token_id in enumerate(token_ids):
             if not 0 <= token_id < size:
-                raise RequestError(f"token {at} is {token_id}, outside the vocabulary of {size}", "tokens")
+                raise RequestError(f"token {at} is {token_id}, out of vocabulary (0 .. {size - 1})", "tokens")
         return self.decode(token_ids)

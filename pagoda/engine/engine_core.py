@@ -223,7 +223,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         raise RequestError("the prompt is empty: at least one token is needed", "prompt")
     if int(prompt.min()) < 0 or int(prompt.max()) >= vocab_size:
         bad = prompt[(prompt < 0) | (prompt >= vocab_size)][0]
-        raise RequestError(f"prompt token id {bad} is outside of the vocabulary (0 .. {vocab_size - 1})", "prompt")
+        raise RequestError(f"prompt token id {bad} is out of vocabulary (0 .. {vocab_size - 1})", "prompt")
     params = request.sampling
     if params is None:
         return
@@ -235,7 +235,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
     }
     for name, ids in named.items():
         if ids and not 0 <= (worst := min(ids) if min(ids) < 0 else max(ids)) < vocab_size:
-            raise RequestError(f"{name}: id {worst} is outside of the vocabulary (0 .. {vocab_size - 1})", name)
+            raise RequestError(f"{name}: id {worst} is out of vocabulary (0 .. {vocab_size - 1})", name)
 
 
 def check_embeds(request: Request, size: int) -> None:

@@ -445,12 +445,15 @@ def completion_logprobs(
 
 
 def chat_logprobs(token_ids: Sequence[int], logprobs: LogprobDicts, num_top: int, as_ids: bool = False) -> ChatLogprobs:
-    """Return the `logprobs` object of a chat choice.   as_ids: write tokens as "token_id:ID"; `bytes` is the text."""
+    """Return the `logprobs` object of a chat choice.
+
+    num_top: -1 for all that there are.   as_ids: write tokens as "token_id:ID"; `bytes` is the text.
+    """
     content: list[ChatLogprob] = []
     for token_id, entry in zip(token_ids, logprobs, strict=False):
         if entry is None:
             continue
-        best = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:num_top]
+        best = sorted(entry.items(), key=lambda item: item[1].rank or 0)[: None if num_top == -1 else num_top]
         top = [TopLogprob(*_chat_entry(candidate, entry, as_ids)) for candidate, _ in best]
         content.append(ChatLogprob(*_chat_entry(token_id, entry, as_ids), top))
     return ChatLogprobs(content)

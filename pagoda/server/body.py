@@ -29,6 +29,8 @@ TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 PromptOnlyCount = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 OutputCount = Annotated[int, Meta(ge=1, le=128)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=1000)]
+NumTop = Annotated[int, Meta(ge=-1, le=1000)]
+"""Log-probabilities per token; -1: as many as the server allows."""
 
 if TYPE_CHECKING:
     Flag = bool

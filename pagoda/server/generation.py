@@ -409,9 +409,9 @@ class Generator:
                 name = asked.names[index]
                 raise RequestError(f"{name}: {str(error).removeprefix('prompt: ')}", name) from None
             requests.append(request)
-            if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
+            if request.sampling is not None and request.sampling.prompt_logprobs is not None:
                 num_prompt_tokens += request.num_prompt_tokens
-                num_entries = params.n * num_prompt_tokens * (params.prompt_logprobs + 1)
+                num_entries = request.num_seqs * num_prompt_tokens * (request.sampling.prompt_logprobs + 1)
                 limits.check("answer_prompt_logprobs", num_entries, "prompt_logprobs")
             if len(requests) % _PROMPTS_PER_TURN == 0:
                 await asyncio.sleep(0)

@@ -21,6 +21,7 @@ from pagoda.server.body import (
     Flag,
     Name,
     NumLogprobs,
+    NumTop,
     OutputCount,
     PromptOnlyCount,
     TokenCount,
@@ -101,7 +102,7 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
     logprobs: Flag = False
-    top_logprobs: NumLogprobs | None = None
+    top_logprobs: NumTop | None = None
     tools: list[Tool] | None = None
     tool_choice: Annotated[str, one_of("none", "auto", "required")] | NamedTool | None = None
     parallel_tool_calls: bool | None = None

@@ -17,7 +17,7 @@ from pagoda.server.body import (
     Body,
     Flag,
     Int32,
-    NumLogprobs,
+    NumTop,
     OutputCount,
     Priority,
     RequestId,
@@ -148,7 +148,7 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
     include_stop_str_in_output: Flag = False
     bad_words: list[str] | None = None
     allowed_token_ids: list[TokenId] | None = None
-    prompt_logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumTop | None = None
     skip_special_tokens: Flag = True
     spaces_between_special_tokens: Flag = True
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None

@@ -154,6 +154,12 @@ def test_max_completion_tokens_is_the_limit_on_both_routes(fake_server: LiveServ
     assert scored[1]["choices"][0]["text"] == "a b"
 
 
+def test_all_logprobs_of_many_prompts_count_against_the_limit_of_an_answer(fake_server: LiveServer) -> None:
+    body = {"prompt": ["a " * 1000] * 128, "max_tokens": 1, "prompt_logprobs": -1}
+    status, answer = fake_server.post("/v1/completions", body)
+    assert (status, answer["error"]["param"]) == (400, "prompt_logprobs")
+
+
 def test_add_special_tokens_is_obeyed(gemma_server: LiveServer) -> None:
     """Gemma's tokenizer puts a beginning before each text; its template does too."""
 

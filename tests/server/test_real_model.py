@@ -64,6 +64,14 @@ def test_tokens_can_be_written_as_ids(real_server: LiveServer) -> None:
     assert choice["text"] == plain["text"]
 
 
+def test_minus_one_asks_for_as_many_logprobs_as_the_server_allows(real_server: LiveServer) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0, "logprobs": True}
+    status, answer = real_server.post("/v1/chat/completions", {**chat, "top_logprobs": -1, "prompt_logprobs": -1})
+    assert status == 200, answer
+    assert [len(entry["top_logprobs"]) for entry in answer["choices"][0]["logprobs"]["content"]] == [20] * 4
+    assert {len(entry) for entry in answer["prompt_logprobs"][1:]} <= {20, 21}  # with the prompt's own token
+
+
 def test_chat_logprobs_and_echo(real_server: LiveServer) -> None:
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
     answer = real_server.post("/v1/chat/completions", {**chat, "logprobs": True, "top_logprobs": 3})[1]["choices"][0]

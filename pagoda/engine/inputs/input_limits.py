@@ -32,4 +32,4 @@ class InputLimits:
         """Raise RequestError, naming the parameter `name`, if a token id is outside the vocabulary."""
         for token_id in (min(ids, default=0), max(ids, default=0)):
             if not 0 <= token_id < self.vocab_size:
-                raise RequestError(f"{name} has {token_id}, outside the vocabulary of {self.vocab_size}", name)
+                raise RequestError(f"{name} has {token_id}, out of vocabulary (0 .. {self.vocab_size - 1})", name)

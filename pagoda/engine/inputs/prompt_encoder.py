@@ -115,7 +115,7 @@ class PromptEncoder:
         if len(outside):
             at = int(outside[0])
             raise RequestError(
-                f"prompt token {at} is {int(ids[at])}, outside the vocabulary of {limits.vocab_size}", "prompt"
+                f"prompt token {at} is {int(ids[at])}, out of vocabulary (0 .. {limits.vocab_size - 1})", "prompt"
             )
         return ids.astype(np.int32)
 
