@@ -265,8 +265,8 @@ def _body_part(name: str, schema: dict[str, Any]) -> str:
             continue
         default = described.get("default")
         shown = "required" if field in required else "" if default is None else f"`{_json(default)}`"
-        rows.append((f"`{field}`", _type(described), shown))
-    text = f"### {name}\n\n" + _table(("field", "type", "default"), rows)
+        rows.append((f"`{field}`", _type(described), shown, described.get("description", "")))
+    text = f"### {name}\n\n" + _table(("field", "type", "default", "meaning"), rows)
     if unserved:
         text += (
             "\n\nAccepted only with a value that has no effect (usually `null`), and refused otherwise:\n"

@@ -20,7 +20,15 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class PoolingBody(Body, kw_only=True, frozen=True):
-    """The fields that all of them have."""
+    """The fields that all of them have.
+
+    model: A name of the model (also if not given), or of an adapter.
+    user: Has no effect.
+    truncate_prompt_tokens: Keep so many tokens from the start of each prompt; -1: as many as fit.
+    priority: Smaller is sooner, where requests are scheduled by priority.
+    cache_salt: Share cached prefixes only with requests that have the same salt.
+    request_id: The id of the answer, without its prefix.
+    """
 
     model: str | None = None
     user: str | None = None
@@ -42,7 +50,13 @@ class PoolingBody(Body, kw_only=True, frozen=True):
 class InputBody(PoolingBody, kw_only=True, frozen=True):
     """The fields of those that pool each input on its own, or a conversation as one input.
 
-    add_special_tokens: by default true of `input`; chat templates write their own.
+    input: A text, token ids, or a list of either.
+    messages: A conversation.
+    add_special_tokens: By default true of `input`; chat templates write their own.
+    chat_template: Goes before the model's own template.
+    chat_template_kwargs: Further variables of the template.
+    add_generation_prompt: End the prompt with the opening of the assistant's turn.
+    continue_final_message: Leave the last message open.
     """
 
     input: Inputs | None = None
@@ -108,7 +122,14 @@ class InputBody(PoolingBody, kw_only=True, frozen=True):
 
 
 class EmbeddingRequest(InputBody, kw_only=True, frozen=True):
-    """POST /v1/embeddings.   use_activation: the same as `normalize`."""
+    """POST /v1/embeddings
+
+    encoding_format: Numbers, or the bytes of float32 in base64.
+    dimensions: Keep so many elements of an embedding, of models made for it.
+    normalize: Scale embeddings to unit length; if not given, as the model was made for.
+    use_activation: The same as `normalize`.
+    prompt_name: The instruction of the model's settings to put in front of each input.
+    """
 
     encoding_format: Annotated[str, one_of("float", "base64")] = "float"
     dimensions: Count | None = None
@@ -133,7 +154,14 @@ class EmbeddingRequest(InputBody, kw_only=True, frozen=True):
 
 
 class PoolingRequest(InputBody, kw_only=True, frozen=True):
-    """POST /pooling"""
+    """POST /pooling
+
+    task: What to make of the hidden states; if not given, what the model was made for.
+    encoding_format: Numbers, or the bytes of float32 in base64.
+    dimensions: Keep so many elements of an embedding, of models made for it.
+    normalize: Scale embeddings to unit length; if not given, as the model was made for.
+    use_activation: False: the outputs of a classification head as they are; of an embedding, as `normalize`.
+    """
 
     task: Annotated[str, one_of(*TASKS)] | None = None
     encoding_format: Annotated[str, one_of("float", "base64")] = "float"
@@ -152,7 +180,10 @@ class PoolingRequest(InputBody, kw_only=True, frozen=True):
 
 
 class ClassificationRequest(InputBody, kw_only=True, frozen=True):
-    """POST /classify"""
+    """POST /classify
+
+    use_activation: False: the outputs of the classification head as they are.
+    """
 
     use_activation: bool | None = None
 
@@ -167,7 +198,9 @@ class ClassificationRequest(InputBody, kw_only=True, frozen=True):
 class PairBody(PoolingBody, kw_only=True, frozen=True):
     """The fields of those that compare texts.
 
-    chat_template, instruction: of models that get a pair as one prompt from a template.
+    use_activation: False: the outputs of the classification head as they are.
+    chat_template: Of models that get a pair as one prompt: goes before the model's own template.
+    instruction: Of models that get a pair as one prompt: what the template says to do.
     """
 
     use_activation: bool | None = None
@@ -201,7 +234,13 @@ class PairBody(PoolingBody, kw_only=True, frozen=True):
 
 
 class ScoreRequest(PairBody, kw_only=True, frozen=True):
-    """POST /score: `text_1` with each of `text_2`. vLLM's other names for them are accepted, too."""
+    """POST /score: `text_1` with each of `text_2`. vLLM's other names for them are accepted, too.
+
+    text_1: One text, or as many as in `text_2`.
+    text_2: What is compared with it.
+    queries, data_1: Other names of `text_1`.
+    documents, data_2: Other names of `text_2`.
+    """
 
     text_1: Texts | None = None
     text_2: Texts | None = None
@@ -246,7 +285,13 @@ class RerankDocument(Body, kw_only=True, frozen=True):
 
 
 class RerankRequest(PairBody, kw_only=True, frozen=True):
-    """POST /rerank"""
+    """POST /rerank
+
+    query: What the documents are compared with.
+    documents: Texts.
+    top_n: Return only the best so many.
+    return_documents: Return the texts of the documents.
+    """
 
     query: str
     documents: list[str | RerankDocument]

@@ -96,7 +96,26 @@ def without_nulls(messages: Messages) -> Messages:
 
 
 class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
-    """POST /v1/chat/completions"""
+    """POST /v1/chat/completions
+
+    messages: The conversation.
+    max_tokens: Most tokens of an output; if not given, as many as the model's context has left.
+    max_completion_tokens: The same; goes before `max_tokens`.
+    logprobs: Tell the log-probability of each token.
+    top_logprobs: And so many of the most likely tokens; -1: as many as the server allows.
+    tools: What the model may call.
+    tool_choice: Whether it calls a tool, and which.
+    parallel_tool_calls: False: at most one call.
+    chat_template: Goes before the model's own template.
+    chat_template_kwargs: Further variables of the template.
+    add_generation_prompt: End the prompt with the opening of the assistant's turn.
+    continue_final_message: Go on with the last message, instead of answering it.
+    echo: Begin the answer with the text of the last message.
+    include_reasoning: Tell the model's reasoning.
+    reasoning_effort: A variable of the template.
+    documents: A variable of the template.
+    add_special_tokens: Add the tokenizer's own, such as the one that begins a text; most templates write them.
+    """
 
     messages: Annotated[Messages, Meta(min_length=1, extra_json_schema=DESCRIBED_MESSAGES)]
     max_tokens: TokenCount | None = None
@@ -158,7 +177,17 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
 
 
 class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
-    """POST /v1/completions"""
+    """POST /v1/completions
+
+    prompt: A text, token ids, or a list of either.
+    prompt_embeds: Embeddings in place of tokens: a tensor of torch.save, in base64, or several.
+    max_tokens: Most tokens of an output: 16, if not given; with null, as many as the model's context has left.
+    max_completion_tokens: The same; goes before `max_tokens`.
+    best_of: Generate so many outputs, and return the `n` most likely ones.
+    logprobs: Log-probabilities of each token and so many of the most likely ones.
+    echo: Begin the answer with the prompt.
+    add_special_tokens: Add the tokenizer's own, such as the one that begins a text.
+    """
 
     prompt: str | list[str | TokenId | list[TokenId]] | None = None
     prompt_embeds: str | list[str] | None = None
@@ -262,7 +291,19 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
 
 
 class TokenizeRequest(Body, kw_only=True, frozen=True):
-    """POST /tokenize: `prompt`, or `messages` through the chat template."""
+    """POST /tokenize: `prompt`, or `messages` through the chat template.
+
+    model: A name of the model.
+    prompt: A text.
+    messages: A conversation.
+    add_special_tokens: Add the tokenizer's own: by default to `prompt`, but not to `messages`.
+    add_generation_prompt: End the prompt with the opening of the assistant's turn.
+    continue_final_message: Leave the last message open.
+    return_token_strs: Tell the text of each token.
+    chat_template: Goes before the model's own template.
+    chat_template_kwargs: Further variables of the template.
+    tools: What the model may call.
+    """
 
     model: str | None = None
     prompt: str | None = None
@@ -293,7 +334,11 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 
 
 class DetokenizeRequest(Body, kw_only=True, frozen=True):
-    """POST /detokenize"""
+    """POST /detokenize
+
+    model: A name of the model.
+    tokens: Ids of tokens.
+    """
 
     model: str | None = None
     tokens: list[TokenId]
@@ -303,7 +348,10 @@ class DetokenizeRequest(Body, kw_only=True, frozen=True):
 
 
 class AbortRequest(Body, kw_only=True, frozen=True):
-    """POST /abort_requests. Without ids: all requests (of the caller, unless it has the admin key)."""
+    """POST /abort_requests
+
+    request_ids: Without ids: all requests (of the caller, unless it has the admin key).
+    """
 
     request_ids: list[str] | None = None
 
@@ -312,7 +360,13 @@ _MAX_PATH_CHARS = 4096  # the system's own limit
 
 
 class LoadAdapterRequest(Body, kw_only=True, frozen=True):
-    """POST /v1/load_lora_adapter.   load_inplace: the name may be in use; its adapter is replaced."""
+    """POST /v1/load_lora_adapter
+
+    lora_name: What requests call it.
+    lora_path: Its folder, below the server's --lora-dir.
+    load_inplace: The name may be in use; its adapter is replaced.
+    base_model_name: The model that /v1/models shows as its parent.
+    """
 
     lora_name: str
     lora_path: str
@@ -327,7 +381,11 @@ class LoadAdapterRequest(Body, kw_only=True, frozen=True):
 
 
 class UnloadAdapterRequest(Body, kw_only=True, frozen=True):
-    """POST /v1/unload_lora_adapter"""
+    """POST /v1/unload_lora_adapter
+
+    lora_name: What requests call it.
+    lora_int_id: Has no effect.
+    """
 
     lora_name: str
     # accepted because the name identifies the adapter

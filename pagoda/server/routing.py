@@ -19,6 +19,7 @@ from pagoda.server.answers import ANSWERS, POOLING_ANSWERS, ErrorResponse
 from pagoda.server.body import Body
 from pagoda.server.pooling_bodies import POOLING_BODIES
 from pagoda.server.protocol import REQUEST_BODIES, ChatMessage
+from pagoda.server.sampling_body import StreamOptions
 
 Handler = Callable[[Request], Awaitable[Response]]
 HEALTH_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
@@ -115,7 +116,23 @@ def describe_api(endpoints: Iterable[Endpoint], has_keys: bool) -> dict[str, Any
 def json_schemas() -> dict[str, Any]:
     """Return the OpenAPI schema components of all request bodies and answers, by name."""
     kinds = [*REQUEST_BODIES, *POOLING_BODIES, ChatMessage, *ANSWERS, *POOLING_ANSWERS]
-    return msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
+    schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
+    for kind in (*REQUEST_BODIES, *POOLING_BODIES, StreamOptions):
+        schema = schemas[kind.__name__]
+        schema["description"] = schema["description"].partition("\n")[0]
+        for name, text in _meanings(kind).items():
+            schema["properties"][name].setdefault("description", text)
+    return schemas
+
+
+_MEANING = re.compile(r"^(\w+(?:, \w+)*): (.+)", re.MULTILINE)
+
+
+def _meanings(kind: type[Body]) -> dict[str, str]:
+    """Return what the docstrings of a body and its bases say of its fields: a line each."""
+    texts = [inspect.cleandoc(base.__dict__.get("__doc__") or "") for base in reversed(kind.__mro__)]
+    told = [(names, text) for doc in texts for names, text in _MEANING.findall(doc)]
+    return {name: text for names, text in told for name in names.split(", ") if name in kind.__struct_fields__}
 
 
 def _describe(endpoint: Endpoint, path: str) -> dict[str, Any]:

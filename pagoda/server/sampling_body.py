@@ -119,12 +119,61 @@ def _check(body: Struct, fields: dict[str, UnservedField], where: str) -> None:
 
 
 class StreamOptions(Body, kw_only=True, frozen=True):
+    """What a stream tells besides.
+
+    include_usage: A last chunk has the token counts.
+    continuous_usage_stats: Every chunk has those so far.
+    """
+
     include_usage: Flag = False
     continuous_usage_stats: Flag = False
 
 
 class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
-    """The fields common to chat and text completions."""
+    """The fields common to chat and text completions.
+
+    model: A name of the model (also if not given), or of an adapter.
+    frequency_penalty: In [-2, 2]: makes tokens less likely by how often the output has them.
+    logit_bias: By token id: added to its logit, in [-100, 100].
+    n: Outputs per prompt.
+    presence_penalty: In [-2, 2]: makes tokens that the output has less likely.
+    seed: Makes the output repeatable.
+    stop: Texts that end the output; they are cut off.
+    stream: Send the answer in chunks, as it is generated.
+    stream_options: What a stream tells besides.
+    temperature: How random the output is: 0 takes the most likely token.
+    top_p: Sample from the most likely tokens that have this probability together.
+    user: Has no effect.
+    top_k: Sample from so many most likely tokens; 0 or -1 is off.
+    min_p: Sample from tokens with at least this share of the most likely one's probability.
+    repetition_penalty: Above 1, makes tokens that the prompt or the output has less likely.
+    min_tokens: Least tokens of an output, unless the context ends it.
+    stop_token_ids: Tokens that end the output.
+    ignore_eos: Go on after the token that ends a text.
+    include_stop_str_in_output: Leave the text of `stop` in the output.
+    bad_words: Texts that are never generated.
+    allowed_token_ids: Sample from these tokens only.
+    prompt_logprobs: So many log-probabilities of each prompt token; -1: as many as the server allows.
+    skip_special_tokens: Leave special tokens out of the text.
+    spaces_between_special_tokens: Has no effect.
+    truncate_prompt_tokens: Keep so many tokens from the end of the prompt; -1: as many as fit.
+    priority: Smaller is sooner, where requests are scheduled by priority.
+    cache_salt: Share cached prefixes only with requests that have the same salt.
+    request_id: The id of the answer, without its prefix.
+    return_token_ids: Tell the ids of the prompt's and the output's tokens.
+    return_tokens_as_token_ids: Write tokens in log-probabilities as "token_id:ID".
+    response_format: The form of the output: text, JSON, or JSON by a schema.
+    structured_outputs: What the output follows: one of json, regex, choice, grammar, json_object, structural_tag.
+    guided_json: Older form of `structured_outputs`: a JSON schema.
+    guided_regex: Older form of `structured_outputs`: a regular expression.
+    guided_choice: Older form of `structured_outputs`: one of these texts.
+    guided_grammar: Older form of `structured_outputs`: a grammar.
+    guided_whitespace_pattern: The white space between the parts of JSON, a regular expression.
+    return_timings: Tell how long the parts of the work took.
+    use_beam_search: Search for the `n` most likely outputs, instead of sampling.
+    length_penalty: Of a beam search: the power of an output's length that its log-probability is divided by.
+    early_stopping: Of a beam search: end as soon as there are `n` outputs; "never": only when no better one can come.
+    """
 
     model: str | None = None
     frequency_penalty: float | None = None

@@ -15,7 +15,9 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.server import body as body_module
 from pagoda.server.body import Body, BodyReader, parse_body
+from pagoda.server.pooling_bodies import POOLING_BODIES
 from pagoda.server.protocol import (
+    REQUEST_BODIES,
     AbortRequest,
     ChatCompletionRequest,
     CompletionRequest,
@@ -158,6 +160,12 @@ def test_every_reference_on_the_openapi_page_is_defined() -> None:
     text = json.dumps(schemas)
     for name in text.split('"#/components/schemas/')[1:]:
         assert name.partition('"')[0] in schemas
+
+
+@pytest.mark.parametrize("kind", [*REQUEST_BODIES, *POOLING_BODIES])
+def test_every_field_of_a_body_is_explained(kind: type[Body]) -> None:
+    fields = json_schemas()[kind.__name__]["properties"]
+    assert [name for name, described in fields.items() if not described.get("description")] == []
 
 
 def test_a_body_that_would_be_slow_to_decode_is_refused() -> None:
