@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig, ParallelConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
@@ -60,8 +59,3 @@ def test_settings_that_do_not_go_with_several_workers_are_refused_by_name(
     with pytest.raises(ConfigError) as caught:
         check_settings(EngineConfig.from_options(**options))
     assert message in str(caught.value)
-
-
-def test_executors_that_are_not_there_yet_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="distributed_executor_backend='mp': there is no executor for several"):
-        build_engine_core(EngineConfig.from_options(distributed_executor_backend="mp"))
