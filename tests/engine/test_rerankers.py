@@ -121,7 +121,7 @@ def test_a_long_document_is_cut_inside_the_template(llm: LLM, reranker: Reranker
     assert cut == pytest.approx(reranker.probability("q", "z" * room), abs=1e-5)
     with pytest.raises(RequestError, match=r"data_2: without its document, the pair has more than 20 tokens"):
         scores(llm, [("q", "z" * 500)], truncate_prompt_tokens=20)
-    with pytest.raises(RequestError, match=r"data_2\[1\]: the prompt has \d+ tokens"):
+    with pytest.raises(RequestError, match=r"data_2\[1\]: .* the prompt has \d+ tokens"):
         scores(llm, [("q", "z"), ("q", "z" * 2000)])
 
 

@@ -65,6 +65,12 @@ def running(config: EngineConfig, **options: object) -> Iterator[MultiProcessExe
         yield executor
 
 
+def ranks_of(executor: MultiProcessExecutor) -> list[int]:
+    assert executor._group is not None
+    assert isinstance(executor._group.ranks, LocalRanks)
+    return [process.pid for process in executor._group.ranks._processes]
+
+
 def a_request(name: str = "fine", row: int = 0, seed: int = 7) -> Sequence[object]:
     return (replace(row_init(row, [1, 2, 3], [1 + row], seed=seed), request_id=name),)
 
@@ -137,7 +143,7 @@ def test_what_goes_wrong_on_one_rank_ends_all(name: str) -> None:
     reason, code = FAULTS[name]
     deaths = Deaths()
     with running(config_of(), on_death=deaths) as executor:
-        ranks = children_of(os.getpid())
+        ranks = ranks_of(executor)
         futures = [executor.submit(step(1, [(0, 0, 3)], admitted=a_request(name)))]
         futures.append(executor.submit(step(2, [(0, 3, 1)])))
         futures.append(executor.call("unload_adapter", LoraRef("some")))
@@ -164,7 +170,7 @@ def test_idle_ranks_do_not_hang_and_one_that_dies_is_noticed() -> None:
     deaths = Deaths()
     with running(config_of(), step_timeout_s=0.2, on_death=deaths) as executor:
         assert not deaths.came.wait(1.0)
-        os.kill(max(children_of(os.getpid())), 9)
+        os.kill(ranks_of(executor)[1], 9)
         assert deaths.came.wait(30)
         with pytest.raises(WorkerDied, match="SIGKILL"):
             executor.submit(step(1, [])).result(60)
@@ -184,9 +190,10 @@ def test_ranks_with_other_files_are_refused() -> None:
 def test_a_rank_that_dies_while_it_loads_ends_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with executor_of(config_of(2, "slow-1")) as executor:
+        others = set(children_of(os.getpid()))  # servers of other tests, say
 
         def kill() -> None:
-            while len(ranks := children_of(os.getpid())) < 2:
+            while len(ranks := set(children_of(os.getpid())) - others) < 2:
                 time.sleep(0.01)
             os.kill(max(ranks), 9)
 

@@ -19,6 +19,8 @@ CHUNKS = {"/v1/completions": "CompletionChunk", "/v1/chat/completions": "ChatCom
 
 REQUESTS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("GET", "/health", None),
+    ("GET", "/livez", None),
+    ("GET", "/readyz", None),
     ("GET", "/ping", None),
     ("GET", "/version", None),
     ("GET", "/load", None),

@@ -86,7 +86,8 @@ def test_the_prompts_of_a_request_end_when_its_reader_leaves() -> None:
     async def work() -> None:
         requests: Any = [type("R", (), {"num_prompt_tokens": 1})()] * COUNT
         scope: Any = type("H", (), {"scope": {"state": {"timings": {}, "key": ""}}})()
-        stuck = Stuck(None, scope, "a", requests, contextlib.ExitStack())  # type: ignore[arg-type]
+        admitted: Any = type("A", (), {"place": None, "at_end": contextlib.ExitStack()})()
+        stuck = Stuck(None, scope, "a", requests, admitted)  # type: ignore[arg-type]
         async with stuck.outputs() as outputs:
             async for _ in outputs:
                 break

@@ -33,7 +33,7 @@ def test_a_stream_ends_before_done_is_sent_and_only_once(fails: bool) -> None:
             happened.append("done")
 
     async def main() -> None:
-        await EventStream(events(), lambda: happened.append("ended"))({"type": "http"}, receive, send)
+        await EventStream(events(), lambda: happened.append("ended"))({"type": "http", "state": {}}, receive, send)
 
     asyncio.run(main())
     assert happened == ["closed", "ended", "done"]

@@ -18,6 +18,7 @@ from pagoda.engine.grammars.tool_grammar import CALL_FORMATS, Tool
 from pagoda.engine.templates.generic_tools import lacks_tools, with_generic_tools
 from pagoda.engine.tokenizers.byte_tokenizer import BOS, EOS, ByteTokenizer
 from pagoda.server.tool_parsers import TOOL_PARSERS, parser_for_template
+from pagoda.server.tool_parsers.base import whole_calls
 from tests.engine.grammars.matching import VOCAB, accepts, allowed, ready
 
 CITY = {
@@ -113,7 +114,8 @@ def text_of(grammar: str) -> str:
 def calls_in(name: str, text: str) -> list[tuple[str, Any]]:
     parser = TOOL_PARSERS[name]()
     parsed = [parser.feed(one) for one in text] + [parser.end()]
-    return [(call.name, json.loads(call.arguments)) for part in parsed for call in part.calls]
+    calls = whole_calls(piece for part in parsed for piece in part.calls)
+    return [(str(call.name), json.loads(call.arguments)) for call in calls]
 
 
 def several(name: str, count: int) -> str:
@@ -356,7 +358,8 @@ def test_formats_are_found_in_templates() -> None:
         "{{ messages }}": None,
     }
     assert {template: parser_for_template(template) for template in found} == found
-    assert set(TOOL_PARSERS) == set(CALL_FORMATS)
+    without_grammar = {"glm", "kimi", "mistral3", "qwen3_coder"}  # their forced calls are written as hermes' are
+    assert set(TOOL_PARSERS) - set(CALL_FORMATS) == without_grammar
 
 
 LISTED = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}
