@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ def test_all_processes_log_in_one_form(tmp_path: Path) -> None:
 
 def test_every_line_of_text_has_time_level_and_process(fake_server: LiveServer) -> None:
     assert fake_server.post("/v1/chat/completions", {**CHAT, "request_id": "a-line"})[0] == 200
+    end_s = time.monotonic() + 10  # the line is written when the answer has been sent
+    while "id=chatcmpl-a-line" not in fake_server.log.read_text() and time.monotonic() < end_s:
+        time.sleep(0.01)
     lines = fake_server.log.read_text().splitlines()
     assert [line for line in lines if not LINE.fullmatch(line)] == []
     (line,) = [line for line in lines if "id=chatcmpl-a-line" in line]
