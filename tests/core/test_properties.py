@@ -366,6 +366,32 @@ def test_blocks_that_a_preempted_request_was_to_fill_in_this_step_are_not_found(
     traffic.drain()
 
 
+def test_a_sibling_that_is_alone_after_its_leader_failed_is_swapped_out_before_its_prompt_is_computed() -> None:
+    setting = Setting(
+        SchedulerOptions(
+            max_num_seqs=3,
+            max_num_batched_tokens=6,
+            admit_whole_prompt=False,
+            preemption_mode=PreemptionMode.SWAP,
+        ),
+        CacheConfig(block_size=4, enable_prefix_caching=False, watermark=0.0),
+        num_blocks=7,
+        num_host_blocks=8,
+        max_model_len=24,
+    )
+    traffic = Traffic(setting)
+    traffic.add(make_request(1, [0] * 14, SamplingParams(max_tokens=8)))
+    for _ in range(4):
+        traffic.step()
+    traffic.add(make_request(2, [1] * 15, SamplingParams(max_tokens=2, n=2)))
+    traffic.plan(lambda output: Failure(frozenset({int(output.rows[output.num_new.argmax()])})))
+    traffic.deliver()
+    for _ in range(3):
+        traffic.step()
+    assert traffic.scheduler.swapped_ids() == ["r2"]
+    traffic.drain()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [SchedulerMachine, PhasedMachine])
 def test_invariants_at_length(machine: type[SchedulerMachine]) -> None:

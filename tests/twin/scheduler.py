@@ -277,7 +277,8 @@ class TwinScheduler:
         passed = all(
             item.offset + item.length <= min((one.computed for one in whole), default=0) for item in state.request.media
         )
-        everyone = state.forked and len(whole) == len(state.alive) and (passed or self.encoder_decoder)
+        forked = state.forked or len(state.alive) == 1  # nothing is left to fork from one that is alone
+        everyone = forked and len(whole) == len(state.alive) and (passed or self.encoder_decoder)
         if may_swap and swaps and everyone and self.memory.host_need(whole) <= len(self.host.free):
             self.memory.swap_out(whole, self.host)
             state.status = "swapped"
