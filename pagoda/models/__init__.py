@@ -4,6 +4,7 @@ llama.py        the decoder that mistral.py, qwen.py, gemma3.py and olmoe.py var
 bert.py, modernbert.py   encoders, with a classification head or without
 base.py         Model: what the code that runs a forward sees
 config_reader.py, decoder_config.py, encoder_config.py   settings, read with their types; what is unsupported is refused
+image_config.py   how images become the input of a vision tower, per family
 naming.py       from paths in the tree to the names of a checkpoint's tensors
 architecture.py, registry.py   what connects a checkpoint's words to a model; the list of all
 """
