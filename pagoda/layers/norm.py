@@ -40,6 +40,8 @@ class LayerNorm(Module):
         """x [T, size] -> the same shape."""
         return ops.layer_norm(x, self.weight.value, self.bias.value, self.eps)
 
-    def add(self, ops: ForwardOps, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add x to the residual stream and norm the sum: (normed, new residual), in one op."""
+    def add(self, ops: ForwardOps, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As `RMSNorm.add`."""
+        if residual is None:
+            return self(ops, x), x
         return ops.add_layer_norm(x, residual, self.weight.value, self.bias.value, self.eps)

@@ -8,6 +8,7 @@ from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingPlan
 from pagoda.layers.attention import Heads
 from pagoda.layers.mlp import Activation, ExpertsConfig
+from pagoda.layers.norm import LayerNorm, RMSNorm
 from pagoda.layers.parameter import PickedRows
 from pagoda.layers.rope_config import RopeConfig
 from pagoda.models.config_reader import ConfigReader, read_rope
@@ -24,14 +25,16 @@ class DecoderConfig:
     """Facts that differ between decoders.
 
     rope_full, rope_window: of layers with full attention, and of layers with a window (equal in most models).
-    attention_scale: multiplies scores.   softcaps: 0 is off.   unit_offset_norms: norms multiply by 1 + weight.
+    attention_scale: multiplies scores.   softcaps: 0 is off.
+    layer_norms: norms are LayerNorms rather than RMSNorms.   norm_bias: of LayerNorms.   unit_offset_norms: RMSNorms
+    multiply by 1 + weight.
     experts: of the layers with experts.   dense_layers: indices of the layers with an MLP instead.
     head: how a classification head pools, and its labels.   head_rows: what it is made from, if it is not stored.
     bidirectional: tokens attend to later ones, too (EmbeddingGemma).
     """
 
     spec: ModelSpec
-    rms_norm_eps: float
+    norm_eps: float
     activation: Activation
     rope_full: RopeConfig
     rope_window: RopeConfig
@@ -39,6 +42,8 @@ class DecoderConfig:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
+    layer_norms: bool = False
+    norm_bias: bool = True
     unit_offset_norms: bool = False
     qkv_bias: bool = False
     attention_out_bias: bool = False
@@ -52,6 +57,12 @@ class DecoderConfig:
     @property
     def heads(self) -> Heads:
         return Heads(self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim)
+
+    def norm(self) -> RMSNorm | LayerNorm:
+        """Return a norm of the hidden states."""
+        if self.layer_norms:
+            return LayerNorm(self.spec.hidden_size, self.norm_eps, self.norm_bias)
+        return RMSNorm(self.spec.hidden_size, self.norm_eps, self.unit_offset_norms)
 
 
 def read_decoder(
@@ -68,7 +79,7 @@ def read_decoder(
     spec = read_spec(config, architecture, rope.max_position(config.integer("max_position_embeddings")), windows)
     return DecoderConfig(
         spec=spec,
-        rms_norm_eps=config.not_negative("rms_norm_eps", 1e-6),
+        norm_eps=config.not_negative("rms_norm_eps", 1e-6),
         activation=read_activation(config),
         rope_full=rope,
         rope_window=rope,

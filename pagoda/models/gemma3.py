@@ -49,18 +49,14 @@ class Gemma3Layer(LlamaLayer):
 
     def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
         spec = config.spec
-
-        def norm(size: int = spec.hidden_size) -> RMSNorm:
-            return RMSNorm(size, config.rms_norm_eps, unit_offset=True)
-
-        self.input_layernorm = norm()
+        self.input_layernorm = config.norm()
         self.self_attn = attention_of(config, index, rotary, causal=not config.bidirectional)
-        self.self_attn.q_norm = norm(spec.head_dim)
-        self.self_attn.k_norm = norm(spec.head_dim)
-        self.post_attention_layernorm = norm()
-        self.pre_feedforward_layernorm = norm()
+        self.self_attn.q_norm = RMSNorm(spec.head_dim, config.norm_eps, unit_offset=True)
+        self.self_attn.k_norm = RMSNorm(spec.head_dim, config.norm_eps, unit_offset=True)
+        self.post_attention_layernorm = config.norm()
+        self.pre_feedforward_layernorm = config.norm()
         self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, config.activation)
-        self.post_feedforward_layernorm = norm()
+        self.post_feedforward_layernorm = config.norm()
 
     def __call__(
         self,
@@ -109,7 +105,7 @@ def read(config: ConfigReader) -> DecoderConfig:
     attention_bias = config.flag("attention_bias", False)
     return DecoderConfig(
         spec=spec,
-        rms_norm_eps=config.not_negative("rms_norm_eps", 1e-6),
+        norm_eps=config.not_negative("rms_norm_eps", 1e-6),
         activation=read_activation(config, "hidden_activation", "gelu_pytorch_tanh"),
         rope_full=_read_rope(config, FULL, "rope_theta", 1_000_000.0),
         rope_window=_read_rope(config, SLIDING, "rope_local_base_freq", 10_000.0),

@@ -10,7 +10,6 @@ from pagoda.layers.kv import place_kv, place_kv_of_stage
 from pagoda.layers.linear import Embedding, LMHead
 from pagoda.layers.mlp import GatedMLP, MoE
 from pagoda.layers.module import Module
-from pagoda.layers.norm import RMSNorm
 from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
@@ -44,10 +43,10 @@ class LlamaLayer(Module):
     """Attention and a gated MLP, each after a norm; x is added to the residual stream by the norm that follows it."""
 
     def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
-        spec, eps = config.spec, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(spec.hidden_size, eps)
+        spec = config.spec
+        self.input_layernorm = config.norm()
         self.self_attn = attention_of(config, index, rotary)
-        self.post_attention_layernorm = RMSNorm(spec.hidden_size, eps)
+        self.post_attention_layernorm = config.norm()
         self.mlp: GatedMLP | MoE = GatedMLP(
             spec.hidden_size, spec.intermediate_size, config.activation, config.mlp_bias
         )
@@ -78,7 +77,7 @@ class LlamaModel(Module):
             window = Rotary(config.rope_window, spec.head_dim, scaled_by_checkpoint=False)
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, config.embedding_scale)
         self.layers = [layer(config, index, window if size else full) for index, size in enumerate(spec.layer_windows)]
-        self.norm = RMSNorm(spec.hidden_size, config.rms_norm_eps, config.unit_offset_norms)
+        self.norm = config.norm()
         self.place, self.ranks = WHOLE, None
 
     def take_stage(self, place: RankPlace, ranks: RankGroup, is_tied: bool) -> None:

@@ -14,7 +14,7 @@ from pagoda.models.llama import Llama, LlamaLayer, attention_of
 class OLMoELayer(LlamaLayer):
     def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
         super().__init__(config, index, rotary)
-        heads, eps = config.heads, config.rms_norm_eps
+        heads, eps = config.heads, config.norm_eps
         self.self_attn = attention_of(config, index, rotary, norms_all_heads=True)
         self.self_attn.q_norm = RMSNorm(heads.num_heads * heads.dim, eps)
         self.self_attn.k_norm = RMSNorm(heads.num_kv_heads * heads.dim, eps)

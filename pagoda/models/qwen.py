@@ -43,8 +43,8 @@ QWEN2 = Architecture(name="qwen2", hf_names=("Qwen2ForCausalLM",), model=Llama, 
 class Qwen3Layer(LlamaLayer):
     def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
         super().__init__(config, index, rotary)
-        self.self_attn.q_norm = RMSNorm(config.spec.head_dim, config.rms_norm_eps)
-        self.self_attn.k_norm = RMSNorm(config.spec.head_dim, config.rms_norm_eps)
+        self.self_attn.q_norm = RMSNorm(config.spec.head_dim, config.norm_eps)
+        self.self_attn.k_norm = RMSNorm(config.spec.head_dim, config.norm_eps)
 
 
 class Qwen3(Llama):
