@@ -95,11 +95,10 @@ class NativeOps:
         for name, declared in call.op.arguments.items():
             if isinstance(declared, Rows) and declared.below is not None:
                 record, limit = getattr(call.record, name), call.shapes[declared.below][0]
-                check = self.library["check_indices"]
-                if check(record.data, record.dtype, record.rows, limit, byref(at)) != Bad.NOTHING:
-                    tensor = arguments[name]
-                    assert isinstance(tensor, torch.Tensor)
-                    raise bad_index(f"{call.op.name}: {name}", int(tensor[at.value]), at.value, limit)
+                check, tensor = self.library["check_indices"], arguments[name]
+                assert isinstance(tensor, torch.Tensor)
+                if check(record.data, record.dtype, tensor.numel(), limit, byref(at)) != Bad.NOTHING:
+                    raise bad_index(f"{call.op.name}: {name}", int(tensor.view(-1)[at.value]), at.value, limit)
             if isinstance(declared, Group):
                 num_blocks = NO_CACHE if declared.cache is None else getattr(call.record, declared.cache).num_blocks
                 rows = next(call.shapes[name][0] for name, what in call.op.arguments.items() if isinstance(what, Rows))

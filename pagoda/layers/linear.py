@@ -47,7 +47,7 @@ class Linear(Module):
     """x @ weight.T + bias.
 
     outputs: their number, or the parts that are fused and that the checkpoint stores separately.
-    shard, unit: see `Matrix`.   quantizable: False for small layers that are sensitive (a router).
+    shard, unit, kernel: see `Matrix`.   quantizable: False for small layers that are sensitive (a router).
     """
 
     def __init__(
@@ -58,10 +58,12 @@ class Linear(Module):
         shard: Axis | None = None,
         unit: int = 1,
         quantizable: bool = True,
+        kernel: tuple[int, ...] = (),
     ) -> None:
         parts = (Part("", outputs),) if isinstance(outputs, int) else tuple(outputs)
         self.shard = shard
-        self.weight = Parameter[LinearWeight](Matrix(parts, inputs, bias, shard, unit, quantizable=quantizable))
+        declared = Matrix(parts, inputs, bias, shard, unit, quantizable=quantizable, kernel=kernel)
+        self.weight = Parameter[LinearWeight](declared)
         self.ranks: RankGroup | None = None
 
     def divide(self, ranks: RankGroup, group: int) -> None:

@@ -85,6 +85,8 @@ class Matrix:
     parts: along the rows.   unit: columns that a shard must not divide.   num_experts: how many such matrices are
     stacked, 0 for a plain one.   quantizable: False keeps it in the compute dtype.   tied: the parameter of a Table
     whose values it shares.   picked: the rows are made from rows of another stored matrix.
+    kernel: the shape of a row in the checkpoint, where that is a convolution whose inputs are laid out so; its elements
+    are the columns.
     """
 
     parts: tuple[Part, ...]
@@ -96,6 +98,7 @@ class Matrix:
     quantizable: bool = True
     tied: "Parameter[Tensor] | None" = None
     picked: PickedRows | None = None
+    kernel: tuple[int, ...] = ()
 
     @property
     def rows(self) -> int:

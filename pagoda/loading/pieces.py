@@ -88,7 +88,8 @@ def _pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard, suffi
     first: Counter[str] = Counter()  # row of the stored tensor at which the next part begins
     for name, part, rows in zip(paths, matrix.parts, shard.rows, strict=True):
         stored = naming.find(f"{name}.{suffix}")
-        shape = (stored_rows[name],) if suffix == "bias" else (stored_rows[name], matrix.columns)
+        columns = matrix.kernel or (matrix.columns,)
+        shape = (stored_rows[name],) if suffix == "bias" else (stored_rows[name], *columns)
         if stored.index is not None:
             shape = (matrix.num_experts, *shape)
         region = Region(

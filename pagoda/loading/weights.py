@@ -178,6 +178,8 @@ def _part_of(tensor: torch.Tensor, region: Region | None) -> torch.Tensor:
     if region.index is not None:
         tensor = tensor[region.index]
     tensor = tensor[region.rows.start : region.rows.stop]
+    if tensor.dim() > 2:  # a convolution's
+        tensor = tensor.flatten(1)
     return tensor if region.columns is None else tensor[:, region.columns.start : region.columns.stop]
 
 

@@ -45,6 +45,7 @@ from pagoda.ops.shape_rules import (
     half_of_weight,
     head_slices,
     qkv_slices,
+    selected_shape,
 )
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, LowRankTable, RankGroup, Tensor
 
@@ -152,14 +153,17 @@ class ForwardOps(Protocol):
         check_tables,
         q=Rows(),
         k=Rows("q"),
-        positions=Rows(I32, below="cos"),
+        positions=Rows(I32, below="cos", contiguous=True),
         cos=Table(F32),
         sin=Table(F32),
         rotated_q=like("q"),
         rotated_k=like("k"),
     )
     def rotary(self, q: Tensor, k: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate q [T, H, D] and k [T, K, D] (NeoX halves). cos, sin float32 [max_position, D / 2]."""
+        """Rotate q [T, H, D] and k [T, K, D] (NeoX halves). cos, sin float32 [max_position, D / 2].
+
+        positions: int32 [T], or [T, R]: pair j of a head is at position j // (D / 2 / R) of its row.
+        """
         ...
 
     @op(
@@ -180,7 +184,7 @@ class ForwardOps(Protocol):
         q=Rows(),
         k=Rows("q"),
         v=Rows("k", like="k"),
-        positions=Rows(I32, below="cos"),
+        positions=Rows(I32, below="cos", contiguous=True),
         cos=Table(F32),
         sin=Table(F32),
         cache=Cache(writes=True),
@@ -341,11 +345,11 @@ class ForwardOps(Protocol):
     @op(
         "rows",
         x=Rows(any_domain=True),
-        index=Rows(I64, below="x"),
-        out=Out("index", lambda s: s["x"][1:], "x"),
+        index=Rows(I64, below="x", contiguous=True),
+        out=Out("index", selected_shape, "x"),
     )
     def select_rows(self, x: Tensor, index: Tensor) -> Tensor:
-        """[T, hidden], int64 [S] -> [S, hidden]."""
+        """[T, hidden], int64 [S] -> [S, hidden]; int64 [S, n] -> [S, n * hidden], n rows after each other."""
         ...
 
     @op(

@@ -14,6 +14,12 @@ def half_of_weight(shapes: Shapes) -> tuple[int, ...]:
     return (shapes["weight"][0] // 2,)
 
 
+def selected_shape(shapes: Shapes) -> tuple[int, ...]:
+    """A row, or as many as each row of the index names."""
+    index, row = shapes["index"], shapes["x"][1:]
+    return row if len(index) == 1 else (prod(index[1:]) * prod(row),)
+
+
 def check_cache_heads(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     """K and V must have the cache's heads; queries a multiple of them."""
     kv_heads = shapes["cache"][1]
@@ -35,9 +41,12 @@ def check_heads(shapes: Shapes, arguments: Mapping[str, object]) -> None:
 
 
 def check_tables(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    """cos and sin must have half a head per position."""
+    """cos and sin must have half a head per position; several positions of a row must divide it."""
     if shapes["cos"] != shapes["sin"] or 2 * shapes["cos"][1] != shapes["q"][2] or shapes["k"][2] != shapes["q"][2]:
         raise ValueError(f"cos {shapes['cos']} and sin {shapes['sin']} do not fit q {shapes['q']} and k {shapes['k']}")
+    runs = shapes["positions"][1:]
+    if len(runs) > 1 or any(not run or shapes["cos"][1] % run for run in runs):
+        raise ValueError(f"positions {shapes['positions']} do not divide the {shapes['cos'][1]} pairs of a head")
 
 
 def check_rotary_write(shapes: Shapes, arguments: Mapping[str, object]) -> None:

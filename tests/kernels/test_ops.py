@@ -152,6 +152,33 @@ def test_rotary(fast: Ops, reference: ReferenceOps, head_dim: int, dtype: torch.
 
 
 @DTYPES
+@pytest.mark.parametrize("runs", [1, 2, 20])
+def test_several_positions_of_a_row(native: NativeOps, reference: ReferenceOps, runs: int, dtype: torch.dtype) -> None:
+    """Each run of a head's pairs is rotated to its own position, with and without a write to the cache."""
+    geometry = Geometry(4, 2, 80, 8, dtype, False)
+    q, k, v = native.split_qkv(draw(21, 8 * 80, dtype=dtype), 4, 2, 80)
+    cos, sin = draw(100, 40, dtype=F32), draw(100, 40, dtype=F32, seed=1)
+    positions = torch.randint(0, 100, (21, runs), generator=torch.Generator().manual_seed(4), dtype=torch.int32)
+    metadata, cache, other = make_metadata(geometry, [(3, 21)], [[3, 1, 2]]), *(geometry.new_cache(3) for _ in "ab")
+    got, want = (ops.rotary(q, k, positions, cos, sin) for ops in (native, reference))
+    for ours, theirs in zip(got, want, strict=True):
+        close(ours, theirs)
+    halves, whole = got[0].view(21, 4, 2, runs, -1), native.rotary(q, k, positions[:, 0].contiguous(), cos, sin)[0]
+    assert torch.equal(halves[:, :, :, 0], whole.view(21, 4, 2, runs, -1)[:, :, :, 0])
+    assert torch.equal(native.rotary_write_kv(q, k, v, positions, cos, sin, cache, metadata), got[0])
+    native.write_kv(got[1], v, other, metadata)
+    assert torch.equal(cache.k, other.k)
+
+
+def test_positions_that_do_not_divide_a_head(native: NativeOps) -> None:
+    q, angles = draw(2, 1, 80, dtype=F32), draw(9, 40, dtype=F32)
+    with pytest.raises(ValueError, match="do not divide the 40 pairs of a head"):
+        native.rotary(q, q, torch.zeros((2, 3), dtype=torch.int32), angles, angles)
+    with pytest.raises(InvariantBroken, match="rotary: positions: element 3 is 9"):
+        native.rotary(q, q, torch.tensor([[0, 1], [2, 9]], dtype=torch.int32), angles, angles)
+
+
+@DTYPES
 @pytest.mark.parametrize("int8_cache", [False, True], ids=["plain", "int8"])
 def test_rotary_fused_with_the_write(fast: Ops, int8_cache: bool, dtype: torch.dtype) -> None:
     """The same bits as one after the other."""
@@ -189,6 +216,8 @@ def test_linear_and_logits(fast: Ops, reference: ReferenceOps, rows: int, dtype:
 def test_select_rows(fast: Ops) -> None:
     x = draw(9, 4, dtype=F32)
     assert torch.equal(fast.select_rows(x, torch.tensor([8, 0, 3])), x[[8, 0, 3]])
+    together = fast.select_rows(x, torch.tensor([[8, 0], [3, 3]]))
+    assert torch.equal(together, torch.cat([x[[8, 3]], x[[0, 3]]], dim=1))
 
 
 @DTYPES

@@ -10,9 +10,7 @@ struct Write {
     const Tensor &k, &v;
     const KVPages& cache;
     const int64_t* slot_mapping;
-    // Rotation of K, or null.
-    const int32_t* positions;
-    const float *cos, *sin;
+    const Angles* angles;  // to rotate K, or null
 };
 
 constexpr int64_t MAX_HEAD_DIM = 512;  // native/arguments.py refuses larger ones
@@ -36,7 +34,7 @@ float quantize(const T* x, int8_t* out, int64_t count) {
 }
 
 template <class T, class Stored>
-void write_token(const Write& w, int64_t t) {
+void write_token(const Write& w, int64_t t, const float* cos, const float* sin) {
     const KVPages& cache = w.cache;
     int64_t block = w.slot_mapping[t] / cache.block_size, slot = w.slot_mapping[t] % cache.block_size;
     int64_t head_dim = cache.head_dim, page_elements = cache.block_size * head_dim;
@@ -47,9 +45,8 @@ void write_token(const Write& w, int64_t t) {
         Stored* v_page = static_cast<Stored*>(cache.v) + block * cache.v_stride + h * page_elements;
         // Round to the compute dtype first, so that an int8 cache holds the same K with and without the fused op.
         T rotated[MAX_HEAD_DIM];
-        if (w.positions != nullptr) {
-            int64_t half = head_dim / 2, at = w.positions[t] * half;
-            rotate_vector(k, w.cos + at, w.sin + at, rotated, half);
+        if (cos != nullptr) {
+            rotate_vector(k, cos, sin, rotated, head_dim / 2);
             k = rotated;
         }
         if constexpr (sizeof(Stored) == 1) {
@@ -73,7 +70,10 @@ void write_tokens(const Write& w, int threads) {
         auto write = w.cache.dtype == I8 ? write_token<T, int8_t> : write_token<T, T>;
         parallel(threads_for(2 * num_elements(w.k), threads), [&](int thread, int num_threads) {
             Range mine = share_of(w.k.rows, thread, num_threads);
-            for (int64_t t = mine.begin; t < mine.end; t++) write(w, t);
+            for (int64_t t = mine.begin; t < mine.end; t++) {
+                if (w.angles == nullptr) write(w, t, nullptr, nullptr);
+                else w.angles->with_row(t, [&](const float* cos, const float* sin) { write(w, t, cos, sin); });
+            }
         });
     });
 }
@@ -81,12 +81,11 @@ void write_tokens(const Write& w, int threads) {
 }  // namespace
 
 PAGODA_EXPORT void pagoda_write_kv(const WriteKvArgs* a, int32_t threads) {
-    write_tokens({a->k, a->v, a->cache, a->metadata->slot_mapping, nullptr, nullptr, nullptr}, threads);
+    write_tokens({a->k, a->v, a->cache, a->metadata->slot_mapping, nullptr}, threads);
 }
 
 PAGODA_EXPORT void pagoda_rotary_write_kv(const RotaryWriteKvArgs* a, int32_t threads) {
-    write_tokens({a->k, a->v, a->cache, a->metadata->slot_mapping, elements_of<int32_t>(a->positions),
-                  elements_of<float>(a->cos), elements_of<float>(a->sin)},
-                 threads);
-    rotate_rows(a->q, a->positions, a->cos, a->sin, a->rotated_q, threads);
+    Angles angles(a->positions, a->cos, a->sin);
+    write_tokens({a->k, a->v, a->cache, a->metadata->slot_mapping, &angles}, threads);
+    rotate_rows(a->q, angles, a->rotated_q, threads);
 }

@@ -25,7 +25,7 @@ int32_t check(const Check& c, const Run& run, int64_t* bad_at) {
     int64_t rows = run.rows[c.domain];
     if (c.group == nullptr) {
         int64_t limit = c.limit < 0 ? run.rows[-1 - c.limit] : c.limit;
-        return pagoda_check_indices(run.places[c.place], c.dtype, rows, limit, bad_at);
+        return pagoda_check_indices(run.places[c.place], c.dtype, rows * c.width, limit, bad_at);
     }
     int64_t written = c.domain == DOMAIN_TOKENS ? rows : 0;  // slots belong to the whole batch and are checked with it
     return pagoda_check_group(c.group, c.limit, rows, written, bad_at);

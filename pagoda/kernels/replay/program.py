@@ -198,7 +198,7 @@ class Program:
             return bad_group(bad, at, check.num_blocks)
         name = check.value.name or ""
         limit = self._rows[check.limit] if isinstance(check.limit, Domain) else check.limit
-        return bad_index(name, int(tensors[name][at]), at, limit)
+        return bad_index(name, int(tensors[name].view(-1)[at]), at, limit)
 
     def _step(self, step: Step, places: Mapping[Value, int]) -> Shared:
         record = step.record
@@ -216,7 +216,8 @@ class Program:
             group = addressof(self._recording.groups) + check.group * sizeof(self._recording.groups._type_)
             return Check(group, check.num_blocks, 0, check.domain, 0)
         limit = -1 - check.limit if isinstance(check.limit, Domain) else check.limit
-        return Check(None, limit, places[check.value], check.value.domain, check.value.dtype)
+        value = check.value
+        return Check(None, limit, places[value], value.domain, value.dtype, value.row_elements)
 
 
 def _unlike(name: str, dtype: torch.dtype, row_shape: tuple[int, ...], tensor: torch.Tensor) -> ValueError:

@@ -6,9 +6,12 @@ import torch
 def rotary(
     q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q [T, H, D] and k [T, K, D] to `positions` [T]; cos, sin float32 [max_position, D / 2]."""
-    row_cos = cos[positions.long()].unsqueeze(1)
-    row_sin = sin[positions.long()].unsqueeze(1)
+    """Rotate q [T, H, D] and k [T, K, D] to `positions` [T] or [T, R]; cos, sin float32 [max_position, D / 2]."""
+    pairs = cos.shape[1]
+    by_pair = positions.long().view(len(positions), -1)
+    by_pair = by_pair.repeat_interleave(pairs // by_pair.shape[1], dim=1)
+    each = torch.arange(pairs, device=cos.device)
+    row_cos, row_sin = (table[by_pair, each].unsqueeze(1) for table in (cos, sin))
     return _rotate(q, row_cos, row_sin), _rotate(k, row_cos, row_sin)
 
 

@@ -15,7 +15,7 @@ PAGODA_EXPORT void pagoda_select_rows(const SelectRowsArgs* a, int32_t) {
     const int64_t* index = elements_of<int64_t>(a->index);
     const char* from = elements_of<char>(a->x);
     char* to = elements_of<char>(a->out);
-    for (int64_t i = 0; i < a->index.rows; i++)
+    for (int64_t i = 0; i < num_elements(a->index); i++)
         memcpy(to + i * bytes, from + index[i] * a->x.stride * element_bytes, static_cast<size_t>(bytes));
 }
 

@@ -23,8 +23,8 @@ def select_heads(x: torch.Tensor, first: int, num_heads: int, head_dim: int) -> 
 
 
 def select_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """[T, ...], int64 [S] -> [S, ...]."""
-    return x[index]
+    """[T, ...], int64 [S] -> [S, ...]; int64 [S, n] -> [S, n * ...]."""
+    return x[index] if index.dim() == 1 else x[index].flatten(1)
 
 
 def put_rows(x: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
