@@ -39,8 +39,9 @@ class Attention(Module):
         all tokens of its text, which must all be in the batch; `kv` is None.
     window: only tokens less than so many positions away, 0 for all.   scale: multiplies scores, by default
         1 / sqrt(head size).   softcap: of scores, 0 is off.
-    names: of q, k and v in the checkpoint; equal where it stores them as one.   out: the name of the output projection,
-        None where that is its caller's.
+    names: of q, k and v in the checkpoint; equal where it stores them as one.   by_head: it stores the first head of q,
+        of k and of v, then the second of each, and so on.
+    out: the name of the output projection, None where that is its caller's.
     q_norm, k_norm: applied before the rotary embedding, per head or, if they are as large as all heads, over all of
         them; None where there are none.
     norms_all_heads: they are over all heads, so that every rank computes all of q, k and v.
@@ -59,16 +60,18 @@ class Attention(Module):
         qkv_bias: bool = False,
         out_bias: bool = False,
         names: tuple[str, str, str] = Q_K_V,
+        by_head: bool = False,
         out: str | None = "o_proj",
         norms_all_heads: bool = False,
     ) -> None:
         dim = heads.dim
         q_size, kv_size = heads.num_heads * dim, heads.num_kv_heads * dim
         q, k, v = names
+        rope = None if rotary is None else rotary.rope
         parts = (
-            Part(q, q_size, unit=dim, rotary=rotary is not None),
-            Part(k, kv_size, unit=dim, rotary=rotary is not None, replicated=True),
-            Part(v, kv_size, unit=dim, replicated=True),
+            Part(q, q_size, unit=dim, rotary=rope, alternates=by_head),
+            Part(k, kv_size, unit=dim, rotary=rope, replicated=True, alternates=by_head),
+            Part(v, kv_size, unit=dim, replicated=True, alternates=by_head),
         )
         self.qkv = Linear(hidden_size, parts, qkv_bias, None if norms_all_heads else Axis.OUT)
         self.o_proj: Linear | None = None

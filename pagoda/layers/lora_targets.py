@@ -21,6 +21,20 @@ class LoRATarget:
     is_embedding: bool = False
     is_elsewhere: bool = False
 
+    def tensor_rows(self) -> list[int] | None:
+        """Return which row of an adapter's tensor, in the checkpoint's order, is each of `rows`; None: they match."""
+        declared = self.parameter.declared
+        if not isinstance(declared, Matrix) or not any(part.alternates or part.unit_order() for part in declared.parts):
+            return None
+        found: list[int] = []
+        begin = 0
+        for number, part in enumerate(declared.parts):
+            if begin in self.rows:
+                order = part.unit_order() or range(part.unit)
+                found += [start + at for start in declared.stored_units(number) for at in order]
+            begin += part.rows
+        return found
+
     def share(self) -> "LoRAShare | None":
         """Return what this rank computes of an adapter of the target; None if other ranks compute all of it."""
         if self.is_elsewhere:

@@ -27,16 +27,22 @@ class Part:
 
     name: in the checkpoint, in place of the fused layer's own name; "" for that name. Adjacent parts of one name are
         rows of one stored tensor, in that order.
-    unit: rows that a shard must not divide (the rows of a head).   rotary: the rotary embedding applies to the rows;
-        some checkpoints store those interleaved, unit by unit.   replicated: if there are fewer units than ranks,
+    unit: rows that a shard must not divide (the rows of a head).   replicated: if there are fewer units than ranks,
         several ranks hold the same unit (KV heads).
+    rotary: the embedding that turns the rows, whose `head_order` is that of the checkpoint in each unit.
+    alternates: the parts of the name alternate in the stored tensor, unit by unit: a head of q, of k, of v, and so on.
     """
 
     name: str
     rows: int
     unit: int = 1
-    rotary: bool = False
+    rotary: RopeConfig | None = None
     replicated: bool = False
+    alternates: bool = False
+
+    def unit_order(self, interleaved: bool = False) -> tuple[int, ...] | None:
+        """See RopeConfig.head_order; None also if no rotary embedding turns the rows."""
+        return None if self.rotary is None else self.rotary.head_order(self.unit, interleaved)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +109,19 @@ class Matrix:
     @property
     def rows(self) -> int:
         return sum(part.rows for part in self.parts)
+
+    def stored_units(self, number: int, alternates: bool = True) -> range:
+        """Return where in its stored tensor each unit of part `number` begins.
+
+        alternates: whether parts that alternate in the checkpoints of transformers do so in this one.
+        """
+        part = self.parts[number]
+        same = [at for at, other in enumerate(self.parts) if other.name == part.name]
+        if part.alternates and alternates:
+            first, step = same.index(number) * part.unit, len(same) * part.unit
+        else:
+            first, step = sum(self.parts[at].rows for at in same if at < number), part.unit
+        return range(first, first + part.rows // part.unit * step, step)
 
     def part_paths(self, path: str, expert: int = 0) -> list[str]:
         """Return the tree paths of the parts, given the parameter's own path: siblings of the layer that owns it.

@@ -14,10 +14,12 @@ class RopeType(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """The rotary embedding of some layers. Fields after `factor` apply to the types named in their comments.
+    """The rotary embedding of some layers. Fields with a comment apply to the types that it names.
 
     theta: base.   original_max_position: context of the pretraining, in tokens (llama3, yarn).
     attention_factor: multiplies cos and sin (yarn; 1.0 elsewhere).
+    rotated: the share of a head's elements that it turns, the first ones.   interleaved: the pairs that it turns are
+    neighbours in the checkpoint (0 and 1, 2 and 3, ...), not one from each half of the turned elements.
     """
 
     rope_type: RopeType = RopeType.DEFAULT
@@ -30,6 +32,29 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # yarn
+    rotated: float = 1.0
+    interleaved: bool = False
+
+    def num_rotated(self, head_dim: int) -> int:
+        """Return how many elements of a head it turns."""
+        return int(head_dim * self.rotated)
+
+    def head_order(self, head_dim: int, interleaved: bool = False) -> tuple[int, ...] | None:
+        """Return which element of a head in the checkpoint is each element of a head in memory; None: they are equal.
+
+        In memory, pairs are element i of the first half of a head and element i of the second; those that are not
+        turned come last in each half, and have the angle 0. Kernels so have one form of rotation. Scores do not
+        change, because q and k have the same order.
+        interleaved: the checkpoint is interleaved, whatever `self` says.
+        """
+        turned = self.num_rotated(head_dim)
+        if turned == head_dim and not (self.interleaved or interleaved):
+            return None
+        pairs, middle = range(turned), turned + (head_dim - turned) // 2
+        first, second = pairs[: turned // 2], pairs[turned // 2 :]
+        if self.interleaved or interleaved:
+            first, second = pairs[::2], pairs[1::2]
+        return (*first, *range(turned, middle), *second, *range(middle, head_dim))
 
     def max_position(self, trained: int) -> int:
         """Return the longest supported sequence, given the checkpoint's max_position_embeddings."""

@@ -23,6 +23,7 @@ class Rotary(Module):
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, scaled_by_checkpoint: bool = True) -> None:
+        self.rope = rope
         self.tables = Parameter[RotaryTables](RotaryTable(rope, head_dim, scaled_by_checkpoint))
 
     @property

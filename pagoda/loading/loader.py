@@ -166,7 +166,7 @@ class Filler:
     def _rotary_tables(self, declared: RotaryTable) -> RotaryTables:
         name, factors = self._naming.rope_factors, None
         if declared.scaled_by_checkpoint and name is not None and name in self._weights:
-            shape = (declared.head_dim // 2,)
+            shape = (declared.rope.num_rotated(declared.head_dim) // 2,)
             self._check_shape(name, shape)
             factors = torch.empty(shape, dtype=torch.float32)
             self._weights.read_into(name, factors)
@@ -245,7 +245,7 @@ class Filler:
         out = torch.empty((sum(sizes), *pieces[0].region.shape[1:]), dtype=self._dtype, device=self._device)
         for piece, rows in zip(pieces, out.split(sizes), strict=True):
             self._weights.read_into(piece.name, rows, piece.region)
-            self._undo_interleaving(rows, piece.part)
+            self._reorder_heads(rows, piece.part)
         return out
 
     def _codes(self, pieces: Sequence[Piece]) -> QuantizedWeight | None:
@@ -260,16 +260,16 @@ class Filler:
                 return None
             for tensor in (found.codes, found.scales, found.offsets):
                 if tensor is not None:
-                    self._undo_interleaving(tensor, piece.part)
+                    self._reorder_heads(tensor, piece.part)
             codes.append(found)
         return stack_codes(codes).to(self._device)
 
-    def _undo_interleaving(self, rows: torch.Tensor, part: Part) -> None:
-        """Reorder llama.cpp's rotary rows (adjacent pairs) into halves, in place, head by head."""
-        if not (part.rotary and self._naming.interleaved_rotary):
-            return
-        pairs = rows.view(-1, part.unit // 2, 2, *rows.shape[1:])
-        rows.copy_(pairs.transpose(1, 2).reshape(rows.shape))
+    def _reorder_heads(self, rows: torch.Tensor, part: Part) -> None:
+        """Put rows that a rotary embedding turns into the order that kernels expect, in place, head by head."""
+        order = part.unit_order(self._naming.interleaved_rotary)
+        if order is not None:
+            heads = rows.view(-1, part.unit, *rows.shape[1:])
+            heads.copy_(heads[:, order])
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ConfigError for an unexpected shape, before anything of that size is allocated."""

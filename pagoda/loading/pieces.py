@@ -45,12 +45,13 @@ class Region:
     """A rectangle of a stored tensor.
 
     index: which of the stacked matrices, None if they are not stacked.   rows, columns: of that matrix; a vector has
-    rows and no columns.
+    rows and no columns.   transposed: the tensor is stored [columns, rows].
     """
 
     index: int | None
     rows: range
     columns: range | None
+    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,17 +86,19 @@ def _pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard, suffi
     stored_rows: Counter[str] = Counter()
     for name, part in zip(paths, matrix.parts, strict=True):
         stored_rows[name] += part.rows
-    first: Counter[str] = Counter()  # row of the stored tensor at which the next part begins
-    for name, part, rows in zip(paths, matrix.parts, shard.rows, strict=True):
+    for number, (name, part, rows) in enumerate(zip(paths, matrix.parts, shard.rows, strict=True)):
         stored = naming.find(f"{name}.{suffix}")
-        columns = matrix.kernel or (matrix.columns,)
-        shape = (stored_rows[name],) if suffix == "bias" else (stored_rows[name], *columns)
+        shape = (stored_rows[name],) if suffix == "bias" else (stored_rows[name], *(matrix.kernel or (matrix.columns,)))
+        transposed = suffix == "weight" and naming.is_transposed(stored.name)
+        if transposed:
+            shape = shape[::-1]
         if stored.index is not None:
             shape = (matrix.num_experts, *shape)
-        region = Region(
-            stored.index,
-            range(first[name] + rows.start, first[name] + rows.stop),
-            None if suffix == "bias" else shard.columns,
-        )
-        first[name] += part.rows
-        yield Piece(stored.name, shape, region, part)
+        columns = None if suffix == "bias" else shard.columns
+        units = matrix.stored_units(number, not naming.by_part)
+        if units.step == part.unit:
+            runs = [range(units.start + rows.start, units.start + rows.stop)]
+        else:
+            runs = [range(at, at + part.unit) for at in units[rows.start // part.unit : rows.stop // part.unit]]
+        for run in runs:
+            yield Piece(stored.name, shape, Region(stored.index, run, columns, transposed), part)

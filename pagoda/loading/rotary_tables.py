@@ -17,18 +17,23 @@ def build_rotary_tables(
 ) -> RotaryTables:
     """Return tables for positions 0 .. num_positions - 1.
 
-    freq_factors: float32 [head_dim / 2], divide the frequencies; a GGUF stores Llama 3's scaling like this.
+    freq_factors: float32 [elements turned / 2], divide the frequencies; a GGUF stores Llama 3's scaling like this.
+    Elements that are not turned have the angle 0.
     """
-    frequencies = inverse_frequencies(rope, head_dim)
+    turned = rope.num_rotated(head_dim)
+    frequencies = inverse_frequencies(rope, turned)
     if freq_factors is not None:
         frequencies = frequencies / freq_factors
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    factor = rope.attention_factor
-    return RotaryTables((angles.cos() * factor).to(device), (angles.sin() * factor).to(device))
+    cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    kept = (num_positions, (head_dim - turned) // 2)
+    return RotaryTables(
+        torch.cat((cos, torch.ones(kept)), 1).to(device), torch.cat((sin, torch.zeros(kept)), 1).to(device)
+    )
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """float32 [head_dim / 2]: radians per position, per pair of dimensions."""
+    """float32 [head_dim / 2]: radians per position, per pair of dimensions.   head_dim: those that are turned."""
     plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if rope.rope_type is RopeType.LINEAR:
         return plain / rope.factor

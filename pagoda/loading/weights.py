@@ -177,6 +177,8 @@ def _part_of(tensor: torch.Tensor, region: Region | None) -> torch.Tensor:
         return tensor
     if region.index is not None:
         tensor = tensor[region.index]
+    if region.transposed:
+        tensor = tensor.T
     tensor = tensor[region.rows.start : region.rows.stop]
     if tensor.dim() > 2:  # a convolution's
         tensor = tensor.flatten(1)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from pagoda.base.abbreviate import abbreviate
@@ -142,18 +143,40 @@ class ConfigReader:
 _LARGEST_FACTOR = 1_000_000
 
 
-def read_rope(config: ConfigReader, default_theta: float = 10_000.0) -> RopeConfig:
-    """Read `rope_parameters` (the newer form), or `rope_theta` with `rope_scaling` (the older one)."""
+def read_rope(
+    config: ConfigReader, default_theta: float = 10_000.0, rotated: float | None = None, interleaved: bool = False
+) -> RopeConfig:
+    """Read `rope_parameters` (the newer form), or `rope_theta` with `rope_scaling` (the older one).
+
+    rotated: the default of `partial_rotary_factor`, None for a model that turns whole heads.   interleaved: see
+    RopeConfig.
+    """
     parameters = config.section("rope_parameters") or config.section("rope_scaling") or ConfigReader({}, config.origin)
     theta = parameters.number("rope_theta", config.number("rope_theta", default_theta))
-    return read_rope_parameters(parameters, theta, config.integer("max_position_embeddings"))
+    rope = read_rope_parameters(
+        parameters, theta, config.integer("max_position_embeddings"), may_be_partial=rotated is not None
+    )
+    if rotated is None:
+        config.refuse("partial_rotary_factor", 1, 1.0)
+    else:
+        default = config.positive("partial_rotary_factor", rotated)
+        rotated = parameters.positive("partial_rotary_factor", default)
+        if rotated > 1:
+            raise ConfigError(f"{config.origin}: partial_rotary_factor = {rotated}, expected at most 1")
+    return replace(rope, rotated=rotated or 1.0, interleaved=interleaved)
 
 
-def read_rope_parameters(parameters: ConfigReader, theta: float, max_position: int) -> RopeConfig:
-    """Read one set of rope parameters. Raises ConfigError for an unsupported type."""
+def read_rope_parameters(
+    parameters: ConfigReader, theta: float, max_position: int, may_be_partial: bool = False
+) -> RopeConfig:
+    """Read one set of rope parameters. Raises ConfigError for an unsupported type.
+
+    may_be_partial: the caller reads `partial_rotary_factor`.
+    """
     supported = [kind.value for kind in RopeType]
     kind = RopeType(parameters.choice("rope_type" if parameters.has("rope_type") else "type", supported, "default"))
-    parameters.refuse("partial_rotary_factor", 1, 1.0)
+    if not may_be_partial:
+        parameters.refuse("partial_rotary_factor", 1, 1.0)
     if not 1 < theta < math.inf:
         raise ConfigError(f"{parameters.origin}: rope_theta = {theta}, expected a positive number above 1")
     if kind in (RopeType.DEFAULT, RopeType.DYNAMIC):

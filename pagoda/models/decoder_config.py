@@ -70,13 +70,21 @@ def read_decoder(
     architecture: str,
     windows: tuple[int, ...] | None = None,
     default_theta: float = 10_000.0,
+    rotated: float | None = None,
+    interleaved: bool = False,
 ) -> DecoderConfig:
     """Read a Llama, or one of the many models with the same setting names; without biases.
 
-    windows: per layer, None for full attention everywhere.
+    windows: per layer, None for full attention everywhere.   rotated, interleaved: see `read_rope`.
     """
-    rope = read_rope(config, default_theta)
+    rope = read_rope(config, default_theta, rotated, interleaved)
     spec = read_spec(config, architecture, rope.max_position(config.integer("max_position_embeddings")), windows)
+    turned = rope.num_rotated(spec.head_dim)
+    if turned % 2 or not turned:
+        raise ConfigError(
+            f"{config.origin}: partial_rotary_factor = {rope.rotated} turns {turned} elements of heads of "
+            f"{spec.head_dim}; rotary embedding needs an even number"
+        )
     return DecoderConfig(
         spec=spec,
         norm_eps=config.not_negative("rms_norm_eps", 1e-6),

@@ -28,6 +28,8 @@ class Naming:
     substitutions: regular expressions and replacements that turn paths into names, if there is no table.
     interleaved_rotary: rows that the rotary embedding turns are stored in llama.cpp's order, pairs (0, D/2),
         (1, D/2 + 1), ... next to each other in each head.
+    by_part: parts of one tensor are stored one after the other, also where they alternate in transformers' checkpoints.
+    transposed: regular expression of the names of matrices that are stored [columns, rows].
     unit_offset_stored: norms that multiply by 1 + weight are stored with the 1 added, as llama.cpp does.
     rope_factors: the tensor that divides the rotary frequencies, if the checkpoint has it.
     """
@@ -35,8 +37,13 @@ class Naming:
     names: Mapping[str, str] | None = None
     substitutions: tuple[tuple[str, str], ...] = ()
     interleaved_rotary: bool = False
+    by_part: bool = False
+    transposed: str | None = None
     unit_offset_stored: bool = False
     rope_factors: str | None = None
+
+    def is_transposed(self, name: str) -> bool:
+        return self.transposed is not None and re.search(self.transposed, name) is not None
 
     def find(self, path: str) -> StoredTensor:
         """Return the tensor of a path that ends in `.weight` or `.bias`; it may not exist."""
@@ -89,6 +96,7 @@ def gguf_naming(layer: Mapping[str, str] | None = None, interleaved_rotary: bool
     return Naming(
         names,
         interleaved_rotary=interleaved_rotary,
+        by_part=True,
         unit_offset_stored=True,
         rope_factors="rope_freqs.weight",
     )

@@ -34,8 +34,10 @@ def read_adapter(
                 share = target.share()
                 if share is None:
                     continue
-                a, b = load(module.a), _rows(load(module.b), share) * module.scale
-                bias = None if module.bias is None or not share.bias else _rows(load(module.bias), share) * module.scale
+                a, b = load(module.a), _rows(load(module.b), target, share) * module.scale
+                bias = None
+                if module.bias is not None and share.bias:
+                    bias = _rows(load(module.bias), target, share) * module.scale
                 piece = LowRankPiece(a[:, share.columns.start : share.columns.stop], b, share.first_row, bias)
                 found.setdefault(target.parameter, []).append(piece)
     except (SafetensorError, OSError) as error:
@@ -43,7 +45,10 @@ def read_adapter(
     return found
 
 
-def _rows(tensor: torch.Tensor, share: LoRAShare) -> torch.Tensor:
+def _rows(tensor: torch.Tensor, target: LoRATarget, share: LoRAShare) -> torch.Tensor:
+    order = target.tensor_rows()
+    if order is not None:
+        tensor = tensor[order]
     parts = [tensor[rows.start : rows.stop] for rows in share.rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
