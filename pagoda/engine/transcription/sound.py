@@ -1,0 +1,130 @@
+"""Read a sound file from memory: 16 kHz mono samples, within bounds that hold before and while it is decoded.
+
+PyAV (the extra "audio") decodes. The file's first bytes choose one demuxer from a list, so that FFmpeg never guesses:
+playlists, and formats that open other files, cannot be reached.
+"""
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pagoda.base.abbreviate import abbreviate
+from pagoda.base.errors import RequestError
+from pagoda.base.request_limits import RequestLimits
+
+SAMPLING_RATE = 16_000
+"""Samples per second, as Whisper models read them."""
+FORMATS = ("wav", "mp3", "flac", "ogg", "m4a", "mp4", "webm")
+"""What may be sent, by the usual endings of files."""
+
+_MAX_CHANNELS = 8
+_RATES = range(4_000, 192_001)
+_RAW_PER_SAMPLE = 12
+"""Decoded numbers per sample of the result, on average: 96 kHz in stereo."""
+_CODECS = frozenset({"mp3", "mp3float", "flac", "opus", "libopus", "vorbis", "aac", "alac"})
+_OPTIONS = {"protocol_whitelist": ""}  # of nested inputs, of which these formats have none
+
+
+@dataclass(frozen=True, slots=True)
+class Sound:
+    """A sound.   samples: float32 [n], 16 kHz, mono, in [-1, 1].   name: what errors call it."""
+
+    samples: np.ndarray
+    name: str
+
+    @property
+    def duration_s(self) -> float:
+        return len(self.samples) / SAMPLING_RATE
+
+
+def read_sound(data: bytes | memoryview, name: str, limits: RequestLimits) -> Sound:
+    """Decode the first sound track of a file.   name: what errors call the file.
+
+    Raises RequestError that names the file, for one of another format, that is corrupt, empty or beyond
+    `limits.audio_s`, and if PyAV is not installed.
+    """
+    label = f"file {abbreviate(name)}"
+    demuxer = _demuxer(bytes(data[:64]))
+    if demuxer is None:
+        raise RequestError(f"{label} is not a sound file of a known format; send {', '.join(FORMATS)}", "file")
+    try:
+        import av
+    except ImportError:
+        raise RequestError(
+            f"{label} cannot be decoded: PyAV is not installed here; install it with pip install 'pagoda-llm[audio]'",
+            "file",
+        ) from None
+    try:
+        with av.open(io.BytesIO(data), format=demuxer, options=_OPTIONS, metadata_errors="ignore") as container:
+            pieces = list(_samples(av, container, label, limits))
+    except (av.error.FFmpegError, ValueError) as error:  # ValueError: its format changes within the track
+        raise RequestError(f"{label} cannot be decoded as {demuxer}: {abbreviate(str(error))}", "file") from None
+    if not pieces:
+        raise RequestError(f"{label} has no sound in it", "file")
+    return Sound(np.concatenate(pieces), name)
+
+
+def as_sound(samples: Any, name: str, limits: RequestLimits) -> Sound:
+    """Return samples (16 kHz, mono, in [-1, 1]) as a Sound. Raises RequestError for what is not, or is too long."""
+    array = np.asarray(samples)
+    if array.ndim != 1 or array.dtype.kind != "f" or not len(array):
+        raise RequestError(
+            f"{name}: expected a one-dimensional array of floats, 16,000 samples per second (got "
+            f"{array.dtype} {list(array.shape)})",
+            "file",
+        )
+    limits.check("audio_s", -(-len(array) // SAMPLING_RATE), "file")
+    found = np.ascontiguousarray(array, np.float32)
+    if not np.isfinite(found).all():
+        raise RequestError(f"{name}: samples must be finite numbers", "file")
+    return Sound(found, name)
+
+
+_MAGIC: Mapping[bytes, str] = {b"fLaC": "flac", b"OggS": "ogg", b"\x1a\x45\xdf\xa3": "matroska", b"ID3": "mp3"}
+
+
+def _demuxer(head: bytes) -> str | None:
+    """Return the demuxer for a file that begins with these bytes; None for one that is not on the list."""
+    if head[:4] == b"RIFF" and head[8:12] == b"WAVE":
+        return "wav"
+    if head[4:8] == b"ftyp":
+        return "mp4"
+    if len(head) > 1 and head[0] == 0xFF and head[1] & 0xE6 == 0xE2:  # a frame of MPEG layer 3
+        return "mp3"
+    return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
+
+
+def _samples(av: Any, container: Any, label: str, limits: RequestLimits) -> Iterator[np.ndarray]:
+    """Yield the track's samples, resampled. Raises RequestError beyond the bounds."""
+    stream = next(iter(container.streams.audio), None)
+    if stream is None:
+        raise RequestError(f"{label} has no sound track", "file")
+    codec = stream.codec_context
+    name = "unknown" if codec is None else codec.name
+    if codec is None or (name not in _CODECS and not name.startswith("pcm_")):
+        raise RequestError(f"{label}: its codec {abbreviate(name)} is not supported; convert it to wav", "file")
+    if codec.sample_rate not in _RATES or not 1 <= codec.channels <= _MAX_CHANNELS:
+        raise RequestError(
+            f"{label} has {codec.channels} channels of {codec.sample_rate} Hz; at most {_MAX_CHANNELS} of "
+            f"{_RATES.start} to {_RATES.stop - 1} Hz are supported",
+            "file",
+        )
+    if container.duration is not None:  # a claim: what is decoded is counted, too
+        limits.check("audio_s", -(-container.duration // av.time_base), "file")
+    codec.thread_count = 1
+    resampler = av.AudioResampler(format="fltp", rate=SAMPLING_RATE)
+    num_samples = num_raw = 0
+    most = limits.audio_s * SAMPLING_RATE
+    for frame in container.decode(stream):
+        num_raw += frame.samples * codec.channels
+        limits.check("audio_s", -(-num_raw // (_RAW_PER_SAMPLE * SAMPLING_RATE)), "file")
+        for piece in resampler.resample(frame):
+            num_samples += piece.samples
+            yield piece.to_ndarray().mean(axis=0)  # FFmpeg's own mixing makes equal channels louder
+        if num_samples > most:
+            limits.check("audio_s", -(-num_samples // SAMPLING_RATE), "file")
+    for piece in resampler.resample(None) if num_raw else ():
+        yield piece.to_ndarray().mean(axis=0)
