@@ -42,9 +42,8 @@ class Attention(Module):
     names: of q, k and v in the checkpoint; equal where it stores them as one.   by_head: it stores the first head of q,
         of k and of v, then the second of each, and so on.
     out: the name of the output projection, None where that is its caller's.
-    q_norm, k_norm: applied before the rotary embedding, per head or, if they are as large as all heads, over all of
-        them; None where there are none.
-    norms_all_heads: they are over all heads, so that every rank computes all of q, k and v.
+    q_norm, k_norm: applied before the rotary embedding; None where there are none. Of the size of a head: to each. As
+        large as all heads: over all of them, so that every rank computes all of q, k and v.
     place: where in the cache; set when the model's layers are put into groups.
     """
 
@@ -62,7 +61,8 @@ class Attention(Module):
         names: tuple[str, str, str] = Q_K_V,
         by_head: bool = False,
         out: str | None = "o_proj",
-        norms_all_heads: bool = False,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
     ) -> None:
         dim = heads.dim
         q_size, kv_size = heads.num_heads * dim, heads.num_kv_heads * dim
@@ -73,12 +73,12 @@ class Attention(Module):
             Part(k, kv_size, unit=dim, rotary=rope, replicated=True, alternates=by_head),
             Part(v, kv_size, unit=dim, replicated=True, alternates=by_head),
         )
+        norms_all_heads = q_norm is not None and q_norm.size > dim
         self.qkv = Linear(hidden_size, parts, qkv_bias, None if norms_all_heads else Axis.OUT)
         self.o_proj: Linear | None = None
         if out is not None:
             self.o_proj = Linear(q_size, (Part(out, hidden_size),), out_bias, Axis.IN, unit=dim)
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
+        self.q_norm, self.k_norm = q_norm, k_norm
         self.rotary = rotary
         self.heads = self.computed_heads = heads
         self.first_heads: tuple[int, int] | None = None

@@ -11,6 +11,7 @@ class RMSNorm(Module):
 
     def __init__(self, size: int, eps: float, unit_offset: bool = False) -> None:
         self.weight = Parameter[Tensor](Vector(size, unit_offset))
+        self.size = size
         self.eps = eps
         self.unit_offset = unit_offset
 

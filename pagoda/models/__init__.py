@@ -1,6 +1,7 @@
 """Models: one file per family, which shows a model as a tree of layers and reads its settings. No torch.
 
-llama.py        the decoder that mistral.py, qwen.py, gemma3.py and olmoe.py vary; pooled_decoder.py: without its head
+llama.py        the decoder that most others vary, by settings or (norm_placement.py) by where their norms are
+pooled_decoder.py   decoders without their head
 bert.py, modernbert.py   encoders, with a classification head or without
 base.py         Model: what the code that runs a forward sees
 config_reader.py, decoder_config.py, encoder_config.py   settings, read with their types; what is unsupported is refused

@@ -1,6 +1,7 @@
 """DecoderConfig: the configuration of a decoder-only model, and the functions that read it for several models."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
@@ -20,6 +21,14 @@ _MOST_EXPERTS = 4096
 _NO_EXPERTS = ExpertsConfig()
 
 
+class QKNorm(Enum):
+    """What an attention norms q and k over."""
+
+    NONE = "none"
+    HEAD = "each head"
+    ALL_HEADS = "all heads at once"
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """Facts that differ between decoders.
@@ -28,7 +37,8 @@ class DecoderConfig:
     attention_scale: multiplies scores.   softcaps: 0 is off.
     layer_norms: norms are LayerNorms rather than RMSNorms.   norm_bias: of LayerNorms.   unit_offset_norms: RMSNorms
     multiply by 1 + weight.
-    experts: of the layers with experts.   dense_layers: indices of the layers with an MLP instead.
+    unrotated_layers: indices of the layers whose attention has no rotary embedding.
+    experts: in place of the MLP, if there are any.   dense_layers: indices of the layers with an MLP even so.
     head: how a classification head pools, and its labels.   head_rows: what it is made from, if it is not stored.
     bidirectional: tokens attend to later ones, too (EmbeddingGemma).
     """
@@ -45,6 +55,8 @@ class DecoderConfig:
     layer_norms: bool = False
     norm_bias: bool = True
     unit_offset_norms: bool = False
+    qk_norm: QKNorm = QKNorm.NONE
+    unrotated_layers: frozenset[int] = frozenset()
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False

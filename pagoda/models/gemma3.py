@@ -5,28 +5,23 @@ EmbeddingGemma is one whose tokens attend to both sides.
 Multimodal checkpoints (`text_config`) are served as text models; their vision tower is not loaded.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from pagoda.base.pooling import PoolingKind, PoolingPlan
-from pagoda.layers.mlp import GatedMLP
-from pagoda.layers.norm import RMSNorm
 from pagoda.layers.rope_config import RopeConfig
-from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader, read_rope_parameters
 from pagoda.models.decoder_config import (
     FULL,
     SLIDING,
     DecoderConfig,
+    QKNorm,
     read_activation,
     read_spec,
     windows_by_layer_types,
 )
-from pagoda.models.llama import Llama, LlamaLayer, attention_of
 from pagoda.models.naming import BARE, HF, Naming, gguf_naming
-from pagoda.ops.batch import ForwardBatch, KVLayer
-from pagoda.ops.forward import ForwardOps
-from pagoda.ops.tensor import Tensor
+from pagoda.models.norm_placement import SandwichDecoder
 
 # Google's configs omit settings that equal the first release; these are its values.
 _DEFAULTS: dict[str, object] = {
@@ -44,42 +39,7 @@ _DEFAULTS: dict[str, object] = {
 _LAYERS_OF_27B = 62
 
 
-class Gemma3Layer(LlamaLayer):
-    """Four norms: attention and MLP are each followed by one before their output joins the residual stream."""
-
-    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
-        spec = config.spec
-        self.input_layernorm = config.norm()
-        self.self_attn = attention_of(config, index, rotary, causal=not config.bidirectional)
-        self.self_attn.q_norm = RMSNorm(spec.head_dim, config.norm_eps, unit_offset=True)
-        self.self_attn.k_norm = RMSNorm(spec.head_dim, config.norm_eps, unit_offset=True)
-        self.post_attention_layernorm = config.norm()
-        self.pre_feedforward_layernorm = config.norm()
-        self.mlp = GatedMLP(spec.hidden_size, spec.intermediate_size, config.activation)
-        self.post_feedforward_layernorm = config.norm()
-
-    def __call__(
-        self,
-        ops: ForwardOps,
-        x: Tensor,
-        residual: Tensor | None,
-        batch: ForwardBatch,
-        kv: Sequence[KVLayer],
-        last: bool,
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(ops, x, residual)
-        x, residual = self.self_attn(ops, x, residual, batch, kv, last)
-        x = self.post_attention_layernorm(ops, x)
-        x, residual = self.pre_feedforward_layernorm.add(ops, x, residual)
-        x = self.mlp(ops, x)
-        return self.post_feedforward_layernorm(ops, x), residual
-
-
-class Gemma3(Llama):
-    layer = Gemma3Layer
-
-
-class EmbeddingGemma(Gemma3):
+class EmbeddingGemma(SandwichDecoder):
     """Its tokens attend to both sides, so that it embeds texts and generates nothing."""
 
     is_causal = False
@@ -87,8 +47,8 @@ class EmbeddingGemma(Gemma3):
     pooling = PoolingPlan(PoolingKind.MEAN)
 
 
-def _model(config: DecoderConfig) -> Gemma3:
-    return EmbeddingGemma(config) if config.bidirectional else Gemma3(config)
+def _model(config: DecoderConfig) -> SandwichDecoder:
+    return EmbeddingGemma(config) if config.bidirectional else SandwichDecoder(config)
 
 
 def read(config: ConfigReader) -> DecoderConfig:
@@ -114,6 +74,7 @@ def read(config: ConfigReader) -> DecoderConfig:
         logit_softcap=config.not_negative("final_logit_softcapping", 0.0),
         embedding_scale=spec.hidden_size**0.5,
         unit_offset_norms=True,
+        qk_norm=QKNorm.HEAD,
         qkv_bias=attention_bias,
         attention_out_bias=attention_bias,
         bidirectional=bidirectional,

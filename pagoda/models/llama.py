@@ -10,46 +10,58 @@ from pagoda.layers.kv import place_kv, place_kv_of_stage
 from pagoda.layers.linear import Embedding, LMHead
 from pagoda.layers.mlp import GatedMLP, MoE
 from pagoda.layers.module import Module
+from pagoda.layers.norm import RMSNorm
 from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, read_decoder
+from pagoda.models.decoder_config import DecoderConfig, QKNorm, read_decoder
 from pagoda.models.naming import gguf_naming
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import RankGroup, Tensor
 
 
-def attention_of(
-    config: DecoderConfig, index: int, rotary: Rotary, causal: bool = True, norms_all_heads: bool = False
-) -> Attention:
+def attention_of(config: DecoderConfig, index: int, rotary: Rotary) -> Attention:
     """Return the attention of layer `index`."""
+
+    def norm(num_heads: int) -> RMSNorm | None:
+        if config.qk_norm is QKNorm.NONE:
+            return None
+        size = config.heads.dim * (num_heads if config.qk_norm is QKNorm.ALL_HEADS else 1)
+        return RMSNorm(size, config.norm_eps, config.unit_offset_norms)
+
     return Attention(
         config.spec.hidden_size,
         config.heads,
-        rotary,
-        causal,
+        None if index in config.unrotated_layers else rotary,
+        causal=not config.bidirectional,
         window=config.spec.layer_windows[index],
         scale=config.attention_scale,
         softcap=config.attention_softcap,
         qkv_bias=config.qkv_bias,
         out_bias=config.attention_out_bias,
-        norms_all_heads=norms_all_heads,
+        q_norm=norm(config.heads.num_heads),
+        k_norm=norm(config.heads.num_kv_heads),
     )
+
+
+def mlp_of(config: DecoderConfig, index: int) -> GatedMLP | MoE:
+    """Return the MLP of layer `index`, or its experts."""
+    spec = config.spec
+    if config.experts.num_experts and index not in config.dense_layers:
+        return MoE(spec.hidden_size, config.experts)
+    return GatedMLP(spec.hidden_size, spec.intermediate_size, config.activation, config.mlp_bias)
 
 
 class LlamaLayer(Module):
     """Attention and a gated MLP, each after a norm; x is added to the residual stream by the norm that follows it."""
 
     def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
-        spec = config.spec
         self.input_layernorm = config.norm()
         self.self_attn = attention_of(config, index, rotary)
         self.post_attention_layernorm = config.norm()
-        self.mlp: GatedMLP | MoE = GatedMLP(
-            spec.hidden_size, spec.intermediate_size, config.activation, config.mlp_bias
-        )
+        self.mlp = mlp_of(config, index)
 
     def __call__(
         self,
@@ -104,7 +116,7 @@ class LlamaModel(Module):
             x = self.embed_tokens.of_batch(ops, batch)
         else:
             assert self.ranks is not None
-            like = layers[0].input_layernorm.weight.value
+            like = layers[0].post_attention_layernorm.weight.value
             x, residual = (ops.receive_rows(batch.token_ids, like, self.ranks) for _ in range(2))
         for layer in layers:
             x, residual = layer(ops, x, residual, batch, kv, self.place.is_last_stage and layer is layers[-1])

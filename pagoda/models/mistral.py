@@ -6,12 +6,10 @@ A GGUF names the architecture of both "llama": a Mistral is loaded as a Llama, a
 
 from dataclasses import replace
 
-from pagoda.layers.mlp import MoE
-from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import DecoderConfig, read_decoder, read_experts
-from pagoda.models.llama import Llama, LlamaLayer
+from pagoda.models.llama import Llama
 from pagoda.models.naming import Naming, gguf_naming
 
 
@@ -24,16 +22,6 @@ def read(config: ConfigReader, architecture: str = "mistral") -> DecoderConfig:
 MISTRAL = Architecture(name="mistral", hf_names=("MistralForCausalLM",), model=Llama, read=read)
 
 
-class MixtralLayer(LlamaLayer):
-    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
-        super().__init__(config, index, rotary)
-        self.mlp = MoE(config.spec.hidden_size, config.experts)
-
-
-class Mixtral(Llama):
-    layer = MixtralLayer
-
-
 def _read_mixtral(config: ConfigReader) -> DecoderConfig:
     experts = read_experts(config, "intermediate_size", renormalize=True)
     return replace(read(config, "mixtral"), experts=experts)
@@ -42,7 +30,7 @@ def _read_mixtral(config: ConfigReader) -> DecoderConfig:
 MIXTRAL = Architecture(
     name="mixtral",
     hf_names=("MixtralForCausalLM",),
-    model=Mixtral,
+    model=Llama,
     read=_read_mixtral,
     hf=(
         Naming(

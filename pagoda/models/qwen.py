@@ -7,20 +7,18 @@ all layers or in some.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from pagoda.layers.mlp import MoE
-from pagoda.layers.norm import RMSNorm
-from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import (
     FULL,
     SLIDING,
     DecoderConfig,
+    QKNorm,
     read_decoder,
     read_experts,
     windows_by_layer_types,
 )
-from pagoda.models.llama import Llama, LlamaLayer
+from pagoda.models.llama import Llama
 
 
 def _read_qwen2(config: ConfigReader) -> DecoderConfig:
@@ -40,38 +38,17 @@ def _layer_windows(config: ConfigReader) -> tuple[int, ...]:
 QWEN2 = Architecture(name="qwen2", hf_names=("Qwen2ForCausalLM",), model=Llama, read=_read_qwen2, gguf_name="qwen2")
 
 
-class Qwen3Layer(LlamaLayer):
-    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
-        super().__init__(config, index, rotary)
-        self.self_attn.q_norm = RMSNorm(config.spec.head_dim, config.norm_eps)
-        self.self_attn.k_norm = RMSNorm(config.spec.head_dim, config.norm_eps)
-
-
-class Qwen3(Llama):
-    layer = Qwen3Layer
-
-
 def _read_qwen3(config: ConfigReader, architecture: str = "qwen3") -> DecoderConfig:
     attention_bias = config.flag("attention_bias", False)
     return replace(
         read_decoder(config, architecture, _layer_windows(config)),
         qkv_bias=attention_bias,
         attention_out_bias=config.flag("attention_out_bias", attention_bias),
+        qk_norm=QKNorm.HEAD,
     )
 
 
-QWEN3 = Architecture(name="qwen3", hf_names=("Qwen3ForCausalLM",), model=Qwen3, read=_read_qwen3, gguf_name="qwen3")
-
-
-class Qwen3MoELayer(Qwen3Layer):
-    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
-        super().__init__(config, index, rotary)
-        if index not in config.dense_layers:
-            self.mlp = MoE(config.spec.hidden_size, config.experts)
-
-
-class Qwen3MoE(Llama):
-    layer = Qwen3MoELayer
+QWEN3 = Architecture(name="qwen3", hf_names=("Qwen3ForCausalLM",), model=Llama, read=_read_qwen3, gguf_name="qwen3")
 
 
 def _read_qwen3_moe(config: ConfigReader) -> DecoderConfig:
@@ -90,7 +67,7 @@ def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
 QWEN3_MOE = Architecture(
     name="qwen3_moe",
     hf_names=("Qwen3MoeForCausalLM",),
-    model=Qwen3MoE,
+    model=Llama,
     read=_read_qwen3_moe,
     gguf_name="qwen3moe",
     experts=True,
