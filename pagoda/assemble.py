@@ -164,16 +164,17 @@ def _make_executor(
         )
     if setup.config.parallel.executor == "mp":
         # Imported here because one worker needs no sockets.
-        from pagoda.executors.multi_process import LocalRanks, MultiProcessExecutor
+        from pagoda.executors.multi_process import LocalRanks, MultiProcessExecutor, load_timeout_s
 
-        return MultiProcessExecutor(setup.config, LocalRanks, on_death=on_death)
+        timeout_s = load_timeout_s(sum(setup.files.sizes().values()))
+        return MultiProcessExecutor(setup.config, LocalRanks, load_timeout_s=timeout_s, on_death=on_death)
     if setup.config.parallel.executor == "ray":
-        return _on_ray(setup.config, on_death)
+        return _on_ray(setup, on_death)
     return InProcessExecutor(make_worker(setup, pin_threads), overlap=options.pipeline_depth > 1)
 
 
-def _on_ray(config: EngineConfig, on_death: Callable[[WorkerDied], object]) -> Executor:
-    from pagoda.executors.multi_process import MultiProcessExecutor
+def _on_ray(setup: EngineSetup, on_death: Callable[[WorkerDied], object]) -> Executor:
+    from pagoda.executors.multi_process import MultiProcessExecutor, load_timeout_s
 
     try:
         from pagoda.executors.ray import RayRanks, connect
@@ -181,7 +182,8 @@ def _on_ray(config: EngineConfig, on_death: Callable[[WorkerDied], object]) -> E
         raise ConfigError(
             "distributed_executor_backend='ray' needs Ray on every machine: pip install 'pagoda-llm[ray]'"
         ) from error
-    return MultiProcessExecutor(config, RayRanks, host=connect(), on_death=on_death)
+    timeout_s = load_timeout_s(sum(setup.files.sizes().values()))
+    return MultiProcessExecutor(setup.config, RayRanks, host=connect(), load_timeout_s=timeout_s, on_death=on_death)
 
 
 def _lookup_speculator(setup: EngineSetup, max_rows: int) -> Speculator | None:

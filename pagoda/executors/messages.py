@@ -58,7 +58,17 @@ class RankStart(msgspec.Struct, frozen=True):
 
 
 LOADED = 0
-"""Nothing is sent for a rank to load its weights: it replies with this number once it has."""
+"""Nothing is sent for a rank to load its weights: it replies with this number, and its Identity, once it has."""
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What must be the same on all ranks.
+
+    digest: of pagoda's version, what the settings mean, and the model's files.   kernels: which ones, for which CPUs.
+    """
+
+    digest: str
+    kernels: str
 
 
 class Measure(msgspec.Struct, frozen=True, tag="measure"):

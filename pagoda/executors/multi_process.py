@@ -33,6 +33,7 @@ from pagoda.executors.messages import (
     LOADED,
     Call,
     Curve,
+    Identity,
     Measure,
     RankStart,
     Reply,
@@ -49,8 +50,11 @@ logger = logging.getLogger("pagoda")
 WATCH_INTERVAL_MS = 100
 FINAL_REPLIES_MS = 50  # a dead rank's last replies may still be on their way
 ALONE_S = 2.0  # after one rank has failed, for the others to fail likewise
+STEP = "a step"
 STEP_TIMEOUT_S = 30.0
 STEP_TIMEOUTS = 20  # as many times the longest step that was measured may one take
+LOAD_TIMEOUT_S = 300.0  # a rank may have to compile its kernels
+SLOWEST_READ = 10e6  # bytes per second
 
 
 class RankDied(WorkerDied):
@@ -88,15 +92,25 @@ Raises OSError or PagodaError if they cannot be started.
 class _Asked:
     """A message that was sent, and the replies to it by rank.
 
-    finish: returns the result from the replies of all ranks.   failed_at_s: when the first rank failed.
+    what: they are asked for.   finish: returns the result from the replies of all ranks.
+    failed_at_s: when the first rank failed.
     """
 
-    is_step: bool
+    what: str
     finish: Callable[[list[Reply]], Any]
-    sent_s: float = field(default_factory=time.monotonic)
+    watchdog: Watchdog = field(default_factory=lambda: Watchdog(time.monotonic()))
     future: "Future[Any]" = field(default_factory=Future)
     replies: dict[int, Reply] = field(default_factory=dict)
     failed_at_s: float | None = None
+
+    @property
+    def is_step(self) -> bool:
+        return self.what == STEP
+
+
+def load_timeout_s(num_bytes: int) -> float:
+    """Return how long a rank that loads a model of so many bytes may show no progress."""
+    return LOAD_TIMEOUT_S + num_bytes / SLOWEST_READ
 
 
 class MultiProcessExecutor:
@@ -112,12 +126,13 @@ class MultiProcessExecutor:
         *,
         host: str | None = None,
         step_timeout_s: float = STEP_TIMEOUT_S,
+        load_timeout_s: float = LOAD_TIMEOUT_S,
         on_death: Callable[[RankDied], object] = lambda _: None,
     ) -> None:
         """config: for every rank, with the number of ranks.   host: an address of this machine, for ranks on others.
 
         step_timeout_s: a group that makes no progress with a step for so long, and for many times as long as earlier
-            steps took, hangs; see Watchdog.
+            steps took, hangs; see Watchdog.   load_timeout_s: so does one with anything else: loading, sizing, a call.
         on_death: called in a thread of this executor when a rank dies after `start`, once all have been ended.
         """
         parallel = config.parallel
@@ -127,7 +142,7 @@ class MultiProcessExecutor:
         self._config = config
         self._start_ranks = start_ranks
         self._host = host
-        self._step_timeout_s = step_timeout_s
+        self._step_timeout_s, self._load_timeout_s = step_timeout_s, load_timeout_s
         self._on_death = on_death
         self._encoder = make_encoder()
         self._reply_decoder = make_decoder(Reply)
@@ -145,34 +160,34 @@ class MultiProcessExecutor:
     # ---- the executor
 
     def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
-        loaded = self._asked[LOADED] = _Asked(False, _values_of(str))
+        loaded = self._asked[LOADED] = _Asked("the weights", _values_of(Identity))
         try:
             self._group = _Group(self._config, self._places, self._host, self._start_ranks)
         except OSError as error:
             raise WorkerDied(f"the processes of the ranks could not be started: {error}") from error
         self._receiver.start()
-        digests = loaded.future.result()
-        odd = [number for number, digest in enumerate(digests) if digest != digests[0]]
-        if odd:
-            raise ConfigError(
-                f"rank {odd[0]} has other model files, settings or another version of pagoda than rank 0: "
-                "use the same ones on every machine"
-            )
+        _check_alike(loaded.future.result())
         self._group.hide()
-        measured = self._ask(lambda number: Measure(number, tuple(sizes)), _values_of(tuple[Capacity, ...]))
+        measured = self._ask(
+            "measuring memory", lambda number: Measure(number, tuple(sizes)), _values_of(tuple[Capacity, ...])
+        )
         return tuple(capacity for of_rank in measured.result() for capacity in of_rank)
 
     def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
-        self._ask(lambda number: SetPools(number, num_blocks, num_host_blocks), _values_of(type(None))).result()
+        self._ask(
+            "the KV pools", lambda number: SetPools(number, num_blocks, num_host_blocks), _values_of(type(None))
+        ).result()
         self._is_running = True
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
-        return self._ask(lambda number: Step(number, output), self._result_of_step, is_step=True)
+        return self._ask(STEP, lambda number: Step(number, output), self._result_of_step)
 
     def call(self, name: str, *args: object) -> "Future[Any]":
         decoder, arguments = self._call_decoders[name], msgspec.Raw(self._encoder.encode(args))
         return self._ask(
-            lambda number: Call(number, name, arguments), lambda replies: decoder.decode(replies[self._sampling].value)
+            name,
+            lambda number: Call(number, name, arguments),
+            lambda replies: decoder.decode(replies[self._sampling].value),
         )
 
     def shutdown(self) -> None:
@@ -182,11 +197,9 @@ class MultiProcessExecutor:
         if self._group is not None:
             self._group.close()
 
-    def _ask(
-        self, message: Callable[[int], ToRank], finish: Callable[[list[Reply]], Any], is_step: bool = False
-    ) -> "Future[Any]":
+    def _ask(self, what: str, message: Callable[[int], ToRank], finish: Callable[[list[Reply]], Any]) -> "Future[Any]":
         """Send a message with the next number to all ranks; return the future of what `finish` makes of the replies."""
-        asked = _Asked(is_step, finish)
+        asked = _Asked(what, finish)
         data = self._encoder.encode(message(self._number + 1))
         with self._lock:
             died = self._died if self._group is not None else RankDied("the executor is not running")
@@ -212,13 +225,13 @@ class MultiProcessExecutor:
 
     def _receive(self) -> None:
         assert self._group is not None
-        watchdog, looked_s = Watchdog(time.monotonic()), 0.0
+        looked_s = 0.0
         try:
             while self._died is None:
                 self._handle_replies(WATCH_INTERVAL_MS)
                 now_s = time.monotonic()
                 if 1000 * (now_s - looked_s) >= WATCH_INTERVAL_MS:
-                    self._look(watchdog, now_s)
+                    self._look(now_s)
                     looked_s = now_s
         except RankDied as error:
             when = "" if self._is_running else f" while loading{hint_of_exit(error.code)}"
@@ -278,7 +291,7 @@ class MultiProcessExecutor:
         self._longest_step_s = longest_recent(self._longest_step_s, result.duration_s)
         return result
 
-    def _look(self, watchdog: Watchdog, now_s: float) -> None:
+    def _look(self, now_s: float) -> None:
         """Raises RankDied if a rank has ended, has failed alone or hangs."""
         assert self._group is not None
         if (end := self._group.ranks.ended()) is not None:
@@ -290,14 +303,19 @@ class MultiProcessExecutor:
             late_s = 0.0 if one.failed_at_s is None else now_s - one.failed_at_s
             if late_s > ALONE_S and self._ends_the_group(one, is_some=True):
                 raise _failed_alone(one)
-        step = next((number for number, one in asked.items() if one.is_step), None)
-        mark = (step, len(asked[step].replies)) if step is not None else None
-        cpu_s = self._group.ranks.cpu_s() if step is not None else 0.0
+        if asked and (why := self._hangs(*next(iter(asked.items())), now_s)):  # ranks do one after another
+            raise RankDied(why)
+
+    def _hangs(self, number: int, asked: _Asked, now_s: float) -> str:
+        """Return which ranks hang, and with what; "" while there is progress."""
+        assert self._group is not None
         timeout_s = max(self._step_timeout_s, STEP_TIMEOUTS * self._longest_step_s)
-        if watchdog.is_hung(mark, step is not None, cpu_s, timeout_s, now_s):
-            assert step is not None
-            late = sorted({place.number for place in self._places} - set(asked[step].replies))
-            raise RankDied(f"no progress with a step for {timeout_s:.0f} s: ranks {late} hang")
+        if not asked.is_step:
+            timeout_s = max(timeout_s, self._load_timeout_s)
+        if not asked.watchdog.is_hung(number, True, self._group.ranks.cpu_s(), timeout_s, now_s):
+            return ""
+        late = sorted({place.number for place in self._places} - set(asked.replies))
+        return f"no progress with {asked.what} for {timeout_s:.0f} s: ranks {late} hang"
 
     def _end(self, error: RankDied) -> None:
         """End all ranks; nothing can be asked of them any more. Idempotent."""
@@ -457,6 +475,23 @@ def _failed_alone(asked: _Asked) -> RankDied:
     failures = [(number, reply.failure) for number, reply in asked.replies.items() if reply.failure is not None]
     number, failure = min(failures, key=lambda one: one[1].kind == "WorkerDied")
     return RankDied(f"rank {number} failed: {failure.message}")
+
+
+def _check_alike(ranks: Sequence[Identity]) -> None:
+    """Raise ConfigError, with what to do, if ranks would not compute the same."""
+    first = ranks[0]
+    for number, rank in enumerate(ranks):
+        if rank.digest != first.digest:
+            raise ConfigError(
+                f"rank {number} has other model files, settings or another version of pagoda than rank 0: "
+                "use the same ones on every machine"
+            )
+        if rank.kernels != first.kernels:
+            raise ConfigError(
+                f"rank {number} computes with other kernels ({rank.kernels}) than rank 0 ({first.kernels}), whose "
+                "results differ in their last bits: use machines of one kind, or a wheel whose only kernels run on all "
+                "of them (make wheel VARIANTS=avx2)"
+            )
 
 
 def _values_of(kind: Any) -> Callable[[list[Reply]], list[Any]]:

@@ -29,6 +29,7 @@ from pagoda.executors.in_process import InProcessExecutor
 from pagoda.executors.messages import (
     LOADED,
     Call,
+    Identity,
     Measure,
     RankStart,
     Reply,
@@ -37,7 +38,8 @@ from pagoda.executors.messages import (
     ToRank,
     failure_of,
 )
-from pagoda.kernels.native.threads import take_share
+from pagoda.kernels.native import build, library, variants
+from pagoda.kernels.native.threads import cpu_flags, take_share
 from pagoda.layers.sharding import ALONE
 from pagoda.ops.tensor import RankGroup
 from pagoda.worker_setup import make_worker
@@ -68,19 +70,19 @@ class RankExecutor(Protocol):
 
 def run_rank(
     start: RankStart,
-    make: Callable[[RankStart], tuple[RankExecutor, str]],
+    make: Callable[[RankStart], tuple[RankExecutor, Identity]],
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve the executor for as long as the process lives.
 
-    make: returns what to run, not loaded, and a digest of all that every rank must have alike.
+    make: returns what to run, not loaded, and what must be the same on all ranks.
     on_loaded: called once the weights are loaded, and all sockets are connected.
     """
     rank = _Rank(start)
     try:
-        executor, digest = make(start)
+        executor, identity = make(start)
         executor.load()
-        rank.reply(LOADED, digest)
+        rank.reply(LOADED, identity)
         on_loaded()
     except Exception as error:
         rank.fail(LOADED, error)
@@ -157,15 +159,15 @@ def _connected(context: "zmq.Context[Any]", kind: int, address: str, start: Rank
     return socket
 
 
-def make_executor(start: RankStart) -> tuple[InProcessExecutor, str]:
-    """Return the executor of this rank's worker, and a digest of the model's files and of what the settings mean."""
+def make_executor(start: RankStart) -> tuple[InProcessExecutor, Identity]:
+    """Return the executor of this rank's worker, and what must be the same on all ranks."""
     parallel = start.config.parallel
     if parallel.threads is None:
         parallel = dataclasses.replace(parallel, threads=take_share(start.local_number, start.num_local))
     setup = resolve_engine(dataclasses.replace(start.config, parallel=parallel))
     overlap = scheduler_options(setup.config, setup.drafting).pipeline_depth > 1 and not setup.device.is_host
     worker = make_worker(setup, True, start.place, _group_of(start), start.local_number)
-    return InProcessExecutor(worker, overlap), _digest(setup)
+    return InProcessExecutor(worker, overlap), Identity(_digest(setup), kernels_of(setup))
 
 
 def _group_of(start: RankStart) -> RankGroup:
@@ -174,7 +176,6 @@ def _group_of(start: RankStart) -> RankGroup:
         return ALONE
     # Imported here because torch takes a second to import, and a rank without a model needs none of this.
     from pagoda.kernels.collectives.shared_memory import SharedGroup
-    from pagoda.kernels.native import library
 
     try:
         return SharedGroup(library.load(), start.segment, start.place, previous=start.previous, next=start.next)
@@ -182,22 +183,29 @@ def _group_of(start: RankStart) -> RankGroup:
         os.close(start.segment)  # it has been mapped
 
 
-def _digest(setup: EngineSetup) -> str:
-    """Return a hash of what all ranks must have alike: pagoda's version, the settings, and the model's files.
+def kernels_of(setup: EngineSetup) -> str:
+    """Return which kernels this machine computes with; on a CPU, their variant, too: each rounds in its own way."""
+    if not setup.device.is_host:
+        return setup.kernels
+    name, best = setup.kernels, [variant.name for variant in variants.runnable(cpu_flags())]
+    if name == "native":
+        try:
+            return f"native for {library.load().isa}"
+        except build.NativeUnavailable:  # and if other kernels do not do, loading says so
+            name = "torch"
+    return f"{name} on {(best or ['portable'])[0]}"
 
-    Of large files, a piece here and there is read.
-    """
+
+def _digest(setup: EngineSetup) -> str:
+    """Return a hash of pagoda's version, the settings and the model's files, read here and there."""
     about = (metadata.version("pagoda-llm"), setup.spec, setup.groups, setup.dtype, setup.kv_dtype, setup.max_model_len)
     digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
-    path = setup.files.path
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file():
-            size = file.stat().st_size
-            digest.update(f"{file.name}:{size}".encode())
-            with file.open("rb") as opened:
-                for piece in range(_NUM_PIECES):
-                    opened.seek(piece * max(0, size - _PIECE_BYTES) // (_NUM_PIECES - 1))
-                    digest.update(opened.read(_PIECE_BYTES))
+    for file, size in setup.files.sizes().items():
+        digest.update(f"{file.name}:{size}".encode())
+        with file.open("rb") as opened:
+            for piece in range(_NUM_PIECES):
+                opened.seek(piece * max(0, size - _PIECE_BYTES) // (_NUM_PIECES - 1))
+                digest.update(opened.read(_PIECE_BYTES))
     return digest.hexdigest()
 
 
@@ -207,7 +215,7 @@ def log_rank(start: RankStart) -> None:
     configure_logging(f"rank{start.place.number}", logs.log_level, logs.log_format)
 
 
-def main(make: Callable[[RankStart], tuple[RankExecutor, str]] = make_executor) -> None:
+def main(make: Callable[[RankStart], tuple[RankExecutor, Identity]] = make_executor) -> None:
     """Read a RankStart from standard input and be that rank, until the parent closes it or dies."""
     stdin = sys.stdin.buffer
     data = read_start(stdin)

@@ -78,6 +78,11 @@ class ModelFiles:
     format: ModelFormat
     overrides: HFOverrides = field(default_factory=HFOverrides)
 
+    def sizes(self) -> dict[Path, int]:
+        """Return the bytes of every file, in the order of their paths."""
+        files = sorted(self.path.rglob("*")) if self.path.is_dir() else [self.path]
+        return {file: file.stat().st_size for file in files if file.is_file()}
+
 
 def identify(path: str | Path, name: str | None = None) -> ModelFiles:
     """Identify a folder with config.json and safetensors, a .gguf file, or a folder with one .gguf file.

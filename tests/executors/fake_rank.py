@@ -1,8 +1,9 @@
 """A rank without a model, for which request ids say what goes wrong on which rank. `python -m`.
 
 "kill-1": when a request of this id is admitted, rank 1 dies of SIGKILL; also "stop", "exit", "raise", "disagree".
-"raise": all ranks raise.   An adapter named "bad" is refused, "bad-N" by rank N alone.
-A model named "bad-N" cannot be loaded by rank N, which "slow-N" takes forever to load.
+"raise": all ranks raise.   An adapter named "bad" is refused, "bad-N" by rank N alone; with "stop-N", rank N hangs.
+A model named "bad-N" cannot be loaded by rank N; with "slow-N", it takes forever to load it, and with
+"stuck-N" to make its pools. "other-N", "old-N": rank N has other files, or kernels.
 """
 
 import os
@@ -18,7 +19,7 @@ from pagoda.core.executor import Capacity, StepSize
 from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.executors.fake import FakeExecutor
-from pagoda.executors.messages import RankStart
+from pagoda.executors.messages import Identity, RankStart
 from pagoda.executors.rank import main
 
 MAX_ROWS, MAX_LEN, BLOCK_SIZE, VOCAB_SIZE = 8, 256, 16, 258
@@ -31,17 +32,19 @@ class FaultyExecutor:
         self._executor = FakeExecutor(MAX_ROWS, MAX_LEN, BLOCK_SIZE, vocab_size=VOCAB_SIZE)
 
     def load(self) -> None:
-        fault, _, number = self._model.partition("-")
-        if number == str(self._number):
-            if fault == "bad":
-                raise ConfigError(f"rank {number} cannot read its weights")
-            if fault == "slow":
-                time.sleep(3600)
+        if self._model == f"bad-{self._number}":
+            raise ConfigError(f"rank {self._number} cannot read its weights")
+        self._hang_if("slow")
+
+    def _hang_if(self, fault: str) -> None:
+        if self._model == f"{fault}-{self._number}":
+            time.sleep(3600)
 
     def measure(self, sizes: Sequence[StepSize]) -> Sequence[Capacity]:
         return (Capacity("host", 1000 + self._number, 10, len(sizes)),)
 
     def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
+        self._hang_if("stuck")
         self._executor.start()
         self._executor.set_pools(num_blocks, num_host_blocks)
 
@@ -72,16 +75,20 @@ class FaultyExecutor:
 
     def call(self, name: str, *args: object) -> "Future[Any]":
         future: Future[Any] = Future()
-        if name == "load_adapter" and isinstance(args[0], LoraRef) and args[0].name in ("bad", f"bad-{self._number}"):
+        adapter = args[0].name if name == "load_adapter" and isinstance(args[0], LoraRef) else ""
+        if adapter == f"stop-{self._number}":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if adapter in ("bad", f"bad-{self._number}"):
             future.set_exception(RequestError("no such adapter", "lora_request"))
         else:
             future.set_result(None)
         return future
 
 
-def make(start: RankStart) -> tuple[FaultyExecutor, str]:
-    model = start.config.model.model
-    return FaultyExecutor(start.place.number, model), "other" if model == f"other-{start.place.number}" else "same"
+def make(start: RankStart) -> tuple[FaultyExecutor, Identity]:
+    model, number = start.config.model.model, start.place.number
+    identity = Identity("other" if model == f"other-{number}" else "same", "old" if model == f"old-{number}" else "new")
+    return FaultyExecutor(number, model), identity
 
 
 if __name__ == "__main__":

@@ -19,9 +19,14 @@ from pagoda.base.config import EngineConfig, ModelConfig, ParallelConfig
 from pagoda.base.errors import ConfigError, RequestError, WorkerDied
 from pagoda.core.executor import Capacity, StepSize
 from pagoda.core.request import LoraRef
+from pagoda.engine_setup import resolve_engine
+from pagoda.executors import rank
 from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.messages import RankStart
 from pagoda.executors.multi_process import LocalRanks, MultiProcessExecutor, RankDied
+from pagoda.executors.rank import kernels_of
+from pagoda.kernels.native import library
+from tests.cached_models import cached_model
 from tests.executors.fake_rank import BLOCK_SIZE, MAX_LEN, MAX_ROWS, VOCAB_SIZE
 from tests.worker.hand_made import i32, row_init, step
 
@@ -166,6 +171,34 @@ def test_a_rank_that_hangs_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
         assert time.monotonic() - begun_s >= 1.0
 
 
+@pytest.mark.parametrize(("model", "what"), [("slow-1", "the weights"), ("stuck-1", "the KV pools")])
+def test_a_rank_that_hangs_before_the_first_step_ends_the_start(model: str, what: str) -> None:
+    def start(executor: MultiProcessExecutor) -> None:
+        executor.start()
+        executor.set_pools(64, 0)
+
+    why = rf"no progress with {what} for 1 s: ranks \[1\] hang while loading"
+    with (
+        executor_of(config_of(2, model), load_timeout_s=1.0, step_timeout_s=0.1) as executor,
+        pytest.raises(WorkerDied, match=why),
+    ):
+        start(executor)
+
+
+def test_a_rank_that_hangs_in_a_call_ends_all_later_than_in_a_step() -> None:
+    """A call may read files. Steps that wait for it do not count as hanging."""
+    deaths = Deaths()
+    with running(config_of(), load_timeout_s=2.0, step_timeout_s=0.1, on_death=deaths) as executor:
+        begun_s = time.monotonic()
+        call = executor.call("load_adapter", LoraRef("stop-1"))
+        step_behind = executor.submit(step(1, [(0, 0, 3)], admitted=a_request()))
+        for future in (call, step_behind):
+            with pytest.raises(WorkerDied, match=r"no progress with load_adapter for 2 s: ranks \[1\] hang"):
+                future.result(60)
+        assert time.monotonic() - begun_s >= 2.0
+        assert deaths.came.wait(30)
+
+
 def test_idle_ranks_do_not_hang_and_one_that_dies_is_noticed() -> None:
     deaths = Deaths()
     with running(config_of(), step_timeout_s=0.2, on_death=deaths) as executor:
@@ -182,9 +215,26 @@ def test_a_rank_that_cannot_load_ends_the_start_though_others_still_load(model: 
         executor.start()
 
 
-def test_ranks_with_other_files_are_refused() -> None:
-    with executor_of(config_of(2, "other-1")) as executor, pytest.raises(ConfigError, match="rank 1 has other model"):
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [("other-1", "rank 1 has other model files"), ("old-1", r"rank 1 computes with other kernels \(old\) than rank 0")],
+)
+def test_ranks_that_would_not_compute_the_same_are_refused(model: str, why: str) -> None:
+    with executor_of(config_of(2, model)) as executor, pytest.raises(ConfigError, match=why):
         executor.start()
+
+
+def test_a_rank_names_the_variant_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On machines with other CPUs, both the native kernels and torch's round otherwise."""
+    native, torch = (
+        resolve_engine(
+            EngineConfig(parallel=ParallelConfig(device="cpu", kernels=kernels)), cached_model("smollm2-135m")
+        )
+        for kernels in ("native", "torch")
+    )
+    assert kernels_of(native) == f"native for {library.load().isa}"
+    monkeypatch.setattr(rank, "cpu_flags", lambda: {"sse4_2"})
+    assert kernels_of(torch) == "torch on portable"
 
 
 def test_a_rank_that_dies_while_it_loads_ends_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

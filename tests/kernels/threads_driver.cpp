@@ -1,11 +1,14 @@
 // What threads share, for ThreadSanitizer: the pool itself with several callers, the ops in which threads claim work from
-// each other or finish each other's, and ranks, which are threads here, in one segment. Exits with 0 where all results are right.
+// each other or finish each other's, and ranks, which are threads here, in one segment, or a segment for each stage and
+// sockets in between. Exits with 0 where all results are right.
 #include <pthread.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstdio>
 #include <vector>
 
+#include "../collectives/segment.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -138,33 +141,51 @@ void* compute_with_others(void* argument) {
         if (stage == 0) pagoda_send(&me.group, x.data(), WIDTH * 4);
     }
     ranks_done++;
-    while (stage == 0 && me.group.failed == RANKS_NOTHING) pagoda_send(&me.group, x.data(), WIDTH * 4);  // the inbox fills up
+    while (stage == 0 && me.group.failed == RANKS_NOTHING) pagoda_send(&me.group, x.data(), WIDTH * 4);  // until nothing fits
     return nullptr;
 }
 
-void ranks(int32_t size) {
-    RankSegment sizes{2 * size, 16384, 4096, 8, 0};
+void* new_segment(int32_t num_ranks) {
+    RankSegment sizes{num_ranks, 16384, 4096, 8, 0};
     auto bytes = static_cast<size_t>(pagoda_rank_segment_bytes(&sizes));
     void* segment = aligned_alloc(4096, bytes);
     memset(segment, 0, bytes);
     memcpy(segment, &sizes, sizeof(sizes));
+    return segment;
+}
+
+// Two stages. The first one sends until the second one's segment is aborted, or its socket closed.
+void ranks(int32_t size, bool have_sockets) {
+    void* segments[2] = {new_segment(2 * size), have_sockets ? new_segment(2 * size) : nullptr};
+    if (!have_sockets) segments[1] = segments[0];
+    std::vector<int> sockets(static_cast<size_t>(2 * size), 0);
+    for (int32_t rank = 0; rank < size && have_sockets; rank++) {
+        int ends[2];
+        expect(socketpair(AF_UNIX, SOCK_STREAM, 0, ends) == 0, "socketpair");
+        sockets[static_cast<size_t>(rank)] = ends[0], sockets[static_cast<size_t>(size + rank)] = ends[1];
+    }
     std::vector<Rank> all(static_cast<size_t>(2 * size));
     for (int32_t number = 0; number < 2 * size; number++) {
         Rank& rank = all[static_cast<size_t>(number)];
         rank = {};
-        rank.group.segment = segment, rank.group.number = number, rank.group.size = size;
+        rank.group.segment = segments[number / size], rank.group.number = number, rank.group.size = size;
         rank.group.first = number / size * size, rank.group.deadline_ns = int64_t(60) * 1000000000;
+        (number < size ? rank.group.next : rank.group.previous) = sockets[static_cast<size_t>(number)];
         pagoda_join_ranks(&rank.group);
         pthread_create(&rank.thread, nullptr, compute_with_others, &rank);
     }
     while (ranks_done.load() < 2 * size) usleep(1000);
     ranks_done.store(0);
-    pagoda_abort_ranks(&all[0].group, "the end");
+    usleep(10000);  // the first stage waits, as there is no more room
+    if (!have_sockets) collectives::abort_segment(collectives::segment_of(all[0].group), RANKS_ABORTED, "");
+    for (int32_t rank = 0; rank < size && have_sockets; rank++) close(sockets[static_cast<size_t>(size + rank)]);
     for (Rank& rank : all) {
         pthread_join(rank.thread, nullptr);
-        expect(rank.wrong == 0, "ranks in one segment");
+        expect(rank.wrong == 0, have_sockets ? "stages with sockets" : "ranks in one segment");
     }
-    free(segment);
+    for (int32_t rank = 0; rank < size && have_sockets; rank++) close(sockets[static_cast<size_t>(rank)]);
+    free(segments[0]);
+    if (have_sockets) free(segments[1]);
 }
 
 }  // namespace
@@ -174,7 +195,7 @@ int main() {
     linear();
     moe();
     attention();
-    for (int32_t size = 1; size <= 3; size++) ranks(size);
+    for (int32_t size = 1; size <= 3; size++) ranks(size, false), ranks(size, true);
     if (failures == 0) puts("threads: all results are right");
     return failures;
 }
