@@ -14,13 +14,23 @@ EMBEDS, EMBED_ROWS = "prompt_embeds", "prompt_embed_rows"
 
 
 class Embedding(Module):
-    """A row per token, or per position.   scale: multiplies every row.   skipped, is_divided: see `Table`."""
+    """A row per token, or per position.
+
+    scale: multiplies every row.   input_scale: multiplies what `of_batch` returns, with prompts given as embeddings.
+    skipped, is_divided: see `Table`.
+    """
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, scale: float = 1.0, skipped: int = 0, is_divided: bool = True
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        scale: float = 1.0,
+        skipped: int = 0,
+        is_divided: bool = True,
+        input_scale: float = 1.0,
     ) -> None:
         self.weight = Parameter[Tensor](Table(vocab_size, hidden_size, skipped, is_divided))
-        self.scale = scale
+        self.scale, self.input_scale = scale, input_scale
         self.ranks: RankGroup | None = None
 
     def divide(self, ranks: RankGroup, group: int) -> None:
@@ -40,7 +50,7 @@ class Embedding(Module):
         given = batch.inputs.get(EMBEDS)
         if given is not None:
             ops.put_rows(x, given.tensor, batch.inputs[EMBED_ROWS].tensor)
-        return x
+        return x if self.input_scale == 1.0 else ops.scale(x, self.input_scale)
 
 
 class Linear(Module):
@@ -89,14 +99,24 @@ class ExpertLinear(Module):
 
 
 class LMHead(Module):
-    """Hidden states to logits.   tied: the embedding whose table is also this layer's weight."""
+    """Hidden states to logits.
 
-    def __init__(self, hidden_size: int, vocab_size: int, tied: Embedding | None = None, softcap: float = 0.0) -> None:
+    tied: the embedding whose table is also this layer's weight.   scale: multiplies logits.   softcap: 0 is off.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        tied: Embedding | None = None,
+        softcap: float = 0.0,
+        scale: float = 1.0,
+    ) -> None:
         shared = None if tied is None else tied.weight
         declared = Matrix((Part("", vocab_size),), hidden_size, shard=Axis.OUT, tied=shared)
         self.weight = Parameter[LinearWeight](declared)
         self.vocab_size = vocab_size
-        self.softcap = softcap
+        self.softcap, self.scale = softcap, scale
         self.ranks: RankGroup | None = None
 
     def divide(self, ranks: RankGroup, group: int) -> None:
@@ -107,6 +127,8 @@ class LMHead(Module):
     def __call__(self, ops: ForwardOps, hidden: Tensor) -> Tensor:
         """hidden [S, hidden] -> float32 [S, vocab]."""
         logits = ops.logits(hidden, self.weight.value)
+        if self.scale != 1.0:
+            logits = ops.scale(logits, self.scale)
         if self.softcap:
             logits = ops.softcap(logits, self.softcap)
         return logits if self.ranks is None else ops.all_gather(logits, self.vocab_size, self.ranks)

@@ -34,7 +34,8 @@ class DecoderConfig:
     """Facts that differ between decoders.
 
     rope_full, rope_window: of layers with full attention, and of layers with a window (equal in most models).
-    attention_scale: multiplies scores.   softcaps: 0 is off.
+    attention_scale: multiplies scores.   softcaps: 0 is off.   logit_scale: multiplies logits.
+    embedding_scale, input_scale: see Embedding.
     layer_norms: norms are LayerNorms rather than RMSNorms.   norm_bias: of LayerNorms.   unit_offset_norms: RMSNorms
     multiply by 1 + weight.
     unrotated_layers: indices of the layers whose attention has no rotary embedding.
@@ -51,7 +52,9 @@ class DecoderConfig:
     attention_scale: float
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
+    logit_scale: float = 1.0
     embedding_scale: float = 1.0
+    input_scale: float = 1.0
     layer_norms: bool = False
     norm_bias: bool = True
     unit_offset_norms: bool = False

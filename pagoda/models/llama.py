@@ -87,7 +87,9 @@ class LlamaModel(Module):
         full = window = Rotary(config.rope_full, spec.head_dim)
         if config.rope_window != config.rope_full:
             window = Rotary(config.rope_window, spec.head_dim, scaled_by_checkpoint=False)
-        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size, config.embedding_scale)
+        self.embed_tokens = Embedding(
+            spec.vocab_size, spec.hidden_size, config.embedding_scale, input_scale=config.input_scale
+        )
         self.layers = [layer(config, index, window if size else full) for index, size in enumerate(spec.layer_windows)]
         self.norm = config.norm()
         self.place, self.ranks = WHOLE, None
@@ -140,7 +142,7 @@ class Llama(Model):
         self.spec = spec
         self.model = LlamaModel(config, self.layer)
         tied = self.model.embed_tokens if spec.tie_embeddings else None
-        self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, tied, config.logit_softcap)
+        self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, tied, config.logit_softcap, config.logit_scale)
         self.kv_groups = place_kv(self)
 
     def take_stage(self, place: RankPlace, ranks: RankGroup) -> None:

@@ -32,6 +32,7 @@ from pagoda.ops.declare import (
 from pagoda.ops.shape_rules import (
     check_all_gather,
     check_cache_heads,
+    check_factors,
     check_gate_up,
     check_heads,
     check_layer_norm,
@@ -146,6 +147,16 @@ class ForwardOps(Protocol):
     @op("rows", x=Rows(contiguous=True), residual=Rows("x", like="x", contiguous=True), out=like("x"))
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """x + residual."""
+        ...
+
+    @op("rows", x=Rows(contiguous=True), factor=Scalar.F32, out=like("x"))
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """x * factor."""
+        ...
+
+    @op("rows", check_factors, x=Rows(), factors=Rows(contiguous=True), out=like("x"))
+    def scale_rows(self, x: Tensor, factors: Tensor) -> Tensor:
+        """x [T, D] or [T, H, D] times a factor per row, [T, 1]."""
         ...
 
     @op(
@@ -294,6 +305,11 @@ class ForwardOps(Protocol):
     @op("activation", x=Rows(contiguous=True), out=like("x"))
     def relu(self, x: Tensor) -> Tensor:
         """max(x, 0)."""
+        ...
+
+    @op("activation", x=Rows(contiguous=True), out=like("x"))
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """1 / (1 + exp(-x))."""
         ...
 
     @op("activation", x=Rows(contiguous=True), out=like("x"))

@@ -28,6 +28,11 @@ def check_cache_heads(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         raise ValueError(f"a cache of {kv_heads} KV heads does not fit {given}")
 
 
+def check_factors(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    if shapes["factors"][1:] != (1,):
+        raise ValueError(f"factors {shapes['factors']} are not one per row")
+
+
 def check_gate_up(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     if shapes["gate_up"][1] % 2:
         raise ValueError(f"gate_up of {shapes['gate_up'][1]} columns has no halves")

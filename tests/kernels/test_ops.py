@@ -86,7 +86,7 @@ def test_gated_activations(fast: Ops, reference: ReferenceOps, tokens: int, widt
 
 
 @DTYPES
-@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "relu", "tanh"])
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "relu", "sigmoid", "tanh"])
 def test_plain_activations(fast: Ops, reference: ReferenceOps, name: str, dtype: torch.dtype) -> None:
     for x in (4 * draw(65, 100, dtype=dtype), torch.linspace(-20, 20, 9001).to(dtype).view(1, -1)):
         close(getattr(fast, name)(x), getattr(reference, name)(x))
@@ -213,6 +213,24 @@ def test_linear_and_logits(fast: Ops, reference: ReferenceOps, rows: int, dtype:
         torch.testing.assert_close(got, reference.logits(x, theirs), atol=tolerance, rtol=tolerance)
 
 
+@DTYPES
+def test_scaled_rows(fast: Ops, reference: ReferenceOps, dtype: torch.dtype) -> None:
+    x = draw(37, 99, dtype=dtype)
+    close(fast.scale(x, 0.22), reference.scale(x, 0.22))
+    heads = draw(37, 4, 33, dtype=dtype)[:, 1:3]
+    for factors in (draw(37, 1, dtype=dtype, seed=1), draw(37, 1, dtype=F32, seed=1)):
+        for rows in (x, heads):
+            got = fast.scale_rows(rows, factors)
+            assert got.shape == rows.shape
+            close(got, reference.scale_rows(rows, factors))
+    close(reference.scale_rows(heads, torch.arange(37.0).unsqueeze(1))[5], 5 * heads[5])
+
+
+def test_a_factor_is_needed_for_each_row(native: NativeOps) -> None:
+    with pytest.raises(ValueError, match=r"factors \(3, 2\) are not one per row"):
+        native.scale_rows(draw(3, 4, dtype=F32), draw(3, 2, dtype=F32))
+
+
 def test_select_rows(fast: Ops) -> None:
     x = draw(9, 4, dtype=F32)
     assert torch.equal(fast.select_rows(x, torch.tensor([8, 0, 3])), x[[8, 0, 3]])
@@ -262,6 +280,9 @@ def test_bits_depend_on_the_row_alone(native: NativeOps, dtype: torch.dtype) -> 
         lambda o, rows: o.gelu_mul(gate_up[rows]),
         lambda o, rows: o.gelu(x[rows]),
         lambda o, rows: o.tanh(x[rows]),
+        lambda o, rows: o.sigmoid(x[rows]),
+        lambda o, rows: o.scale(x[rows], 0.3),
+        lambda o, rows: o.scale_rows(x[rows], residual[rows, :1].contiguous()),
         lambda o, rows: o.layer_norm(x[rows], weight, weight, 1e-5),
         lambda o, rows: o.add_layer_norm(x[rows], residual[rows], weight, weight, 1e-5)[0],
         lambda o, rows: o.softcap(x[rows], 20.0),

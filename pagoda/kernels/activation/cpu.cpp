@@ -49,6 +49,7 @@ PAGODA_EXPORT void pagoda_gelu(const GeluArgs* a, int32_t threads) { plain<Gelu>
 PAGODA_EXPORT void pagoda_gelu_tanh(const GeluTanhArgs* a, int32_t threads) { plain<GeluTanh>(a->x, a->out, threads); }
 PAGODA_EXPORT void pagoda_silu(const SiluArgs* a, int32_t threads) { plain<Silu>(a->x, a->out, threads); }
 PAGODA_EXPORT void pagoda_relu(const ReluArgs* a, int32_t threads) { plain<Relu>(a->x, a->out, threads); }
+PAGODA_EXPORT void pagoda_sigmoid(const SigmoidArgs* a, int32_t threads) { plain<Sigmoid>(a->x, a->out, threads); }
 PAGODA_EXPORT void pagoda_tanh(const TanhArgs* a, int32_t threads) { plain<Tanh>(a->x, a->out, threads); }
 
 PAGODA_EXPORT void pagoda_softcap(const SoftcapArgs* a, int32_t threads) {

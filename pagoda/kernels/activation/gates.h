@@ -30,6 +30,9 @@ struct Gelu {
 struct Relu {
     static f32x16 of(f32x16 x) { return select(x < 0.0f, f32x16{}, x); }  // NaN stays NaN
 };
+struct Sigmoid {
+    static f32x16 of(f32x16 x) { return sigmoid(x); }
+};
 struct Tanh {
     static f32x16 of(f32x16 x) { return tanh(x); }
 };

@@ -47,6 +47,11 @@ def relu(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x)
 
 
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + exp(-x))."""
+    return torch.sigmoid(x.float()).to(x.dtype)
+
+
 def tanh(x: torch.Tensor) -> torch.Tensor:
     """tanh(x)."""
     return torch.tanh(x.float()).to(x.dtype)

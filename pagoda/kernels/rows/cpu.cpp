@@ -1,4 +1,4 @@
-// The residual sum, and the selection and replacement of rows; their definition is rows/reference.py.
+// The residual sum, factors, and the selection and replacement of rows; their definition is rows/reference.py.
 #include "elementwise.h"
 
 PAGODA_EXPORT void pagoda_add(const AddArgs* a, int32_t threads) {
@@ -7,6 +7,34 @@ PAGODA_EXPORT void pagoda_add(const AddArgs* a, int32_t threads) {
         const T *x = elements_of<T>(a->x), *residual = elements_of<T>(a->residual);
         each_element(elements_of<T>(a->out), num_elements(a->x), threads,
                      [&](int64_t i, int n) { return load_lanes(x + i, n) + load_lanes(residual + i, n); });
+    });
+}
+
+PAGODA_EXPORT void pagoda_scale(const ScaleArgs* a, int32_t threads) {
+    by_dtype(a->x.dtype, [&](auto element) {
+        using T = decltype(element);
+        const T* x = elements_of<T>(a->x);
+        each_element(elements_of<T>(a->out), num_elements(a->x), threads,
+                     [&](int64_t i, int n) { return load_lanes(x + i, n) * a->factor; });
+    });
+}
+
+PAGODA_EXPORT void pagoda_scale_rows(const ScaleRowsArgs* a, int32_t threads) {
+    int64_t width = a->x.heads * a->x.dim;
+    by_dtype(a->factors.dtype, [&](auto of_factors) {
+        const auto* factors = elements_of<const decltype(of_factors)>(a->factors);
+        by_dtype(a->x.dtype, [&](auto element) {
+            using T = decltype(element);
+            parallel(threads_for(num_elements(a->x), threads), [&](int thread, int num_threads) {
+                Range mine = share_of(a->x.rows, thread, num_threads);
+                for (int64_t row = mine.begin; row < mine.end; row++) {
+                    const T* from = elements_of<const T>(a->x) + row * a->x.stride;
+                    T* to = elements_of<T>(a->out) + row * width;
+                    f32x16 factor = splat(load_lanes(factors + row, 1)[0]);
+                    for_lanes(width, [&](int64_t i, int n) { store_lanes(to + i, load_lanes(from + i, n) * factor, n); });
+                }
+            });
+        });
     });
 }
 

@@ -8,6 +8,16 @@ def add(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
     return x + residual
 
 
+def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """x * factor, rounded once."""
+    return (x.float() * factor).to(x.dtype)
+
+
+def scale_rows(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """x [T, D] or [T, H, D] times a factor per row, [T, 1], rounded once."""
+    return (x.float() * factors.float().view(-1, *[1] * (x.dim() - 1))).to(x.dtype)
+
+
 def split_qkv(
     qkv: torch.Tensor, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
