@@ -34,7 +34,7 @@ from pagoda.server.responses import cancel_on_disconnect
 from pagoda.server.routing import Router
 from pagoda.server.state import ServerState
 from pagoda.server.tool_choice import ToolUse, special_token
-from pagoda.server.tool_parsers import ToolCall, ToolParser, held_back, keeps_special_tokens, make_parser, whole_calls
+from pagoda.server.tool_parsers import TOOL_PARSERS, ToolCall, ToolParser, held_back, merged
 
 REASONING_BEGIN, REASONING_END = "<think>", "</think>"
 
@@ -143,7 +143,8 @@ class ChatApi:
         params = plain
         if use.has_grammar(body, plain):  # tools may have large schemas
             params = await state.generator.llm.text.write_grammar(lambda: use.constrain(body, plain, tokenizer))
-        if keeps_special_tokens(use.parser):
+        parser = TOOL_PARSERS[use.parser] if use.parser is not None else None
+        if parser is not None and parser.keeps_special_tokens:
             params = dataclasses.replace(params, skip_special_tokens=False)
         if params.structured_outputs is not None and template_reasons(template) and opens_reasoning(prompt.text):
             end: str | int | None = special_token(tokenizer, REASONING_END)
@@ -154,7 +155,7 @@ class ChatApi:
             reasons = template_reasons(template)
             readers = [
                 Reader(
-                    make_parser(use.parser, use.schemas) if use.parser else None,
+                    parser(use.schemas) if parser is not None else None,
                     ReasoningSplitter(inside=opens_reasoning(prompt.text)) if reasons else None,
                     tokenizer.token_bytes,
                     use.is_forced,
@@ -215,13 +216,10 @@ class Reader:
             self._has_thought = self._has_thought or bool(thought)
         if self._tools is None:
             return thought, text, []
-        parsed = self._tools.feed(text)
-        if is_last:
-            rest = self._tools.end()
-            # What is left of a forced answer is a call that was cut off, before its name was complete.
-            parsed.content += "" if self._is_forced else rest.content
-            parsed.calls += rest.calls
-        return thought, parsed.content, parsed.calls
+        parsed = [self._tools.feed(text), *([self._tools.end()] if is_last else [])]
+        # What is no call in a forced answer is one that was cut off before its name was complete.
+        content = "" if self._is_forced else "".join(one.content for one in parsed)
+        return thought, content, [call for one in parsed for call in one.calls]
 
 
 class ChatFormat:
@@ -289,7 +287,7 @@ class ChatFormat:
     def _choice(self, output: CompletionOutput) -> ChatChoice:
         reader = self._readers[output.index]
         thought, content, calls = self._read(reader, output, True)
-        calls = whole_calls(calls)[: 1 if self._body.parallel_tool_calls is False else None]
+        calls = merged(calls)[: 1 if self._body.parallel_tool_calls is False else None]
         message = AssistantMessage(content=self._echoed + content)
         if calls:
             message.content = content or None
@@ -324,19 +322,14 @@ class ChatFormat:
 
         If parallel_tool_calls is false, only those of the first call.
         """
-        pieces: list[tuple[str | None, list[str]]] = []
-        for call in calls:
-            if call.name is not None or not pieces:
-                pieces.append((call.name, []))
-            pieces[-1][1].append(call.arguments)
         kept: list[DeltaToolCall] = []
-        for name, arguments in pieces:
-            if name is not None:
+        for call in merged(calls):
+            if call.name is not None:
                 reader.call_is_kept = self._body.parallel_tool_calls is not False or not reader.num_calls
                 reader.num_calls += reader.call_is_kept
             if reader.call_is_kept:
-                begins: dict[str, Any] = {} if name is None else {"id": _call_id(), "type": "function"}
-                function = FunctionCall("".join(arguments), UNSET if name is None else name)
+                begins: dict[str, Any] = {} if call.name is None else {"id": _call_id(), "type": "function"}
+                function = FunctionCall(call.arguments, UNSET if call.name is None else call.name)
                 kept.append(DeltaToolCall(index=reader.num_calls - 1, function=function, **begins))
         return kept
 

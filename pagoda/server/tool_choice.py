@@ -13,7 +13,7 @@ from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.server.errors import ApiError
 from pagoda.server.protocol import ChatCompletionRequest, NamedTool
 from pagoda.server.state import ServerState
-from pagoda.server.tool_parsers.tagged_formats import Schemas
+from pagoda.server.tool_parsers.base import Schemas
 
 _GENERIC = "hermes"
 

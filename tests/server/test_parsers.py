@@ -1,5 +1,6 @@
 """Tool calls and reasoning out of streamed text: any cut of the stream gives the same result."""
 
+import ast
 import json
 import re
 import time
@@ -12,15 +13,12 @@ from pagoda.base.errors import ConfigError
 from pagoda.server.chat import ReasoningSplitter, opens_reasoning
 from pagoda.server.tool_parsers import (
     TOOL_PARSERS,
-    HermesParser,
-    LlamaJsonParser,
     ToolParser,
-    keeps_special_tokens,
-    make_parser,
+    merged,
     parser_for_template,
     parser_named,
-    whole_calls,
 )
+from pagoda.server.tool_parsers.formats import HermesParser, LlamaJsonParser, NamedCallParser
 
 
 def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, object]]]:
@@ -28,7 +26,7 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, ob
     for parsed in [*map(parser.feed, pieces), parser.end()]:
         content += parsed.content
         calls += parsed.calls
-    return content, [(call.name or "", arguments_of(call.arguments)) for call in whole_calls(calls)]
+    return content, [(call.name or "", arguments_of(call.arguments)) for call in merged(calls)]
 
 
 def arguments_of(text: str) -> object:
@@ -40,7 +38,7 @@ def arguments_of(text: str) -> object:
 
 
 def made(name: str) -> ToolParser:
-    return make_parser(name, {"f": {"s": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}}})
+    return TOOL_PARSERS[name]({"f": {"s": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}}})
 
 
 HERMES = [
@@ -143,17 +141,42 @@ PIECES: dict[str, list[str]] = {
 @pytest.mark.parametrize("name", list(TOOL_PARSERS))
 @given(data=st.data())
 def test_any_text_reads_the_same_in_any_cut(name: str, data: st.DataObject) -> None:
-    """And a text without a call comes out as it was."""
+    """And a text without a call comes out as it was, but for the marks around names and sections."""
     pieces = data.draw(st.lists(st.sampled_from([*PIECES[name], *SHARED_PIECES]), max_size=8))
     text = "".join(pieces)
     whole = read(made(name), [text])
     assert read(made(name), list(text)) == read(made(name), pieces) == whole
-    assert whole[1] or whole[0] == text or keeps_special_tokens(name)
+    parser = TOOL_PARSERS[name]
+    if issubclass(parser, NamedCallParser):
+        marks = (parser.OPEN, parser.CLOSE, *parser.SECTION)
+        assert whole[1] or without(marks, whole[0]) == without(marks, text)
+    else:
+        assert whole[1] or whole[0] == text
+
+
+def without(marks: tuple[str, ...], text: str) -> str:
+    """The text without marks and white space."""
+    for mark in filter(None, marks):
+        text = text.replace(mark, "")
+    return "".join(text.split())
 
 
 ARGUMENTS = {"s": 'a "quoted"\n\\ line', "n": 7, "o": {"k": [1, None]}}
 WRITTEN: dict[str, str] = {
     "hermes": f'<tool_call>\n{{"name": "f", "arguments": {json.dumps(ARGUMENTS)}}}\n</tool_call>\n' * 2,
+    "llama_json": "; ".join([json.dumps({"name": "f", "parameters": ARGUMENTS})] * 2),
+    "pythonic": f"[f(s={json.dumps(ARGUMENTS['s'])}, n=7, o={{'k': [1, None]}}), "
+    f'f(s=\'a "quoted"\\n\\\\ line\', n=7, o={{"k": [1, null]}})]',
+    "mistral": f"[TOOL_CALLS] [{', '.join([json.dumps({'name': 'f', 'arguments': ARGUMENTS})] * 2)}]",
+    "granite": f"<|tool_call|>[{', '.join([json.dumps({'name': 'f', 'arguments': ARGUMENTS})] * 2)}]",
+    "deepseek_v3": "<｜tool▁calls▁begin｜>"
+    + "\n".join(
+        [f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{json.dumps(ARGUMENTS)}\n```<｜tool▁call▁end｜>"] * 2
+    )
+    + "<｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜>"
+    + f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{json.dumps(ARGUMENTS)}<｜tool▁call▁end｜>" * 2
+    + "<｜tool▁calls▁end｜>",
     "mistral3": f"[TOOL_CALLS]f[ARGS]{json.dumps(ARGUMENTS)}" * 2,
     "kimi": "<|tool_calls_section_begin|>"
     + f"<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{json.dumps(ARGUMENTS)}<|tool_call_end|>" * 2
@@ -171,10 +194,40 @@ WRITTEN: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", list(TOOL_PARSERS))
 @given(data=st.data())
-def test_calls_in_the_formats_of_today(name: str, data: st.DataObject) -> None:
-    assert read(made(name), cut(f"Look. {WRITTEN[name]}".rstrip(), data)) == ("Look.", [("f", ARGUMENTS)] * 2)
+def test_calls_in_every_format(name: str, data: st.DataObject) -> None:
+    text = "" if name in ("llama_json", "pythonic") else "Look."  # calls are the whole answer
+    assert read(made(name), cut(f"{text} {WRITTEN[name]}\n".lstrip(), data)) == (text, [("f", ARGUMENTS)] * 2)
+
+
+@pytest.mark.parametrize("name", list(TOOL_PARSERS))
+def test_a_call_that_is_cut_off_leaves_no_text(name: str) -> None:
+    text = WRITTEN[name]
+    begins = text.index("quoted")
+    for size in range(begins, begins + 40):
+        content, calls = read(made(name), list(text[:size]))
+        assert content == ""
+        assert [called for called, _ in calls] == ["f"]
+
+
+STRINGS = [r"'it\'s \x41\u00e9\U0001F600'", r'"\ud83d\ude00 \q \\n"', r"'a\\'", r"'\x4'", "'line\nline'", "'\\\n'"]
+
+
+@pytest.mark.parametrize("text", STRINGS)
+@given(data=st.data())
+def test_pythons_strings_become_json_as_they_are_written(text: str, data: st.DataObject) -> None:
+    expected = {STRINGS[1]: r"😀 \q \n", STRINGS[3]: r"\x4", STRINGS[4]: "line\nline"}.get(text)
+    expected = ast.literal_eval(text) if expected is None else expected
+    assert read(made("pythonic"), cut(f"[f(a={text})]", data)) == ("", [("f", {"a": expected})])
+
+
+def test_what_follows_a_broken_python_call_is_text() -> None:
+    assert read(made("pythonic"), list("[f(a=1), 5] and")) == (", 5] and", [("f", {"a": 1})])
+    assert read(made("pythonic"), ["[f(a=1, a=2)] and"]) == ("=2)] and", [("f", '{"a": 1')])
+    for text in ("[f(a)]", "[1, 2]", "[f(a=1", "[f", "[f(x) for x in y]"):
+        content, calls = read(made("pythonic"), list(text))
+        assert calls == [("f", '{"a": 1')] if text == "[f(a=1" else content == text
 
 
 @pytest.mark.parametrize("name", ["kimi", "mistral3"])
@@ -206,13 +259,13 @@ def test_newlines_around_a_value_may_be_missing(data: st.DataObject) -> None:
     ],
 )
 def test_the_schema_says_what_is_a_string_and_everything_is_json(schema: object, value: str, read_as: object) -> None:
-    parser = make_parser("glm", {"f": {"x": schema}})  # type: ignore[dict-item]
+    parser = TOOL_PARSERS["glm"]({"f": {"x": schema}})  # type: ignore[dict-item]
     text = f"<tool_call>f\n<arg_key>x</arg_key><arg_value>{value}</arg_value></tool_call>"
     ((_, arguments),) = read(parser, [text])[1]
     assert arguments == {"x": read_as}
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", list(TOOL_PARSERS))
 def test_arguments_come_out_as_they_are_generated(name: str) -> None:
     parser, text = made(name), WRITTEN[name].replace("quoted", "q" * 5000)
     pieces = [piece for char in text for piece in parser.feed(char).calls]
@@ -220,7 +273,7 @@ def test_arguments_come_out_as_they_are_generated(name: str) -> None:
     assert sum(piece.name is not None for piece in pieces) == 2
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", list(TOOL_PARSERS))
 def test_the_time_to_read_a_call_is_linear_in_its_length(name: str) -> None:
     def seconds(length: int) -> float:
         parser, text = made(name), WRITTEN[name].replace("quoted", "q" * length)
@@ -229,7 +282,7 @@ def test_the_time_to_read_a_call_is_linear_in_its_length(name: str) -> None:
             parser.feed(char)
         return time.process_time() - began_s
 
-    assert min(seconds(40_000) for _ in range(2)) < 20 * min(seconds(5_000) for _ in range(3))  # quadratic: 64 times
+    assert min(seconds(20_000) for _ in range(2)) < 20 * min(seconds(2_500) for _ in range(3))  # quadratic: 64 times
 
 
 @pytest.mark.parametrize("name", ["mistral", "granite"])
@@ -303,22 +356,3 @@ def test_a_call_nested_too_deeply_comes_out_as_text() -> None:
     llama = LlamaJsonParser()
     text = '{"a":' + inner
     assert llama.feed(text).content + llama.end().content == text
-
-
-@pytest.mark.parametrize("name", ["llama_json", "mistral"])
-def test_a_long_call_is_parsed_once_not_for_every_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_scanned = 0
-    scan = json.JSONDecoder.raw_decode
-
-    def counting(decoder: json.JSONDecoder, text: str, idx: int = 0) -> tuple[object, int]:
-        nonlocal num_scanned
-        num_scanned += len(text) - idx
-        return scan(decoder, text, idx)
-
-    monkeypatch.setattr(json.JSONDecoder, "raw_decode", counting)
-    call = json.dumps({"name": "f", "arguments": {"list": [[i] for i in range(2_000)], "text": '"]}\\[{' * 500}})
-    text = call if name == "llama_json" else f"[{call}]"
-    parser = TOOL_PARSERS[name]()
-    calls = [one for at in range(0, len(text), 3) for one in parser.feed(text[at : at + 3]).calls]
-    assert [one.name for one in calls] == ["f"]
-    assert num_scanned < 3 * len(text)

@@ -12,7 +12,7 @@ import pytest
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.server.protocol import ChatCompletionRequest
 from pagoda.server.tool_choice import ToolUse
-from pagoda.server.tool_parsers import make_parser
+from pagoda.server.tool_parsers import TOOL_PARSERS
 from tests.server.live import LiveServer
 from tests.server.test_tools import HERMES, LLAMA
 
@@ -145,7 +145,7 @@ def test_properties_that_are_no_mapping_say_nothing_of_the_arguments() -> None:
     function = {"name": "f", "parameters": {"properties": [1]}}
     body = msgspec.convert({**ASK, "tools": [{"type": "function", "function": function}]}, ChatCompletionRequest)
     state: Any = SimpleNamespace(tool_parser="glm", tool_parser_for=lambda _: "glm")
-    parser = make_parser("glm", ToolUse.of(body, state, HERMES).schemas)
+    parser = TOOL_PARSERS["glm"](ToolUse.of(body, state, HERMES).schemas)
     assert parser.feed("<tool_call>f\n<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>").calls
 
 

@@ -1,22 +1,23 @@
-"""Parse tool calls in generated text while it streams. One file for each family of formats.
-
-To add one, write a class, list it here, and give its grammar the same name in `engine/grammars/tool_grammar.py`.
+"""Parse tool calls in generated text while it streams.
+To add a format, write a subclass of ToolParser, list it here, and give its grammar the same name in
+`engine/grammars/tool_grammar.py`.
 """
 
-from typing import Any
-
 from pagoda.base.registry import Registry
-from pagoda.server.tool_parsers.base import Parsed, ToolCall, ToolParser, held_back, whole_calls
-from pagoda.server.tool_parsers.json_formats import (
+from pagoda.server.tool_parsers.base import Parsed, ToolCall, ToolParser, held_back, merged
+from pagoda.server.tool_parsers.formats import (
     DeepSeekV3Parser,
     DeepSeekV31Parser,
+    GLMParser,
     GraniteParser,
     HermesParser,
+    KimiParser,
     LlamaJsonParser,
+    Mistral3Parser,
     MistralParser,
+    Qwen3CoderParser,
 )
 from pagoda.server.tool_parsers.pythonic import PythonicParser
-from pagoda.server.tool_parsers.tagged_formats import GLMParser, KimiParser, Mistral3Parser, Qwen3CoderParser, Schemas
 
 __all__ = [
     "TOOL_PARSERS",
@@ -24,14 +25,12 @@ __all__ = [
     "ToolCall",
     "ToolParser",
     "held_back",
-    "keeps_special_tokens",
-    "make_parser",
+    "merged",
     "parser_for_template",
     "parser_named",
-    "whole_calls",
 ]
 
-TOOL_PARSERS: Registry[Any] = Registry(
+TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
     "tool call parser",
     {
         "hermes": HermesParser,
@@ -50,17 +49,6 @@ TOOL_PARSERS: Registry[Any] = Registry(
 
 _NAMES_OF_VLLM = {"llama3_json": "llama_json", "llama4_json": "llama_json", "llama4_pythonic": "pythonic"}
 _NAMES_OF_VLLM |= {"kimi_k2": "kimi", "glm45": "glm", "glm47": "glm", "qwen3_xml": "qwen3_coder"}
-
-
-def make_parser(name: str, schemas: Schemas) -> ToolParser:
-    """Return a new parser.   schemas: of the arguments, for formats that do not say of which type a value is."""
-    kind: Any = TOOL_PARSERS[name]
-    return kind(schemas) if kind in (Qwen3CoderParser, GLMParser) else kind()
-
-
-def keeps_special_tokens(name: str | None) -> bool:
-    """Return whether a parser reads the text of special tokens."""
-    return name in ("kimi", "mistral3")
 
 
 def parser_named(name: str) -> str:
@@ -84,8 +72,8 @@ def parser_for_template(template: str | None) -> str | None:
         return "mistral3"
     if HermesParser.OPEN in template:
         return "hermes"
-    if DeepSeekV3Parser.OPEN in template:
-        return "deepseek_v3" if DeepSeekV3Parser.FENCE in template.replace("\\n", "\n") else "deepseek_v31"
+    if DeepSeekV3Parser.SECTION[0] in template:
+        return "deepseek_v3" if DeepSeekV3Parser.ARGUMENTS in template.replace("\\n", "\n") else "deepseek_v31"
     for name, parser in (("mistral", MistralParser), ("granite", GraniteParser)):
         if parser.MARKER in template:
             return name

@@ -1,17 +1,26 @@
-"""What tool parsers have in common. A parser is fed text and says what of it is content and what belongs to calls.
+"""ToolParser: what the parsers of all formats have in common.
 
-It holds back only what may be the beginning of a call. Where a format allows it, the arguments of a call come out in
-pieces, as they are generated. What turns out not to be a call before that comes out as the text it was.
+A parser is fed text and says what of it is content and what belongs to calls. It holds back only what may be the
+beginning of a call. The arguments of a call come out in pieces, as they are generated, and each character is looked at
+once. What turns out not to be a call before that comes out as the text it was.
 """
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, TypeVar
 
 from pagoda.base.text import is_encodable
 
+Schemas = Mapping[str, Mapping[str, Any]]
+"""By tool: the JSON schemas of its arguments, by name."""
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+"""What yields wherever it needs more text, and returns a T."""
+LONGEST_NAME = 256  # characters; what is longer is not the name of a tool
+_LONGEST_HEAD = 512  # of a call in JSON, up to its arguments
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 _STRUCTURE = re.compile(r'["\[\]{}]|\\.?', re.DOTALL)
 
 
@@ -26,11 +35,11 @@ class ToolCall:
     arguments: str
 
 
-def whole_calls(pieces: Iterable[ToolCall]) -> list[ToolCall]:
-    """Return the calls that the pieces are of."""
-    found: list[tuple[str, list[str]]] = []
+def merged(pieces: Iterable[ToolCall]) -> list[ToolCall]:
+    """Return the pieces with those of the same call made into one."""
+    found: list[tuple[str | None, list[str]]] = []
     for piece in pieces:
-        if piece.name is not None:
+        if piece.name is not None or not found:
             found.append((piece.name, []))
         found[-1][1].append(piece.arguments)
     return [ToolCall(name, "".join(arguments)) for name, arguments in found]
@@ -42,22 +51,165 @@ class Parsed:
     calls: list[ToolCall] = field(default_factory=list)
 
 
-class ToolParser(Protocol):
+class ToolParser:
+    """Reads one answer, whose format a subclass says in `read`; without one, everything is content.
+
+    White space in front of calls, between them and after the last is dropped with them.
+    text: what has come and is not read yet.   is_over: no more comes.   space: in front of the mark read last.
+    """
+
+    keeps_special_tokens = False
+    """The text of special tokens is part of the format."""
+
+    def __init__(self, schemas: Schemas | None = None) -> None:
+        """schemas: of the arguments, for formats that do not say of which type a value is."""
+        self.schemas = schemas or {}
+        self.text = self.space = ""
+        self.is_over = False
+        self.parsed = Parsed()
+        self._has_calls = False
+        self._reading = self._read_all()
+
     def feed(self, text: str) -> Parsed:
         """Add text; return the content and the pieces of calls that are certain now."""
-        ...
+        self.text += text
+        next(self._reading)
+        parsed, self.parsed = self.parsed, Parsed()
+        return parsed
 
     def end(self) -> Parsed:
         """End the text; return what was held back."""
-        ...
+        self.is_over = True
+        return self.feed("")
+
+    def read(self) -> Reading[None]:
+        """Go through the text in its order. What is left when this returns is content."""
+        yield from ()
+
+    def _read_all(self) -> Reading[None]:
+        yield from self.read()
+        while True:
+            sure = self.text if self.is_over and not self._has_calls else self.text.rstrip()
+            self.parsed.content += sure
+            self.text = self.text[len(sure) :]
+            yield
+
+    # ---- what `read` is made of; each returns at the end of the text, at the latest
+
+    def begin(self, name: str, arguments: str = "") -> None:
+        """Begin a call."""
+        self.parsed.calls.append(ToolCall(name, arguments))
+        self._has_calls = True
+
+    def add(self, arguments: str) -> None:
+        """Add to the arguments of the call."""
+        if arguments:
+            self.parsed.calls.append(ToolCall(None, arguments))
+
+    def text_until(self, *marks: str, is_kept: bool = True) -> Reading[str]:
+        """Read content up to the first of the marks, and that; return it, "" if none comes.
+
+        is_kept: False: drop the content.
+        """
+        pattern = re.compile("|".join(map(re.escape, marks)))
+        while True:
+            found = pattern.search(self.text)
+            until = found.start() if found else len(self.text) - max(held_back(self.text, mark) for mark in marks)
+            content = self.text[:until].rstrip()
+            self.parsed.content += content if is_kept else ""
+            self.space, self.text = self.text[len(content) : until], self.text[len(content) :]
+            if found:
+                self.text = self.text[len(self.space) + len(found[0]) :]
+                return found[0]
+            if self.is_over:
+                return ""
+            yield
+
+    def comes(self, word: str) -> Reading[bool]:
+        """Return whether a word is next, after white space."""
+        while word.startswith(start := self.text.lstrip()) and start != word and not self.is_over:
+            yield
+        return start.startswith(word)
+
+    def take(self, word: str) -> Reading[str]:
+        """Read white space and a word, if they are next; return both, else ""."""
+        if not (yield from self.comes(word)):
+            return ""
+        size = self.text.index(word) + len(word)
+        taken, self.text = self.text[:size], self.text[size:]
+        return taken
+
+    def head(self, pattern: "re.Pattern[str]") -> Reading["re.Match[str] | None"]:
+        """Read what the pattern matches, if that is next and no longer than LONGEST_NAME."""
+        while (found := pattern.match(self.text, 0, LONGEST_NAME)) is None:
+            if self.is_over or len(self.text) >= LONGEST_NAME:
+                return None
+            yield
+        self.text = self.text[found.end() :]
+        return found
+
+    def arguments(self, mark: str = "") -> Reading[None]:
+        """Pass on the JSON object that is next, up to its end, or to a mark."""
+        end = ObjectEnd()
+        while not (self.text.strip() or self.is_over):
+            yield
+        self.text = self.text.lstrip()
+        while True:
+            at = self.text.find(mark) if mark else -1
+            known = self.text[: at if at >= 0 else len(self.text) - held_back(self.text, mark)]
+            stop = end.find(known)
+            is_done = stop is not None or at >= 0 or self.is_over
+            size = stop if stop is not None else at if at >= 0 else len(self.text) if self.is_over else end.at
+            self.add(self.text[:size])
+            self.text, end.at = self.text[size:], 0
+            if is_done:
+                return
+            yield
+
+    def json_call(self, mark: str = "") -> Reading[str | None]:
+        """Read {"name": ..., "arguments": {...}}. Return None, or if it is not a call, what was read.
+
+        Its arguments are passed on as they are written if the name is in front of them.
+        mark: what follows it, and is read too; without one, it ends with its object.
+        """
+        end, num_searched = ObjectEnd(), 0
+        while True:
+            found = _HEAD.match(self.text, 0, _LONGEST_HEAD)
+            if found is not None and (name := _name(found["name"])) is not None:
+                self.text = self.text[found.end() :]
+                self.begin(name)
+                yield from self.arguments(mark)
+                yield from self.text_until(mark, is_kept=False) if mark else self._rest_of_object()
+                return None
+            if mark:
+                at = self.text.find(mark, max(0, num_searched - len(mark)))
+                stop, num_searched = None if at < 0 else at, len(self.text)
+            else:
+                stop = end.find(self.text)
+            if stop is not None or self.is_over:
+                break
+            yield
+        read, size = self.text[:stop], len(self.text) if stop is None else stop + len(mark)
+        written, self.text = self.text[:size], self.text[size:]
+        call = _as_call(read)
+        if call is not None:
+            self.begin(call.name or "", call.arguments)
+        return written if call is None else None
+
+    def _rest_of_object(self) -> Reading[None]:
+        end = ObjectEnd(depth=1)
+        while (stop := end.find(self.text)) is None and not self.is_over:
+            yield
+        self.text = self.text[stop:] if stop is not None else ""
 
 
 class ObjectEnd:
     """Finds the end of a JSON object while its text grows, looking at each character once."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 0) -> None:
+        """depth: of objects that have begun."""
         self.at = 0
-        self._depth = 0
+        self._depth = depth
         self._in_string = False
 
     def find(self, text: str) -> int | None:
@@ -78,41 +230,6 @@ class ObjectEnd:
         return None
 
 
-class ArgumentsStream:
-    """Passes on the JSON object that begins a text, piece by piece, up to its end or to `close`, the mark after a call.
-
-    Each character is looked at once. White space in front of the object is dropped.
-    """
-
-    def __init__(self, close: str) -> None:
-        self._close = close
-        self._has_begun = False
-        self._end = ObjectEnd()
-        self._seen = ""  # not passed on yet
-        self.is_done = False
-
-    def feed(self, text: str) -> tuple[str, str]:
-        """Return what of the text belongs to the object, and the rest, which is empty until the object ends."""
-        self._seen += text
-        if not self._has_begun:
-            self._seen = self._seen.lstrip()
-            self._has_begun = bool(self._seen)
-        at = self._seen.find(self._close)
-        known = self._seen[:at] if at >= 0 else self._seen[: len(self._seen) - held_back(self._seen, self._close)]
-        end = self._end.find(known)
-        if end is None and at < 0:
-            passed, self._seen = self._seen[: self._end.at], self._seen[self._end.at :]
-            self._end.at = 0
-            return passed, ""
-        self.is_done = True
-        end = at if end is None else end
-        return self._seen[:end], self._seen[end:]
-
-    def rest(self) -> str:
-        """Return what was held back, at the end of the text."""
-        return self._seen
-
-
 def held_back(text: str, marker: str) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of `marker`."""
     for size in range(min(len(marker) - 1, len(text)), 0, -1):
@@ -121,14 +238,27 @@ def held_back(text: str, marker: str) -> int:
     return 0
 
 
-def as_call(value: object) -> ToolCall | None:
-    """Return the call in {"name": ..., "arguments" or "parameters": ...}; None if it is not a call or not encodable.
+def _name(quoted: str) -> str | None:
+    """Return a name from JSON; None if it is not encodable.
 
     Models may write an escaped lone surrogate, which JSON allows and UTF-8 does not.
     """
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    try:
+        name = json.loads(quoted)
+    except ValueError:
         return None
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
+    return name if is_encodable(name) else None
+
+
+def _as_call(text: str) -> ToolCall | None:
+    """Return the call in {"name": ..., "arguments" or "parameters": ...}; None if it is not one or not encodable."""
+    try:
+        value = json.loads(text)
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            return None
+        arguments = value.get("arguments", value.get("parameters", {}))
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return None
     return ToolCall(value["name"], arguments) if is_encodable(value["name"] + arguments) else None

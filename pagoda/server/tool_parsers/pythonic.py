@@ -1,183 +1,180 @@
-"""PythonicParser: the answer is a Python list of calls."""
+"""PythonicParser: the answer is a Python list of calls, whose values become JSON as they are written."""
 
 import json
 import math
 import re
-from typing import Any
+from typing import NoReturn
 
-from pagoda.server.tool_parsers.base import Parsed, ToolCall, as_call
+from pagoda.server.tool_parsers.base import Reading, ToolParser
 
 _MAX_DEPTH = 64
-_TOKEN = re.compile(
-    r"""\s*(?:(?P<string>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')"""
-    r"""|(?P<number>-?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?(?![^\s,)\]}]))"""
-    r"""|(?P<name>[^\s=(),:'"\[\]{}]+)|(?P<mark>[=(),:\[\]{}]))""",
-    re.DOTALL,
-)
-_END = re.compile(r"\)\s*\]\s*$")
-_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
+_WORD = re.compile(r"""[^\s=(),:'"\[\]{}]+""")
+_NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?")
+_HEX = r"u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}"
+_PLAIN = {quote: re.compile(rf"(?:[^\\{quote}])+") for quote in "\"'"}
+_ESCAPE = re.compile(rf"\\({_HEX}|.)", re.DOTALL)
+_LONGEST_ESCAPE = 10
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", **{c: c for c in "\\'\"/"}}
-_WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+_KEYWORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 
 
-class PythonicParser:
+class _OtherText(Exception):
+    """This is not a list of calls, or the text ends in the middle of one."""
+
+
+class PythonicParser(ToolParser):
     """Llama 3.2 and 4: the whole answer is [name(key=value, ...), ...], with Python's or JSON's literals.
 
-    A list of anything else comes out as text, and so does one that is cut off. Text after the list is content.
+    A list of anything else comes out as text. Text after the list is content.
     """
 
-    def __init__(self) -> None:
-        self._text = ""
-        self._is_list: bool | None = None  # None: not known yet, as long as there is only white space
-        self._has_calls = False
-
-    def feed(self, text: str) -> Parsed:
-        self._text += text
-        if self._is_list is None:
-            start = self._text.lstrip()
-            if not start:
-                return Parsed()
-            self._is_list = start.startswith("[") and not self._has_calls
-        if not self._is_list:
-            content, self._text = self._text, ""
-            return Parsed(content)
-        return self._take_list() if _END.search(self._text) else Parsed()
-
-    def end(self) -> Parsed:
-        parsed = self._take_list() if self._is_list else Parsed()
-        if self._text.strip() or not self._has_calls:
-            parsed.content += self._text
-        self._text = ""
-        return parsed
-
-    def _take_list(self) -> Parsed:
-        """Take the list of calls that the text begins with; nothing if it continues, and as content anything else."""
-        parsed = Parsed()
+    def read(self) -> Reading[None]:
+        self._is_certain = False  # that what is read belongs to a call
+        self._before = ""  # what has been read, and comes out as text if that turns out not to be so
         try:
-            parsed.calls, end = read_calls(self._text)
-        except _Unfinished:
-            return parsed
-        except (ValueError, KeyError, OverflowError):
-            self._is_list = False
-            parsed.content, self._text = self._text, ""
-            return parsed
-        rest, self._text = self._text[end:], ""
-        self._is_list, self._has_calls = None, True
-        return Parsed(self.feed(rest).content, parsed.calls)
+            yield from self._expect("[")
+            while True:
+                yield from self._call()
+                self._is_certain = False
+                if (yield from self._expect(",", "]")) == "]":
+                    return
+        except _OtherText:
+            self.text = self._before + self.text
 
+    def begin(self, name: str, arguments: str = "") -> None:
+        super().begin(name, arguments)
+        self._is_certain, self._before = True, ""
 
-class _Unfinished(ValueError):
-    """The text ends in the middle."""
+    def _call(self) -> Reading[None]:
+        name, keys = (yield from self._word()), set[str]()
+        yield from self._expect("(")
+        if (yield from self._peek()) == ")":
+            yield from self._expect(")")
+            return self.begin(name, "{}")
+        while True:
+            key = yield from self._word()
+            if key in keys:
+                raise _OtherText
+            yield from self._expect("=")
+            if not keys:
+                self.begin(name)
+            self.add(f"{', ' if keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+            keys.add(key)
+            yield from self._value(0)
+            if (yield from self._expect(",", ")")) == ")":
+                return self.add("}")
 
+    def _peek(self) -> Reading[str]:
+        """Return the next character that is not white space."""
+        while not (start := self.text.lstrip()):
+            if self.is_over:
+                self._end_early()
+            yield
+        return start[0]
 
-def read_calls(text: str) -> tuple[list[ToolCall], int]:
-    """Return the calls of the list that `text` begins with, and where it ends. Raises ValueError if it is not one."""
-    reader = _Reader(text)
-    reader.expect("[")
-    calls = [_call(reader)]
-    while reader.expect(",", "]") == ",":
-        calls.append(_call(reader))
-    return calls, reader.at
+    def _end_early(self) -> NoReturn:
+        if self._is_certain:
+            self.text = ""
+        raise _OtherText
 
+    def _read(self, size: int) -> str:
+        read, self.text = self.text[:size], self.text[size:]
+        self._before += "" if self._is_certain else read
+        return read
 
-def _call(reader: "_Reader") -> ToolCall:
-    name, arguments = reader.name(), dict[str, Any]()
-    reader.expect("(")
-    is_last = reader.peek() == ")"
-    if is_last:
-        reader.expect(")")
-    while not is_last:
-        key = reader.name()
-        if key in arguments:
-            raise ValueError("an argument is given twice")
-        reader.expect("=")
-        arguments[key] = reader.value()
-        is_last = reader.expect(",", ")") == ")"
-    call = as_call({"name": name, "arguments": arguments})
-    if call is None:
-        raise ValueError("not encodable")
-    return call
+    def _expect(self, *marks: str) -> Reading[str]:
+        mark = yield from self._peek()
+        if mark not in marks:
+            raise _OtherText
+        self._read(self.text.index(mark) + 1)
+        return mark
 
-
-class _Reader:
-    """Reads names, marks and literals one after the other; all methods raise ValueError for anything else."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self.at = 0
-
-    def _next(self) -> re.Match[str]:
-        found = _TOKEN.match(self._text, self.at)
+    def _word(self) -> Reading[str]:
+        """Read a name, number or keyword."""
+        yield from self._peek()
+        begin = len(self.text) - len(self.text.lstrip())
+        while (found := _WORD.match(self.text, begin)) is not None and found.end() == len(self.text):
+            if self.is_over:
+                break
+            yield
         if found is None:
-            rest = self._text[self.at :].lstrip()
-            raise _Unfinished if not rest or rest[0] in "\"'" else ValueError("not a literal")
-        return found
+            raise _OtherText
+        self._read(found.end())
+        return found[0]
 
-    def peek(self) -> str:
-        return self._next()[0].strip()
-
-    def expect(self, *marks: str) -> str:
-        found = self._next()
-        if found["mark"] not in marks:
-            raise ValueError(f"expected {marks}")
-        self.at = found.end()
-        return found["mark"]
-
-    def name(self) -> str:
-        found = self._next()
-        if found["name"] is None:
-            raise ValueError("expected a name")
-        self.at = found.end()
-        return found["name"]
-
-    def value(self, depth: int = 0) -> Any:
+    def _value(self, depth: int) -> Reading[None]:
+        mark = yield from self._peek()
         if depth > _MAX_DEPTH:
-            raise ValueError("too deep")
-        found = self._next()
-        self.at = found.end()
-        if found["string"] is not None:
-            return _string(found["string"])
-        if found["number"] is not None:
-            return _number(found["number"])
-        if found["name"] is not None:
-            return _WORDS[found["name"]]
-        if found["mark"] == "[":
-            return [value for _, value in self._items("]", depth)]
-        if found["mark"] == "{":
-            return dict(self._items("}", depth))
-        raise ValueError("expected a value")
+            raise _OtherText
+        if mark in "\"'":
+            yield from self._string()
+        elif mark in "[{":
+            yield from self._items(mark, depth)
+        else:
+            word = yield from self._word()
+            value = _KEYWORDS.get(word) or _number(word)
+            if value is None and self.is_over and not self.text:
+                self._end_early()
+            if value is None:
+                self.text = word + self.text
+                raise _OtherText
+            self.add(value)
 
-    def _items(self, close: str, depth: int) -> list[tuple[str, Any]]:
-        """Read the rest of a list, with empty keys, or of a dict."""
-        items: list[tuple[str, Any]] = []
-        while self.peek() != close:
-            if items:
-                self.expect(",")
-            key = self.value(depth + 1) if close == "}" else ""
-            if not isinstance(key, str):
-                raise ValueError("keys are strings")
-            if close == "}":
-                self.expect(":")
-            items.append((key, self.value(depth + 1)))
-        self.expect(close)
-        return items
+    def _items(self, mark: str, depth: int) -> Reading[None]:
+        """Pass on a list or a dict."""
+        close = "]" if mark == "[" else "}"
+        yield from self._expect(mark)
+        self.add(mark)
+        comma = ""
+        while (yield from self._peek()) != close:
+            if comma:
+                yield from self._expect(",")
+            self.add(comma)
+            if mark == "{":
+                yield from self._string()
+                yield from self._expect(":")
+                self.add(": ")
+            yield from self._value(depth + 1)
+            comma = ", "
+        yield from self._expect(close)
+        self.add(close)
+
+    def _string(self) -> Reading[None]:
+        """Pass on a string, piece by piece."""
+        quote = yield from self._expect('"', "'")
+        self.add('"')
+        while not self.text.startswith(quote):
+            if (plain := _PLAIN[quote].match(self.text)) is not None:
+                self.add(json.dumps(self._read(plain.end()), ensure_ascii=False)[1:-1])
+            elif len(self.text) >= _LONGEST_ESCAPE or (self.text[1:] and (self.is_over or self.text[1] not in "uUx")):
+                escape = _ESCAPE.match(self.text)
+                assert escape is not None  # what is not plain is a backslash
+                self._read(escape.end())
+                self.add(_unescaped(escape[1]))
+            elif self.is_over:
+                self._end_early()
+            else:
+                yield
+        self._read(1)
+        self.add('"')
 
 
-def _number(text: str) -> int | float:
-    value = json.loads(text) if not text.endswith(".") else float(text)
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("too large")
-    return value
+def _number(word: str) -> str | None:
+    """Return a number as JSON; None for what is not a finite one."""
+    if _NUMBER.fullmatch(word) is None:
+        return None
+    try:
+        value = float(word) if word.endswith(".") else json.loads(word)
+    except ValueError:  # Python has no 01 either
+        return None
+    return json.dumps(value) if math.isfinite(value) else None
 
 
-def _string(quoted: str) -> str:
-    """Return the text of a literal. Two escapes may be the halves of one character, as in JSON."""
-    text = _ESCAPE.sub(_unescape, quoted[1:-1])
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le")
-
-
-def _unescape(found: re.Match[str]) -> str:
-    code = found[1]
-    if len(code) > 1:
-        return chr(int(code[1:], 16))
-    return _ESCAPED.get(code, found[0])  # Python keeps the backslash of an escape that it does not know
+def _unescaped(code: str) -> str:
+    """Return what an escape is, as JSON. Half of a pair of surrogates is written as JSON's own escape."""
+    value = int(code[1:], 16) if len(code) > 1 else -1
+    if 0xD800 <= value < 0xE000:
+        return f"\\u{value:04x}"
+    # Python keeps the backslash of an escape that it does not know.
+    text = chr(value) if 0 <= value < 0x110000 else _ESCAPED.get(code, "\\" + code)
+    return json.dumps(text, ensure_ascii=False)[1:-1]

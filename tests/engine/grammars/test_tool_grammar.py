@@ -18,7 +18,7 @@ from pagoda.engine.grammars.tool_grammar import CALL_FORMATS, Tool
 from pagoda.engine.templates.generic_tools import lacks_tools, with_generic_tools
 from pagoda.engine.tokenizers.byte_tokenizer import BOS, EOS, ByteTokenizer
 from pagoda.server.tool_parsers import TOOL_PARSERS, parser_for_template
-from pagoda.server.tool_parsers.base import whole_calls
+from pagoda.server.tool_parsers.base import merged
 from tests.engine.grammars.matching import VOCAB, accepts, allowed, ready
 
 CITY = {
@@ -114,7 +114,7 @@ def text_of(grammar: str) -> str:
 def calls_in(name: str, text: str) -> list[tuple[str, Any]]:
     parser = TOOL_PARSERS[name]()
     parsed = [parser.feed(one) for one in text] + [parser.end()]
-    calls = whole_calls(piece for part in parsed for piece in part.calls)
+    calls = merged(piece for part in parsed for piece in part.calls)
     return [(str(call.name), json.loads(call.arguments)) for call in calls]
 
 
@@ -190,22 +190,25 @@ def test_lists_that_are_not_calls_stay_text(name: str) -> None:
         " ",
     ):
         for pieces in (list(text), [text]):
-            parser = TOOL_PARSERS[name]()
-            parsed = [*map(parser.feed, pieces), parser.end()]
-            assert [call for one in parsed for call in one.calls] == []
-            content = "".join(one.content for one in parsed)
-            assert content == text
-    parser = TOOL_PARSERS[name]()
-    parsed = [*map(parser.feed, f"Look. {marker} {PAIR} Done"), parser.end()]
-    assert "".join(one.content for one in parsed).replace(" ", "") == "Look.Done"
-    assert [call.name for one in parsed for call in one.calls] == ["weather", "now"]
+            assert outcome(name, pieces) == (text, [])
+    content, calls = outcome(name, f"Look. {marker} {PAIR} Done")
+    assert content.replace(" ", "") == "Look.Done"
+    assert [called for called, _ in calls] == ["weather", "now"]
 
 
 def outcome(name: str, pieces: Sequence[str]) -> tuple[str, list[tuple[str, Any]]]:
     parser = TOOL_PARSERS[name]()
     parsed = [*map(parser.feed, pieces), parser.end()]
-    calls = [(call.name, json.loads(call.arguments)) for one in parsed for call in one.calls]
-    return "".join(one.content for one in parsed), calls
+    calls = merged(call for one in parsed for call in one.calls)
+    return "".join(one.content for one in parsed), [(str(call.name), _value(call.arguments)) for call in calls]
+
+
+def _value(arguments: str) -> Any:
+    """The arguments, or their text if they are not complete."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
 
 
 BERN = ("weather", {"city": "Bern"})
@@ -221,12 +224,23 @@ PYTHON_TEXTS: list[tuple[str, str, list[tuple[str, Any]]]] = [
     *(
         (text, text, [])
         for text in (
-            "", "   ", "text [f(a=1)]", "[1, 2]", "[]", "[f]", "[f(1)]", "[f(a=1, a=2)]", "[f(a=g())]", "[f(a=x)]",
-            "[f(a=1)", "[f(a='", '[f(a="x)]', "[f(a=1), g(b=2), and then]", "[f(a=1)}]", "[f(a='\\ud800')]",
-            "[f(a=007)]",
-            "[f(a=" + "[" * 500 + "]" * 500 + ")]", "[f(a=1e999)]", "[f(a={1: 2})]", "[f(a='\\U99999999')]", "[",
+            "", "   ", "text [f(a=1)]", "[1, 2]", "[]", "[f]", "[f(1)]", "[f(x) for x in y]", "[", "[f(a",
         )
     ),
+    # What has been passed on of a call stays a call, and what follows where it breaks is text.
+    ("[f(a=1, a=2)]", "=2)]", [("f", '{"a": 1')]),
+    ("[f(a=g())]", "g())]", [("f", '{"a": ')]),
+    ("[f(a=x)]", "x)]", [("f", '{"a": ')]),
+    ("[f(a=1)", "", [("f", {"a": 1})]),
+    ("[f(a='", "", [("f", '{"a": "')]),
+    ('[f(a="x)]', "", [("f", '{"a": "x)]')]),
+    ("[f(a=1), g(b=2), and then]", ", and then]", [("f", {"a": 1}), ("g", {"b": 2})]),
+    ("[f(a=1)}]", "}]", [("f", {"a": 1})]),
+    ("[f(a=007)]", "007)]", [("f", '{"a": ')]),
+    ("[f(a=1e999)]", "1e999)]", [("f", '{"a": ')]),
+    ("[f(a={1: 2})]", "1: 2})]", [("f", '{"a": {')]),
+    ("[f(a='\\U99999999')]", "", [("f", {"a": "\\U99999999"})]),
+    ("[f(a=" + "[" * 70 + "])]", "[" * 5 + "])]", [("f", '{"a": ' + "[" * 65)]),
 ]  # fmt: skip
 
 
@@ -247,9 +261,9 @@ def test_deepseek_calls(name: str) -> None:
         (f"{section} Then {section}", " Then", [BERN, BERN]),
         (begin + call.rstrip().removesuffix("<｜tool▁call▁end｜>"), "", [BERN]),
         (begin + call, "", [BERN]),
-        (f"{begin}{call}text{bad}{end}", f"{call[len(call.rstrip()) :]}text{bad}", [BERN]),
-        *((text, text, []) for text in ("", " ", "a < b", f"a {begin}", f"{begin}x{end}", f"a {begin}{bad}{end} b")),
-        *((text, text, []) for text in (f"a\n{begin[:-1]}", f"{begin} ", begin + call[:20], end, call)),
+        (f"{begin}{call}text{bad}{end}", f"{call[len(call.rstrip()) :]}text", [BERN, ("weather", '{"city": Bern}')]),
+        (f"a {begin}{call[:20]}{end} b", f"a{call[:20]} b", []),  # marks of sections are dropped
+        *((text, text, []) for text in ("", " ", "a < b", f"a\n{begin[:-1]}", call[:20])),
     ]
     for text, content, calls in texts:
         for pieces in ([text], list(text), [text[i : i + 7] for i in range(0, len(text), 7)]):
