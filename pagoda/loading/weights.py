@@ -1,4 +1,4 @@
-"""Read weights by name from safetensors, GGUF, AWQ or GPTQ: shapes first, regions of values on demand."""
+"""Read weights by name from safetensors, GGUF, AWQ, GPTQ or CTranslate2: shapes first, regions of values on demand."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
 from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.loading.ctranslate2 import CTranslate2File
 from pagoda.loading.gguf_blocks import dequantize, read_codes
 from pagoda.loading.gguf_file import GGUFFile, GGUFTensor, form_of
 from pagoda.loading.model_files import ModelFiles
@@ -58,6 +59,8 @@ def open_weights(files: ModelFiles, subfolders: Sequence[str] = ()) -> Weights:
     """
     if files.format == "gguf":
         return GGUFWeights(GGUFFile(files.path))
+    if files.format == "ctranslate2":
+        return CTranslate2Weights(CTranslate2File(files.path))
     weights, stored = SafetensorsWeights(files.path, subfolders), packed_format(files)
     return weights if stored is None else PackedWeights(weights, stored)
 
@@ -117,6 +120,33 @@ class GGUFWeights:
         at = slice(columns.start // block, columns.stop // block)
         part = blocks[at] if region.columns is None else blocks[region.rows.start : region.rows.stop, at]
         return np.ascontiguousarray(part).reshape(-1).data
+
+
+class CTranslate2Weights:
+    """A CTranslate2 file, memory-mapped; its codes of 8 and 16 bits become floats."""
+
+    def __init__(self, file: CTranslate2File) -> None:
+        self._file = file
+        self.bytes_read = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file.parameters
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._file.parameters:
+            raise missing_tensor(name, list(self._file.parameters), self._file.path)
+        return self._file.parameters[name].shape
+
+    def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
+        part = _part_of(torch.from_numpy(np.array(self._file.read(name))), region)
+        out.copy_(part)
+        self.bytes_read += part.nbytes
+
+    def has_codes(self, name: str) -> bool:
+        return False
+
+    def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
+        return None
 
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}

@@ -1,5 +1,6 @@
 """Load a model's tokenizer from its folder, its GGUF file or an override."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.engine.tokenizers.gguf_tokenizer import load_gguf_tokenizer
 from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer, bos_eos_template, library_failure, make_facts
+from pagoda.loading.ctranslate2 import END_TOKEN
 from pagoda.loading.model_files import ModelFiles, exists, identify, read_json_object
 from pagoda.models.config_reader import ConfigReader
 
@@ -40,7 +42,8 @@ def load_tokenizer(
             f"model {files.name!r}: {folder} has no tokenizer.json; copy the model's there, "
             "or name another tokenizer (option tokenizer)"
         )
-    return load_folder_tokenizer(folder, template_text)
+    names = {"eos_token": END_TOKEN} if files.format == "ctranslate2" else {}
+    return load_folder_tokenizer(folder, template_text, names)
 
 
 def _read_chat_template(given: str) -> str:
@@ -60,8 +63,12 @@ def _read_chat_template(given: str) -> str:
 # ---- a folder with tokenizer.json, tokenizer_config.json and related files
 
 
-def load_folder_tokenizer(folder: Path, chat_template: str | None = None) -> LibraryTokenizer:
+def load_folder_tokenizer(
+    folder: Path, chat_template: str | None = None, known_names: Mapping[str, str] | None = None
+) -> LibraryTokenizer:
     """Load the tokenizer of `folder`, which has a tokenizer.json; `chat_template` replaces the folder's own.
+
+    known_names: texts of bos_token, eos_token, ... that no file of the folder states.
 
     Raises ConfigError that names the unusable file.
     """
@@ -79,7 +86,7 @@ def load_folder_tokenizer(folder: Path, chat_template: str | None = None) -> Lib
             _apply_bos_and_eos_flags(backend, config)
     except ConfigError as error:
         raise ConfigError(f"{folder / 'tokenizer_config.json'}: {error}") from None
-    names = _special_token_texts(config, _read_json(folder / "special_tokens_map.json"))
+    names = {**(known_names or {}), **_special_token_texts(config, _read_json(folder / "special_tokens_map.json"))}
     eos = _ids_of(folder, backend, names.get("eos_token"))
     bos_id = backend.token_to_id(names["bos_token"]) if "bos_token" in names else None
     template = chat_template if chat_template is not None else _folder_chat_template(folder, config)
