@@ -16,7 +16,7 @@ from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.preparations import Preparations
 from pagoda.engine.wire import EngineFacts
-from pagoda.engine_setup import EngineSetup, fit_cache, resolve_engine, scheduler_options, weights_in_memory
+from pagoda.engine_setup import EngineSetup, fit_cache, options_of, resolve_engine, weights_in_memory
 from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.input_setup import build_input_processor
@@ -55,13 +55,13 @@ def build_engine_core(
     clock = clock or SystemClock()
     executor = _make_executor(setup, capacity, pin_threads, on_death)
     if wrap_executor is not None:
-        executor = wrap_executor(executor, scheduler_options(setup.config, setup.drafting).max_rows)
+        executor = wrap_executor(executor, options_of(setup).max_rows)
     try:
         setup, capacity = _start(executor, setup, capacity)
     except BaseException:
         executor.shutdown()
         raise
-    options = scheduler_options(setup.config, setup.drafting)
+    options = options_of(setup)
     lora = setup.config.model.lora
     preparations = Preparations(executor, options.max_num_seqs, lora.num_kept if lora.enable_lora else 0)
     scheduler = Scheduler(
@@ -72,6 +72,7 @@ def build_engine_core(
         setup.max_model_len,
         clock,
         num_host_blocks=capacity.num_host_blocks,
+        encoder_decoder=setup.crosses,
         preparations=preparations,
     )
     load_s = time.perf_counter() - begin_s
@@ -95,6 +96,8 @@ def build_engine_core(
         preparations,
         waits_for_drafts=options.async_scheduling and setup.drafting is not None,
         embeds_size=setup.embeds_size,
+        encoder=setup.encoder,
+        crosses=setup.crosses,
     )
 
 
@@ -150,7 +153,7 @@ def _make_executor(
     pin_threads: bool,
     on_death: Callable[[WorkerDied], object],
 ) -> Executor:
-    options = scheduler_options(setup.config, setup.drafting)
+    options = options_of(setup)
     if setup.config.parallel.executor == "fake":
         assert capacity is not None
         return FakeExecutor(

@@ -9,14 +9,14 @@ from pagoda.base.abbreviate import human_bytes
 from pagoda.base.config import EngineConfig, ParallelConfig, PrefillConfig, SchedulerConfig, SchedulingMode
 from pagoda.base.config_fit import fit_block_size, fit_defaults, fit_whole_prompts, note_given, pipeline_depth
 from pagoda.base.config_rules import check_settings
-from pagoda.base.dtypes import WITH_SCALES
+from pagoda.base.dtypes import DTYPE_BYTES, WITH_SCALES
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import ModelTasks, PoolingKind
 from pagoda.base.ranks import RankPlace
 from pagoda.base.setting import describe_settings
 from pagoda.core.executor import Capacity
-from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.quantization import resolve_quantization
@@ -24,6 +24,7 @@ from pagoda.loading.resolve import resolve_model
 from pagoda.loading.shares import read_share
 from pagoda.loading.weight_memory import PreparedAs, adapter_memory, weight_memory
 from pagoda.models.base import Model
+from pagoda.models.encoder import Encoder
 from pagoda.worker.devices import Device, select_device
 from pagoda.worker.memory import (
     EmbedsMemory,
@@ -51,6 +52,7 @@ class EngineSetup:
     dtype, kv_dtype: "float32", "bfloat16", "float16" (kv_dtype also "int8" and "fp8").
     max_model_len: longest prompt + output in tokens.   drafting: how drafts are made, or None.
     tasks: what the model can be asked for.   takes_embeds: whether prompts may be given as embeddings.
+    encoder: the part of the model's tree that computes images or audio, None for a model that reads neither.
     """
 
     config: EngineConfig
@@ -64,6 +66,12 @@ class EngineSetup:
     drafting: DraftSetup | None = None
     tasks: ModelTasks = field(default_factory=ModelTasks)
     takes_embeds: bool = False
+    encoder: Encoder | None = None
+
+    @property
+    def crosses(self) -> bool:
+        """Return whether it is an encoder-decoder model: the encoder's outputs are read by cross attention."""
+        return any(group.kind is KVGroupKind.CROSS for group in self.groups)
 
     @property
     def is_packed(self) -> bool:
@@ -138,6 +146,7 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
         parallel=dataclasses.replace(config.parallel, device=device.name),
     )
     drafting = resolve_drafting(config, spec, dtype, kernels == "native", max_model_len)
+    _check_encoder(config, model, device.is_host, drafting is not None)
     if drafting is not None and not tasks.generates:
         raise ConfigError(f"speculative_config: {files.name!r} does not generate text, so nothing can be drafted")
     return EngineSetup(
@@ -152,7 +161,22 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
         drafting,
         tasks,
         model.takes_embeds,
+        model.media_encoder,
     )
+
+
+def _check_encoder(config: EngineConfig, model: Model, is_on_host: bool, drafts: bool) -> None:
+    """Raise ConfigError for what does not go with a model that has an encoder."""
+    if model.media_encoder is None:
+        return
+    if not is_on_host:
+        raise ConfigError(
+            f"models of architecture {model.spec.architecture!r} do not run on a GPU yet; take device='cpu'"
+        )
+    if model.cross_groups and config.parallel.executor == "fake":
+        raise ConfigError("distributed_executor_backend='fake' does not go with an encoder-decoder model")
+    if model.cross_groups and drafts:
+        raise ConfigError("speculative_config does not go with an encoder-decoder model; leave it out")
 
 
 def largest_ranks(parallel: ParallelConfig) -> list[RankPlace]:
@@ -208,6 +232,14 @@ def embeds_in_memory(setup: EngineSetup) -> EmbedsMemory:
     return embeds_memory(setup.embeds_size, setup.dtype, setup.config.server.server_limits)
 
 
+def encoder_in_memory(setup: EngineSetup) -> int:
+    """Return the bytes that encoder outputs may take of a rank."""
+    if setup.encoder is None:
+        return 0
+    options = options_of(setup)
+    return options.encoder_cache_tokens * setup.encoder.output_size * DTYPE_BYTES[setup.dtype]
+
+
 def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCapacity:
     """Return the number of KV blocks that will fit on every rank.
 
@@ -221,7 +253,8 @@ def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCap
     sharing = config.parallel.world_size if is_on_host else 1
     is_fake = config.parallel.executor == "fake"
     taken_by = "the weights and the largest step" if capacities else "the weights"
-    reserved = adapters_in_memory(setup) + embeds.device + (embeds.host // sharing if is_on_host else 0)
+    on_device = adapters_in_memory(setup) + embeds.device + encoder_in_memory(setup)
+    reserved = on_device + (embeds.host // sharing if is_on_host else 0)
     found: list[KVCapacity] = []
     planned = [] if capacities else [(_free_before_loading(setup, sharing), _block_bytes(setup))]
     for free_bytes, block_bytes in _shares(capacities) or planned:
@@ -233,7 +266,7 @@ def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCap
                 setup.kv_dtype,
                 setup.max_model_len,
                 free,
-                scheduler_options(config, setup.drafting),
+                options_of(setup),
                 config.debug,
                 block_bytes,
             )
@@ -245,7 +278,7 @@ def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCap
         on_host = embeds.host // sharing
         limit = None if config.parallel.executor == "ray" else memory_limit()  # which is this machine's
         if is_on_host:
-            on_host += weights_in_memory(setup) + adapters_in_memory(setup) + embeds.device
+            on_host += weights_in_memory(setup) + on_device
         require_host_memory(capacity, config.cache, None if limit is None else limit // sharing, on_host, is_on_host)
     return capacity
 
@@ -296,9 +329,23 @@ def _require_weights_fit(setup: EngineSetup, free_bytes: int) -> None:
     )
 
 
-def scheduler_options(config: EngineConfig, drafting: DraftSetup | None = None) -> SchedulerOptions:
-    """Return the scheduler's options: the settings, and the values derived from them."""
+def options_of(setup: EngineSetup) -> SchedulerOptions:
+    """Return the options of an engine's scheduler."""
+    return scheduler_options(setup.config, setup.encoder, setup.crosses)
+
+
+_CACHED_BUDGETS = 4
+"""Steps' worth of encoder outputs that are kept."""
+
+
+def scheduler_options(config: EngineConfig, encoder: Encoder | None = None, crosses: bool = False) -> SchedulerOptions:
+    """Return the scheduler's options: the settings, and the values derived from them.
+
+    encoder, crosses: see EngineSetup.
+    """
     scheduler, prefill, debug = config.scheduler, config.scheduler.prefill, config.debug
+    largest = encoder.largest_item().length if encoder is not None else 0
+    budget = max(largest, scheduler.max_num_batched_tokens) if encoder is not None else 0
     settings = {
         item.name: getattr(scheduler, item.name) for item in describe_settings(SchedulerConfig) if not item.is_group
     }
@@ -311,6 +358,10 @@ def scheduler_options(config: EngineConfig, drafting: DraftSetup | None = None) 
         prefix_hash_seed=debug.prefix_hash_seed,
         num_lookahead_slots=debug.num_lookahead_slots,
         max_loras=config.model.lora.num_per_step if config.model.lora.enable_lora else 0,
+        encoder_budget=budget,
+        encoder_cache_tokens=_CACHED_BUDGETS * budget,
+        no_partial_media=encoder is not None and encoder.whole_items,
+        max_encoder_len=largest if crosses else 0,
         check_invariants=debug.check_invariants,
         decision_log_steps=debug.decision_log_steps,
     )

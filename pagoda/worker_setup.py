@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.core.grammar import GrammarBackend
-from pagoda.engine_setup import EngineSetup, scheduler_options
+from pagoda.engine_setup import EngineSetup, options_of
 from pagoda.layers.sharding import ALONE
 from pagoda.ops.tensor import RankGroup
 
@@ -35,6 +35,7 @@ def make_worker(
 
     config = setup.config
     lora = config.model.lora
+    options = options_of(setup)
     return Worker(
         WorkerConfig(
             files=setup.files,
@@ -42,7 +43,7 @@ def make_worker(
             quantization=config.model.quantization,
             kv_dtype=setup.kv_dtype,
             block_size=config.cache.block_size,
-            max_rows=scheduler_options(config, setup.drafting).max_rows,
+            max_rows=options.max_rows,
             max_model_len=setup.max_model_len,
             max_drafts=setup.max_drafts,
             parallel=config.parallel,
@@ -54,6 +55,8 @@ def make_worker(
             adapters=AdapterLimits(lora.num_kept, lora.max_lora_rank) if lora.enable_lora else None,
             pooling=setup.tasks.plan,
             takes_embeds=setup.embeds_size > 0,
+            encoder_budget=options.encoder_budget,
+            max_encoder_len=options.max_encoder_len,
         ),
         ranks,
     )

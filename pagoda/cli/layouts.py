@@ -66,13 +66,13 @@ def layouts_of(config: EngineConfig, files: "ModelFiles | None" = None) -> list[
 def _layout(setup: "EngineSetup", shares: "SharesInMemory", size: int, stages: int) -> Layout:
     """Raises ConfigError if the model cannot be divided so."""
     from pagoda.core.kv import KVSizing
-    from pagoda.engine_setup import scheduler_options
+    from pagoda.engine_setup import options_of
     from pagoda.loading.weight_memory import adapter_memory
     from pagoda.worker.memory import kv_block_bytes
 
     config, own, device = setup.config, setup.max_model_len, setup.device
     num_tokens = own if "max_model_len" in (config.given or ()) else min(own, _TYPICAL_TOKENS)
-    sizing = KVSizing.of(setup.groups, config.cache.block_size, own, scheduler_options(config, setup.drafting))
+    sizing = KVSizing.of(setup.groups, config.cache.block_size, own, options_of(setup))
     # The last rank of a stage has what does not divide.
     trees = [shares.tree(RankPlace(size - 1, size, stage, stages)) for stage in range(stages)]
     block_bytes = max(kv_block_bytes(tree.kv_groups, setup.kv_dtype, config.cache.block_size) for tree in trees)

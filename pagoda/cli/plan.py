@@ -133,8 +133,8 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
         adapters_in_memory,
         embeds_in_memory,
         fit_cache,
+        options_of,
         resolve_engine,
-        scheduler_options,
         weights_in_memory,
     )
     from pagoda.loading.model_config import summarize_weights
@@ -145,9 +145,7 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
     layouts = layouts_of(config, files)
     config = setup.config
     weights = summarize_weights(setup.files)
-    sizing = KVSizing.of(
-        setup.groups, capacity.block_size, setup.max_model_len, scheduler_options(config, setup.drafting)
-    )
+    sizing = KVSizing.of(setup.groups, capacity.block_size, setup.max_model_len, options_of(setup))
     lengths = {length for length in TYPICAL_LENGTHS if length < setup.max_model_len} | {setup.max_model_len}
     return Plan(
         model=setup.files.name,

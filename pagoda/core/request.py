@@ -65,16 +65,21 @@ class LoraRef:
         return (self.digest,) if self.digest else (self.name, self.path)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class MediaItem:
     """An encoder input (image, audio) that takes the place of `length` prompt tokens from `offset` on.
 
+    For an encoder-decoder model it takes no place in the prompt: `offset` is 0, and `length` is its encoder tokens.
     content_hash identifies the content: equal hashes share one encoder output.
+    features: what the encoder reads, float32 in the shape that it asks for; None only where nothing runs it.
+    grid: sizes that the encoder needs to lay the features out (rows and columns of patches, for example).
     """
 
     content_hash: str
     offset: int
     length: int
+    features: np.ndarray | None = None
+    grid: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

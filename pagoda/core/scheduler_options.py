@@ -18,6 +18,7 @@ class SchedulerOptions:
     num_lookahead_slots: KV slots reserved ahead of each sequence.
     max_loras: distinct adapters per step.   encoder_budget, encoder_cache_tokens: encoder tokens computed per step, and
     cached.   no_partial_media: a media item is never split over chunks.
+    max_encoder_len: most encoder tokens of a request of an encoder-decoder model, for which the cache must have room.
     check_invariants: check everything after each step.   decision_log_steps: steps whose decisions are kept.
     The other fields are settings of the same names (`SchedulerConfig`, `PrefillConfig`).
     """
@@ -44,6 +45,7 @@ class SchedulerOptions:
     encoder_budget: int = 0
     encoder_cache_tokens: int = 0
     no_partial_media: bool = False
+    max_encoder_len: int = 0
     check_invariants: bool = False
     decision_log_steps: int = 0
 

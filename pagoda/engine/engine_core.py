@@ -17,6 +17,7 @@ from pagoda.core.scheduler import Scheduler, SchedulerStats
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.preparations import Preparations
 from pagoda.engine.wire import EngineFacts
+from pagoda.models.encoder import Encoder, check_media
 
 logger = logging.getLogger("pagoda")
 
@@ -47,6 +48,8 @@ class EngineCore:
         *,
         waits_for_drafts: bool = False,
         embeds_size: int = 0,
+        encoder: Encoder | None = None,
+        crosses: bool = False,
     ) -> None:
         """pipeline_depth: most steps in flight at once.   executor: already started.
 
@@ -54,6 +57,8 @@ class EngineCore:
         ModelRunnerOutput.no_drafts_until): drafts for rows that are scheduled already are of no use.
         preparations: of grammars and adapters, those of the scheduler; None if requests can have neither.
         embeds_size: elements of a prompt embedding; 0 if prompts cannot be given as embeddings.
+        encoder: of the model, which knows the media items that it reads; None if it reads none.
+        crosses: it is of an encoder-decoder model.
         """
         self.facts = facts
         self._scheduler = scheduler
@@ -65,6 +70,7 @@ class EngineCore:
         self._depth = pipeline_depth
         self._preparations = preparations
         self._embeds_size = embeds_size
+        self._encoder, self._crosses = encoder, crosses
         self._waits_for_drafts = waits_for_drafts
         self._no_drafts_until = 0  # the last step that is certain to propose none
         self._in_flight: deque[_InFlight] = deque()
@@ -80,6 +86,7 @@ class EngineCore:
         """
         check_token_ids(request, self._vocab_size)
         check_embeds(request, self._embeds_size)
+        check_media(request, self._encoder, self._crosses)
         if request.lora is not None:
             self._require_adapters()
         structure = request.sampling.structured_outputs if request.sampling is not None else None

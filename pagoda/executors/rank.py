@@ -24,7 +24,7 @@ from pagoda.base.logs import configure_logging
 from pagoda.core.executor import CALLS, Capacity, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.wire import make_decoder, make_encoder
-from pagoda.engine_setup import EngineSetup, resolve_engine, scheduler_options
+from pagoda.engine_setup import EngineSetup, options_of, resolve_engine
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.executors.messages import (
     LOADED,
@@ -165,7 +165,7 @@ def make_executor(start: RankStart) -> tuple[InProcessExecutor, Identity]:
     if parallel.threads is None:
         parallel = dataclasses.replace(parallel, threads=take_share(start.local_number, start.num_local))
     setup = resolve_engine(dataclasses.replace(start.config, parallel=parallel))
-    overlap = scheduler_options(setup.config, setup.drafting).pipeline_depth > 1 and not setup.device.is_host
+    overlap = options_of(setup).pipeline_depth > 1 and not setup.device.is_host
     worker = make_worker(setup, True, start.place, _group_of(start), start.local_number)
     return InProcessExecutor(worker, overlap), Identity(_digest(setup), kernels_of(setup))
 

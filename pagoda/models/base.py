@@ -2,18 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import ModelTasks, PoolingPlan
 from pagoda.base.ranks import RankPlace
-from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.layers.linear import Linear
 from pagoda.layers.mlp import Activation, activate
 from pagoda.layers.module import Module
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import RankGroup, Tensor
+
+if TYPE_CHECKING:
+    from pagoda.models.encoder import Encoder
 
 TOKEN_TYPES = "token_types"
 """Input of a batch: which text of a pair each token belongs to, 0 or 1."""
@@ -60,6 +64,16 @@ class Model(Module):
             f"pipeline_parallel_size={place.num_stages}: models of architecture {self.spec.architecture!r} cannot be "
             "divided into stages; take tensor_parallel_size"
         )
+
+    @property
+    def media_encoder(self) -> "Encoder | None":
+        """The part of the tree that computes images or audio; None for a model that reads neither."""
+        return None
+
+    @property
+    def cross_groups(self) -> tuple[int, ...]:
+        """The KV groups of cross attention, which an encoder-decoder model has."""
+        return tuple(index for index, group in enumerate(self.kv_groups) if group.kind is KVGroupKind.CROSS)
 
     @property
     def tasks(self) -> ModelTasks:

@@ -35,6 +35,8 @@ class Domain(IntEnum):
     TAIL = 1  # the tokens whose final hidden states are needed
     EMBEDS = 2  # the batch's tokens that are given as embeddings
     LOGITS = 3  # the tokens of the tail that give logits
+    FEATURES = 4  # of an encoder: what it reads, where that has not a row per token
+    ENCODER = 5  # of a decoder: the encoder's outputs of the rows whose encoder input enters the cache in this step
 
 
 class Scalar(Enum):
@@ -111,7 +113,8 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """AttentionMetadata. QUERIES: the op's rows are the queries it describes.   WRITTEN: they are its slot_mapping's.
+    """AttentionMetadata. QUERIES: the op's rows are the queries it describes.   WRITTEN: they are its slot_mapping's:
+    the batch's tokens, or for cross attention the encoder's.
 
     cache: the argument that its blocks and slots belong to; they are checked against it. None for an op that reads no
     cache: all tokens of a row must then be in the batch.

@@ -7,6 +7,7 @@ model_runner.py    a step: apply its events, stage its inputs, run the forward, 
 table_mirror.py    the rows: tokens, block tables, sampling columns (constraints.py: penalties, bad words, ...)
 staging.py         the inputs of a forward from the rows, in one copy to the device
 forward_runner.py  a model: op by op, as a recorded program, or as graphs
+encoders.py        images and audio: encoder runs, their outputs by content, and where they go in a step
 sampler.py, pooler.py, grammar_rows.py   from logits to tokens, from states to vectors, masks of grammars
 steps_in_flight.py steps whose results are not on the host yet
 cache_engine.py, memory.py, adapters.py  KV pools, how large they can be, LoRA adapters

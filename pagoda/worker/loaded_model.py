@@ -48,6 +48,7 @@ class WorkerConfig:
     grammars: None if no row may have a grammar.   adapters: None if no request may have a LoRA adapter.
     pooling: in place of the model's own.   takes_embeds: prompts may be given as embeddings.
     place: of this rank.   device_index: which of the machine's devices of its kind it has.
+    encoder_budget: encoder tokens per step.   max_encoder_len: of a request of an encoder-decoder model.
     """
 
     files: ModelFiles
@@ -67,6 +68,8 @@ class WorkerConfig:
     takes_embeds: bool = False
     place: RankPlace = WHOLE
     device_index: int = 0
+    encoder_budget: int = 0
+    max_encoder_len: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +77,7 @@ class LoadedModel:
     """What a worker has before its KV pools.
 
     max_len: positions of a row, those past its end included.   draft: the model that drafts for it, if there is one.
+    encoder: the part of the model that computes images or audio, if it has one.
     """
 
     device: Device
@@ -84,6 +88,7 @@ class LoadedModel:
     dtype: torch.dtype
     max_len: int
     draft: LoadedDraft | None = None
+    encoder: ForwardRunner | None = None
 
 
 def load(config: WorkerConfig, ranks: RankGroup = ALONE) -> LoadedModel:
@@ -107,6 +112,9 @@ def load(config: WorkerConfig, ranks: RankGroup = ALONE) -> LoadedModel:
     tables = store.tables if store is not None else None
     max_rows = config.max_rows
     forward = make_forward(model, ops, device, max_rows, max_len, config.max_drafts + 1, tables)
+    encoder = None
+    if model.media_encoder is not None:
+        encoder = make_forward(model.media_encoder, ops, device, max_rows, max_len, 1)
     draft = None
     if config.drafting is not None and config.place.samples:
         draft = load_draft(config.drafting, ops, dtype, device, max_rows, max_len, config.block_size)
@@ -116,7 +124,7 @@ def load(config: WorkerConfig, ranks: RankGroup = ALONE) -> LoadedModel:
         torch.set_num_threads(1)
         _settle_threads(ops, config.pin_threads)
     logger.info("weights loaded in %.2f s", time.perf_counter() - begin_s)
-    return LoadedModel(device, ops, model, forward, store, dtype, max_len, draft)
+    return LoadedModel(device, ops, model, forward, store, dtype, max_len, draft, encoder)
 
 
 def _settle_threads(ops: NativeOps, pin_threads: bool) -> None:

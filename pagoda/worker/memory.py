@@ -149,7 +149,7 @@ def plan_capacity(
     if num_blocks is None:
         num_blocks = max(0, budget // block_bytes - 1)  # one more is the null block
         sizing = KVSizing.of(groups, cache.block_size, max_model_len, scheduler)
-        needed = sizing.blocks_for_request(max_model_len)
+        needed = sizing.blocks_for_request(max_model_len, scheduler.max_encoder_len)
         if num_blocks < needed:
             fits = longest_request(groups, cache.block_size, num_blocks, scheduler)
             raise CapacityError(_too_little(cache, max_model_len, budget, (needed + 1) * block_bytes, fits))

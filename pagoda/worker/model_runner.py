@@ -15,12 +15,13 @@ from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices import Device
 from pagoda.worker.dry_runs import DryRuns
+from pagoda.worker.encoders import EncoderOutputs
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.grammar_rows import GrammarMasks, GrammarRows
 from pagoda.worker.pooler import Pooler
 from pagoda.worker.sampler import Drawn, Sampler, prompt_logprobs
 from pagoda.worker.speculation.speculator import Speculator
-from pagoda.worker.staging import PromptEmbeds, StepInputs
+from pagoda.worker.staging import PromptEmbeds, StepInputs, join_embeds
 from pagoda.worker.steps_in_flight import LaunchedStep, StepsInFlight, cause_of
 from pagoda.worker.table_mirror import TableMirror
 
@@ -46,6 +47,7 @@ class ModelRunner:
         pooling: PoolingPlan | None = None,
         embeds: PromptEmbeds | None = None,
         place: RankPlace = WHOLE,
+        encoders: EncoderOutputs | None = None,
     ) -> None:
         """speculator: proposes drafts after each step; None if nothing drafts.
 
@@ -53,6 +55,7 @@ class ModelRunner:
         pooling: in place of the model's own.   embeds: None if no prompt may be given as embeddings.
         place: of this rank. One that does not sample computes all that the sampling rank computes with it, and returns
         no results; it gets the tokens with the next steps. It needs no speculator and no grammars.
+        encoders: None if the model reads neither images nor audio.
         """
         self._forward = forward
         self._table = table
@@ -64,12 +67,13 @@ class ModelRunner:
         self._adapters = adapters
         self._pooler = Pooler(forward, pooling)
         self._embeds = embeds
+        self._encoders = encoders
         self._place = place
         self._steps = StepsInFlight(table, speculator, device)
         self.times = self._steps.times
         # What applies a step's events, in this order: blocks move before rows read them, and the table changes last,
         # because drafters read what it was before.
-        owners = (grammars, adapters, self._pooler, embeds, self._steps, table)
+        owners = (grammars, adapters, self._pooler, embeds, encoders, self._steps, table)
         self._appliers: list[Callable[[SchedulerOutput], None]] = [cache.apply]
         if speculator is not None:
             self._appliers.append(lambda output: speculator.apply(output, table))
@@ -134,9 +138,14 @@ class ModelRunner:
     def _submit(self, output: SchedulerOutput, begin_s: float) -> LaunchedStep:
         """Submit the step's computations; `output` is not empty and has been applied."""
         slots = self._adapters.slots_of(output.rows) if self._adapters is not None else None
-        embeds = self._embeds.take(output) if self._embeds is not None else None
+        embeds, states = self._embeds.take(output) if self._embeds is not None else None, None
+        if (encoders := self._encoders) is not None:
+            if output.encoder_runs:
+                encoders.run(output)
+                self.times.lap("encoder")
+            embeds, states = join_embeds((embeds, encoders.embeds(output))), encoders.states(output)
         inputs = self._forward.staging.fill(
-            self._table, output, slots, self._pooler.kind, embeds, self._steps.last_tokens
+            self._table, output, slots, self._pooler.kind, embeds, self._steps.last_tokens, states=states
         )
         masks: Future[GrammarMasks] | None = None
         if self._grammars is not None:  # filled while the forward runs

@@ -24,6 +24,7 @@ from pagoda.kernels.transfer import bulk_copy, to_device
 from pagoda.layers.adapted_ops import ADAPTERS, LOGITS_ADAPTERS, TAIL_ADAPTERS
 from pagoda.layers.linear import EMBED_ROWS, EMBEDS
 from pagoda.models.base import TOKEN_TYPES
+from pagoda.models.encoder import ENCODER_STATES
 from pagoda.ops.declare import Domain
 from pagoda.worker.table_mirror import TableMirror
 
@@ -195,14 +196,16 @@ class StagingBatch:
         embeds: "StepEmbeds | None" = None,
         last_tokens: "LastTokens | None" = None,
         num_layers: int = 0,
+        states: "StepStates | None" = None,
     ) -> StepInputs:
         """Return the step's inputs. `output` must not be empty and must have been applied to `table`.
 
         Everything is moved to the device in one copy, for which the host does not wait. A step of few tokens per row is
-        padded if it has no prompt embeddings and no forks.
+        padded if it has neither prompt embeddings nor cross attention nor forks.
         adapters: int32 [max_rows], the slot of each row's adapter; None if no row of the step has one.
         pooling: which hidden states pooled rows need.   embeds: prompt embeddings among the step's tokens.
         last_tokens: may have tokens that `table` does not have yet.   num_layers: see ForwardBatch.
+        states: encoder outputs that enter the cache in this step.
         Raises InvariantBroken for more than one token to sample per token of a padded step.
         """
         block_size = table.block_size
@@ -212,7 +215,8 @@ class StagingBatch:
         prompt_rows, pooled, states_index = _wanted_states(table, output, rows.query_start, pooling)
         num_logits = len(logits_index)
         size = None
-        if self.padding is not None and embeds is None and not self._num_token_types and draw_logits is None:
+        is_plain = embeds is None and not self._num_token_types and not table.cross_groups
+        if self.padding is not None and is_plain and draw_logits is None:
             size = self.padding.size_of(len(output.rows), num_tokens, rows.longest, rows.furthest)
         if self.padding is not None and rows.longest == 1:  # only kernels whose steps are captured read them
             rows = rows.with_shared_prefixes(output.start, block_size)
@@ -242,11 +246,13 @@ class StagingBatch:
             named = {name: _with_zeros(array, size.num_tokens) for name, array in named.items()}
         if tail_index is None:
             tail_index = np.arange(len(positions))
+        cross = CrossRows.of(table, token_rows, states, block_size) if table.cross_groups else None
+        cross_tail = cross if cross is None or tail is rows else cross.select(tail_index)
         has_all_states = _counts_up(states_index, len(tail_index))
         params = draw_params(table, draw_rows, draw_positions)
 
         # What the forward reads comes first: in all padded steps of a size, it is at the same addresses.
-        of_tokens, of_slots, of_rows, of_tail, of_named, of_params, of_draws, of_states, of_unknown = self._move(
+        of_tokens, of_slots, of_rows, of_tail, of_named, of_params, *others = self._move(
             [
                 [token_ids, positions, tail_index, logits_index],
                 slots,
@@ -257,24 +263,34 @@ class StagingBatch:
                 [draw_rows.astype(np.int64), *([] if draw_logits is None else [draw_logits])],
                 [states_index, *states_adapters],
                 [unknown, token_rows[unknown].astype(np.int64)],
+                [] if cross is None else cross.arrays,
+                [] if cross_tail is None or cross_tail is cross else cross_tail.arrays,
             ],
             None if size is None or self.padding is None else self.padding.num_bytes(block_size, len(slots)),
         )
+        of_draws, of_states, of_unknown, of_cross, of_cross_tail = others
         if last_tokens is not None and unknown.size:
             at, their_rows = of_unknown
             of_tokens[0].index_copy_(0, at, last_tokens.tokens.index_select(0, their_rows))
         metadata = rows.metadata(of_slots, of_rows, block_size)
+        tail_metadata = metadata if tail is rows else tail.metadata(of_slots, of_tail, block_size)
+        if cross is not None and cross_tail is not None:
+            is_all, groups = cross_tail is cross, table.cross_groups
+            metadata = cross.among(metadata, groups, of_cross)
+            tail_metadata = metadata if is_all else cross_tail.among(tail_metadata, groups, of_cross_tail)
         inputs = {
             name: Input(tensor, _DOMAINS.get(name, Domain.TOKENS)) for name, tensor in zip(named, of_named, strict=True)
         }
         if embeds is not None:
             inputs[EMBEDS] = Input(embeds.values, Domain.EMBEDS)
+        if states is not None:
+            inputs[ENCODER_STATES] = Input(states.values, Domain.ENCODER)
         return StepInputs(
             batch=ForwardBatch(
                 of_tokens[0],
                 of_tokens[1],
                 metadata,
-                Tail(of_tokens[2], metadata if tail is rows else tail.metadata(of_slots, of_tail, block_size)),
+                Tail(of_tokens[2], tail_metadata),
                 of_tokens[3],
                 inputs,
                 num_layers,
@@ -390,12 +406,63 @@ class BatchRows:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CrossRows:
+    """What a batch, or its tail, reads of the encoder's tokens. Every token is a row of its own, which reads them all:
+    no mask is needed, and its bits do not depend on the chunk.
+
+    lengths: int32 [num_tokens], encoder tokens of each token's request.   tables: a block table per group.
+    slots: per group, where the encoder tokens of this step are written.
+    """
+
+    lengths: np.ndarray
+    tables: list[np.ndarray]
+    slots: list[np.ndarray]
+    block_size: int
+
+    @classmethod
+    def of(
+        cls, table: TableMirror, token_rows: np.ndarray, states: "StepStates | None", block_size: int
+    ) -> "CrossRows":
+        """token_rows: of each token of the batch."""
+        # A row of a dry run has no encoder tokens; it reads one of the null block.
+        lengths = np.maximum(table.num_encoder[token_rows], 1)
+        num_blocks = -(-int(lengths.max()) // block_size)
+        tables = [table.block_tables[group][token_rows, :num_blocks] for group in table.cross_groups]
+        slots = [np.zeros(1, np.int64) for _ in table.cross_groups]
+        if states is not None:
+            block, offset = np.divmod(states.positions, block_size)
+            of_groups = (table.block_tables[group][states.rows, block] for group in table.cross_groups)
+            slots = [blocks.astype(np.int64) * block_size + offset for blocks in of_groups]
+        return cls(lengths, tables, slots, block_size)
+
+    def select(self, index: np.ndarray) -> "CrossRows":
+        """Return those of some of the tokens."""
+        return replace(self, lengths=self.lengths[index], tables=[table[index] for table in self.tables])
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        starts = np.arange(len(self.lengths) + 1, dtype=np.int32)
+        return [starts, self.lengths, *self.tables, *self.slots]
+
+    def among(
+        self, others: tuple[AttentionMetadata, ...], groups: Sequence[int], tensors: list[torch.Tensor]
+    ) -> tuple[AttentionMetadata, ...]:
+        """Return the metadata of all groups.   others: of those without cross attention.   tensors: `arrays`."""
+        starts, lengths, *rest = tensors
+        merged, furthest = list(others), int(self.lengths.max())
+        for group, table, slots in zip(groups, rest, rest[len(groups) :], strict=False):
+            merged.insert(group, AttentionMetadata(starts, lengths, table, slots, self.block_size, 1, furthest))
+        return tuple(merged)
+
+
 def _gather(
     table: TableMirror, output: SchedulerOutput
 ) -> tuple["BatchRows", np.ndarray, np.ndarray, list[np.ndarray]]:
     """Return the rows of a step, and what is known of its tokens, one row after the other.
 
-    Of each token: the table row, its position (int32), and per KV group the slot of its keys and values (int64).
+    Of each token: the table row, its position (int32), and per KV group the slot of its keys and values (int64); groups
+    of cross attention are CrossRows' business.
     """
     block_size, num_rows = table.block_size, len(output.rows)
     # Kernels read raw int32 memory.
@@ -411,7 +478,7 @@ def _gather(
         token_rows, at_row = np.repeat(output.rows, num_new), np.repeat(np.arange(num_rows), num_new)
         positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(start - query_start[:-1], num_new)
     block, offset = np.divmod(positions, block_size)
-    tables = [of_group[output.rows, : -(-furthest // block_size)] for of_group in table.block_tables]
+    tables = [of_group[output.rows, : -(-furthest // block_size)] for of_group in table.growing_tables]
     slots = [of_rows[at_row, block].astype(np.int64) * block_size + offset for of_rows in tables]
     if not tables:  # a model without KV still needs to know where rows begin
         tables, slots = [np.zeros((num_rows, 1), np.int32)], [np.zeros(1, np.int64)]
@@ -525,6 +592,26 @@ class StepEmbeds:
 
     values: torch.Tensor
     index: np.ndarray
+
+
+def join_embeds(parts: Sequence["StepEmbeds | None"]) -> "StepEmbeds | None":
+    """Return embeddings of different tokens of a step as one."""
+    found = [part for part in parts if part is not None]
+    if len(found) < 2:
+        return found[0] if found else None
+    return StepEmbeds(torch.cat([part.values for part in found]), np.concatenate([part.index for part in found]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepStates:
+    """Encoder outputs that enter the cache in a step.   values: [n, size].   rows, positions: int [n], where each goes.
+
+    positions: among the encoder tokens of its table row.
+    """
+
+    values: torch.Tensor
+    rows: np.ndarray
+    positions: np.ndarray
 
 
 class PromptEmbeds:

@@ -17,6 +17,7 @@ from pagoda.worker.constraints import RowConstraints, TokenCounts
 _COLUMNS = (
     "num_prompt",
     "num_embeds",
+    "num_encoder",
     "num_tokens",
     "temperature",
     "top_k",
@@ -40,6 +41,8 @@ class TableMirror:
     block_tables: per KV group, int32 [max_rows, max_blocks].   seeds: uint64 [max_rows].
     num_tokens: int32 [max_rows], known tokens in token_ids (without drafts).
     num_embeds: int32 [max_rows], first positions that are given as embeddings and have no token.
+    num_encoder: int32 [max_rows], encoder tokens, of an encoder-decoder model.
+    cross_groups: the KV groups of cross attention, whose tables hold encoder tokens.   growing_tables: of the others.
     num_logprobs, num_prompt_logprobs: int32 [max_rows], requested top entries, -1 for none.
     constraints, pooling: per row, or None.   constrained: bool [max_rows], rows with constraints.
     reads_output: bool [max_rows], rows whose constraints depend on which tokens were sampled before.
@@ -48,15 +51,29 @@ class TableMirror:
     pair_start: int32 [max_rows], position of the second text of a pair; beyond every position without one.
     """
 
-    def __init__(self, max_rows: int, max_len: int, block_size: int, num_groups: int) -> None:
-        """max_len: most tokens per row, including drafts.   Memory pages are only touched when rows use them."""
+    def __init__(
+        self,
+        max_rows: int,
+        max_len: int,
+        block_size: int,
+        num_groups: int,
+        cross_groups: tuple[int, ...] = (),
+        max_encoder_len: int = 0,
+    ) -> None:
+        """max_len: most tokens per row, including drafts.   max_encoder_len: most encoder tokens.
+
+        Memory pages are only touched when rows use them.
+        """
         self.block_size = block_size
         self.token_ids = np.zeros((max_rows, max_len), np.int32)
-        max_blocks = -(-max_len // block_size)
-        self.block_tables = tuple(np.zeros((max_rows, max_blocks), np.int32) for _ in range(num_groups))
+        self.cross_groups = cross_groups
+        lengths = [max_encoder_len if group in cross_groups else max_len for group in range(num_groups)]
+        self.block_tables = tuple(np.zeros((max_rows, -(-length // block_size)), np.int32) for length in lengths)
+        self.growing_tables = tuple(table for group, table in enumerate(self.block_tables) if group not in cross_groups)
         self.seeds = np.zeros(max_rows, np.uint64)
         self.num_prompt = np.zeros(max_rows, np.int32)
         self.num_embeds = np.zeros(max_rows, np.int32)
+        self.num_encoder = np.zeros(max_rows, np.int32)
         self.num_tokens = np.zeros(max_rows, np.int32)
         self.temperature = np.zeros(max_rows, np.float32)
         self.top_k = np.zeros(max_rows, np.int32)
@@ -133,6 +150,7 @@ class TableMirror:
         self.num_tokens[row] = num_tokens
         self.num_prompt[row] = init.num_prompt_tokens
         self.num_embeds[row] = 0 if init.prompt_embeds is None else len(init.prompt_embeds)
+        self.num_encoder[row] = init.encoder_len
         self.seeds[row] = init.seed & 0xFFFFFFFFFFFFFFFF
         for table, ids in zip(self.block_tables, init.block_ids, strict=True):
             table[row, : len(ids)] = ids

@@ -14,10 +14,12 @@ from pagoda.core.executor import Capacity, StepProfile, StepSize
 from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.layers.sharding import ALONE
+from pagoda.models.base import Model
 from pagoda.ops.tensor import RankGroup
 from pagoda.worker.adapters import Adapters, AdapterStore
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.dry_runs import DryRuns, LargestSteps, largest_graphs
+from pagoda.worker.encoders import EncoderOutputs
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.loaded_model import DTYPES, LoadedModel, WorkerConfig, load
@@ -92,9 +94,11 @@ class Worker:
             config.max_drafts,
             loaded.model.generates,
         )
-        cache = self._make_cache(loaded, 0, 0)
+        cache, encoders = self._make_cache(loaded, 0, 0), self._make_encoders(loaded)
 
         def run() -> None:
+            if encoders is not None:
+                encoders.run_largest(config.encoder_budget)
             self._run_all(loaded, loaded.forward, steps, cache)
             if (draft := loaded.draft) is not None:
                 draft_steps = draft.largest_steps(size.max_num_seqs, config.max_model_len)
@@ -118,7 +122,7 @@ class Worker:
         forward, cache: of the model, or of the one that drafts for it.
         """
         # Rows without blocks: all of their tokens are in the null block.
-        table = TableMirror(self._config.max_rows, loaded.max_len, self._config.block_size, steps.num_groups)
+        table = self._make_table(forward.model, loaded.max_len)
         runs = DryRuns(forward, table, cache, Sampler(loaded.ops))
         for step in steps:
             runs.run(step)
@@ -159,9 +163,19 @@ class Worker:
         except (MemoryError, OSError, torch.OutOfMemoryError) as error:
             raise CapacityError(f"{num_blocks} KV blocks do not fit in memory; lower kv_cache_memory") from error
 
+    def _make_table(self, model: Model, max_len: int) -> TableMirror:
+        config = self._config
+        groups, longest = model.cross_groups, config.max_encoder_len
+        return TableMirror(config.max_rows, max_len, config.block_size, len(model.kv_groups), groups, longest)
+
+    def _make_encoders(self, loaded: LoadedModel) -> EncoderOutputs | None:
+        if loaded.encoder is None:
+            return None
+        return EncoderOutputs(loaded.encoder, loaded.dtype, bool(loaded.model.cross_groups))
+
     def _make_runner(self, loaded: LoadedModel, cache: CacheEngine) -> ModelRunner:
         config, model, ops, device = self._config, loaded.model, loaded.ops, loaded.device
-        table = TableMirror(config.max_rows, loaded.max_len, config.block_size, len(model.kv_groups))
+        table = self._make_table(model, loaded.max_len)
         adapters = Adapters(loaded.store, config.max_rows) if loaded.store is not None else None
         samples, grammars, speculator = config.place.samples, None, None
         if config.grammars is not None and samples:
@@ -191,6 +205,7 @@ class Worker:
             config.pooling,
             embeds,
             config.place,
+            self._make_encoders(loaded),
         )
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:

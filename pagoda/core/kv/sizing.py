@@ -107,7 +107,8 @@ def longest_request(
     while low < high:
         middle = (low + high + 1) // 2
         length = middle * block_size
-        if KVSizing.of(specs, block_size, length, scheduler).blocks_for_request(length) <= num_blocks:
+        sizing = KVSizing.of(specs, block_size, length, scheduler)
+        if sizing.blocks_for_request(length, scheduler.max_encoder_len) <= num_blocks:
             low = middle
         else:
             high = middle - 1

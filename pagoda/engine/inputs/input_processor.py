@@ -147,6 +147,12 @@ class InputProcessor:
             bounds.check_names(cache_salt=cache_salt)
         before = lora.embeds if isinstance(lora, PromptAdapter) else None
         prompt_ids, embeds = self._checked_prompt(prompt, given, before)
+        if prompt.media and len(prompt_ids) != len(prompt.token_ids):
+            raise RequestError(
+                "a prompt with images or audio is neither cut nor put after a prompt adapter: leave out "
+                "truncate_prompt_tokens and the adapter",
+                "prompt",
+            )
         ready = (params if isinstance(params, PreparedParams) else self.params.prepare(params)).params
         sampling = self.params.fit(ready, len(prompt_ids)) if isinstance(ready, SamplingParams) else None
         pooling = ready if isinstance(ready, PoolingParams) else None
@@ -164,6 +170,8 @@ class InputProcessor:
             lora=lora if isinstance(lora, LoraRef) else None,
             cache_salt=cache_salt,
             prompt_embeds=embeds,
+            media=prompt.media,
+            encoder_len=prompt.encoder_len,
         )
 
     def _checked_prompt(

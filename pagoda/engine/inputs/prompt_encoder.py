@@ -7,7 +7,7 @@ import numpy as np
 
 from pagoda.base.errors import RequestError
 from pagoda.base.text import check_encodable
-from pagoda.core.request import PLACEHOLDER_ID
+from pagoda.core.request import PLACEHOLDER_ID, MediaItem
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds, read_embeds
 from pagoda.engine.inputs.prompts import Prompt
@@ -19,12 +19,15 @@ class EncodedPrompt:
     """A prompt as the model reads it, not yet validated.
 
     embeds: float32 [n, hidden], of the first n positions; their token ids are placeholders. None: all are tokens.
-    name: what errors call it.
+    name: what errors call it.   media: encoder inputs, with their features; EngineCore checks whether the model reads
+    them.   encoder_len: their tokens, if the model is an encoder-decoder, else 0.
     """
 
     token_ids: Sequence[int] | np.ndarray
     embeds: np.ndarray | None = None
     name: str = "prompt"
+    media: tuple[MediaItem, ...] = ()
+    encoder_len: int = 0
 
     def cut_to(self, num_tokens: int) -> np.ndarray | None:
         """Return the embeddings that remain if only the last `num_tokens` positions do."""

@@ -186,9 +186,10 @@ Step = struct(
 Check = struct(
     "Check",
     "What is checked before a program runs. group null: `domain`'s indices at `place`, `width` in a row, each below "
-    "`limit`, or where that is negative below the rows of domain -1 - limit. Else a group, whose queries are "
-    "`domain`'s rows, against a cache of `limit` blocks (or NO_CACHE).",
+    "`limit`, or where that is negative below the rows of domain -1 - limit. Else a group against a cache of `limit` "
+    "blocks (or NO_CACHE): `domain`'s rows are its queries, and its slots are for those of `written`; -1 for none.",
     group="const RowGroup*", limit="int64_t", place="int32_t", domain="int32_t", dtype="int32_t", width="int32_t",
+    written="int32_t", unused="int32_t",
 )  # fmt: skip
 Program = struct(
     "Program",

@@ -22,13 +22,12 @@ int64_t slot_bytes(const Program& program, int64_t slot, const int64_t* rows) {
 }
 
 int32_t check(const Check& c, const Run& run, int64_t* bad_at) {
-    int64_t rows = run.rows[c.domain];
+    int64_t rows = c.domain < 0 ? -1 : run.rows[c.domain];
     if (c.group == nullptr) {
         int64_t limit = c.limit < 0 ? run.rows[-1 - c.limit] : c.limit;
         return pagoda_check_indices(run.places[c.place], c.dtype, rows * c.width, limit, bad_at);
     }
-    int64_t written = c.domain == DOMAIN_TOKENS ? rows : 0;  // slots belong to the whole batch and are checked with it
-    return pagoda_check_group(c.group, c.limit, rows, written, bad_at);
+    return pagoda_check_group(c.group, c.limit, rows, c.written < 0 ? 0 : run.rows[c.written], bad_at);
 }
 
 void bind(const Step& step, const Run& run) {

@@ -68,10 +68,15 @@ class IndexCheck:
 
 @dataclass(frozen=True, slots=True)
 class GroupCheck:
-    """A group of rows whose blocks and slots are in a cache of `num_blocks` blocks, NO_CACHE for whole rows."""
+    """A group of rows in a cache of `num_blocks` blocks, NO_CACHE for whole rows.
+
+    queries: whose rows its queries are, None if only its slots are used.
+    written: whose rows its slots are for, None if nothing is written.
+    """
 
     group: int
-    domain: Domain
+    queries: Domain | None
+    written: Domain | None
     num_blocks: int
 
 
@@ -214,7 +219,8 @@ class Program:
     def _check(self, check: IndexCheck | GroupCheck, places: Mapping[Value, int]) -> Shared:
         if isinstance(check, GroupCheck):
             group = addressof(self._recording.groups) + check.group * sizeof(self._recording.groups._type_)
-            return Check(group, check.num_blocks, 0, check.domain, 0)
+            queries, written = (-1 if domain is None else domain for domain in (check.queries, check.written))
+            return Check(group, check.num_blocks, 0, queries, 0, 0, written)
         limit = -1 - check.limit if isinstance(check.limit, Domain) else check.limit
         value = check.value
         return Check(None, limit, places[value], value.domain, value.dtype, value.row_elements)

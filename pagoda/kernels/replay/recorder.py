@@ -32,7 +32,9 @@ from pagoda.ops.forward import FORWARD_OPS, FUSIONS, OP_TABLE, ForwardOps
 from pagoda.ops.tensor import Tensor
 
 # arbitrary numbers
-_STAND_IN_ROWS = {Domain.TOKENS: 3, Domain.TAIL: 2, Domain.EMBEDS: 4, Domain.LOGITS: 1}
+_STAND_IN_ROWS = {
+    Domain.TOKENS: 3, Domain.TAIL: 2, Domain.EMBEDS: 4, Domain.LOGITS: 1, Domain.FEATURES: 7, Domain.ENCODER: 5
+}  # fmt: skip
 
 
 class NotRecordable(Exception):
@@ -160,11 +162,17 @@ class RecordingOps:
             elif isinstance(declared, Group):
                 group = self._group_index(arguments[name])
                 of_group = Domain.TOKENS if group < len(self.batch.metadata) else Domain.TAIL
-                wanted = of_group if declared.rows is Slots.QUERIES else Domain.TOKENS
-                if domain is not wanted:
-                    raise NotRecordable(f"{op.name} of {domain.name} rows with metadata of {wanted.name} rows")
+                writes = declared.rows is Slots.WRITTEN
+                wanted = (Domain.TOKENS, Domain.ENCODER) if writes else (of_group,)
+                if domain not in wanted:
+                    raise NotRecordable(f"{op.name} of {domain.name} rows with metadata of {wanted[0].name} rows")
                 cache = None if declared.cache is None else cast(KVLayer, arguments[declared.cache])
-                self._checks[GroupCheck(group, of_group, NO_CACHE if cache is None else cache.k.shape[0])] = None
+                num_blocks = NO_CACHE if cache is None else cache.k.shape[0]
+                whole = GroupCheck(group, domain, domain, num_blocks)
+                if domain is Domain.ENCODER:  # the slots are those of cross attention, whose queries are tokens
+                    self._checks[replace(whole, queries=None)] = None
+                elif writes or whole not in self._checks:
+                    self._checks[whole if writes else replace(whole, written=None)] = None
 
     def _view(self, op: Op, *args: object, **kwargs: object) -> object:
         assert op.slices is not None

@@ -1,0 +1,167 @@
+"""EncoderOutputs: runs a model's encoder for the steps' encoder inputs, and keeps what it gave by content."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from pagoda.core.request import MediaItem
+from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, Tail
+from pagoda.kernels.transfer import BulkArrays
+from pagoda.models.encoder import Encoder, EncoderItem
+from pagoda.worker.forward_runner import ForwardRunner
+from pagoda.worker.staging import StepEmbeds, StepStates
+
+
+class EncoderOutputs:
+    """The items of rows that have not computed all of theirs, and encoder outputs until the scheduler drops them.
+
+    An item whose output is kept is not computed again: an encoder-decoder request is planned to run the encoder in its
+    first step whatever is kept, because its own blocks must be filled.
+    """
+
+    def __init__(self, forward: ForwardRunner, dtype: torch.dtype, crosses: bool) -> None:
+        """forward: of the encoder.   dtype: the compute type.
+
+        crosses: the outputs are read by cross attention; False: they take the place of the items' tokens.
+        """
+        assert isinstance(forward.model, Encoder)
+        self._encoder = forward.model
+        self._forward, self._dtype, self._crosses = forward, dtype, crosses
+        self._items: dict[int, tuple[MediaItem, ...]] = {}
+        self._outputs: dict[str, torch.Tensor] = {}
+        self.num_computed = 0
+        """Items that the encoder has computed so far."""
+
+    def apply(self, output: SchedulerOutput) -> None:
+        """Apply a step's events. A fork needs nothing: its prompt is computed."""
+        for row in output.released.tolist():
+            self._items.pop(row, None)
+        for init in output.admitted:
+            self._items.pop(init.row, None)
+            if init.media and (self._crosses or init.num_computed < _end(init.media)):
+                self._items[init.row] = init.media
+        for content_hash in output.encoder_freed:
+            self._outputs.pop(content_hash, None)
+
+    def run(self, output: SchedulerOutput) -> None:
+        """Run the encoder for the step's `encoder_runs`, all at once. `output` must have been applied."""
+        missing = {
+            run.content_hash: self._items[run.row][run.item]
+            for run in output.encoder_runs
+            if run.content_hash not in self._outputs
+        }
+        if missing:
+            self._outputs.update(zip(missing, self.compute(list(missing.values())), strict=True))
+            self.num_computed += len(missing)
+
+    def compute(self, media: Sequence[MediaItem]) -> list[torch.Tensor]:
+        """Return the encoder's outputs for each item: [item.length, size]."""
+        items: list[EncoderItem] = []
+        for one in media:
+            assert one.features is not None, "requests are checked when they are added"
+            items.append(self._encoder.item(one.features, one.grid))
+        outputs = self._forward.run(make_encoder_batch(items, self._dtype, self._forward.staging.device), ()).hidden
+        each = outputs.split([item.num_outputs for item in items])
+        return list(each) if len(each) == 1 else [one.clone() for one in each]  # which are dropped one by one
+
+    def embeds(self, output: SchedulerOutput) -> StepEmbeds | None:
+        """Return the outputs that take the place of tokens of the step, None for none.
+
+        Drop the items of prompts that it computes past their last one.
+        """
+        if self._crosses or not self._items:
+            return None
+        ends = np.cumsum(output.num_new)
+        values: list[torch.Tensor] = []
+        index: list[np.ndarray] = []
+        for i in np.flatnonzero(np.isin(output.rows, list(self._items))).tolist():
+            row, start, num_new = int(output.rows[i]), int(output.start[i]), int(output.num_new[i])
+            items, begin = self._items[row], int(ends[i]) - num_new
+            for item in items:
+                first, last = max(start, item.offset), min(start + num_new, item.offset + item.length)
+                if first < last:
+                    values.append(self._outputs[item.content_hash][first - item.offset : last - item.offset])
+                    index.append(np.arange(begin + first - start, begin + last - start, dtype=np.int64))
+            if start + num_new >= _end(items):
+                del self._items[row]
+        return StepEmbeds(torch.cat(values), np.concatenate(index)) if values else None
+
+    def states(self, output: SchedulerOutput) -> StepStates | None:
+        """Return the outputs that cross attention writes to the cache in the step, None for none.
+
+        Drop the items of their rows.
+        """
+        if not self._crosses or not output.encoder_runs:
+            return None
+        values: list[torch.Tensor] = []
+        rows: list[np.ndarray] = []
+        positions: list[np.ndarray] = []
+        for run in output.encoder_runs:
+            if run.row not in self._items:  # its blocks are filled: the run was another's, which is not in this step
+                continue
+            first = sum(item.length for item in self._items[run.row][: run.item])
+            values.append(self._outputs[run.content_hash])
+            rows.append(np.full(len(values[-1]), run.row))
+            positions.append(np.arange(first, first + len(values[-1])))
+        for run in output.encoder_runs:
+            self._items.pop(run.row, None)
+        return StepStates(torch.cat(values), np.concatenate(rows), np.concatenate(positions)) if values else None
+
+    def run_largest(self, num_tokens: int) -> None:
+        """Compute as many of the largest items as a step of so many encoder tokens can have; keep nothing."""
+        largest = self._encoder.largest_item()
+        self.compute([largest] * max(1, num_tokens // largest.length))
+
+
+def make_encoder_batch(items: Sequence[EncoderItem], dtype: torch.dtype, device: torch.device) -> ForwardBatch:
+    """Return a batch of items, one after the other. All arrays are moved to the device in one copy."""
+    num_tokens = sum(item.num_tokens for item in items)
+    num_outputs = sum(item.num_outputs for item in items)
+    positions = [
+        np.arange(item.num_tokens, dtype=np.int32) if item.positions is None else item.positions for item in items
+    ]
+    lengths = [np.concatenate([item.segments[kind] for item in items]) for kind in range(len(items[0].segments))]
+    named = {name: _joined(items, name) for name in items[0].inputs}
+    moved = BulkArrays()
+    of_tokens = moved.add(np.zeros(num_tokens, np.int32), np.concatenate(positions))
+    of_tail = moved.add(np.arange(num_outputs, dtype=np.int64), np.zeros(0, np.int64))
+    of_kinds = [moved.add(*_segments(of_kind)) for of_kind in lengths]
+    of_named = moved.add(*named.values())
+    moved.move(device)
+    metadata: list[AttentionMetadata] = []
+    for of_kind, part in zip(lengths, of_kinds, strict=True):
+        start, length, table, slots = moved[part]
+        longest = int(of_kind.max())
+        metadata.append(AttentionMetadata(start, length, table, slots, 1, longest, longest))
+    inputs: dict[str, Input] = {}
+    for name, tensor in zip(named, moved[of_named], strict=True):
+        values = tensor.to(dtype) if tensor.is_floating_point() else tensor
+        inputs[name] = Input(values, items[0].inputs[name].domain)
+    token_ids, at = moved[of_tokens]
+    tail, no_logits = moved[of_tail]
+    return ForwardBatch(token_ids, at, tuple(metadata), Tail(tail, tuple(metadata)), no_logits, inputs)
+
+
+def _segments(lengths: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return where segments begin, their lengths, and block tables and slots, which nothing reads."""
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    return starts, lengths, np.zeros((len(lengths), 1), np.int32), np.zeros(1, np.int64)
+
+
+def _joined(items: Sequence[EncoderItem], name: str) -> np.ndarray:
+    """Return an input of all items; numbers of rows count those of the items before."""
+    arrays = [item.inputs[name] for item in items]
+    indexed = arrays[0].indexes
+    if indexed is None:
+        return np.ascontiguousarray(np.concatenate([array.values for array in arrays]))
+    before = accumulate((item.num_rows(indexed) for item in items[:-1]), initial=0)
+    moved = (np.where(one.values < 0, -1, one.values + first) for one, first in zip(arrays, before, strict=True))
+    return np.ascontiguousarray(np.concatenate(list(moved)))
+
+
+def _end(media: Sequence[MediaItem]) -> int:
+    """Return the position after the last item."""
+    return max(item.offset + item.length for item in media)
