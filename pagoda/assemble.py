@@ -14,7 +14,7 @@ from pagoda.core.executor import Executor
 from pagoda.core.scheduler import Scheduler
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.llm_engine import LLMEngine
-from pagoda.engine.preparations import Preparations
+from pagoda.engine.preparations import ExecutorPreparations
 from pagoda.engine.wire import EngineFacts
 from pagoda.engine_setup import EngineSetup, fit_cache, options_of, resolve_engine, weights_in_memory
 from pagoda.executors.fake import FakeExecutor
@@ -63,7 +63,7 @@ def build_engine_core(
         raise
     options = options_of(setup)
     lora = setup.config.model.lora
-    preparations = Preparations(executor, options.max_num_seqs, lora.num_kept if lora.enable_lora else 0)
+    preparations = ExecutorPreparations(executor, options.max_num_seqs, lora.num_kept if lora.enable_lora else 0)
     scheduler = Scheduler(
         options,
         setup.config.cache,

@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.config import PARTS, EngineConfig
 from pagoda.base.errors import ConfigError
+from pagoda.base.ranks import MAX_RANKS
 from pagoda.base.registry import nearest
 from pagoda.base.setting import DescribedSetting, describe_settings
 
@@ -52,6 +53,12 @@ def _check_ranks(config: EngineConfig) -> None:
         for name in ("tensor_parallel_size", "pipeline_parallel_size")
         if (value := getattr(parallel, name)) > 1
     )
+    if parallel.world_size > MAX_RANKS:
+        raise ConfigError(
+            f"tensor_parallel_size={parallel.tensor_parallel_size} times "
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size} makes {parallel.world_size} workers: at most "
+            f"{MAX_RANKS} compute one model; take fewer, and several servers behind a proxy"
+        )
     if parallel.executor == "in_process":
         raise ConfigError(f"{size} does not go with distributed_executor_backend='in_process'; take 'mp'")
     if scheduler.async_scheduling:

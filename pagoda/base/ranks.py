@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+MAX_RANKS = 64
+"""Of all stages together: the memory that those of one machine share has room for so many."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:

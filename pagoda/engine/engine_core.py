@@ -15,7 +15,7 @@ from pagoda.core.executor import Executor, StepProfile
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler import Scheduler, SchedulerStats
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
-from pagoda.engine.preparations import Preparations
+from pagoda.engine.preparations import ExecutorPreparations
 from pagoda.engine.wire import EngineFacts
 from pagoda.models.encoder import Encoder, check_media
 
@@ -44,7 +44,7 @@ class EngineCore:
         facts: EngineFacts,
         vocab_size: int,
         pipeline_depth: int = 1,
-        preparations: Preparations | None = None,
+        preparations: ExecutorPreparations | None = None,
         *,
         waits_for_drafts: bool = False,
         embeds_size: int = 0,
@@ -195,7 +195,7 @@ class EngineCore:
             outputs = self.step()
             assert not outputs, "there are no requests"
 
-    def _require_adapters(self) -> Preparations:
+    def _require_adapters(self) -> ExecutorPreparations:
         if self._preparations is None or not self._preparations.takes_adapters:
             raise RequestError("LoRA adapters are off on this engine: set enable_lora", "lora_request")
         return self._preparations

@@ -1,4 +1,4 @@
-"""Preparations: which grammars and adapters the ranks have, prepared by calls whose futures hold requests back."""
+"""ExecutorPreparations: which grammars and adapters the ranks have, prepared by calls that hold requests back."""
 
 import logging
 from collections import Counter, OrderedDict
@@ -19,7 +19,7 @@ MAX_IDLE_GRAMMARS = 256
 """Grammars that are kept next to those of running requests."""
 
 
-class Preparations:
+class ExecutorPreparations:
     """See core.preparation.Preparations. The only one who decides what the ranks keep.
 
     max_running: most requests that run at once.   max_adapters: that the ranks have room for; 0 without adapters.

@@ -154,7 +154,7 @@ class MultiProcessExecutor:
         self._number = LOADED
         self._longest_step_s = 0.0
         self._is_running = False
-        self._group: _Group | None = None
+        self._processes: _RankProcesses | None = None
         self._receiver = threading.Thread(target=self._receive, name="pagoda-ranks", daemon=True)
 
     # ---- the executor
@@ -162,12 +162,12 @@ class MultiProcessExecutor:
     def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
         loaded = self._asked[LOADED] = _Asked("the weights", _values_of(Identity))
         try:
-            self._group = _Group(self._config, self._places, self._host, self._start_ranks)
+            self._processes = _RankProcesses(self._config, self._places, self._host, self._start_ranks)
         except OSError as error:
             raise WorkerDied(f"the processes of the ranks could not be started: {error}") from error
         self._receiver.start()
         _check_alike(loaded.future.result())
-        self._group.hide()
+        self._processes.hide()
         measured = self._ask(
             "measuring memory", lambda number: Measure(number, tuple(sizes)), _values_of(tuple[Capacity, ...])
         )
@@ -194,22 +194,22 @@ class MultiProcessExecutor:
         self._end(RankDied("the executor is not running"))
         if self._receiver.ident is not None:
             self._receiver.join()
-        if self._group is not None:
-            self._group.close()
+        if self._processes is not None:
+            self._processes.close()
 
     def _ask(self, what: str, message: Callable[[int], ToRank], finish: Callable[[list[Reply]], Any]) -> "Future[Any]":
         """Send a message with the next number to all ranks; return the future of what `finish` makes of the replies."""
         asked = _Asked(what, finish)
         data = self._encoder.encode(message(self._number + 1))
         with self._lock:
-            died = self._died if self._group is not None else RankDied("the executor is not running")
+            died = self._died if self._processes is not None else RankDied("the executor is not running")
             if died is None:
                 self._number += 1
                 self._asked[self._number] = asked
-        if died is not None or self._group is None:
+        if died is not None or self._processes is None:
             asked.future.set_exception(fresh(died or RankDied("the executor is not running")))
             return asked.future
-        for socket in self._group.messages:
+        for socket in self._processes.messages:
             self._send(socket, data)
         return asked.future
 
@@ -224,7 +224,7 @@ class MultiProcessExecutor:
     # ---- the thread that receives and watches
 
     def _receive(self) -> None:
-        assert self._group is not None
+        assert self._processes is not None
         looked_s = 0.0
         try:
             while self._died is None:
@@ -242,8 +242,8 @@ class MultiProcessExecutor:
 
     def _handle_replies(self, timeout_ms: int) -> None:
         """Handle all replies that have come, or come within a while. Raises RankDied."""
-        assert self._group is not None
-        replies = self._group.replies
+        assert self._processes is not None
+        replies = self._processes.replies
         if replies.poll(timeout_ms):
             with contextlib.suppress(zmq.Again):
                 while True:
@@ -293,8 +293,8 @@ class MultiProcessExecutor:
 
     def _look(self, now_s: float) -> None:
         """Raises RankDied if a rank has ended, has failed alone or hangs."""
-        assert self._group is not None
-        if (end := self._group.ranks.ended()) is not None:
+        assert self._processes is not None
+        if (end := self._processes.ranks.ended()) is not None:
             self._handle_replies(FINAL_REPLIES_MS)
             raise end
         with self._lock:
@@ -308,11 +308,11 @@ class MultiProcessExecutor:
 
     def _hangs(self, number: int, asked: _Asked, now_s: float) -> str:
         """Return which ranks hang, and with what; "" while there is progress."""
-        assert self._group is not None
+        assert self._processes is not None
         timeout_s = max(self._step_timeout_s, STEP_TIMEOUTS * self._longest_step_s)
         if not asked.is_step:
             timeout_s = max(timeout_s, self._load_timeout_s)
-        if not asked.watchdog.is_hung(number, True, self._group.ranks.cpu_s(), timeout_s, now_s):
+        if not asked.watchdog.is_hung(number, True, self._processes.ranks.cpu_s(), timeout_s, now_s):
             return ""
         late = sorted({place.number for place in self._places} - set(asked.replies))
         return f"no progress with {asked.what} for {timeout_s:.0f} s: ranks {late} hang"
@@ -324,12 +324,12 @@ class MultiProcessExecutor:
                 return
             self._died = error
             asked, self._asked = self._asked, {}
-        if self._group is not None:
+        if self._processes is not None:
             try:
-                self._group.ranks.end()
+                self._processes.ranks.end()
             except Exception:
                 logger.exception("the ranks could not be ended")
-            self._group.hide()
+            self._processes.hide()
         if threading.current_thread() is self._receiver:
             logger.error("%s", error)
             if self._is_running:
@@ -338,7 +338,7 @@ class MultiProcessExecutor:
             one.future.set_exception(fresh(error))
 
 
-class _Group:
+class _RankProcesses:
     """The processes of the ranks, and the sockets to and from them.
 
     messages: by rank.   replies: of all ranks.

@@ -39,6 +39,10 @@ def test_the_executor_follows_the_number_of_workers_unless_it_is_named(options: 
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be at least 1"),
         (
+            {"tensor_parallel_size": 8, "pipeline_parallel_size": 9},
+            "tensor_parallel_size=8 times pipeline_parallel_size=9 makes 72 workers: at most 64",
+        ),
+        (
             {"tensor_parallel_size": 2, "distributed_executor_backend": "in_process"},
             "tensor_parallel_size=2 does not go with distributed_executor_backend='in_process'; take 'mp'",
         ),

@@ -11,7 +11,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.decision_log import Reason
 from pagoda.core.request import LoraRef, Request
 from pagoda.engine import preparations
-from pagoda.engine.preparations import Preparations
+from pagoda.engine.preparations import ExecutorPreparations
 
 
 class Ranks:
@@ -50,8 +50,8 @@ def ranks() -> Ranks:
     return Ranks()
 
 
-def make(ranks: Ranks, max_running: int = 4, max_adapters: int = 2) -> Preparations:
-    return Preparations(ranks, max_running, max_adapters)  # type: ignore[arg-type]
+def make(ranks: Ranks, max_running: int = 4, max_adapters: int = 2) -> ExecutorPreparations:
+    return ExecutorPreparations(ranks, max_running, max_adapters)  # type: ignore[arg-type]
 
 
 def test_a_request_waits_for_its_grammar_then_for_its_adapter(ranks: Ranks) -> None:

@@ -27,9 +27,9 @@ class ThreadRanks:
         parallel = setup.config.parallel
         size, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
         places = [RankPlace.of(number, size, stages) for number in range(parallel.world_size)]
-        self._groups = shared_groups(library.load(), size, stages, deadline_s=60)
+        groups = shared_groups(library.load(), size, stages, deadline_s=60)
         self.workers: list[Worker] = [
-            make_worker(setup, False, place, group) for place, group in zip(places, self._groups, strict=True)
+            make_worker(setup, False, place, group) for place, group in zip(places, groups, strict=True)
         ]
         self._ranks = [InProcessExecutor(worker, overlap=True) for worker in self.workers]
         self._sampling = next(place.number for place in places if place.samples)
@@ -76,9 +76,6 @@ class ThreadRanks:
     def shutdown(self) -> None:
         for rank in self._ranks:
             rank.shutdown()
-        for group in self._groups:
-            group.close()
-        self._groups = []
 
 
 def _check_step(results: list[ModelRunnerOutput]) -> None:

@@ -71,9 +71,9 @@ def running(config: EngineConfig, **options: object) -> Iterator[MultiProcessExe
 
 
 def ranks_of(executor: MultiProcessExecutor) -> list[int]:
-    assert executor._group is not None
-    assert isinstance(executor._group.ranks, LocalRanks)
-    return [process.pid for process in executor._group.ranks._processes]
+    assert executor._processes is not None
+    assert isinstance(executor._processes.ranks, LocalRanks)
+    return [process.pid for process in executor._processes.ranks._processes]
 
 
 def a_request(name: str = "fine", row: int = 0, seed: int = 7) -> Sequence[object]:

@@ -11,10 +11,10 @@ from typing import TypeVar, cast
 import pytest
 import torch
 
-from pagoda.base.errors import ConfigError, WorkerDied
+from pagoda.base.errors import WorkerDied
 from pagoda.base.ranks import RankPlace
 from pagoda.kernels.batch import ForwardBatch, Tail
-from pagoda.kernels.collectives.group import RankGroup, thread_groups
+from pagoda.kernels.collectives.group import Communicator, ThreadGroup, thread_groups
 from pagoda.kernels.collectives.segment import HALF_BYTES, INBOX_BYTES, create_segment
 from pagoda.kernels.collectives.shared_memory import SharedGroup, shared_groups
 from pagoda.kernels.native.library import NativeLibrary
@@ -24,7 +24,7 @@ from pagoda.kernels.reference_ops import ReferenceOps
 from pagoda.kernels.replay.recorder import record_forward
 
 ResultT = TypeVar("ResultT")
-MakeGroups = Callable[..., Sequence[RankGroup]]
+MakeGroups = Callable[..., Sequence[Communicator]]
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 SIZES = pytest.mark.parametrize("size", [2, 3, 4])
@@ -49,16 +49,17 @@ def make_groups(implementation: str, request: pytest.FixtureRequest) -> MakeGrou
     return lambda *args, **kwargs: shared_groups(library, *args, **kwargs)
 
 
-def on_threads(groups: Sequence[RankGroup], body: Callable[[RankGroup], ResultT]) -> list[ResultT | Exception]:
+def on_threads(groups: Sequence[Communicator], body: Callable[[Communicator], ResultT]) -> list[ResultT | Exception]:
     """Run `body` with every group, each in a thread; return its results, or what it raised."""
     results: dict[int, ResultT | Exception] = {}
 
-    def run(index: int, group: RankGroup) -> None:
+    def run(index: int, group: Communicator) -> None:
         try:
             results[index] = body(group)
         except Exception as error:
             results[index] = error
-            group.abort(str(error))
+            if isinstance(group, ThreadGroup):
+                group.abort(str(error))
 
     threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(groups)]
     for thread in threads:
@@ -105,7 +106,7 @@ def test_a_gather_joins_columns_of_different_numbers(
 
 
 def test_many_calls_of_different_sizes_do_not_mix(make_groups: MakeGroups, ops: Ops) -> None:
-    def body(group: RankGroup) -> list[object]:
+    def body(group: Communicator) -> list[object]:
         results: list[object] = []
         for call in range(200):
             x = part(100 * call + group.rank, 1 + call % 7, 8 + call % 50)
@@ -123,7 +124,7 @@ def test_many_calls_of_different_sizes_do_not_mix(make_groups: MakeGroups, ops: 
 
 
 def test_a_nan_and_an_infinity_stay_in_their_element(make_groups: MakeGroups, ops: Ops) -> None:
-    def body(group: RankGroup) -> object:
+    def body(group: Communicator) -> object:
         x = torch.ones(2, 40, dtype=torch.bfloat16)
         if group.rank == 1:
             x[0, 3], x[1, 39] = torch.nan, torch.inf
@@ -143,7 +144,7 @@ def test_a_stage_receives_what_the_same_rank_of_the_stage_before_sent(
     token_ids, like = torch.zeros(4, dtype=torch.int32), torch.zeros(width)
     numbers = {id(group): number for number, group in enumerate(groups)}
 
-    def body(group: RankGroup) -> torch.Tensor | None:
+    def body(group: Communicator) -> torch.Tensor | None:
         stage = numbers[id(group)] // 2
         received = torch.empty(3, 4, width)
         for step in range(3):
@@ -160,7 +161,7 @@ def test_a_stage_receives_what_the_same_rank_of_the_stage_before_sent(
 
 
 def test_a_message_larger_than_an_inbox_arrives(native: NativeOps) -> None:
-    def body(group: RankGroup) -> torch.Tensor:
+    def body(group: Communicator) -> torch.Tensor:
         x = torch.arange(INBOX_BYTES // 4 + 100_000, dtype=torch.int32)
         if group is groups[0]:
             group.send(x)
@@ -176,28 +177,36 @@ def test_a_message_larger_than_an_inbox_arrives(native: NativeOps) -> None:
     assert sent.equal(received)
 
 
-def test_a_rank_that_aborts_ends_the_others(make_groups: MakeGroups, ops: Ops) -> None:
-    def body(group: RankGroup) -> object:
-        if group.rank == 1:
-            group.abort("out of memory")
-        return ops.all_reduce(torch.ones(2, 4), group)
+@pytest.mark.parametrize("by_socket", [False, True])
+def test_a_rank_that_fails_ends_those_that_wait_for_others(native: NativeOps, by_socket: bool) -> None:
+    """The second of two stages: its rank 0 waits for the stage before, its rank 1 for rank 0, and gives up first."""
+    ends = socket.socketpair()
+    descriptor = create_segment(native.library, 4)
+    previous = ends[1].fileno() if by_socket else 0
+    second = SharedGroup(native.library, descriptor, RankPlace(0, 2, 1, 2), previous=previous)
+    third = SharedGroup(native.library, descriptor, RankPlace(1, 2, 1, 2), 0.2)
+    os.close(descriptor)
 
-    for died in on_threads(make_groups(3), body):
+    def body(group: Communicator) -> object:
+        return group.receive(torch.empty(4)) if group is second else group.exchange(torch.ones(4))
+
+    waited, gave_up = on_threads([second, third], body)
+    assert isinstance(gave_up, WorkerDied)
+    assert "waited 0.2 s for rank 2" in str(gave_up)
+    assert isinstance(waited, WorkerDied)
+    assert "another rank failed" in str(waited)
+
+
+def test_a_thread_that_aborts_ends_the_others() -> None:
+    groups = thread_groups(2, num_stages=2)
+    groups[0].abort("out of memory")
+
+    def body(group: Communicator) -> object:
+        return group.exchange(torch.ones(2, 4)) if group is groups[1] else group.receive(torch.empty(4))
+
+    for died in on_threads(groups[1:], body):
         assert isinstance(died, WorkerDied)
         assert "out of memory" in str(died)
-
-
-def test_a_stage_that_waits_for_another_ends_when_that_aborts(make_groups: MakeGroups) -> None:
-    groups = make_groups(1, num_stages=2)
-    waits = threading.Thread(target=lambda: groups[0].abort("its KV cache is lost"), daemon=True)
-
-    def body(group: RankGroup) -> None:
-        waits.start()
-        group.receive(torch.empty(4))
-
-    (died,) = on_threads(groups[1:], body)
-    assert isinstance(died, WorkerDied)
-    assert "its KV cache is lost" in str(died)
 
 
 def test_a_rank_that_does_not_come_ends_the_others_after_the_deadline(make_groups: MakeGroups, ops: Ops) -> None:
@@ -211,7 +220,7 @@ def test_a_rank_that_does_not_come_ends_the_others_after_the_deadline(make_group
 def test_a_stage_that_is_sent_something_else_fails(make_groups: MakeGroups) -> None:
     groups = make_groups(1, num_stages=2)
 
-    def body(group: RankGroup) -> None:
+    def body(group: Communicator) -> None:
         if group is groups[0]:
             group.send(torch.ones(8))
         else:
@@ -224,7 +233,7 @@ def test_a_stage_that_is_sent_something_else_fails(make_groups: MakeGroups) -> N
 def test_ranks_that_compute_different_ops_fail(native: NativeOps) -> None:
     ops = cast(Ops, native)
 
-    def body(group: RankGroup) -> object:
+    def body(group: Communicator) -> object:
         x = torch.ones(4, 6)
         return ops.all_gather(x, 12, group) if group.rank else ops.all_reduce(x, group)
 
@@ -246,11 +255,6 @@ def test_columns_that_do_not_add_up_fail(native: NativeOps) -> None:
             assert isinstance(died, WorkerDied)
 
 
-def test_more_ranks_than_share_a_segment_are_refused(native: NativeOps) -> None:
-    with pytest.raises(ConfigError, match="65 ranks do not share the memory"):
-        create_segment(native.library, 65)
-
-
 def batch_of(tokens: int) -> ForwardBatch:
     """A batch for a forward without attention."""
     ids, index = torch.arange(tokens, dtype=torch.int32) % 50, torch.arange(tokens)
@@ -267,7 +271,7 @@ class Divided:
         self.table = part(1, 50, 64).bfloat16().chunk(size, 1)[rank].contiguous()
         self.inner, self.head = ops.prepare_linear(share(2, 1)), ops.prepare_linear(share(3, 0))
 
-    def forward(self, ops: Ops, batch: ForwardBatch, group: RankGroup) -> object:
+    def forward(self, ops: Ops, batch: ForwardBatch, group: Communicator) -> object:
         x = ops.all_reduce(ops.linear(ops.embedding(batch.token_ids, self.table), self.inner), group)
         return ops.all_gather(ops.logits(x, self.head), 64, group)
 
@@ -276,11 +280,11 @@ def test_a_recorded_forward_gives_every_rank_the_bits_of_op_by_op(native: Native
     op_by_op, recorded = shared_groups(native.library, 2), shared_groups(native.library, 2)
     batches = [batch_of(tokens) for tokens in (1, 7, 3)]
 
-    def run(group: RankGroup) -> list[torch.Tensor]:
+    def run(group: Communicator) -> list[torch.Tensor]:
         model = Divided(native, group.rank, 2)
         return [cast(torch.Tensor, model.forward(cast(Ops, native), batch, group)) for batch in batches]
 
-    def replay(group: RankGroup) -> list[torch.Tensor]:
+    def replay(group: Communicator) -> list[torch.Tensor]:
         model = Divided(native, group.rank, 2)
         program = record_forward(
             native.library,
@@ -314,7 +318,7 @@ def test_recorded_stages_give_the_bits_of_one(native: NativeOps) -> None:
         x, residual = (ops.receive_rows(batch.token_ids, like, groups[1]) for _ in range(2))
         return ops.linear(ops.add(x, residual), weights[1])
 
-    def run(group: RankGroup) -> list[torch.Tensor]:
+    def run(group: Communicator) -> list[torch.Tensor]:
         stage = first if group is groups[0] else second
         program = record_forward(native.library, 1, stage, batches[0], [])  # type: ignore[arg-type]
         return [program.run(batch)[0] for batch in batches]
@@ -409,7 +413,7 @@ def test_stages_of_two_machines_talk_through_a_socket(native: NativeOps) -> None
     (first, second), _ = socket_groups(native.library)
     sent = [torch.randn(rows, 4096) for rows in (300, 1, 77)]
 
-    def body(group: RankGroup) -> list[torch.Tensor]:
+    def body(group: Communicator) -> list[torch.Tensor]:
         received = [torch.empty_like(tensor) for tensor in sent]
         for out, tensor in zip(received, sent, strict=True):
             group.send(tensor) if group is first else group.receive(out)
@@ -420,16 +424,14 @@ def test_stages_of_two_machines_talk_through_a_socket(native: NativeOps) -> None
     assert all(torch.equal(*pair) for pair in zip(received, sent, strict=True))
 
 
-@pytest.mark.parametrize("fault", ["closed", "silent", "other size", "aborted"])
+@pytest.mark.parametrize("fault", ["closed", "silent", "other size"])
 def test_a_stage_on_another_machine_that_fails_hangs_nobody(native: NativeOps, fault: str) -> None:
     (first, second), ends = socket_groups(native.library, 0.3 if fault == "silent" else 20.0)
-    reasons = {"closed": "gone", "silent": "waited 0.3 s", "other size": "something else", "aborted": "no more"}
+    reasons = {"closed": "gone", "silent": "waited 0.3 s", "other size": "something else"}
     if fault == "closed":
         ends[0].close()
     elif fault == "other size":
         first.send(torch.zeros(3))
-    elif fault == "aborted":
-        threading.Timer(0.1, second.abort, ["no more"]).start()
     with pytest.raises(WorkerDied, match=reasons[fault]):
         second.receive(torch.empty(4))
     if fault == "closed":

@@ -119,29 +119,29 @@ constexpr int64_t WIDTH = 5000, CALLS = 200;  // rows large enough that each of 
 std::atomic<int32_t> ranks_done{0};
 
 struct Rank {
-    RankGroup group;
+    RankState state;
     pthread_t thread;
     int64_t wrong;
 };
 
 void* compute_with_others(void* argument) {
     Rank& me = *static_cast<Rank*>(argument);
-    int64_t size = me.group.size, rank = me.group.number % size, stage = me.group.number / size;
+    int64_t size = me.state.size, rank = me.state.number % size, stage = me.state.number / size;
     std::vector<float> x(2 * WIDTH), sum(2 * WIDTH), all(2 * WIDTH * 3), message(WIDTH);
     for (int64_t call = 0; call < CALLS; call++) {
         for (float& value : x) value = static_cast<float>(rank + call);
-        AllReduceArgs reduce{rows(x.data(), 2, 1, WIDTH), &me.group, rows(sum.data(), 2, 1, WIDTH)};
+        AllReduceArgs reduce{rows(x.data(), 2, 1, WIDTH), &me.state, rows(sum.data(), 2, 1, WIDTH)};
         pagoda_all_reduce(&reduce, 1);
         me.wrong += sum[call] != static_cast<float>(size * call + size * (size - 1) / 2);
-        AllGatherArgs gather{rows(x.data(), 2, 1, WIDTH), int32_t(WIDTH * size), &me.group, rows(all.data(), 2, 1, WIDTH * size)};
+        AllGatherArgs gather{rows(x.data(), 2, 1, WIDTH), int32_t(WIDTH * size), &me.state, rows(all.data(), 2, 1, WIDTH * size)};
         pagoda_all_gather(&gather, 1);
         for (int64_t of = 0; of < size; of++) me.wrong += all[WIDTH * of + call] != static_cast<float>(of + call);
-        if (stage == 1) pagoda_receive(&me.group, message.data(), WIDTH * 4);
+        if (stage == 1) pagoda_receive(&me.state, message.data(), WIDTH * 4);
         if (stage == 1) me.wrong += message[call] != static_cast<float>(rank + call);
-        if (stage == 0) pagoda_send(&me.group, x.data(), WIDTH * 4);
+        if (stage == 0) pagoda_send(&me.state, x.data(), WIDTH * 4);
     }
     ranks_done++;
-    while (stage == 0 && me.group.failed == RANKS_NOTHING) pagoda_send(&me.group, x.data(), WIDTH * 4);  // until nothing fits
+    while (stage == 0 && me.state.failed == RANKS_NOTHING) pagoda_send(&me.state, x.data(), WIDTH * 4);  // until nothing fits
     return nullptr;
 }
 
@@ -154,7 +154,7 @@ void* new_segment(int32_t num_ranks) {
     return segment;
 }
 
-// Two stages. The first one sends until the second one's segment is aborted, or its socket closed.
+// Two stages. The first one sends until a rank fails, or the second one's socket is closed.
 void ranks(int32_t size, bool have_sockets) {
     void* segments[2] = {new_segment(2 * size), have_sockets ? new_segment(2 * size) : nullptr};
     if (!have_sockets) segments[1] = segments[0];
@@ -168,16 +168,16 @@ void ranks(int32_t size, bool have_sockets) {
     for (int32_t number = 0; number < 2 * size; number++) {
         Rank& rank = all[static_cast<size_t>(number)];
         rank = {};
-        rank.group.segment = segments[number / size], rank.group.number = number, rank.group.size = size;
-        rank.group.first = number / size * size, rank.group.deadline_ns = int64_t(60) * 1000000000;
-        (number < size ? rank.group.next : rank.group.previous) = sockets[static_cast<size_t>(number)];
-        pagoda_join_ranks(&rank.group);
+        rank.state.segment = segments[number / size], rank.state.number = number, rank.state.size = size;
+        rank.state.first = number / size * size, rank.state.deadline_ns = int64_t(60) * 1000000000;
+        (number < size ? rank.state.next : rank.state.previous) = sockets[static_cast<size_t>(number)];
+        pagoda_join_ranks(&rank.state);
         pthread_create(&rank.thread, nullptr, compute_with_others, &rank);
     }
     while (ranks_done.load() < 2 * size) usleep(1000);
     ranks_done.store(0);
     usleep(10000);  // the first stage waits, as there is no more room
-    if (!have_sockets) collectives::abort_segment(collectives::segment_of(all[0].group), RANKS_ABORTED, "");
+    if (!have_sockets) collectives::segment_of(all[0].state).failed() = 1;
     for (int32_t rank = 0; rank < size && have_sockets; rank++) close(sockets[static_cast<size_t>(size + rank)]);
     for (Rank& rank : all) {
         pthread_join(rank.thread, nullptr);

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from pagoda.kernels.collectives.group import RankGroup, thread_groups
+from pagoda.kernels.collectives.group import Communicator, ThreadGroup, thread_groups
 from pagoda.kernels.collectives.shared_memory import shared_groups
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
@@ -45,14 +45,15 @@ def on_ranks(
     """
     all_ops = [ON_CPU.ops(kernels) for _ in range(size)]
     first = all_ops[0]
-    groups = shared_groups(first.library, size) if isinstance(first, NativeOps) else thread_groups(size)
+    groups = shared_groups(first.library, size, deadline_s=60) if isinstance(first, NativeOps) else thread_groups(size)
 
-    def run(ops: Ops, ranks: RankGroup) -> ResultT:
+    def run(ops: Ops, ranks: Communicator) -> ResultT:
         with torch.inference_mode():
             try:
                 return compute(load_rank(files, ops, ranks, dtype, quantization))
             except BaseException as error:
-                ranks.abort(repr(error))
+                if isinstance(ranks, ThreadGroup):
+                    ranks.abort(repr(error))
                 raise
 
     with ThreadPoolExecutor(size) as threads:
@@ -64,7 +65,7 @@ def on_ranks(
         return [one.result() for one in done]
 
 
-def load_rank(files: ModelFiles, ops: Ops, ranks: RankGroup, dtype: torch.dtype, quantization: str | None) -> Rank:
+def load_rank(files: ModelFiles, ops: Ops, ranks: Communicator, dtype: torch.dtype, quantization: str | None) -> Rank:
     device = torch.device("cpu")
     model = load_model(files, ops, dtype, device, quantization, ranks=ranks)
     targets = AdapterTargets(read_architecture(files)[0], model)

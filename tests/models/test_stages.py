@@ -14,8 +14,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.engine_setup import resolve_engine, size_cache, weights_in_memory
-from pagoda.kernels.collectives.group import RankGroup as Ranks
-from pagoda.kernels.collectives.group import thread_groups
+from pagoda.kernels.collectives.group import Communicator, ThreadGroup, thread_groups
 from pagoda.kernels.collectives.shared_memory import shared_groups
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.layers.module import parameters
@@ -53,7 +52,7 @@ def load(files: ModelFiles, kernels: str, place: RankPlace = WHOLE, ranks: RankG
     return ForwardRunner(model, ops, recorder=Programs(ops) if isinstance(ops, NativeOps) else None)
 
 
-def groups_of(kernels: str, size: int, stages: int) -> Sequence[Ranks]:
+def groups_of(kernels: str, size: int, stages: int) -> Sequence[Communicator]:
     """Return a group for each rank: the definition, or that of the native kernels."""
     ops = ON_CPU.ops(kernels)
     if isinstance(ops, NativeOps):
@@ -87,7 +86,7 @@ def steps_of(runner: ForwardRunner) -> list[Work]:
 def on_ranks(files: ModelFiles, kernels: str, size: int, stages: int, steps: list[Work]) -> list[Any]:
     """Return the logits of each step on each rank, by the number of the rank; None where it has none."""
 
-    def run(number: int, ranks: Ranks) -> Any:
+    def run(number: int, ranks: Communicator) -> Any:
         with torch.inference_mode():
             try:
                 model = load(files, kernels, RankPlace.of(number, size, stages), ranks)
@@ -96,7 +95,8 @@ def on_ranks(files: ModelFiles, kernels: str, size: int, stages: int, steps: lis
                 assert kernels != "native" or model.program is not None, "the stage is not recorded"
                 return [None if logits is None else logits.clone() for logits in found]
             except BaseException as error:
-                ranks.abort(str(error))
+                if isinstance(ranks, ThreadGroup):
+                    ranks.abort(str(error))
                 raise
 
     groups = groups_of(kernels, size, stages)

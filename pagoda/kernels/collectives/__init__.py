@@ -1,6 +1,6 @@
 """What the ranks of a model compute together: sums and gathers within a stage, activations from stage to stage.
 
-group.py           RankGroup, what a rank knows of the others; ThreadGroup, the obvious one, between threads
+group.py           Communicator, how a rank reaches the others; ThreadGroup, the obvious one, between threads
 reference.py       the definition of the ops
 shared_memory.py   SharedGroup: ranks of one machine, processes or threads, in one piece of shared memory
 segment.py         makes that memory

@@ -1,4 +1,4 @@
-"""RankGroup: the ranks that compute a model together, as one of them sees them. ThreadGroup: ranks that are threads."""
+"""Communicator: how a rank exchanges tensors with the others. ThreadGroup: the obvious one, between threads."""
 
 import queue
 import threading
@@ -7,24 +7,18 @@ from typing import Protocol
 import torch
 
 from pagoda.base.errors import WorkerDied
+from pagoda.ops.tensor import RankGroup
 
 DEADLINE_S = 900.0
 """How long a rank waits for the others: longer than a stage takes for any step. The executor sees a hang earlier."""
 
 
-class RankGroup(Protocol):
-    """The ranks of this rank's stage, which compute every op together, and the same rank of the stages next to it.
+class Communicator(RankGroup, Protocol):
+    """What moves tensors within this rank's stage, and from and to the same rank of the stages next to it.
 
-    rank: 0 .. size - 1, within the stage.   size: ranks of the stage.
-    All methods but `abort` and `close` wait for other ranks. They raise WorkerDied if one of them has aborted the
-    group, has not come within the deadline, or does something else.
+    All methods wait for other ranks. They raise WorkerDied if one of them has failed, has not come within the deadline,
+    or does something else.
     """
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
 
     def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor, in the order of the ranks. They have one dtype, and differ in columns at most."""
@@ -36,14 +30,6 @@ class RankGroup(Protocol):
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Fill a contiguous tensor with what this rank in the stage before sent: as many bytes, in the same order."""
-        ...
-
-    def abort(self, reason: str) -> None:
-        """Make every rank of the group raise WorkerDied from now on."""
-        ...
-
-    def close(self) -> None:
-        """Free what the group holds; it must not be used afterwards."""
         ...
 
 
@@ -62,7 +48,7 @@ class _Meeting:
 
 
 class ThreadGroup:
-    """Ranks that are threads of one process: the definition of a RankGroup, for tests. See `thread_groups`."""
+    """Ranks that are threads of one process: the definition of a Communicator, for tests. See `thread_groups`."""
 
     def __init__(self, meeting: _Meeting, rank: int, stage: int) -> None:
         self._meeting, self._stage = meeting, stage
@@ -101,14 +87,12 @@ class ThreadGroup:
         tensor.copy_(sent.view(tensor.dtype).view(tensor.shape))
 
     def abort(self, reason: str) -> None:
+        """Make every rank raise WorkerDied from now on: this one has failed."""
         self._meeting.reason = self._meeting.reason or reason
         for barrier in self._meeting.barriers:
             barrier.abort()
         for link in (link for links in self._meeting.links for link in links):
             link.put(None)
-
-    def close(self) -> None:
-        pass
 
     def _died(self) -> WorkerDied:
         waited = f"waited {self._meeting.deadline_s:g} s for the other ranks"

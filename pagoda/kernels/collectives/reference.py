@@ -3,10 +3,10 @@
 import torch
 
 from pagoda.base.errors import WorkerDied
-from pagoda.kernels.collectives.group import RankGroup
+from pagoda.kernels.collectives.group import Communicator
 
 
-def all_reduce(x: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     """Sum the ranks' x [T, ...] in float32, in the order of the ranks; rounded once to its dtype."""
     first, *others = ranks.exchange(x)
     total = first.float()
@@ -15,7 +15,7 @@ def all_reduce(x: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
     return total.to(x.dtype)
 
 
-def all_gather(x: torch.Tensor, width: int, ranks: RankGroup) -> torch.Tensor:
+def all_gather(x: torch.Tensor, width: int, ranks: Communicator) -> torch.Tensor:
     """Concatenate the ranks' x [T, width of this rank] in their order -> [T, width]."""
     whole = torch.cat(ranks.exchange(x), dim=1)
     if whole.shape[1] != width:
@@ -23,12 +23,12 @@ def all_gather(x: torch.Tensor, width: int, ranks: RankGroup) -> torch.Tensor:
     return whole
 
 
-def send_rows(x: torch.Tensor, ranks: RankGroup) -> None:
+def send_rows(x: torch.Tensor, ranks: Communicator) -> None:
     """Send x [T, ...] to this rank in the next stage."""
     ranks.send(x)
 
 
-def receive_rows(token_ids: torch.Tensor, like: torch.Tensor, ranks: RankGroup) -> torch.Tensor:
+def receive_rows(token_ids: torch.Tensor, like: torch.Tensor, ranks: Communicator) -> torch.Tensor:
     """Return [T, ...] from this rank in the stage before: a row per token, with the shape and dtype of `like`."""
     out = torch.empty((len(token_ids), *like.shape), dtype=like.dtype, device=like.device)
     ranks.receive(out)

@@ -1,20 +1,19 @@
 // The memory that the ranks of one machine share, and how they wait for each other.
 //
-// A RankSegment, then a line per rank, an inbox per rank, the ranks' areas and the slots of their inboxes. A new segment
+// A RankSegment, a flag, then a line per rank, an inbox per rank, the ranks' areas and the slots of their inboxes. A new segment
 // is zeros, except for the RankSegment.
 //
 // Ranks meet: each counts its meetings in its line, and waits until the others of its stage have counted as many. What
 // a rank has written before a meeting, the others may read after it. An area has two halves, used in turn: a rank that
 // has come to the next meeting has read everything of the last one, so the half before may be written again.
 //
-// Waiting spins as long as the segment says and then sleeps on a futex. It ends, too, when the segment is aborted, when
-// the process of the rank that is waited for is gone, and after a deadline: a rank that has failed hangs nobody.
+// Waiting spins as long as the segment says and then sleeps on a futex. It ends, too, when another rank has failed,
+// when the process of the rank that is waited for is gone, and after a deadline: a rank that has failed hangs nobody.
 #pragma once
 
 #include <errno.h>
 #include <sched.h>
 #include <signal.h>
-#include <string.h>
 #include <sys/types.h>
 #include <unistd.h>
 #if defined(__linux__)
@@ -48,11 +47,6 @@ struct alignas(64) Inbox {
     alignas(64) Count received;
 };
 
-struct alignas(64) Abortion {
-    std::atomic<int32_t> failure;  // RANKS_NOTHING until the segment is aborted
-    char reason[252];
-};
-
 constexpr int64_t PAGE = 4096, SLOT_HEADER = 64;
 inline int64_t pages(int64_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 
@@ -62,7 +56,7 @@ struct Places {
 };
 inline Places places_of(const RankSegment& sizes) {
     Places at;
-    at.lines = 64 + int64_t(sizeof(Abortion));
+    at.lines = 128;
     at.inboxes = at.lines + sizes.num_ranks * int64_t(sizeof(RankLine));
     at.areas = pages(at.inboxes + sizes.num_ranks * int64_t(sizeof(Inbox)));
     at.slots = at.areas + 2 * sizes.num_ranks * sizes.half_bytes;
@@ -75,7 +69,8 @@ struct Segment {
 
     const RankSegment& sizes() const { return *reinterpret_cast<RankSegment*>(base); }
     Places at() const { return places_of(sizes()); }
-    Abortion& abortion() const { return *reinterpret_cast<Abortion*>(base + 64); }
+    // Whether a rank has failed, and with it all.
+    std::atomic<uint32_t>& failed() const { return *reinterpret_cast<std::atomic<uint32_t>*>(base + 64); }
     RankLine& line(int rank) const { return reinterpret_cast<RankLine*>(base + at().lines)[rank]; }
     Inbox& inbox(int rank) const { return reinterpret_cast<Inbox*>(base + at().inboxes)[rank]; }
     char* half(int rank, int64_t chunk) const {
@@ -87,20 +82,13 @@ struct Segment {
     }
 };
 
-inline Segment segment_of(const RankGroup& group) { return {static_cast<char*>(group.segment)}; }
-
-inline void abort_segment(Segment segment, int32_t failure, const char* reason) {
-    int32_t none = RANKS_NOTHING;
-    Abortion& abortion = segment.abortion();
-    if (!abortion.failure.compare_exchange_strong(none, failure)) return;  // the first reason stays
-    strncpy(abortion.reason, reason, sizeof(abortion.reason) - 1);
-}
+inline Segment segment_of(const RankState& state) { return {static_cast<char*>(state.segment)}; }
 
 // This rank cannot go on, and with it all ranks. Returns false.
-inline bool fail(RankGroup& group, int32_t failure, int peer) {
-    group.failed = failure;
-    group.peer = peer;
-    abort_segment(segment_of(group), failure, "");
+inline bool fail(RankState& state, int32_t failure, int peer) {
+    state.failed = failure;
+    state.peer = peer;
+    segment_of(state).failed().store(1);
     return false;
 }
 
@@ -128,18 +116,16 @@ inline bool is_gone(const RankLine& line) {
     return pid != 0 && kill(pid, 0) != 0 && errno == ESRCH;
 }
 
-inline bool is_aborted(RankGroup& group, int peer) {
-    if (segment_of(group).abortion().failure.load() == RANKS_NOTHING) return false;
-    fail(group, RANKS_ABORTED, peer);
-    return true;
+inline bool is_aborted(RankState& state, int peer) {
+    return segment_of(state).failed().load() != 0 && !fail(state, RANKS_ABORTED, peer);
 }
 
-// Wait until `peer` has raised a count to `wanted`; return false, with the group failed, if that will not be.
-inline bool wait_for(RankGroup& group, Count& count, int64_t wanted, int peer) {
+// Wait until `peer` has raised a count to `wanted`; return false, with this rank failed, if that will not be.
+inline bool wait_for(RankState& state, Count& count, int64_t wanted, int peer) {
     auto reached = [&] {  // counts wrap around
         return static_cast<int32_t>(count.value.load() - static_cast<uint32_t>(wanted)) >= 0;
     };
-    Segment segment = segment_of(group);
+    Segment segment = segment_of(state);
     int64_t begin = now_ns();
     do {
         for (int i = 0; i < 64; i++) {
@@ -153,34 +139,34 @@ inline bool wait_for(RankGroup& group, Count& count, int64_t wanted, int peer) {
         uint32_t seen = count.value.load();
         if (!reached()) sleep_until_changed(count.value, seen);
         count.sleepers.fetch_sub(1);
-        if (is_aborted(group, peer)) return false;
+        if (is_aborted(state, peer)) return false;
         if (reached()) return true;
-        if (is_gone(segment.line(peer))) return fail(group, RANKS_PEER_GONE, peer);
-        if (now_ns() - begin > group.deadline_ns) return fail(group, RANKS_DEADLINE, peer);
+        if (is_gone(segment.line(peer))) return fail(state, RANKS_PEER_GONE, peer);
+        if (now_ns() - begin > state.deadline_ns) return fail(state, RANKS_DEADLINE, peer);
     }
 }
 
-// Meet the other ranks of the stage. Returns false, with the group failed, if they do not all come.
-inline bool meet(RankGroup& group) {
-    Segment segment = segment_of(group);
-    raise_to(segment.line(group.number).meetings, ++group.meetings);
-    for (int peer = group.first; peer < group.first + group.size; peer++)
-        if (peer != group.number && !wait_for(group, segment.line(peer).meetings, group.meetings, peer)) return false;
-    return !is_aborted(group, group.number);
+// Meet the other ranks of the stage. Returns false, with this rank failed, if they do not all come.
+inline bool meet(RankState& state) {
+    Segment segment = segment_of(state);
+    raise_to(segment.line(state.number).meetings, ++state.meetings);
+    for (int peer = state.first; peer < state.first + state.size; peer++)
+        if (peer != state.number && !wait_for(state, segment.line(peer).meetings, state.meetings, peer)) return false;
+    return !is_aborted(state, state.number);
 }
 
 // Begin a chunk of a call: return where this rank writes its part, before it calls `meet_for`.
-inline char* begin_chunk(RankGroup& group) { return segment_of(group).half(group.number, ++group.chunks); }
+inline char* begin_chunk(RankState& state) { return segment_of(state).half(state.number, ++state.chunks); }
 
 // Meet for a chunk. call: what all ranks must agree on.   row_bytes: of this rank.
-inline bool meet_for(RankGroup& group, uint64_t call, int64_t row_bytes) {
-    Segment segment = segment_of(group);
-    int64_t parity = group.chunks % 2;
-    segment.line(group.number).calls[parity] = call;
-    segment.line(group.number).row_bytes[parity] = row_bytes;
-    if (!meet(group)) return false;
-    for (int peer = group.first; peer < group.first + group.size; peer++)
-        if (segment.line(peer).calls[parity] != call) return fail(group, RANKS_DISAGREE, peer);
+inline bool meet_for(RankState& state, uint64_t call, int64_t row_bytes) {
+    Segment segment = segment_of(state);
+    int64_t parity = state.chunks % 2;
+    segment.line(state.number).calls[parity] = call;
+    segment.line(state.number).row_bytes[parity] = row_bytes;
+    if (!meet(state)) return false;
+    for (int peer = state.first; peer < state.first + state.size; peer++)
+        if (segment.line(peer).calls[parity] != call) return fail(state, RANKS_DISAGREE, peer);
     return true;
 }
 

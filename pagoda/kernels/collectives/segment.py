@@ -3,8 +3,8 @@
 import os
 from ctypes import byref
 
-from pagoda.base.errors import ConfigError
-from pagoda.kernels.native.abi import MAX_RANKS, RankSegment
+from pagoda.base.ranks import MAX_RANKS
+from pagoda.kernels.native.abi import RankSegment
 from pagoda.kernels.native.library import NativeLibrary
 from pagoda.kernels.native.threads import available_cpus
 
@@ -23,10 +23,8 @@ def create_segment(library: NativeLibrary, world_size: int, num_local: int | Non
     """Return the descriptor of new shared memory without a name, for ranks 0 .. world_size - 1.
 
     Processes inherit it or get it otherwise. num_local: ranks on this machine, by default all.
-    Raises ConfigError for more ranks than a machine may have.
     """
-    if world_size > MAX_RANKS:
-        raise ConfigError(f"{world_size} ranks do not share the memory of one machine: at most {MAX_RANKS}")
+    assert world_size <= MAX_RANKS, "the settings were checked"
     spin_ns = (
         _SPIN_NS if available_cpus() >= (num_local or world_size) else 0
     )  # decided here: a rank may see its own cores alone

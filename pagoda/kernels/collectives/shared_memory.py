@@ -11,14 +11,13 @@ from pagoda.base.errors import WorkerDied
 from pagoda.base.ranks import RankPlace
 from pagoda.kernels.collectives.group import DEADLINE_S
 from pagoda.kernels.collectives.segment import create_segment
-from pagoda.kernels.native.abi import ARGS, RankFailure
-from pagoda.kernels.native.abi import RankGroup as GroupRecord
+from pagoda.kernels.native.abi import ARGS, RankFailure, RankState
 from pagoda.kernels.native.library import NativeLibrary
 from pagoda.ops.declare import DType
 
 
 class SharedGroup:
-    """A RankGroup in shared memory. One thread of a rank may wait in it at a time; `abort` is for any.
+    """A Communicator in shared memory. One thread of a rank may wait in it at a time.
 
     descriptor: from `create_segment`; the group maps it and does not need it afterwards.   place: this rank's.
     previous, next: connected sockets to this rank of the stages before and after, if they have other segments; 0: none.
@@ -39,7 +38,7 @@ class SharedGroup:
         self._library, self._place, self._deadline_s = library, place, deadline_s
         self._memory = mmap.mmap(descriptor, 0)
         self._first_byte = c_char.from_buffer(self._memory)
-        self._record = GroupRecord(
+        self._state = RankState(
             segment=addressof(self._first_byte),
             number=place.number,
             first=place.number - place.tensor_rank,
@@ -53,10 +52,10 @@ class SharedGroup:
     @property
     def address(self) -> int:
         """Of the struct that the kernels receive."""
-        return addressof(self._record)
+        return addressof(self._state)
 
     def exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """See RankGroup. Tensors of a device are copied through the host's memory."""
+        """See Communicator. Tensors of a device are copied through the host's memory."""
         if not tensor.shape[0]:
             return [tensor] * self.size
         sizes = self._gather(torch.tensor([tensor.nbytes]), 8 * self.size).view(torch.int64).tolist()
@@ -88,17 +87,14 @@ class SharedGroup:
         if host is not tensor:
             tensor.copy_(host)
 
-    def abort(self, reason: str) -> None:
-        self._library["abort_ranks"](self.address, reason.encode()[:250])
-
     def check(self) -> None:
         """Raise WorkerDied if a call of this rank has failed."""
-        if self._record.failed:
+        if self._state.failed:
             raise WorkerDied(f"rank {self._place.number} of {self._place.world_size}: {self._why()}")
 
     def _why(self) -> str:
-        peer = self._record.peer
-        match RankFailure(self._record.failed):
+        peer = self._state.peer
+        match RankFailure(self._state.failed):
             case RankFailure.PEER_GONE:
                 return f"the process of rank {peer} is gone"
             case RankFailure.DEADLINE:
@@ -106,12 +102,7 @@ class SharedGroup:
             case RankFailure.DISAGREE:
                 return f"rank {peer} computes something else at this point"
             case _:
-                return self._library["abort_reason"](self.address).decode(errors="replace") or "another rank failed"
-
-    def close(self) -> None:
-        self._record.segment = None
-        del self._first_byte
-        self._memory.close()
+                return "another rank failed"
 
 
 def check_groups(kept: Iterable[object]) -> None:

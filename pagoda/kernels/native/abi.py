@@ -28,9 +28,6 @@ from pagoda.ops.declare import (
 )
 from pagoda.ops.forward import OP_TABLE
 
-MAX_RANKS = 64
-"""Ranks that share one segment."""
-
 NO_CACHE = -1
 """In place of a number of blocks: the op reads no cache, and all tokens of a row must be in the batch."""
 
@@ -163,8 +160,8 @@ RankSegment = struct(
     "for others before sleeping.",
     num_ranks="int64_t", half_bytes="int64_t", slot_bytes="int64_t", num_slots="int64_t", spin_ns="int64_t",
 )  # fmt: skip
-RankGroup = struct(
-    "RankGroup",
+RankState = struct(
+    "RankState",
     "A rank and its stage in that memory. number: this rank's, of all.   first, size: the ranks of its stage.   "
     "chunks, meetings, sent, received: how many so far.   failed, peer: a RankFailure, and the rank it is about.   "
     "previous, next: sockets to this rank of the stages before and after, where those are on other machines.",
@@ -237,7 +234,7 @@ def _field_type(argument: Argument) -> str:
         case Group():
             return "const RowGroup*"
         case Ranks():
-            return "RankGroup*"
+            return "RankState*"
         case Scalar():
             return _SCALAR_TYPES[argument]
 
@@ -307,11 +304,9 @@ FUNCTIONS: dict[str, Function] = {
     ),
     # Ranks in shared memory.
     "pagoda_rank_segment_bytes": _function("int64_t", sizes="const RankSegment*"),
-    "pagoda_join_ranks": _function("void", group="RankGroup*"),
-    "pagoda_abort_ranks": _function("void", group="RankGroup*", reason="const char*"),
-    "pagoda_abort_reason": _function("const char*", group="RankGroup*"),
-    "pagoda_send": _function("void", group="RankGroup*", data="const void*", bytes="int64_t"),
-    "pagoda_receive": _function("void", group="RankGroup*", data="void*", bytes="int64_t"),
+    "pagoda_join_ranks": _function("void", state="RankState*"),
+    "pagoda_send": _function("void", state="RankState*", data="const void*", bytes="int64_t"),
+    "pagoda_receive": _function("void", state="RankState*", data="void*", bytes="int64_t"),
     # Checks of indices and block tables, and recorded programs.
     "pagoda_check_indices": _function(
         "int32_t", indices="const void*", dtype="int32_t", count="int64_t", limit="int64_t", bad_at="int64_t*"

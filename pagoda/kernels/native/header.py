@@ -2,8 +2,9 @@
 
 from ctypes import sizeof
 
+from pagoda.base.ranks import MAX_RANKS
 from pagoda.kernels.linear.forms import NATIVE_FORMS, PANEL, Offset
-from pagoda.kernels.native.abi import ENUMS, FUNCTIONS, KERNEL_OPS, MAX_RANKS, NO_CACHE, STRUCTS, Shared
+from pagoda.kernels.native.abi import ENUMS, FUNCTIONS, KERNEL_OPS, NO_CACHE, STRUCTS, Shared
 from pagoda.ops.declare import Domain
 
 NAME = "abi.h"
