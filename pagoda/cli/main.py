@@ -47,9 +47,8 @@ command(app, "doctor")(doctor.doctor)
 @app.command("completion")
 def completion(shell: Annotated[Shell, typer.Argument(help="The shell to complete commands and flags in.")]) -> None:
     """Print a shell's completion script: `source <(pagoda completion bash)`."""
-    from typer.completion import get_completion_inspect_parameters, shell_complete
+    from typer.completion import shell_complete
 
-    get_completion_inspect_parameters()  # registers the shells
     shell_complete(typer.main.get_command(app), {}, "pagoda", COMPLETE_VARIABLE, f"source_{shell.value}")
 
 
@@ -86,7 +85,7 @@ def _run(arguments: list[str]) -> int:
     try:
         if "bench" in arguments:
             bench.mount_scheduler()
-        if COMPLETE_VARIABLE in os.environ:
+        if COMPLETE_VARIABLE in os.environ or "completion" in arguments:
             from typer.completion import get_completion_inspect_parameters
 
             get_completion_inspect_parameters()  # registers the shells, which an app without --show-completion does not

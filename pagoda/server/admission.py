@@ -3,29 +3,14 @@
 import math
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 
 from pagoda.base.errors import RequestError
+from pagoda.base.server_config import ServerLimits
 
 PRIOR_OUTPUT_TOKENS = 1024
 """What an output is expected to take before there were any."""
 _PRIOR_WEIGHT = 8
 _MEAN_OVER = 1000  # outputs
-
-
-@dataclass(frozen=True, slots=True)
-class AdmissionLimits:
-    """Limits of admission; 0 means no limit.
-
-    max_waiting: requests without a first token.   max_tokens: the sum of prompt and expected output tokens of all
-    unfinished requests.   max_requests_per_key: unfinished requests.   requests_per_minute_per_key: a token bucket that
-    holds one minute's.
-    """
-
-    max_waiting: int = 1024
-    max_tokens: int = 2_000_000
-    max_requests_per_key: int = 0
-    requests_per_minute_per_key: int = 0
 
 
 class Refusal(Exception):
@@ -66,10 +51,10 @@ class Place:
 class Admission:
     """Counts unfinished requests. For one event loop, so it needs no lock.
 
-    A request whose tokens alone exceed max_tokens is admitted if no other is running: otherwise it never would be.
+    A request whose tokens alone exceed max_queued_tokens is admitted if no other is running: it never would be else.
     """
 
-    def __init__(self, limits: AdmissionLimits) -> None:
+    def __init__(self, limits: ServerLimits) -> None:
         self._limits = limits
         self.num_requests = 0
         self.num_waiting = 0
@@ -111,17 +96,18 @@ class Admission:
 
     def _check_size(self, num_requests: int) -> None:
         limits = self._limits
-        bounds = (limits.max_waiting, limits.max_requests_per_key, limits.requests_per_minute_per_key)
+        bounds = (limits.max_queued_requests, limits.max_requests_per_key, limits.requests_per_minute_per_key)
         most = min((bound for bound in bounds if bound), default=num_requests)
         if num_requests > most:
             raise RequestError(f"{num_requests} outputs are more than this server can admit at once ({most})", "prompt")
 
     def _check(self, num_requests: int, num_tokens: int, key: str) -> None:
         limits = self._limits
-        if limits.max_waiting and self.num_waiting + num_requests > limits.max_waiting:
-            raise Refusal("requests", f"the server is full: {self.num_waiting} requests wait, of {limits.max_waiting}")
-        if limits.max_tokens and self.num_tokens and self.num_tokens + num_tokens > limits.max_tokens:
-            raise Refusal("tokens", f"the server is full: {self.num_tokens} tokens of {limits.max_tokens}")
+        if limits.max_queued_requests and self.num_waiting + num_requests > limits.max_queued_requests:
+            full = f"the server is full: {self.num_waiting} requests wait, of {limits.max_queued_requests}"
+            raise Refusal("requests", full)
+        if limits.max_queued_tokens and self.num_tokens and self.num_tokens + num_tokens > limits.max_queued_tokens:
+            raise Refusal("tokens", f"the server is full: {self.num_tokens} tokens of {limits.max_queued_tokens}")
         if limits.max_requests_per_key and self._live_of_key[key] + num_requests > limits.max_requests_per_key:
             raise Refusal(
                 "key_concurrency", f"this key has {self._live_of_key[key]} requests of {limits.max_requests_per_key}"

@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
-from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.server.answers import (
     AssistantMessage,
     ChatChoice,
@@ -30,7 +29,6 @@ from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
 from pagoda.server.protocol import ChatCompletionRequest
 from pagoda.server.respond import Head, Prepared, WholeOutput, respond
-from pagoda.server.responses import cancel_on_disconnect
 from pagoda.server.routing import Router
 from pagoda.server.state import ServerState
 from pagoda.server.tool_choice import ToolUse, special_token
@@ -116,26 +114,12 @@ class ChatApi:
 
     async def prepare(self, http: Request, state: ServerState, body: ChatCompletionRequest) -> Prepared:
         """Render the conversation. Raises ApiError for features that the model or the server lacks."""
-        state.check_template(body.chat_template)
         has_tools = bool(body.tools) and body.tool_choice != "none"
         template = body.chat_template or (state.tool_template if has_tools else state.chat_template)
         use = ToolUse.of(body, state, template)
         if body.documents and "documents" not in (template or ""):
             raise ApiError(400, "documents: this model's chat template does not support documents", "documents")
-        rendering = state.generator.llm.text.render_chat(
-            body.rendered_messages(),
-            ChatOptions(
-                chat_template=body.chat_template,
-                tools=use.tools or None,
-                add_generation_prompt=body.opens_answer,
-                continue_final_message=body.continue_final_message,
-                template_kwargs={**state.template_kwargs, **(body.template_kwargs or {})} or None,
-                add_special_tokens=body.add_special_tokens,
-            ),
-            must_fit=body.truncate_prompt_tokens is None,
-            is_bounded=True,
-        )
-        prompt = await cancel_on_disconnect(http, rendering)
+        prompt = await state.render(http, body, body.template_kwargs, use.tools, body.truncate_prompt_tokens is None)
         top = (body.top_logprobs or 0) if body.logprobs else None
         inputs = state.generator.llm.input_processor
         plain = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs, inputs.default_sampling)

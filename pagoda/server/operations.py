@@ -8,7 +8,6 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from pagoda.base.errors import RequestError
-from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.server.answers import (
     AbortResponse,
     DetokenizeResponse,
@@ -166,23 +165,10 @@ async def tokenize(http: Request) -> Response:
     state = state_of(http)
     body = await state.bodies.read(http, TokenizeRequest)
     state.adapter_of(body.model)
-    state.check_template(body.chat_template)
     text = state.generator.llm.text
     if body.messages is not None:
-        rendering = text.render_chat(
-            body.rendered_messages(),
-            ChatOptions(
-                chat_template=body.chat_template,
-                tools=[tool.as_dict() for tool in body.tools] if body.tools else None,
-                add_generation_prompt=body.opens_answer,
-                continue_final_message=body.continue_final_message,
-                template_kwargs=body.chat_template_kwargs,
-                add_special_tokens=body.add_special_tokens is True,
-            ),
-            is_bounded=True,
-        )
-        prompt = await cancel_on_disconnect(http, rendering)
-        token_ids = prompt.token_ids
+        tools = [tool.as_dict() for tool in body.tools or ()]
+        token_ids = (await state.render(http, body, body.chat_template_kwargs, tools)).token_ids
     else:
         token_ids = await cancel_on_disconnect(
             http, text.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)

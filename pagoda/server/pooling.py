@@ -194,22 +194,11 @@ async def _pool_inputs(call: Call[InputBody], params: PoolingParams, instruction
         if body.messages is None:
             prompts = [with_instruction(one, instruction) for one in body.inputs()]
         else:
-            prompts = [await _rendered(call)]
+            must_fit = body.truncate_prompt_tokens is None
+            rendered = await call.state.render(call.http, body, body.chat_template_kwargs, must_fit=must_fit)
+            prompts = [rendered.token_ids]
         adds_tokens = body.add_special_tokens is not False
         return await _pool(call, admitted, prompts, [params] * len(prompts), names, adds_tokens)
-
-
-async def _rendered(call: Call[InputBody]) -> list[int]:
-    """Return the token ids of a conversation."""
-    body = call.body
-    call.state.check_template(body.chat_template)
-    rendering = call.state.generator.llm.text.render_chat(
-        body.rendered_messages(),
-        body.chat_options(),
-        must_fit=body.truncate_prompt_tokens is None,
-        is_bounded=True,
-    )
-    return (await cancel_on_disconnect(call.http, rendering)).token_ids
 
 
 async def _pool(

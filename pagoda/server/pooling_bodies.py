@@ -1,17 +1,16 @@
 """The bodies of requests whose prompts are pooled: embeddings, scores, rankings, classes."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
 from pagoda.base.errors import RequestError
-from pagoda.base.pooling import TASKS, PoolingParams
+from pagoda.base.pooling import TASKS, PoolingParams, PoolingTask
 from pagoda.base.request_limits import RequestLimits
-from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.engine.inputs.scoring import PairOptions
 from pagoda.server.body import Body, Flag, Priority, RequestId, TokenId, check_alike, one_of
-from pagoda.server.protocol import DESCRIBED_MESSAGES, Messages, check_chat, without_nulls
+from pagoda.server.protocol import DESCRIBED_MESSAGES, Messages, check_chat
 
 Texts = str | list[str]
 Inputs = str | list[str | TokenId | list[TokenId]]
@@ -44,7 +43,8 @@ class PoolingBody(Body, kw_only=True, frozen=True):
 
     def pooling_params(self) -> PoolingParams:
         """Return what the body asks of the model."""
-        raise NotImplementedError
+        names = ("task", "normalize", "dimensions", "use_activation", "truncate_prompt_tokens")
+        return PoolingParams(**{name: getattr(self, name) for name in names if hasattr(self, name)})
 
 
 class InputBody(PoolingBody, kw_only=True, frozen=True):
@@ -98,20 +98,6 @@ class InputBody(PoolingBody, kw_only=True, frozen=True):
             return [self.input]  # type: ignore[list-item]
         return self.input  # type: ignore[return-value]
 
-    def chat_options(self) -> ChatOptions:
-        """How the messages become a prompt."""
-        return ChatOptions(
-            chat_template=self.chat_template,
-            add_generation_prompt=self.add_generation_prompt,
-            continue_final_message=self.continue_final_message,
-            template_kwargs=self.chat_template_kwargs,
-            add_special_tokens=self.add_special_tokens is True,
-        )
-
-    def rendered_messages(self) -> Messages:
-        """The messages for a chat template: without the fields that are null."""
-        return without_nulls(self.messages or [])
-
     def names(self) -> list[str]:
         """What errors call each input."""
         if self.input is None:
@@ -121,20 +107,28 @@ class InputBody(PoolingBody, kw_only=True, frozen=True):
         return [f"input[{index}]" for index in range(len(self.input))]
 
 
-class EmbeddingRequest(InputBody, kw_only=True, frozen=True):
-    """POST /v1/embeddings
+class VectorBody(InputBody, kw_only=True, frozen=True):
+    """The fields of those that return vectors.
 
     encoding_format: Numbers, or the bytes of float32 in base64.
     dimensions: Keep so many elements of an embedding, of models made for it.
     normalize: Scale embeddings to unit length; if not given, as the model was made for.
-    use_activation: The same as `normalize`.
-    prompt_name: The instruction of the model's settings to put in front of each input.
     """
 
     encoding_format: Annotated[str, one_of("float", "base64")] = "float"
     dimensions: Count | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
+
+
+class EmbeddingRequest(VectorBody, kw_only=True, frozen=True):
+    """POST /v1/embeddings
+
+    use_activation: The same as `normalize`.
+    prompt_name: The instruction of the model's settings to put in front of each input.
+    """
+
+    task: ClassVar[PoolingTask] = "embed"
     prompt_name: str | None = None
 
     def check(self, limits: RequestLimits) -> None:
@@ -143,40 +137,15 @@ class EmbeddingRequest(InputBody, kw_only=True, frozen=True):
         if self.messages is not None and self.prompt_name is not None:
             raise RequestError("prompt_name: needs input; write an instruction into the messages", "prompt_name")
 
-    def pooling_params(self) -> PoolingParams:
-        return PoolingParams(
-            task="embed",
-            normalize=self.normalize,
-            dimensions=self.dimensions,
-            use_activation=self.use_activation,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-        )
 
-
-class PoolingRequest(InputBody, kw_only=True, frozen=True):
+class PoolingRequest(VectorBody, kw_only=True, frozen=True):
     """POST /pooling
 
     task: What to make of the hidden states; if not given, what the model was made for.
-    encoding_format: Numbers, or the bytes of float32 in base64.
-    dimensions: Keep so many elements of an embedding, of models made for it.
-    normalize: Scale embeddings to unit length; if not given, as the model was made for.
     use_activation: False: the outputs of a classification head as they are; of an embedding, as `normalize`.
     """
 
     task: Annotated[str, one_of(*TASKS)] | None = None
-    encoding_format: Annotated[str, one_of("float", "base64")] = "float"
-    dimensions: Count | None = None
-    normalize: bool | None = None
-    use_activation: bool | None = None
-
-    def pooling_params(self) -> PoolingParams:
-        return PoolingParams(
-            task=next((task for task in TASKS if task == self.task), None),
-            normalize=self.normalize,
-            dimensions=self.dimensions,
-            use_activation=self.use_activation,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-        )
 
 
 class ClassificationRequest(InputBody, kw_only=True, frozen=True):
@@ -185,14 +154,8 @@ class ClassificationRequest(InputBody, kw_only=True, frozen=True):
     use_activation: False: the outputs of the classification head as they are.
     """
 
+    task: ClassVar[PoolingTask] = "classify"
     use_activation: bool | None = None
-
-    def pooling_params(self) -> PoolingParams:
-        return PoolingParams(
-            task="classify",
-            use_activation=self.use_activation,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-        )
 
 
 class PairBody(PoolingBody, kw_only=True, frozen=True):
@@ -203,6 +166,7 @@ class PairBody(PoolingBody, kw_only=True, frozen=True):
     instruction: Of models that get a pair as one prompt: what the template says to do.
     """
 
+    task: ClassVar[PoolingTask] = "score"
     use_activation: bool | None = None
     chat_template: str | None = None
     instruction: str | None = None
@@ -213,11 +177,6 @@ class PairBody(PoolingBody, kw_only=True, frozen=True):
 
     def pair_options(self) -> PairOptions:
         return PairOptions(self.chat_template, self.instruction)
-
-    def pooling_params(self) -> PoolingParams:
-        return PoolingParams(
-            task="score", use_activation=self.use_activation, truncate_prompt_tokens=self.truncate_prompt_tokens
-        )
 
     def _check_texts(self, limits: RequestLimits, given: dict[str, Sequence[str]]) -> None:
         """given: texts by the field that they are in."""

@@ -6,7 +6,7 @@ is apart: body.py (what a body is, and its types of values), sampling_body.py (h
 (the form of the output).
 """
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -29,7 +29,7 @@ from pagoda.server.body import (
     check_alike,
     one_of,
 )
-from pagoda.server.sampling_body import SamplingBody, Unserved, check_chat_only, check_text_only
+from pagoda.server.sampling_body import CHAT_ONLY, TEXT_ONLY, SamplingBody, check_unserved, with_unserved
 
 
 class ToolFunction(Body, kw_only=True, frozen=True):
@@ -90,12 +90,13 @@ def check_chat(
         limits.check_names(**named)
 
 
-def without_nulls(messages: Messages) -> Messages:
-    """Return messages for a chat template: without the fields that are null."""
-    return [{name: value for name, value in message.items() if value is not None} for message in messages]
+if TYPE_CHECKING:
+    _ChatBody = _TextBody = SamplingBody
+else:
+    _ChatBody, _TextBody = with_unserved(SamplingBody, TEXT_ONLY), with_unserved(SamplingBody, CHAT_ONLY)
 
 
-class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
+class ChatCompletionRequest(_ChatBody, kw_only=True, frozen=True):
     """POST /v1/chat/completions
 
     messages: The conversation.
@@ -135,13 +136,10 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     reasoning_effort: str | None = None
     documents: list[dict[str, Any]] | None = None
     add_special_tokens: Flag = False
-    # see TEXT_ONLY
-    best_of: Unserved = None
-    prompt_embeds: Unserved = None
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
-        check_text_only(self)
+        check_unserved(self, TEXT_ONLY, " with a chat completion; it belongs to /v1/completions")
         limits.check_lists_of_prompts(self, 1)
         check_chat(limits, self.messages, self.tools, self.chat_template, self.chat_template_kwargs)
         limits.check_values({"documents": self.documents})
@@ -154,29 +152,13 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
             raise RequestError("tool_choice: needs tools", "tool_choice")
 
     @property
-    def opens_answer(self) -> bool:
-        """The rendered prompt ends with the opening of the assistant's turn."""
-        return self.add_generation_prompt is not False and not self.continue_final_message
-
-    def rendered_messages(self) -> Messages:
-        """The messages for a chat template: without the fields that are null."""
-        return without_nulls(self.messages)
-
-    @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables for the chat template other than messages and tools."""
         given = {"reasoning_effort": self.reasoning_effort, "documents": self.documents or None}
         return {name: value for name, value in given.items() if value is not None} | (self.chat_template_kwargs or {})
 
-    @property
-    def asked_tokens(self) -> tuple[str, int | None]:
-        """The longest answer asked for, and the name of the field that says so."""
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return "max_tokens", self.max_tokens
 
-
-class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
+class CompletionRequest(_TextBody, kw_only=True, frozen=True):
     """POST /v1/completions
 
     prompt: A text, token ids, or a list of either.
@@ -197,23 +179,10 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
     logprobs: NumLogprobs | bool | None = None
     echo: Flag = False
     add_special_tokens: Flag = True
-    # fields of chats that clients also send here, with neutral values: see CHAT_ONLY
-    add_generation_prompt: Unserved = None
-    chat_template: Unserved = None
-    chat_template_kwargs: Unserved = None
-    continue_final_message: Unserved = None
-    documents: Unserved = None
-    include_reasoning: Unserved = None
-    messages: Unserved = None
-    parallel_tool_calls: Unserved = None
-    reasoning_effort: Unserved = None
-    tool_choice: Unserved = None
-    tools: Unserved = None
-    top_logprobs: Unserved = None
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
-        check_chat_only(self)
+        check_unserved(self, CHAT_ONLY, " with a text completion; it belongs to /v1/chat/completions")
         if not self.prompt_embeds and not self.prompt:
             raise RequestError("prompt: is required" if self.prompt is None else "prompt: is empty", "prompt")
         limits.check("prompts", self.num_prompts, "prompt")
@@ -230,13 +199,6 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
             raise RequestError(f"{field}: 0 is only allowed with echo", field)
         if self.logprobs is True:
             raise RequestError("logprobs: expected an integer >= 0, got true", "logprobs")
-
-    @property
-    def asked_tokens(self) -> tuple[str, int | None]:
-        """The longest answer asked for, and the name of the field that says so."""
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return "max_tokens", 16 if isinstance(self.max_tokens, UnsetType) else self.max_tokens
 
     @property
     def num_prompts(self) -> int:
@@ -322,15 +284,6 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
         limits.check_names(model=self.model)
         limits.check("tokenized_chars", len(self.prompt or ""), "prompt")
         check_chat(limits, self.messages or [], self.tools, self.chat_template, self.chat_template_kwargs)
-
-    @property
-    def opens_answer(self) -> bool:
-        """The rendered prompt ends with the opening of the assistant's turn."""
-        return self.add_generation_prompt and not self.continue_final_message
-
-    def rendered_messages(self) -> Messages:
-        """The messages for a chat template: without the fields that are null."""
-        return without_nulls(self.messages or [])
 
 
 class DetokenizeRequest(Body, kw_only=True, frozen=True):

@@ -6,9 +6,9 @@ neutral value, which is accepted. Any other value is rejected with an explanatio
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from msgspec import Meta, Struct, defstruct
+from msgspec import UNSET, Meta, Struct, defstruct
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
@@ -27,6 +27,7 @@ from pagoda.server.body import (
 )
 from pagoda.server.structure import ResponseFormat, structure_of, structure_values
 
+_TEXT_TOKENS = 16  # of a text completion that says nothing, as in OpenAI's API
 Unserved = Annotated[Any, Meta(description="Not served: only a neutral value", extra_json_schema={"enum": [None]})]
 
 
@@ -70,11 +71,12 @@ UNSERVED = {
 }
 
 
-UnservedFields = defstruct("UnservedFields", [(name, Unserved, None) for name in UNSERVED], kw_only=True, frozen=True)
-"""Declares the fields of UNSERVED, so that `check_unserved` sees their values."""
+def with_unserved(base: type[Struct], fields: Mapping[str, UnservedField]) -> Any:
+    """Return a body that declares these fields, so that `check_unserved` sees their values."""
+    declared = [(name, Unserved, None) for name in fields]
+    return defstruct(f"{base.__name__}More", declared, bases=(base,), kw_only=True, frozen=True)
 
 
-# Declared by CompletionRequest: Struct classes with fields cannot be combined.
 CHAT_ONLY = {
     "add_generation_prompt": UnservedField("`add_generation_prompt`", (True,)),
     "chat_template": UnservedField("`chat_template`"),
@@ -91,26 +93,11 @@ CHAT_ONLY = {
 }
 
 
-# Declared by ChatCompletionRequest, for the same reason.
 TEXT_ONLY = {"best_of": UnservedField("`best_of` (use `n`)", (1,)), "prompt_embeds": UnservedField("`prompt_embeds`")}
 
 
-def check_unserved(body: Struct) -> None:
-    """Raise RequestError for the first field that has a value other than a neutral one."""
-    _check(body, UNSERVED, "")
-
-
-def check_chat_only(body: Struct) -> None:
-    """Like `check_unserved`, for a text completion's fields of chats."""
-    _check(body, CHAT_ONLY, " with a text completion; it belongs to /v1/chat/completions")
-
-
-def check_text_only(body: Struct) -> None:
-    """Like `check_unserved`, for a chat completion's fields of text completions."""
-    _check(body, TEXT_ONLY, " with a chat completion; it belongs to /v1/completions")
-
-
-def _check(body: Struct, fields: dict[str, UnservedField], where: str) -> None:
+def check_unserved(body: Struct, fields: Mapping[str, UnservedField] = UNSERVED, where: str = "") -> None:
+    """Raise RequestError for the first of the fields that has a value other than a neutral one."""
     for name, field in fields.items():
         value = getattr(body, name)
         if value is None or value in NEUTRAL or value in field.neutral:
@@ -129,7 +116,13 @@ class StreamOptions(Body, kw_only=True, frozen=True):
     continuous_usage_stats: Flag = False
 
 
-class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
+if TYPE_CHECKING:
+    _Unserved = Body
+else:
+    _Unserved = with_unserved(Body, UNSERVED)
+
+
+class SamplingBody(_Unserved, kw_only=True, frozen=True):
     """The fields common to chat and text completions.
 
     model: A name of the model (also if not given), or of an adapter.
@@ -237,7 +230,11 @@ class SamplingBody(Body, UnservedFields, kw_only=True, frozen=True):
     @property
     def asked_tokens(self) -> tuple[str, int | None]:
         """The longest answer asked for, and the name of the field that says so."""
-        raise NotImplementedError
+        most = getattr(self, "max_completion_tokens", None)
+        if most is not None:
+            return "max_completion_tokens", most
+        most = getattr(self, "max_tokens", None)
+        return "max_tokens", _TEXT_TOKENS if most is UNSET else most
 
     @property
     def num_prompts(self) -> int:

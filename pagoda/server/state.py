@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,19 +13,22 @@ from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.config import EngineConfig
 from pagoda.base.pooling import ModelTasks
 from pagoda.base.request_limits import RequestLimits
-from pagoda.base.server_config import ServerLimits
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.inputs.adapters import Adapter
+from pagoda.engine.inputs.chat_prompts import ChatOptions, RenderedChat
 from pagoda.engine.wire import EngineFacts
 from pagoda.engine_setup import resolve_engine
 from pagoda.input_setup import build_input_processor
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
-from pagoda.server.admission import Admission, AdmissionLimits
+from pagoda.server.admission import Admission
 from pagoda.server.body import BodyReader
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generator
 from pagoda.server.middleware import Drain
+from pagoda.server.pooling_bodies import InputBody
+from pagoda.server.protocol import ChatCompletionRequest, TokenizeRequest
+from pagoda.server.responses import cancel_on_disconnect
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.tool_parsers import parser_for_template, parser_named
 
@@ -85,6 +88,28 @@ class ServerState:
             hint = "start the server with --trust-request-chat-template to allow templates in requests"
             raise ApiError(400, f"chat_template: this server only uses the model's own; {hint}", "chat_template")
 
+    async def render(
+        self,
+        http: Request,
+        body: ChatCompletionRequest | TokenizeRequest | InputBody,
+        template_kwargs: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        must_fit: bool = False,
+    ) -> RenderedChat:
+        """Return the prompt that the messages of a body are. Raises ApiError, RequestError."""
+        self.check_template(body.chat_template)
+        options = ChatOptions(
+            chat_template=body.chat_template,
+            tools=tools or None,
+            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
+            template_kwargs={**self.template_kwargs, **(template_kwargs or {})} or None,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+        messages = [{name: value for name, value in one.items() if value is not None} for one in body.messages or ()]
+        rendering = self.generator.llm.text.render_chat(messages, options, must_fit=must_fit, is_bounded=True)
+        return await cancel_on_disconnect(http, rendering)
+
     def tool_parser_for(self, template: str | None) -> str | None:
         """Return the name of the parser for the output of this template, or None for plain text."""
         if self.tool_parser == "auto":
@@ -135,7 +160,7 @@ async def build_state(
     adapters = ServedAdapters(llm, tuple(names), server.lora_sources.lora_dir)
     await adapters.load_modules(server.lora_sources)
     return ServerState(
-        generator=Generator(llm, Admission(_limits(server.server_limits)), metrics),
+        generator=Generator(llm, Admission(server.server_limits), metrics),
         adapters=adapters,
         model_names=tuple(names),
         max_model_len=facts.max_model_len,
@@ -147,15 +172,6 @@ async def build_state(
         bodies=BodyReader(config.model.request_limits, server.strict_fields),
         has_admin_key=server.admin_api_key is not None,
         engine=client,
-    )
-
-
-def _limits(limits: ServerLimits) -> AdmissionLimits:
-    return AdmissionLimits(
-        max_waiting=limits.max_queued_requests,
-        max_tokens=limits.max_queued_tokens,
-        max_requests_per_key=limits.max_requests_per_key,
-        requests_per_minute_per_key=limits.requests_per_minute_per_key,
     )
 
 

@@ -14,10 +14,11 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.server_config import ServerLimits
 from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
-from pagoda.server.admission import PRIOR_OUTPUT_TOKENS, Admission, AdmissionLimits, Place, Refusal
+from pagoda.server.admission import PRIOR_OUTPUT_TOKENS, Admission, Place, Refusal
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Admitted, Generation
 from tests.server.live import FAKE_FLAGS, serving
@@ -37,7 +38,7 @@ def refuse(admission: Admission, requests: int, tokens: int, key: str = "") -> s
 
 
 def test_requests_and_tokens_are_bounded_and_released() -> None:
-    admission = Admission(AdmissionLimits(max_waiting=2, max_tokens=100))
+    admission = Admission(ServerLimits(max_queued_requests=2, max_queued_tokens=100))
     with admitted(admission, 1, 60, ""):
         assert refuse(admission, 1, 41) == "tokens"
         with admitted(admission, 1, 40, ""):
@@ -47,7 +48,7 @@ def test_requests_and_tokens_are_bounded_and_released() -> None:
 
 
 def test_a_place_is_released_after_an_error() -> None:
-    admission = Admission(AdmissionLimits(max_waiting=1))
+    admission = Admission(ServerLimits(max_queued_requests=1))
     with pytest.raises(KeyError), admitted(admission, 1, 1, ""):
         raise KeyError
     with admitted(admission, 1, 1, ""):
@@ -55,13 +56,13 @@ def test_a_place_is_released_after_an_error() -> None:
 
 
 def test_one_request_larger_than_the_token_limit_runs_alone() -> None:
-    admission = Admission(AdmissionLimits(max_tokens=10))
+    admission = Admission(ServerLimits(max_queued_tokens=10))
     with admitted(admission, 1, 50, ""):
         assert refuse(admission, 1, 1) == "tokens"
 
 
 def test_keys_have_their_own_limits() -> None:
-    admission = Admission(AdmissionLimits(max_requests_per_key=1))
+    admission = Admission(ServerLimits(max_requests_per_key=1))
     with admitted(admission, 1, 1, "a"):
         assert refuse(admission, 1, 1, "a") == "key_concurrency"
         with admitted(admission, 1, 1, "b"):
@@ -69,7 +70,7 @@ def test_keys_have_their_own_limits() -> None:
 
 
 def test_the_rate_limit_of_a_key_names_the_time_to_retry() -> None:
-    admission = Admission(AdmissionLimits(requests_per_minute_per_key=2))
+    admission = Admission(ServerLimits(requests_per_minute_per_key=2))
     for _ in range(2):
         with admitted(admission, 1, 1, "a"):
             pass
@@ -81,15 +82,15 @@ def test_the_rate_limit_of_a_key_names_the_time_to_retry() -> None:
         pass
 
 
-@pytest.mark.parametrize("limit", ["max_waiting", "max_requests_per_key", "requests_per_minute_per_key"])
+@pytest.mark.parametrize("limit", ["max_queued_requests", "max_requests_per_key", "requests_per_minute_per_key"])
 def test_a_request_that_can_never_fit_is_an_error_not_a_refusal(limit: str) -> None:
-    admission = Admission(AdmissionLimits(**{limit: 3}))
+    admission = Admission(ServerLimits(**{limit: 3}))
     with admitted(admission, 3, 1), pytest.raises(RequestError, match="4 outputs"):
         admission.admit(4, 1, "")
 
 
 def test_what_has_begun_to_answer_does_not_wait() -> None:
-    admission = Admission(AdmissionLimits(max_waiting=1))
+    admission = Admission(ServerLimits(max_queued_requests=1))
     with admitted(admission, 1, 10) as first:
         assert refuse(admission, 1, 10) == "requests"
         first.start()
@@ -101,7 +102,7 @@ def test_what_has_begun_to_answer_does_not_wait() -> None:
 
 
 def test_an_estimate_of_tokens_is_corrected() -> None:
-    admission = Admission(AdmissionLimits(max_tokens=100))
+    admission = Admission(ServerLimits(max_queued_tokens=100))
     with admitted(admission, 1, 90) as first:
         assert refuse(admission, 1, 20) == "tokens"
         first.correct(30)
@@ -110,7 +111,7 @@ def test_an_estimate_of_tokens_is_corrected() -> None:
 
 
 def test_expected_outputs_follow_the_real_ones() -> None:
-    admission = Admission(AdmissionLimits())
+    admission = Admission(ServerLimits())
     assert admission.expected_output(None) == PRIOR_OUTPUT_TOKENS
     assert admission.expected_output(7) == 7
     for _ in range(500):
@@ -124,7 +125,7 @@ def test_expected_outputs_follow_the_real_ones() -> None:
 
 @pytest.mark.parametrize(("reason", "is_noted"), [("stop", True), ("length", True), ("error", False), ("abort", False)])
 def test_only_outputs_that_came_to_their_end_are_expected_again(reason: str, is_noted: bool) -> None:
-    admission = Admission(AdmissionLimits())
+    admission = Admission(ServerLimits())
 
     async def stream(request: Request) -> AsyncIterator[RequestOutput]:
         part = CompletionOutput(0, token_ids=[5], finish_reason=reason)

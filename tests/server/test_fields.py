@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from pagoda.server.protocol import ChatCompletionRequest, CompletionRequest
-from pagoda.server.sampling_body import CHAT_ONLY, UNSERVED, UnservedFields
+from pagoda.server.sampling_body import CHAT_ONLY, TEXT_ONLY, UNSERVED, SamplingBody
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
 from tests.server.test_tools import HERMES, TOOLS
 
@@ -127,8 +127,9 @@ def test_a_text_completion_names_a_field_of_chats(fake_server: LiveServer, name:
 
 
 def test_every_unserved_field_has_a_message() -> None:
-    assert set(UNSERVED) == set(UnservedFields.__struct_fields__)
+    assert set(UNSERVED) <= set(SamplingBody.__struct_fields__)
     assert set(CHAT_ONLY) <= set(CompletionRequest.__struct_fields__)
+    assert set(TEXT_ONLY) <= set(ChatCompletionRequest.__struct_fields__)
     assert set(CHAT_ONLY) <= set(ChatCompletionRequest.__struct_fields__)
 
 

@@ -22,7 +22,8 @@ CHAT = {"messages": [USER], "max_tokens": 2}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LiveServer, StallReader]]:
-    with watched_serving(tmp_path_factory.mktemp("templates"), *FAKE_FLAGS) as both:
+    defaults = ("--default-chat-template-kwargs", '{"mood": "calm"}')
+    with watched_serving(tmp_path_factory.mktemp("templates"), *FAKE_FLAGS, *defaults) as both:
         yield both
 
 
@@ -54,6 +55,13 @@ def test_a_template_that_fails_is_a_400(
     status, answer = server[0].post(path, {"messages": [USER], "chat_template": template})
     assert (status, said in answer["error"]["message"]) == (400, True), answer
     assert server[0].post("/v1/chat/completions", CHAT)[0] == 200
+
+
+def test_the_servers_variables_and_no_nulls_reach_the_template(server: tuple[LiveServer, StallReader]) -> None:
+    asked = {"messages": [{**USER, "name": None}], "chat_template": "{{ mood }}{{ messages[0].keys() | join(' ') }}"}
+    for given, text in (({}, "calm"), ({"chat_template_kwargs": {"mood": "gay"}}, "gay")):
+        status, answer = server[0].post("/tokenize", {**asked, **given, "return_token_strs": True})
+        assert (status, "".join(answer["token_strs"])) == (200, f"{text}role content")
 
 
 def test_a_slow_template_occupies_its_thread_only(tmp_path: Path) -> None:
