@@ -365,7 +365,7 @@ class AsyncLLM:
     async def _render(self, messages: Sequence[Message], template_options: dict[str, Any]) -> Prompt:
         check_conversation(messages, None)
         rendered = await (await self._running()).text.render_chat(messages, chat_options(template_options))
-        return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
+        return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text, "media": rendered.media}
 
     def _outputs(
         self, prompt: Prompt, asked: _Asked, kind: OutputKind

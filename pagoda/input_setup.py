@@ -40,4 +40,5 @@ def build_input_processor(setup: EngineSetup) -> InputProcessor:
         adapters,
         score_template,
         default_sampling(model, files),
+        model_name=(*model.served_model_name, setup.files.name)[0],
     )

@@ -225,7 +225,7 @@ class LLM:
     def _render(self, messages: Sequence[Message], template_options: Mapping[str, Any]) -> TokensPrompt:
         with self._thread.entered():  # rendering takes a lock: a signal handler or a forked child must not wait for it
             rendered = self.engine.input_processor.chats.render(messages, chat_options(template_options))
-        return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text}
+        return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text, "media": rendered.media}
 
     # ---- deltas
 

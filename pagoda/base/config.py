@@ -96,6 +96,9 @@ class ModelConfig:
     served_model_name: Annotated[
         tuple[str, ...], Setting("Name that clients use for the model.", unset="the value of model")
     ] = ()
+    allowed_media_domains: Annotated[
+        tuple[str, ...], Setting("Host of which images may be fetched from http(s) URLs in messages.", unset="none")
+    ] = ()
     lora: Annotated[LoRAConfig, Setting("LoRA adapters that requests may use.")] = field(default_factory=LoRAConfig)
     request_limits: Annotated[
         RequestLimits, Setting("Limits on what a single request may ask for; see docs/reference/limits.md.")

@@ -86,6 +86,9 @@ class RequestLimits:
     text_bytes: Annotated[int, Counted("bytes (as UTF-8) in a text to be tokenized")] = 4_194_304
     messages: Annotated[int, Counted("messages in a conversation")] = 4_096
     content_parts: Annotated[int, Counted("content parts in all messages of a conversation")] = 4_096
+    images: Annotated[int, _limit("images in a prompt")] = 64
+    image_bytes: Annotated[int, Counted("bytes of an image's file")] = 16_777_216
+    image_pixels: Annotated[int, _limit("pixels in all images of a prompt")] = 67_108_864
     tools: Annotated[int, _limit("entries of `tools`")] = 512
     template_chars: Annotated[int, Counted("characters in a request's `chat_template`")] = 131_072
     template_kwargs: Annotated[int, Counted("entries of `chat_template_kwargs`")] = 64

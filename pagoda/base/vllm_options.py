@@ -23,7 +23,6 @@ ALIASES: Mapping[str, str] = {
 """Options that mean the same as a setting of pagoda -> its name."""
 
 _NOTHING_TO_COMPILE = "CUDA graphs are captured when they are first needed, and nothing is compiled"
-_NO_MEDIA = "models that read images, audio or video are not supported yet"
 _DETECTED = "it is recognised from the model's files"
 _TASKS = "what a model can do follows from its files, and requests of all its tasks run in one engine"
 _CORS = "{cors_origins} allows an origin; methods and headers are not restricted"
@@ -45,13 +44,12 @@ IGNORED: Mapping[str, str] = {
     "task": _TASKS,
     "runner": _TASKS,
     "convert": _TASKS,
-    "limit_mm_per_prompt": _NO_MEDIA,
-    "language_model_only": _NO_MEDIA,
+    "limit_mm_per_prompt": "{request_limits} has images, the most images in a prompt",
+    "language_model_only": "a request without images computes none",
     "code_revision": "code from a model repository is never run",
     "ignore_patterns": "only the files that loading needs are fetched",
     "safetensors_load_strategy": "weights are read in pieces, and each worker reads its share",
     "model_loader_extra_config": _DETECTED,
-    "mm_processor_kwargs": _NO_MEDIA,
     "enable_lora_bias": "the biases of adapters that have them are always applied",
     "lora_dtype": "adapters are held in the compute type",
     "fully_sharded_loras": "both matrices of an adapter are divided as the layer is",
@@ -128,6 +126,7 @@ REFUSED: Mapping[str, str] = {
     "rope_scaling": _CONFIG_FILE,
     "rope_theta": _CONFIG_FILE,
     "rope_parameters": _CONFIG_FILE,
+    "mm_processor_kwargs": "edit preprocessor_config.json in a local copy of the model",
     "pooler_config": _POOLER,
     "override_pooler_config": _POOLER,
     "logits_processors": _LOGITS,

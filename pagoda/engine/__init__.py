@@ -1,6 +1,7 @@
 """The engine: prompts in, texts out. It never imports torch.
 
-text in      templates/, tokenizers/, inputs/, grammars/: a conversation or text becomes a Request, or is refused
+text in      templates/, tokenizers/, images/, inputs/, grammars/: a conversation or text becomes a Request, or is
+             refused
 sounds       transcription/: a sound file becomes such requests, and their tokens become text with times
 core         engine_core.py: schedule, execute, update: one step; the only place where time passes
 text out     outputs/: columns of token ids become RequestOutputs, cut at stop strings

@@ -11,6 +11,7 @@ from pagoda.base.errors import RequestError, UsageError
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
+from pagoda.engine.images.source import has_remote_images
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.chat_prompts import DEFAULT_CHAT, ChatOptions, RenderedChat
 from pagoda.engine.inputs.input_processor import InputProcessor
@@ -25,14 +26,15 @@ T = TypeVar("T")
 
 _NUM_THREADS = 4
 _NUM_COMPILERS = 2
+_NUM_FETCHERS = 4
 _VERY_LONG_CHARS = 64 * 1024  # about 50 ms of tokenising
 _LONG_TEXT_TOKENS = 2048
 """From this many token ids on, decoding runs on a thread."""
 
 
 class AsyncText:
-    """Short texts are handled at once; long ones, and all chat templates, on a few threads; grammars on threads of
-    their own, because compiling one may take seconds.
+    """Short texts are handled at once; long ones, and all chat templates, on a few threads; grammars, and chats with
+    images that must be fetched, on threads of their own, because they may take seconds.
 
     Cancelling a call drops it while it waits for a thread; once it has begun, it runs to its end. What waits for a
     thread when this is closed, or needs one afterwards, raises UsageError.
@@ -42,6 +44,7 @@ class AsyncText:
         self._inputs = inputs
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "pagoda-text")
         self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "pagoda-grammar")
+        self._fetchers = ThreadPoolExecutor(_NUM_FETCHERS, "pagoda-fetch")
         self._is_closed = False
 
     def close(self) -> None:
@@ -50,6 +53,7 @@ class AsyncText:
         # Cancelling what waits would look to its callers as if they had been cancelled: each raises instead.
         self._threads.shutdown(wait=False)
         self._compilers.shutdown(wait=False)
+        self._fetchers.shutdown(wait=False)
 
     async def prepare_params(self, params: Params) -> PreparedParams:
         """Validate parameters once for all prompts that share them. Raises RequestError."""
@@ -145,7 +149,7 @@ class AsyncText:
                 return_freed_memory()
             return rendered
 
-        return await self._run(render)
+        return await self._run_in(self._fetchers if has_remote_images(messages) else self._threads, render)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises RequestError if it is not valid Unicode."""

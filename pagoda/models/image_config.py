@@ -6,6 +6,7 @@ convolution's weights, so that the patch embedding is a Linear with weight.resha
 patches there are in each direction; `length` is the number of the prompt's image tokens that the item stands for.
 """
 
+import math
 from dataclasses import dataclass
 
 from pagoda.base.abbreviate import abbreviate
@@ -18,6 +19,9 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _BILINEAR, _LANCZOS, _BICUBIC = 2, 1, 3
 _NUM_FILTERS = 6
 _LARGEST_EDGE = 16_384
+
+MAX_STRETCH = 200
+"""Longer edge to shorter edge, of an image of Qwen2-VL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,11 @@ class Qwen2VLImages:
 
     @property
     def max_item_tokens(self) -> int:
-        return max(self.max_pixels // (self.patch_size * self.merge_size) ** 2, 1)
+        """The longest item: of an image of max_pixels, a narrow one, or one that is enlarged to min_pixels."""
+        factor = self.patch_size * self.merge_size
+        longer = math.sqrt(MAX_STRETCH * self.min_pixels) / factor
+        enlarged = self.min_pixels / factor**2 + longer * (1 + 1 / MAX_STRETCH) + 1
+        return math.ceil(max(self.max_pixels / factor**2, math.sqrt(MAX_STRETCH * self.max_pixels) / factor, enlarged))
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,7 @@ class ChatApi:
             ]
             return ChatFormat(head, generation, body, readers)
 
-        return Prepared([prompt.token_ids], params, answer_format)
+        return Prepared([prompt.prompt], params, answer_format)
 
 
 class Reader:

@@ -14,6 +14,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from pagoda.base.errors import RequestError
 from pagoda.base.lora import LoRARequest
 from pagoda.base.request_limits import RequestLimits
+from pagoda.engine.images.source import take_images
 from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.server.body import (
@@ -55,7 +56,7 @@ class NamedTool(Body, kw_only=True, frozen=True):
 
 
 class ChatMessage(Struct, kw_only=True, frozen=True):
-    """A message; content is a string or a list of text parts. Other fields are kept for the chat template."""
+    """A message; content is a string or a list of parts, text or image_url. Other fields go to the chat template."""
 
     role: Name
     content: str | list[dict[str, Any]] | None = None
@@ -83,7 +84,7 @@ def check_chat(
 ) -> None:
     """Check a conversation's sizes, then its types."""
     schemas = [tool.function.parameters for tool in tools or ()]
-    limits.check_chat(messages, schemas, template, template_kwargs)
+    limits.check_chat(take_images(messages)[0], schemas, template, template_kwargs)
     check_messages(messages)
     for index, message in enumerate(messages):
         named = {f"messages[{index}].{name}": message.get(name) for name in ("name", "tool_call_id")}

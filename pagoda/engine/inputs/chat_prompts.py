@@ -9,8 +9,12 @@ from typing import Any
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.registry import nearest
 from pagoda.base.text import check_encodable
+from pagoda.core.request import MediaItem
+from pagoda.engine.images.source import ImageSource, take_images
+from pagoda.engine.inputs.image_prompts import ImagePrompts
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.prompt_encoder import PromptEncoder
+from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.templates.generic_tools import lacks_tools, with_generic_tools
@@ -61,6 +65,12 @@ class RenderedChat:
 
     text: str
     token_ids: list[int]
+    media: tuple[MediaItem, ...] = ()
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt that an engine runs."""
+        return {"prompt_token_ids": self.token_ids, "media": self.media} if self.media else self.token_ids
 
 
 class ChatPrompts:
@@ -72,12 +82,19 @@ class ChatPrompts:
         prompts: PromptEncoder,
         limits: InputLimits,
         parses_special_tokens: bool = False,
+        images: ImagePrompts | None = None,
+        model_name: str = "this model",
     ) -> None:
-        """parses_special_tokens: parse special tokens inside messages, instead of treating them as ordinary text."""
+        """parses_special_tokens: parse special tokens inside messages, instead of treating them as ordinary text.
+
+        images: puts images into prompts, None for a model that takes text only.   model_name: for errors.
+        """
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._limits = limits
         self._parses_special_tokens = parses_special_tokens
+        self._images = images
+        self._model_name = model_name
         self._compiled = functools.lru_cache(_NUM_KEPT)(functools.partial(_callers_template, tokenizer.facts))
 
     def render(
@@ -88,23 +105,41 @@ class ChatPrompts:
         must_fit: bool = False,
         is_bounded: bool = False,
     ) -> RenderedChat:
-        """Return a conversation as text and token ids.
+        """Return a conversation as text and token ids, with its images.
 
         must_fit: reject a text that cannot fit into the model's context before tokenising it.
-        is_bounded: otherwise, apply the limit `tokenized_chars`, as for text sent to a server.
-        Raises RequestError if there is no template, or if it rejects the messages.
+        is_bounded: the messages were sent to a server: they may not name its files; unless must_fit, the limit
+            `tokenized_chars` applies.
+        Raises RequestError if there is no template, if it rejects the messages, or for an image that cannot be read.
         """
+        messages, sources = take_images(messages)
+        images = self._checked_images(sources)
         text = self._text(messages, options)
         if is_bounded and not must_fit:
             self._limits.of_request.check("tokenized_chars", len(text), "messages")
-        plain = text if self._parses_special_tokens else self._tokenizer.facts.marks.remove(text)
+        is_marked, features = not self._parses_special_tokens, []
+        if images is not None:
+            text, features = images.put(text, sources, is_marked=is_marked, is_trusted=not is_bounded)
+        plain = self._tokenizer.facts.marks.remove(text) if is_marked else text
         if must_fit:
             self._prompts.check_length(plain)
-        if self._parses_special_tokens:
-            return RenderedChat(text, self._prompts.encode(text, options.add_special_tokens))
-        self._limits.of_request.check_text(plain, "messages")
-        check_encodable("messages", text)
-        return RenderedChat(plain, self._tokenizer.encode_marked(text, options.add_special_tokens))
+        if is_marked:
+            self._limits.of_request.check_text(plain, "messages")
+            check_encodable("messages", text)
+            token_ids = self._tokenizer.encode_marked(text, options.add_special_tokens)
+        else:
+            token_ids = self._prompts.encode(text, options.add_special_tokens)
+        return RenderedChat(plain, token_ids, () if images is None else images.media_of(token_ids, features))
+
+    def _checked_images(self, sources: Sequence[ImageSource]) -> ImagePrompts | None:
+        """Return what puts images into the prompt, None if there are none. Raises RequestError if there can be none."""
+        if not sources:
+            return None
+        if self._images is None:
+            where = sources[0].where
+            raise RequestError(f"{where} is an image, but {self._model_name} takes text only", where)
+        self._images.check_count(sources)
+        return self._images
 
     def _text(self, messages: Sequence[Message], options: ChatOptions) -> str:
         """Return the rendered text, with marks in place of the template's special tokens if those matter."""
@@ -130,6 +165,7 @@ class ChatPrompts:
                 options.continue_final_message,
                 options.template_kwargs,
                 is_marked=not self._parses_special_tokens,
+                reads_images=self._images is not None,
             )
         except ConfigError as error:
             raise RequestError(str(error), "chat_template") from None

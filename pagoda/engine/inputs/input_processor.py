@@ -1,5 +1,6 @@
 """InputProcessor: validate and tokenise a caller's prompt and parameters into a core Request."""
 
+import dataclasses
 import itertools
 import operator
 import secrets
@@ -13,10 +14,11 @@ from pagoda.base.lora import LoRARequest
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.text import check_encodable
-from pagoda.core.request import PLACEHOLDER_ID, LoraRef, Request
+from pagoda.core.request import PLACEHOLDER_ID, LoraRef, MediaItem, Request
 from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.inputs.adapters import Adapter, KnownAdapters, PromptAdapter
 from pagoda.engine.inputs.chat_prompts import ChatPrompts
+from pagoda.engine.inputs.image_prompts import ImagePrompts, of_salt
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.params_preparer import Params, ParamsPreparer, PreparedParams, check_type
 from pagoda.engine.inputs.prompt_encoder import EncodedPrompt, PromptEncoder
@@ -42,6 +44,8 @@ class InputProcessor:
         adapters: KnownAdapters | None = None,
         score_template: str = "",
         default_sampling: Mapping[str, object] | None = None,
+        images: ImagePrompts | None = None,
+        model_name: str = "this model",
     ) -> None:
         """engine_seed: seeds requests that have no seed of their own, reproducibly in order of arrival.
 
@@ -49,6 +53,7 @@ class InputProcessor:
         adapters: None if requests cannot use LoRA adapters.
         score_template: see PoolingPlan; "" if a pair is not put into a template.
         default_sampling: parameters of requests that do not set them.
+        images: puts images into prompts, None for a model that takes text only.   model_name: for errors.
         """
         # The sampler indexes logits by these, and a tokenizer may name ids for which the model has none.
         self._eos_token_ids = tuple(i for i in tokenizer.facts.eos_token_ids if 0 <= i < limits.vocab_size)
@@ -60,7 +65,7 @@ class InputProcessor:
         self.grammars = GrammarPreparer(tokenizer, limits.vocab_size, limits.of_request)
         self.prompts = PromptEncoder(tokenizer, limits)
         self.params = ParamsPreparer(self.prompts, self.grammars, limits, self._eos_token_ids)
-        self.chats = ChatPrompts(tokenizer, self.prompts, limits, parses_special_tokens_in_chat)
+        self.chats = ChatPrompts(tokenizer, self.prompts, limits, parses_special_tokens_in_chat, images, model_name)
         self._seeds = np.random.default_rng(engine_seed) if engine_seed is not None else None
         self._handles = itertools.count(1)  # threads share it
 
@@ -147,12 +152,7 @@ class InputProcessor:
             bounds.check_names(cache_salt=cache_salt)
         before = lora.embeds if isinstance(lora, PromptAdapter) else None
         prompt_ids, embeds = self._checked_prompt(prompt, given, before)
-        if prompt.media and len(prompt_ids) != len(prompt.token_ids):
-            raise RequestError(
-                "a prompt with images or audio is neither cut nor put after a prompt adapter: leave out "
-                "truncate_prompt_tokens and the adapter",
-                "prompt",
-            )
+        media = _placed(prompt, len(prompt_ids), 0 if before is None else len(before))
         ready = (params if isinstance(params, PreparedParams) else self.params.prepare(params)).params
         sampling = self.params.fit(ready, len(prompt_ids)) if isinstance(ready, SamplingParams) else None
         pooling = ready if isinstance(ready, PoolingParams) else None
@@ -170,7 +170,7 @@ class InputProcessor:
             lora=lora if isinstance(lora, LoraRef) else None,
             cache_salt=cache_salt,
             prompt_embeds=embeds,
-            media=prompt.media,
+            media=of_salt(media, cache_salt),
             encoder_len=prompt.encoder_len,
         )
 
@@ -217,6 +217,22 @@ class InputProcessor:
         if self._seeds is not None:
             return int(self._seeds.integers(1 << _SEED_BITS))
         return secrets.randbits(_SEED_BITS)
+
+
+def _placed(prompt: EncodedPrompt, num_tokens: int, num_added: int) -> tuple[MediaItem, ...]:
+    """Return a prompt's images or audio at their places in the request's tokens.
+
+    num_tokens: of the request.   num_added: of them, those in front of the prompt. Raises RequestError if the prompt
+    was truncated.
+    """
+    if not prompt.media:
+        return ()
+    if num_tokens - num_added < len(prompt.token_ids):
+        name = "truncate_prompt_tokens"
+        raise RequestError(f"{name}: a prompt with images or audio cannot be cut", name)
+    if prompt.encoder_len:  # they have no place in the prompt
+        return prompt.media
+    return tuple(dataclasses.replace(item, offset=item.offset + num_added) for item in prompt.media)
 
 
 def _check_request_id(request_id: object) -> None:

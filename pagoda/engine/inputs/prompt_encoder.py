@@ -47,7 +47,8 @@ class PromptEncoder:
     def read(self, prompt: Prompt, add_special_tokens: bool = True, keep: int | None = None) -> EncodedPrompt:
         """Return any prompt as the model reads it; see `token_ids_of`. Raises RequestError if it is not a prompt."""
         if not isinstance(prompt, Mapping) or "prompt_embeds" not in prompt:
-            return EncodedPrompt(self.token_ids_of(prompt, add_special_tokens, keep))
+            media = prompt.get("media", ()) if isinstance(prompt, Mapping) else ()
+            return EncodedPrompt(self.token_ids_of(prompt, add_special_tokens, keep), media=media)
         size = self._limits.embeds_size
         if not size:
             raise RequestError("prompt embeddings are off on this engine: set enable_prompt_embeds", "prompt_embeds")

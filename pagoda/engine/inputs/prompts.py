@@ -5,6 +5,7 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import RequestError
+from pagoda.core.request import MediaItem
 from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds
 
 P = TypeVar("P")
@@ -17,10 +18,14 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids, in an object; `prompt` is its text, for display only."""
+    """A prompt as token ids, in an object; `prompt` is its text, for display only.
+
+    media: the images of a rendered conversation.
+    """
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    media: NotRequired[tuple[MediaItem, ...]]
 
 
 class EmbedsPrompt(TypedDict):

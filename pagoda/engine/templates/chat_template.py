@@ -10,7 +10,7 @@ import jinja2
 
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import ConfigError, RequestError
-from pagoda.engine.templates.chat_values import Message, cut_at_mark, template_values
+from pagoda.engine.templates.chat_values import ContentForm, Message, cut_at_mark, template_values
 from pagoda.engine.templates.environment import MAX_MESSAGE_CHARS, check_syntax, compile_template, string_constants
 from pagoda.engine.templates.special_marks import HiddenText, SpecialMarks
 
@@ -41,6 +41,7 @@ class ChatTemplate:
         self._marked_special_tokens = {name: self.marks.put(text) for name, text in self.special_tokens.items()}
         self._composed: frozenset[str] | None = None
         self._tool_history: dict[str, tuple[bool, bool]] = {}
+        self._forms: dict[str, ContentForm] = {}
 
     # Compiled when it is first rendered: many models are never used for chats.
 
@@ -64,6 +65,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
         is_marked: bool = False,
+        reads_images: bool = False,
     ) -> str:
         """Return the prompt for these messages.
 
@@ -71,10 +73,12 @@ class ChatTemplate:
         continue_final_message: end inside the last message, so that the model continues it.
         template_kwargs: more variables for the template (such as enable_thinking).
         is_marked: put a mark in place of each special token that the template itself writes.
+        reads_images: the template is a vision-language model's: messages may have parts {"type": "image"}.
         Raises RequestError if messages are malformed, if the template does not render tools, tool calls or tool
         results that were given, and if the template raises an error.
         """
-        values = template_values(messages, tools, add_generation_prompt, continue_final_message, template_kwargs)
+        form = self._form_of("tool_use" if tools and "tool_use" in self.sources else None, reads_images)
+        values = template_values(messages, tools, add_generation_prompt, continue_final_message, template_kwargs, form)
         self._check_places(values)
         text = self._render_marked(values) if is_marked else self._fill(self._plain, self.special_tokens, values)
         return cut_at_mark(text) if continue_final_message else text
@@ -182,6 +186,29 @@ class ChatTemplate:
                 where = f"messages[{index}].role"
                 raise RequestError(f"{where}: this model's chat template does not support tool results", where)
 
+    def _form_of(self, name: str | None, reads_images: bool) -> ContentForm:
+        """Return how a template reads contents. Without images, parts become one string, as other servers join them."""
+        if not reads_images:
+            return ContentForm.TEXT
+        name = name or self._name_for({"tools": None})
+        if name not in self._forms:
+            self._forms[name] = self._find_form(name)
+        return self._forms[name]
+
+    def _find_form(self, name: str) -> ContentForm:
+        """Return what a template reads, by rendering a message of each form."""
+
+        def shows(content: object) -> bool:
+            values = {"messages": [{"role": "user", "content": content}], "tools": None, "add_generation_prompt": True}
+            with contextlib.suppress(Exception):
+                text = self._plain[name].render({**self.special_tokens, **values})
+                return _SHOWN in text and not _WRITTEN_PART.search(text)
+            return False
+
+        if not shows([{"type": "text", "text": _SHOWN}]):
+            return ContentForm.TEXT
+        return ContentForm.PARTS if shows(_SHOWN) else ContentForm.ONLY_PARTS
+
     def _find_tool_history(self, name: str) -> tuple[bool, bool]:
         """Return whether the template renders tool calls, and tool results, by rendering a probe conversation."""
         rendered: list[str] = []
@@ -225,6 +252,9 @@ class ChatTemplate:
 _MAX_SEARCHED_MESSAGES = 64
 _UNMARKABLE = ""
 _PLAIN_ROLE = re.compile(r"[\w .-]+")
+_SHOWN = "probe_content"
+_WRITTEN_PART = re.compile(r"type['\"]: *['\"]text")
+"""A part that a template has written as an object, because it expects a string."""
 
 
 def _is_subsequence(some: Sequence[str], of: Sequence[str]) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any, cast
 
 from pagoda.base.abbreviate import abbreviate
@@ -11,15 +12,24 @@ Message = Mapping[str, Any]
 """One turn: role, content (a string, or a list of {"type": "text", "text": ...} parts), and template-specific keys."""
 
 
+class ContentForm(Enum):
+    """How a template reads the content of messages."""
+
+    TEXT = "text"  # as one string
+    PARTS = "parts"  # as a string, or as a list of parts: {"type": "text", "text": ...} and {"type": "image"}
+    ONLY_PARTS = "only parts"
+
+
 def template_values(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
     add_generation_prompt: bool,
     continue_final_message: bool,
     template_kwargs: Mapping[str, Any] | None,
+    form: ContentForm = ContentForm.TEXT,
 ) -> dict[str, Any]:
     """Return the template's variables, validated and normalised. Raises RequestError."""
-    turns = [normal_message(index, message) for index, message in enumerate(messages)]
+    turns = [normal_message(index, message, form) for index, message in enumerate(messages)]
     if not turns:
         raise RequestError("messages is empty: a chat needs at least one", "messages")
     if continue_final_message and add_generation_prompt:
@@ -27,7 +37,7 @@ def template_values(
             "add_generation_prompt and continue_final_message are mutually exclusive", "continue_final_message"
         )
     if continue_final_message:
-        turns[-1]["content"] += _CUT_MARK
+        turns[-1]["content"] = _with_cut_mark(turns[-1]["content"])
     return {
         **(template_kwargs or {}),
         "messages": turns,
@@ -36,19 +46,29 @@ def template_values(
     }
 
 
-def normal_message(index: int, message: Message) -> dict[str, Any]:
-    """Return the message with its content as one string. Raises RequestError if it is malformed."""
+def _with_cut_mark(content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return content + _CUT_MARK
+    if content and content[-1]["type"] == "text":
+        return [*content[:-1], {"type": "text", "text": content[-1]["text"] + _CUT_MARK}]
+    return [*content, {"type": "text", "text": _CUT_MARK}]
+
+
+def normal_message(index: int, message: Message, form: ContentForm = ContentForm.TEXT) -> dict[str, Any]:
+    """Return the message with its content in the form that its template reads. Raises RequestError if malformed."""
     if not isinstance(message, Mapping):
         raise RequestError(f"messages[{index}] is {type(message).__name__}, expected an object with a role", "messages")
     if not isinstance(message.get("role"), str):
         raise RequestError(f"messages[{index}] has no role", "messages")
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "\n".join(_part_text(f"messages[{index}].content[{at}]", part) for at, part in enumerate(content))
+        content = _content_of_parts(f"messages[{index}].content", content, form)
     if content is None and not message.get("tool_calls"):
         raise RequestError(f"messages[{index}] has no content", "messages")
-    if content is not None and not isinstance(content, str):
+    if content is not None and not isinstance(content, str | list):
         raise RequestError(f"messages[{index}].content is {type(content).__name__}, expected a string", "messages")
+    if form is ContentForm.ONLY_PARTS and not isinstance(content, list):
+        content = [{"type": "text", "text": content or ""}]
     normal = {**message, "content": content if content is not None else ""}
     # Templates read the reasoning of earlier turns under either name; clients send what they were given, under either.
     for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
@@ -79,6 +99,17 @@ def _normal_calls(where: str, calls: Any) -> list[Any]:
                 raise RequestError(f"{at}: expected a string with a JSON object", at)
         normal.append({**call, "function": {**function, "arguments": arguments if arguments is not None else {}}})
     return normal
+
+
+def _content_of_parts(where: str, parts: Sequence[Any], form: ContentForm) -> str | list[dict[str, str]]:
+    if form is ContentForm.TEXT:
+        return "\n".join(_part_text(f"{where}[{at}]", part) for at, part in enumerate(parts))
+    return [
+        {"type": "image"}
+        if isinstance(part, Mapping) and part.get("type") == "image"
+        else {"type": "text", "text": _part_text(f"{where}[{at}]", part)}
+        for at, part in enumerate(parts)
+    ]
 
 
 def _part_text(where: str, part: Any) -> str:

@@ -1,0 +1,151 @@
+"""Fetch an image from a URL that a caller names, without letting the caller reach what the server alone can reach.
+
+The URL's host must be one that the operator allows. The address that it resolves to must be public, and it is checked
+on the connection itself, so that a name that resolves differently a moment later changes nothing. Every redirect is
+checked like the first URL. Proxies of the environment are not used.
+"""
+
+import ipaddress
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+import httpcore
+
+from pagoda.base.abbreviate import shorten
+from pagoda.base.errors import RequestError
+
+MAX_SECONDS = 10.0
+"""For one image, with its redirects."""
+_MAX_REDIRECTS = 3
+_REDIRECTS = (301, 302, 303, 307, 308)
+_HEADERS = (("Accept", "image/png, image/jpeg, image/webp, image/gif"), ("User-Agent", "pagoda"))
+_EMBEDS_IPV4 = tuple(ipaddress.ip_network(net) for net in ("64:ff9b::/96", "2002::/16", "2001::/32"))
+
+
+def is_public(address: str) -> bool:
+    """Return whether an IP address belongs to the public internet."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is not None:
+            parsed = parsed.ipv4_mapped
+        elif any(parsed in net for net in _EMBEDS_IPV4):  # a gateway would turn it into an IPv4 address
+            return False
+    return parsed.is_global and not parsed.is_multicast
+
+
+class _Refused(Exception):
+    """The address that a host resolves to is not public."""
+
+
+class _PublicNetwork(httpcore.NetworkBackend):
+    """Connects to public addresses only.   allows: says whether an address is one."""
+
+    def __init__(self, allows: Callable[[str], bool]) -> None:
+        self._allows = allows
+        self._plain = httpcore.SyncBackend()
+
+    def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.NetworkStream:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise httpcore.ConnectError(f"the name {host} cannot be resolved") from error
+        addresses = [str(entry[4][0]) for entry in found]
+        public = next((one for one in addresses if self._allows(one)), None)
+        if public is None:
+            raise _Refused
+        stream = self._plain.connect_tcp(public, port, timeout, local_address, socket_options)
+        peer = stream.get_extra_info("server_addr")
+        if not self._allows(str(peer[0])):
+            stream.close()
+            raise _Refused
+        return stream
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """data: of an image.   location: of a redirect, "" where there is none."""
+
+    data: bytes
+    location: str = ""
+
+
+def fetch(
+    url: str,
+    where: str,
+    allowed_domains: tuple[str, ...],
+    max_bytes: int,
+    allows: Callable[[str], bool] = is_public,
+    max_seconds: float = MAX_SECONDS,
+) -> bytes:
+    """Return what is at an http(s) URL, at most `max_bytes`.
+
+    where: what errors call it.   allows: says whether an address may be connected to.
+    Raises RequestError for a host that is not allowed, an address that is not public, an answer that is not 200, or is
+    too large or too slow.
+    """
+    deadline = time.monotonic() + max_seconds
+    with httpcore.ConnectionPool(network_backend=_PublicNetwork(allows), max_connections=1) as pool:
+        for _ in range(_MAX_REDIRECTS + 1):
+            _check_url(url, where, allowed_domains)
+            try:
+                answer = _get(pool, url, where, max_bytes, deadline)
+            except _Refused:
+                raise RequestError(f"{where}: the host of the URL has no public address", where) from None
+            except (httpcore.TimeoutException, TimeoutError):
+                raise RequestError(f"{where}: the image did not arrive within {max_seconds:g} s", where) from None
+            except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol, OSError) as error:
+                raise RequestError(
+                    f"{where}: the image cannot be fetched: {shorten(str(error) or type(error).__name__)}", where
+                ) from None
+            if not answer.location:
+                return answer.data
+            url = urljoin(url, answer.location)
+    raise RequestError(f"{where}: the URL redirects more than {_MAX_REDIRECTS} times", where)
+
+
+def _check_url(url: str, where: str, allowed_domains: tuple[str, ...]) -> None:
+    if not allowed_domains:
+        raise RequestError(
+            f"{where}: this engine fetches no images: send a data URL, or start it with --allowed-media-domains", where
+        )
+    try:
+        parts = urlsplit(url)
+        host, scheme, _ = parts.hostname, parts.scheme.lower(), parts.port
+    except ValueError:
+        host, scheme = None, ""
+    if scheme not in ("http", "https") or not host or not url.isascii() or not url.isprintable():
+        raise RequestError(f"{where}: {shorten(url, 100)!r} is not an http(s) URL", where)
+    if host.lower().rstrip(".") not in (domain.lower() for domain in allowed_domains):
+        raise RequestError(f"{where}: images of {shorten(host, 100)} are not allowed (--allowed-media-domains)", where)
+
+
+def _get(pool: httpcore.ConnectionPool, url: str, where: str, max_bytes: int, deadline: float) -> _Answer:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    timeouts = dict.fromkeys(("connect", "read", "write", "pool"), left)
+    with pool.stream("GET", url, headers=_HEADERS, extensions={"timeout": timeouts}) as response:
+        headers = {name.lower(): value.decode("latin-1") for name, value in response.headers}
+        if response.status in _REDIRECTS and headers.get(b"location"):
+            return _Answer(b"", headers[b"location"])
+        if response.status != 200:
+            raise RequestError(f"{where}: the image's server answered with status {response.status}", where)
+        data = bytearray()
+        for chunk in response.iter_stream():
+            data += chunk
+            if len(data) > max_bytes:
+                raise RequestError(f"{where}: the image is larger than {max_bytes} bytes (image_bytes)", where)
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        return _Answer(bytes(data))

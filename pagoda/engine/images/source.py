@@ -1,0 +1,159 @@
+"""Where an image is: a data URL, an http(s) URL, a file, or a PIL image; and its bytes.
+
+Callers of a server send data URLs, and URLs of the domains that the operator allows. A Python program may also name
+files and pass images and bytes.
+"""
+
+import base64
+import binascii
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import unquote, urlsplit
+
+from pagoda.base.abbreviate import abbreviate, shorten
+from pagoda.base.errors import RequestError
+from pagoda.engine.images.fetch import fetch
+
+IMAGE_PART = "image"
+"""The type of an image's part once `take_images` has taken the image out; what chat templates look for."""
+_TYPES = ("image_url", "image", "input_image", "image_pil")
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image as a caller gives it.
+
+    where: what errors call it.   given: a data URL, http(s) URL or path, bytes, a Path, or a PIL image.
+    """
+
+    where: str
+    given: object
+
+    @property
+    def is_remote(self) -> bool:
+        return isinstance(self.given, str) and self.given[:8].lower().startswith(("http://", "https://"))
+
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes of the request it takes."""
+        return len(self.given) if isinstance(self.given, str | bytes) else 0
+
+
+def take_images(messages: Sequence[Any]) -> tuple[Sequence[Any], list[ImageSource]]:
+    """Return the messages with {"type": "image"} for each image, and the images. Looks at no text and no pixel.
+
+    Messages of an unexpected form are left as they are, for others to refuse. Raises RequestError for an image part
+    that has no image.
+    """
+    found: list[ImageSource] = []
+    changed: list[Any] = list(messages)
+    for index, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, list | tuple):
+            continue
+        parts = [_without_image(f"messages[{index}].content[{at}]", part, found) for at, part in enumerate(content)]
+        changed[index] = {**message, "content": parts}
+    return (changed, found) if found else (messages, found)
+
+
+def has_remote_images(messages: Sequence[Any]) -> bool:
+    """Return whether an image of these messages must be fetched."""
+    return any(source.is_remote for source in take_images(messages)[1])
+
+
+def _without_image(where: str, part: Any, found: list[ImageSource]) -> Any:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(kind, str) or kind not in _TYPES:
+        return part
+    found.append(ImageSource(where, _given_in(where, kind, cast("Mapping[str, Any]", part))))
+    return {"type": IMAGE_PART}
+
+
+def _given_in(where: str, kind: str, part: Mapping[str, Any]) -> object:
+    """Return the image of a part, in the form of OpenAI (image_url, input_image), Hugging Face or Anthropic (image)."""
+    names = ("image", "url", "path", "source") if kind == "image" else ("image_pil",) if kind == "image_pil" else ()
+    for name in names or ("image_url",):
+        value = part.get(name)
+        if isinstance(value, Mapping):  # {"url": ...}; or Anthropic's source: {"type": "base64", "data": ...}
+            data = value.get("data")
+            value = value.get("url") if data is None else f"data:{value.get('media_type')};base64,{data}"
+        if value is not None:
+            return value
+    raise RequestError(f"{where}: the part has no image; send it as image_url: {{'url': 'data:...'}}", where)
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePolicy:
+    """What callers may send.
+
+    max_bytes: of an encoded image.   allowed_domains: of http(s) URLs.
+    """
+
+    max_bytes: int
+    allowed_domains: tuple[str, ...] = ()
+
+
+def read_bytes(source: ImageSource, policy: SourcePolicy, is_trusted: bool) -> bytes:
+    """Return an image's bytes, at most `max_bytes`.   is_trusted: the caller may name files of this machine.
+
+    Raises RequestError, which names the image.
+    """
+    given, where = source.given, source.where
+    if isinstance(given, str) and given[:5].lower() == "data:":
+        return _bytes_of_data_url(given, where, policy.max_bytes)
+    if isinstance(given, str) and source.is_remote:
+        return fetch(given, where, policy.allowed_domains, policy.max_bytes)
+    if is_trusted and isinstance(given, bytes):
+        _check_size(len(given), policy.max_bytes, where)
+        return given
+    if is_trusted and isinstance(given, str | os.PathLike):
+        return _bytes_of_file(given, where, policy.max_bytes)
+    shown = abbreviate(given[:64]) if isinstance(given, str) else type(given).__name__
+    raise RequestError(
+        f"{where}: {shown} is not an image that this server takes: send a data URL (data:image/png;base64,...)", where
+    )
+
+
+def _check_size(num_bytes: int, most: int, where: str) -> None:
+    if num_bytes > most:
+        raise RequestError(
+            f"{where}: the image has {num_bytes} bytes, more than the limit of {most} (image_bytes)", where
+        )
+
+
+def _bytes_of_data_url(url: str, where: str, most: int) -> bytes:
+    head, comma, _ = url[:256].partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise RequestError(
+            f"{where}: a data URL of an image has the form data:image/png;base64,... (got {shorten(head, 64)})", where
+        )
+    padding = url[-2:].count("=")
+    _check_size((len(url) - len(head) - 1) * 3 // 4 - padding, most, where)
+    try:
+        return base64.b64decode(url[len(head) + 1 :], validate=True)
+    except (binascii.Error, ValueError):
+        raise RequestError(f"{where}: the data URL is not valid base64", where) from None
+
+
+def _bytes_of_file(given: "str | os.PathLike[str]", where: str, most: int) -> bytes:
+    name = os.fspath(given)
+    if name[:5].lower() == "file:":
+        name = unquote(urlsplit(name).path)
+    elif _SCHEME.match(name) and not os.path.exists(name):
+        raise RequestError(
+            f"{where}: {shorten(name, 64)}: URLs of images begin with data:, http:, https: or file:", where
+        )
+    path = Path(name).expanduser()
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(f"{where}: the image {shorten(str(path))} cannot be read: {why}", where) from None
+    _check_size(len(data), most, where)
+    return data
