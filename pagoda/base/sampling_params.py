@@ -50,6 +50,30 @@ class BeamSearchOptions:
             raise refuse("early_stopping", self.early_stopping, "True, False or 'never'")
 
 
+@dataclass(frozen=True, slots=True)
+class SpeechRules:
+    """Which tokens the output of a speech model may have; transcriptions set them. Log-probabilities are taken after.
+
+    suppressed: never sampled.   suppressed_first: not sampled as the first token.   end_id: text is below it.
+    first_timestamp: the id that stands for 0 s; it and all above it are timestamps. They come in pairs, never decrease,
+        and the first token is one. The most likely token is only sampled if all timestamps together are not more
+        likely. None: the prompt asks for a text without timestamps.
+    max_first_step: the latest first timestamp, counted from first_timestamp.
+    """
+
+    suppressed: tuple[int, ...] = ()
+    suppressed_first: tuple[int, ...] = ()
+    end_id: int = 0
+    first_timestamp: int | None = None
+    max_first_step: int = 50
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All ids that it names."""
+        last = () if self.first_timestamp is None else (self.first_timestamp,)
+        return (*self.suppressed, *self.suppressed_first, self.end_id, *last)
+
+
 def _read_temperature(name: str, value: Any) -> float:
     temperature = read_number(name, value, low=0.0)
     return temperature if temperature >= GREEDY_EPSILON else 0.0
@@ -84,6 +108,12 @@ def _read_grammar(name: str, value: Any) -> str | None:
 def _read_beams(name: str, value: Any) -> BeamSearchOptions | None:
     if value is not None and not isinstance(value, BeamSearchOptions):
         raise refuse(name, value, "BeamSearchOptions or None")
+    return value
+
+
+def _read_speech(name: str, value: Any) -> SpeechRules | None:
+    if value is not None and not isinstance(value, SpeechRules):
+        raise refuse(name, value, "SpeechRules or None")
     return value
 
 
@@ -129,6 +159,7 @@ _READERS: Mapping[str, Reader] = {
     "structured_outputs": _read_structure,
     "grammar": _read_grammar,
     "beam_search": _read_beams,
+    "speech": _read_speech,
     "output_kind": _read_kind,
     **dict.fromkeys(
         (
@@ -177,6 +208,7 @@ class SamplingParams:
     structured_outputs: constrains the output; StructuredOutputsParams or a mapping of its fields. The engine replaces
         it by `grammar`, its own representation.
     beam_search: search for the `n` best outputs with `n` beams, instead of sampling; see BeamSearchParams.
+    speech: rules of a speech model's output; transcriptions set them.
     output_kind: what AsyncLLM.generate yields; None: CUMULATIVE.
     """
 
@@ -210,6 +242,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     grammar: str | None = None
     beam_search: BeamSearchOptions | None = None
+    speech: SpeechRules | None = None
     output_kind: RequestOutputKind | None = None
 
     def __post_init__(self) -> None:
@@ -268,6 +301,7 @@ _NEUTRAL_IN_BEAM_SEARCH: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "repetition_penalty": (1.0,),
+    "speech": (None,),
 }
 
 

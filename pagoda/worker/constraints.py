@@ -1,11 +1,11 @@
-"""A row's logit constraints: bias, allowed and forbidden tokens, bad words, and the tokens that penalties count."""
+"""A row's logit constraints: bias, allowed and forbidden tokens, bad words, speech, and what penalties count."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.sampling_params import SamplingParams, SpeechRules
 
 _NO_IDS = np.empty(0, np.int32)
 
@@ -18,7 +18,7 @@ class RowConstraints:
         only allowed ids, or None.
     bad_words: token sequences that must not appear in the output, or None.
     min_tokens: while the output is shorter, `end_ids` (int32, EOS and stop tokens) are forbidden.
-    has_penalty: the presence, frequency or repetition penalty is not neutral.
+    has_penalty: the presence, frequency or repetition penalty is not neutral.   speech: its rules, or None.
     """
 
     bias_ids: np.ndarray
@@ -28,6 +28,7 @@ class RowConstraints:
     min_tokens: int
     end_ids: np.ndarray
     has_penalty: bool
+    speech: "SpeechConstraints | None" = None
 
     @classmethod
     def of(cls, params: SamplingParams, eos_token_ids: tuple[int, ...]) -> "RowConstraints | None":
@@ -40,6 +41,7 @@ class RowConstraints:
             or params.logit_bias
             or params.bad_words_token_ids
             or params.allowed_token_ids is not None
+            or params.speech is not None
         ):
             return None
         return cls(
@@ -50,17 +52,20 @@ class RowConstraints:
             min_tokens=params.min_tokens,
             end_ids=np.array(ends, np.int32),
             has_penalty=has_penalty,
+            speech=SpeechConstraints(params.speech) if params.speech is not None else None,
         )
 
     @property
     def reads_output(self) -> bool:
         """Return whether they depend on the tokens of the output, and not on their number alone."""
-        return self.has_penalty or self.bad_words is not None
+        has_timestamps = self.speech is not None and self.speech.rules.first_timestamp is not None
+        return self.has_penalty or self.bad_words is not None or has_timestamps
 
     def names(self, num_output: int) -> list[str]:
         """Return which parameters of the request may forbid the token after `num_output` tokens of output."""
         found = ["allowed_token_ids"] if self.allowed is not None else []
         found += ["bad_words"] if self.bad_words is not None else []
+        found += ["speech"] if self.speech is not None else []
         return [*found, f"min_tokens={self.min_tokens}"] if num_output < self.min_tokens else found
 
     def forbidden(self, output_token_ids: np.ndarray) -> np.ndarray:
@@ -68,7 +73,38 @@ class RowConstraints:
         banned = self.bad_words.after(output_token_ids) if self.bad_words is not None else []
         if len(output_token_ids) < self.min_tokens:
             banned = [*banned, self.end_ids]
+        if self.speech is not None:
+            banned = [*banned, self.speech.suppressed if len(output_token_ids) else self.speech.suppressed_first]
         return np.concatenate(banned) if banned else _NO_IDS
+
+
+class SpeechConstraints:
+    """SpeechRules as the sampler applies them.
+
+    suppressed, suppressed_first: int32, forbidden in every place, and in the first one. Distinct, in ascending order.
+    """
+
+    def __init__(self, rules: SpeechRules) -> None:
+        self.rules = rules
+        never = {*rules.suppressed}
+        if rules.first_timestamp is not None:
+            never.add(rules.first_timestamp - 1)  # the token that asks for none
+        self.suppressed = np.array(sorted(never), np.int32)
+        self.suppressed_first = np.array(sorted({*never, *rules.suppressed_first}), np.int32)
+
+    def forbidden_ranges(self, output_token_ids: np.ndarray, vocab_size: int) -> list[tuple[int, int]]:
+        """Return the ids (from, to) that the order of timestamps forbids after this output."""
+        first, rules = self.rules.first_timestamp, self.rules
+        assert first is not None
+        if not len(output_token_ids):
+            return [(0, first), (first + rules.max_first_step + 1, vocab_size)]
+        is_timestamp = output_token_ids >= first
+        follows, is_pair = bool(is_timestamp[-1]), len(output_token_ids) < 2 or bool(is_timestamp[-2])
+        if follows and is_pair:
+            return [(first, vocab_size)]
+        at = np.flatnonzero(is_timestamp)
+        least = int(output_token_ids[at[-1]]) + (not follows) if len(at) else first
+        return [(0, rules.end_id), (first, least)] if follows else [(first, least)]
 
 
 def _mask_of(token_ids: Sequence[int]) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 Order: grammar masks; logit bias, penalties, allowed and forbidden tokens (kernels/constraints); then kernels/sampling.
 Each is one call for the whole batch, and a row only pays for what it uses. Log-probabilities are taken
-after the grammar masks and before everything else.
+after the grammar masks and before everything else; those of rows with rules for speech, after these.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,6 +14,7 @@ import torch
 from pagoda.core.grammar import MASKED_LOGPROB
 from pagoda.core.scheduler_output import LogprobColumns
 from pagoda.kernels.constraints.batch import BatchConstraints, TokenLists
+from pagoda.kernels.constraints.timestamps import TimestampRow, constrain_timestamps
 from pagoda.kernels.ops import SamplingOps
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.sampling.logprobs import LogprobTensors
@@ -101,13 +102,16 @@ class Sampler:
             self._ops.mask_logits(logits, masks.draws, masks.bits)
         wants_logprobs = table.num_logprobs[rows] >= 0
         constrained, wanted = np.flatnonzero(table.constrained[rows]), np.flatnonzero(wants_logprobs)
-        kept = constrained[wants_logprobs[constrained]]
+        kept = constrained[wants_logprobs[constrained] & ~table.logprobs_after[rows[constrained]]]
         is_some = 0 < len(wanted) < len(rows)
         index = to_device([kept, wanted], logits.device) if kept.size or is_some else None
         originals = None if index is None else logits.index_select(0, index[0])
         if constrained.size:
             constraints = batch_constraints(table, constrained, rows[constrained], positions[constrained])
             self._ops.constrain(logits, constraints)
+            constrain_timestamps(
+                logits, timestamp_rows(table, constrained, rows[constrained], positions[constrained], logits.shape[1])
+            )
         best = self._ops.best_tokens(logits)
         tokens = best[1] if params is None else self._ops.sample(logits, params, best)
         columns = None
@@ -169,6 +173,21 @@ def batch_constraints(
         allowed=[constraints.allowed for constraints in of_row],
         forbidden=TokenLists.of(forbidden),
     )
+
+
+def timestamp_rows(
+    table: TableMirror, draws: np.ndarray, rows: np.ndarray, positions: np.ndarray, vocab_size: int
+) -> list[TimestampRow]:
+    """Return what the order of timestamps forbids in the draws of rows that have them; see `batch_constraints`."""
+    found: list[TimestampRow] = []
+    for draw, row, position in zip(draws.tolist(), rows.tolist(), positions.tolist(), strict=True):
+        constraints = table.constraints[row]
+        speech = constraints.speech if constraints is not None else None
+        if speech is not None and speech.rules.first_timestamp is not None:
+            output = table.token_ids[row, int(table.num_prompt[row]) : position]
+            ranges = speech.forbidden_ranges(output, vocab_size)
+            found.append(TimestampRow(draw, speech.rules.first_timestamp, ranges))
+    return found
 
 
 def _penalized(table: TableMirror, rows: np.ndarray, positions: np.ndarray) -> tuple[TokenLists, np.ndarray]:

@@ -46,6 +46,7 @@ class TableMirror:
     num_logprobs, num_prompt_logprobs: int32 [max_rows], requested top entries, -1 for none.
     constraints, pooling: per row, or None.   constrained: bool [max_rows], rows with constraints.
     reads_output: bool [max_rows], rows whose constraints depend on which tokens were sampled before.
+    logprobs_after: bool [max_rows], rows whose log-probabilities are taken after the constraints.
     token_counts: per row with penalties, else None; they count from `token_ids` when they are asked.
     wants_states: bool [max_rows], rows with prompt logprobs or pooling, which need hidden states of prompt positions.
     pair_start: int32 [max_rows], position of the second text of a pair; beyond every position without one.
@@ -86,6 +87,7 @@ class TableMirror:
         self.num_prompt_logprobs = np.full(max_rows, -1, np.int32)
         self.constrained = np.zeros(max_rows, np.bool_)
         self.reads_output = np.zeros(max_rows, np.bool_)
+        self.logprobs_after = np.zeros(max_rows, np.bool_)
         self.wants_states = np.zeros(max_rows, np.bool_)
         self.constraints: list[RowConstraints | None] = [None] * max_rows
         self.token_counts: list[TokenCounts | None] = [None] * max_rows
@@ -139,7 +141,7 @@ class TableMirror:
         self.constraints[row] = self.token_counts[row] = None
         self.pooling[row] = None
         self.pair_start[row] = _NO_PAIR
-        self.constrained[row] = self.reads_output[row] = self.wants_states[row] = False
+        self.constrained[row] = self.reads_output[row] = self.wants_states[row] = self.logprobs_after[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
 
     def _admit(self, init: RowInit) -> None:
@@ -183,6 +185,7 @@ class TableMirror:
         self.constraints[row] = constraints
         self.constrained[row] = constraints is not None
         self.reads_output[row] = constraints is not None and constraints.reads_output
+        self.logprobs_after[row] = constraints is not None and constraints.speech is not None
         counts = constraints is not None and constraints.has_penalty
         with_prompt = bool(self.repetition[row] != 1)
         self.token_counts[row] = self._new_counts(row, with_prompt) if counts else None

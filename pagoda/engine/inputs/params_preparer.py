@@ -78,6 +78,7 @@ class ParamsPreparer:
         limits.check_ids("stop_token_ids", params.stop_token_ids)
         limits.check_ids("allowed_token_ids", params.allowed_token_ids or ())
         limits.check_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
+        limits.check_ids("speech", params.speech.token_ids if params.speech is not None else ())
         params = self._tokenize_bad_words(params)
         for sequence in params.bad_words_token_ids:
             limits.check_ids("bad_words_token_ids", sequence)
