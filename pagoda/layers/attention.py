@@ -29,6 +29,7 @@ class Heads:
 
 
 Q_K_V = ("q_proj", "k_proj", "v_proj")
+FUSED_Q_K_V = ("qkv_proj", "qkv_proj", "qkv_proj")
 
 
 class Attention(Module):

@@ -17,7 +17,7 @@ class Embedding(Module):
     """A row per token, or per position.
 
     scale: multiplies every row.   input_scale: multiplies what `of_batch` returns, with prompts given as embeddings.
-    skipped, is_divided: see `Table`.
+    skipped, is_divided, by_position: see `Table`.
     """
 
     def __init__(
@@ -27,9 +27,10 @@ class Embedding(Module):
         scale: float = 1.0,
         skipped: int = 0,
         is_divided: bool = True,
+        by_position: bool = False,
         input_scale: float = 1.0,
     ) -> None:
-        self.weight = Parameter[Tensor](Table(vocab_size, hidden_size, skipped, is_divided))
+        self.weight = Parameter[Tensor](Table(vocab_size, hidden_size, skipped, is_divided, by_position))
         self.scale, self.input_scale = scale, input_scale
         self.ranks: RankGroup | None = None
 

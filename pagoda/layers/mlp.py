@@ -1,4 +1,4 @@
-"""Feed-forward layers: activations, the gated MLP, and a mixture of gated MLPs."""
+"""Feed-forward layers: activations, the plain and the gated MLP, and a mixture of gated MLPs."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -11,7 +11,7 @@ from pagoda.ops.tensor import RankGroup, Tensor
 
 
 class Activation(Enum):
-    """The activation function of a layer. A gated MLP may have SILU, GELU or GELU_TANH."""
+    """The activation function of a layer."""
 
     SILU = "silu"
     GELU_TANH = "gelu_tanh"
@@ -19,6 +19,10 @@ class Activation(Enum):
     RELU = "relu"
     TANH = "tanh"
     IDENTITY = "identity"
+
+
+GATES = (Activation.SILU, Activation.GELU_TANH, Activation.GELU)
+"""Those that a gated MLP may have."""
 
 
 def activate(ops: ForwardOps, activation: Activation, x: Tensor) -> Tensor:
@@ -74,6 +78,19 @@ class GatedMLP(Module):
     def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         return self.down_proj(ops, gate(ops, self.activation, self.gate_up(ops, x)))
+
+
+class PlainMLP(Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, hidden_size: int, inner_size: int, activation: Activation, bias: bool = False) -> None:
+        self.up_proj = Linear(hidden_size, (Part("up_proj", inner_size),), bias, Axis.OUT)
+        self.down_proj = Linear(inner_size, (Part("down_proj", hidden_size),), bias, Axis.IN)
+        self.activation = activation
+
+    def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        return self.down_proj(ops, activate(ops, self.activation, self.up_proj(ops, x)))
 
 
 @dataclass(frozen=True, slots=True)

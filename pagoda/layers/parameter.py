@@ -51,12 +51,15 @@ class Table:
 
     skipped: rows of the stored matrix that come first and are left out.   is_divided: tensor parallelism divides the
     rows, as it does those of a matrix along OUT.
+    by_position: it has a row for every position that a step can reach. Those past the stored ones are 0: a step in
+    flight may compute a token past the end of a finished row, which is not used.
     """
 
     rows: int
     columns: int
     skipped: int = 0
     is_divided: bool = False
+    by_position: bool = False
 
 
 @dataclass(frozen=True, slots=True)

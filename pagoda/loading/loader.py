@@ -148,11 +148,16 @@ class Filler:
     def _table(self, path: str, declared: Table, shard: MatrixShard) -> torch.Tensor:
         name, skipped = self._naming.find(path).name, declared.skipped
         self._check_shape(name, (skipped + declared.rows, declared.columns))
-        out = torch.empty(shard.shape, dtype=self._dtype, device=self._device)
         (rows,) = shard.rows
+        if declared.by_position:
+            rows = rows[: self._num_positions]
+            table = torch.zeros(self._num_positions, declared.columns, dtype=self._dtype, device=self._device)
+            out = table[: len(rows)]
+        else:
+            table = out = torch.empty(shard.shape, dtype=self._dtype, device=self._device)
         region = Region(None, range(skipped + rows.start, skipped + rows.stop), shard.columns)
         self._weights.read_into(name, out, region if skipped or len(rows) < declared.rows else None)
-        return out
+        return table
 
     def _vector(self, path: str, declared: Vector) -> torch.Tensor:
         """Return the vector in compute dtype, without the 1 of a unit offset."""

@@ -103,6 +103,8 @@ def _bytes(path: str, parameter: Parameter[Any], prepared: PreparedAs, held_as: 
     """Return the bytes of one parameter.   path: of the stored values (for a tied head, the table's)."""
     element = DTYPE_BYTES[prepared.dtype]
     match parameter.declared:
+        case Table(columns=columns, by_position=True):
+            return prepared.num_positions * columns * element
         case Table():
             rows, columns = parameter.shard.shape
             return rows * columns * element

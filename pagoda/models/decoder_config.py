@@ -8,7 +8,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingPlan
 from pagoda.layers.attention import Heads
-from pagoda.layers.mlp import Activation, ExpertsConfig
+from pagoda.layers.mlp import GATES, Activation, ExpertsConfig
 from pagoda.layers.norm import LayerNorm, RMSNorm
 from pagoda.layers.parameter import PickedRows
 from pagoda.layers.rope_config import RopeConfig
@@ -19,6 +19,16 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _MOST_POSITIONS = 1 << 26
 _MOST_EXPERTS = 4096
 _NO_EXPERTS = ExpertsConfig()
+_ACTIVATIONS = {
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "relu": Activation.RELU,
+    "tanh": Activation.TANH,
+}
 
 
 class QKNorm(Enum):
@@ -39,6 +49,10 @@ class DecoderConfig:
     layer_norms: norms are LayerNorms rather than RMSNorms.   norm_bias: of LayerNorms.   unit_offset_norms: RMSNorms
     multiply by 1 + weight.
     unrotated_layers: indices of the layers whose attention has no rotary embedding.
+    learned_positions: a table has an embedding of each position, which is added to that of the token.
+    parallel: the MLP computes from the state in front of the attention.
+    fused_qkv, fused_gate_up: the checkpoint stores q, k and v as one matrix, gate and up as one.   qkv_by_head: of such
+    a matrix, see Attention.   plain_mlp: MLPs are not gated.
     experts: in place of the MLP, if there are any.   dense_layers: indices of the layers with an MLP even so.
     head: how a classification head pools, and its labels.   head_rows: what it is made from, if it is not stored.
     bidirectional: tokens attend to later ones, too (EmbeddingGemma).
@@ -60,6 +74,12 @@ class DecoderConfig:
     unit_offset_norms: bool = False
     qk_norm: QKNorm = QKNorm.NONE
     unrotated_layers: frozenset[int] = frozenset()
+    learned_positions: bool = False
+    parallel: bool = False
+    fused_qkv: bool = False
+    qkv_by_head: bool = False
+    fused_gate_up: bool = False
+    plain_mlp: bool = False
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
@@ -87,13 +107,20 @@ def read_decoder(
     default_theta: float = 10_000.0,
     rotated: float | None = None,
     interleaved: bool = False,
+    tie_embeddings: bool = False,
+    layer_norm_eps: str | None = None,
+    plain_mlp: bool = False,
+    default_activation: str = "silu",
 ) -> DecoderConfig:
     """Read a Llama, or one of the many models with the same setting names; without biases.
 
     windows: per layer, None for full attention everywhere.   rotated, interleaved: see `read_rope`.
+    tie_embeddings: the default of the setting.   layer_norm_eps: the name of the setting of a model with LayerNorms.
+    plain_mlp: its MLPs have no gate.
     """
     rope = read_rope(config, default_theta, rotated, interleaved)
-    spec = read_spec(config, architecture, rope.max_position(config.integer("max_position_embeddings")), windows)
+    max_position = rope.max_position(config.integer("max_position_embeddings"))
+    spec = read_spec(config, architecture, max_position, windows, tie_embeddings)
     turned = rope.num_rotated(spec.head_dim)
     if turned % 2 or not turned:
         raise ConfigError(
@@ -102,11 +129,13 @@ def read_decoder(
         )
     return DecoderConfig(
         spec=spec,
-        norm_eps=config.not_negative("rms_norm_eps", 1e-6),
-        activation=read_activation(config),
+        norm_eps=config.not_negative(layer_norm_eps or "rms_norm_eps", 1e-5 if layer_norm_eps else 1e-6),
+        activation=read_activation(config, default=default_activation, gated=not plain_mlp),
         rope_full=rope,
         rope_window=rope,
         attention_scale=spec.head_dim**-0.5,
+        layer_norms=layer_norm_eps is not None,
+        plain_mlp=plain_mlp,
     )
 
 
@@ -176,7 +205,9 @@ def windows_by_layer_types(config: ConfigReader, layer_types: tuple[str, ...], w
     return tuple(window if kind == SLIDING else 0 for kind in layer_types)
 
 
-def read_activation(config: ConfigReader, key: str = "hidden_act", default: str = "silu") -> Activation:
-    """Return the MLP's activation. Raises ConfigError for an unsupported one."""
-    known = {"silu": Activation.SILU, "swish": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
-    return known[config.choice(key, tuple(known), default)]
+def read_activation(
+    config: ConfigReader, key: str = "hidden_act", default: str = "silu", gated: bool = True
+) -> Activation:
+    """Return an activation function.   gated: of a gated MLP. Raises ConfigError for an unsupported one."""
+    known = tuple(name for name, kind in _ACTIVATIONS.items() if kind in GATES or not gated)
+    return _ACTIVATIONS[config.choice(key, known, default)]

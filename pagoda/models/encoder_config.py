@@ -10,20 +10,9 @@ from pagoda.base.pooling import PoolingKind, PoolingPlan
 from pagoda.layers.attention import Heads
 from pagoda.layers.mlp import Activation
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import read_spec
+from pagoda.models.decoder_config import read_activation, read_spec
 
 LabelActivation = Literal["softmax", "sigmoid", "identity"]
-
-ACTIVATIONS = {
-    "gelu": Activation.GELU,
-    "gelu_new": Activation.GELU_TANH,
-    "gelu_pytorch_tanh": Activation.GELU_TANH,
-    "silu": Activation.SILU,
-    "swish": Activation.SILU,
-    "relu": Activation.RELU,
-    "tanh": Activation.TANH,
-}
-"""Activation functions by their names in config.json."""
 
 TOKEN_CLASSIFIER = "ForTokenClassification"
 """The end of the names of classes with a head that takes the state of each token."""
@@ -72,7 +61,7 @@ def read_encoder(config: ConfigReader, architecture: str, skipped_positions: int
         spec=read_encoder_spec(config, architecture, positions - skipped_positions),
         pooling=read_pooling_plan(config, PoolingKind.CLS),
         norm_eps=config.not_negative("layer_norm_eps", 1e-12),
-        activation=read_plain_activation(config, "hidden_act"),
+        activation=read_activation(config, default="gelu", gated=False),
         num_token_types=config.integer("type_vocab_size", 2),
         skipped_positions=skipped_positions,
     )
@@ -82,11 +71,6 @@ def read_encoder_spec(config: ConfigReader, architecture: str, max_position: int
     """Read the shapes. Weights without a stated dtype are float32, as transformers takes them."""
     spec = read_spec(config, architecture, max_position)
     return replace(spec, torch_dtype=config.text("dtype", config.text("torch_dtype", "float32")))
-
-
-def read_plain_activation(config: ConfigReader, key: str) -> Activation:
-    """Return an activation function, by default gelu. Raises ConfigError for an unsupported one."""
-    return ACTIVATIONS[config.choice(key, tuple(ACTIVATIONS), "gelu")]
 
 
 def read_pooling_plan(config: ConfigReader, head_pooling: PoolingKind) -> PoolingPlan:

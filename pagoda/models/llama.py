@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.ranks import WHOLE, RankPlace
-from pagoda.layers.attention import Attention
+from pagoda.layers.attention import FUSED_Q_K_V, Q_K_V, Attention
 from pagoda.layers.kv import place_kv, place_kv_of_stage
 from pagoda.layers.linear import Embedding, LMHead
-from pagoda.layers.mlp import GatedMLP, MoE
+from pagoda.layers.mlp import GatedMLP, MoE, PlainMLP
 from pagoda.layers.module import Module
 from pagoda.layers.norm import RMSNorm
 from pagoda.layers.rotary import Rotary
@@ -41,21 +41,27 @@ def attention_of(config: DecoderConfig, index: int, rotary: Rotary) -> Attention
         softcap=config.attention_softcap,
         qkv_bias=config.qkv_bias,
         out_bias=config.attention_out_bias,
+        names=FUSED_Q_K_V if config.fused_qkv else Q_K_V,
+        by_head=config.qkv_by_head,
         q_norm=norm(config.heads.num_heads),
         k_norm=norm(config.heads.num_kv_heads),
     )
 
 
-def mlp_of(config: DecoderConfig, index: int) -> GatedMLP | MoE:
+def mlp_of(config: DecoderConfig, index: int) -> GatedMLP | PlainMLP | MoE:
     """Return the MLP of layer `index`, or its experts."""
     spec = config.spec
     if config.experts.num_experts and index not in config.dense_layers:
         return MoE(spec.hidden_size, config.experts)
-    return GatedMLP(spec.hidden_size, spec.intermediate_size, config.activation, config.mlp_bias)
+    sizes = spec.hidden_size, spec.intermediate_size
+    if config.plain_mlp:
+        return PlainMLP(*sizes, config.activation, config.mlp_bias)
+    gate, up = ("gate_up_proj",) * 2 if config.fused_gate_up else ("gate_proj", "up_proj")
+    return GatedMLP(*sizes, config.activation, config.mlp_bias, (gate, up, "down_proj"))
 
 
 class LlamaLayer(Module):
-    """Attention and a gated MLP, each after a norm; x is added to the residual stream by the norm that follows it."""
+    """Attention and an MLP, each after a norm; x is added to the residual stream by the norm that follows it."""
 
     def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
         self.input_layernorm = config.norm()
@@ -90,6 +96,9 @@ class LlamaModel(Module):
         self.embed_tokens = Embedding(
             spec.vocab_size, spec.hidden_size, config.embedding_scale, input_scale=config.input_scale
         )
+        self.embed_positions: Embedding | None = None
+        if config.learned_positions:
+            self.embed_positions = Embedding(spec.max_position, spec.hidden_size, is_divided=False, by_position=True)
         self.layers = [layer(config, index, window if size else full) for index, size in enumerate(spec.layer_windows)]
         self.norm = config.norm()
         self.place, self.ranks = WHOLE, None
@@ -107,6 +116,8 @@ class LlamaModel(Module):
         for index, layer in enumerate(self.layers):
             layer.is_elsewhere = index not in own
         self.embed_tokens.is_elsewhere = not place.is_first_stage and not (place.is_last_stage and is_tied)
+        if self.embed_positions is not None:
+            self.embed_positions.is_elsewhere = not place.is_first_stage
         self.norm.is_elsewhere = not place.is_last_stage
 
     def __call__(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
@@ -116,6 +127,8 @@ class LlamaModel(Module):
         residual: Tensor | None = None
         if self.place.is_first_stage:
             x = self.embed_tokens.of_batch(ops, batch)
+            if self.embed_positions is not None:
+                residual = self.embed_positions(ops, batch.positions)
         else:
             assert self.ranks is not None
             like = layers[0].post_attention_layernorm.weight.value

@@ -16,11 +16,9 @@ from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
 from pagoda.models.bert import encoder_namings
 from pagoda.models.config_reader import ConfigReader, read_rope_parameters
-from pagoda.models.decoder_config import FULL, SLIDING, windows_by_layer_types
+from pagoda.models.decoder_config import FULL, SLIDING, read_activation, windows_by_layer_types
 from pagoda.models.encoder_config import (
-    ACTIVATIONS,
     read_encoder_spec,
-    read_plain_activation,
     read_pooling_plan,
 )
 from pagoda.ops.batch import ForwardBatch, KVLayer
@@ -148,7 +146,6 @@ def read(config: ConfigReader) -> ModernBertConfig:
     by_index = tuple(SLIDING if layer % every else FULL for layer in range(num_layers))
     # Half of local_attention on either side, ends included.
     window = config.integer("local_attention", 128) // 2 + 1
-    gated = tuple(name for name, kind in ACTIVATIONS.items() if kind.value.startswith(("gelu", "silu")))
     head_pooling = _POOLING[config.choice("classifier_pooling", tuple(_POOLING), "cls")]
     return ModernBertConfig(
         spec=read_encoder_spec(config, "modernbert", config.integer("max_position_embeddings")),
@@ -158,10 +155,10 @@ def read(config: ConfigReader) -> ModernBertConfig:
         rope_window=_read_rope(config, SLIDING, "local_rope_theta", 10_000.0),
         norm_eps=config.not_negative("norm_eps", 1e-5),
         norm_bias=config.flag("norm_bias", False),
-        activation=ACTIVATIONS[config.choice("hidden_activation", gated, "gelu")],
+        activation=read_activation(config, "hidden_activation", "gelu"),
         attention_bias=config.flag("attention_bias", False),
         mlp_bias=config.flag("mlp_bias", False),
-        head_activation=read_plain_activation(config, "classifier_activation"),
+        head_activation=read_activation(config, "classifier_activation", "gelu", gated=False),
         head_bias=config.flag("classifier_bias", False),
     )
 

@@ -1,4 +1,6 @@
-"""Decoders whose norms are elsewhere than Llama's: after attention and MLP, too, or only there."""
+"""Decoders whose norms are elsewhere than Llama's: after attention and MLP, too, or only there; or before both of
+them, which then compute from the same state.
+"""
 
 from collections.abc import Sequence
 
@@ -61,6 +63,43 @@ class PostNormLayer(LlamaLayer):
         stream = ops.add(self.post_attention_layernorm(ops, x), stream)
         x = self.mlp(ops, stream)
         return self.post_feedforward_layernorm(ops, x), stream
+
+
+class ParallelLayer(LlamaLayer):
+    """The MLP computes from the residual stream as it is in front of the attention, which also joins it; two norms."""
+
+    def __call__(
+        self,
+        ops: ForwardOps,
+        x: Tensor,
+        residual: Tensor | None,
+        batch: ForwardBatch,
+        kv: Sequence[KVLayer],
+        last: bool,
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.input_layernorm.add(ops, x, residual)
+        attended, residual = self.self_attn(ops, x, residual, batch, kv, last)
+        if self.post_attention_layernorm is not self.input_layernorm:
+            x = self.post_attention_layernorm(ops, residual)
+        elif last:
+            x = ops.select_rows(x, batch.tail.index)
+        return ops.add(self.mlp(ops, x), attended), residual
+
+
+class OneNormLayer(ParallelLayer):
+    """A parallel layer with one norm, for attention and MLP."""
+
+    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
+        super().__init__(config, index, rotary)
+        self.post_attention_layernorm = self.input_layernorm
+
+
+class ParallelDecoder(Llama):
+    layer = ParallelLayer
+
+
+class OneNormDecoder(Llama):
+    layer = OneNormLayer
 
 
 class SandwichDecoder(Llama):

@@ -4,6 +4,8 @@ from pagoda.base.registry import Registry
 from pagoda.models.architecture import Architecture
 from pagoda.models.bert import BERT, ROBERTA
 from pagoda.models.gemma3 import GEMMA3
+from pagoda.models.gpt2 import GPT2
+from pagoda.models.gpt_neox import GPT_NEOX
 from pagoda.models.llama import LLAMA
 from pagoda.models.mistral import MISTRAL, MIXTRAL
 from pagoda.models.modernbert import MODERNBERT
@@ -20,6 +22,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     MIXTRAL,
     QWEN3_MOE,
     OLMOE,
+    GPT2,
+    GPT_NEOX,
     BERT,
     ROBERTA,
     MODERNBERT,

@@ -110,6 +110,14 @@ def test_bad_settings(folder: Path, changes: dict[str, Any], message: str):
         ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act 'gelu_pytorch_tanh' is not supported; supported: silu"),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "'moe_intermediate_size' is missing"),
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
+        (
+            {"architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx = True is not supported",
+        ),
+        (
+            {"architectures": ["GPT2LMHeadModel"], "add_cross_attention": True},
+            "add_cross_attention = True is not supported",
+        ),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else None,
 )

@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,21 @@ def test_logits_close(name: str, folders, on: DeviceUnderTest):
     ours = torch.cat([runner.logits([(0, at, [token])]) for at, token in enumerate(prompt)])
     theirs = reference(name)(torch.tensor([prompt])).logits[0]
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gpt2", {"scale_attn_weights": False, "tie_word_embeddings": False, "activation_function": "gelu"}),
+        ("gpt-neox", {"use_parallel_residual": False, "hidden_act": "gelu_new", "attention_bias": False}),
+    ],
+    ids=str,
+)
+def test_settings_of_a_family_are_followed(name: str, changes: dict[str, Any], tmp_path: Path, on: DeviceUnderTest):
+    theirs = make_model(name, **changes)
+    runner = PagedRunner(load(save(theirs, tmp_path), on), 1, 40, torch.float32, device=on.device)
+    ours = runner.logits([(0, 0, prompts()[2])])[0]
+    torch.testing.assert_close(ours, theirs(torch.tensor([prompts()[2]])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])

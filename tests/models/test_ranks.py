@@ -49,6 +49,8 @@ def divisible(name: str, **changes: Any) -> Any:
     heads = getattr(CONFIGS[name](), "num_attention_heads", 4)
     if name == "olmoe":  # its heads are as large as divide the hidden size
         changes = {"num_attention_heads": 6, "num_key_value_heads": 6, **changes}
+    elif name.startswith(("gpt", "stablelm")):  # heads as large as divide the hidden size
+        changes = {"num_attention_heads": 4, **changes}
     elif heads not in (4, 6):
         changes = {**FOUR_HEADS, **changes}
     return make_model(name, **changes)

@@ -8,6 +8,8 @@ import transformers
 from transformers import (
     Gemma3Config,
     Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -31,6 +33,9 @@ _SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
+}
+_LAYER_NORM_SHAPE = {
+    key: value for key, value in _SHAPE.items() if key not in ("intermediate_size", "num_key_value_heads")
 }
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -94,6 +99,8 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "olmoe-gqa": lambda: OlmoeConfig(
         **{**_SHAPE, "num_attention_heads": 6, "num_key_value_heads": 2}, num_experts=4, num_experts_per_tok=4
     ),
+    "gpt2": lambda: GPT2Config(**_LAYER_NORM_SHAPE, n_inner=160),
+    "gpt-neox": lambda: GPTNeoXConfig(**_LAYER_NORM_SHAPE, intermediate_size=160),
     "gemma3": _gemma3_text,
     "gemma3-scale-of-head-dim": lambda: _gemma3_text(head_dim=32, query_pre_attn_scalar=32),
     "gemma3-softcap-scaled": lambda: _gemma3_text(
@@ -122,7 +129,7 @@ def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     around = 0.0 if name.startswith("gemma3") else 1.0
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if key.endswith("norm.weight"):
+            if key.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
                 # multiples of 2^-10, so that llama.cpp's 1 + weight is exact
                 parameter.copy_(around + (torch.randn_like(parameter) * 0.3).mul(1024).round().div(1024))
             elif parameter.dim() == 1:

@@ -1,0 +1,74 @@
+"""GPT-2: learned positions, LayerNorms, an MLP without a gate, biases everywhere, q, k and v in one matrix."""
+
+from dataclasses import replace
+
+from pagoda.layers.rope_config import RopeConfig
+from pagoda.models.architecture import Architecture
+from pagoda.models.config_reader import ConfigReader
+from pagoda.models.decoder_config import DecoderConfig, read_activation, read_spec
+from pagoda.models.llama import Llama
+from pagoda.models.naming import Naming, gguf_naming
+
+_NAMES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
+"""Settings by the names of other models."""
+
+
+def read(config: ConfigReader) -> DecoderConfig:
+    values = {**config.values, **{ours: config.values[theirs] for theirs, ours in _NAMES.items() if config.has(theirs)}}
+    if config.has("n_embd"):
+        values["intermediate_size"] = config.integer("n_inner", 4 * config.integer("n_embd"))
+    config = ConfigReader(values, config.origin)
+    config.refuse("scale_attn_by_inverse_layer_idx")
+    config.refuse("add_cross_attention")
+    spec = read_spec(config, "gpt2", config.integer("max_position_embeddings"), tie_embeddings=True)
+    # Its first checkpoints do not say that they are float32.
+    spec = replace(spec, torch_dtype=config.text("dtype", config.text("torch_dtype", "float32")))
+    return DecoderConfig(
+        spec=spec,
+        norm_eps=config.not_negative("layer_norm_epsilon", 1e-5),
+        activation=read_activation(config, "activation_function", "gelu_new", gated=False),
+        rope_full=RopeConfig(),
+        rope_window=RopeConfig(),
+        attention_scale=spec.head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0,
+        layer_norms=True,
+        unrotated_layers=frozenset(range(spec.num_layers)),
+        learned_positions=True,
+        fused_qkv=True,
+        plain_mlp=True,
+        qkv_bias=True,
+        attention_out_bias=True,
+        mlp_bias=True,
+    )
+
+
+_TENSORS = (
+    (r"^model\.embed_tokens\.", "transformer.wte."),
+    (r"^model\.embed_positions\.", "transformer.wpe."),
+    (r"^model\.norm\.", "transformer.ln_f."),
+    (r"^model\.layers\.", "transformer.h."),
+    (r"\.input_layernorm\.", ".ln_1."),
+    (r"\.post_attention_layernorm\.", ".ln_2."),
+    (r"\.self_attn\.qkv_proj\.", ".attn.c_attn."),
+    (r"\.self_attn\.o_proj\.", ".attn.c_proj."),
+    (r"\.mlp\.up_proj\.", ".mlp.c_fc."),
+    (r"\.mlp\.down_proj\.", ".mlp.c_proj."),
+)
+_TRANSPOSED = r"\.c_(attn|proj|fc)\.weight$"  # transformers' Conv1D
+
+GPT2 = Architecture(
+    name="gpt2",
+    hf_names=("GPT2LMHeadModel",),
+    model=Llama,
+    read=read,
+    hf=(
+        Naming(substitutions=_TENSORS, transposed=_TRANSPOSED),
+        Naming(substitutions=(*_TENSORS, (r"^transformer\.", "")), transposed=_TRANSPOSED),
+    ),
+    gguf_name="gpt2",
+    gguf=gguf_naming(),
+)
