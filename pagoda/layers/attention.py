@@ -35,7 +35,7 @@ FUSED_Q_K_V = ("qkv_proj", "qkv_proj", "qkv_proj")
 class Attention(Module):
     """Attention of the batch's tokens, causal over the cache or of a whole text to itself.
 
-    rotary: None for a model that has positions elsewhere.
+    rotary: None for a model that has positions elsewhere.   rotates: False where this layer does not apply it.
     causal: a token attends to those before it, which are in the cache: `kv` is what this layer keeps there. False: to
         all tokens of its text, which must all be in the batch; `kv` is None.
     window: only tokens less than so many positions away, 0 for all.   scale: multiplies scores, by default
@@ -64,6 +64,7 @@ class Attention(Module):
         out: str | None = "o_proj",
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        rotates: bool = True,
     ) -> None:
         dim = heads.dim
         q_size, kv_size = heads.num_heads * dim, heads.num_kv_heads * dim
@@ -80,7 +81,7 @@ class Attention(Module):
         if out is not None:
             self.o_proj = Linear(q_size, (Part(out, hidden_size),), out_bias, Axis.IN, unit=dim)
         self.q_norm, self.k_norm = q_norm, k_norm
-        self.rotary = rotary
+        self.rotary = rotary if rotates else None
         self.heads = self.computed_heads = heads
         self.first_heads: tuple[int, int] | None = None
         self.window = window

@@ -4,7 +4,7 @@ rank's share of it. No torch.
 
 from collections import Counter
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagoda.base.errors import ConfigError
 from pagoda.layers.module import parameters
@@ -82,13 +82,17 @@ def bias_pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard) -
 
 
 def _pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard, suffix: str, expert: int) -> Iterator[Piece]:
-    paths = matrix.part_paths(path, expert)
+    found = [naming.find(f"{part_path}.{suffix}") for part_path in matrix.part_paths(path, expert)]
+    # Parts of one name, or whose names become one, are rows of one tensor.
+    matrix = replace(
+        matrix, parts=tuple(replace(part, name=stored.name) for part, stored in zip(matrix.parts, found, strict=True))
+    )
     stored_rows: Counter[str] = Counter()
-    for name, part in zip(paths, matrix.parts, strict=True):
-        stored_rows[name] += part.rows
-    for number, (name, part, rows) in enumerate(zip(paths, matrix.parts, shard.rows, strict=True)):
-        stored = naming.find(f"{name}.{suffix}")
-        shape = (stored_rows[name],) if suffix == "bias" else (stored_rows[name], *(matrix.kernel or (matrix.columns,)))
+    for part in matrix.parts:
+        stored_rows[part.name] += part.rows
+    for number, (stored, part, rows) in enumerate(zip(found, matrix.parts, shard.rows, strict=True)):
+        num_rows = stored_rows[stored.name]
+        shape = (num_rows,) if suffix == "bias" else (num_rows, *(matrix.kernel or (matrix.columns,)))
         transposed = suffix == "weight" and naming.is_transposed(stored.name)
         if transposed:
             shape = shape[::-1]

@@ -32,6 +32,11 @@ class ConfigReader:
         self.values = values
         self.origin = origin
 
+    def with_defaults(self, defaults: Mapping[str, object]) -> "ConfigReader":
+        """Return the settings with `defaults` for those that are absent or null."""
+        stated = {key: value for key, value in self.values.items() if value is not None}
+        return ConfigReader({**self.values, **defaults, **stated}, self.origin)
+
     def integer(self, key: str, default: int | _Required = REQUIRED, most: int = _MOST) -> int:
         """Return an integer from 1 to `most`, so that a corrupt file cannot cause huge allocations."""
         value = self._value(key, default)

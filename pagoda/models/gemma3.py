@@ -5,7 +5,7 @@ EmbeddingGemma is one whose tokens attend to both sides.
 Multimodal checkpoints (`text_config`) are served as text models; their vision tower is not loaded.
 """
 
-from collections.abc import Mapping
+from functools import partial
 
 from pagoda.base.pooling import PoolingKind, PoolingPlan
 from pagoda.layers.rope_config import RopeConfig
@@ -20,7 +20,8 @@ from pagoda.models.decoder_config import (
     read_spec,
     windows_by_layer_types,
 )
-from pagoda.models.naming import BARE, HF, Naming, gguf_naming
+from pagoda.models.gemma2 import GGUF, gguf_query_scalar
+from pagoda.models.naming import BARE, HF, Naming
 from pagoda.models.norm_placement import SandwichDecoder
 
 # Google's configs omit settings that equal the first release; these are its values.
@@ -56,8 +57,7 @@ def read(config: ConfigReader) -> DecoderConfig:
     if text is not None:
         inherited = {key: config.values[key] for key in ("dtype", "torch_dtype", "eos_token_id") if config.has(key)}
         config = ConfigReader({**inherited, **text.values}, text.origin)
-    set_values = {key: value for key, value in config.values.items() if value is not None}
-    config = ConfigReader({**_DEFAULTS, **set_values}, config.origin)
+    config = config.with_defaults(_DEFAULTS)
     bidirectional = config.flag("use_bidirectional_attention", False)
     spec = read_spec(
         config, "gemma3", config.integer("max_position_embeddings"), _layer_windows(config, bidirectional), True
@@ -102,15 +102,6 @@ def _read_rope(config: ConfigReader, layer_type: str, theta_key: str, default_th
     return read_rope_parameters(parameters, theta, config.integer("max_position_embeddings"))
 
 
-def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
-    head_dim, hidden_size, num_heads = (values[key] for key in ("head_dim", "hidden_size", "num_attention_heads"))
-    assert isinstance(head_dim, int)
-    assert isinstance(hidden_size, int)
-    assert isinstance(num_heads, int)
-    of_27b = values["num_hidden_layers"] == _LAYERS_OF_27B
-    return {"query_pre_attn_scalar": hidden_size // num_heads if of_27b else head_dim}
-
-
 GEMMA3 = Architecture(
     name="gemma3",
     hf_names=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
@@ -123,12 +114,6 @@ GEMMA3 = Architecture(
         BARE,
     ),
     gguf_name="gemma3",
-    gguf=gguf_naming(
-        {
-            "post_attention_layernorm": "post_attention_norm",
-            "pre_feedforward_layernorm": "ffn_norm",
-            "post_feedforward_layernorm": "post_ffw_norm",
-        }
-    ),
-    gguf_settings=_gguf_settings,
+    gguf=GGUF,
+    gguf_settings=partial(gguf_query_scalar, _LAYERS_OF_27B),
 )

@@ -34,7 +34,7 @@ def attention_of(config: DecoderConfig, index: int, rotary: Rotary) -> Attention
     return Attention(
         config.spec.hidden_size,
         config.heads,
-        None if index in config.unrotated_layers else rotary,
+        rotary,
         causal=not config.bidirectional,
         window=config.spec.layer_windows[index],
         scale=config.attention_scale,
@@ -45,6 +45,7 @@ def attention_of(config: DecoderConfig, index: int, rotary: Rotary) -> Attention
         by_head=config.qkv_by_head,
         q_norm=norm(config.heads.num_heads),
         k_norm=norm(config.heads.num_kv_heads),
+        rotates=index not in config.unrotated_layers,
     )
 
 
@@ -171,10 +172,16 @@ class Llama(Model):
         return self.lm_head(ops, hidden)
 
 
-def read(config: ConfigReader) -> DecoderConfig:
+def read(
+    config: ConfigReader,
+    architecture: str = "llama",
+    windows: tuple[int, ...] | None = None,
+    default_theta: float = 10_000.0,
+) -> DecoderConfig:
+    """Read a Llama, or a model with its settings and biases.   windows, default_theta: see `read_decoder`."""
     attention_bias = config.flag("attention_bias", False)
     return replace(
-        read_decoder(config, "llama"),
+        read_decoder(config, architecture, windows, default_theta),
         qkv_bias=attention_bias,
         attention_out_bias=config.flag("attention_out_bias", attention_bias),
         mlp_bias=config.flag("mlp_bias", False),

@@ -25,7 +25,8 @@ class Naming:
 
     names: paths (numbers as `*`) to names, None if they are equal. The first number of a path goes where the name has a
         `*`; a further one (an expert) counts the matrices stacked in the tensor.
-    substitutions: regular expressions and replacements that turn paths into names, if there is no table.
+    substitutions: regular expressions and replacements that turn paths into names, if there is no table. A number in
+        brackets in what they make is the place of the matrix (an expert) in a tensor of stacked ones.
     interleaved_rotary: rows that the rotary embedding turns are stored in llama.cpp's order, pairs (0, D/2),
         (1, D/2 + 1), ... next to each other in each head.
     by_part: parts of one tensor are stored one after the other, also where they alternate in transformers' checkpoints.
@@ -50,7 +51,8 @@ class Naming:
         if self.names is None:
             for pattern, replacement in self.substitutions:
                 path = re.sub(pattern, replacement, path)
-            return StoredTensor(path)
+            stacked = re.fullmatch(r"(.*)\[(\d+)\](.*)", path)
+            return StoredTensor(path) if stacked is None else StoredTensor(stacked[1] + stacked[3], int(stacked[2]))
         words, numbers = [], []
         for word in path.split("."):
             words.append("*" if word.isdigit() else word)
@@ -100,3 +102,9 @@ def gguf_naming(layer: Mapping[str, str] | None = None, interleaved_rotary: bool
         unit_offset_stored=True,
         rope_factors="rope_freqs.weight",
     )
+
+
+POST_NORM_GGUF = gguf_naming(
+    {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+)
+"""Of decoders whose norms are after attention and MLP."""

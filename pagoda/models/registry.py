@@ -3,22 +3,33 @@
 from pagoda.base.registry import Registry
 from pagoda.models.architecture import Architecture
 from pagoda.models.bert import BERT, ROBERTA
+from pagoda.models.exaone4 import EXAONE4
+from pagoda.models.gemma2 import GEMMA2
 from pagoda.models.gemma3 import GEMMA3
 from pagoda.models.gpt2 import GPT2
 from pagoda.models.gpt_neox import GPT_NEOX
+from pagoda.models.granite import GRANITE, GRANITEMOE
 from pagoda.models.llama import LLAMA
 from pagoda.models.mistral import MISTRAL, MIXTRAL
 from pagoda.models.modernbert import MODERNBERT
+from pagoda.models.olmo2 import OLMO2
 from pagoda.models.olmoe import OLMOE
 from pagoda.models.pooled_decoder import pooled_variants
 from pagoda.models.qwen import QWEN2, QWEN3, QWEN3_MOE
+from pagoda.models.smollm3 import SMOLLM3
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     LLAMA,
     MISTRAL,
     QWEN2,
     QWEN3,
+    GEMMA2,
     GEMMA3,
+    OLMO2,
+    SMOLLM3,
+    EXAONE4,
+    GRANITE,
+    GRANITEMOE,
     MIXTRAL,
     QWEN3_MOE,
     OLMOE,

@@ -88,6 +88,20 @@ def edit(folder: Path, **changes: Any) -> None:
         ),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"] * 2}, "3 layers but 2"),
         ({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu"}, "hidden_activation 'gelu' is not"),
+        (
+            {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
+            "use_bidirectional_attention = True is not supported",
+        ),
+        ({"architectures": ["Olmo2ForCausalLM"], "sliding_window": 8}, "sliding_window = 8 is not supported"),
+        (
+            {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
+            "no_rope_layers = [1, 0], expected a number for each of the 3 layers",
+        ),
+        (
+            {"architectures": ["Exaone4ForCausalLM"], "sliding_window": 8, "sliding_window_pattern": "LLLG"},
+            "sliding_window_pattern = 'LLLG', expected a positive integer",
+        ),
+        ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.0}, "expected a positive number"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else None,
 )

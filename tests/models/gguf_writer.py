@@ -17,8 +17,16 @@ _ARCHITECTURES = {
     "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
+    "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "exaone4": gguf.MODEL_ARCH.EXAONE4,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
 }
+_INTERLEAVED = ("llama", "smollm3", "granite", "granitemoe")
+"""Those whose rows of q and k llama.cpp reorders."""
 
 
 def write_gguf(
@@ -51,24 +59,24 @@ def write_gguf(
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     for key, tensor in state.items():
-        is_router = key.endswith("mlp.gate.weight")
+        is_router = key.endswith(("mlp.gate.weight", ".router.weight"))
         stored_as = GGMLQuantizationType.F32
         if tensor.dim() > 1 and not is_router:
             stored_as = kind(key) if callable(kind) else kind
         tensor.copy_(torch.from_numpy(_round_trip(tensor.numpy(), stored_as)))
         values = tensor.numpy()
-        if ".mlp.experts." in key:
-            for part, matrices in _expert_parts(key, values).items():
+        if ".experts." in key:
+            for part, matrices in _expert_parts(key.replace("block_sparse_moe", "mlp"), values).items():
                 stored = names.get_name(part)
                 assert stored is not None, part
                 writer.add_tensor(f"{stored}.weight", _quantize(matrices, stored_as), raw_dtype=stored_as)
             continue
-        if name == "llama" and (".q_proj." in key or ".k_proj." in key):
+        if name in _INTERLEAVED and (".q_proj." in key or ".k_proj." in key):
             heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
             values = _interleave(values, heads)
-        if name == "gemma3" and key.endswith("norm.weight"):
+        if name.startswith("gemma") and key.endswith("norm.weight"):
             values = values + 1
-        stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        stored = names.get_name(key.replace(".router.", ".router.layer."), try_suffixes=(".weight", ".bias"))
         assert stored is not None, key
         writer.add_tensor(stored, _quantize(values, stored_as), raw_dtype=stored_as)
     if isinstance(factors, np.ndarray):
@@ -99,8 +107,16 @@ def _add_settings(writer: gguf.GGUFWriter, config) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
         if hasattr(config, "moe_intermediate_size"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if config.model_type == "gemma3_text":
+    if config.model_type in ("gemma2", "gemma3_text"):
         writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type.startswith("granite"):
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
 

@@ -34,6 +34,12 @@ CASES = [
     ("olmoe", Kind.Q4_0),
     ("gemma3-scale-of-head-dim", Kind.Q8_0),
     ("gemma3-scale-of-head-dim", Kind.F32),
+    ("gemma2-scale-of-head-dim", Kind.Q8_0),
+    ("olmo2", Kind.Q8_0),
+    ("smollm3", Kind.Q8_0),
+    ("exaone4-full", Kind.Q8_0),
+    ("granite", Kind.Q8_0),
+    ("granitemoe", Kind.Q8_0),
 ]
 
 

@@ -46,6 +46,8 @@ ADAPTERS: dict[str, list[dict[str, object]]] = {
     "qwen3-moe-some-layers": [{"r": 8, "target_modules": ["q_proj", "v_proj"]}, {"r": 4, "target_modules": ["o_proj"]}],
     "olmoe": [{"r": 8, "target_modules": ["k_proj", "o_proj"]}],
     "gemma3": [{"r": 8, "target_modules": EVERYTHING}, {"r": 16}],
+    "olmo2": [{"r": 8}],
+    "granite": [{"r": 8, "target_modules": EVERYTHING}],
     "gemma3-multimodal": [{"r": 8, "target_modules": r".*language_model.*(q_proj|down_proj)"}],
 }
 

@@ -6,19 +6,25 @@ from pathlib import Path
 import torch
 import transformers
 from transformers import (
+    Exaone4Config,
+    Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     OlmoeConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 VOCAB = 131
@@ -68,6 +74,20 @@ def _gemma3_text(**more: object) -> Gemma3TextConfig:
     return Gemma3TextConfig(**{**shape, "sliding_window": 5, "query_pre_attn_scalar": 40, **more})
 
 
+def _gemma2(**more: object) -> PretrainedConfig:
+    shape = {**_SHAPE, "head_dim": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    return Gemma2Config(**{**shape, **caps, "sliding_window": 5, "query_pre_attn_scalar": 40, **more})
+
+
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+
+
 def _gemma3_multimodal() -> PretrainedConfig:
     vision = {
         "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -101,6 +121,8 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "gpt2": lambda: GPT2Config(**_LAYER_NORM_SHAPE, n_inner=160),
     "gpt-neox": lambda: GPTNeoXConfig(**_LAYER_NORM_SHAPE, intermediate_size=160),
+    "gemma2": _gemma2,
+    "gemma2-scale-of-head-dim": lambda: _gemma2(head_dim=32, query_pre_attn_scalar=32),
     "gemma3": _gemma3_text,
     "gemma3-scale-of-head-dim": lambda: _gemma3_text(head_dim=32, query_pre_attn_scalar=32),
     "gemma3-softcap-scaled": lambda: _gemma3_text(
@@ -111,6 +133,12 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         },
     ),
     "gemma3-multimodal": _gemma3_multimodal,
+    "olmo2": lambda: Olmo2Config(**_SHAPE),
+    "smollm3": lambda: SmolLM3Config(**{**_SHAPE, "num_hidden_layers": 4}),
+    "exaone4": lambda: Exaone4Config(**_SHAPE, sliding_window=6, sliding_window_pattern=2),
+    "exaone4-full": lambda: Exaone4Config(**_SHAPE, sliding_window=None, layer_types=["full_attention"] * 3),
+    "granite": lambda: GraniteConfig(**_SHAPE, **_GRANITE, rms_norm_eps=1e-3),
+    "granitemoe": lambda: GraniteMoeConfig(**_SHAPE, **_GRANITE, num_local_experts=5, num_experts_per_tok=2),
 }
 
 
@@ -126,7 +154,7 @@ def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     kind = kind or transformers.AutoModelForCausalLM
     model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
     model = model.float().eval()
-    around = 0.0 if name.startswith("gemma3") else 1.0
+    around = 0.0 if name.startswith("gemma") else 1.0
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):

@@ -1,0 +1,37 @@
+"""EXAONE 4: norms after attention and MLP instead of before, q and k normed per head.
+
+With windows (the 32B): layers with full attention have no rotary embedding.
+"""
+
+from dataclasses import replace
+
+from pagoda.models.architecture import Architecture
+from pagoda.models.config_reader import ConfigReader
+from pagoda.models.decoder_config import FULL, SLIDING, DecoderConfig, QKNorm, read_decoder, windows_by_layer_types
+from pagoda.models.naming import POST_NORM_GGUF
+from pagoda.models.norm_placement import PostNormDecoder
+
+
+def read(config: ConfigReader) -> DecoderConfig:
+    config = config.with_defaults({"rms_norm_eps": 1e-5})
+    unrotated, windows = frozenset[int](), None
+    if config.has("sliding_window"):
+        layer_types = config.texts("layer_types") or _by_pattern(config)
+        windows = windows_by_layer_types(config, layer_types, config.integer("sliding_window"))
+        unrotated = frozenset(layer for layer, kind in enumerate(layer_types) if kind == FULL)
+    return replace(read_decoder(config, "exaone4", windows), qk_norm=QKNorm.HEAD, unrotated_layers=unrotated)
+
+
+def _by_pattern(config: ConfigReader) -> tuple[str, ...]:
+    every = config.integer("sliding_window_pattern", 4)
+    return tuple(SLIDING if (layer + 1) % every else FULL for layer in range(config.num_layers()))
+
+
+EXAONE4 = Architecture(
+    name="exaone4",
+    hf_names=("Exaone4ForCausalLM",),
+    model=PostNormDecoder,
+    read=read,
+    gguf_name="exaone4",
+    gguf=POST_NORM_GGUF,
+)
