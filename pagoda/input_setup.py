@@ -1,13 +1,14 @@
 """Build what turns callers' prompts into requests: the tokenizer, the limits, and the adapters that they may name."""
 
 from pagoda.engine.inputs.adapters import KnownAdapters
+from pagoda.engine.inputs.image_prompts import ImagePrompts
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine_setup import EngineSetup
 from pagoda.loading.adapters.files import AdapterTargets
 from pagoda.loading.generation_config import default_sampling
-from pagoda.loading.model_config import read_architecture, read_model
+from pagoda.loading.model_config import read_architecture, read_images, read_model
 
 
 def build_input_processor(setup: EngineSetup) -> InputProcessor:
@@ -30,6 +31,9 @@ def build_input_processor(setup: EngineSetup) -> InputProcessor:
     if model.lora.enable_lora:
         targets = AdapterTargets(read_architecture(files)[0], read_model(files))
         adapters = KnownAdapters(targets, model.lora.max_lora_rank, setup.embeds_size)
+    images = None
+    if setup.encoder is not None and not setup.crosses:
+        images = ImagePrompts(read_images(files), tokenizer, model.request_limits, model.allowed_media_domains)
     own = tokenizer.facts.chat_template if model.chat_template is not None else None
     score_template = own.sources["default"] if own is not None else setup.tasks.plan.score_template
     return InputProcessor(
@@ -40,5 +44,6 @@ def build_input_processor(setup: EngineSetup) -> InputProcessor:
         adapters,
         score_template,
         default_sampling(model, files),
+        images=images,
         model_name=(*model.served_model_name, setup.files.name)[0],
     )

@@ -15,6 +15,7 @@ from pagoda.loading.token_ids import end_token_ids, find_token_ids
 from pagoda.models.architecture import Architecture, TreeConfig
 from pagoda.models.base import Dense, Model
 from pagoda.models.config_reader import ConfigReader
+from pagoda.models.image_config import ImageConfig, read_image_config
 from pagoda.models.pooled_decoder import TOKEN_IDS
 from pagoda.models.registry import BY_GGUF_NAME, BY_HF_NAME
 
@@ -61,6 +62,22 @@ def read_architecture(files: ModelFiles) -> tuple[Architecture, TreeConfig]:
         file = CTranslate2File(files.path)
         return _read_settings(ConfigReader(file.settings(), str(file.path)))
     return _read_folder(files)
+
+
+def read_images(files: ModelFiles) -> ImageConfig:
+    """Return how a vision-language model's images are processed.
+
+    Raises ConfigError for a folder that does not say, and for a processor that is not supported.
+    """
+    folder = files.path
+    config, processor, stated = (
+        ConfigReader(read_json_object(path) if path.is_file() else {}, str(path))
+        for path in (folder / name for name in ("config.json", "processor_config.json", "preprocessor_config.json"))
+    )
+    preprocessor = processor.section("image_processor") or stated
+    if not preprocessor.values:
+        raise ConfigError(f"{stated.origin} is missing: it says how the model's images are processed")
+    return read_image_config(config, processor, preprocessor)
 
 
 def summarize_weights(files: ModelFiles) -> WeightSummary:

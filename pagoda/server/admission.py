@@ -5,7 +5,7 @@ import time
 from collections import Counter, defaultdict
 
 from pagoda.base.errors import RequestError
-from pagoda.base.server_config import ServerLimits
+from pagoda.base.server_config import MAX_HELD_MEDIA_BYTES, ServerLimits
 
 PRIOR_OUTPUT_TOKENS = 1024
 """What an output is expected to take before there were any."""
@@ -14,7 +14,7 @@ _MEAN_OVER = 1000  # outputs
 
 
 class Refusal(Exception):
-    """The request exceeds a limit now. `reason`: requests, tokens, key_concurrency or key_rate."""
+    """The request exceeds a limit now. `reason`: requests, tokens, media, key_concurrency or key_rate."""
 
     def __init__(self, reason: str, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)
@@ -30,12 +30,22 @@ class Place:
         self._key = key
         self._num_waiting = self._num_requests = num_requests
         self._num_tokens = num_tokens
+        self._num_media_bytes = 0
         admission.count(key, num_requests, num_requests, num_tokens)
 
     def correct(self, num_tokens: int) -> None:
         """Replace the estimate of its tokens by what is known now."""
         self._admission.count(self._key, 0, 0, num_tokens - self._num_tokens)
         self._num_tokens = num_tokens
+
+    def hold(self, num_media_bytes: int) -> None:
+        """Count what encoders read for it, until it is closed. Raises Refusal if others hold too much."""
+        held = self._admission.num_media_bytes
+        if num_media_bytes and held and held + num_media_bytes > MAX_HELD_MEDIA_BYTES:
+            full = f"the server is full: it holds {held} bytes of processed images and audio, of {MAX_HELD_MEDIA_BYTES}"
+            raise Refusal("media", full)
+        self._admission.num_media_bytes += num_media_bytes
+        self._num_media_bytes += num_media_bytes
 
     def start(self) -> None:
         """It has a first token, and so no longer waits. Idempotent."""
@@ -45,7 +55,8 @@ class Place:
     def close(self) -> None:
         """It counts no longer. Idempotent."""
         self._admission.count(self._key, -self._num_requests, -self._num_waiting, -self._num_tokens)
-        self._num_requests = self._num_waiting = self._num_tokens = 0
+        self._admission.num_media_bytes -= self._num_media_bytes
+        self._num_requests = self._num_waiting = self._num_tokens = self._num_media_bytes = 0
 
 
 class Admission:
@@ -59,6 +70,7 @@ class Admission:
         self.num_requests = 0
         self.num_waiting = 0
         self.num_tokens = 0
+        self.num_media_bytes = 0
         self._mean_output = float(PRIOR_OUTPUT_TOKENS)
         self._num_outputs = _PRIOR_WEIGHT
         self._live_of_key: Counter[str] = Counter()

@@ -276,6 +276,11 @@ async def _cancel(tasks: Sequence["asyncio.Task[Any]"]) -> None:
             task.cancel()
 
 
+def _media_bytes(request: Request) -> int:
+    """Return the bytes that encoders read for a request."""
+    return sum(item.features.nbytes for item in request.media if item.features is not None)
+
+
 class Generator:
     """Starts generations on one AsyncEngine."""
 
@@ -379,6 +384,11 @@ class Generator:
         is_long = asked.num_chars >= LONG_TEXT_CHARS or asked.has_grammar
         requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
         admitted.place.correct(sum(map(self._expected_tokens, requests)))
+        try:
+            admitted.place.hold(sum(map(_media_bytes, requests)))
+        except Refusal as refusal:
+            self.metrics.on_refusal(refusal.reason)
+            raise
         return Generation(self, http, request_id, requests, admitted)
 
     def _expected_tokens(self, request: Request) -> int:

@@ -47,6 +47,21 @@ def test_requests_and_tokens_are_bounded_and_released() -> None:
     assert (admission.num_requests, admission.num_tokens) == (0, 0)
 
 
+def test_bytes_for_encoders_are_bounded_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.server.admission.MAX_HELD_MEDIA_BYTES", 100)
+    admission = Admission(ServerLimits())
+    with admitted(admission, 1, 1) as first, admitted(admission, 1, 1) as second:
+        first.hold(150)  # at any size, if there is no other
+        with pytest.raises(Refusal) as caught:
+            second.hold(1)
+        assert caught.value.reason == "media"
+        second.hold(0)  # a text
+        first.close()
+        second.hold(100)
+        assert admission.num_media_bytes == 100
+    assert admission.num_media_bytes == 0
+
+
 def test_a_place_is_released_after_an_error() -> None:
     admission = Admission(ServerLimits(max_queued_requests=1))
     with pytest.raises(KeyError), admitted(admission, 1, 1, ""):
