@@ -1,8 +1,10 @@
 """Build a running EngineCore from settings: the only module that chooses implementations."""
 
 import logging
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 from pagoda.base.abbreviate import shorten
 from pagoda.base.clock import Clock, SystemClock
@@ -36,6 +38,7 @@ def build_engine_core(
     wrap_executor: Callable[[Executor, int], Executor] | None = None,
     pin_threads: bool = False,
     on_death: Callable[[WorkerDied], object] = lambda _: None,
+    ray_group: object = None,
 ) -> EngineCore:
     """Load the model and return an engine that is ready for requests.
 
@@ -43,6 +46,7 @@ def build_engine_core(
     wrap_executor: called with the executor and the number of the scheduler's rows; returns the executor to use.
     pin_threads: keep each compute thread on a core, if there are as many threads as cores; only for a process that runs
     nothing else.   on_death: called, in any thread, if an executor of several processes dies once it has started.
+    ray_group: the placement group for ranks that are actors of Ray; None: a new one.
     Raises ConfigError for invalid settings, CapacityError for too little memory, WorkerDied if the executor dies.
     """
     begin_s = time.perf_counter()
@@ -53,7 +57,7 @@ def build_engine_core(
     for sentence in settings_without_effect(setup.config):
         logger.warning("%s", sentence)
     clock = clock or SystemClock()
-    executor = _make_executor(setup, capacity, pin_threads, on_death)
+    executor = _make_executor(setup, capacity, pin_threads, on_death, ray_group)
     if wrap_executor is not None:
         executor = wrap_executor(executor, options_of(setup).max_rows)
     try:
@@ -101,17 +105,32 @@ def build_engine_core(
     )
 
 
+def llm_engine_builder(config: EngineConfig) -> Callable[[], LLMEngine]:
+    """Return what builds an engine with text in and out, on another thread than the caller's.
+
+    Called on the caller's thread, which alone knows the placement group of a task of Ray.
+    """
+    group = None
+    if config.parallel.executor == "ray" and "ray" in sys.modules:  # otherwise this is no task of it
+        from pagoda.executors.ray import callers_group
+
+        group = callers_group()
+    return lambda: build_llm_engine(config, ray_group=group)
+
+
 def build_llm_engine(
-    config: EngineConfig, wrap_executor: Callable[[Executor, int], Executor] | None = None
+    config: EngineConfig,
+    wrap_executor: Callable[[Executor, int], Executor] | None = None,
+    ray_group: object = None,
 ) -> LLMEngine:
     """Load the model and return an engine with text in and out, to be stepped by the calling thread.
 
-    wrap_executor, errors: as for `build_engine_core`.
+    wrap_executor, ray_group, errors: as for `build_engine_core`.
     """
     setup = resolve_engine(config)
     # The tokenizer first, so that its errors are reported before loading the weights.
     inputs = build_input_processor(setup)
-    core = build_engine_core(setup, wrap_executor=wrap_executor)
+    core = build_engine_core(setup, wrap_executor=wrap_executor, ray_group=ray_group)
     inputs.limits.fit(core.facts.max_model_len)
     return LLMEngine(core, inputs)
 
@@ -152,6 +171,7 @@ def _make_executor(
     capacity: KVCapacity | None,
     pin_threads: bool,
     on_death: Callable[[WorkerDied], object],
+    ray_group: object,
 ) -> Executor:
     options = options_of(setup)
     if setup.config.parallel.executor == "fake":
@@ -172,11 +192,11 @@ def _make_executor(
         timeout_s = load_timeout_s(sum(setup.files.sizes().values()))
         return MultiProcessExecutor(setup.config, LocalRanks, load_timeout_s=timeout_s, on_death=on_death)
     if setup.config.parallel.executor == "ray":
-        return _on_ray(setup, on_death)
+        return _on_ray(setup, on_death, ray_group)
     return InProcessExecutor(make_worker(setup, pin_threads), overlap=options.pipeline_depth > 1)
 
 
-def _on_ray(setup: EngineSetup, on_death: Callable[[WorkerDied], object]) -> Executor:
+def _on_ray(setup: EngineSetup, on_death: Callable[[WorkerDied], object], group: object) -> Executor:
     from pagoda.executors.multi_process import MultiProcessExecutor, load_timeout_s
 
     try:
@@ -186,7 +206,8 @@ def _on_ray(setup: EngineSetup, on_death: Callable[[WorkerDied], object]) -> Exe
             "distributed_executor_backend='ray' needs Ray on every machine: pip install 'pagoda-llm[ray]'"
         ) from error
     timeout_s = load_timeout_s(sum(setup.files.sizes().values()))
-    return MultiProcessExecutor(setup.config, RayRanks, host=connect(), load_timeout_s=timeout_s, on_death=on_death)
+    start_ranks = partial(RayRanks, group=group)
+    return MultiProcessExecutor(setup.config, start_ranks, host=connect(), load_timeout_s=timeout_s, on_death=on_death)
 
 
 def _lookup_speculator(setup: EngineSetup, max_rows: int) -> Speculator | None:

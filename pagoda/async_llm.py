@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from pagoda.assemble import build_llm_engine
+from pagoda.assemble import llm_engine_builder
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import PagodaError, RequestError, UsageError
@@ -87,7 +87,7 @@ class AsyncLLM:
             options["model"] = model
         config = EngineConfig.for_engine(**options)
         check_settings(config)
-        self._begin(lambda: build_llm_engine(config))
+        self._begin(llm_engine_builder(config))
 
     @classmethod
     def over(cls, build: Callable[[], LLMEngine]) -> Self:
@@ -113,7 +113,7 @@ class AsyncLLM:
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
         """Return an AsyncLLM with the settings that `EngineArgs` returned."""
         check_settings(engine_args)
-        return cls.over(lambda: build_llm_engine(engine_args))
+        return cls.over(llm_engine_builder(engine_args))
 
     async def start(self) -> Self:
         """Load the model if it is not loaded yet. Raises ConfigError or CapacityError as LLM does."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from pagoda.assemble import build_llm_engine
+from pagoda.assemble import llm_engine_builder
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
 from pagoda.base.lora import LoRARequest
@@ -90,12 +90,12 @@ class LLM:
         if model is not None:
             options["model"] = model
         config = EngineConfig.for_engine(**options)
-        self._begin(lambda: build_llm_engine(config))
+        self._begin(llm_engine_builder(config))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
         """Load a model with the settings that `EngineArgs` returned. Raises as the constructor."""
-        return cls.over(lambda: build_llm_engine(engine_args))
+        return cls.over(llm_engine_builder(engine_args))
 
     @classmethod
     def over(cls, build: Callable[[], LLMEngine]) -> Self:

@@ -358,10 +358,10 @@ class _RankProcesses:
         try:
             self.replies = self._bound(zmq.PULL, "replies")
             self.messages = [self._bound(zmq.PUSH, f"rank{place.number}") for place in places]
-            replies = _address_of(self.replies)
+            replies = address_of(self.replies)
             starts = [
                 RankStart(
-                    config, place, place.number, len(places), _address_of(messages), replies, self._folder(), curve
+                    config, place, place.number, len(places), address_of(messages), replies, self._folder(), curve
                 )
                 for place, messages in zip(places, self.messages, strict=True)
             ]
@@ -396,18 +396,30 @@ class _RankProcesses:
         if self._place is not None:
             socket.bind(self._place.address(name))
         else:
-            socket.curve_server, socket.curve_secretkey = True, self._secret
-            socket.bind(f"tcp://{self._host}:*")
+            assert self._host is not None
+            bind_encrypted(socket, self._host, self._secret)
         return socket
 
     def _admit_only_ranks(self) -> Curve:
         """Make keys, and refuse everyone who does not hold those of the ranks."""
         public, self._secret = zmq.curve_keypair()
         ranks_public, ranks_secret = zmq.curve_keypair()
-        self._guard = ThreadAuthenticator(self._context)
-        self._guard.start()
-        self._guard.configure_curve_callback(credentials_provider=_OneKey(ranks_public))
+        self._guard = admit_only(self._context, ranks_public)
         return Curve(public, ranks_public, ranks_secret)
+
+
+def bind_encrypted(socket: "zmq.Socket[bytes]", host: str, secret: bytes) -> None:
+    """Bind to a free port of an address of this machine; who connects needs the public key of `secret`."""
+    socket.curve_server, socket.curve_secretkey = True, secret
+    socket.bind(f"tcp://{host}:*")
+
+
+def admit_only(context: "zmq.Context[Any]", public: bytes) -> ThreadAuthenticator:
+    """Refuse all connections to encrypted sockets of the context but from the holder of the secret of `public`."""
+    guard = ThreadAuthenticator(context)
+    guard.start()
+    guard.configure_curve_callback(credentials_provider=_OneKey(public))
+    return guard
 
 
 class _OneKey:
@@ -464,7 +476,8 @@ def new_segment(num_ranks: int, num_local: int | None = None) -> int:
         raise ConfigError(f"several ranks on one machine need the native kernels: {error}") from error
 
 
-def _address_of(bound: "zmq.Socket[bytes]") -> str:
+def address_of(bound: "zmq.Socket[bytes]") -> str:
+    """Return where others connect to."""
     endpoint = bound.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(endpoint, bytes)
     return endpoint.decode()

@@ -18,14 +18,16 @@ from typing import Any, Protocol
 
 import msgspec
 import ray
+import zmq
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from zmq.auth.thread import ThreadAuthenticator
 
 from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.engine.wire import make_decoder, make_encoder
 from pagoda.executors.messages import RankStart
-from pagoda.executors.multi_process import RankDied, new_segment
+from pagoda.executors.multi_process import RankDied, address_of, admit_only, bind_encrypted, new_segment
 from pagoda.executors.rank import log_rank, make_executor, run_rank
 from pagoda.worker.devices import select_device
 
@@ -34,6 +36,14 @@ logger = logging.getLogger("pagoda")
 PLACEMENT_TIMEOUT_S = 30.0  # for a place for all ranks; a server tries three times
 END_TIMEOUT_S = 10.0
 HANDSHAKE_TIMEOUT_S = 5
+
+
+def callers_group() -> PlacementGroup | None:
+    """Return the placement group that Ray has put the calling task or actor into, if any.
+
+    In a task, only its own thread is told.
+    """
+    return ray.util.get_current_placement_group() if ray.is_initialized() else None
 
 
 def connect() -> str:
@@ -63,8 +73,11 @@ class RankActor:
     """A rank's process. Its methods run in threads of their own, since `run` does not return."""
 
     def __init__(self) -> None:
+        self._host = str(ray.util.get_node_ip_address())
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._guard: ThreadAuthenticator | None = None
+        self._start: zmq.Socket[bytes] | None = None
         self._listener: socket.socket | None = None
-        self._secret = b""
 
     def node(self) -> str:
         """Return the id of the node that it is on."""
@@ -77,26 +90,41 @@ class RankActor:
         """
         return f"/proc/{os.getpid()}/fd/{new_segment(num_ranks, num_local)}"
 
-    def listen(self, secret: bytes) -> tuple[str, int]:
+    def listen(self, engine: bytes) -> tuple[str, bytes]:
+        """Return an address and a public key, with which the engine can send this rank its RankStart, encrypted.
+
+        engine: its public key. Ray sends what it is asked to in clear, unless it is told to use TLS: so nothing secret.
+        """
+        public, secret = zmq.curve_keypair()
+        self._guard = admit_only(self._context, engine)
+        self._start = door = self._context.socket(zmq.PULL)
+        bind_encrypted(door, self._host, secret)
+        return address_of(door), public
+
+    def listen_for_stage(self) -> tuple[str, int]:
         """Return an address at which this rank will take the connection of the stage before."""
-        self._secret = secret
-        self._listener = socket.create_server((ray.util.get_node_ip_address(), 0))
+        self._listener = socket.create_server((self._host, 0))
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 
-    def run(self, data: bytes, segment: str | None, next_stage: tuple[str, int] | None) -> None:
-        """Be the rank that an encoded RankStart describes, until the actor is killed.
+    def run(self, segment: str | None, next_stage: tuple[str, int] | None) -> None:
+        """Be the rank that the engine's RankStart describes, until the actor is killed.
 
         segment: of the ranks of its stage, see `new_segment`.   next_stage: where that listens.
         """
-        start = make_decoder(RankStart).decode(data)
+        assert self._start is not None
+        assert self._guard is not None
+        start = make_decoder(RankStart).decode(self._start.recv())
+        self._start.close()
+        self._guard.stop()
         if segment is not None:
             start = msgspec.structs.replace(start, segment=os.open(segment, os.O_RDWR | os.O_CLOEXEC))
         assert start.curve is not None
+        secret = start.curve.secret
         if next_stage is not None:
-            start = msgspec.structs.replace(start, next=_socket_of(Client(next_stage, authkey=start.curve.secret)))
+            start = msgspec.structs.replace(start, next=_socket_of(Client(next_stage, authkey=secret)))
         if self._listener is not None:
-            start = msgspec.structs.replace(start, previous=_socket_of(_accepted(self._listener, self._secret)))
+            start = msgspec.structs.replace(start, previous=_socket_of(_accepted(self._listener, secret)))
         log_rank(start)
         run_rank(start, make_executor)
 
@@ -127,13 +155,15 @@ def _socket_of(connection: _Connection) -> int:
 
 
 class RayRanks:
-    """Ranks that are actors. See StartedRanks.
+    """Ranks that are actors. See StartedRanks."""
 
-    In an actor that itself runs in a placement group, they are placed into that group.
-    """
+    def __init__(self, starts: Sequence[RankStart], group: object = None) -> None:
+        """Place and start the ranks, in the placement group `group` if there is one, or in a new one.
 
-    def __init__(self, starts: Sequence[RankStart]) -> None:
-        """Place and start the ranks. Raises WorkerDied if the cluster has no room for them in time."""
+        Raises WorkerDied if the cluster has no room for them in time.
+        """
+        assert group is None or isinstance(group, PlacementGroup)
+        self._given = group
         self._actors: list[Any] = []
         self._runs: list[Any] = []
         self._group: PlacementGroup | None = None  # ours, to be removed
@@ -163,13 +193,24 @@ class RayRanks:
                     f"{start.place.stage} on different nodes; make it with strategy STRICT_PACK, or with a bundle "
                     "for each stage"
                 )
+        public, secret = zmq.curve_keypair()
+        doors = ray.get([actor.listen.remote(public) for actor in self._actors])
         segments, listening = self._share_memory(starts, nodes), self._listen(starts)
         encoder = make_encoder()
-        for number, (start, actor) in enumerate(zip(starts, self._actors, strict=True)):
-            node = nodes[number]
-            local = msgspec.structs.replace(start, local_number=nodes[:number].count(node), num_local=nodes.count(node))
-            next_stage = listening.get(number + start.place.tensor_size)
-            self._runs.append(actor.run.remote(encoder.encode(local), segments[start.place.stage], next_stage))
+        with zmq.Context() as context:  # whose end waits until all is sent
+            for number, (start, actor) in enumerate(zip(starts, self._actors, strict=True)):
+                node, (address, key) = nodes[number], doors[number]
+                next_stage = listening.get(number + start.place.tensor_size)
+                self._runs.append(actor.run.remote(segments[start.place.stage], next_stage))
+                local = msgspec.structs.replace(
+                    start, local_number=nodes[:number].count(node), num_local=nodes.count(node)
+                )
+                door = context.socket(zmq.PUSH)
+                door.setsockopt(zmq.LINGER, round(1000 * PLACEMENT_TIMEOUT_S))
+                door.curve_serverkey, door.curve_publickey, door.curve_secretkey = key, public, secret
+                door.connect(address)
+                door.send(encoder.encode(local))
+                door.close()
 
     def _share_memory(self, starts: Sequence[RankStart], nodes: Sequence[str]) -> "list[str | None]":
         """Return, by stage, the path of the memory that its ranks share; None where a rank is alone."""
@@ -189,17 +230,16 @@ class RayRanks:
     def _listen(self, starts: Sequence[RankStart]) -> dict[int, tuple[str, int]]:
         """Return, by number, where the ranks of all stages but the first take the connection of the stage before."""
         addresses = {
-            start.place.number: actor.listen.remote(start.curve.secret)
+            start.place.number: actor.listen_for_stage.remote()
             for start, actor in zip(starts, self._actors, strict=True)
-            if start.place.stage and start.curve is not None
+            if start.place.stage
         }
         return dict(zip(addresses, ray.get(list(addresses.values())), strict=True))
 
     def _place(self, starts: Sequence[RankStart]) -> PlacementGroup:
-        """Return the placement group of this actor, or a new one with a bundle for each stage."""
-        current = ray.util.get_current_placement_group()
-        if current is not None:
-            return current
+        """Return the placement group that was given, or a new one with a bundle for each stage."""
+        if self._given is not None:
+            return self._given
         size = starts[0].place.tensor_size
         bundle = {name: amount * size for name, amount in _resources(starts[0]).items()}
         bundles = [bundle] * starts[0].place.num_stages

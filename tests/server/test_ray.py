@@ -1,11 +1,14 @@
 """Ranks on a Ray cluster, each of whose nodes has processes of its own: a node that dies costs a pause."""
 
 import asyncio
-from collections.abc import Iterator
+import pickle
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+from ray.actor import ActorMethod
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -13,6 +16,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from pagoda import LLM, SamplingParams
 from pagoda.base.errors import CapacityError, WorkerDied
 from pagoda.executors import ray as ray_executor
+from pagoda.executors.messages import RankStart
+from pagoda.executors.ray import RayRanks
 from pagoda.worker.devices.cpu import CpuDevice
 from tests.engine.byte_llama import write_byte_llama
 from tests.server.live import LiveServer, serving
@@ -44,12 +49,32 @@ def texts(llm: LLM) -> list[str]:
     return [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY)]
 
 
-def test_stages_on_two_nodes_give_the_tokens_of_one_process_until_a_node_dies(cluster: Cluster, model: Path) -> None:
+def test_stages_on_two_nodes_give_the_tokens_of_one_process_until_a_node_dies(
+    cluster: Cluster, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the key of the group ever being in what Ray sends, which it does not encrypt."""
+    secrets: list[bytes] = []
+    sent: list[object] = []
+    start, call = RayRanks._start, ActorMethod._remote
+
+    def start_noting(self: RayRanks, starts: Sequence[RankStart]) -> None:
+        secrets.extend(one.curve.secret for one in starts if one.curve is not None)
+        start(self, starts)
+
+    def call_noting(self: ActorMethod, args: tuple[object, ...] = (), *rest: Any, **options: Any) -> Any:
+        sent.append((args, rest, options))
+        return call(self, args, *rest, **options)
+
+    monkeypatch.setattr(RayRanks, "_start", start_noting)
+    monkeypatch.setattr(ActorMethod, "_remote", call_noting)
     with LLM(str(model), **SIZES) as alone:
         expected = texts(alone)
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
     with LLM(str(model), pipeline_parallel_size=2, distributed_executor_backend="ray", **SIZES) as llm:
         assert texts(llm) == expected
+        assert len(secrets) == 2
+        assert len(sent) >= 4
+        assert not any(secret in pickle.dumps(sent) for secret in secrets)
         cluster.remove_node(nodes[0], allow_graceful=False)
         with pytest.raises(WorkerDied, match="an actor of Ray, has ended"):
             for _ in iter(lambda: texts(llm), None):
@@ -57,12 +82,19 @@ def test_stages_on_two_nodes_give_the_tokens_of_one_process_until_a_node_dies(cl
     cluster.remove_node(nodes[1], allow_graceful=False)
 
 
-def test_an_engine_in_an_actor_takes_the_placement_group_of_the_actor(cluster: Cluster, model: Path) -> None:
-    @ray.remote(num_cpus=1)
+@pytest.mark.parametrize("is_actor", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_engine_takes_the_placement_group_of_the_task_or_actor_that_makes_it(
+    cluster: Cluster, model: Path, is_actor: bool
+) -> None:
+    """There is no room for another one."""
+
+    def two_ranks() -> list[str]:
+        with LLM(str(model), tensor_parallel_size=2, distributed_executor_backend="ray", **SIZES) as llm:
+            return texts(llm)
+
     class Caller:
-        def texts(self) -> list[str]:
-            with LLM(str(model), tensor_parallel_size=2, distributed_executor_backend="ray", **SIZES) as llm:
-                return texts(llm)
+        def two_ranks(self) -> list[str]:
+            return two_ranks()
 
     with LLM(str(model), tensor_parallel_size=2, **SIZES) as alone:
         expected = texts(alone)
@@ -70,8 +102,12 @@ def test_an_engine_in_an_actor_takes_the_placement_group_of_the_actor(cluster: C
     ray.init(ignore_reinit_error=True)
     group = placement_group([{"CPU": 1}] * 3, strategy="STRICT_PACK")
     strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
-    caller = Caller.options(scheduling_strategy=strategy).remote()
-    assert ray.get(caller.texts.remote(), timeout=120) == expected
+    options = {"num_cpus": 1, "scheduling_strategy": strategy}
+    if is_actor:
+        found = ray.remote(Caller).options(**options).remote().two_ranks.remote()
+    else:
+        found = ray.remote(two_ranks).options(**options).remote()
+    assert ray.get(found, timeout=120) == expected
     remove_placement_group(group)
     cluster.remove_node(node)
 
