@@ -158,4 +158,6 @@ class Attention(Module):
         if self.rotary is None:
             ops.write_kv(k, v, cache, metadata)
             return q
+        if self.rotary.query_factors is not None:
+            q = ops.scale_rows(q, ops.embedding(batch.positions, self.rotary.query_factors))
         return ops.rotary_write_kv(q, k, v, batch.positions, self.rotary.cos, self.rotary.sin, cache, metadata)

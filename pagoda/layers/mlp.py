@@ -95,12 +95,17 @@ class PlainMLP(Module):
 
 @dataclass(frozen=True, slots=True)
 class ExpertsConfig:
-    """inner_size: of one expert.   top_k: experts per token.   renormalize: scale their weights to sum to 1."""
+    """inner_size: of one expert.   top_k: experts per token.   renormalize: scale their weights to sum to 1.
+
+    shared_size: inner size of an MLP that every token has as well, 0 for none.   shared_gate: a sigmoid multiplies it.
+    """
 
     num_experts: int = 0
     top_k: int = 0
     inner_size: int = 0
     renormalize: bool = False
+    shared_size: int = 0
+    shared_gate: bool = False
 
 
 class Experts(Module):
@@ -114,11 +119,20 @@ class Experts(Module):
 
 
 class MoE(Module):
-    """The sum of each token's top_k experts, weighted by the router; experts are SiLU-gated MLPs."""
+    """The sum of each token's top_k experts, weighted by the router, and of a shared expert, if there is one.
+
+    Experts are SiLU-gated MLPs.
+    """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         self.gate = Linear(hidden_size, config.num_experts, quantizable=False)
         self.experts = Experts(hidden_size, config)
+        self.shared_expert: GatedMLP | None = None
+        self.shared_expert_gate: Linear | None = None
+        if config.shared_size:
+            self.shared_expert = GatedMLP(hidden_size, config.shared_size, Activation.SILU)
+        if config.shared_gate:
+            self.shared_expert_gate = Linear(hidden_size, 1, quantizable=False)
         self.config = config
         self.ranks: RankGroup | None = None
 
@@ -137,4 +151,9 @@ class MoE(Module):
             self.config.top_k,
             self.config.renormalize,
         )
-        return y if self.ranks is None else ops.all_reduce(y, self.ranks)
+        y = y if self.ranks is None else ops.all_reduce(y, self.ranks)
+        return y if self.shared_expert is None else ops.add(y, self._shared(ops, x, self.shared_expert))
+
+    def _shared(self, ops: ForwardOps, x: Tensor, expert: GatedMLP) -> Tensor:
+        y = expert(ops, x)
+        return y if self.shared_expert_gate is None else ops.scale_rows(y, ops.sigmoid(self.shared_expert_gate(ops, x)))

@@ -18,6 +18,7 @@ class RopeConfig:
 
     theta: base.   original_max_position: context of the pretraining, in tokens (llama3, yarn).
     attention_factor: multiplies cos and sin (yarn; 1.0 elsewhere).
+    query_beta: queries are multiplied by 1 + query_beta * log(1 + position // original_max_position), 0 is off (yarn).
     rotated: the share of a head's elements that it turns, the first ones.   interleaved: the pairs that it turns are
     neighbours in the checkpoint (0 and 1, 2 and 3, ...), not one from each half of the turned elements.
     """
@@ -32,6 +33,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
     attention_factor: float = 1.0  # yarn
+    query_beta: float = 0.0  # yarn
     rotated: float = 1.0
     interleaved: bool = False
 

@@ -10,10 +10,11 @@ from pagoda.ops.tensor import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RotaryTables:
-    """cos, sin: float32 [num_positions, head_dim / 2]."""
+    """cos, sin: float32 [num_positions, head_dim / 2].   query_factors: float32 [num_positions, 1], None for 1."""
 
     cos: Tensor
     sin: Tensor
+    query_factors: Tensor | None = None
 
 
 class Rotary(Module):
@@ -33,3 +34,7 @@ class Rotary(Module):
     @property
     def sin(self) -> Tensor:
         return self.tables.value.sin
+
+    @property
+    def query_factors(self) -> Tensor | None:
+        return self.tables.value.query_factors

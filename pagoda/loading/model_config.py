@@ -197,7 +197,9 @@ def _hf_words(file: GGUFFile, name: str) -> dict[str, object]:
     """Return a GGUF file's metadata with the keys of a config.json."""
     values: dict[str, object] = {ours: file.get(f"{name}.{key}", int) for key, ours in _GGUF_INTEGERS.items()}
     values |= {ours: file.get(f"{name}.{key}", float) for key, ours in _GGUF_NUMBERS.items()}
-    values["head_dim"] = _head_dim(file, name)
+    values["head_dim"] = head_dim = _head_dim(file, name)
+    turned = file.get(f"{name}.rope.dimension_count", int)
+    values["partial_rotary_factor"] = None if turned is None else turned / head_dim
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"{file.path}: tensor 'token_embd.weight' is missing or does not have two dimensions")
@@ -233,10 +235,11 @@ def _head_dim(file: GGUFFile, name: str) -> int:
     heads = file.require(f"{name}.attention.head_count", int)
     derived = file.require(f"{name}.embedding_length", int) // max(heads, 1)
     head_dim = file.get(f"{name}.attention.key_length", int) or derived
-    for key in ("attention.value_length", "rope.dimension_count"):
-        other = file.get(f"{name}.{key}", int)
-        if other is not None and other != head_dim:
-            raise ConfigError(f"{file.path}: {name}.{key} = {other} with heads of {head_dim} is not supported")
+    other = file.get(f"{name}.attention.value_length", int)
+    if other is not None and other != head_dim:
+        raise ConfigError(
+            f"{file.path}: {name}.attention.value_length = {other} with heads of {head_dim} is not supported"
+        )
     return head_dim
 
 

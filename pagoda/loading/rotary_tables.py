@@ -28,8 +28,15 @@ def build_rotary_tables(
     cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
     kept = (num_positions, (head_dim - turned) // 2)
     return RotaryTables(
-        torch.cat((cos, torch.ones(kept)), 1).to(device), torch.cat((sin, torch.zeros(kept)), 1).to(device)
+        torch.cat((cos, torch.ones(kept)), 1).to(device),
+        torch.cat((sin, torch.zeros(kept)), 1).to(device),
+        _query_factors(rope, num_positions, device) if rope.query_beta else None,
     )
+
+
+def _query_factors(rope: RopeConfig, num_positions: int, device: torch.device) -> torch.Tensor:
+    contexts = torch.floor(torch.arange(num_positions) / rope.original_max_position)
+    return (1 + rope.query_beta * torch.log(1 + contexts)).unsqueeze(1).to(device)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:

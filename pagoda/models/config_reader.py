@@ -37,6 +37,14 @@ class ConfigReader:
         stated = {key: value for key, value in self.values.items() if value is not None}
         return ConfigReader({**self.values, **defaults, **stated}, self.origin)
 
+    def text_settings(self) -> "ConfigReader":
+        """Return the settings of the text model: `text_config` of a model that also takes images, else all."""
+        text = self.section("text_config")
+        if text is None:
+            return self
+        inherited = {key: self.values[key] for key in ("dtype", "torch_dtype", "eos_token_id") if self.has(key)}
+        return ConfigReader({**inherited, **text.values}, text.origin)
+
     def integer(self, key: str, default: int | _Required = REQUIRED, most: int = _MOST) -> int:
         """Return an integer from 1 to `most`, so that a corrupt file cannot cause huge allocations."""
         value = self._value(key, default)
@@ -212,6 +220,7 @@ def read_rope_parameters(
         beta_fast=parameters.positive("beta_fast", 32.0),
         beta_slow=parameters.positive("beta_slow", 1.0),
         truncate=parameters.flag("truncate", True),
+        query_beta=parameters.not_negative("llama_4_scaling_beta", 0.0),
         attention_factor=_yarn_attention_factor(parameters, factor),
     )
 

@@ -21,7 +21,7 @@ from pagoda.models.decoder_config import (
     windows_by_layer_types,
 )
 from pagoda.models.gemma2 import GGUF, gguf_query_scalar
-from pagoda.models.naming import BARE, HF, Naming
+from pagoda.models.naming import MULTIMODAL
 from pagoda.models.norm_placement import SandwichDecoder
 
 # Google's configs omit settings that equal the first release; these are its values.
@@ -53,11 +53,7 @@ def _model(config: DecoderConfig) -> SandwichDecoder:
 
 
 def read(config: ConfigReader) -> DecoderConfig:
-    text = config.section("text_config")
-    if text is not None:
-        inherited = {key: config.values[key] for key in ("dtype", "torch_dtype", "eos_token_id") if config.has(key)}
-        config = ConfigReader({**inherited, **text.values}, text.origin)
-    config = config.with_defaults(_DEFAULTS)
+    config = config.text_settings().with_defaults(_DEFAULTS)
     bidirectional = config.flag("use_bidirectional_attention", False)
     spec = read_spec(
         config, "gemma3", config.integer("max_position_embeddings"), _layer_windows(config, bidirectional), True
@@ -107,12 +103,7 @@ GEMMA3 = Architecture(
     hf_names=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     model=_model,
     read=read,
-    hf=(
-        HF,
-        Naming(substitutions=((r"^model\.", "model.language_model."),)),
-        Naming(substitutions=((r"^", "language_model."),)),
-        BARE,
-    ),
+    hf=MULTIMODAL,
     gguf_name="gemma3",
     gguf=GGUF,
     gguf_settings=partial(gguf_query_scalar, _LAYERS_OF_27B),

@@ -1,5 +1,6 @@
 """Mistral: a Llama with a sliding window in every layer, if the checkpoint sets one. Mixtral: with experts in place of
-every MLP.
+every MLP. Ministral 3: queries are scaled by their position. Its checkpoints, and those of Mistral Small 3.1, have a
+vision tower, which is not loaded.
 
 A GGUF names the architecture of both "llama": a Mistral is loaded as a Llama, and a Mixtral is one with experts.
 """
@@ -10,7 +11,7 @@ from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import DecoderConfig, read_decoder, read_experts
 from pagoda.models.llama import Llama
-from pagoda.models.naming import Naming, gguf_naming
+from pagoda.models.naming import MULTIMODAL, Naming, gguf_naming
 
 
 def read(config: ConfigReader, architecture: str = "mistral") -> DecoderConfig:
@@ -45,4 +46,12 @@ MIXTRAL = Architecture(
     gguf_name="llama",
     experts=True,
     gguf=gguf_naming(interleaved_rotary=True),
+)
+
+MISTRAL3 = Architecture(
+    name="mistral3",
+    hf_names=("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
+    model=Llama,
+    read=lambda config: read(config.text_settings(), "mistral3"),
+    hf=MULTIMODAL,
 )

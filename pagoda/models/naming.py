@@ -71,6 +71,14 @@ HF = Naming()
 BARE = Naming(substitutions=((r"^model\.", ""),))
 """Of a checkpoint that was saved without its head, as embedding models are."""
 
+MULTIMODAL = (
+    HF,
+    Naming(substitutions=((r"^model\.", "model.language_model."),)),
+    Naming(substitutions=((r"^", "language_model."),)),
+    BARE,
+)
+"""Of the text model of a checkpoint that may also have a vision tower."""
+
 _GGUF_MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _GGUF_LAYER = {
     "input_layernorm": "attn_norm",

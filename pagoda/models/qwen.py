@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: a Llama with biases on q, k and v; some checkpoints put a window on their upper layers.
 
-Qwen3: q and k are normed per head before the rotary embedding. Qwen3-MoE: a Qwen3 with experts in place of the MLP, in
-all layers or in some.
+Qwen3: q and k are normed per head before the rotary embedding. Qwen3-MoE, Qwen2-MoE: with experts in place of the MLP,
+in all layers or in some; the latter has a shared expert as well, which a sigmoid gates.
 """
 
 from collections.abc import Mapping
@@ -52,17 +52,29 @@ QWEN3 = Architecture(name="qwen3", hf_names=("Qwen3ForCausalLM",), model=Llama, 
 
 
 def _read_qwen3_moe(config: ConfigReader) -> DecoderConfig:
-    renormalize = config.flag("norm_topk_prob", False)
+    return _with_experts(config, _read_qwen3(config, "qwen3_moe"))
+
+
+def _with_experts(config: ConfigReader, decoder: DecoderConfig) -> DecoderConfig:
     step, listed = config.integer("decoder_sparse_step", 1), set(config.ids("mlp_only_layers"))
     dense = frozenset(at for at in range(config.num_layers()) if at in listed or (at + 1) % step)
-    experts = read_experts(config, "moe_intermediate_size", renormalize)
-    return replace(_read_qwen3(config, "qwen3_moe"), experts=experts, dense_layers=dense)
+    experts = read_experts(config, "moe_intermediate_size", config.flag("norm_topk_prob", False))
+    return replace(decoder, experts=experts, dense_layers=dense)
+
+
+def _read_qwen2_moe(config: ConfigReader) -> DecoderConfig:
+    config.refuse("use_sliding_window")
+    decoder = _with_experts(config, read_decoder(config, "qwen2_moe"))
+    shared = replace(decoder.experts, shared_size=config.integer("shared_expert_intermediate_size"), shared_gate=True)
+    return replace(decoder, qkv_bias=config.flag("qkv_bias", True), experts=shared)
 
 
 def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
     """Set what llama.cpp does not store: it always renormalises Qwen3's experts."""
     return {"norm_topk_prob": True}
 
+
+QWEN2_MOE = Architecture(name="qwen2_moe", hf_names=("Qwen2MoeForCausalLM",), model=Llama, read=_read_qwen2_moe)
 
 QWEN3_MOE = Architecture(
     name="qwen3_moe",

@@ -6,16 +6,17 @@ from pagoda.models.bert import BERT, ROBERTA
 from pagoda.models.exaone4 import EXAONE4
 from pagoda.models.gemma2 import GEMMA2
 from pagoda.models.gemma3 import GEMMA3
+from pagoda.models.glm4 import GLM4
 from pagoda.models.gpt2 import GPT2
 from pagoda.models.gpt_neox import GPT_NEOX
 from pagoda.models.granite import GRANITE, GRANITEMOE
 from pagoda.models.llama import LLAMA
-from pagoda.models.mistral import MISTRAL, MIXTRAL
+from pagoda.models.mistral import MISTRAL, MISTRAL3, MIXTRAL
 from pagoda.models.modernbert import MODERNBERT
 from pagoda.models.olmo2 import OLMO2
 from pagoda.models.olmoe import OLMOE
 from pagoda.models.pooled_decoder import pooled_variants
-from pagoda.models.qwen import QWEN2, QWEN3, QWEN3_MOE
+from pagoda.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from pagoda.models.smollm3 import SMOLLM3
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -30,6 +31,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     EXAONE4,
     GRANITE,
     GRANITEMOE,
+    QWEN2_MOE,
+    GLM4,
+    MISTRAL3,
     MIXTRAL,
     QWEN3_MOE,
     OLMOE,

@@ -101,6 +101,10 @@ def edit(folder: Path, **changes: Any) -> None:
             {"architectures": ["Exaone4ForCausalLM"], "sliding_window": 8, "sliding_window_pattern": "LLLG"},
             "sliding_window_pattern = 'LLLG', expected a positive integer",
         ),
+        (
+            {"architectures": ["Qwen2MoeForCausalLM"], "use_sliding_window": True},
+            "use_sliding_window = True is not supported",
+        ),
         ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.0}, "expected a positive number"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else None,
@@ -310,7 +314,7 @@ def test_gguf_with_invalid_metadata(gguf_bytes: bytes, tmp_path: Path, change: C
     [
         ({"rope__scaling__type": "longrope"}, "rope_type 'longrope' is not supported"),
         ({"rope__scaling__type": "yarn", "rope__scaling__attn_factor": 2.0}, "attn_factor = 2.0 is not supported"),
-        ({"rope__dimension_count": 16}, "rope.dimension_count = 16 with heads of 32 is not supported"),
+        ({"rope__dimension_count": 16}, "partial_rotary_factor = 0.5 is not supported"),
         ({"expert_count": 8}, "'num_experts_per_tok' is missing"),
         ({"expert_count": 2, "expert_used_count": 3}, "num_experts_per_tok = 3 is more than num_experts = 2"),
         ({"expert_count": 5000, "expert_used_count": 2}, "num_experts = 5000, expected at most 4096"),

@@ -22,6 +22,7 @@ _ARCHITECTURES = {
     "olmo2": gguf.MODEL_ARCH.OLMO2,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "exaone4": gguf.MODEL_ARCH.EXAONE4,
+    "glm4": gguf.MODEL_ARCH.GLM4,
     "granite": gguf.MODEL_ARCH.GRANITE,
     "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
 }
@@ -107,6 +108,8 @@ def _add_settings(writer: gguf.GGUFWriter, config) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
         if hasattr(config, "moe_intermediate_size"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type == "glm4":
+        writer.add_rope_dimension_count(head_dim // 2)
     if config.model_type in ("gemma2", "gemma3_text"):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gemma2":

@@ -39,6 +39,7 @@ CASES = [
     ("smollm3", Kind.Q8_0),
     ("exaone4-full", Kind.Q8_0),
     ("granite", Kind.Q8_0),
+    ("glm4", Kind.Q8_0),
     ("granitemoe", Kind.Q8_0),
 ]
 

@@ -47,6 +47,7 @@ ADAPTERS: dict[str, list[dict[str, object]]] = {
     "olmoe": [{"r": 8, "target_modules": ["k_proj", "o_proj"]}],
     "gemma3": [{"r": 8, "target_modules": EVERYTHING}, {"r": 16}],
     "olmo2": [{"r": 8}],
+    "glm4": [{"r": 8, "target_modules": ["q_proj", "k_proj", "gate_up_proj"]}],
     "granite": [{"r": 8, "target_modules": EVERYTHING}],
     "gemma3-multimodal": [{"r": 8, "target_modules": r".*language_model.*(q_proj|down_proj)"}],
 }

@@ -10,11 +10,13 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Glm4Config,
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
     GraniteMoeConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -22,6 +24,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -137,6 +140,15 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "smollm3": lambda: SmolLM3Config(**{**_SHAPE, "num_hidden_layers": 4}),
     "exaone4": lambda: Exaone4Config(**_SHAPE, sliding_window=6, sliding_window_pattern=2),
     "exaone4-full": lambda: Exaone4Config(**_SHAPE, sliding_window=None, layer_types=["full_attention"] * 3),
+    "qwen2-moe": lambda: Qwen2MoeConfig(
+        **_SHAPE, moe_intermediate_size=64, shared_expert_intermediate_size=80, num_experts=5, num_experts_per_tok=2
+    ),
+    "glm4": lambda: Glm4Config(**_SHAPE, head_dim=32),
+    "mistral3": lambda: Ministral3Config(
+        **_SHAPE,
+        head_dim=32,
+        rope_parameters={**_YARN_ROPE, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5},
+    ),
     "granite": lambda: GraniteConfig(**_SHAPE, **_GRANITE, rms_norm_eps=1e-3),
     "granitemoe": lambda: GraniteMoeConfig(**_SHAPE, **_GRANITE, num_local_experts=5, num_experts_per_tok=2),
 }
