@@ -112,9 +112,10 @@ class LMHead(Module):
         tied: Embedding | None = None,
         softcap: float = 0.0,
         scale: float = 1.0,
+        bias: bool = False,
     ) -> None:
         shared = None if tied is None else tied.weight
-        declared = Matrix((Part("", vocab_size),), hidden_size, shard=Axis.OUT, tied=shared)
+        declared = Matrix((Part("", vocab_size),), hidden_size, bias, shard=Axis.OUT, tied=shared)
         self.weight = Parameter[LinearWeight](declared)
         self.vocab_size = vocab_size
         self.softcap, self.scale = softcap, scale

@@ -10,14 +10,17 @@ class RopeType(Enum):
     DYNAMIC = "dynamic"  # NTK: differs from DEFAULT only past max_position, which pagoda does not exceed
     LLAMA3 = "llama3"
     YARN = "yarn"
+    LONGROPE = "longrope"
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """The rotary embedding of some layers. Fields with a comment apply to the types that it names.
 
-    theta: base.   original_max_position: context of the pretraining, in tokens (llama3, yarn).
-    attention_factor: multiplies cos and sin (yarn; 1.0 elsewhere).
+    theta: base.   original_max_position: context of the pretraining, in tokens (llama3, yarn, longrope).
+    attention_factor: multiplies cos and sin (yarn, longrope; 1.0 elsewhere).
+    short_factors, long_factors: divide the frequencies; long ones if sequences may be longer than
+    original_max_position (longrope).
     query_beta: queries are multiplied by 1 + query_beta * log(1 + position // original_max_position), 0 is off (yarn).
     rotated: the share of a head's elements that it turns, the first ones.   interleaved: the pairs that it turns are
     neighbours in the checkpoint (0 and 1, 2 and 3, ...), not one from each half of the turned elements.
@@ -32,7 +35,9 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
-    attention_factor: float = 1.0  # yarn
+    attention_factor: float = 1.0  # yarn, longrope
+    short_factors: tuple[float, ...] = ()  # longrope
+    long_factors: tuple[float, ...] = ()  # longrope
     query_beta: float = 0.0  # yarn
     rotated: float = 1.0
     interleaved: bool = False

@@ -49,12 +49,14 @@ def load_model(
     num_positions: int | None = None,
     ranks: RankGroup = ALONE,
     place: RankPlace = WHOLE,
+    max_model_len: int | None = None,
 ) -> Model:
     """Load a model's weights in `dtype` onto `device`, prepared for `ops`.
 
     Values are copied from the mapped file into the tensors that `ops` prepares; one matrix at a time exists twice.
     quantization: see resolve_quantization.
-    num_positions: of the rotary tables, None for the model's own limit.
+    num_positions: that a step can reach, None for the model's own limit.   max_model_len: the longest sequence, None
+    for as many.
     ranks: those that compute the model together: only the share of `ranks.rank` is read and held.
     place: of this rank; it has the layers of its stage.
     Raises ConfigError that names what is unsupported, missing, of a wrong shape, truncated or corrupt.
@@ -75,7 +77,7 @@ def load_model(
     take_share(model, files, architecture, quantization, ranks)
     positions = num_positions or config.spec.max_position
     with _one_torch_thread():
-        Filler(weights, naming, ops, dtype, device, quantization, positions).fill(model)
+        Filler(weights, naming, ops, dtype, device, quantization, positions, max_model_len).fill(model)
     logger.info("%.1f MiB of weights read", weights.bytes_read / 2**20)
     return model
 
@@ -107,10 +109,11 @@ class Filler:
         device: torch.device,
         quantization: str | None,
         num_positions: int,
+        max_model_len: int | None = None,
     ) -> None:
         self._weights, self._naming, self._ops = weights, naming, ops
         self._dtype, self._device, self._quantization = dtype, device, quantization
-        self._num_positions = num_positions
+        self._num_positions, self._max_model_len = num_positions, max_model_len
         self._made = MADE_WHILE_LOADING.get(quantization or "")  # of floats; else a checkpoint's own codes are kept
 
     def fill(self, model: Model) -> None:
@@ -175,7 +178,9 @@ class Filler:
             self._check_shape(name, shape)
             factors = torch.empty(shape, dtype=torch.float32)
             self._weights.read_into(name, factors)
-        return build_rotary_tables(declared.rope, declared.head_dim, self._num_positions, self._device, factors)
+        return build_rotary_tables(
+            declared.rope, declared.head_dim, self._num_positions, self._device, factors, self._max_model_len
+        )
 
     def _matrix(self, path: str, matrix: Matrix, shard: MatrixShard) -> LinearWeight:
         if matrix.picked is not None:

@@ -14,14 +14,17 @@ def build_rotary_tables(
     num_positions: int,
     device: torch.device,
     freq_factors: torch.Tensor | None = None,
+    longest: int | None = None,
 ) -> RotaryTables:
     """Return tables for positions 0 .. num_positions - 1.
 
     freq_factors: float32 [elements turned / 2], divide the frequencies; a GGUF stores Llama 3's scaling like this.
     Elements that are not turned have the angle 0.
+    longest: of the sequences that may come, by default as long as there are positions; it decides between the factors
+    of LongRoPE, so that a token's angle does not depend on its sequence.
     """
     turned = rope.num_rotated(head_dim)
-    frequencies = inverse_frequencies(rope, turned)
+    frequencies = inverse_frequencies(rope, turned, longest or num_positions)
     if freq_factors is not None:
         frequencies = frequencies / freq_factors
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
@@ -39,8 +42,11 @@ def _query_factors(rope: RopeConfig, num_positions: int, device: torch.device) -
     return (1 + rope.query_beta * torch.log(1 + contexts)).unsqueeze(1).to(device)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+def inverse_frequencies(rope: RopeConfig, head_dim: int, longest: int = 0) -> torch.Tensor:
     """float32 [head_dim / 2]: radians per position, per pair of dimensions.   head_dim: those that are turned."""
+    if rope.rope_type is RopeType.LONGROPE:
+        factors = rope.long_factors if longest > rope.original_max_position else rope.short_factors
+        return 1.0 / (torch.tensor(factors) * rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim))
     plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if rope.rope_type is RopeType.LINEAR:
         return plain / rope.factor

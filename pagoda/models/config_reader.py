@@ -93,6 +93,14 @@ class ConfigReader:
             raise self.wrong(key, "a string")
         return value
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Return a required list of positive numbers, at most 1024."""
+        value = self.values.get(key)
+        if not isinstance(value, list) or len(value) > _MOST_IDS:
+            raise self.wrong(key, f"a list of at most {_MOST_IDS} positive numbers")
+        each = ConfigReader({str(index): item for index, item in enumerate(value)}, f"{self.origin}: {key}")
+        return tuple(each.positive(index) for index in each.values)
+
     def texts(self, key: str) -> tuple[str, ...] | None:
         """Return a list of strings, None if absent."""
         value = self.values.get(key)
@@ -165,6 +173,11 @@ def read_rope(
     RopeConfig.
     """
     parameters = config.section("rope_parameters") or config.section("rope_scaling") or ConfigReader({}, config.origin)
+    if config.has("original_max_position_embeddings"):  # in transformers, too, this goes first
+        original = config.integer("original_max_position_embeddings")
+        parameters = ConfigReader(
+            {**parameters.values, "original_max_position_embeddings": original}, parameters.origin
+        )
     theta = parameters.number("rope_theta", config.number("rope_theta", default_theta))
     rope = read_rope_parameters(
         parameters, theta, config.integer("max_position_embeddings"), may_be_partial=rotated is not None
@@ -211,6 +224,15 @@ def read_rope_parameters(
             high_freq_factor=high,
         )
     original = parameters.integer("original_max_position_embeddings", max_position)
+    if kind is RopeType.LONGROPE:
+        return RopeConfig(
+            kind,
+            theta,
+            original_max_position=original,
+            attention_factor=_longrope_attention_factor(parameters, max_position, original),
+            short_factors=parameters.numbers("short_factor"),
+            long_factors=parameters.numbers("long_factor"),
+        )
     factor = _factor(parameters) if parameters.has("factor") else max_position / original
     return RopeConfig(
         kind,
@@ -232,6 +254,13 @@ def _factor(parameters: ConfigReader) -> float:
     if factor > _LARGEST_FACTOR:
         raise ConfigError(f"{parameters.origin}: factor = {factor}, expected at most {_LARGEST_FACTOR}")
     return factor
+
+
+def _longrope_attention_factor(parameters: ConfigReader, max_position: int, original: int) -> float:
+    if parameters.has("attention_factor"):
+        return parameters.positive("attention_factor")
+    factor = parameters.positive("factor", max_position / original)
+    return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
 
 
 def _yarn_attention_factor(parameters: ConfigReader, factor: float) -> float:

@@ -11,7 +11,7 @@ from pagoda.layers.attention import Heads
 from pagoda.layers.mlp import GATES, Activation, ExpertsConfig
 from pagoda.layers.norm import LayerNorm, RMSNorm
 from pagoda.layers.parameter import PickedRows
-from pagoda.layers.rope_config import RopeConfig
+from pagoda.layers.rope_config import RopeConfig, RopeType
 from pagoda.models.config_reader import ConfigReader, read_rope
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -52,7 +52,7 @@ class DecoderConfig:
     learned_positions: a table has an embedding of each position, which is added to that of the token.
     parallel: the MLP computes from the state in front of the attention.
     fused_qkv, fused_gate_up: the checkpoint stores q, k and v as one matrix, gate and up as one.   qkv_by_head: of such
-    a matrix, see Attention.   plain_mlp: MLPs are not gated.
+    a matrix, see Attention.   plain_mlp: MLPs are not gated.   head_bias: of the head for tokens.
     experts: in place of the MLP, if there are any.   dense_layers: indices of the layers with an MLP even so.
     head: how a classification head pools, and its labels.   head_rows: what it is made from, if it is not stored.
     bidirectional: tokens attend to later ones, too (EmbeddingGemma).
@@ -80,6 +80,7 @@ class DecoderConfig:
     qkv_by_head: bool = False
     fused_gate_up: bool = False
     plain_mlp: bool = False
+    head_bias: bool = False
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
@@ -127,6 +128,10 @@ def read_decoder(
             f"{config.origin}: partial_rotary_factor = {rope.rotated} turns {turned} elements of heads of "
             f"{spec.head_dim}; rotary embedding needs an even number"
         )
+    if rope.rope_type is RopeType.LONGROPE:
+        counts = {len(rope.short_factors), len(rope.long_factors)}
+        if counts != {turned // 2}:
+            raise ConfigError(f"{config.origin}: short_factor and long_factor must have {turned // 2} numbers each")
     return DecoderConfig(
         spec=spec,
         norm_eps=config.not_negative(layer_norm_eps or "rms_norm_eps", 1e-5 if layer_norm_eps else 1e-6),

@@ -156,7 +156,9 @@ class Llama(Model):
         self.spec = spec
         self.model = LlamaModel(config, self.layer)
         tied = self.model.embed_tokens if spec.tie_embeddings else None
-        self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, tied, config.logit_softcap, config.logit_scale)
+        self.lm_head = LMHead(
+            spec.hidden_size, spec.vocab_size, tied, config.logit_softcap, config.logit_scale, config.head_bias
+        )
         self.kv_groups = place_kv(self)
 
     def take_stage(self, place: RankPlace, ranks: RankGroup) -> None:

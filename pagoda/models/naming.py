@@ -79,12 +79,18 @@ MULTIMODAL = (
 )
 """Of the text model of a checkpoint that may also have a vision tower."""
 
-_GGUF_MODEL = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_GGUF_MODEL = {
+    "model.embed_tokens": "token_embd",
+    "model.embed_positions": "position_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
 _GGUF_LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",

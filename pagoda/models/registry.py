@@ -3,6 +3,7 @@
 from pagoda.base.registry import Registry
 from pagoda.models.architecture import Architecture
 from pagoda.models.bert import BERT, ROBERTA
+from pagoda.models.cohere import COHERE, COHERE2
 from pagoda.models.exaone4 import EXAONE4
 from pagoda.models.gemma2 import GEMMA2
 from pagoda.models.gemma3 import GEMMA3
@@ -15,9 +16,12 @@ from pagoda.models.mistral import MISTRAL, MISTRAL3, MIXTRAL
 from pagoda.models.modernbert import MODERNBERT
 from pagoda.models.olmo2 import OLMO2
 from pagoda.models.olmoe import OLMOE
+from pagoda.models.phi import PHI, PHI3
 from pagoda.models.pooled_decoder import pooled_variants
 from pagoda.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from pagoda.models.smollm3 import SMOLLM3
+from pagoda.models.stablelm import STABLELM
+from pagoda.models.starcoder2 import STARCODER2
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     LLAMA,
@@ -39,6 +43,12 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     OLMOE,
     GPT2,
     GPT_NEOX,
+    PHI,
+    PHI3,
+    STARCODER2,
+    STABLELM,
+    COHERE,
+    COHERE2,
     BERT,
     ROBERTA,
     MODERNBERT,

@@ -104,7 +104,17 @@ def load(config: WorkerConfig, ranks: RankGroup = ALONE) -> LoadedModel:
     max_len = config.max_model_len + config.max_drafts + 1
     parallel = config.parallel
     ops = device.make_ops(parallel.kernels, max_len, parallel.batch_invariant)
-    model = load_model(config.files, ops, dtype, device.device, config.quantization, max_len, ranks, config.place)
+    model = load_model(
+        config.files,
+        ops,
+        dtype,
+        device.device,
+        config.quantization,
+        max_len,
+        ranks,
+        config.place,
+        config.max_model_len,
+    )
     store = None
     if config.adapters is not None:
         targets = AdapterTargets(read_architecture(config.files)[0], model)

@@ -31,7 +31,7 @@ def declared_tensors(model: Model, naming: Naming) -> dict[str, tuple[int, ...]]
         declared = parameter.declared
         if isinstance(declared, Table):
             found[naming.find(path).name] = (declared.rows, declared.columns)
-        elif isinstance(declared, Vector):
+        elif isinstance(declared, Vector) and not declared.zeros:
             found[naming.find(path).name] = (declared.size,)
         elif isinstance(declared, Matrix) and declared.tied is None:
             whole = shard_of(declared, 0, 1)

@@ -67,7 +67,7 @@ def edit(folder: Path, **changes: Any) -> None:
         ({"head_dim": None, "hidden_size": 97}, "hidden_size 97 does not divide by 3"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps = 'small', expected a number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings = 'yes', expected true or false"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported; supported: default"),
+        ({"rope_parameters": {"rope_type": "made-up"}}, "rope_type 'made-up' is not supported; supported: default"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "'factor' is missing"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor = 0.5, expected 1 or more"),
         ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta = -1.0, expected a positive number"),
@@ -131,6 +131,18 @@ def test_bad_settings(folder: Path, changes: dict[str, Any], message: str):
         (
             {"architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True},
             "scale_attn_by_inverse_layer_idx = True is not supported",
+        ),
+        ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "qk_layernorm = True is not supported"),
+        ({"architectures": ["PhiForCausalLM"], "qk_layernorm": True}, "qk_layernorm = True is not supported"),
+        ({"architectures": ["PhiForCausalLM"], "tie_word_embeddings": True}, "tie_word_embeddings = True is not"),
+        ({"architectures": ["Phi3ForCausalLM"], "attention_bias": True}, "attention_bias = True is not supported"),
+        ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm = True is not supported"),
+        (
+            {
+                "architectures": ["Phi3ForCausalLM"],
+                "rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]},
+            },
+            "short_factor and long_factor must have",
         ),
         (
             {"architectures": ["GPT2LMHeadModel"], "add_cross_attention": True},
@@ -312,7 +324,7 @@ def test_gguf_with_invalid_metadata(gguf_bytes: bytes, tmp_path: Path, change: C
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"rope__scaling__type": "longrope"}, "rope_type 'longrope' is not supported"),
+        ({"rope__scaling__type": "made-up"}, "rope_type 'made-up' is not supported"),
         ({"rope__scaling__type": "yarn", "rope__scaling__attn_factor": 2.0}, "attn_factor = 2.0 is not supported"),
         ({"rope__dimension_count": 16}, "partial_rotary_factor = 0.5 is not supported"),
         ({"expert_count": 8}, "'num_experts_per_tok' is missing"),

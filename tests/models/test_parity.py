@@ -14,7 +14,7 @@ from pagoda.models.llama import Llama
 from pagoda.worker.forward_runner import ForwardRunner
 from tests.device_under_test import DeviceUnderTest
 from tests.models.paged_runner import PagedRunner, generate
-from tests.models.tiny import CONFIGS, VOCAB, greedy, make_model, save
+from tests.models.tiny import CONFIGS, LONGROPE, VOCAB, greedy, make_model, save
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -89,6 +89,10 @@ def test_logits_close(name: str, folders, on: DeviceUnderTest):
     ("name", "changes"),
     [
         ("gpt2", {"scale_attn_weights": False, "tie_word_embeddings": False, "activation_function": "gelu"}),
+        ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+        ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
+        ("phi3", {"sliding_window": 7, "tie_word_embeddings": True}),
+        ("cohere", {"attention_bias": True, "tie_word_embeddings": False}),
         ("gpt-neox", {"use_parallel_residual": False, "hidden_act": "gelu_new", "attention_bias": False}),
     ],
     ids=str,
@@ -98,6 +102,20 @@ def test_settings_of_a_family_are_followed(name: str, changes: dict[str, Any], t
     runner = PagedRunner(load(save(theirs, tmp_path), on), 1, 40, torch.float32, device=on.device)
     ours = runner.logits([(0, 0, prompts()[2])])[0]
     torch.testing.assert_close(ours, theirs(torch.tensor([prompts()[2]])).logits[0, -1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("max_model_len", "prompt"), [(16, 3), (64, 2)])
+def test_longrope_follows_the_longest_sequence_that_may_come(
+    max_model_len: int, prompt: int, tmp_path: Path, on: DeviceUnderTest
+):
+    """transformers goes by the length of each sequence; it agrees about those that are as long as the choice says."""
+    theirs, ops = make_model("phi3", **LONGROPE), on.ops("torch")
+    model = load_model(
+        identify(save(theirs, tmp_path)), ops, torch.float32, on.device, num_positions=70, max_model_len=max_model_len
+    )
+    runner = PagedRunner(ForwardRunner(model, ops), 1, 40, torch.float32, device=on.device)
+    ours = runner.logits([(0, 0, prompts()[prompt])])[0]
+    torch.testing.assert_close(ours, theirs(torch.tensor([prompts()[prompt]])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])

@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 import transformers
 from transformers import (
+    Cohere2Config,
+    CohereConfig,
     Exaone4Config,
     Gemma2Config,
     Gemma3Config,
@@ -21,6 +23,8 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     OlmoeConfig,
+    Phi3Config,
+    PhiConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -28,6 +32,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )
 
 VOCAB = 131
@@ -60,6 +66,16 @@ _YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
     "beta_fast": 8.0,
+}
+LONGROPE = {
+    "original_max_position_embeddings": 16,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 1000.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1.0 + 0.05 * pair for pair in range(12)],
+        "long_factor": [1.0 + 0.4 * pair for pair in range(12)],
+    },
 }
 
 
@@ -126,6 +142,12 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt-neox": lambda: GPTNeoXConfig(**_LAYER_NORM_SHAPE, intermediate_size=160),
     "gemma2": _gemma2,
     "gemma2-scale-of-head-dim": lambda: _gemma2(head_dim=32, query_pre_attn_scalar=32),
+    "phi": lambda: PhiConfig(**{**_SHAPE, "num_key_value_heads": 3}),
+    "phi3": lambda: Phi3Config(**_SHAPE),
+    "starcoder2": lambda: Starcoder2Config(**_SHAPE, sliding_window=7),
+    "stablelm": lambda: StableLmConfig(**_SHAPE),
+    "cohere": lambda: CohereConfig(**_SHAPE, logit_scale=0.4),
+    "cohere2": lambda: Cohere2Config(**{**_SHAPE, "num_hidden_layers": 4}, sliding_window=7, logit_scale=0.4),
     "gemma3": _gemma3_text,
     "gemma3-scale-of-head-dim": lambda: _gemma3_text(head_dim=32, query_pre_attn_scalar=32),
     "gemma3-softcap-scaled": lambda: _gemma3_text(
@@ -169,7 +191,7 @@ def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     around = 0.0 if name.startswith("gemma") else 1.0
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            if key.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
+            if key.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "final_layernorm.weight")):
                 # multiples of 2^-10, so that llama.cpp's 1 + weight is exact
                 parameter.copy_(around + (torch.randn_like(parameter) * 0.3).mul(1024).round().div(1024))
             elif parameter.dim() == 1:

@@ -1,0 +1,52 @@
+"""Cohere's Command-R: attention and MLP in parallel after one LayerNorm without a bias, logits times a factor, pairs of
+neighbours turned. Command R7B (Cohere2): three layers with a window to one with full attention, which has no rotary
+embedding.
+"""
+
+from dataclasses import replace
+
+from pagoda.models.architecture import Architecture
+from pagoda.models.config_reader import ConfigReader
+from pagoda.models.decoder_config import FULL, SLIDING, DecoderConfig, read_decoder, windows_by_layer_types
+from pagoda.models.norm_placement import OneNormDecoder
+
+
+def _read(config: ConfigReader, architecture: str, windows: tuple[int, ...] | None = None) -> DecoderConfig:
+    attention_bias = config.flag("attention_bias", False)
+    decoder = read_decoder(
+        config,
+        architecture,
+        windows,
+        default_theta=500_000.0,
+        interleaved=True,
+        tie_embeddings=True,
+        layer_norm_eps="layer_norm_eps",
+    )
+    return replace(
+        decoder,
+        norm_bias=False,
+        parallel=True,
+        qkv_bias=attention_bias,
+        attention_out_bias=attention_bias,
+        logit_scale=config.positive("logit_scale", 0.0625),
+    )
+
+
+def _read_cohere(config: ConfigReader) -> DecoderConfig:
+    config.refuse("use_qk_norm")
+    return _read(config, "cohere")
+
+
+def _read_cohere2(config: ConfigReader) -> DecoderConfig:
+    num_layers, every = config.num_layers(), config.integer("sliding_window_pattern", 4)
+    by_index = tuple(SLIDING if (layer + 1) % every else FULL for layer in range(num_layers))
+    kinds = config.texts("layer_types") or by_index
+    windows = windows_by_layer_types(config, kinds, config.integer("sliding_window", 4096))
+    unrotated = frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL)
+    return replace(_read(config, "cohere2", windows), unrotated_layers=unrotated)
+
+
+COHERE = Architecture(
+    name="cohere", hf_names=("CohereForCausalLM",), model=OneNormDecoder, read=_read_cohere, gguf_name="command-r"
+)
+COHERE2 = Architecture(name="cohere2", hf_names=("Cohere2ForCausalLM",), model=OneNormDecoder, read=_read_cohere2)

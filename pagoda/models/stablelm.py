@@ -1,0 +1,37 @@
+"""StableLM 2 and 3B: a Llama with LayerNorms and heads turned in part; in some, attention and MLP are parallel."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pagoda.models.architecture import Architecture
+from pagoda.models.config_reader import ConfigReader
+from pagoda.models.decoder_config import DecoderConfig, read_decoder
+from pagoda.models.llama import Llama
+from pagoda.models.norm_placement import OneNormDecoder
+
+
+def read(config: ConfigReader) -> DecoderConfig:
+    config.refuse("qk_layernorm")
+    return replace(
+        read_decoder(config, "stablelm", rotated=0.25, layer_norm_eps="layer_norm_eps"),
+        qkv_bias=config.flag("use_qkv_bias", False),
+        parallel=config.flag("use_parallel_residual", False),
+    )
+
+
+def _model(config: DecoderConfig) -> Llama:
+    return OneNormDecoder(config) if config.parallel else Llama(config)
+
+
+def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
+    return {"use_qkv_bias": values["attention_bias"]}
+
+
+STABLELM = Architecture(
+    name="stablelm",
+    hf_names=("StableLmForCausalLM",),
+    model=_model,
+    read=read,
+    gguf_name="stablelm",
+    gguf_settings=_gguf_settings,
+)
