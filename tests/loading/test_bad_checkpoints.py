@@ -51,10 +51,10 @@ def edit(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "unknown model architecture 'GPT2LMHeadModel'"),
+        ({"architectures": ["BloomForCausalLM"]}, "unknown model architecture 'BloomForCausalLM'"),
         ({"architectures": ["LlamaForCasualLM"]}, "did you mean 'LlamaForCausalLM'"),
         ({"architectures": None}, "'architectures' is missing"),
-        ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; supported: silu"),
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; supported: gelu"),
         ({"hidden_size": "96"}, "hidden_size = '96', expected a positive integer"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0, expected a positive integer"),
@@ -87,7 +87,7 @@ def edit(folder: Path, **changes: Any) -> None:
             "layer_types[2] 'linear_attention' is not supported; supported: full_attention, sliding_attention",
         ),
         ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"] * 2}, "3 layers but 2"),
-        ({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu"}, "hidden_activation 'gelu' is not"),
+        ({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "relu"}, "hidden_activation 'relu' is not"),
         (
             {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},
             "use_bidirectional_attention = True is not supported",
