@@ -187,12 +187,12 @@ def largest_ranks(parallel: ParallelConfig) -> list[RankPlace]:
 
 def _tasks(config: EngineConfig, model: Model) -> ModelTasks:
     """Return what the model can be asked for, with the pooling that the settings choose."""
-    tasks = model.tasks
-    pooling_type = config.model.hf_overrides.pooling_type
-    if pooling_type == "auto":
-        return tasks
-    plan = dataclasses.replace(tasks.plan, kind=PoolingKind(pooling_type))
-    return dataclasses.replace(tasks, plan=plan)
+    plan, given = model.tasks.plan, config.model.hf_overrides
+    if given.pooling_type != "auto":
+        plan = dataclasses.replace(plan, kind=PoolingKind(given.pooling_type))
+    if given.is_matryoshka:
+        plan = dataclasses.replace(plan, sizes=())
+    return dataclasses.replace(model.tasks, plan=plan)
 
 
 def weights_in_memory(setup: EngineSetup) -> int:

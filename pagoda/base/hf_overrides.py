@@ -12,7 +12,7 @@ TWO_WAY, PLAIN = "from_2_way_softmax", "no_post_processing"
 class HFOverrides:
     """Replace what a model's files say.
 
-    All but pooling_type are settings of config.json, with which a decoder becomes a reranker.
+    All but pooling_type and is_matryoshka are settings with which a decoder becomes a reranker.
     """
 
     pooling_type: Annotated[
@@ -42,6 +42,8 @@ class HFOverrides:
     is_original_qwen3_reranker: Annotated[
         bool, Setting("The model is a Qwen3-Reranker: from_2_way_softmax, and pairs in its template.")
     ] = False
+
+    is_matryoshka: Annotated[bool, Setting("Embeddings may be shortened to any number of `dimensions`.")] = False
 
     def changed(self) -> dict[str, object]:
         """Return what is set, as config.json would have it."""

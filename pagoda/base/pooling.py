@@ -35,6 +35,7 @@ class PoolingPlan:
         query, document and system), for models that were trained with one.
     prompts: instructions by name, put in front of a text.   default_prompt: the name of the one used by default.
     max_seq_length: tokens that the pooling was made for, if fewer than the model's positions.
+    sizes: to which embeddings may be shortened ("Matryoshka"): None: to none, (): to any.
     """
 
     kind: PoolingKind = PoolingKind.LAST
@@ -47,6 +48,7 @@ class PoolingPlan:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
     max_seq_length: int | None = None
+    sizes: tuple[int, ...] | None = None
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:

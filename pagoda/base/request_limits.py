@@ -65,7 +65,7 @@ class RequestLimits:
     ] = 262_144
     prompts: Annotated[int, _limit("prompts in one completion request")] = 1_024
     inputs: Annotated[int, _limit("texts in one request for embeddings, scores or classes")] = 2_048
-    outputs: Annotated[int, _limit("outputs of one completion request (prompts times `n`)")] = 1_024
+    outputs: Annotated[int, Counted("outputs of one completion request (prompts times `n`)")] = 1_024
     max_logprobs: Annotated[
         int,
         _limit("log-probabilities per token (`logprobs`, `top_logprobs`, `prompt_logprobs`)", flat=True),
@@ -89,7 +89,7 @@ class RequestLimits:
     images: Annotated[int, _limit("images in a prompt")] = 64
     image_bytes: Annotated[int, Counted("bytes of an image's file")] = 16_777_216
     image_pixels: Annotated[int, _limit("pixels in all images of a prompt")] = 67_108_864
-    tools: Annotated[int, _limit("entries of `tools`")] = 512
+    tools: Annotated[int, Counted("entries of `tools`")] = 512
     template_chars: Annotated[int, Counted("characters in a request's `chat_template`")] = 131_072
     template_kwargs: Annotated[int, Counted("entries of `chat_template_kwargs`")] = 64
     name_chars: Annotated[

@@ -114,6 +114,9 @@ class ServerConfig:
     strict_fields: Annotated[
         bool, Setting("Refuse requests with unknown fields, instead of ignoring those with a log line and a header.")
     ] = False
+    enable_force_include_usage: Annotated[
+        bool, Setting("Send token counts at the end of every stream, as if its stream_options had include_usage.")
+    ] = False
     default_chat_template_kwargs: Annotated[
         dict[str, Any], Setting("Variables of the chat template, where a request does not set them.", unset="none")
     ] = field(default_factory=dict[str, Any])

@@ -145,7 +145,6 @@ REFUSED: Mapping[str, str] = {
     "nnodes": "use {distributed_executor_backend}=ray for several machines",
     "node_rank": "use {distributed_executor_backend}=ray for several machines",
     "master_addr": "use {distributed_executor_backend}=ray for several machines",
-    "enable_force_include_usage": "send stream_options with include_usage in the request",
     "tokens_only": "the server always tokenizes; send token ids to /v1/completions",
     "spec_method": _SPECULATIVE,
     "speculative_model": _SPECULATIVE,
@@ -181,7 +180,7 @@ enable_request_id_headers exclude_tools_when_tool_choice_none enable_tokenizer_i
 enable_server_load_tracking disable_log_stats disable_log_requests enable_log_requests enable_log_outputs
 disable_uvicorn_access_log allow_credentials disable_fastapi_docs disable_frontend_multiprocessing
 return_tokens_as_token_ids language_model_only enable_flashinfer_autotune disable_cascade_attention numa_bind
-enable_offline_docs enable_ssl_refresh enable_force_include_usage tokens_only
+enable_offline_docs enable_ssl_refresh tokens_only
 """
 SWITCHES = frozenset(_SWITCHES.split())
 """Options whose flag takes no value."""

@@ -173,11 +173,10 @@ class AsyncText:
         return await self._run(lambda: self._decode_known(token_ids), len(token_ids))
 
     async def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """Return each token's own text, with U+FFFD for incomplete characters."""
+        """Return each token as the vocabulary writes it."""
 
         def texts() -> list[str]:
-            read = self._inputs.tokenizer.token_bytes
-            return [read(token_id).decode("utf-8", "replace") for token_id in token_ids]
+            return list(map(self._inputs.tokenizer.token_string, token_ids))
 
         return await self._run(texts, len(token_ids))
 

@@ -48,6 +48,10 @@ def build_tree(files: ModelFiles, architecture: Architecture, config: TreeConfig
     if modules is not None:
         model.pooling = modules.plan
         model.dense = [Dense(spec) for spec in modules.dense]
+    if files.format == "safetensors":
+        given = ConfigReader(read_json_object(files.path / "config.json"), str(files.path / "config.json"))
+        if given.has("matryoshka_dimensions") or given.flag("is_matryoshka", False):
+            model.pooling = replace(model.pooling, sizes=given.ids("matryoshka_dimensions"))
     return model
 
 

@@ -17,6 +17,7 @@ REJECTION_REASONS = ("requests", "tokens", "media", "key_concurrency", "key_rate
 CACHE_LABELS = (
     *("block_size", "num_gpu_blocks", "num_cpu_blocks"),
     *("enable_prefix_caching", "gpu_memory_utilization", "cache_dtype"),
+    *("kv_cache_size_tokens", "kv_cache_max_concurrency"),
 )
 """Labels of cache_config_info."""
 FINISH_REASONS = ("stop", "length", "abort", "error")

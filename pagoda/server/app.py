@@ -17,14 +17,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagoda.base.allocator import keep_objects
+from pagoda.base.errors import RequestError
 from pagoda.base.logs import FIELDS
 from pagoda.base.server_config import ServerConfig
 from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server import chat, completions, errors, operations, pooling
+from pagoda.server.body import field_names
 from pagoda.server.errors import ApiError
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
-from pagoda.server.routing import describe_api, docs_page
-from pagoda.server.state import ServerState
+from pagoda.server.routing import Router, describe_api, docs_page
+from pagoda.server.state import ServerState, state_of
 
 
 def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
@@ -61,7 +63,29 @@ def _without_prefix(prefix: str, app: ASGIApp) -> ASGIApp:
 
 logger = logging.getLogger("pagoda.server")
 
-ENDPOINTS = tuple(endpoint for part in (chat, completions, pooling, operations) for endpoint in part.router.endpoints)
+router = Router()
+_INVOKED = {
+    "messages": chat.create_chat_completion,
+    "prompt": completions.create_completion,
+    "input": pooling.create_embedding,
+    "text_1": pooling.create_score,
+    "query": pooling.create_ranking,
+}
+
+
+@router.post("/invocations")
+async def invoke(http: Request) -> Response:
+    """What SageMaker calls: the body means a route by its `messages`, `prompt`, `input`, `text_1` or `query`."""
+    given = field_names(await http.body())
+    asked = next((field for field in _INVOKED if field in given), None)
+    if asked is None:
+        raise RequestError(f"the body has none of {', '.join(_INVOKED)}, which say what is asked for")
+    pools = asked == "messages" and not state_of(http).tasks.generates
+    return await (pooling.create_embedding if pools else _INVOKED[asked])(http)
+
+
+_ROUTERS = (chat.router, completions.router, pooling.router, router, operations.router)
+ENDPOINTS = tuple(endpoint for one in _ROUTERS for endpoint in one.endpoints)
 
 
 def create_api(has_keys: bool) -> Starlette:

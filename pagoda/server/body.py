@@ -191,6 +191,14 @@ _MAX_LOGGED_NAMES = 100
 _decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
+def field_names(data: bytes) -> set[str]:
+    """Return the names of a JSON object's fields. Raises RequestError if it is not one."""
+    try:
+        return set(_decode_names(data))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        raise RequestError("the body is not a JSON object") from None
+
+
 def unknown_fields(data: bytes | msgspec.Raw, kind: type[Body]) -> list[str]:
     """Return the fields of a JSON object that neither `kind` nor the bodies in its fields declare, and no HINTS."""
     given = _decode_names(data)

@@ -240,6 +240,11 @@ _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
 
 
 class RerankDocument(Body, kw_only=True, frozen=True):
+    """A document.
+
+    text: What is compared with the query.
+    """
+
     text: str
 
 

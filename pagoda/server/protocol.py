@@ -34,6 +34,14 @@ from pagoda.server.sampling_body import CHAT_ONLY, TEXT_ONLY, SamplingBody, chec
 
 
 class ToolFunction(Body, kw_only=True, frozen=True):
+    """A function that the model may call.
+
+    name: What calls name.
+    description: What the model is told of it.
+    parameters: JSON schema of its arguments.
+    strict: The arguments obey the schema by construction.
+    """
+
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -41,6 +49,12 @@ class ToolFunction(Body, kw_only=True, frozen=True):
 
 
 class Tool(Body, kw_only=True, frozen=True):
+    """What the model may call.
+
+    function: Which function.
+    type: There is one kind.
+    """
+
     function: ToolFunction
     type: Annotated[str, one_of("function")] = "function"
 
@@ -51,12 +65,25 @@ class Tool(Body, kw_only=True, frozen=True):
 
 
 class NamedTool(Body, kw_only=True, frozen=True):
+    """The tool that the model must call.
+
+    function: Its `name`.
+    type: There is one kind.
+    """
+
     function: dict[str, str]
     type: Annotated[str, one_of("function")] = "function"
 
 
 class ChatMessage(Struct, kw_only=True, frozen=True):
-    """A message; content is a string or a list of parts, text or image_url. Other fields go to the chat template."""
+    """A message. Other fields go to the chat template.
+
+    role: Who speaks, as the template knows it: system, user, assistant, tool.
+    content: A text, or a list of parts of type text or image_url.
+    name: For the template.
+    tool_calls: Of an assistant: the calls that it made.
+    tool_call_id: Of a tool's answer: of the call.
+    """
 
     role: Name
     content: str | list[dict[str, Any]] | None = None
@@ -262,7 +289,7 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
     add_special_tokens: Add the tokenizer's own: by default to `prompt`, but not to `messages`.
     add_generation_prompt: End the prompt with the opening of the assistant's turn.
     continue_final_message: Leave the last message open.
-    return_token_strs: Tell the text of each token.
+    return_token_strs: Tell each token as the vocabulary writes it.
     chat_template: Goes before the model's own template.
     chat_template_kwargs: Further variables of the template.
     tools: What the model may call.

@@ -117,16 +117,16 @@ async def respond(http: Request, kind: type[S], api: TextApi[S]) -> Response:
         answer_format = prepared.answer_format(head, generation)
         if body.stream:
             at_end.pop_all()
-            return EventStream(stream_events(generation, answer_format, body), generation.close)
+            return EventStream(stream_events(generation, answer_format, body, state.forces_usage), generation.close)
         return await cancel_on_disconnect(http, whole_answer(generation, answer_format, body))
 
 
 async def stream_events(
-    generation: Generation, answer_format: AnswerFormat, body: SamplingBody
+    generation: Generation, answer_format: AnswerFormat, body: SamplingBody, forces_usage: bool = False
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the answer as server-sent events, the last of them with the usage if that was asked for."""
+    """Yield the answer as server-sent events, the last of them with the usage if that was asked for, or is forced."""
     options = body.stream_options
-    has_usage = options is not None and options.include_usage
+    has_usage = forces_usage or (options is not None and options.include_usage)
     is_continuous = has_usage and options is not None and options.continuous_usage_stats
     chunk: Chunk = answer_format.chunk()
     chunk.usage = None if has_usage else UNSET

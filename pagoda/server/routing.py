@@ -17,9 +17,10 @@ from starlette.routing import Route
 
 from pagoda.server.answers import ANSWERS, POOLING_ANSWERS, ErrorResponse
 from pagoda.server.body import Body
-from pagoda.server.pooling_bodies import POOLING_BODIES
-from pagoda.server.protocol import REQUEST_BODIES, ChatMessage
+from pagoda.server.pooling_bodies import POOLING_BODIES, RerankDocument
+from pagoda.server.protocol import REQUEST_BODIES, ChatMessage, NamedTool, Tool, ToolFunction
 from pagoda.server.sampling_body import StreamOptions
+from pagoda.server.structure import ResponseFormat
 
 Handler = Callable[[Request], Awaitable[Response]]
 HEALTH_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
@@ -117,7 +118,7 @@ def json_schemas() -> dict[str, Any]:
     """Return the OpenAPI schema components of all request bodies and answers, by name."""
     kinds = [*REQUEST_BODIES, *POOLING_BODIES, ChatMessage, *ANSWERS, *POOLING_ANSWERS]
     schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
-    for kind in (*REQUEST_BODIES, *POOLING_BODIES, StreamOptions):
+    for kind in (*REQUEST_BODIES, *POOLING_BODIES, *PARTS_OF_BODIES):
         schema = schemas[kind.__name__]
         schema["description"] = schema["description"].partition("\n")[0]
         for name, text in _meanings(kind).items():
@@ -125,10 +126,12 @@ def json_schemas() -> dict[str, Any]:
     return schemas
 
 
+PARTS_OF_BODIES = (StreamOptions, ResponseFormat, Tool, ToolFunction, NamedTool, ChatMessage, RerankDocument)
+"""Structs in fields of the bodies."""
 _MEANING = re.compile(r"^(\w+(?:, \w+)*): (.+)", re.MULTILINE)
 
 
-def _meanings(kind: type[Body]) -> dict[str, str]:
+def _meanings(kind: type[Struct]) -> dict[str, str]:
     """Return what the docstrings of a body and its bases say of its fields: a line each."""
     texts = [inspect.cleandoc(base.__dict__.get("__doc__") or "") for base in reversed(kind.__mro__)]
     told = [(names, text) for doc in texts for names, text in _MEANING.findall(doc)]

@@ -41,7 +41,7 @@ class ServerState:
     model_names: the first is the default in responses.   chat_template: the model's own.
     tool_template: the model's template for requests with tools.   tool_parser: a name in TOOL_PARSERS, "none", "auto".
     trusts_templates: callers may send their own chat templates.   template_kwargs: for templates, where a request does
-    not set them.   bodies: reads those of requests.
+    not set them.   bodies: reads those of requests.   forces_usage: all streams tell it.
     """
 
     generator: Generator
@@ -54,6 +54,7 @@ class ServerState:
     trusts_templates: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     has_admin_key: bool = False
+    forces_usage: bool = False
     bodies: BodyReader = field(default_factory=lambda: BodyReader(RequestLimits()))
     engine: ProcessClient | None = None
     drain: Drain = field(default_factory=Drain)
@@ -170,6 +171,7 @@ async def build_state(
         trusts_templates=server.trust_request_chat_template,
         template_kwargs=server.default_chat_template_kwargs,
         bodies=BodyReader(config.model.request_limits, server.strict_fields),
+        forces_usage=server.enable_force_include_usage,
         has_admin_key=server.admin_api_key is not None,
         engine=client,
     )
@@ -178,5 +180,7 @@ async def build_state(
 def _cache_labels(config: EngineConfig, facts: EngineFacts) -> dict[str, str]:
     cache = config.cache
     blocks = (facts.block_size, facts.num_blocks, facts.num_host_blocks)
-    values = (*blocks, cache.enable_prefix_caching, cache.gpu_memory_utilization, cache.kv_cache_dtype)
+    num_tokens = facts.block_size * facts.num_blocks
+    sizes = (num_tokens, round(num_tokens / facts.max_model_len, 2))
+    values = (*blocks, cache.enable_prefix_caching, cache.gpu_memory_utilization, cache.kv_cache_dtype, *sizes)
     return dict(zip(CACHE_LABELS, map(str, values), strict=True))

@@ -16,10 +16,20 @@ _IGNORED = ("disable_fallback",)  # of vLLM: there is one backend here, and so n
 
 
 class ResponseFormat(Body, kw_only=True, frozen=True):
+    """The form of the output.
+
+    type: Text, any JSON object, JSON by a schema, or text with JSON in tags.
+    json_schema: Of type json_schema: an object whose `schema` is the schema.
+    structures: Of type structural_tag: the tags, each with begin, schema and end.
+    triggers: Of type structural_tag: what begins a tag.
+    format: Of type structural_tag: vLLM's newer form of both, of type triggered_tags.
+    """
+
     type: Annotated[str, one_of("text", "json_object", "json_schema", "structural_tag")]
     json_schema: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
 
 class StructureFields(Protocol):
@@ -39,7 +49,7 @@ def structure_values(body: StructureFields) -> dict[str, Any]:
     """Return the fields that hold JSON of any size, for RequestLimits.check_values."""
     given = body.response_format
     return {
-        "response_format": [given.json_schema, given.structures] if given is not None else None,
+        "response_format": [given.json_schema, given.structures, given.format] if given is not None else None,
         "structured_outputs": body.structured_outputs,
         "guided_json": body.guided_json,
     }
@@ -81,7 +91,8 @@ def _of_response_format(given: ResponseFormat) -> dict[str, Any]:
     if given.type == "json_object":
         return {"json_object": True}
     if given.type == "structural_tag":
-        return {"structural_tag": {"structures": given.structures, "triggers": given.triggers}}
+        tag = {"structures": given.structures, "triggers": given.triggers, "format": given.format}
+        return {"structural_tag": tag}
     schema = (given.json_schema or {}).get("schema")
     if not isinstance(schema, dict | bool):
         raise RequestError(

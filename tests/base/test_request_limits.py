@@ -123,22 +123,22 @@ def test_at_most_the_allowed_number_of_values_is_scanned() -> None:
 
 
 def test_operators_set_bounds_by_name() -> None:
-    for given in ({"tools": 3}, '{"tools": 3}', RequestLimits(tools=3)):
+    for given in ({"inputs": 3}, '{"inputs": 3}', RequestLimits(inputs=3)):
         config = EngineConfig.from_options(request_limits=given)
         check_settings(config)
-        assert config.model.request_limits == RequestLimits(tools=3)
+        assert config.model.request_limits == RequestLimits(inputs=3)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"tool": 3}, "did you mean 'tools'"),
-        ({"tools": -1}, "at least 0"),
-        ({"tools": 3.5}, "must be an integer"),
-        ({"tools": "three"}, "is not an integer"),
-        ({"tools": True}, "must be an integer"),
-        ("tools=1", "not JSON: write --request-limits"),
-        (["tools=1"], "must map names to values"),
+        ({"input": 3}, "did you mean 'inputs'"),
+        ({"inputs": -1}, "at least 0"),
+        ({"inputs": 3.5}, "must be an integer"),
+        ({"inputs": "three"}, "is not an integer"),
+        ({"inputs": True}, "must be an integer"),
+        ("inputs=1", "not JSON: write --request-limits"),
+        (["inputs=1"], "must map names to values"),
         (5, "must map names to values"),
     ],
 )

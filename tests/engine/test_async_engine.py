@@ -184,7 +184,7 @@ def test_text_services() -> None:
         assert await llm.text.encode("é") == list("é".encode())
         assert await llm.text.encode("x" * 5000) == [120] * 5000
         assert llm.text.decode([104, 105, 257]) == "hi<eos>"
-        assert await llm.text.token_strings([104, 257, 0xC3]) == ["h", "<eos>", "\ufffd"]
+        assert await llm.text.token_strings([104, 257, 0xC3]) == ["h", "<eos>", "Ã"]
         rendered = await llm.text.render_chat([{"role": "user", "content": "hi"}])
         assert rendered.text == "<user>hi\n<assistant>"
         assert llm.text.tokenizer_facts()["vocab_size"] == 258
@@ -198,7 +198,7 @@ def test_the_logprobs_of_a_long_prompt_delay_no_other_request(monkeypatch: pytes
     size = 250
     columns = LogprobColumns(np.ones((size, 21), np.int32), np.zeros((size, 21), np.float32), np.ones(size, np.int32))
     events: list[str] = []
-    plain_entry, plain_put = output_processor.logprob_entry, Mailbox.put
+    plain_entry, plain_put = output_processor.LogprobTexts.entry, Mailbox.put
 
     def entry(*of: Any) -> dict[int, Logprob]:
         if events[-1:] != ["convert"]:
@@ -225,7 +225,7 @@ def test_the_logprobs_of_a_long_prompt_delay_no_other_request(monkeypatch: pytes
             return dataclasses.replace(outputs, prompt_logprobs={2: columns})
 
         llm._client.next_outputs = with_logprobs  # type: ignore[method-assign]
-        monkeypatch.setattr(output_processor, "logprob_entry", entry)
+        monkeypatch.setattr(output_processor.LogprobTexts, "entry", entry)
         monkeypatch.setattr(Mailbox, "put", put)
         turning = asyncio.create_task(turn())
         params = SamplingParams(max_tokens=100, ignore_eos=True, detokenize=False)

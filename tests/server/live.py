@@ -20,7 +20,7 @@ from tests.engine.steps import Steps
 
 # A server without a model: tokens come from the fake executor.
 FAKE_ENGINE = ("--distributed-executor-backend", "fake", "--num-blocks", "512", "--max-model-len", "2048")
-FAKE_FLAGS = (*FAKE_ENGINE, "--trust-request-chat-template")
+FAKE_FLAGS = (*FAKE_ENGINE, "--trust-request-chat-template", "--hf-overrides.is-matryoshka")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from pagoda.server.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from pagoda.server.routing import json_schemas
+from pagoda.server.routing import PARTS_OF_BODIES, json_schemas
 
 LIMITS = RequestLimits()
 USER = {"role": "user", "content": "hi"}
@@ -162,7 +162,7 @@ def test_every_reference_on_the_openapi_page_is_defined() -> None:
         assert name.partition('"')[0] in schemas
 
 
-@pytest.mark.parametrize("kind", [*REQUEST_BODIES, *POOLING_BODIES])
+@pytest.mark.parametrize("kind", [*REQUEST_BODIES, *POOLING_BODIES, *PARTS_OF_BODIES])
 def test_every_field_of_a_body_is_explained(kind: type[Body]) -> None:
     fields = json_schemas()[kind.__name__]["properties"]
     assert [name for name, described in fields.items() if not described.get("description")] == []

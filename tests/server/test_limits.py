@@ -16,6 +16,7 @@ from pagoda.server.protocol import (
     TokenizeRequest,
 )
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
+from tests.server.test_routes import events
 
 LIMITS = RequestLimits()
 USER = {"role": "user", "content": "hi"}
@@ -138,17 +139,21 @@ def test_generous_requests_pass() -> None:
 
 
 def test_the_server_lists_its_limits_and_operators_set_them(tmp_path: Path) -> None:
-    flags = ("--request-limits.prompts", "2", "--request-limits.tools", "1")
+    flags = ("--request-limits.prompts", "2", "--enable-force-include-usage")
     with serving(tmp_path, *FAKE_FLAGS, *flags) as server:
         assert server.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 1})[0] == 200
         for path, body, param in (
             ("/v1/completions", {"prompt": ["a", "b", "c"]}, "prompt"),
             ("/v1/completions", {"prompt": "x", "stop": "a" * 60_000}, "stop"),
-            ("/v1/chat/completions", {"messages": [USER], "tools": [TOOL] * 2}, "tools"),
+            ("/v1/chat/completions", {"messages": [USER], "tools": [TOOL] * 513}, "tools"),
         ):
             status, answer = server.post(path, body)
             assert (status, answer["error"]["param"]) == (400, param)
             assert "more than the limit of" in answer["error"]["message"]
+        for options in ({}, {"stream_options": {"include_usage": False}}):  # and is told the usage of every stream
+            *chunks, last = events(server, "/v1/completions", {"prompt": "x", "max_tokens": 2, **options})
+            assert last["usage"]["completion_tokens"] == 2
+            assert chunks[0]["usage"] is None
 
 
 @pytest.mark.parametrize(

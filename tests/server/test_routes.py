@@ -152,7 +152,7 @@ def test_chat_tokens_are_the_templates(fake_server: LiveServer) -> None:
     answer = fake_server.post("/tokenize", {"messages": CHAT["messages"], "return_token_strs": True})[1]
     text = "".join(answer["token_strs"])
     assert "Hello" in text
-    assert text.rstrip().endswith("assistant")
+    assert text.endswith("assistantĊ")  # each as the vocabulary writes it
 
 
 def test_special_tokens_in_messages_are_text_and_in_prompts_are_not(fake_server: LiveServer) -> None:
@@ -357,3 +357,18 @@ def test_iteration_tokens_are_those_of_prompts_and_all_that_were_sampled(fake_se
         assert fake_server.post("/v1/completions", body)[0] == 200
     fake_server.wait_idle()
     assert total() - before == (9 + 10) + (9 + 30)
+
+
+def test_invocations_mean_a_route_by_the_fields_of_their_body(fake_server: LiveServer) -> None:
+    for body, kind in (
+        (CHAT, "chat.completion"),
+        ({"prompt": "x", "max_tokens": 1}, "text_completion"),
+        ({"input": "x"}, "list"),
+        ({"text_1": "a", "text_2": "b"}, "list"),
+    ):
+        status, answer = fake_server.post("/invocations", body)
+        assert (status, answer["object"]) == (200, kind)
+    assert fake_server.post("/invocations", {"query": "a", "documents": ["b"]})[1]["results"][0]["index"] == 0
+    for wrong in ({"x": 1}, b"[]", b"{"):
+        status, answer = fake_server.post("/invocations", wrong)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")

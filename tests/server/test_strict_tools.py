@@ -166,8 +166,9 @@ def test_a_conversation_with_calls_goes_back_to_a_model_without_tools(fake_serve
         {"role": "tool", "tool_call_id": "c1", "content": "rain"},
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "snow"}]},
     ]
-    asked = {"messages": turns, "tools": tools_of("weather"), "return_token_strs": True}
-    text = "".join(fake_server.post("/tokenize", asked)[1]["token_strs"])
+    asked = {"messages": turns, "tools": tools_of("weather")}
+    tokens = fake_server.post("/tokenize", asked)[1]["tokens"]
+    text = fake_server.post("/detokenize", {"tokens": tokens})[1]["prompt"]
     assert text.count('<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>') == 2
     assert "<tool_response>\nrain\n</tool_response>\n<tool_response>\nsnow\n</tool_response>" in text
     assert text.index("Be short.") < text.index('"description": "of weather"') < text.index("Zürich?")

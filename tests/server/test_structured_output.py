@@ -127,6 +127,11 @@ def test_the_openai_client_parses_into_a_class(fake_server: LiveServer) -> None:
     [
         ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
         ({"response_format": {"type": "structural_tag"}}, "response_format", "structures"),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "sequence", "elements": []}}},
+            "response_format",
+            "triggered_tags",
+        ),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format", "exclude each other"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "got regex and choice"),
         ({"structured_outputs": {"regexp": "a"}}, "structured_outputs", "did you mean 'regex'"),

@@ -128,7 +128,7 @@ def test_reasoning_comes_apart_from_calls(client: openai.OpenAI, ask: Any) -> No
 
 def test_reasoning_has_both_names_and_its_tokens_are_counted(scripted: LiveServer, client: openai.OpenAI) -> None:
     given = scripted.post("/tokenize", {"prompt": SAID[2], "add_special_tokens": False, "return_token_strs": True})[1]
-    written = list(itertools.accumulate(given["token_strs"]))
+    written = list(itertools.accumulate(given["token_strs"]))  # as the vocabulary has them
     expected = next(index for index, text in enumerate(written) if "</think>" in text) + 1
     asked: Any = {"model": "smollm2-135m", "messages": MESSAGES, "seed": 2, "extra_body": {"chat_template": THINKING}}
     whole = client.chat.completions.create(**asked)

@@ -178,6 +178,8 @@ def _of_structural_tag(params: StructuredOutputsParams, field_name: str) -> str:
     """Text in which a trigger begins a tag: one that the trigger begins, then JSON, then the tag's end."""
     assert isinstance(params.structural_tag, str)
     given = parse_schema(params.structural_tag, field_name)
+    if isinstance(given, dict) and isinstance(given.get("format"), dict):
+        given = _of_format(given["format"])
     structures = given.get("structures") if isinstance(given, dict) else None
     triggers = given.get("triggers") if isinstance(given, dict) else None
     if (
@@ -188,7 +190,8 @@ def _of_structural_tag(params: StructuredOutputsParams, field_name: str) -> str:
     ):
         raise RequestError(
             f'{field_name}: a structural tag is {{"type": "structural_tag", "structures": [{{"begin", "schema", "end"}}'
-            ', ...], "triggers": ["...", ...]}; other formats are not supported',
+            ', ...], "triggers": ["...", ...]}, or a format of type "triggered_tags" whose tags contain a json_schema; '
+            "others are not supported",
             field_name,
         )
     _check_count(max(len(structures), len(triggers)), MAX_SCHEMAS, "structures or triggers", field_name)
@@ -207,6 +210,21 @@ def _of_structural_tag(params: StructuredOutputsParams, field_name: str) -> str:
         rules.append(f"trigger{index}[lazy]: TEXT {literal(trigger)}")
         rules.append(f"tag{index}: trigger{index} {literal(rest) if rest else ''} {body} {literal(end) if end else ''}")
     return "\n".join([f"start: ({' | '.join(tags)})* tail", "tail: TEXT", r"TEXT: /(.|\n)*/", *rules])
+
+
+def _of_format(given: dict[str, Any]) -> object:
+    """Return what vLLM's newer form of a structural tag says, in the older one; None if that cannot say it."""
+    tags = given.get("tags")
+    wants_more = given.get("at_least_one") or given.get("stop_after_first")
+    if given.get("type") != "triggered_tags" or wants_more or not isinstance(tags, list):
+        return None
+    structures: list[object] = []
+    for tag in tags:
+        content = tag.get("content") if isinstance(tag, dict) else None
+        if not isinstance(content, dict) or content.get("type") != "json_schema":
+            return None
+        structures.append({**tag, "schema": content.get("json_schema", True)})
+    return {"structures": structures, "triggers": given.get("triggers")}
 
 
 def _are_strings(values: object, allow_empty: bool = False) -> bool:

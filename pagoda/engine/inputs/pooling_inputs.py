@@ -23,11 +23,17 @@ def check_pooling(params: PoolingParams, tasks: ModelTasks) -> PoolingParams:
         for name in ("dimensions", "normalize"):
             if getattr(params, name) is not None:
                 raise RequestError(f"{name}: only embeddings have it, not {task}; leave it out", name)
-    elif params.dimensions is not None and params.dimensions > tasks.embedding_size > 0:
-        raise RequestError(
-            f"dimensions={params.dimensions} is more than the {tasks.embedding_size} of this model's embeddings",
-            "dimensions",
-        )
+    elif params.dimensions is not None and params.dimensions != tasks.embedding_size:
+        asked, sizes = f"dimensions={params.dimensions}", tasks.plan.sizes
+        if params.dimensions > tasks.embedding_size > 0:
+            raise RequestError(
+                f"{asked} is more than the {tasks.embedding_size} of this model's embeddings", "dimensions"
+            )
+        if sizes is None:
+            why = "this model was not trained for shorter embeddings (Matryoshka); leave it out"
+            raise RequestError(f"{asked}: {why}, or say that it was with --hf-overrides.is-matryoshka", "dimensions")
+        if sizes and params.dimensions not in sizes:
+            raise RequestError(f"{asked} must be one of {', '.join(map(str, sizes))}", "dimensions")
     return dataclasses.replace(params, task=task)
 
 

@@ -1,5 +1,6 @@
 """OutputProcessor: turn the engine core's token columns into RequestOutputs with text."""
 
+import codecs
 import logging
 import weakref
 from collections import deque
@@ -18,6 +19,8 @@ from pagoda.engine.tokenizers.tokenizer import Tokenizer
 logger = logging.getLogger("pagoda")
 
 PROMPT_LOGPROBS = "the log-probabilities of the prompt"
+_utf8 = codecs.getincrementaldecoder("utf-8")
+_CLOSED = (b"", 0)  # its state between characters
 _POSITIONS_AT_ONCE = 64
 """About 1 ms of work with 20 entries each."""
 
@@ -243,7 +246,7 @@ class OutputSequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         wants_text = params is not None and params.detokenize
-        self._tokenizer = tokenizer if wants_text else None
+        self._logprob_texts = LogprobTexts(tokenizer if wants_text else None)
         self._num_logprobs = params.logprobs if params is not None else None
         self._include_stop = params is not None and params.include_stop_str_in_output
         self._logprobs: list[dict[int, Logprob]] | None = [] if self._num_logprobs is not None else None
@@ -271,7 +274,7 @@ class OutputSequence:
         self.token_ids += new[:kept]
         if self._logprobs is not None and self._num_logprobs is not None and logprobs is not None:
             for row in range(first_row, first_row + kept):
-                self._logprobs.append(logprob_entry(logprobs, row, self._num_logprobs, self._tokenizer))
+                self._logprobs.append(self._logprob_texts.entry(logprobs, row, self._num_logprobs))
                 self._cumulative += float(logprobs.logprobs[row, 0])
         if stopped_by is not None:
             self.finish_reason, self.stop_reason = "stop", stopped_by
@@ -339,7 +342,7 @@ class PromptLogprobs:
         self.rows: list[dict[int, Logprob] | None] = [None]
         self._num_missing = num_prompt_tokens - 1
         self._num_top = num_top
-        self._tokenizer = tokenizer
+        self._texts = LogprobTexts(tokenizer)
         self._columns: deque[LogprobColumns] = deque()
 
     def add(self, columns: LogprobColumns) -> None:
@@ -359,24 +362,38 @@ class PromptLogprobs:
         """Convert a few positions. Return whether more are left."""
         if self._columns:
             columns = self._columns.popleft()
-            self.rows += [
-                logprob_entry(columns, row, self._num_top, self._tokenizer) for row in range(len(columns.ranks))
-            ]
+            self.rows += [self._texts.entry(columns, row, self._num_top) for row in range(len(columns.ranks))]
         return bool(self._columns)
 
 
-def logprob_entry(columns: LogprobColumns, row: int, num_top: int, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """Return one position's candidates by token id: the sampled one, then the `num_top` most likely.
+class LogprobTexts:
+    """Says what each token adds to the text before it: "" in the middle of a character, which its last token adds.
 
-    tokenizer: None leaves out their texts.
+    tokenizer: None leaves out the texts.
     """
-    ids: Sequence[int] = columns.token_ids[row, : num_top + 1].tolist()
-    values: Sequence[float] = columns.logprobs[row, : num_top + 1].tolist()
-    entry = {ids[0]: Logprob(values[0], int(columns.ranks[row]), _shown(tokenizer, ids[0]))}
-    for rank, (token_id, value) in enumerate(zip(ids[1:], values[1:], strict=True), start=1):
-        entry.setdefault(token_id, Logprob(value, rank, _shown(tokenizer, token_id)))
-    return entry
 
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._open: tuple[bytes, int] = _CLOSED
 
-def _shown(tokenizer: Tokenizer | None, token_id: int) -> str | None:
-    return None if tokenizer is None else tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+    def entry(self, columns: LogprobColumns, row: int, num_top: int) -> dict[int, Logprob]:
+        """Return the next position's candidates by token id: its own token, then the `num_top` most likely."""
+        ids: Sequence[int] = columns.token_ids[row, : num_top + 1].tolist()
+        values: Sequence[float] = columns.logprobs[row, : num_top + 1].tolist()
+        own, after = self._read(ids[0])
+        entry = {ids[0]: Logprob(values[0], int(columns.ranks[row]), own)}
+        for rank, (token_id, value) in enumerate(zip(ids[1:], values[1:], strict=True), start=1):
+            if token_id != ids[0]:
+                entry[token_id] = Logprob(value, rank, self._read(token_id)[0])
+        self._open = after
+        return entry
+
+    def _read(self, token_id: int) -> tuple[str | None, tuple[bytes, int]]:
+        if self._tokenizer is None:
+            return None, self._open
+        data = self._tokenizer.token_bytes(token_id)
+        if self._open == _CLOSED and data.isascii():
+            return data.decode(), _CLOSED
+        decoder = _utf8("replace")
+        decoder.setstate(self._open)
+        return decoder.decode(data), decoder.getstate()

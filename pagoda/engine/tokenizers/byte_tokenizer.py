@@ -42,3 +42,6 @@ class ByteTokenizer:
         if 0 <= token_id < BOS:
             return bytes([token_id])
         return {BOS: b"<bos>", EOS: b"<eos>"}.get(token_id, b"")
+
+    def token_string(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("latin-1")

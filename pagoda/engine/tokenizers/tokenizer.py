@@ -53,6 +53,10 @@ class Tokenizer(Protocol):
         """Return the bytes the token adds to the text if it is not the first. Empty for unknown ids."""
         ...
 
+    def token_string(self, token_id: int) -> str:
+        """Return the token as the vocabulary writes it (`Ġis`). Empty for unknown ids."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
@@ -139,6 +143,9 @@ class LibraryTokenizer:
                 return b""  # not remembered: any number of such ids may be asked for
             known = self._bytes[token_id] = self._read_bytes(token_id)
         return known
+
+    def token_string(self, token_id: int) -> str:
+        return self.backend.id_to_token(token_id) or ""
 
     def _read_bytes(self, token_id: int) -> bytes:
         token = self._added.get(token_id)

@@ -64,6 +64,25 @@ GOOD_AND_BAD: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["free text", "text <f=g>null</f> more", "<f=g>null</f><f=g>null</f>"],
         ["<f=h>", "<f=g>5</f>"],
     ),
+    (
+        {
+            "structural_tag": {
+                "format": {
+                    "type": "triggered_tags",
+                    "triggers": ["<f="],
+                    "tags": [
+                        {
+                            "begin": "<f=g>",
+                            "content": {"type": "json_schema", "json_schema": {"type": "null"}},
+                            "end": "</f>",
+                        }
+                    ],
+                }
+            },
+        },
+        ["free text", "text <f=g>null</f> more", "<f=g>null</f><f=g>null</f>"],
+        ["<f=h>", "<f=g>5</f>"],
+    ),
 ]
 
 

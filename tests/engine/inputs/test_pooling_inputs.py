@@ -116,7 +116,10 @@ def test_parameters_that_a_model_cannot_serve_name_what_it_can() -> None:
     embedder = ModelTasks(generates=False, embedding_size=8)
     classifier = ModelTasks(PoolingPlan(embeds=False, labels=("x", "y")), generates=False)
     ranker = ModelTasks(PoolingPlan(embeds=False, labels=("x",)), generates=False)
+    shortened = ModelTasks(PoolingPlan(sizes=(2, 4)), embedding_size=8)
     assert check_pooling(PoolingParams(), embedder).task == "embed"
+    assert check_pooling(PoolingParams(dimensions=8), embedder).dimensions == 8
+    assert check_pooling(PoolingParams(dimensions=4), shortened).dimensions == 4
     assert check_pooling(PoolingParams(), classifier).task == "classify"
     assert check_pooling(PoolingParams(task="score"), ranker).task == "score"
     for params, tasks, message in (
@@ -125,6 +128,8 @@ def test_parameters_that_a_model_cannot_serve_name_what_it_can() -> None:
         (PoolingParams(task="score"), classifier, "does not support score; it supports classify"),
         (PoolingParams(task="score"), embedder, "compares the embeddings of two texts"),
         (PoolingParams(dimensions=9), embedder, "dimensions=9 is more than the 8"),
+        (PoolingParams(dimensions=4), embedder, "dimensions=4: this model was not trained for shorter embeddings"),
+        (PoolingParams(dimensions=3), shortened, "dimensions=3 must be one of 2, 4"),
         (PoolingParams(task="classify", dimensions=1), classifier, "dimensions: only embeddings have it"),
         (PoolingParams(task="classify", normalize=True), classifier, "normalize: only embeddings have it"),
     ):

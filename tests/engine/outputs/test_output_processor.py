@@ -175,6 +175,22 @@ def test_log_probabilities() -> None:
     assert by_id["r1"].cumulative_logprob == -10.0
 
 
+def test_a_character_belongs_to_its_last_token() -> None:
+    processor = OutputProcessor(ByteTokenizer())
+    processor.open(request(1, logprobs=1), OutputKind.CUMULATIVE)
+    tokens, others = [*"é€a".encode(), 0xFF], [0xA8, 0xA8, 98, 0x82, 0xAD, 98, 98]
+    columns = LogprobColumns(
+        np.array([[own, own, other] for own, other in zip(tokens, others, strict=True)], np.int32)[:, [0, 2]],
+        np.zeros((7, 2), np.float32),
+        np.ones(7, np.int32),
+    )
+    (out,) = processor.process(core_outputs([(1, 0, tokens)], logprobs=columns), 0.0).outputs
+    assert out.outputs[0].logprobs is not None
+    shown = [[one.decoded_token for one in entry.values()] for entry in out.outputs[0].logprobs]
+    assert [entry[0] for entry in shown] == ["", "é", "", "", "€", "a", "\ufffd"]
+    assert (shown[1][1], shown[4][1]) == ("è", "\u20ad")
+
+
 def test_without_text_candidates_have_no_text() -> None:
     processor = OutputProcessor(ByteTokenizer())
     processor.open(request(1, logprobs=1, detokenize=False), OutputKind.CUMULATIVE)
