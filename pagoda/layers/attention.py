@@ -45,7 +45,8 @@ class Attention(Module):
     out: the name of the output projection, None where that is its caller's.
     q_norm, k_norm: applied before the rotary embedding; None where there are none. Of the size of a head: to each. As
         large as all heads: over all of them, so that every rank computes all of q, k and v.
-    place: where in the cache; set when the model's layers are put into groups.
+    place: where in the cache; set when the model's layers are put into groups. Of one that is not causal: the group
+        says which of the batch's metadata has the texts, or parts of them, whose tokens attend to each other.
     """
 
     def __init__(
@@ -150,7 +151,8 @@ class Attention(Module):
     def _attend_to_text(self, ops: ForwardOps, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         if self.rotary is not None:
             q, k = ops.rotary(q, k, batch.positions, self.rotary.cos, self.rotary.sin)
-        return ops.bidirectional_attention(q, k, v, batch.metadata[0], self.scale, self.window, self.softcap)
+        metadata = batch.metadata[self.place.group]
+        return ops.bidirectional_attention(q, k, v, metadata, self.scale, self.window, self.softcap)
 
     def _write(self, ops: ForwardOps, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, cache: KVLayer) -> Tensor:
         """Write K and V to the cache, and return q as the cache's keys are: rotated or not."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pagoda.layers.module import Module, parameters
+from pagoda.layers.module import Module, parameters, walk
 from pagoda.layers.parameter import Matrix, Parameter, Table
 
 
@@ -75,10 +75,18 @@ class LoRAShare:
 
 
 def lora_targets(root: Module) -> dict[str, LoRATarget]:
-    """Return the targets of a model by path. Experts are excluded, because their weights are stacked."""
+    """Return the targets of a model by path. Experts, whose weights are stacked, and encoders are excluded."""
     found: dict[str, LoRATarget] = {}
     here = {parameter for _, parameter in parameters(root)}
+    excluded = {
+        parameter
+        for _, module in walk(root, everywhere=True)
+        if not module.takes_adapters
+        for _, parameter in parameters(module, everywhere=True)
+    }
     for path, parameter in parameters(root, everywhere=True):
+        if parameter in excluded:
+            continue
         is_elsewhere = parameter not in here
         declared = parameter.declared
         if isinstance(declared, Table):

@@ -81,11 +81,19 @@ class GatedMLP(Module):
 
 
 class PlainMLP(Module):
-    """down(activation(up(x)))."""
+    """down(activation(up(x))).   names: of up and down in the checkpoint."""
 
-    def __init__(self, hidden_size: int, inner_size: int, activation: Activation, bias: bool = False) -> None:
-        self.up_proj = Linear(hidden_size, (Part("up_proj", inner_size),), bias, Axis.OUT)
-        self.down_proj = Linear(inner_size, (Part("down_proj", hidden_size),), bias, Axis.IN)
+    def __init__(
+        self,
+        hidden_size: int,
+        inner_size: int,
+        activation: Activation,
+        bias: bool = False,
+        names: tuple[str, str] = ("up_proj", "down_proj"),
+    ) -> None:
+        up_name, down_name = names
+        self.up_proj = Linear(hidden_size, (Part(up_name, inner_size),), bias, Axis.OUT)
+        self.down_proj = Linear(inner_size, (Part(down_name, hidden_size),), bias, Axis.IN)
         self.activation = activation
 
     def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Module: a node of a model's tree."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import cast
 
-from pagoda.layers.parameter import Parameter
+from pagoda.layers.parameter import Matrix, Parameter
 
 
 class Module:
@@ -13,9 +14,11 @@ class Module:
     Paths are the names that transformers gives to a checkpoint's tensors; `models/naming.py` maps them to other names.
     A module that several parents share belongs to the first.
     is_elsewhere: it, and what is below it, is computed by another rank: walks leave it out.
+    takes_adapters: LoRA adapters may adapt it and what is below it.
     """
 
     is_elsewhere = False
+    takes_adapters = True
 
     def children(self) -> Iterator[tuple[str, "Module"]]:
         """Child modules by name, in the order in which they were assigned."""
@@ -50,6 +53,13 @@ def walk(root: Module, everywhere: bool = False) -> Iterator[tuple[str, Module]]
             yield from visit(f"{path}.{name}" if path else name, child)
 
     return visit("", root)
+
+
+def keep_floats(root: Module) -> None:
+    """Leave the matrices of a tree, which is not loaded, out of quantisation."""
+    for _, parameter in parameters(root):
+        if isinstance(parameter.declared, Matrix):
+            parameter.declared = replace(parameter.declared, quantizable=False)
 
 
 def parameters(root: Module, everywhere: bool = False) -> Iterator[tuple[str, Parameter[object]]]:

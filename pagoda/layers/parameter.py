@@ -141,11 +141,13 @@ class RotaryTable:
     """cos and sin of the rotary embedding, computed at load, float32.
 
     scaled_by_checkpoint: divide the frequencies by the checkpoint's factors, if it has such a tensor (GGUF).
+    num_positions: 0: as many as a sequence may have.
     """
 
     rope: RopeConfig
     head_dim: int
     scaled_by_checkpoint: bool
+    num_positions: int = 0
 
 
 Declaration = Table | Vector | Matrix | RotaryTable

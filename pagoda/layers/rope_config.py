@@ -24,6 +24,8 @@ class RopeConfig:
     query_beta: queries are multiplied by 1 + query_beta * log(1 + position // original_max_position), 0 is off (yarn).
     rotated: the share of a head's elements that it turns, the first ones.   interleaved: the pairs that it turns are
     neighbours in the checkpoint (0 and 1, 2 and 3, ...), not one from each half of the turned elements.
+    axes: the pairs are so many equal runs, each with the frequencies of a head of its size and a position of its own
+    (the row and the column of a patch).
     """
 
     rope_type: RopeType = RopeType.DEFAULT
@@ -41,6 +43,7 @@ class RopeConfig:
     query_beta: float = 0.0  # yarn
     rotated: float = 1.0
     interleaved: bool = False
+    axes: int = 1
 
     def num_rotated(self, head_dim: int) -> int:
         """Return how many elements of a head it turns."""

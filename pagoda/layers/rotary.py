@@ -20,12 +20,14 @@ class RotaryTables:
 class Rotary(Module):
     """The rotary embedding of heads of one size. Layers with the same rope share one object, and so one table.
 
-    scaled_by_checkpoint: see `RotaryTable`.
+    scaled_by_checkpoint, num_positions: see `RotaryTable`.
     """
 
-    def __init__(self, rope: RopeConfig, head_dim: int, scaled_by_checkpoint: bool = True) -> None:
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, scaled_by_checkpoint: bool = True, num_positions: int = 0
+    ) -> None:
         self.rope = rope
-        self.tables = Parameter[RotaryTables](RotaryTable(rope, head_dim, scaled_by_checkpoint))
+        self.tables = Parameter[RotaryTables](RotaryTable(rope, head_dim, scaled_by_checkpoint, num_positions))
 
     @property
     def cos(self) -> Tensor:

@@ -178,8 +178,9 @@ class Filler:
             self._check_shape(name, shape)
             factors = torch.empty(shape, dtype=torch.float32)
             self._weights.read_into(name, factors)
+        positions = declared.num_positions or self._num_positions
         return build_rotary_tables(
-            declared.rope, declared.head_dim, self._num_positions, self._device, factors, self._max_model_len
+            declared.rope, declared.head_dim, positions, self._device, factors, self._max_model_len
         )
 
     def _matrix(self, path: str, matrix: Matrix, shard: MatrixShard) -> LinearWeight:

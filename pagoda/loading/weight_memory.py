@@ -110,8 +110,8 @@ def _bytes(path: str, parameter: Parameter[Any], prepared: PreparedAs, held_as: 
             return rows * columns * element
         case Vector(size):
             return size * element
-        case RotaryTable(rope, head_dim):
-            return prepared.num_positions * (2 * (head_dim // 2) + (rope.query_beta > 0)) * 4
+        case RotaryTable(rope, head_dim, _, num_positions):
+            return (num_positions or prepared.num_positions) * (2 * (head_dim // 2) + (rope.query_beta > 0)) * 4
         case Matrix() as matrix:
             count = max(1, matrix.num_experts)
             held = held_as(path, matrix)

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import ModelTasks, PoolingPlan
@@ -23,6 +25,10 @@ TOKEN_TYPES = "token_types"
 """Input of a batch: which text of a pair each token belongs to, 0 or 1."""
 
 
+POSITION_KINDS = 3
+"""Where a token has positions of several kinds, it has a time, a row and a column. They are equal but for images."""
+
+
 class Model(Module):
     """A tree of layers and the order in which they compute. It receives the ops with every call and stores none.
 
@@ -32,6 +38,8 @@ class Model(Module):
     generates: False: there is no head for tokens, and `compute_logits` is never called.
     num_token_types: where it is not 0, a batch has the input TOKEN_TYPES: int32 [num_tokens], below this number.
     takes_embeds: prompts may be given as embeddings (see Embedding).
+    position_runs: of a model whose tokens have positions of several kinds: the kind that each of the equal runs of a
+        head's pairs takes (see ForwardOps.rotary); a batch's positions are int32 [num_tokens, runs]. Else empty.
     """
 
     spec: ModelSpec
@@ -41,6 +49,7 @@ class Model(Module):
     generates: bool = True
     num_token_types: int = 0
     takes_embeds: bool = False
+    position_runs: tuple[int, ...] = ()
     dense: Sequence["PoolingLayer"] = ()
 
     def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
@@ -69,6 +78,13 @@ class Model(Module):
     def media_encoder(self) -> "Encoder | None":
         """The part of the tree that computes images or audio; None for a model that reads neither."""
         return None
+
+    def media_positions(self, grid: tuple[int, ...]) -> tuple[np.ndarray, int]:
+        """Return the positions of an item's tokens, and how many positions it takes from the tokens after it.
+
+        int32 [tokens, POSITION_KINDS], counted from that of its first. Only of a model with `position_runs`.
+        """
+        raise NotImplementedError
 
     @property
     def cross_groups(self) -> tuple[int, ...]:

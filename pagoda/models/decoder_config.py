@@ -144,6 +144,21 @@ def read_decoder(
     )
 
 
+def text_config(config: ConfigReader, *model_types: str) -> ConfigReader:
+    """Return the settings of the text model of a multimodal one, with those that the checkpoint gives for the whole.
+
+    Old checkpoints have no section of them.
+    model_types: that are supported. Raises ConfigError for another.
+    """
+    text = config.section("text_config") or config
+    text.choice("model_type", model_types, model_types[0])
+    whole = {key: config.values[key] for key in _OF_THE_WHOLE if config.has(key)}
+    return ConfigReader({"tie_word_embeddings": False, **text.values, **whole}, text.origin)
+
+
+_OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+
+
 def read_experts(config: ConfigReader, inner_size_key: str, renormalize: bool) -> ExpertsConfig:
     """Read the experts of a model, which must be SiLU-gated. Raises ConfigError if top_k exceeds their number."""
     config.choice("hidden_act", ("silu", "swish"), "silu")

@@ -39,7 +39,7 @@ class EncoderItem:
     segments: how many consecutive tokens attend to each other, int32 [segments], for each kind of attention there is;
         the first is `batch.metadata[0]`. They add up to the item's tokens.
     num_outputs: rows that the encoder returns.
-    inputs: by name.   positions: int32 [tokens]; None: they count up.
+    inputs: by name.   positions: int32 [tokens], or [tokens, runs] (see ForwardOps.rotary); None: they count up.
     """
 
     segments: tuple[np.ndarray, ...]
@@ -76,6 +76,7 @@ class Encoder(Model):
     is_causal = False
     generates = False
     whole_items: bool = False
+    takes_adapters = False
 
     def largest_item(self) -> MediaItem:
         """Return the largest item there can be, with features of zeros."""

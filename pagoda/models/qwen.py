@@ -21,7 +21,7 @@ from pagoda.models.decoder_config import (
 from pagoda.models.llama import Llama
 
 
-def _read_qwen2(config: ConfigReader) -> DecoderConfig:
+def read_qwen2(config: ConfigReader) -> DecoderConfig:
     return replace(read_decoder(config, "qwen2", _layer_windows(config)), qkv_bias=True)
 
 
@@ -35,7 +35,7 @@ def _layer_windows(config: ConfigReader) -> tuple[int, ...]:
     return windows_by_layer_types(config, config.texts("layer_types") or by_index, config.integer("sliding_window"))
 
 
-QWEN2 = Architecture(name="qwen2", hf_names=("Qwen2ForCausalLM",), model=Llama, read=_read_qwen2, gguf_name="qwen2")
+QWEN2 = Architecture(name="qwen2", hf_names=("Qwen2ForCausalLM",), model=Llama, read=read_qwen2, gguf_name="qwen2")
 
 
 def _read_qwen3(config: ConfigReader, architecture: str = "qwen3") -> DecoderConfig:

@@ -11,6 +11,7 @@ from pagoda.models.glm4 import GLM4
 from pagoda.models.gpt2 import GPT2
 from pagoda.models.gpt_neox import GPT_NEOX
 from pagoda.models.granite import GRANITE, GRANITEMOE
+from pagoda.models.idefics3 import IDEFICS3
 from pagoda.models.llama import LLAMA
 from pagoda.models.mistral import MISTRAL, MISTRAL3, MIXTRAL
 from pagoda.models.modernbert import MODERNBERT
@@ -19,6 +20,7 @@ from pagoda.models.olmoe import OLMOE
 from pagoda.models.phi import PHI, PHI3
 from pagoda.models.pooled_decoder import pooled_variants
 from pagoda.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from pagoda.models.qwen2_5_vl import QWEN2_5_VL
 from pagoda.models.smollm3 import SMOLLM3
 from pagoda.models.stablelm import STABLELM
 from pagoda.models.starcoder2 import STARCODER2
@@ -49,6 +51,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     STABLELM,
     COHERE,
     COHERE2,
+    IDEFICS3,
+    QWEN2_5_VL,
     BERT,
     ROBERTA,
     MODERNBERT,

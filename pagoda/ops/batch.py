@@ -76,8 +76,8 @@ class Input(Generic[TensorT]):
 class ForwardBatch(Generic[TensorT]):
     """One step's input to a model.
 
-    token_ids: int32 [num_tokens].   positions: int32 [num_tokens], for the rotary embedding; where K and V are written
-        is slot_mapping's business.
+    token_ids: int32 [num_tokens].   positions: int32 [num_tokens], or [num_tokens, runs] (see ForwardOps.rotary), for
+        the rotary embedding; where K and V are written is slot_mapping's business.
     metadata: one per KV group, in the order of the model's kv_groups.
     tail: the tokens that the forward returns.   logits_index: int64 [num_logits], which of those give logits.
     inputs: what else this step brings, by name.

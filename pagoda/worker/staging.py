@@ -215,7 +215,7 @@ class StagingBatch:
         prompt_rows, pooled, states_index = _wanted_states(table, output, rows.query_start, pooling)
         num_logits = len(logits_index)
         size = None
-        is_plain = embeds is None and not self._num_token_types and not table.cross_groups
+        is_plain = embeds is None and not self._num_token_types and not table.cross_groups and table.rotary is None
         if self.padding is not None and is_plain and draw_logits is None:
             size = self.padding.size_of(len(output.rows), num_tokens, rows.longest, rows.furthest)
         if self.padding is not None and rows.longest == 1:  # only kernels whose steps are captured read them
@@ -249,12 +249,13 @@ class StagingBatch:
         cross = CrossRows.of(table, token_rows, states, block_size) if table.cross_groups else None
         cross_tail = cross if cross is None or tail is rows else cross.select(tail_index)
         has_all_states = _counts_up(states_index, len(tail_index))
+        at = positions if table.rotary is None else table.rotary.of(token_rows, positions)
         params = draw_params(table, draw_rows, draw_positions)
 
         # What the forward reads comes first: in all padded steps of a size, it is at the same addresses.
         of_tokens, of_slots, of_rows, of_tail, of_named, of_params, *others = self._move(
             [
-                [token_ids, positions, tail_index, logits_index],
+                [token_ids, at, tail_index, logits_index],
                 slots,
                 rows.arrays,
                 [] if tail is rows else tail.arrays,
@@ -270,8 +271,8 @@ class StagingBatch:
         )
         of_draws, of_states, of_unknown, of_cross, of_cross_tail = others
         if last_tokens is not None and unknown.size:
-            at, their_rows = of_unknown
-            of_tokens[0].index_copy_(0, at, last_tokens.tokens.index_select(0, their_rows))
+            whose, their_rows = of_unknown
+            of_tokens[0].index_copy_(0, whose, last_tokens.tokens.index_select(0, their_rows))
         metadata = rows.metadata(of_slots, of_rows, block_size)
         tail_metadata = metadata if tail is rows else tail.metadata(of_slots, of_tail, block_size)
         if cross is not None and cross_tail is not None:

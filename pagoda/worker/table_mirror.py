@@ -12,6 +12,7 @@ from pagoda.base.pooling import PoolingParams
 from pagoda.core.beam_search import num_beam_candidates
 from pagoda.core.scheduler_output import BeamRows, RowFork, RowInit, SchedulerOutput
 from pagoda.worker.constraints import RowConstraints, TokenCounts
+from pagoda.worker.rotary_positions import RotaryPositions
 
 # Columns with one number per row that a fork copies.
 _COLUMNS = (
@@ -50,6 +51,7 @@ class TableMirror:
     token_counts: per row with penalties, else None; they count from `token_ids` when they are asked.
     wants_states: bool [max_rows], rows with prompt logprobs or pooling, which need hidden states of prompt positions.
     pair_start: int32 [max_rows], position of the second text of a pair; beyond every position without one.
+    rotary: of a model whose tokens have positions of several kinds, else None.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class TableMirror:
         num_groups: int,
         cross_groups: tuple[int, ...] = (),
         max_encoder_len: int = 0,
+        rotary: RotaryPositions | None = None,
     ) -> None:
         """max_len: most tokens per row, including drafts.   max_encoder_len: most encoder tokens.
 
@@ -93,6 +96,7 @@ class TableMirror:
         self.token_counts: list[TokenCounts | None] = [None] * max_rows
         self.pooling: list[PoolingParams | None] = [None] * max_rows
         self.pair_start = np.full(max_rows, _NO_PAIR, np.int32)
+        self.rotary = rotary
 
     def apply(self, output: SchedulerOutput) -> None:
         """Apply the step's events to the rows, in SchedulerOutput's order. Loops over events, not over rows."""
@@ -111,6 +115,8 @@ class TableMirror:
                 table[delta.rows[of_group], delta.index[of_group]] = delta.block_ids[of_group]
         for fork in output.forks:
             self._fork(fork)
+        if self.rotary is not None:
+            self.rotary.apply(output)
         if output.drafts:
             ends = dict(zip(output.rows.tolist(), (output.start + output.num_new).tolist(), strict=True))
             for row, drafts in output.drafts.items():

@@ -25,6 +25,7 @@ from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.loaded_model import DTYPES, LoadedModel, WorkerConfig, load
 from pagoda.worker.memory import kv_block_bytes
 from pagoda.worker.model_runner import ModelRunner
+from pagoda.worker.rotary_positions import RotaryPositions
 from pagoda.worker.sampler import Sampler
 from pagoda.worker.speculation.loaded_draft import speculator_of
 from pagoda.worker.staging import PromptEmbeds
@@ -165,8 +166,9 @@ class Worker:
 
     def _make_table(self, model: Model, max_len: int) -> TableMirror:
         config = self._config
+        rotary = RotaryPositions(model, config.max_rows) if model.position_runs else None
         groups, longest = model.cross_groups, config.max_encoder_len
-        return TableMirror(config.max_rows, max_len, config.block_size, len(model.kv_groups), groups, longest)
+        return TableMirror(config.max_rows, max_len, config.block_size, len(model.kv_groups), groups, longest, rotary)
 
     def _make_encoders(self, loaded: LoadedModel) -> EncoderOutputs | None:
         if loaded.encoder is None:

@@ -15,7 +15,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.executor import Executor
-from pagoda.core.request import LoraRef
+from pagoda.core.request import LoraRef, MediaItem
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine_setup import resolve_engine
@@ -41,7 +41,7 @@ class Watched:
     """A request whose every bit is compared. Branch b of it draws with seed + b, and by that seed it is known.
 
     skips_prefix: its prompt is not looked up in the prefix cache.
-    embeds: of the first positions of its prompt, which has zeros there.
+    embeds: of the first positions of its prompt, which has zeros there.   media: pictures of its prompt.
     """
 
     prompt: list[int]
@@ -50,6 +50,7 @@ class Watched:
     adapter: LoraRef | None = None
     skips_prefix: bool = False
     embeds: np.ndarray | None = None
+    media: tuple[MediaItem, ...] = ()
 
     @property
     def num_seqs(self) -> int:
@@ -189,7 +190,7 @@ def play(core: EngineCore, trace: Trace, script: Script) -> None:
             each = script.requests[number]
             added = request(number, each.prompt, each.params, each.seed)
             more = {"lora": each.adapter, "skip_prefix_read": each.skips_prefix, "prompt_embeds": each.embeds}
-            core.add_request(replace(added, **more))  # type: ignore[arg-type]
+            core.add_request(replace(added, media=each.media, **more))  # type: ignore[arg-type]
         if step in leaves:
             core.abort([leaves[step]])
         if step in script.resets:
@@ -335,17 +336,18 @@ def random_script(
     requests = [watched[i] for i in picked]
     for number in range(int(rng.integers(0, most_fillers + 1))):
         length = int(rng.choice([1, 9, 40, 100]))
-        prompt, embeds = rng.integers(3, vocab_size, length).tolist(), None
+        prompt, embeds, media = rng.integers(3, vocab_size, length).tolist(), None, ()
         if rng.random() < 0.3:  # the beginning of a watched one, which is then found in the prefix cache
             other = watched[int(rng.integers(len(watched)))]
             shared = int(rng.integers(1, len(other.prompt) + 1))
             prompt = other.prompt[:shared] + prompt[:3]
-            if rng.random() < 0.7:  # otherwise its tokens are zeros, with which it must not be found
+            if rng.random() < 0.7:  # otherwise it has tokens there, with which it must not be found
                 embeds = other.embeds[:shared] if other.embeds is not None else None
+                media = tuple(one for one in other.media if one.offset + one.length <= shared)
         params = SamplingParams(temperature=float(rng.choice([0.0, 1.0])), max_tokens=int(rng.integers(1, 20)))
         which = int(rng.integers(len(adapters) + 1)) if adapters else 0
         adapter = adapters[which - 1] if which else None
-        requests.append(Watched(prompt, params, FIRST_FILLER_SEED + number, adapter, embeds=embeds))
+        requests.append(Watched(prompt, params, FIRST_FILLER_SEED + number, adapter, False, embeds, media))
     rng.shuffle(requests)  # type: ignore[arg-type]  # a list is what it takes
     at_once = rng.random() < 0.6
     arrivals = [0 if at_once else int(rng.integers(0, 40)) for _ in requests]

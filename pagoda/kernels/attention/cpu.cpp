@@ -108,7 +108,7 @@ void attend(const Problem& p, int num_tokens, int threads) {
 
 }  // namespace
 
-// Head sizes are multiples of 16, block sizes multiples of 8. seq_lens counts the tokens in the cache, this step's included.
+// Head sizes of a cache are multiples of 16, block sizes multiples of 8. seq_lens counts the tokens in the cache, this step's included.
 PAGODA_EXPORT void pagoda_attention(const AttentionArgs* a, int32_t threads) {
     const KVPages& cache = a->cache;
     const RowGroup& rows = *a->metadata;
@@ -146,6 +146,8 @@ PAGODA_EXPORT void pagoda_bidirectional_attention(const BidirectionalAttentionAr
     if (a->q.rows == 0) return;
     by_dtype(a->q.dtype, [&](auto element) {
         using T = decltype(element);
-        attend<T>(with_transient_pages<T>(*a, threads), static_cast<int>(a->q.rows), threads);
+        Problem p = with_transient_pages<T>(*a, threads);
+        attend<T>(p, static_cast<int>(a->q.rows), threads);
+        cut_heads<T>(p, *a);
     });
 }

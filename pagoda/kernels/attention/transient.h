@@ -1,4 +1,5 @@
-// Pages of K and V that exist while one op runs: the tokens of the batch as if a cache held them.
+// Pages of K and V that exist while one op runs: the tokens of the batch as if a cache held them. Heads that do not fill
+// whole lanes are widened with zeros, which change no score; their queries and results are then copies, too.
 #pragma once
 
 #include "../kv_cache/pages.h"
@@ -6,22 +7,32 @@
 #include "problem.h"
 
 constexpr int TRANSIENT_BLOCK = 16;
+constexpr int64_t WIDEST_HEAD = 512;  // native/arguments.py refuses larger ones
+
+// Copy a vector of `dim` elements, and zeros after it up to `wide`.
+template <class T>
+void widen(const T* x, int64_t dim, T* to, int64_t wide) {
+    memcpy(static_cast<void*>(to), x, sizeof(T) * dim);
+    memset(static_cast<void*>(to + dim), 0, sizeof(T) * (wide - dim));
+}
 
 // Copy K and V of the batch into pages; return the problem of attending to them without a causal mask. The pages are this
 // thread's scratch memory. A row's blocks follow each other.
 template <class T>
 Problem with_transient_pages(const BidirectionalAttentionArgs& a, int threads) {
     const RowGroup& rows = *a.metadata;
-    int64_t kv_heads = a.k.heads, head_dim = a.k.dim, page = TRANSIENT_BLOCK * head_dim;
+    int64_t kv_heads = a.k.heads, dim = a.k.dim, head_dim = (dim + 15) / 16 * 16, page = TRANSIENT_BLOCK * head_dim;
+    int64_t heads = a.q.heads;
+    bool is_wider = head_dim != dim;
     auto blocks_of = [&](int64_t row) { return (rows.seq_lens[row] + TRANSIENT_BLOCK - 1) / TRANSIENT_BLOCK; };
     int64_t blocks = 0, width = 1;
     for (int64_t row = 0; row < rows.num_rows; row++) {
         blocks += blocks_of(row);
         width = std::max<int64_t>(width, blocks_of(row));
     }
-    size_t pages_bytes = sizeof(T) * blocks * kv_heads * page;
-    auto* k_pages = static_cast<T*>(thread_scratch(2 * pages_bytes, 4));
-    T* v_pages = k_pages + blocks * kv_heads * page;
+    size_t page_elements = blocks * kv_heads * page, query_elements = is_wider ? a.q.rows * heads * head_dim : 0;
+    auto* k_pages = static_cast<T*>(thread_scratch(2 * sizeof(T) * (page_elements + query_elements), 4));
+    T *v_pages = k_pages + page_elements, *queries = v_pages + page_elements, *results = queries + query_elements;
     auto* tables = static_cast<int32_t*>(thread_scratch(sizeof(int32_t) * rows.num_rows * width, 5));
     int32_t next = 0;
     for (int64_t row = 0; row < rows.num_rows; row++)
@@ -29,6 +40,7 @@ Problem with_transient_pages(const BidirectionalAttentionArgs& a, int threads) {
 
     parallel(threads_for(2 * num_elements(a.k), threads), [&](int thread, int num_threads) {
         Range mine = share_of(a.k.rows, thread, num_threads);
+        T wide_k[WIDEST_HEAD], wide_v[WIDEST_HEAD];
         int64_t row = std::upper_bound(rows.query_start, rows.query_start + rows.num_rows, mine.begin) - rows.query_start - 1;
         for (int64_t t = mine.begin; t < mine.end; t++) {
             while (t >= rows.query_start[row + 1]) row++;
@@ -36,16 +48,24 @@ Problem with_transient_pages(const BidirectionalAttentionArgs& a, int threads) {
             int64_t block = tables[row * width + at / TRANSIENT_BLOCK];
             for (int64_t h = 0; h < kv_heads; h++) {
                 int64_t to = (block * kv_heads + h) * page;
-                const T* k = elements_of<const T>(a.k) + t * a.k.stride + h * head_dim;
-                const T* v = elements_of<const T>(a.v) + t * a.v.stride + h * head_dim;
+                const T* k = elements_of<const T>(a.k) + t * a.k.stride + h * dim;
+                const T* v = elements_of<const T>(a.v) + t * a.v.stride + h * dim;
+                if (is_wider) {
+                    widen(k, dim, wide_k, head_dim);
+                    widen(v, dim, wide_v, head_dim);
+                    k = wide_k, v = wide_v;
+                }
                 scatter_k<T>(k, k_pages + to, slot, TRANSIENT_BLOCK, head_dim);
                 scatter_v<T>(v, v_pages + to, slot, head_dim);
             }
+            for (int64_t h = 0; is_wider && h < heads; h++)
+                widen(elements_of<const T>(a.q) + t * a.q.stride + h * dim, dim, queries + (t * heads + h) * head_dim,
+                      head_dim);
         }
     });
     return {a.q.dtype,
-            a.q.data,
-            a.out.data,
+            is_wider ? queries : a.q.data,
+            is_wider ? results : a.out.data,
             reinterpret_cast<const char*>(k_pages),
             reinterpret_cast<const char*>(v_pages),
             nullptr,
@@ -54,12 +74,12 @@ Problem with_transient_pages(const BidirectionalAttentionArgs& a, int threads) {
             rows.seq_lens,
             tables,
             width,
-            a.q.stride,
+            is_wider ? heads * head_dim : a.q.stride,
             kv_heads * page,
             kv_heads * page,
             0,
             static_cast<int>(rows.num_rows),
-            static_cast<int>(a.q.heads),
+            static_cast<int>(heads),
             static_cast<int>(kv_heads),
             static_cast<int>(head_dim),
             TRANSIENT_BLOCK,
@@ -67,4 +87,13 @@ Problem with_transient_pages(const BidirectionalAttentionArgs& a, int threads) {
             a.scale,
             a.softcap,
             false};
+}
+
+// Copy results of widened heads to where the op's are.
+template <class T>
+void cut_heads(const Problem& p, const BidirectionalAttentionArgs& a) {
+    int64_t dim = a.k.dim, count = a.q.rows * a.q.heads;
+    if (p.out == a.out.data) return;
+    for (int64_t i = 0; i < count; i++)
+        memcpy(elements_of<T>(a.out) + i * dim, static_cast<const T*>(p.out) + i * p.head_dim, sizeof(T) * dim);
 }

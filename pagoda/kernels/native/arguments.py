@@ -93,8 +93,8 @@ def prepare_call(
             case Group():
                 if not isinstance(value, AnyMetadata):
                     raise _wrong(op, name, "AttentionMetadata", value)
-                if declared.cache is None:  # K and V are laid out as pages while the op runs
-                    check_page_shape(call.shapes["k"][2], TRANSIENT_BLOCK)
+                if declared.cache is None:  # K and V are laid out as pages while the op runs, of heads of whole lanes
+                    check_page_shape(-(-call.shapes["k"][2] // 16) * 16, TRANSIENT_BLOCK)
                 setattr(call.record, name, group_address(value))
             case Ranks():
                 if not isinstance(value, SharedGroup):

@@ -1,0 +1,223 @@
+"""Models that see, as tiny random checkpoints in an engine: transformers' answers, the same bits in any schedule."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pagoda.assemble import build_engine_core, resolve_engine
+from pagoda.base.config import EngineConfig
+from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
+from pagoda.core.request import Request
+from pagoda.engine.engine_core import EngineCore
+from tests.engine.driver import Answers, drive, request
+from tests.engine.random_schedules import Watched, alone, differences, make_engine, play, random_options, random_script
+from tests.models.tiny import VOCAB, save
+from tests.models.tiny_vision import CONFIGS, IMAGE, item, make_vision, num_tokens, picture_inputs
+
+MAX_MODEL_LEN = 96
+NUM_TOKENS = 12
+BASE: dict[str, object] = {
+    "dtype": "float32",
+    "kernels": "native",
+    "threads": 1,
+    "device": "cpu",
+    "block_size": 8,
+    "num_blocks": 80,
+    "max_model_len": MAX_MODEL_LEN,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 8,
+    "check_invariants": True,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+Part = int | str
+PROMPTS: list[list[Part]] = [
+    [5, "0", 7],
+    [20, "1", 1, "2", 6],
+    ["3", "0", "0", 9],
+    [11],
+    [2, "1", 30, "1", 3],
+    [5, "0", 7, "1", 2],
+]
+"""Lengths of texts, and numbers of pictures. Some are there twice, at an end or right after another."""
+
+
+def parts_of(name: str, number: int) -> list[Part]:
+    """Return PROMPTS[number]; of Qwen, pictures have a token between them, or transformers takes them for one."""
+    parts: list[Part] = []
+    for part in PROMPTS[number]:
+        if name == "qwen2.5-vl" and isinstance(part, str) and parts and isinstance(parts[-1], str):
+            parts.append(1)
+        parts.append(part)
+    return parts
+
+
+@cache
+def watched(name: str, number: int) -> Watched:
+    """PROMPTS[number] as a request."""
+    rng = np.random.default_rng(7 + number % 5)  # the last one begins as the first
+    ids: list[int] = []
+    media = []
+    for part in parts_of(name, number):
+        if isinstance(part, int):
+            ids += rng.integers(8, VOCAB, part).tolist()
+            continue
+        media.append(item(name, int(part), len(ids)))
+        ids += [IMAGE] * num_tokens(name, int(part))
+    return Watched(ids, GREEDY, 100 * number, media=tuple(media))
+
+
+def as_request(number: int, of: Watched) -> Request:
+    assert isinstance(of.params, SamplingParams)
+    return replace(request(number, of.prompt, of.params, of.seed), media=of.media)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(make_vision(name), tmp_path_factory.mktemp(name))
+
+
+@pytest.fixture(scope="module")
+def expected(name: str) -> list[list[int]]:
+    """transformers' answer to each of PROMPTS, greedily."""
+    theirs = make_vision(name)
+    answers: list[list[int]] = []
+    for number in range(len(PROMPTS)):
+        of = watched(name, number)
+        pictures = [int(part) for part in parts_of(name, number) if isinstance(part, str)]
+        ids = torch.tensor([of.prompt])
+        more = picture_inputs(name, pictures) if pictures else {}
+        if pictures and name == "qwen2.5-vl":
+            more["mm_token_type_ids"] = (ids == IMAGE).int()
+        with torch.inference_mode():
+            got = theirs.generate(  # type: ignore[operator]
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NUM_TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+                **more,
+            )
+        answers.append(got[0, ids.shape[1] :].tolist())
+    assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
+    return answers
+
+
+def engine(model: Path, **options: object) -> EngineCore:
+    return build_engine_core(resolve_engine(EngineConfig.from_options(model=str(model), **{**BASE, **options})))
+
+
+def tokens_of(answers: Answers, count: int) -> list[list[int]]:
+    return [answers.tokens[f"r{number}", 0] for number in range(count)]
+
+
+FEW_BLOCKS: dict[str, object] = {"num_blocks": 14, "prefill": {"admit_whole_prompt": False}}
+SCHEDULES: dict[str, dict[str, object]] = {
+    "plain": {},
+    "torch": {"kernels": "torch"},
+    "borders in images": {"max_num_batched_tokens": 8},
+    "one by one": {"max_num_batched_tokens": 8, "max_num_seqs": 1, "enable_prefix_caching": False},
+    "recompute": {**FEW_BLOCKS, "preemption_mode": "recompute", "max_num_batched_tokens": 8},
+    "swap": {**FEW_BLOCKS, "preemption_mode": "swap", "num_host_blocks": 60, "max_num_batched_tokens": 8},
+    "ahead": {**FEW_BLOCKS, "pipeline_depth": 3, "async_scheduling": True, "max_num_batched_tokens": 16},
+    "phased": {"scheduling_mode": "phased", "max_num_batched_tokens": 96},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+    "skipped layers": {"speculative_config": {"method": "layer_skip", "num_draft_layers": 1, "adaptive": False}},
+}
+
+
+@pytest.mark.parametrize("options", SCHEDULES.values(), ids=SCHEDULES)
+def test_greedy_tokens_are_those_of_transformers(
+    model: Path, name: str, expected: list[list[int]], options: Mapping[str, object]
+) -> None:
+    core = engine(model, **options)
+    answers = drive(core, [as_request(number, watched(name, number)) for number in range(len(PROMPTS))])
+    stats = core.make_stats()
+    core.shutdown()
+    assert tokens_of(answers, len(PROMPTS)) == expected
+    if "num_blocks" in options:
+        assert stats.preemptions + stats.swap_outs > 0
+
+
+def test_a_prefix_is_found_with_its_pictures_only(model: Path, name: str, expected: list[list[int]]) -> None:
+    core = engine(model)
+
+    def run(of: Watched) -> tuple[list[int], int]:
+        before = core.make_stats().prefix_hits
+        answers = drive(core, [as_request(0, of)])
+        return answers.tokens["r0", 0], core.make_stats().prefix_hits - before
+
+    first, longer = watched(name, 0), watched(name, 5)
+    assert run(first) == (expected[0], 0)
+    assert run(longer)[0] == expected[5]
+    tokens, hits = run(longer)
+    assert tokens == expected[5]
+    assert hits >= (len(longer.prompt) - 1) // 8 * 8
+    other = replace(longer, media=tuple(replace(one, content_hash=f"not {one.content_hash}") for one in longer.media))
+    assert run(other) == (expected[5], 0)  # its first block is of text and of the picture's beginning
+    core.shutdown()
+
+
+@pytest.mark.parametrize("place", ["before", "within", "after"])
+def test_a_restarted_request_goes_on_as_it_would_have(
+    model: Path, name: str, expected: list[list[int]], place: str
+) -> None:
+    """Of an engine that died while the prompt was computed, before an image, within it, and while it answered."""
+    core = engine(model, max_num_batched_tokens=8, enable_prefix_caching=False)
+    of = watched(name, 1)
+    steps = {"before": 1, "within": 3, "after": 30}[place]
+    core.add_request(as_request(0, of))
+    told = Answers()
+    for _ in range(steps):
+        for outputs in core.step().values():
+            told.take(outputs, ["r0"])
+    core.shutdown()
+    before = told.tokens.get(("r0", 0), [])
+    again = replace(as_request(0, of), prior_output=(tuple(before),) if before else ())
+    if len(before) == NUM_TOKENS:
+        assert before == expected[1]
+        return
+    core = engine(model, max_num_batched_tokens=8)
+    rest = drive(core, [again]).tokens["r0", 0]
+    core.shutdown()
+    assert before + rest == expected[1]
+
+
+KINDS = [
+    GREEDY,
+    SamplingParams(temperature=0.9, max_tokens=10, n=3, ignore_eos=True),
+    SamplingParams(n=2, max_tokens=8, ignore_eos=True, beam_search=BeamSearchOptions()),
+    SamplingParams(temperature=0.7, max_tokens=6, prompt_logprobs=2, logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.2, ignore_eos=True),
+    SamplingParams(temperature=0.8, max_tokens=9, n=2, ignore_eos=True),
+]
+
+
+def test_random_schedules_change_no_bit(model: Path, name: str) -> None:
+    """Branches, beams, chunks, preemption, hits and strangers who share a beginning, with the pictures or without."""
+    several = [replace(watched(name, number), params=params) for number, params in enumerate(KINDS)]
+    options = {"dtype": "bfloat16", "kernels": "native", "device": "cpu", "max_model_len": 128}
+    want = alone(model, several, {**options, "num_blocks": 100})
+    counts: Counter[str] = Counter()
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        drawn = random_options(rng, 128)
+        script = random_script(rng, several, VOCAB, len(several), 12)
+        core, trace = make_engine(model, counts, {**options, **drawn})
+        play(core, trace, script)
+        stats = core.make_stats()
+        core.shutdown()
+        counts.update({"hits": stats.prefix_hits, "preempted": stats.preemptions + stats.swap_outs})
+        assert not differences(want, trace, script.requests), f"schedule {seed}: {drawn}"
+    assert not {"chunks", "forks", "hits", "preempted"} - set(+counts), counts

@@ -1,0 +1,113 @@
+"""The towers of models that see, as tiny random checkpoints, compute what transformers computes."""
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import Idefics3VisionConfig, PreTrainedModel
+from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
+
+from pagoda.base.errors import RequestError
+from pagoda.kernels.native_ops import NativeOps
+from pagoda.loading.loader import load_model
+from pagoda.loading.model_files import identify
+from pagoda.models.encoder import Encoder
+from pagoda.worker.encoders import make_encoder_batch
+from pagoda.worker.forward_runner import ForwardRunner, Programs
+from tests.device_under_test import ON_CPU, DeviceUnderTest
+from tests.models.tiny import save
+from tests.models.tiny_vision import CONFIGS, make_vision, num_tokens, picture, picture_inputs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@cache
+def reference(name: str) -> PreTrainedModel:
+    return make_vision(name)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory):
+    """name -> checkpoint folder, made when first asked for."""
+
+    @cache
+    def folder(name: str) -> Path:
+        return save(reference(name), tmp_path_factory.mktemp(name))
+
+    return folder
+
+
+def load(folder: Path, on: DeviceUnderTest, kernels: str, threads: int = 1, dtype=torch.float32) -> ForwardRunner:
+    ops = on.ops(kernels, threads)
+    encoder = load_model(identify(folder), ops, dtype, on.device).media_encoder
+    assert isinstance(encoder, Encoder)
+    return ForwardRunner(encoder, ops, recorder=Programs(ops) if isinstance(ops, NativeOps) else None)
+
+
+def encoded(runner: ForwardRunner, name: str, numbers, on: DeviceUnderTest, dtype=torch.float32) -> list[torch.Tensor]:
+    """What the tower makes of some pictures, in one batch."""
+    encoder = runner.model
+    assert isinstance(encoder, Encoder)
+    given = [picture(name, number) for number in numbers]
+    counts = [encoder.num_outputs(features.shape, grid) for features, grid in given]
+    assert counts == [num_tokens(name, number) for number in numbers]
+    items = [encoder.item(features, grid) for features, grid in given]
+    return list(runner.run(make_encoder_batch(items, dtype, on.device), ()).hidden.cpu().split(counts))
+
+
+@torch.inference_mode()
+def expected(name: str, number: int) -> torch.Tensor:
+    return reference(name).model.get_image_features(**picture_inputs(name, [number])).pooler_output[0]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native", "reference"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_embeddings_equal(name: str, kernels: str, folders, on: DeviceUnderTest):
+    ours = encoded(load(folders(name), on, kernels), name, (0, 1), on)
+    tolerance = 1e-4
+    for number, rows in enumerate(ours):
+        torch.testing.assert_close(rows, expected(name, number), atol=tolerance, rtol=tolerance)
+    assert not torch.allclose(ours[0][0], ours[1][0], atol=0.1)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_same_bits_in_any_batch(name: str, folders):
+    alone = load(folders(name), ON_CPU, "native")
+    plain = ForwardRunner(alone.model, alone.ops)
+    want = [encoded(plain, name, (number,), ON_CPU)[0] for number in range(3)]
+    for threads in (1, 2):
+        runner = load(folders(name), ON_CPU, "native", threads)
+        for order in ((0, 1, 2), (2, 0), (1,), (1, 1)):
+            for number, rows in zip(order, encoded(runner, name, order, ON_CPU), strict=True):
+                assert torch.equal(rows, want[number])
+        assert isinstance(runner.recorder, Programs)
+        assert len(runner.recorder._programs) == 1
+        assert None not in runner.recorder._programs.values()
+
+
+@pytest.mark.parametrize("side", [26, 27, 32, 70])
+def test_patches_of_full_tiles_are_at_their_own_places_in_transformers_too(side: int):
+    """Of the sizes that checkpoints have: its rounding moves some of other sizes, which ones depends on the CPU."""
+    tower = Idefics3VisionConfig(image_size=side, patch_size=1, hidden_size=1, num_channels=1)
+    embeddings = Idefics3VisionEmbeddings(tower)
+    embeddings.position_embedding.weight = torch.nn.Parameter(torch.arange(1.0 * side * side)[:, None])
+    for parameter in embeddings.patch_embedding.parameters():
+        torch.nn.init.zeros_(parameter)
+    got = embeddings(torch.zeros(1, 1, side, side), torch.ones(1, side, side, dtype=torch.bool))
+    assert torch.equal(got[0, :, 0], torch.arange(1.0 * side * side))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_items_that_do_not_fit_are_refused(name: str, folders):
+    encoder = load(folders(name), ON_CPU, "torch").model
+    assert isinstance(encoder, Encoder)
+    largest = encoder.largest_item()
+    assert largest.features is not None
+    assert encoder.item(largest.features, largest.grid).num_outputs == largest.length
+    rows, values = largest.features.shape
+    for shape, grid in (((rows - 1, values), largest.grid), ((rows, values + 1), largest.grid), ((rows, values), (1,))):
+        with pytest.raises(RequestError, match="not "):
+            encoder.num_outputs(shape, grid)
+    assert np.isfinite(largest.features).all()

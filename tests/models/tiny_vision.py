@@ -1,0 +1,123 @@
+"""Tiny random checkpoints of the models that see, made by transformers, and pictures for them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import transformers
+from transformers import Idefics3Config, PretrainedConfig, PreTrainedModel, Qwen2_5_VLConfig, SmolVLMConfig
+
+from pagoda.core.request import MediaItem
+from tests.models.tiny import VOCAB
+
+IMAGE = 3
+"""The id of the token that stands for an image's rows."""
+
+_TEXT = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 24,
+    "patch_size": 4,
+}
+
+
+def _idefics3() -> PretrainedConfig:
+    tower = {**_TOWER, "num_hidden_layers": 3, "num_attention_heads": 4}
+    text = {**_TEXT, "tie_word_embeddings": True}
+    return Idefics3Config(
+        text_config=text, vision_config=tower, scale_factor=3, image_token_id=IMAGE, tie_word_embeddings=True
+    )
+
+
+def _qwen2_5_vl() -> PretrainedConfig:
+    tower = {
+        "depth": 3, "hidden_size": 64, "num_heads": 2, "intermediate_size": 80, "patch_size": 4, "window_size": 16,
+        "fullatt_block_indexes": [1], "out_hidden_size": 96,
+    }  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+    text = {**_TEXT, "model_type": "qwen2_5_vl_text", "rope_parameters": rope, "tie_word_embeddings": False}
+    return Qwen2_5_VLConfig(
+        text_config=text, vision_config=tower, image_token_id=IMAGE, vision_start_token_id=4, vision_end_token_id=5,
+        video_token_id=6, tie_word_embeddings=False,
+    )  # fmt: skip
+
+
+CONFIGS = {
+    "smolvlm": lambda: SmolVLMConfig(
+        text_config=_TEXT, vision_config=_TOWER, scale_factor=2, image_token_id=IMAGE, tie_word_embeddings=False
+    ),
+    "idefics3": _idefics3,
+    "qwen2.5-vl": _qwen2_5_vl,
+}
+
+_GRIDS = ((1, 6, 10), (1, 8, 4), (1, 2, 2), (1, 4, 12))
+"""Rows and columns of patches of Qwen's pictures: windows cut off on either side, one smaller than a window."""
+
+
+def make_vision(name: str, seed: int = 0) -> PreTrainedModel:
+    """A model in float32 whose every parameter is random and matters."""
+    torch.manual_seed(seed)
+    config = CONFIGS[name]()
+    kind = type(config).__name__.replace("Config", "ForConditionalGeneration")
+    model = getattr(transformers, kind)(config).float().eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if ("norm" in key or "ln_q" in key) and key.endswith("weight"):
+                parameter.copy_(1 + torch.randn_like(parameter) * 0.3)
+            elif parameter.dim() == 1:
+                parameter.normal_(0, 0.3)
+            else:
+                parameter.normal_(0, 1.5 * parameter[0].numel() ** -0.5)
+    model.tie_weights()
+    return model
+
+
+def picture(name: str, number: int) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Return features and grid of picture `number`, as an item of a request has them."""
+    generator = torch.Generator().manual_seed(100 + number)
+    if name == "qwen2.5-vl":
+        grid = _GRIDS[number % len(_GRIDS)]
+        return torch.randn(grid[1] * grid[2], 3 * 2 * 4 * 4, generator=generator).numpy(), grid
+    tower = CONFIGS[name]().vision_config
+    side = tower.image_size // tower.patch_size
+    return torch.randn(side * side, 3 * tower.patch_size**2, generator=generator).numpy(), (side, side)
+
+
+def picture_inputs(name: str, numbers: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return some pictures as transformers' model takes them, beside the tokens."""
+    features, grids = zip(*(picture(name, number) for number in numbers), strict=True)
+    values = [torch.from_numpy(one) for one in features]
+    if name == "qwen2.5-vl":
+        return {"pixel_values": torch.cat(values), "image_grid_thw": torch.tensor(grids)}
+    rows, columns = grids[0]
+    patch = CONFIGS[name]().vision_config.patch_size
+    images = torch.stack(values).view(-1, rows, columns, 3, patch, patch).permute(0, 3, 1, 4, 2, 5)
+    return {"pixel_values": images.flatten(4).flatten(2, 3)[None]}
+
+
+def num_tokens(name: str, number: int) -> int:
+    """Return how many of the prompt's tokens stand for picture `number`."""
+    config, (features, _) = CONFIGS[name](), picture(name, number)
+    merged = config.vision_config.spatial_merge_size if name == "qwen2.5-vl" else config.scale_factor
+    return len(features) // merged**2
+
+
+def item(name: str, number: int, offset: int) -> MediaItem:
+    """Return picture `number` as an item of a request."""
+    features, grid = picture(name, number)
+    return MediaItem(f"picture {number}", offset, num_tokens(name, number), features, grid)
