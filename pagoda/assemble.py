@@ -4,6 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from pagoda.base.abbreviate import shorten
@@ -128,9 +129,14 @@ def build_llm_engine(
     wrap_executor, ray_group, errors: as for `build_engine_core`.
     """
     setup = resolve_engine(config)
-    # The tokenizer first, so that its errors are reported before loading the weights.
-    inputs = build_input_processor(setup)
-    core = build_engine_core(setup, wrap_executor=wrap_executor, ray_group=ray_group)
+    with ThreadPoolExecutor(1, "tokenizer") as beside:  # weights are packed without Python
+        pending = beside.submit(build_input_processor, setup)
+        core = build_engine_core(setup, wrap_executor=wrap_executor, ray_group=ray_group)
+        try:
+            inputs = pending.result()
+        except BaseException:
+            core.shutdown()
+            raise
     inputs.limits.fit(core.facts.max_model_len)
     return LLMEngine(core, inputs)
 

@@ -110,6 +110,8 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     check_settings(config)
     config = note_given(config)
     files = files or resolve_model(config.model)
+    if files.format == "gguf" and config.model.quantization is None and config.model.dtype != "auto":
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, quantization="none"))
     model = read_share(files, config.model.quantization, RankPlace(0, config.parallel.tensor_parallel_size))
     if config.parallel.pipeline_parallel_size > 1:
         read_share(files, config.model.quantization, largest_ranks(config.parallel)[0])  # to check that there is one

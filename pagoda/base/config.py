@@ -62,9 +62,9 @@ class ModelConfig:
         str | None,
         Setting(
             "int8, fp8 (GPUs): quantize the weights while loading; gguf, awq, gptq: compute with the checkpoint's own "
-            "(awq, gptq: the default).",
-            unset="none",
-            words=QUANTIZATIONS,
+            "codes; none: with floats of dtype.",
+            unset="the checkpoint's own codes, if it has any; floats for a GGUF with an explicit dtype",
+            words=("none", *QUANTIZATIONS),
         ),
     ] = None
     max_model_len: Annotated[

@@ -31,6 +31,7 @@ class NativeOps:
     """
 
     name = "native"
+    has_coded_tables = True
     make_device_blocks = DeviceBlocks
 
     def __init__(self, library: NativeLibrary, threads: int) -> None:

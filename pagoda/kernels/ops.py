@@ -22,7 +22,12 @@ from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
 
 
 class PrepareOps(Protocol):
-    """Prepare loaded weights for `linear`, `logits` and `moe`; used once, while loading."""
+    """Prepare loaded weights for `linear`, `logits` and `moe`; used once, while loading.
+
+    has_coded_tables: `table_of` takes weights of codes, too.
+    """
+
+    has_coded_tables: bool
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         """Pack weight [out, in] in compute dtype, bias [out] or None. May keep or drop the original."""

@@ -69,6 +69,7 @@ class ReferenceOps:
     """The definition of `Ops`: plain torch on any device, slow and obvious."""
 
     name = "reference"
+    has_coded_tables = False
 
     constrain = staticmethod(constraints.constrain)
     make_device_blocks = DeviceBlocks

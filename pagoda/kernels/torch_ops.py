@@ -9,7 +9,7 @@ import torch
 from pagoda.kernels.constraints import library as constraints
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.kernels.linear import library as linear
-from pagoda.kernels.linear.quantize import CodedWeight
+from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, codes_of
 from pagoda.kernels.low_rank.table import PlainLowRank
 from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.reference_ops import implementation, reference_of
@@ -31,6 +31,7 @@ class TorchOps:
     """`Ops` on torch's own kernels."""
 
     name = "torch"
+    has_coded_tables = False
 
     make_device_blocks = DeviceBlocks
     constrain = staticmethod(constraints.constrain)
@@ -49,7 +50,8 @@ class TorchOps:
     def prepare_quantized_linear(
         self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> LinearWeight:
-        return linear.prepare(weight.dequantize().to(dtype), bias)
+        values = weight.dequantize() if isinstance(weight, Fp8Weight) else codes_of(weight).dequantize()
+        return linear.prepare(values.to(dtype), bias)
 
     def table_of(self, weight: LinearWeight) -> Tensor | None:
         return weight.weight if isinstance(weight, linear.LibraryLinear) and not weight.packed else None

@@ -8,7 +8,7 @@ from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.loading.catalog import CATALOG
 from pagoda.loading.ctranslate2 import suppressed_tokens
-from pagoda.loading.gguf_file import GGUFFile
+from pagoda.loading.gguf_file import open_gguf
 from pagoda.loading.model_files import ModelFiles, exists, read_json_object
 
 FILE = "generation_config.json"
@@ -54,7 +54,7 @@ def _of_model(config: ModelConfig, files: ModelFiles) -> tuple[dict[str, object]
     if (folder / FILE).is_file():
         return _named(read_json_object(folder / FILE), _IN_FILE), str(folder / FILE)
     if files.format == "gguf":
-        file = GGUFFile(files.path)
+        file = open_gguf(files.path)
         stated = {key: file.get(f"general.sampling.{key}", int if key == "top_k" else float) for key in _IN_GGUF}
         if found := _named(stated, _IN_GGUF):
             return found, str(files.path)

@@ -7,7 +7,7 @@ them to it).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -15,9 +15,8 @@ import torch
 from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from pagoda.kernels.linear.forms import Q6, Q8, Offset
-from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
-from pagoda.loading.gguf_file import form_of
+from pagoda.kernels.linear.forms import GGUF_TYPES, Offset
+from pagoda.kernels.linear.quantize import QuantizedWeight
 
 _FLOAT_PIECE = 1 << 18  # values made floats at a time: 1 MiB of float32
 _CODE_PIECE = 1 << 22  # values taken as codes at a time
@@ -71,41 +70,23 @@ def dequantize_reference(data: memoryview, kind: GGUFType, out: torch.Tensor) ->
     out.copy_(torch.from_numpy(np.array(values, np.float32)).view(out.shape))
 
 
-def read_codes(data: memoryview, kind: GGUFType, rows: int, columns: int) -> QuantizedWeight | None:
-    """Return a weight [rows, columns] without dequantising it; None for a tensor of plain floats.
+def read_codes(data: memoryview, kind: GGUFType, rows: int, columns: int) -> QuantizedWeight:
+    """Return a weight [rows, columns] of a type in GGUF_TYPES without dequantising it: the definition of its codes.
 
-    Q4_0, Q4_1, Q5_0, Q8_0 and Q6_K lose nothing; Q4_K's scales and minima are rounded to float16 once. The other types
-    have no form of their own: they become 8 bits in groups of 32, a step that is small compared with theirs.
+    Nothing is lost, but scales and minima that are products are rounded to float16 once.
     """
-    form = form_of(kind)
-    if form is None:
-        return None
-    if kind.name not in form.gguf_types:
-        values = torch.empty(rows, columns)
-        dequantize(data, kind, values)
-        return quantize(values, Q8.gguf_group)
+    held = GGUF_TYPES[kind.name]
     block_values, block_bytes = GGML_QUANT_SIZES[kind]
     pieces = torch.frombuffer(data, dtype=torch.uint8).view(-1, block_bytes).split(_CODE_PIECE // block_values)
     found = [_READERS[kind](piece) for piece in pieces]
-    groups = columns // form.gguf_group
+    groups = columns // held.group
     codes = torch.cat([blocks.codes for blocks in found]).view(rows, columns)
-    if form.offset is Offset.MIDDLE:
-        codes += (1 << (form.bits - 1)) - found[0].zero
-    scales = torch.cat([blocks.scales for blocks in found]).view(rows, groups)
-    if form is not Q6:  # Q6_K's scales are products, which float16 does not hold
-        scales = scales.half()
+    if held.form.offset is Offset.MIDDLE:
+        codes += (1 << (held.form.bits - 1)) - found[0].zero
+    scales = torch.cat([blocks.scales for blocks in found]).view(rows, groups).half()
     minima = [blocks.minima for blocks in found if blocks.minima is not None]
     offsets = torch.cat(minima).half().view(rows, groups) if minima else None
-    return QuantizedWeight(form, codes, scales, offsets, columns, form.gguf_group)
-
-
-def stack_codes(parts: list[QuantizedWeight]) -> QuantizedWeight:
-    """Stack parts row-wise; 8 bits in groups of 32 if they are of different forms."""
-    if len({part.held_as for part in parts}) > 1:
-        parts = [part if part.form is Q8 else quantize(part.dequantize(), Q8.gguf_group) for part in parts]
-    codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
-    offsets = [part.offsets for part in parts if part.offsets is not None]
-    return replace(parts[0], codes=codes, scales=scales, offsets=torch.cat(offsets) if offsets else None)
+    return QuantizedWeight(held.form, codes, scales, offsets, columns, held.group)
 
 
 def _halves(blocks: torch.Tensor, first: int, last: int) -> torch.Tensor:
@@ -186,6 +167,45 @@ def _q6_k(blocks: torch.Tensor) -> _Blocks:
     return _Blocks((low | high).view(-1, 256), scales, zero=32)
 
 
+def _k_pairs(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, 64], two bits per value -> [n, 2, 4, 32]."""
+    shifts = torch.tensor((0, 2, 4, 6), dtype=torch.uint8).view(1, 1, 4, 1)
+    return (packed.reshape(-1, 2, 1, 32) >> shifts) & 3
+
+
+def _q2_k(blocks: torch.Tensor) -> _Blocks:
+    scale, least = _halves(blocks, 80, 84).split(1, dim=1)
+    minima = -(least * (blocks[:, :16] >> 4))
+    return _Blocks(_k_pairs(blocks[:, 16:80]).flatten(1), scale * (blocks[:, :16] & 15), minima)
+
+
+def _q3_k(blocks: torch.Tensor) -> _Blocks:
+    low, high = blocks[:, 96:104], blocks[:, 104:108]
+    low = torch.cat((low & 15, low >> 4), dim=1)
+    high = torch.cat([(high >> shift) & 3 for shift in (0, 2, 4, 6)], dim=1)
+    scales = (low | high << 4).to(torch.int8) - 32
+    shifts = torch.arange(8, dtype=torch.uint8).view(1, 8, 1)
+    third = ((blocks[:, :32].unsqueeze(1) >> shifts) & 1) << 2
+    return _Blocks(_k_pairs(blocks[:, 32:96]).flatten(1) | third.flatten(1), _halves(blocks, 108, 110) * scales, zero=4)
+
+
+def _iq4_nl(blocks: torch.Tensor) -> _Blocks:
+    return _Blocks(_IQ4_CODES[_nibbles(blocks[:, 2:]).int()], _halves(blocks, 0, 2), zero=128)
+
+
+def _iq4_xs(blocks: torch.Tensor) -> _Blocks:
+    shifts = torch.tensor((0, 4), dtype=torch.uint8)
+    low = ((blocks[:, 4:8].unsqueeze(-1) >> shifts) & 15).flatten(1)
+    high = blocks[:, 2:4].contiguous().view(torch.int16).int()
+    high = (high >> torch.arange(0, 16, 2, dtype=torch.int32)) & 3
+    scales = _halves(blocks, 0, 2) * ((low | high << 4) - 32)
+    codes = _nibbles(blocks[:, 8:].reshape(-1, 16)).view(-1, 256)
+    return _Blocks(_IQ4_CODES[codes.int()], scales, zero=128)
+
+
+_IQ4_CODES = torch.tensor(quants.IQ4_NL.kvalues).add(128).to(torch.uint8)
+"""The values of 4-bit codes that are not evenly spaced, as codes of 8 bits."""
+
 _FLOATS: dict[GGUFType, torch.dtype] = {
     GGUFType.F32: torch.float32,
     GGUFType.F16: torch.float16,
@@ -201,4 +221,8 @@ _READERS: dict[GGUFType, Callable[[torch.Tensor], _Blocks]] = {
     GGUFType.Q4_K: _q4_k,
     GGUFType.Q5_K: _q5_k,
     GGUFType.Q6_K: _q6_k,
+    GGUFType.Q2_K: _q2_k,
+    GGUFType.Q3_K: _q3_k,
+    GGUFType.IQ4_NL: _iq4_nl,
+    GGUFType.IQ4_XS: _iq4_xs,
 }

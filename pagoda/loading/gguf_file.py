@@ -4,6 +4,7 @@ The `gguf` package's own reader builds numpy objects for every string of the voc
 walks over them and decodes on demand (30 ms). Quantisation types and their block sizes do come from that package.
 """
 
+import functools
 import mmap
 import struct
 from collections.abc import Iterator
@@ -17,7 +18,6 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.out_of_memory import is_out_of_memory
-from pagoda.kernels.linear.forms import WeightForm, gguf_form
 
 _VERSIONS = (2, 3)
 _LARGEST_ALIGNMENT = 1 << 20
@@ -49,12 +49,6 @@ class GGUFTensor:
     type: GGMLQuantizationType
     offset: int
     num_bytes: int
-
-
-def form_of(kind: GGMLQuantizationType) -> WeightForm | None:
-    """Return the form of a type's codes, in memory; None for plain floats."""
-    is_coded = kind in GGML_QUANT_SIZES and GGML_QUANT_SIZES[kind][0] > 1
-    return gguf_form(kind.name) if is_coded else None
 
 
 class StringArray:
@@ -192,6 +186,23 @@ class GGUFFile:
         if value is not None and not isinstance(value, np.ndarray):
             raise ConfigError(f"{self.path}: {key} is not an array of numbers")
         return value
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """Return the file at `path`, which is walked through once although a model's settings are read several times.
+
+    Raises ConfigError as GGUFFile.
+    """
+    try:
+        state = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read as GGUF: {error}") from None
+    return _open(path, state.st_mtime_ns, state.st_size)
+
+
+@functools.lru_cache(maxsize=2)
+def _open(path: Path, changed_ns: int, size: int) -> GGUFFile:
+    return GGUFFile(path)
 
 
 class _Cursor:

@@ -10,7 +10,7 @@ import torch
 from pagoda.base.errors import ConfigError
 from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.kernels.linear.forms import MADE_WHILE_LOADING
-from pagoda.kernels.linear.quantize import QuantizedWeight, quantize_to
+from pagoda.kernels.linear.quantize import BlockWeight, CodedWeight, QuantizedWeight, quantize_to, stack
 from pagoda.kernels.ops import PrepareOps
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import (
@@ -25,14 +25,13 @@ from pagoda.layers.parameter import (
 )
 from pagoda.layers.rotary import RotaryTables
 from pagoda.layers.sharding import ALONE
-from pagoda.loading.gguf_blocks import stack_codes
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import Piece, Region, bias_pieces, choose_naming, weight_pieces
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.rotary_tables import build_rotary_tables
 from pagoda.loading.shares import take_share
-from pagoda.loading.weights import Weights, open_weights
+from pagoda.loading.weights import Weights, open_weights, reorder_rows
 from pagoda.models.base import Model
 from pagoda.models.naming import Naming
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, RankGroup, Tensor
@@ -119,10 +118,14 @@ class Filler:
     def fill(self, model: Model) -> None:
         """Fill every parameter in the order of the tree, which is the order in which a forward reads them."""
         paths: dict[int, str] = {}
+        tied = {id(of.tied) for _, parameter in parameters(model) if isinstance(of := parameter.declared, Matrix)}
         for path, parameter in parameters(model):
             paths[id(parameter)] = path
             declared = parameter.declared
-            if isinstance(declared, Matrix) and declared.tied is not None:
+            if isinstance(declared, Table) and not declared.by_position and self._keeps_codes(path):
+                if id(parameter) not in tied:  # else it is filled with the head
+                    parameter.fill(self._coded_table(path, declared, parameter.shard))
+            elif isinstance(declared, Matrix) and declared.tied is not None:
                 parameter.fill(self._tied(paths[id(declared.tied)], declared, parameter.shard, declared.tied))
             else:
                 parameter.fill(self._value(path, parameter))
@@ -160,6 +163,22 @@ class Filler:
             table = out = torch.empty(shard.shape, dtype=self._dtype, device=self._device)
         region = Region(None, range(skipped + rows.start, skipped + rows.stop), shard.columns)
         self._weights.read_into(name, out, region if skipped or len(rows) < declared.rows else None)
+        return table
+
+    def _keeps_codes(self, path: str) -> bool:
+        """Whether the rows of a table are read from its stored codes."""
+        keeps_codes = self._quantization is not None and self._made is None and self._ops.has_coded_tables
+        return keeps_codes and self._weights.has_codes(self._naming.find(path).name)
+
+    def _coded_table(self, path: str, declared: Table, shard: MatrixShard) -> Tensor:
+        name, skipped = self._naming.find(path).name, declared.skipped
+        self._check_shape(name, (skipped + declared.rows, declared.columns))
+        (rows,) = shard.rows
+        region = Region(None, range(skipped + rows.start, skipped + rows.stop), range(declared.columns))
+        codes = self._weights.read_codes(name, region)
+        assert codes is not None
+        table = self._ops.table_of(self._ops.prepare_quantized_linear(codes, self._dtype))
+        assert table is not None
         return table
 
     def _vector(self, path: str, declared: Vector) -> torch.Tensor:
@@ -206,9 +225,10 @@ class Filler:
         """
         codes = self._codes(list(weight_pieces(self._naming, table_path, matrix, shard)))
         if codes is not None:
-            return self._ops.prepare_quantized_linear(codes, self._dtype)
-        assert isinstance(table.value, torch.Tensor)
-        weight = self._prepare(matrix, table.value, None)
+            weight = self._ops.prepare_quantized_linear(codes, self._dtype)
+        else:
+            assert isinstance(table.value, torch.Tensor)
+            weight = self._prepare(matrix, table.value, None)
         shared = None if self._made is not None and matrix.quantizable else self._ops.table_of(weight)
         if shared is not None:
             table.fill(shared)
@@ -256,31 +276,25 @@ class Filler:
         out = torch.empty((sum(sizes), *pieces[0].region.shape[1:]), dtype=self._dtype, device=self._device)
         for piece, rows in zip(pieces, out.split(sizes), strict=True):
             self._weights.read_into(piece.name, rows, piece.region)
-            self._reorder_heads(rows, piece.part)
+            reorder_rows(rows, self._order(piece.part))
         return out
 
-    def _codes(self, pieces: Sequence[Piece]) -> QuantizedWeight | None:
+    def _codes(self, pieces: Sequence[Piece]) -> CodedWeight | None:
         """Return the pieces stacked as their stored codes; None if floats are stored or codes are not wanted."""
         if self._quantization is None or self._made is not None:
             return None
-        codes: list[QuantizedWeight] = []
+        codes: list[QuantizedWeight | BlockWeight] = []
         for piece in pieces:
             self._check_shape(piece.name, piece.shape)
-            found = self._weights.read_codes(piece.name, piece.region)
+            found = self._weights.read_codes(piece.name, piece.region, self._order(piece.part))
             if found is None:
                 return None
-            for tensor in (found.codes, found.scales, found.offsets):
-                if tensor is not None:
-                    self._reorder_heads(tensor, piece.part)
             codes.append(found)
-        return stack_codes(codes).to(self._device)
+        return stack(codes, self._device)
 
-    def _reorder_heads(self, rows: torch.Tensor, part: Part) -> None:
-        """Put rows that a rotary embedding turns into the order that kernels expect, in place, head by head."""
-        order = part.unit_order(self._naming.interleaved_rotary)
-        if order is not None:
-            heads = rows.view(-1, part.unit, *rows.shape[1:])
-            heads.copy_(heads[:, order])
+    def _order(self, part: Part) -> tuple[int, ...] | None:
+        """Return the order in which the rows of the part's heads are read, None for that in which they are stored."""
+        return part.unit_order(self._naming.interleaved_rotary)
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise ConfigError for an unexpected shape, before anything of that size is allocated."""

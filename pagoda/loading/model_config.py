@@ -6,7 +6,7 @@ from typing import Any
 
 from pagoda.base.errors import ConfigError
 from pagoda.loading.ctranslate2 import CTranslate2File
-from pagoda.loading.gguf_file import GGUFFile
+from pagoda.loading.gguf_file import GGUFFile, open_gguf
 from pagoda.loading.model_files import ModelFiles, read_json_object
 from pagoda.loading.quantization import WORD_CODES, packed_format, read_format
 from pagoda.loading.safetensors_header import read_headers
@@ -61,7 +61,7 @@ def read_architecture(files: ModelFiles) -> tuple[Architecture, TreeConfig]:
     Raises ConfigError for an architecture, rope type, activation or layer pattern that is not supported, and names it.
     """
     if files.format == "gguf":
-        return _read_gguf(GGUFFile(files.path))
+        return _read_gguf(open_gguf(files.path))
     if files.format == "ctranslate2":
         file = CTranslate2File(files.path)
         return _read_settings(ConfigReader(file.settings(), str(file.path)))
@@ -89,7 +89,7 @@ def summarize_weights(files: ModelFiles) -> WeightSummary:
     sizes: Counter[str] = Counter()
     num_parameters = 0
     if files.format == "gguf":
-        for tensor in GGUFFile(files.path).tensors.values():
+        for tensor in open_gguf(files.path).tensors.values():
             sizes[tensor.type.name] += tensor.num_bytes
             num_parameters += _count(tensor.shape)
     elif files.format == "ctranslate2":

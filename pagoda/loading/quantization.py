@@ -127,13 +127,15 @@ def _group(section: ConfigReader) -> int | None:
 def resolve_quantization(files: ModelFiles, quantization: str | None) -> str | None:
     """Return how weights are held, given the setting; None for floats of the compute dtype.
 
-    "int8" and "fp8" are made while loading; "gguf", "awq" and "gptq" are the checkpoint's own codes, which AWQ and GPTQ
-    checkpoints keep without a setting too. Raises ConfigError for other words, and for codes that are not there.
+    "int8" and "fp8" are made while loading; "gguf", "awq" and "gptq" are the checkpoint's own codes, which it keeps
+    without a setting too; "none" is floats. Raises ConfigError for other words, and for codes that are not there.
     """
     stored = packed_format(files)
     own = stored.method if stored else "gguf" if files.format == "gguf" else None
     if quantization is None:
-        return stored.method if stored else None
+        return own
+    if quantization == "none":
+        return None
     if quantization in MADE_WHILE_LOADING or quantization == own:
         return quantization
     if quantization == "gguf":
@@ -145,5 +147,5 @@ def resolve_quantization(files: ModelFiles, quantization: str | None) -> str | N
         )
     raise ConfigError(
         f"quantization={quantization!r} is not supported; take 'int8' or 'fp8' (8 bits, made while loading), "
-        "'gguf', 'awq' or 'gptq' (the codes of such a checkpoint as they are), or leave it out"
+        "'gguf', 'awq' or 'gptq' (the codes of such a checkpoint as they are), 'none' (floats), or leave it out"
     )

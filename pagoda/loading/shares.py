@@ -11,7 +11,7 @@ from pagoda.layers.kv import with_shapes_of
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Axis, Matrix
 from pagoda.layers.sharding import RankNumber, divide
-from pagoda.loading.gguf_file import GGUFFile
+from pagoda.loading.gguf_file import open_gguf
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import weight_pieces
@@ -83,7 +83,7 @@ def column_group(model: Model, files: ModelFiles, architecture: Architecture, qu
 
 def _largest_block(model: Model, files: ModelFiles, architecture: Architecture) -> int:
     """Return the most elements stored together in matrices divided along columns; all smaller blocks divide it."""
-    tensors = GGUFFile(files.path).tensors
+    tensors = open_gguf(files.path).tensors
     largest = 1
     for path, parameter in parameters(model):
         matrix = parameter.declared

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from pagoda.base.dtypes import DTYPE_BYTES
 from pagoda.base.ranks import WHOLE, RankPlace
-from pagoda.kernels.linear.forms import FLOATS, MADE_WHILE_LOADING, Q8, HeldAs, packed_bias_bytes
+from pagoda.kernels.linear.forms import FLOATS, GGUF_TYPES, MADE_WHILE_LOADING, Q8, HeldAs, packed_bias_bytes
 from pagoda.layers.lora_targets import lora_targets
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Matrix, Parameter, RotaryTable, Table, Vector, whole_of
 from pagoda.layers.sharding import RankNumber
-from pagoda.loading.gguf_file import GGUFFile, form_of
+from pagoda.loading.gguf_file import open_gguf
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import choose_naming, weight_pieces
@@ -55,6 +57,7 @@ class SharesInMemory:
         self._architecture, self._config = read_architecture(files)
         self._whole = build_tree(files, self._architecture, self._config)
         self._held_as = _forms(files, self._architecture, self._whole, prepared)
+        self._is_made = resolve_quantization(files, prepared.quantization) in MADE_WHILE_LOADING
         self._group: int | None = None
 
     def tree(self, place: RankPlace) -> Model:
@@ -82,21 +85,22 @@ class SharesInMemory:
             declared = parameter.declared
             if isinstance(declared, Matrix) and declared.tied is not None:
                 path = paths[id(declared.tied)]
-                if _shares_table(self._held_as(path, declared), self._prepared):
+                if _shares_table(self._held_as(path, declared), self._is_made and declared.quantizable, self._prepared):
                     total -= _bytes(path, declared.tied, self._prepared, self._held_as)
             total += _bytes(path, parameter, self._prepared, self._held_as)
         return total
 
 
-def _shares_table(held: HeldAs, prepared: PreparedAs) -> bool:
-    """Whether a tied embedding reads its rows from the head: see PrepareOps.table_of."""
-    holds_floats = held.form is FLOATS[prepared.dtype]
-    packed_by_torch = not (prepared.packed or prepared.tiled) and prepared.dtype == "bfloat16"
-    return holds_floats and not packed_by_torch
+def _shares_table(held: Sequence[HeldAs], made: bool, prepared: PreparedAs) -> bool:
+    """Whether a tied embedding reads its rows from the head: see PrepareOps.table_of.   made: codes, while loading."""
+    if prepared.packed:
+        return not made
+    holds_floats = [*held] == [HeldAs(FLOATS[prepared.dtype])]
+    return holds_floats and (prepared.tiled or prepared.dtype != "bfloat16")  # which torch packs
 
 
-_HeldAs = Callable[[str, Matrix], HeldAs]
-"""From a matrix and the path of its stored values to how it is held."""
+_HeldAs = Callable[[str, Matrix | Table], Sequence[HeldAs]]
+"""From a matrix or table and the path of its stored values to how its parts are held; one, if all are held alike."""
 
 
 def _bytes(path: str, parameter: Parameter[Any], prepared: PreparedAs, held_as: _HeldAs) -> int:
@@ -105,9 +109,11 @@ def _bytes(path: str, parameter: Parameter[Any], prepared: PreparedAs, held_as: 
     match parameter.declared:
         case Table(columns=columns, by_position=True):
             return prepared.num_positions * columns * element
-        case Table():
+        case Table() as table:
             rows, columns = parameter.shard.shape
-            return rows * columns * element
+            [held] = held_as(path, table)
+            coded = prepared.packed and held.form is not FLOATS[prepared.dtype]
+            return held.packed_bytes(rows, columns) if coded else rows * columns * element
         case Vector(size):
             return size * element
         case RotaryTable(rope, head_dim, _, num_positions):
@@ -117,12 +123,24 @@ def _bytes(path: str, parameter: Parameter[Any], prepared: PreparedAs, held_as: 
             held = held_as(path, matrix)
             (rows, columns), has_bias = parameter.shard.shape, parameter.shard.bias
             if prepared.packed:
-                bias = packed_bias_bytes(rows) if has_bias else 0
-                return count * (held.packed_bytes(rows, columns) + bias)
+                parts = (
+                    _runs(held, [len(of_part) for of_part in parameter.shard.rows])
+                    if len(held) > 1
+                    else [(held[0], rows)]
+                )
+                bias = sum(packed_bias_bytes(run) for _, run in parts) if has_bias else 0
+                return count * (sum(of_run.packed_bytes(run, columns) for of_run, run in parts) + bias)
+            as_one = held[0] if len(held) == 1 else HeldAs(Q8, 32)
             if not prepared.tiled:
-                held = HeldAs(FLOATS[prepared.dtype])
+                as_one = HeldAs(FLOATS[prepared.dtype])
             bias = rows * element if has_bias else 0
-            return count * (held.tiled_bytes(rows, columns) + bias)
+            return count * (as_one.tiled_bytes(rows, columns) + bias)
+
+
+def _runs(held: Sequence[HeldAs], rows: Sequence[int]) -> list[tuple[HeldAs, int]]:
+    """Return how neighbouring parts are held that are held alike, and their rows.   rows: of each part."""
+    parts = groupby(zip(held, rows, strict=True), key=itemgetter(0))
+    return [(of_run, sum(count for _, count in run)) for of_run, run in parts]
 
 
 def _forms(files: ModelFiles, architecture: Architecture, model: Model, prepared: PreparedAs) -> _HeldAs:
@@ -133,27 +151,35 @@ def _forms(files: ModelFiles, architecture: Architecture, model: Model, prepared
         by_format = _gguf_form if quantization == "gguf" else _packed_form
         stored = by_format(files, architecture, model)
 
-    def held_as(path: str, matrix: Matrix) -> HeldAs:
-        held = (stored(path, matrix) if stored is not None else made) if matrix.quantizable else None
-        return held or HeldAs(FLOATS[prepared.dtype])
+    def held_as(path: str, declared: Matrix | Table) -> Sequence[HeldAs]:
+        held: Sequence[HeldAs] | None = None
+        if isinstance(declared, Table) or declared.quantizable:
+            if stored is not None:
+                held = stored(path, declared)
+            elif made is not None and isinstance(declared, Matrix):
+                held = [made]
+        return held or [HeldAs(FLOATS[prepared.dtype])]
 
     return held_as
 
 
-_StoredAs = Callable[[str, Matrix], HeldAs | None]
+_StoredAs = Callable[[str, Matrix | Table], Sequence[HeldAs] | None]
 
 
 def _gguf_form(files: ModelFiles, architecture: Architecture, model: Model) -> _StoredAs:
-    """8 bits where the parts of a matrix have different codes, floats where any part has floats."""
-    tensors = GGUFFile(files.path).tensors
+    """Floats where any part of a matrix has floats."""
+    tensors = open_gguf(files.path).tensors
 
-    def held_as(path: str, matrix: Matrix) -> HeldAs | None:
-        pieces = weight_pieces(architecture.gguf, path, matrix, whole_of(matrix))
-        forms = {form_of(tensors[piece.name].type) for piece in pieces if piece.name in tensors}
-        if not forms or None in forms:
+    def held_as(path: str, declared: Matrix | Table) -> Sequence[HeldAs] | None:
+        if isinstance(declared, Table):
+            names = [architecture.gguf.find(path).name]
+        else:
+            names = [piece.name for piece in weight_pieces(architecture.gguf, path, declared, whole_of(declared))]
+        found = [GGUF_TYPES.get(tensors[name].type.name) for name in names if name in tensors]
+        held = [of_part for of_part in found if of_part is not None]
+        if not held or len(held) < len(found):
             return None
-        form = forms.pop() if len(forms) == 1 else Q8
-        return None if form is None else HeldAs(form, form.gguf_group)
+        return held[:1] if len(set(held)) == 1 else held
 
     return held_as
 
@@ -164,10 +190,12 @@ def _packed_form(files: ModelFiles, architecture: Architecture, model: Model) ->
     assert stored is not None
     naming = choose_naming(architecture, files, names, model)
 
-    def held_as(path: str, matrix: Matrix) -> HeldAs | None:
+    def held_as(path: str, matrix: Matrix | Table) -> Sequence[HeldAs] | None:
+        if isinstance(matrix, Table):
+            return None
         shard, experts = whole_of(matrix), range(max(1, matrix.num_experts))
         pieces = (piece for expert in experts for piece in weight_pieces(naming, path, matrix, shard, expert))
-        return stored.held_as if all(packed_stem(piece.name, names) for piece in pieces) else None
+        return [stored.held_as] if all(packed_stem(piece.name, names) for piece in pieces) else None
 
     return held_as
 

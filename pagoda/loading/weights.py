@@ -11,10 +11,11 @@ from safetensors import SafetensorError, safe_open
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
-from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.linear.forms import GGUF_TYPES
+from pagoda.kernels.linear.quantize import BlockRows, BlockWeight, QuantizedWeight
 from pagoda.loading.ctranslate2 import CTranslate2File
 from pagoda.loading.gguf_blocks import dequantize, read_codes
-from pagoda.loading.gguf_file import GGUFFile, GGUFTensor, form_of
+from pagoda.loading.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.packed_int4 import check_group_order, in_kernel_groups, read_awq, read_gptq, without_zeros
 from pagoda.loading.pieces import Region
@@ -47,8 +48,13 @@ class Weights(Protocol):
         """Return whether a matrix is stored as codes and scales, which `read_codes` returns."""
         ...
 
-    def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
-        """Return a region of a matrix as its stored codes and scales; None if it is stored as plain floats."""
+    def read_codes(
+        self, name: str, region: Region, order: tuple[int, ...] | None = None
+    ) -> QuantizedWeight | BlockWeight | None:
+        """Return a region of a matrix as its stored codes and scales; None if it is stored as plain floats.
+
+        order: of the rows of a head, see `reorder_rows`.
+        """
         ...
 
 
@@ -58,7 +64,7 @@ def open_weights(files: ModelFiles, subfolders: Sequence[str] = ()) -> Weights:
     subfolders: with further safetensors, whose tensors are called `subfolder/name`.
     """
     if files.format == "gguf":
-        return GGUFWeights(GGUFFile(files.path))
+        return GGUFWeights(open_gguf(files.path))
     if files.format == "ctranslate2":
         return CTranslate2Weights(CTranslate2File(files.path))
     weights, stored = SafetensorsWeights(files.path, subfolders), packed_format(files)
@@ -88,26 +94,36 @@ class GGUFWeights:
             raise ConfigError(f"{self._file.path}: tensor {name!r}: {tensor.type.name} cannot be dequantised") from None
 
     def has_codes(self, name: str) -> bool:
-        return name in self._file.tensors and form_of(self._file.tensors[name].type) is not None
+        return name in self._file.tensors and self._file.tensors[name].type.name in GGUF_TYPES
 
-    def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
+    def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> BlockWeight | None:
         tensor = self._file.tensors[name]
-        try:
-            return read_codes(self._bytes(tensor, region), tensor.type, *region.shape)
-        except NotImplementedError:
-            raise ConfigError(f"{self._file.path}: tensor {name!r}: {tensor.type.name} cannot be dequantised") from None
+        held = GGUF_TYPES.get(tensor.type.name)
+        if held is None:
+            return None
+        rows, columns = region.shape
+        found = self._region(tensor, region)
+        self.bytes_read += found.nbytes
+
+        def read() -> QuantizedWeight:
+            data = np.ascontiguousarray(found).reshape(-1).data
+            return _reordered(read_codes(data, tensor.type, rows, columns), order)
+
+        return BlockWeight(held, (BlockRows(tensor.type.name, found.reshape(rows, -1), order),), columns, read)
 
     def _bytes(self, tensor: GGUFTensor, region: Region | None) -> memoryview:
         """Return the region's blocks in the mapped file; copied only if columns are left out."""
-        found = self._blocks(tensor, region)
+        if region is None:
+            found = self._file.bytes_of(tensor)
+        else:
+            found = np.ascontiguousarray(self._region(tensor, region)).reshape(-1).data
         self.bytes_read += found.nbytes
         return found
 
-    def _blocks(self, tensor: GGUFTensor, region: Region | None) -> memoryview:
-        data = self._file.bytes_of(tensor)
-        if region is None:
-            return data
+    def _region(self, tensor: GGUFTensor, region: Region) -> np.ndarray:
+        """Return the region's blocks as a view of the mapped file: uint8 [rows, blocks, bytes of a block]."""
         block, block_bytes = GGML_QUANT_SIZES[tensor.type]
+        data = self._file.bytes_of(tensor)
         blocks = np.frombuffer(data, np.uint8).reshape(*tensor.shape[:-1], -1, block_bytes)
         if region.index is not None:
             blocks = blocks[region.index]
@@ -118,8 +134,21 @@ class GGUFWeights:
                 f"{tensor.type.name} blocks of {block} values"
             )
         at = slice(columns.start // block, columns.stop // block)
-        part = blocks[at] if region.columns is None else blocks[region.rows.start : region.rows.stop, at]
-        return np.ascontiguousarray(part).reshape(-1).data
+        return blocks[at] if region.columns is None else blocks[region.rows.start : region.rows.stop, at]
+
+
+def reorder_rows(rows: torch.Tensor, order: tuple[int, ...] | None) -> None:
+    """Put rows into another order, in place, head by head.   order: of the rows of a head; None leaves them."""
+    if order is not None:
+        heads = rows.view(-1, len(order), *rows.shape[1:])
+        heads.copy_(heads[:, order])
+
+
+def _reordered(weight: QuantizedWeight, order: tuple[int, ...] | None) -> QuantizedWeight:
+    for part in (weight.codes, weight.scales, weight.offsets):
+        if part is not None:
+            reorder_rows(part, order)
+    return weight
 
 
 class CTranslate2Weights:
@@ -145,7 +174,7 @@ class CTranslate2Weights:
     def has_codes(self, name: str) -> bool:
         return False
 
-    def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
+    def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> QuantizedWeight | None:
         return None
 
 
@@ -198,7 +227,7 @@ class SafetensorsWeights:
     def has_codes(self, name: str) -> bool:
         return False
 
-    def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
+    def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> QuantizedWeight | None:
         return None
 
 
@@ -249,9 +278,9 @@ class PackedWeights:
     def has_codes(self, name: str) -> bool:
         return packed_stem(name, self._weights) is not None
 
-    def read_codes(self, name: str, region: Region) -> QuantizedWeight | None:
+    def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> QuantizedWeight | None:
         stem = packed_stem(name, self._weights)
-        return None if stem is None else self._read(stem, region)
+        return None if stem is None else _reordered(self._read(stem, region), order)
 
     def _check(self, stem: str) -> tuple[int, int]:
         """Return (out, in) of a packed matrix."""

@@ -7,11 +7,10 @@ from gguf.constants import GGMLQuantizationType as Kind
 from pagoda.base.dtypes import QUANTIZATIONS
 from pagoda.kernels.linear.forms import (
     BFLOAT16,
-    FORMS,
     FP8,
+    GGUF_TYPES,
     MADE_WHILE_LOADING,
     NATIVE_FORMS,
-    Q4_MIN,
     Q4_ZERO,
     Q6,
     Q8,
@@ -20,16 +19,11 @@ from pagoda.kernels.linear.forms import (
 )
 from pagoda.kernels.linear.quantize import quantize_to
 from pagoda.kernels.native.header import header
-from pagoda.loading.gguf_file import form_of
 
 
-def test_a_gguf_type_has_one_form() -> None:
-    names = [name for form in FORMS for name in form.gguf_types]
-    assert len(names) == len(set(names))
-    assert set(names) <= {kind.name for kind in Kind}
-    assert form_of(Kind.Q4_K) is Q4_MIN
-    assert form_of(Kind.Q3_K) is Q8  # has no form of its own
-    assert form_of(Kind.BF16) is None
+def test_gguf_types_are_held_in_forms_that_the_native_kernels_have() -> None:
+    assert set(GGUF_TYPES) <= {kind.name for kind in Kind}
+    assert all(held.native() == held for held in GGUF_TYPES.values())
 
 
 def test_every_setting_is_made_while_loading_or_of_a_checkpoint() -> None:
@@ -42,7 +36,7 @@ def test_every_setting_is_made_while_loading_or_of_a_checkpoint() -> None:
 def test_what_the_native_kernels_hold() -> None:
     assert HeldAs(Q8, 64).native() == HeldAs(Q8, 64)
     assert HeldAs(Q4_ZERO, 128).native() == HeldAs(Q4_ZERO, 32)
-    assert HeldAs(Q6, 16).native() == HeldAs(Q8, 32)
+    assert HeldAs(Q6, 16).native() == HeldAs(Q6, 16)
     assert HeldAs(BFLOAT16).native() == HeldAs(BFLOAT16)
     with pytest.raises(ValueError, match=r"Q8 in groups of 48 have no native kernel \(groups: 32 or 64\)"):
         HeldAs(Q8, 48).native()

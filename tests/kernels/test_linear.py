@@ -38,7 +38,9 @@ def quantized(kind: str, out_features: int, in_features: int) -> QuantizedWeight
 
 def any_weight(native: Any, kind: torch.dtype | str, out_features: int, in_features: int) -> LinearWeight:
     if isinstance(kind, str):
-        return native.linears.prepare_quantized(quantized(kind, out_features, in_features), torch.randn(out_features))
+        return native.prepare_quantized_linear(
+            quantized(kind, out_features, in_features), torch.float32, torch.randn(out_features)
+        )
     return native.prepare_linear(torch.randn(out_features, in_features).to(kind), torch.randn(out_features).to(kind))
 
 
@@ -84,7 +86,7 @@ def test_quantized_equals_its_definition(native: Any, kind: str, shape: tuple[in
     codes, scales = quantize_rows(x, weight.group)
     values = (codes.double().unflatten(1, (-1, weight.group)) * scales.double().unsqueeze(-1)).flatten(1)
     expected = values[:, :in_features] @ weight.dequantize().double().T + bias
-    got = native.logits(x, native.linears.prepare_quantized(weight, bias))
+    got = native.logits(x, native.prepare_quantized_linear(weight, torch.float32, bias))
     assert (got - expected).abs().max() <= 1e-6 * max(1.0, float(expected.abs().max()))
 
 
@@ -92,7 +94,9 @@ def test_zero_points_in_the_middle_give_the_bits_of_symmetric_codes(native: Any)
     torch.manual_seed(0)
     symmetric, x = quantized("q4", 33, 130), torch.randn(20, 130).bfloat16()
     middle = replace(symmetric, form=Q4_ZERO, offsets=torch.full(symmetric.scales.shape, 8, dtype=torch.uint8))
-    ours, theirs = (native.logits(x, native.linears.prepare_quantized(weight)) for weight in (middle, symmetric))
+    ours, theirs = (
+        native.logits(x, native.prepare_quantized_linear(weight, torch.float32)) for weight in (middle, symmetric)
+    )
     assert torch.equal(ours, theirs)
 
 

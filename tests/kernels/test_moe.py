@@ -106,8 +106,14 @@ def codes(kind: str, weight: torch.Tensor, seed: int) -> QuantizedWeight:
 def test_quantised_experts_are_those_of_linear_layers(native: NativeOps, kind: str, hidden: int, inner: int) -> None:
     """Quantised weights have no reference of their own: an expert alone is the linear layers it is made of."""
     x = draw(7, hidden).bfloat16()
-    up = [native.linears.prepare_quantized(codes(kind, draw(2 * inner, hidden, seed=e), e)) for e in range(4)]
-    down = [native.linears.prepare_quantized(codes(kind, draw(hidden, inner, seed=9 + e), 9 + e)) for e in range(4)]
+    up = [
+        native.prepare_quantized_linear(codes(kind, draw(2 * inner, hidden, seed=e), e), torch.float32)
+        for e in range(4)
+    ]
+    down = [
+        native.prepare_quantized_linear(codes(kind, draw(hidden, inner, seed=9 + e), 9 + e), torch.float32)
+        for e in range(4)
+    ]
     router_logits = draw(7, 4, seed=1)
     got = native.moe(x, router_logits, native.prepare_experts(up), native.prepare_experts(down), 2, True)
     weights, chosen = torch.softmax(router_logits, -1).topk(2, -1)
@@ -131,7 +137,10 @@ def test_a_tokens_bits_are_its_own(native: NativeOps, kind: torch.dtype | str, i
         weights = [draw(*shape, seed=seed + e) / 9 for e in range(experts)]
         if isinstance(kind, str):
             return native.prepare_experts(
-                [native.linears.prepare_quantized(codes(kind, weight, e)) for e, weight in enumerate(weights)]
+                [
+                    native.prepare_quantized_linear(codes(kind, weight, e), torch.float32)
+                    for e, weight in enumerate(weights)
+                ]
             )
         return native.prepare_experts([native.prepare_linear(weight.to(dtype)) for weight in weights])
 

@@ -14,7 +14,7 @@ from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import Registry
 from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer, bos_eos_template, library_failure, make_facts
-from pagoda.loading.gguf_file import GGUFFile
+from pagoda.loading.gguf_file import GGUFFile, open_gguf
 from pagoda.loading.token_ids import end_token_ids
 
 _CONTROL, _USER_DEFINED = 3, 4
@@ -27,7 +27,7 @@ def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> Library
 
     Raises ConfigError if the file has no tokenizer, or one of an unsupported kind.
     """
-    file = GGUFFile(path)
+    file = open_gguf(path)
     tokens = file.strings("tokenizer.ggml.tokens")
     kind = file.get("tokenizer.ggml.model", str)
     if kind is None or not tokens:

@@ -1,5 +1,5 @@
-// The embedding gather; its definition is embedding/reference.py. A table that is tied to the output head is read from
-// the head's packed panels.
+// The embedding gather; its definition is embedding/reference.py. A table may be the packed panels of a weight, floats or
+// codes: of one that is tied to the output head, the head's.
 #include "../linear/packed.h"
 #include "elementwise.h"
 
@@ -15,11 +15,41 @@ void copy_from_panels(const void* panels, int64_t words, int64_t row, void* to, 
     memcpy(out + sizeof(Word) * whole, from + (words - 1) * PANEL, bytes - sizeof(Word) * whole);
 }
 
+// Row `row` of a packed weight of codes.
+template <class T>
+void dequantize_from_panels(const PackedLinear& w, int64_t row, T* to) {
+    constexpr int MOST = 64;
+    int64_t column = row % PANEL, record = quantized_record_bytes(w.kind, w.group), header = header_bytes(w.kind);
+    const auto* at = static_cast<const uint8_t*>(w.panels) + row / PANEL * panel_bytes(w);
+    WeightForm form = WEIGHT_FORMS[w.kind];
+    for (int64_t begin = 0; begin < w.in_features; begin += w.group, at += record) {
+        uint8_t codes[MOST];
+        unpack_group(w.kind, w.group, at + header, column, codes);
+        f32x16 scale = splat(load_lanes(reinterpret_cast<const f16*>(at) + column, 1)[0]);
+        const uint8_t* second = at + 2 * PANEL + 2 * column;
+        f32x16 minimum = {}, zero = splat(static_cast<float>(1 << (form.bits - 1)));
+        if (form.offset == OFFSET_MINIMUM) {
+            minimum = splat(load_lanes(reinterpret_cast<const f16*>(second), 1)[0]);
+            zero = f32x16{};
+        } else if (form.offset == OFFSET_ZERO_POINT) {
+            zero = splat(static_cast<float>(second[0] | second[1] << 8));
+        }
+        int64_t left = w.in_features - begin;
+        for_lanes(left < w.group ? left : w.group, [&](int64_t i, int n) {
+            float values[16];
+            for (int lane = 0; lane < 16; lane++) values[lane] = static_cast<float>(codes[i + lane]);
+            store_lanes(to + begin + i, fma(load(values) - zero, scale, minimum), n);
+        });
+    }
+}
+
 template <class T>
 void copy_row(const Tensor& table, int64_t row, T* to) {
     int64_t hidden = table.dim, bytes = sizeof(T) * hidden;
     if (table.layout == LAYOUT_ROWS)
         memcpy(static_cast<void*>(to), elements_of<T>(table) + row * hidden, bytes);
+    else if (table.layout == LAYOUT_CODES)
+        dequantize_from_panels(*static_cast<const PackedLinear*>(table.data), row, to);
     else if (table.dtype == F16)
         copy_from_panels<uint16_t>(table.data, hidden, row, to, bytes);
     else

@@ -5,8 +5,11 @@ namespace {
 
 void run(const Tensor& x, const PackedLinear* weight, const Tensor& out, Gate gate, int threads, bool gelu = false) {
     if (x.rows == 0) return;
-    linear_run({weight, x.data, x.rows, x.stride, x.dtype, out.dtype, out.data, out.stride, gate, nullptr, gelu},
-               threads);
+    auto* to = static_cast<char*>(out.data);
+    for (; weight != nullptr; weight = weight->next) {
+        linear_run({weight, x.data, x.rows, x.stride, x.dtype, out.dtype, to, out.stride, gate, nullptr, gelu}, threads);
+        to += weight->out_features * (out.dtype == F32 ? 4 : 2);
+    }
 }
 
 }  // namespace
@@ -62,6 +65,9 @@ PAGODA_EXPORT void pagoda_pack_words(int32_t word_bytes, const void* from, void*
         pack_words(static_cast<const uint16_t*>(from), static_cast<uint16_t*>(to), out_features, steps, threads);
 }
 
+// Of columns that pad a panel.
+constexpr uint8_t NO_CODES[64] = {};
+
 // Codes uint8 [out, groups * group] and scales f16 [out, groups] to panels of records; `offsets` are f16 minima or u16
 // zero points, [out, groups], for the forms that have them.
 PAGODA_EXPORT void pagoda_pack_codes(const PackedLinear* weight, const uint8_t* codes, const uint16_t* scales,
@@ -69,7 +75,6 @@ PAGODA_EXPORT void pagoda_pack_codes(const PackedLinear* weight, const uint8_t* 
     const PackedLinear w = *weight;
     int64_t groups = (w.in_features + w.group - 1) / w.group, panels = (w.out_features + PANEL - 1) / PANEL;
     int64_t record = quantized_record_bytes(w.kind, w.group), header = header_bytes(w.kind);
-    int bits = WEIGHT_FORMS[w.kind].bits, quads = 8 / bits;
     auto* to = static_cast<uint8_t*>(const_cast<void*>(w.panels));
     parallel(threads, [&](int thread, int num_threads) {
         Range mine = share_of(panels, thread, num_threads);
@@ -77,18 +82,13 @@ PAGODA_EXPORT void pagoda_pack_codes(const PackedLinear* weight, const uint8_t* 
             int64_t columns = w.out_features - p * PANEL < PANEL ? w.out_features - p * PANEL : PANEL;
             for (int64_t g = 0; g < groups; g++) {
                 uint8_t* at = to + (p * groups + g) * record;
-                memset(at, 0, static_cast<size_t>(record));
+                auto row_at = [&](int64_t c) { return (p * PANEL + c) * groups + g; };
                 for (int64_t c = 0; c < columns; c++) {
-                    int64_t row = p * PANEL + c;
-                    memcpy(at + 2 * c, scales + row * groups + g, 2);
-                    if (header > 2 * PANEL) memcpy(at + 2 * PANEL + 2 * c, offsets + row * groups + g, 2);
-                    const uint8_t* code = codes + (row * groups + g) * w.group;
-                    for (int64_t quad = 0; quad < w.group / 4; quad++) {
-                        uint8_t* bytes = at + header + quad / quads * 4 * PANEL + 4 * c;
-                        for (int64_t j = 0; j < 4; j++)
-                            bytes[j] = static_cast<uint8_t>(bytes[j] | code[4 * quad + j] << (quad % quads * bits));
-                    }
+                    memcpy(at + 2 * c, scales + row_at(c), 2);
+                    if (header > 2 * PANEL) memcpy(at + 2 * PANEL + 2 * c, offsets + row_at(c), 2);
                 }
+                pack_group(w.kind, w.group, at + header,
+                           [&](int c) { return c < columns ? codes + row_at(c) * w.group : NO_CODES; });
             }
         }
     });

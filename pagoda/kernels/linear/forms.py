@@ -30,17 +30,12 @@ class WeightForm:
     bits: per element.   offset: of codes; NONE for floats.
     native_groups: how many elements along a row the native kernels take together: those that share a scale; of floats,
         those that are stored side by side. Empty where they have no such kernel.
-    native_as: the form that the native kernels have in place of this one, in groups of 32.
-    gguf_types: the GGUF types whose codes have this form.   gguf_group: their elements that share a scale.
     """
 
     name: str
     bits: int
     offset: Offset = Offset.NONE
     native_groups: tuple[int, ...] = ()
-    native_as: "WeightForm | None" = None
-    gguf_types: tuple[str, ...] = ()
-    gguf_group: int = 32
 
     @property
     def kind(self) -> int:
@@ -61,16 +56,16 @@ class WeightForm:
 FLOAT32 = WeightForm("F32", 32, native_groups=(1,))
 BFLOAT16 = WeightForm("BF16", 16, native_groups=(2,))
 FLOAT16 = WeightForm("F16", 16, native_groups=(1,))
-Q8 = WeightForm("Q8", 8, Offset.MIDDLE, (32, 64), gguf_types=("Q8_0", "Q5_0"))
-Q4 = WeightForm("Q4", 4, Offset.MIDDLE, (32,), gguf_types=("Q4_0",))
-Q4_MIN = WeightForm("Q4_MIN", 4, Offset.MINIMUM, (32,), gguf_types=("Q4_1", "Q4_K"))
+Q8 = WeightForm("Q8", 8, Offset.MIDDLE, (32, 64))
+Q8_MIN = WeightForm("Q8_MIN", 8, Offset.MINIMUM, (32,))
+Q6 = WeightForm("Q6", 6, Offset.MIDDLE, (16,))
+Q4 = WeightForm("Q4", 4, Offset.MIDDLE, (16, 32))
+Q4_MIN = WeightForm("Q4_MIN", 4, Offset.MINIMUM, (16, 32))
 Q4_ZERO = WeightForm("Q4_ZERO", 4, Offset.ZERO_POINT, (32,))
-# In groups of 32, a step of 8 bits is small compared with that of 6.
-Q6 = WeightForm("Q6", 6, Offset.MIDDLE, native_as=Q8, gguf_types=("Q6_K",), gguf_group=16)
 FP8 = WeightForm("FP8", 8)
 """8-bit floats (e4m3) with a float32 scale per output feature."""
 
-FORMS = (FLOAT32, BFLOAT16, FLOAT16, Q8, Q4, Q4_MIN, Q4_ZERO, Q6, FP8)
+FORMS = (FLOAT32, BFLOAT16, FLOAT16, Q8, Q8_MIN, Q6, Q4, Q4_MIN, Q4_ZERO, FP8)
 NATIVE_FORMS = tuple(form for form in FORMS if form.native_groups)
 FLOATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 """By the name of the compute dtype."""
@@ -84,13 +79,11 @@ class HeldAs:
     group: int = 0
 
     def native(self) -> "HeldAs":
-        """Return what the native kernels hold in its place: the same, smaller groups, or another form.
+        """Return what the native kernels hold in its place: the same, or smaller groups.
 
         Raises ValueError where they have nothing.
         """
         form = self.form
-        if form.native_as is not None:
-            return HeldAs(form.native_as, 32)
         if form in FLOATS.values():
             return self
         fitting = [group for group in form.native_groups if self.group and self.group % group == 0]
@@ -129,6 +122,21 @@ MADE_WHILE_LOADING = {"int8": HeldAs(Q8, 64), "fp8": HeldAs(FP8)}
 """What the setting `quantization` makes of a matrix of floats; its other words keep the codes of a checkpoint."""
 
 
-def gguf_form(type_name: str) -> WeightForm:
-    """Return the form that the codes of a GGUF type have; types without one of their own become 8 bits."""
-    return next((form for form in FORMS if type_name in form.gguf_types), Q8)
+GGUF_TYPES = {
+    "Q8_0": HeldAs(Q8, 32),
+    "Q5_0": HeldAs(Q8, 32),
+    "IQ4_NL": HeldAs(Q8, 32),
+    "IQ4_XS": HeldAs(Q8, 32),
+    "Q5_1": HeldAs(Q8_MIN, 32),
+    "Q5_K": HeldAs(Q8_MIN, 32),
+    "Q6_K": HeldAs(Q6, 16),
+    "Q3_K": HeldAs(Q4, 16),
+    "Q4_0": HeldAs(Q4, 32),
+    "Q2_K": HeldAs(Q4_MIN, 16),
+    "Q4_1": HeldAs(Q4_MIN, 32),
+    "Q4_K": HeldAs(Q4_MIN, 32),
+}
+"""How the codes of GGUF types are held: with as many bits as they have, or more. Tensors of other types are floats.
+
+Scales that are products (of a K type) are rounded to float16, nothing else is rounded.
+"""

@@ -68,7 +68,8 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
     constexpr int VECTORS = 2 * PANELS;
     constexpr int64_t HEADER = header_bytes(KIND);
     constexpr int64_t RECORD = quantized_record_bytes(KIND, GROUP);
-    constexpr int BITS = WEIGHT_FORMS[KIND].bits, QUADS = 8 / BITS;  // quads that share their bytes
+    constexpr int BITS = WEIGHT_FORMS[KIND].bits, LOW = BITS == 6 ? 4 : BITS;  // bits of the first plane
+    constexpr int QUADS = 8 / LOW;                                              // quads that share their bytes
     constexpr Offset OFFSET = WEIGHT_FORMS[KIND].offset;
     constexpr int32_t ZERO_POINT = OFFSET == OFFSET_MIDDLE ? 1 << (BITS - 1) : 0;
     f32x16 acc[ROWS][VECTORS] = {};
@@ -88,6 +89,7 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
             }
         }
         const int8_t* bytes = x.bytes + g * GROUP;
+        if constexpr (BITS == 6) prefetch.next();
         for (int word = 0; word < GROUP / (4 * QUADS); word++) {
             prefetch.next();
 #pragma GCC unroll 4
@@ -96,7 +98,12 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
 #pragma GCC unroll 8
                 for (int v = 0; v < VECTORS; v++) {
                     w[v] = load_words(data + (v / 2) * panel_stride + word * 4 * PANEL + (v % 2) * 64);
-                    if constexpr (QUADS > 1) w[v] = (w[v] >> (part * BITS)) & (0x01010101u * ((1u << BITS) - 1));
+                    if constexpr (QUADS > 1) w[v] = (w[v] >> (part * LOW)) & (0x01010101u * ((1u << LOW) - 1));
+                    if constexpr (BITS == 6) {
+                        static_assert(GROUP == 16, "the high bits of a group are in one word");
+                        u32x16 high = load_words(data + (v / 2) * panel_stride + GROUP / 8 * 4 * PANEL + (v % 2) * 64);
+                        w[v] |= (high >> (2 * (word * QUADS + part)) & 0x03030303u) << 4;
+                    }
                 }
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) {

@@ -6,9 +6,11 @@
 //   F32, F16   [K][32]                          BF16      [K / 2][32][2], pairs of adjacent elements along K
 //   codes      [K / group] of records: scale f16[32], of some a minimum f16[32] or a zero point u16[32], and the codes
 //              [group * bits / 32][32][4 bytes]. Of a quad, four elements along K, each code has a byte. Of 8 / bits
-//              quads, the first has the lowest bits of the bytes.
+//              quads, the first has the lowest bits of the bytes; of 6 bits, the low four of all quads come before the
+//              high two.
 #pragma once
 
+#include <cstring>
 #include <type_traits>
 
 #include "abi.h"
@@ -22,6 +24,44 @@ constexpr int64_t header_bytes(int32_t kind) {
 }
 constexpr int64_t quantized_record_bytes(int32_t kind, int64_t group) {
     return header_bytes(kind) + group * WEIGHT_FORMS[kind].bits / 8 * PANEL;
+}
+// Pack the codes of a group, a byte each, of all columns of a panel. codes: from a column to them.
+template <class CodesOf>
+void pack_group(int32_t kind, int64_t group, uint8_t* to, CodesOf&& codes) {
+    int bits = WEIGHT_FORMS[kind].bits;
+    auto plane = [&](int width, uint32_t mask, int shift) {  // `width` bits of each code, from bit `shift` on
+        int quads = 8 / width;
+        for (int64_t word = 0; word < group / (4 * quads); word++, to += 4 * PANEL)
+            for (int c = 0; c < PANEL; c++) {
+                const uint8_t* from = codes(c) + word * 4 * quads;
+                uint32_t packed = 0;
+                for (int quad = 0; quad < quads; quad++) {
+                    uint32_t four;
+                    memcpy(&four, from + 4 * quad, 4);
+                    packed |= (four >> shift & mask) << (quad * width);
+                }
+                memcpy(to + 4 * c, &packed, 4);
+            }
+    };
+    if (bits == 8) return plane(8, 0xffffffffu, 0);
+    plane(4, 0x0f0f0f0fu, 0);
+    if (bits == 6) plane(2, 0x03030303u, 4);
+}
+// The codes of a group of one column, a byte each.
+inline void unpack_group(int32_t kind, int64_t group, const uint8_t* from, int64_t column, uint8_t* codes) {
+    int bits = WEIGHT_FORMS[kind].bits;
+    memset(codes, 0, static_cast<size_t>(group));
+    auto plane = [&](int width, int shift) {
+        int quads = 8 / width, mask = (1 << width) - 1;
+        for (int64_t word = 0; word < group / (4 * quads); word++, from += 4 * PANEL)
+            for (int i = 0; i < 4 * quads; i++) {
+                uint8_t& code = codes[word * 4 * quads + i];
+                code = static_cast<uint8_t>(code | (from[4 * column + i % 4] >> (i / 4 * width) & mask) << shift);
+            }
+    };
+    if (bits == 8) return plane(8, 0);
+    plane(4, 0);
+    if (bits == 6) plane(2, 4);
 }
 // Call f with the index into CODE_GROUPS of a quantised weight, as a constant.
 template <int AT = 0, class F>

@@ -5,16 +5,18 @@
 import ctypes
 from collections.abc import Sequence
 from ctypes import addressof, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
+from gguf.constants import GGMLQuantizationType
 
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.forms import FLOATS, PANEL, WeightForm
-from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, QuantizedWeight, quantize
+from pagoda.kernels.linear.quantize import BlockWeight, CodedWeight, Fp8Weight, QuantizedWeight, StackedWeight
 from pagoda.kernels.moe.reference import ExpertList
-from pagoda.kernels.native.abi import ExpertStack, PackedLinear, Shared
+from pagoda.kernels.native.abi import BlockRows, ExpertStack, PackedLinear, Shared
 from pagoda.kernels.native.huge_pages import huge_zeros
 from pagoda.kernels.native.library import NativeLibrary
 from pagoda.ops.tensor import LinearWeight
@@ -61,15 +63,19 @@ class WeightArena:
 class PackedWeight:
     """A weight [out_features, in_features] in the kernels' layout.
 
-    dtype: of x; None for quantised weights, which take any.   address: of the struct that the kernels receive.
+    dtype: of x; None for quantised weights, which take any.   table_dtype: of its rows as a table.
+    next: the weight of the outputs that follow, in another form; out_features counts them, too.
+    address: of the struct that the kernels receive.
     """
 
     out_features: int
     in_features: int
     dtype: torch.dtype | None
+    table_dtype: torch.dtype
     record: Shared
     panels: torch.Tensor
     bias: torch.Tensor | None
+    next: "PackedWeight | None" = None
 
     @property
     def address(self) -> int:
@@ -78,10 +84,13 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedTable:
-    """The rows of a packed weight of floats as an embedding table."""
+    """The rows of a packed weight as an embedding table."""
 
     weight: PackedWeight
-    dtype: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.table_dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -119,7 +128,7 @@ class PackedLinears:
         """Return a copy of weight [out, in], float32, bfloat16 or float16, in panels; the original is not kept."""
         out_features, in_features = weight.shape
         form = FLOATS[str(weight.dtype).removeprefix("torch.")]
-        packed = self._empty(out_features, in_features, weight.dtype, form, 0, bias)
+        packed = self._empty(out_features, in_features, weight.dtype, form, 0, bias, weight.dtype)
         if weight.dtype == torch.bfloat16 and weight.shape[1] % 2:
             weight = torch.nn.functional.pad(weight, (0, 1))
         weight = weight.contiguous()
@@ -129,17 +138,28 @@ class PackedLinears:
         pack(word_bytes, weight.data_ptr(), packed.panels.data_ptr(), packed.out_features, steps, self._threads)
         return packed
 
-    def prepare_quantized(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> PackedWeight:
-        """Return the codes and scales in panels, as HeldAs.native says; inputs are quantised in the same groups.
+    def prepare_quantized_linear(
+        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+    ) -> PackedWeight:
+        """See PrepareOps. Inputs are quantised in the same groups; those are as HeldAs.native says.
 
         Raises ValueError for codes without a kernel.
         """
+        match weight:
+            case Fp8Weight():
+                raise ConfigError("quantization='fp8' has no native kernel; take 'int8', or kernels='torch' on a CPU")
+            case QuantizedWeight():
+                return self._prepare_codes(weight, dtype, bias)
+            case BlockWeight():
+                return self._prepare_blocks(weight, dtype, bias)
+            case StackedWeight():
+                return self._prepare_stacked(weight, dtype, bias)
+
+    def _prepare_codes(self, weight: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None) -> PackedWeight:
         held = weight.held_as.native()
-        if held.form is not weight.form:
-            weight = quantize(weight.dequantize(), held.group)
-        elif held.group != weight.group:
+        if held.group != weight.group:
             weight = weight.in_groups_of(held.group)
-        packed = self._empty(weight.codes.shape[0], weight.in_features, None, weight.form, weight.group, bias)
+        packed = self._empty(weight.codes.shape[0], weight.in_features, None, weight.form, weight.group, bias, dtype)
         codes, scales, offsets = weight.codes.contiguous(), weight.scales.half().contiguous(), weight.offsets
         if offsets is not None:
             offsets = offsets.to(torch.float16 if offsets.is_floating_point() else torch.int16).contiguous()
@@ -148,19 +168,41 @@ class PackedLinears:
         pack(packed.address, codes.data_ptr(), scales.data_ptr(), offsets_pointer, self._threads)
         return packed
 
-    def prepare_quantized_linear(
-        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
-    ) -> PackedWeight:
-        """See PrepareOps."""
-        if isinstance(weight, Fp8Weight):
-            raise ConfigError("quantization='fp8' has no native kernel; take 'int8', or kernels='torch' on a CPU")
-        return self.prepare_quantized(weight, bias)
+    def _prepare_blocks(self, weight: BlockWeight, dtype: torch.dtype, bias: torch.Tensor | None) -> PackedWeight:
+        held, pieces = weight.held_as, weight.pieces
+        out_features = sum(len(piece.data) for piece in pieces)
+        packed = self._empty(out_features, weight.in_features, None, held.form, held.group, bias, dtype)
+        records, orders = (BlockRows * len(pieces))(), list[np.ndarray]()
+        for record, piece in zip(records, pieces, strict=True):
+            record.data, record.row_bytes, record.rows = piece.data.ctypes.data, piece.data.strides[0], len(piece.data)
+            record.type = GGMLQuantizationType[piece.type]
+            if piece.order is not None:
+                orders.append(np.array(piece.order, np.int64))
+                record.order, record.unit = orders[-1].ctypes.data, len(piece.order)
+        self._library["pack_blocks"](packed.address, addressof(records), self._threads)
+        return packed
+
+    def _prepare_stacked(self, weight: StackedWeight, dtype: torch.dtype, bias: torch.Tensor | None) -> PackedWeight:
+        packed: PackedWeight | None = None
+        end = 0 if bias is None else len(bias)
+        for part in reversed(weight.parts):
+            own = None
+            count = (
+                len(part.codes) if isinstance(part, QuantizedWeight) else sum(len(piece.data) for piece in part.pieces)
+            )
+            if bias is not None:
+                own, end = bias[end - count : end], end - count
+            made = self.prepare_quantized_linear(part, dtype, own)
+            if packed is not None:
+                made.record.next = packed.address
+                made = replace(made, out_features=made.out_features + packed.out_features, next=packed)
+            packed = made
+        assert packed is not None
+        return packed
 
     def table_of(self, weight: LinearWeight) -> PackedTable | None:
-        """See PrepareOps. A quantised weight does not hold the table's values."""
-        if not isinstance(weight, PackedWeight) or weight.dtype is None:
-            return None
-        return PackedTable(weight, weight.dtype)
+        """See PrepareOps."""
+        return PackedTable(weight) if isinstance(weight, PackedWeight) and weight.next is None else None
 
     def prepare_experts(self, experts: Sequence[LinearWeight]) -> PackedExperts:
         """See PrepareOps. Raises ValueError for experts that are not packed alike."""
@@ -169,7 +211,7 @@ class PackedLinears:
             (weight.out_features, weight.in_features, weight.dtype, weight.record.kind, weight.record.group)
             for weight in weights
         }
-        if len(weights) != len(experts) or len(alike) != 1:
+        if len(weights) != len(experts) or len(alike) != 1 or any(weight.next is not None for weight in weights):
             raise ValueError(
                 f"the experts of a layer must be packed weights of one shape and kind, not {len(weights)} packed of "
                 f"{len(experts)}, of {len(alike)} kinds"
@@ -185,11 +227,12 @@ class PackedLinears:
         form: WeightForm,
         group: int,
         bias: torch.Tensor | None,
+        table_dtype: torch.dtype,
     ) -> PackedWeight:
         if bias is not None:
             bias = torch.nn.functional.pad(bias.float(), (0, -out_features % PANEL)).contiguous()
         bias_pointer = None if bias is None else bias.data_ptr()
-        record = PackedLinear(None, bias_pointer, out_features, in_features, form.kind, group)
+        record = PackedLinear(None, bias_pointer, out_features, in_features, form.kind, group, None)
         panels = self._arena.allocate(self._library["linear_bytes"](addressof(record)))
         record.panels = panels.data_ptr()
-        return PackedWeight(out_features, in_features, dtype, record, panels, bias)
+        return PackedWeight(out_features, in_features, dtype, table_dtype, record, panels, bias)

@@ -3,9 +3,11 @@
 These functions define the values of the forms of codes; `dequantize` returns them.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from pagoda.kernels.linear.forms import FP8, Q8, HeldAs, Offset, WeightForm
@@ -77,7 +79,82 @@ class Fp8Weight:
         return self.codes.float() * self.scales.unsqueeze(-1)
 
 
-CodedWeight: TypeAlias = QuantizedWeight | Fp8Weight
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockRows:
+    """Rows of blocks as a GGUF file has them.
+
+    type: its name.   data: uint8 [rows, bytes of a row], rows any distance apart, in the mapped file.
+    order: in which the rows of a head are taken; None: as they are.
+    """
+
+    type: str
+    data: np.ndarray
+    order: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockWeight:
+    """A weight in GGUF blocks of types that are held alike: the native kernels pack it straight from the file.
+
+    pieces: stacked row-wise.   read: returns their codes, for other kernels.
+    """
+
+    held_as: HeldAs
+    pieces: tuple[BlockRows, ...]
+    in_features: int
+    read: Callable[[], QuantizedWeight]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedWeight:
+    """Weights that are stacked row-wise and held in different forms."""
+
+    parts: tuple[QuantizedWeight | BlockWeight, ...]
+
+
+CodedWeight: TypeAlias = QuantizedWeight | Fp8Weight | BlockWeight | StackedWeight
+
+
+def stack(parts: Sequence[QuantizedWeight | BlockWeight], device: torch.device) -> CodedWeight:
+    """Stack parts row-wise, on `device`; neighbours in one form become one."""
+    runs: list[list[QuantizedWeight | BlockWeight]] = []
+    for part in parts:
+        if runs and runs[-1][-1].held_as == part.held_as and type(runs[-1][-1]) is type(part):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    joined = tuple(_join(run, device) for run in runs)
+    return joined[0] if len(joined) == 1 else StackedWeight(joined)
+
+
+def _join(parts: Sequence[QuantizedWeight | BlockWeight], device: torch.device) -> QuantizedWeight | BlockWeight:
+    def read() -> QuantizedWeight:
+        return stack_codes([codes_of(part) for part in parts]).to(device)
+
+    first, pieces = parts[0], [part.pieces for part in parts if isinstance(part, BlockWeight)]
+    if not pieces:
+        return read()
+    return BlockWeight(first.held_as, tuple(piece for of_part in pieces for piece in of_part), first.in_features, read)
+
+
+def codes_of(weight: QuantizedWeight | BlockWeight | StackedWeight) -> QuantizedWeight:
+    """Return a weight's codes in memory; of parts of different forms, 8 bits in groups of 32."""
+    match weight:
+        case StackedWeight(parts):
+            return stack_codes([codes_of(part) for part in parts])
+        case BlockWeight():
+            return weight.read()
+        case QuantizedWeight():
+            return weight
+
+
+def stack_codes(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Stack parts row-wise; 8 bits in groups of 32 if they are of different forms."""
+    if len({part.held_as for part in parts}) > 1:
+        parts = [part if part.held_as == HeldAs(Q8, 32) else quantize(part.dequantize(), 32) for part in parts]
+    codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
+    offsets = [part.offsets for part in parts if part.offsets is not None]
+    return replace(parts[0], codes=codes, scales=scales, offsets=torch.cat(offsets) if offsets else None)
 
 
 def quantize_to(held: HeldAs, weight: torch.Tensor) -> CodedWeight:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pagoda.kernels.linear.library import LibraryLinear
-from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight
+from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, codes_of
 from pagoda.ops.tensor import LinearWeight
 
 _MOST_PER_LOAD = 64  # elements of a group, so that tiles of long groups fit in shared memory
@@ -74,6 +74,7 @@ def prepare(weight: CodedWeight, bias: torch.Tensor | None) -> TiledLinear:
     if isinstance(weight, Fp8Weight):
         codes = weight.codes.contiguous().view(torch.uint8)
         return TiledLinear("fp8", codes, weight.scales, None, bias, *codes.shape)
+    weight = codes_of(weight)
     form, in_bytes = f"int{weight.form.bits}", weight.form.groups_per_record
     per_record = max(in_bytes, 64 // weight.group)
     if weight.group not in (16, 32, 64, 128):

@@ -58,6 +58,7 @@ class Layout(IntEnum):
 
     ROWS = 0
     PANELS = 1  # as a packed weight of floats: see linear/packed.h
+    CODES = 2  # `data` is a PackedLinear of codes
 
 
 ENUMS: dict[str, type[IntEnum]] = {
@@ -131,9 +132,16 @@ RowGroup = struct(
 )  # fmt: skip
 PackedLinear = struct(
     "PackedLinear",
-    "A packed weight. bias: [out padded to a panel] or null. group: elements along `in` that share a scale, or 0.",
+    "A packed weight. bias: [out padded to a panel] or null. group: elements along `in` that share a scale, or 0. "
+    "next: the weight of the outputs that follow, in another form, or null.",
     panels="const void*", bias="const float*", out_features="int64_t", in_features="int64_t", kind="int32_t",
-    group="int32_t",
+    group="int32_t", next="const PackedLinear*",
+)  # fmt: skip
+BlockRows = struct(
+    "BlockRows",
+    "Rows of blocks in a GGUF file, `row_bytes` apart. type: its number in the file.   order: in which the `unit` rows "
+    "of a head are taken, or null.",
+    data="const void*", row_bytes="int64_t", rows="int64_t", order="const int64_t*", type="int32_t", unit="int32_t",
 )  # fmt: skip
 ExpertStack = struct(
     "ExpertStack", "Packed weights of equal shape, one per expert.",
@@ -283,6 +291,9 @@ FUNCTIONS: dict[str, Function] = {
     "pagoda_pack_codes": _function(
         "void", weight="const PackedLinear*", codes="const uint8_t*", scales="const uint16_t*",
         offsets="const uint16_t*", threads="int32_t",
+    ),
+    "pagoda_pack_blocks": _function(
+        "void", weight="const PackedLinear*", pieces="const BlockRows*", threads="int32_t"
     ),
     # Sampling.
     "pagoda_constrain": _function(

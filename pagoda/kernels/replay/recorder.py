@@ -239,6 +239,6 @@ def _facts(name: str, value: object) -> RowsFacts:
 
 
 def _gates_whole_panels(linear: Step) -> bool:
-    """Return whether gate and up of a linear layer are whole panels each, as the fused kernels require."""
+    """Return whether gate and up of a linear layer are whole panels of one form, as the fused kernels require."""
     weight = linear.arguments["weight"]
-    return isinstance(weight, PackedWeight) and weight.out_features // 2 % PANEL == 0
+    return isinstance(weight, PackedWeight) and weight.next is None and weight.out_features // 2 % PANEL == 0

@@ -1,0 +1,212 @@
+// Packs the blocks of GGUF tensors straight from the mapped file. What a type's blocks mean is in
+// loading/gguf_blocks.py, how its codes are held in linear/forms.py.
+#include "packed.h"
+#include "parallel.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int MOST_VALUES = 256, MOST_GROUPS = 16;
+
+// Values that are next to each other in a row: codes, and by group what makes values of them.
+struct Codes {
+    uint8_t codes[MOST_VALUES];
+    uint16_t scales[MOST_GROUPS], offsets[MOST_GROUPS];  // float16
+};
+
+inline uint16_t word_at(const uint8_t* p) {
+    uint16_t word;
+    memcpy(&word, p, 2);
+    return word;
+}
+inline float half_at(const uint8_t* p) { return load_lanes(reinterpret_cast<const f16*>(p), 1)[0]; }
+inline void store_halves(const float (&from)[MOST_GROUPS], uint16_t* to) {
+    store(reinterpret_cast<f16*>(to), load(from));
+}
+
+// Low halves of `count` bytes, then their high ones.
+inline void nibbles(const uint8_t* from, int count, uint8_t* to) {
+    for (int i = 0; i < count; i++) {
+        to[i] = from[i] & 15;
+        to[count + i] = from[i] >> 4;
+    }
+}
+inline void add_fifth_bits(const uint8_t* bits, uint8_t* codes) {
+    uint32_t word;
+    memcpy(&word, bits, 4);
+    for (int i = 0; i < 32; i++) codes[i] = static_cast<uint8_t>(codes[i] | (word >> i & 1) << 4);
+}
+constexpr uint8_t IQ4_CODES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+
+// ---- blocks of 32 values in one group: at `group` of `to` ----
+
+void q4_0(const uint8_t* block, Codes& to, int group) {
+    to.scales[group] = word_at(block);
+    nibbles(block + 2, 16, to.codes + 32 * group);
+}
+void q4_1(const uint8_t* block, Codes& to, int group) {
+    to.scales[group] = word_at(block);
+    to.offsets[group] = word_at(block + 2);
+    nibbles(block + 4, 16, to.codes + 32 * group);
+}
+void q5_0(const uint8_t* block, Codes& to, int group) {
+    uint8_t* codes = to.codes + 32 * group;
+    to.scales[group] = word_at(block);
+    nibbles(block + 6, 16, codes);
+    add_fifth_bits(block + 2, codes);
+    for (int i = 0; i < 32; i++) codes[i] = static_cast<uint8_t>(codes[i] + 112);
+}
+void q5_1(const uint8_t* block, Codes& to, int group) {
+    to.scales[group] = word_at(block);
+    to.offsets[group] = word_at(block + 2);
+    nibbles(block + 8, 16, to.codes + 32 * group);
+    add_fifth_bits(block + 4, to.codes + 32 * group);
+}
+void q8_0(const uint8_t* block, Codes& to, int group) {
+    to.scales[group] = word_at(block);
+    for (int i = 0; i < 32; i++) to.codes[32 * group + i] = block[2 + i] ^ 128;
+}
+void iq4_nl(const uint8_t* block, Codes& to, int group) {
+    uint8_t* codes = to.codes + 32 * group;
+    to.scales[group] = word_at(block);
+    nibbles(block + 2, 16, codes);
+    for (int i = 0; i < 32; i++) codes[i] = IQ4_CODES[codes[i]];
+}
+
+// ---- blocks of 256 values ----
+
+void k_factors(const uint8_t* block, Codes& to) {
+    float scale = half_at(block), least = half_at(block + 2);
+    float scales[MOST_GROUPS] = {}, minima[MOST_GROUPS] = {};
+    const uint8_t *low = block + 4, *middle = block + 8, *high = block + 12;
+    for (int i = 0; i < 4; i++) {
+        scales[i] = scale * static_cast<float>(low[i] & 63);
+        minima[i] = -(least * static_cast<float>(middle[i] & 63));
+        scales[4 + i] = scale * static_cast<float>((high[i] & 15) | (low[i] >> 2 & 48));
+        minima[4 + i] = -(least * static_cast<float>((high[i] >> 4) | (middle[i] >> 2 & 48)));
+    }
+    store_halves(scales, to.scales);
+    store_halves(minima, to.offsets);
+}
+void q4_k(const uint8_t* block, Codes& to, int) {
+    k_factors(block, to);
+    for (int i = 0; i < 4; i++) nibbles(block + 16 + 32 * i, 32, to.codes + 64 * i);
+}
+void q5_k(const uint8_t* block, Codes& to, int) {
+    k_factors(block, to);
+    for (int i = 0; i < 4; i++) nibbles(block + 48 + 32 * i, 32, to.codes + 64 * i);
+    for (int group = 0; group < 8; group++)
+        for (int i = 0; i < 32; i++) {
+            uint8_t& code = to.codes[32 * group + i];
+            code = static_cast<uint8_t>(code | (block[16 + i] >> group & 1) << 4);
+        }
+}
+void q6_k(const uint8_t* block, Codes& to, int) {
+    float scale = half_at(block + 208), scales[MOST_GROUPS];
+    for (int i = 0; i < 16; i++) scales[i] = scale * static_cast<float>(static_cast<int8_t>(block[192 + i]));
+    store_halves(scales, to.scales);
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < 32; i++) {
+            uint8_t first = block[64 * half + i], second = block[64 * half + 32 + i], high = block[128 + 32 * half + i];
+            uint8_t* codes = to.codes + 128 * half + i;
+            codes[0] = static_cast<uint8_t>((first & 15) | (high & 3) << 4);
+            codes[32] = static_cast<uint8_t>((second & 15) | (high >> 2 & 3) << 4);
+            codes[64] = static_cast<uint8_t>((first >> 4) | (high >> 4 & 3) << 4);
+            codes[96] = static_cast<uint8_t>((second >> 4) | (high >> 6) << 4);
+        }
+}
+void q2_k(const uint8_t* block, Codes& to, int) {
+    float scale = half_at(block + 80), least = half_at(block + 82), scales[MOST_GROUPS], minima[MOST_GROUPS];
+    for (int i = 0; i < 16; i++) {
+        scales[i] = scale * static_cast<float>(block[i] & 15);
+        minima[i] = -(least * static_cast<float>(block[i] >> 4));
+    }
+    store_halves(scales, to.scales);
+    store_halves(minima, to.offsets);
+    for (int i = 0; i < 256; i++) to.codes[i] = block[16 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
+}
+void q3_k(const uint8_t* block, Codes& to, int) {
+    float scale = half_at(block + 108), scales[MOST_GROUPS];
+    const uint8_t *low = block + 96, *high = block + 104;
+    for (int i = 0; i < 16; i++) {
+        int bits = (low[i % 8] >> (i / 8 * 4) & 15) | (high[i % 4] >> (i / 4 * 2) & 3) << 4;
+        scales[i] = scale * static_cast<float>(bits - 32);
+    }
+    store_halves(scales, to.scales);
+    for (int i = 0; i < 256; i++) {
+        int code = block[32 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
+        to.codes[i] = static_cast<uint8_t>(code + 4 + 4 * (block[i % 32] >> (i / 32) & 1));
+    }
+}
+void iq4_xs(const uint8_t* block, Codes& to, int) {
+    float scale = half_at(block), scales[MOST_GROUPS] = {};
+    uint16_t high = word_at(block + 2);
+    for (int group = 0; group < 8; group++) {
+        int bits = (block[4 + group / 2] >> (group % 2 * 4) & 15) | (high >> (2 * group) & 3) << 4;
+        scales[group] = scale * static_cast<float>(bits - 32);
+        nibbles(block + 8 + 16 * group, 16, to.codes + 32 * group);
+    }
+    store_halves(scales, to.scales);
+    for (uint8_t& code : to.codes) code = IQ4_CODES[code];
+}
+
+struct BlockType {
+    int32_t number;  // in GGUF files
+    int64_t bytes, values;
+    void (*decode)(const uint8_t* block, Codes& to, int group);
+};
+constexpr BlockType TYPES[] = {{2, 18, 32, q4_0},     {3, 20, 32, q4_1},     {6, 22, 32, q5_0},    {7, 24, 32, q5_1},
+                               {8, 34, 32, q8_0},     {10, 84, 256, q2_k},   {11, 110, 256, q3_k}, {12, 144, 256, q4_k},
+                               {13, 176, 256, q5_k},  {14, 210, 256, q6_k},  {20, 18, 32, iq4_nl}, {23, 136, 256, iq4_xs}};
+
+// A row in the file, from its next block on.
+struct Row {
+    const BlockType* type;
+    const uint8_t* at;
+    void next(int64_t values, Codes& to) {
+        for (int group = 0; values > 0; values -= type->values, at += type->bytes, group++) type->decode(at, to, group);
+    }
+};
+
+const BlockType* type_of(int32_t number) {
+    for (const BlockType& type : TYPES)
+        if (type.number == number) return &type;
+    abort();
+}
+
+// Row `row` of the stacked pieces.
+Row row_of(const BlockRows* piece, int64_t row) {
+    while (row >= piece->rows) row -= piece++->rows;
+    if (piece->order != nullptr) row = row / piece->unit * piece->unit + piece->order[row % piece->unit];
+    return {type_of(piece->type), static_cast<const uint8_t*>(piece->data) + row * piece->row_bytes};
+}
+
+}  // namespace
+
+PAGODA_EXPORT void pagoda_pack_blocks(const PackedLinear* weight, const BlockRows* pieces, int32_t threads) {
+    const PackedLinear w = *weight;
+    int64_t groups = (w.in_features + w.group - 1) / w.group, panels = (w.out_features + PANEL - 1) / PANEL;
+    int64_t record = quantized_record_bytes(w.kind, w.group), header = header_bytes(w.kind);
+    int64_t step = w.in_features % MOST_VALUES == 0 ? MOST_VALUES : 32;
+    auto* to = static_cast<uint8_t*>(const_cast<void*>(w.panels));
+    parallel(threads, [&](int thread, int num_threads) {
+        Range mine = share_of(panels, thread, num_threads);
+        for (int64_t p = mine.begin; p < mine.end; p++) {
+            int columns = static_cast<int>(w.out_features - p * PANEL < PANEL ? w.out_features - p * PANEL : PANEL);
+            Row rows[PANEL];
+            for (int c = 0; c < columns; c++) rows[c] = row_of(pieces, p * PANEL + c);
+            Codes codes[PANEL] = {};
+            uint8_t* at = to + p * groups * record;
+            for (int64_t begin = 0; begin < w.in_features; begin += step) {
+                for (int c = 0; c < columns; c++) rows[c].next(step, codes[c]);
+                for (int64_t g = 0; g < step / w.group; g++, at += record) {
+                    auto* shared = reinterpret_cast<uint16_t*>(at);
+                    for (int c = 0; c < PANEL; c++) shared[c] = codes[c].scales[g];
+                    if (header > 2 * PANEL)
+                        for (int c = 0; c < PANEL; c++) shared[PANEL + c] = codes[c].offsets[g];
+                    pack_group(w.kind, w.group, at + header, [&](int c) { return codes[c].codes + g * w.group; });
+                }
+            }
+        }
+    });
+}
