@@ -2,12 +2,12 @@
 
 from pagoda.engine.inputs.adapters import KnownAdapters
 from pagoda.engine.inputs.image_prompts import ImagePrompts
-from pagoda.engine.inputs.input_limits import InputLimits
+from pagoda.engine.inputs.input_limits import InputLimits, SpeechFacts
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine_setup import EngineSetup
 from pagoda.loading.adapters.files import AdapterTargets
-from pagoda.loading.generation_config import default_sampling
+from pagoda.loading.generation_config import default_sampling, generation_settings
 from pagoda.loading.model_config import read_architecture, read_images, read_model
 
 
@@ -34,6 +34,11 @@ def build_input_processor(setup: EngineSetup) -> InputProcessor:
     images = None
     if setup.encoder is not None and not setup.crosses:
         images = ImagePrompts(read_images(files), tokenizer, model.request_limits, model.allowed_media_domains)
+    speech = None
+    if setup.encoder is not None and setup.spec.architecture == "whisper":
+        item = setup.encoder.largest_item()
+        assert item.features is not None
+        speech = SpeechFacts(len(item.features), item.length, generation_settings(files))
     own = tokenizer.facts.chat_template if model.chat_template is not None else None
     score_template = own.sources["default"] if own is not None else setup.tasks.plan.score_template
     return InputProcessor(
@@ -46,4 +51,5 @@ def build_input_processor(setup: EngineSetup) -> InputProcessor:
         default_sampling(model, files),
         images=images,
         model_name=(*model.served_model_name, setup.files.name)[0],
+        speech=speech,
     )

@@ -1,6 +1,8 @@
 """LLM: run a model in a Python program. Outputs are returned in the order of the prompts."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -17,11 +19,12 @@ from pagoda.base.outputs import (
     PoolingRequestOutput,
     RequestOutput,
     ScoringOutput,
+    TranscriptionOutput,
 )
 from pagoda.base.pooling import PoolingParams, PoolingTask
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
 from pagoda.core.request import LoraRef
-from pagoda.engine.calls import Ask, OutputStream, generate_all, pool_all
+from pagoda.engine.calls import Ask, OutputStream, generate_all, pool_all, transcribe_all
 from pagoda.engine.engine_thread import EngineThread, NewRequest
 from pagoda.engine.inputs.adapters import Adapter, AdapterChoice, adapter_for_each
 from pagoda.engine.inputs.callers_tokenizer import CallersTokenizer
@@ -51,6 +54,8 @@ from pagoda.engine.outputs.results import (
 )
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.engine.transcription.sound import load_sound
+from pagoda.engine.transcription.transcriber import Transcriber, Transcription, TranscriptionOptions
 from pagoda.engine.wire import EngineStats
 
 _METRICS: dict[str, tuple[str, Literal["gauge", "counter"]]] = {
@@ -289,6 +294,31 @@ class LLM:
             outputs += self.generate(each[some], sampling, use_tqdm=use_tqdm, lora_request=adapters[some])
         pairs = zip(outputs, each, strict=True)
         return [beams_of(output, self.tokenizer, not is_embeds(prompt)) for output, prompt in pairs]
+
+    # ---- speech
+
+    def transcribe(self, sounds: Any, use_tqdm: bool = True, **options: Any) -> list[TranscriptionOutput]:
+        """Return the text of each sound, with times, in their order. Needs a Whisper model, and the extra "audio".
+
+        sounds: a path, the bytes of a file, an array of samples (float, 16 kHz, mono, in [-1, 1]), or a list of those.
+            Formats: wav, mp3, flac, ogg (Opus, Vorbis), m4a, mp4, webm. The files of a list run together.
+        options: the fields of TranscriptionOptions by name (`language`, `task`, `prompt`, `temperature`,
+            `cut_at_silences`, ...).   use_tqdm: show progress on a terminal.
+        Raises RequestError for an option of the wrong kind, and for the only sound if it cannot be transcribed; one of
+        several has `error` set in its output then, and the others are transcribed.
+        """
+        inputs = self.engine.input_processor
+        with self._thread.entered():
+            transcriber, chosen = Transcriber(inputs), TranscriptionOptions.of(options)
+        each: list[Any] = list(sounds) if isinstance(sounds, list | tuple) else [sounds]
+        names = [str(one) if isinstance(one, str | Path) else f"sounds[{at}]" for at, one in enumerate(each)]
+        limits = inputs.limits.of_request
+
+        def begin(at: int) -> Transcription:
+            return transcriber.begin(load_sound(each[at], names[at], limits), chosen)
+
+        begins = [partial(begin, at) for at in range(len(each))]
+        return transcribe_all(self._thread, self.engine, begins, names, use_tqdm)
 
     # ---- LoRA adapters
 

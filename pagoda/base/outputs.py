@@ -147,6 +147,43 @@ class ScoringOutput:
 
 
 @dataclass(slots=True)
+class TranscriptionSegment:
+    """A part of a sound, between two times in seconds.
+
+    tokens: its ids, timestamps included.   seek: where its window begins, in hundredths of a second.
+    temperature, avg_logprob, compression_ratio, no_speech_prob: of the whole window; the last is None where it was not
+        needed.
+    """
+
+    start: float
+    end: float
+    text: str
+    tokens: list[int] = field(default_factory=list)
+    id: int = 0
+    seek: int = 0
+    temperature: float = 0.0
+    avg_logprob: float = 0.0
+    compression_ratio: float = 0.0
+    no_speech_prob: float | None = None
+
+
+@dataclass(slots=True)
+class TranscriptionOutput:
+    """The text of a sound.
+
+    language: English name, such as "english".   duration: of the sound, in seconds.   name: of the file.
+    error: why it could not be transcribed, or None.
+    """
+
+    text: str = ""
+    language: str = ""
+    duration: float = 0.0
+    segments: list[TranscriptionSegment] = field(default_factory=list)
+    name: str = ""
+    error: str | None = None
+
+
+@dataclass(slots=True)
 class Metric:
     """One figure of the engine.   name: as in Prometheus.   kind: a counter only grows."""
 

@@ -1,10 +1,23 @@
 """InputLimits: what one engine accepts, shared by all that prepare its requests."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pagoda.base.errors import RequestError
 from pagoda.base.pooling import ModelTasks
 from pagoda.base.request_limits import RequestLimits
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechFacts:
+    """What a speech model reads: windows of 30 s.   num_mels: of the spectrogram.   encoder_len: tokens of a window.
+
+    settings: of its generation_config.json.
+    """
+
+    num_mels: int
+    encoder_len: int
+    settings: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.inputs.adapters import Adapter, KnownAdapters, PromptAdapter
 from pagoda.engine.inputs.chat_prompts import ChatPrompts
 from pagoda.engine.inputs.image_prompts import ImagePrompts, of_salt
-from pagoda.engine.inputs.input_limits import InputLimits
+from pagoda.engine.inputs.input_limits import InputLimits, SpeechFacts
 from pagoda.engine.inputs.params_preparer import Params, ParamsPreparer, PreparedParams, check_type
 from pagoda.engine.inputs.prompt_encoder import EncodedPrompt, PromptEncoder
 from pagoda.engine.inputs.prompts import Prompt, text_of
@@ -46,6 +46,7 @@ class InputProcessor:
         default_sampling: Mapping[str, object] | None = None,
         images: ImagePrompts | None = None,
         model_name: str = "this model",
+        speech: SpeechFacts | None = None,
     ) -> None:
         """engine_seed: seeds requests that have no seed of their own, reproducibly in order of arrival.
 
@@ -54,11 +55,13 @@ class InputProcessor:
         score_template: see PoolingPlan; "" if a pair is not put into a template.
         default_sampling: parameters of requests that do not set them.
         images: puts images into prompts, None for a model that takes text only.   model_name: for errors.
+        speech: what a speech model reads, None for other models.
         """
         # The sampler indexes logits by these, and a tokenizer may name ids for which the model has none.
         self._eos_token_ids = tuple(i for i in tokenizer.facts.eos_token_ids if 0 <= i < limits.vocab_size)
         self.tokenizer = tokenizer
         self.limits = limits
+        self.speech = speech
         self._adapters = adapters
         self.score_template = score_template
         self.default_sampling: Mapping[str, object] = default_sampling or {}

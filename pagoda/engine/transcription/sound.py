@@ -7,6 +7,7 @@ playlists, and formats that open other files, cannot be reached.
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ def read_sound(data: bytes | memoryview, name: str, limits: RequestLimits) -> So
         raise RequestError(f"{label} is not a sound file of a known format; send {', '.join(FORMATS)}", "file")
     try:
         import av
+        from av.error import FFmpegError
     except ImportError:
         raise RequestError(
             f"{label} cannot be decoded: PyAV is not installed here; install it with pip install 'pagoda-llm[audio]'",
@@ -60,11 +62,21 @@ def read_sound(data: bytes | memoryview, name: str, limits: RequestLimits) -> So
     try:
         with av.open(io.BytesIO(data), format=demuxer, options=_OPTIONS, metadata_errors="ignore") as container:
             pieces = list(_samples(av, container, label, limits))
-    except (av.error.FFmpegError, ValueError) as error:  # ValueError: its format changes within the track
+    except (FFmpegError, ValueError) as error:  # ValueError: its format changes within the track
         raise RequestError(f"{label} cannot be decoded as {demuxer}: {abbreviate(str(error))}", "file") from None
     if not pieces:
         raise RequestError(f"{label} has no sound in it", "file")
     return Sound(np.concatenate(pieces), name)
+
+
+def load_sound(given: Any, name: str, limits: RequestLimits) -> Sound:
+    """Return a sound that a program gives: a path, the bytes of a file, or samples. Raises RequestError."""
+    if isinstance(given, str | Path):
+        try:
+            given = Path(given).read_bytes()
+        except OSError as error:
+            raise RequestError(f"file {abbreviate(name)} cannot be read: {error.strerror}", "file") from None
+    return read_sound(given, name, limits) if isinstance(given, bytes) else as_sound(given, name, limits)
 
 
 def as_sound(samples: Any, name: str, limits: RequestLimits) -> Sound:

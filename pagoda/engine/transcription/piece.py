@@ -1,0 +1,230 @@
+"""Piece: transcribe a stretch of sound window by window, as transformers' sequential algorithm does.
+
+Nothing here waits or calls the engine: a generator yields what to ask it, and is sent the answers.
+"""
+
+import hashlib
+import math
+import zlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagoda.base.outputs import CompletionOutput, TranscriptionSegment
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.request import MediaItem
+from pagoda.engine.inputs.prompt_encoder import EncodedPrompt
+from pagoda.engine.transcription.log_mel import FRAMES_PER_S, WINDOW_FRAMES
+from pagoda.engine.transcription.whisper_tokens import FRAMES_PER_STEP, STEP_S, Task, WhisperTokens
+
+_LOW_TEMPERATURE = 0.5  # text that was sampled above it does not condition the next window
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How windows are decoded.
+
+    timestamps: whether the model writes them; without, a sound has at most 30 s.
+    temperatures: tried in this order until a text is good enough: it compresses at most `compression_ratio_threshold`
+        times (of its token ids), and its average log-probability is at least `logprob_threshold`. None: no such test.
+    no_speech_threshold: a window of a lower average log-probability is skipped if the probability that it has no speech
+        is above this; None: never.
+    before: token ids of the caller's text, in front of the first window; of all windows, unless they are conditioned on
+        the text of those before them (`condition_on_previous_text`).
+    reports_no_speech: find the probability that a window has no speech for every window, not only where it decides.
+    """
+
+    task: Task = "transcribe"
+    timestamps: bool = True
+    temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+    compression_ratio_threshold: float | None = 1.35
+    logprob_threshold: float | None = -1.0
+    no_speech_threshold: float | None = 0.6
+    condition_on_previous_text: bool = False
+    before: tuple[int, ...] = ()
+    seed: int = 0
+    reports_no_speech: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Question:
+    """What to ask the engine: the answer is the finished output of this request."""
+
+    prompt: EncodedPrompt
+    params: SamplingParams
+
+
+Job = Generator["Question | list[Job]", CompletionOutput, None]
+"""Asks one question after another, and is sent the answers. May end with a list of jobs that run at once instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A text of one window.   token_ids: without the end.   avg_logprob: per token, the end included."""
+
+    token_ids: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float | None
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """A stretch of sound, and what has been found in it.
+
+    features: float32 [mels, frames], computed when the piece begins.   begin_s: where it begins in the whole sound.
+    max_before: most tokens of previous text in a prompt.   segments: found so far.   seek: frames that are done.
+    """
+
+    features: Callable[[], np.ndarray]
+    begin_s: float
+    tokens: WhisperTokens
+    decoding: Decoding
+    encoder_len: int
+    vocab_size: int
+    max_before: int
+    decode: Callable[[Sequence[int]], str]
+    segments: list[TranscriptionSegment] = field(default_factory=list[TranscriptionSegment])
+    seek: int = 0
+
+    def run(self, language: str) -> Job:
+        """Transcribe it."""
+        features = self.features()
+        num_frames = features.shape[1]
+        conditions = self.decoding.condition_on_previous_text
+        while self.seek < num_frames:
+            size = min(num_frames - self.seek, WINDOW_FRAMES)
+            media = window_media(features[:, self.seek : self.seek + size], self.encoder_len)
+            window = yield from self._window(media, self._prompt(language, conditions))
+            if window is None:
+                self.seek += size
+                continue
+            conditions = self.decoding.condition_on_previous_text and window.temperature < _LOW_TEMPERATURE
+            self._take(window, size)
+
+    def _prompt(self, language: str, conditions: bool) -> list[int]:
+        """Return the decoder's prompt.   conditions: on the text so far."""
+        before = list(self.decoding.before)
+        if conditions:
+            first = self.tokens.first_timestamp
+            for segment in self.segments:
+                ids = segment.tokens
+                before += ids[:-1] if len(ids) > 2 and ids[-2] >= first else ids
+        decoding = self.decoding
+        return self.tokens.prompt(language, decoding.task, decoding.timestamps, before[-self.max_before :])
+
+    def _window(
+        self, media: MediaItem, prompt: list[int]
+    ) -> Generator["Question | list[Job]", CompletionOutput, Window | None]:
+        """Decode a window, again at higher temperatures while the text is not good enough. None: it has no speech."""
+        decoding, tokens = self.decoding, self.tokens
+        encoded = EncodedPrompt(prompt, media=(media,), encoder_len=media.length)
+        no_speech_prob: float | None = None
+        if decoding.reports_no_speech:
+            no_speech_prob = yield from self._no_speech(media, prompt)
+        for attempt, temperature in enumerate(decoding.temperatures):
+            params = SamplingParams(
+                temperature=temperature,
+                seed=decoding.seed + attempt,
+                max_tokens=None,
+                logprobs=0,
+                detokenize=False,
+                speech=tokens.rules(decoding.timestamps),
+            )
+            answer = yield Question(encoded, params)
+            ids = list(answer.token_ids)
+            avg_logprob = (answer.cumulative_logprob or 0.0) / max(len(ids), 1)
+            if ids and ids[-1] == tokens.end:
+                ids.pop()
+            ratio = compression_ratio(ids, self.vocab_size)
+            threshold = decoding.logprob_threshold
+            is_unlikely = threshold is not None and avg_logprob < threshold
+            if is_unlikely and decoding.no_speech_threshold is not None:
+                if no_speech_prob is None:
+                    no_speech_prob = yield from self._no_speech(media, prompt)
+                if no_speech_prob > decoding.no_speech_threshold:
+                    return None
+            most = decoding.compression_ratio_threshold
+            is_last = attempt == len(decoding.temperatures) - 1
+            if is_last or not (is_unlikely or (most is not None and ratio > most)):
+                return Window(ids, temperature, avg_logprob, ratio, no_speech_prob)
+        raise AssertionError("there are no temperatures")
+
+    def _no_speech(
+        self, media: MediaItem, prompt: list[int]
+    ) -> Generator["Question | list[Job]", CompletionOutput, float]:
+        """Ask for the probability that a window has no speech: that of its token after the start."""
+        begun = prompt[: prompt.index(self.tokens.start) + 1]
+        params = SamplingParams(
+            temperature=0, max_tokens=1, logprobs=0, detokenize=False, allowed_token_ids=(self.tokens.no_speech,)
+        )
+        answer = yield Question(EncodedPrompt(begun, media=(media,), encoder_len=media.length), params)
+        return math.exp(answer.cumulative_logprob or 0.0)
+
+    def _take(self, window: Window, size: int) -> None:
+        """Add the segments of a window, and move on to the end of its last whole one.   size: its frames."""
+        ids, first = window.token_ids, self.tokens.first_timestamp
+        is_timestamp = [token >= first for token in ids]
+        ends_once = is_timestamp[-2:] == [False, True]
+        cuts = [at + 1 for at in range(len(ids) - 1) if is_timestamp[at] and is_timestamp[at + 1]]
+        if not cuts:
+            times = [token - first for token in ids if token >= first]
+            steps = times[-1] if times and times[-1] > 0 else size // FRAMES_PER_STEP
+            self._add(window, ids, 0, steps)
+            self.seek += size
+            return
+        if ends_once:
+            cuts.append(len(ids))
+        else:
+            cuts[-1] += 1  # the second of the last pair tells that the segment is whole
+        moved = size
+        for begin, end in zip([0, *cuts], cuts, strict=False):
+            own = ids[begin:end]
+            last = own[-1] if end != cuts[-1] or ends_once else own[-2]
+            self._add(window, own, own[0] - first, last - first)
+            if end == cuts[-1] and not ends_once:
+                moved = (last - first) * FRAMES_PER_STEP
+        self.seek += moved
+
+    def _add(self, window: Window, ids: list[int], begin: int, end: int) -> None:
+        """begin, end: in steps from the window's start."""
+        offset_s = self.begin_s + self.seek / FRAMES_PER_S
+        self.segments.append(
+            TranscriptionSegment(
+                start=offset_s + begin * STEP_S,
+                end=offset_s + end * STEP_S,
+                text=self.decode([token for token in ids if token < self.tokens.end]),
+                tokens=ids,
+                seek=round(self.begin_s * FRAMES_PER_S) + self.seek,
+                temperature=window.temperature,
+                avg_logprob=window.avg_logprob,
+                compression_ratio=window.compression_ratio,
+                no_speech_prob=window.no_speech_prob,
+            )
+        )
+
+
+def window_media(features: np.ndarray, encoder_len: int) -> MediaItem:
+    """Return a window as an encoder input.   features: float32 [mels, up to 3000]; what is missing is 0."""
+    padded = np.zeros((len(features), WINDOW_FRAMES), np.float32)
+    padded[:, : features.shape[1]] = features
+    digest = hashlib.blake2b(padded.data, digest_size=16).hexdigest()
+    return MediaItem(f"audio:{digest}", 0, encoder_len, padded)
+
+
+def detect_language(features: np.ndarray, encoder_len: int, tokens: WhisperTokens) -> Question:
+    """Return the question whose answer is one token: that of the language of the first window."""
+    media = window_media(features[:, :WINDOW_FRAMES], encoder_len)
+    params = SamplingParams(
+        temperature=0, max_tokens=1, detokenize=False, allowed_token_ids=tuple(tokens.languages.values())
+    )
+    return Question(EncodedPrompt([tokens.start], media=(media,), encoder_len=encoder_len), params)
+
+
+def compression_ratio(token_ids: Sequence[int], vocab_size: int) -> float:
+    """Return how many times zlib makes the token ids smaller: text that repeats itself compresses well."""
+    width = int(math.log2(vocab_size) / 8) + 1
+    data = b"".join(token.to_bytes(width, "little") for token in token_ids)
+    return len(data) / len(zlib.compress(data))

@@ -1,0 +1,205 @@
+"""Transcriber: a sound and a caller's options become jobs for the engine, and their results a transcription."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pagoda.base.errors import RequestError
+from pagoda.base.outputs import TranscriptionOutput, TranscriptionSegment
+from pagoda.base.param_values import read_flag, read_integer, read_number
+from pagoda.base.registry import nearest
+from pagoda.engine.inputs.input_processor import InputProcessor
+from pagoda.engine.transcription.log_mel import FRAMES_PER_S, WINDOW_S, log_mel
+from pagoda.engine.transcription.piece import Decoding, Job, Piece, detect_language
+from pagoda.engine.transcription.sound import SAMPLING_RATE, Sound
+from pagoda.engine.transcription.whisper_tokens import LANGUAGES, WhisperTokens
+
+_DEFAULT = Decoding()
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptionOptions:
+    """What a caller may ask for.
+
+    language: code or English name; None: detected from the first 30 s.
+    task: "transcribe", or "translate" (to English).
+    prompt: text in front of the first window, for names and style.
+    timestamps: let the model write times; segments need it, and sounds longer than 30 s do.
+    temperature: one, or several that are tried in turn (see Decoding, which has the thresholds); 0 alone is greedy.
+    condition_on_previous_text: put the text so far in front of each window.
+    cut_at_silences: cut a long sound where it is quiet, into pieces of up to 30 s that run at once, each as a sound of
+        its own: faster, but no piece sees the text of another.
+    seed: of the temperatures above 0.
+    """
+
+    language: str | None = None
+    task: str = "transcribe"
+    prompt: str | None = None
+    timestamps: bool = True
+    temperature: float | Sequence[float] = _DEFAULT.temperatures
+    compression_ratio_threshold: float | None = _DEFAULT.compression_ratio_threshold
+    logprob_threshold: float | None = _DEFAULT.logprob_threshold
+    no_speech_threshold: float | None = _DEFAULT.no_speech_threshold
+    condition_on_previous_text: bool = False
+    cut_at_silences: bool = False
+    seed: int = 0
+    reports_no_speech: bool = False
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "TranscriptionOptions":
+        """Return options by name. Raises RequestError for an unknown name."""
+        known = [item.name for item in dataclasses.fields(cls)]
+        for name in given:
+            if name in ("word_timestamps", "timestamp_granularities"):
+                raise RequestError(f"{name}: segments have times, words do not yet; leave it out", name)
+            if name not in known:
+                raise RequestError(f"transcribe has no option {name!r:.80}{nearest(name, known)}", name[:80])
+        return cls(**given)
+
+
+class Transcriber:
+    """Transcribes with one speech model. Stateless and thread-safe: a Transcription has the state of one sound."""
+
+    def __init__(self, inputs: InputProcessor) -> None:
+        """Raises RequestError for a model that does not transcribe, ConfigError for a tokenizer without its tokens."""
+        if inputs.speech is None:
+            raise RequestError("this model does not transcribe: serve a Whisper model", "model")
+        self._inputs = inputs
+        self.speech = inputs.speech
+        self.tokens = WhisperTokens.of(inputs.tokenizer, self.speech.settings, inputs.limits.vocab_size)
+
+    def begin(self, sound: Sound, options: TranscriptionOptions) -> "Transcription":
+        """Check the options. Raises RequestError that names the one at fault."""
+        return Transcription(self, sound, self.tokens.language_code(options.language), self._decoding(options), options)
+
+    def _decoding(self, options: TranscriptionOptions) -> Decoding:
+        given = options.temperature
+        temperatures = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+        if not temperatures:
+            raise RequestError("temperature: expected at least one", "temperature")
+        thresholds: dict[str, float | None] = {}
+        for name in ("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"):
+            value = getattr(options, name)
+            thresholds[name] = None if value is None else read_number(name, value, low=-1e9)
+        return Decoding(
+            task=self.tokens.check_task(options.task),
+            timestamps=read_flag("timestamps", options.timestamps),
+            temperatures=tuple(read_number("temperature", one, low=0.0, high=2.0) for one in temperatures),
+            **thresholds,
+            condition_on_previous_text=read_flag("condition_on_previous_text", options.condition_on_previous_text),
+            before=tuple(self._inputs.prompts.encode(f" {options.prompt.strip()}", False)) if options.prompt else (),
+            seed=read_integer("seed", options.seed, 0),
+            reports_no_speech=read_flag("reports_no_speech", options.reports_no_speech),
+        )
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._inputs.tokenizer.decode(token_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._inputs.limits.vocab_size
+
+    @property
+    def max_before(self) -> int:
+        """Most tokens of previous text: half of the decoder's positions, but for the token that begins them."""
+        return self._inputs.limits.max_model_len // 2 - 1
+
+
+class Transcription:
+    """One sound on its way to text. `job` asks the engine; it may be read at any time.
+
+    language: its code, None until it is detected.
+    """
+
+    def __init__(
+        self,
+        transcriber: Transcriber,
+        sound: Sound,
+        language: str | None,
+        decoding: Decoding,
+        options: TranscriptionOptions,
+    ) -> None:
+        """Raises RequestError for a sound that the options do not fit."""
+        self.sound = sound
+        self.language = language
+        self._transcriber, self._decoding = transcriber, decoding
+        self._pieces: list[Piece] = []
+        self._cuts = read_flag("cut_at_silences", options.cut_at_silences)
+        if not decoding.timestamps and sound.duration_s > WINDOW_S and not self._cuts:
+            raise RequestError(
+                f"timestamps=False: {sound.name} has {sound.duration_s:.0f} s, and without timestamps at most "
+                f"{WINDOW_S} can be transcribed: leave it out, or set cut_at_silences",
+                "timestamps",
+            )
+
+    def job(self) -> Job:
+        """Ask the engine for everything. Computes spectrograms: to be advanced off an event loop."""
+        transcriber, samples = self._transcriber, self.sound.samples
+        num_mels, encoder_len = transcriber.speech.num_mels, transcriber.speech.encoder_len
+        if self.language is None:
+            head = log_mel(samples if not self._cuts else samples[: WINDOW_S * SAMPLING_RATE], num_mels)
+            answer = yield detect_language(head, encoder_len, transcriber.tokens)
+            codes = {token: code for code, token in transcriber.tokens.languages.items()}
+            self.language = codes[answer.token_ids[0]]
+        spans = quiet_spans(samples) if self._cuts else [(0, len(samples))]
+        self._pieces = [
+            Piece(
+                lambda begin=begin, end=end: log_mel(samples[begin:end], num_mels),
+                begin / SAMPLING_RATE,
+                transcriber.tokens,
+                self._decoding,
+                encoder_len,
+                transcriber.vocab_size,
+                transcriber.max_before,
+                transcriber.decode,
+            )
+            for begin, end in spans
+        ]
+        yield [piece.run(self.language) for piece in self._pieces]
+
+    @property
+    def segments(self) -> list[TranscriptionSegment]:
+        """Return what has been found so far, in the order of time, each with its number as id."""
+        found = [segment for piece in self._pieces for segment in piece.segments]
+        for number, segment in enumerate(found):
+            segment.id = number
+            segment.end = min(segment.end, self.sound.duration_s)
+        return found
+
+    @property
+    def done_s(self) -> float:
+        """Return how many seconds of the sound are done."""
+        return min(sum(piece.seek for piece in self._pieces) / FRAMES_PER_S, self.sound.duration_s)
+
+    def output(self) -> TranscriptionOutput:
+        """Return the result."""
+        segments = self.segments
+        return TranscriptionOutput(
+            text="".join(segment.text for segment in segments).strip(),
+            language=LANGUAGES.get(self.language or "", ""),
+            duration=self.sound.duration_s,
+            segments=segments,
+            name=self.sound.name,
+        )
+
+
+_SMOOTHED_S = 0.2
+_SHORTEST_S = 15
+
+
+def quiet_spans(samples: np.ndarray) -> list[tuple[int, int]]:
+    """Return spans (from, to) of samples, of up to 30 s, that are cut in the quietest 0.2 s between 15 and 30 s."""
+    hop = int(_SMOOTHED_S * SAMPLING_RATE)
+    loudness = np.square(samples[: len(samples) // hop * hop]).reshape(-1, hop).mean(axis=1)
+    spans: list[tuple[int, int]] = []
+    begin = 0
+    while len(samples) - begin > WINDOW_S * SAMPLING_RATE:
+        low = (begin + _SHORTEST_S * SAMPLING_RATE) // hop
+        high = (begin + WINDOW_S * SAMPLING_RATE) // hop
+        end = (low + int(np.argmin(loudness[low:high]))) * hop + hop // 2
+        spans.append((begin, end))
+        begin = end
+    return [*spans, (begin, len(samples))]
