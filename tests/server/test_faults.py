@@ -23,9 +23,17 @@ FLAGS = ("--distributed-executor-backend", "fake", "--num-blocks", "1024", "--ma
 
 
 async def stream(
-    session: aiohttp.ClientSession, seed: int, max_tokens: int, n: int = 1, began: asyncio.Event | None = None
+    session: aiohttp.ClientSession,
+    seed: int,
+    max_tokens: int,
+    n: int = 1,
+    began: asyncio.Event | None = None,
+    **more: object,
 ) -> tuple[int, list[str]]:
-    """(status, text per choice) of one streamed completion; `began` is set when its first token is there."""
+    """(status, text per choice) of one completion; `began` is set when its first token is there.
+
+    more: fields of its body. It is streamed unless they say otherwise.
+    """
     body = {
         "prompt": [10 + seed % 50] * 12,
         "max_tokens": max_tokens,
@@ -33,11 +41,14 @@ async def stream(
         "n": n,
         "stream": True,
         "ignore_eos": True,
+        **more,
     }
     texts = [""] * n
     async with session.post("/v1/completions", json=body) as response:
         if response.status != 200:
             return response.status, [(await response.json())["error"]["message"]]
+        if not body["stream"]:
+            return 200, [choice["text"] for choice in (await response.json())["choices"]]
         async for line in response.content:
             if line.startswith(b"data: {"):
                 chunk = json.loads(line[6:])

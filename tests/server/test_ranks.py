@@ -5,21 +5,37 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import aiohttp
 import pytest
 
 from tests.engine.byte_llama import write_byte_llama
+from tests.engine.lora_adapters import write_adapter
 from tests.server.live import LiveServer, children, is_running, serving
 from tests.server.test_faults import stream
 
 NUM_TOKENS = 150
+REGEX = "([a-z]{3} )+"
+BEAMS = {"use_beam_search": True, "n": 2, "stream": False}
+MIXED: Sequence[Mapping[str, object]] = (
+    {},
+    {"n": 2},
+    {"guided_regex": REGEX},
+    {"guided_regex": REGEX, "model": "adapted"},
+    {"model": "adapted", "n": 2},
+    BEAMS,
+    {**BEAMS, "guided_regex": REGEX},
+)
+"""What differs between the requests of a load."""
+
+TWO_RANKS = ("--tensor-parallel-size", "2")
+TWO_STAGES = ("--pipeline-parallel-size", "2")
 
 
-def flags_of(model: Path) -> tuple[str, ...]:
-    return ("--model", str(model), "--tensor-parallel-size", "2", "--max-model-len", "512", "--kv-cache-memory", "8MiB")
+def flags_of(model: Path, *sizes: str) -> tuple[str, ...]:
+    return ("--model", str(model), *(sizes or TWO_RANKS), "--max-model-len", "512", "--kv-cache-memory", "8MiB")
 
 
 def ranks_of(server: LiveServer) -> list[int]:
@@ -35,13 +51,17 @@ def kill(victim: Callable[[LiveServer], int]) -> Callable[[LiveServer], None]:
     return lambda server: os.kill(victim(server), signal.SIGKILL)
 
 
-async def load(server: LiveServer, faults: Sequence[Callable[[LiveServer], None]]) -> list[tuple[int, list[str]]]:
-    """Stream eight completions; cause the faults one after another, each after some steps of its engine."""
+async def load(
+    server: LiveServer,
+    faults: Sequence[Callable[[LiveServer], None]],
+    bodies: Sequence[Mapping[str, object]] = ({},) * 8,
+) -> list[tuple[int, list[str]]]:
+    """Stream completions; cause the faults one after another, each after some steps of its engine."""
     so_far = server.load()["engine_restarts"]
     if faults:
         server.steps.hold_after(20)
     async with aiohttp.ClientSession(server.url) as session:
-        tasks = [asyncio.create_task(stream(session, i, NUM_TOKENS, 1 + i % 2)) for i in range(8)]
+        tasks = [asyncio.create_task(stream(session, i, NUM_TOKENS, **body)) for i, body in enumerate(bodies)]  # type: ignore[arg-type]
         for number, fault in enumerate(faults):
             await asyncio.to_thread(server.steps.wait_held)
             assert not any(task.done() for task in tasks)
@@ -71,27 +91,49 @@ def wait_until_gone(pids: set[int]) -> None:
         time.sleep(0.05)
 
 
-def test_every_process_is_killed_in_turn(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        TWO_RANKS,
+        pytest.param(TWO_STAGES, marks=pytest.mark.slow),
+        pytest.param((*TWO_RANKS, *TWO_STAGES), marks=pytest.mark.slow),
+    ],
+    ids=["two ranks", "two stages", "two stages of two"],
+)
+def test_every_process_is_killed_in_turn(sizes: tuple[str, ...], tmp_path: Path) -> None:
+    """With grammars, beams and adapters: every stream ends with the tokens that it would have had."""
     model = write_byte_llama(tmp_path / "model")
+    write_adapter(tmp_path / "adapted", model, 4, 1)
+    adapters = ("--enable-lora", "--lora-modules", f"adapted={tmp_path / 'adapted'}")
+    num_ranks = 2 ** (len(sizes) // 2)
     with tempfile.TemporaryDirectory() as folder:
         env = {"TMPDIR": folder}
-        with serving(tmp_path, *flags_of(model), env=env, stepped=True) as server:
+        with serving(tmp_path, *flags_of(model, *sizes), *adapters, env=env, stepped=True) as server:
             assert not list(Path(folder).glob("pagoda-*")), "nothing stays on disk while it runs"
             seen = {*ranks_of(server), server.engine_pid()}
-            undisturbed = asyncio.run(load(server, []))
-            assert all(status == 200 and all(texts) for status, texts in undisturbed)
-            before = server.wait_idle()
-            assert asyncio.run(load(server, [kill(rank(0)), kill(rank(1)), LiveServer.kill_engine])) == undisturbed
+            assert len(seen) == num_ranks + 1
+            undisturbed = asyncio.run(load(server, [], MIXED))
+            assert all(status == 200 and all(texts) for status, texts in undisturbed), undisturbed
+            assert len({texts[0] for _, texts in undisturbed}) == len(MIXED)
+            before, files = server.wait_idle(), num_open_files(server)
+            victims = [kill(rank(number)) for number in range(num_ranks)]
+            assert asyncio.run(load(server, [*victims, LiveServer.kill_engine], MIXED)) == undisturbed
             after = server.wait_idle()
-            assert after["engine_restarts"] == 3
+            assert after["engine_restarts"] == num_ranks + 1
             assert after["free_blocks"] == before["free_blocks"], "an engine that is restarted has the first pools"
             os.kill(ranks_of(server)[1], signal.SIGKILL)
-            server.wait_restarts(4)  # without a request that would need it
+            server.wait_restarts(num_ranks + 2)  # without a request that would need it
             wait_until_gone(seen)
+            assert num_open_files(server) <= files
             seen = {*ranks_of(server), server.engine_pid()}
-            assert len(seen) == 3
+            assert len(seen) == num_ranks + 1
             server.steps.hold_after(30)
             asyncio.run(break_off(server))
             server.process.wait()
             wait_until_gone(seen)
         assert not list(Path(folder).glob("pagoda-*"))
+
+
+def num_open_files(server: LiveServer) -> int:
+    """Of the API process: sockets and memory that it shares, too."""
+    return len(os.listdir(f"/proc/{server.process.pid}/fd"))
