@@ -19,12 +19,12 @@ from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.preparations import ExecutorPreparations
 from pagoda.engine.wire import EngineFacts
-from pagoda.engine_setup import EngineSetup, fit_cache, options_of, resolve_engine, weights_in_memory
+from pagoda.engine_setup import EngineSetup, options_of, resolve_engine
 from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.input_setup import build_input_processor
 from pagoda.loading.quantization import resolve_quantization
-from pagoda.measured_capacity import fit_measured, no_step_fits, sizes_to_try
+from pagoda.sizing import fit_cache, fit_measured, no_step_fits, sizes_to_try, weights_in_memory
 from pagoda.worker.drafters.registry import make_drafter
 from pagoda.worker.memory import KVCapacity
 from pagoda.worker.speculation.speculator import Speculator, make_speculator

@@ -1,13 +1,29 @@
-"""Size the KV pools by what the ranks measure: on a GPU next to its largest steps, or to smaller ones if those fit."""
+"""How much fits: weights, adapters and KV pools, as planned before loading and as the ranks measure after it."""
 
 import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 
+from pagoda.base.abbreviate import human_bytes
+from pagoda.base.dtypes import DTYPE_BYTES
 from pagoda.base.errors import CapacityError, StepTooLarge
+from pagoda.base.ranks import RankPlace
 from pagoda.core.executor import Capacity, StepSize
-from pagoda.engine_setup import EngineSetup, fit_cache
-from pagoda.worker.memory import KVCapacity
+from pagoda.engine_setup import EngineSetup, largest_ranks, options_of
+from pagoda.loading.quantization import resolve_quantization
+from pagoda.loading.shares import read_share
+from pagoda.loading.weight_memory import PreparedAs, adapter_memory, weight_memory
+from pagoda.worker.memory import (
+    EmbedsMemory,
+    KVCapacity,
+    embeds_memory,
+    kv_block_bytes,
+    memory_limit,
+    plan_capacity,
+    require_device_memory,
+    require_host_memory,
+    smallest,
+)
 
 logger = logging.getLogger("pagoda")
 
@@ -16,6 +32,173 @@ _FEWEST_TOKENS = 256
 
 _ENOUGH_TOKENS = 2048
 """Tokens per step that most prompts need: as long as there are more, sequences that run at once are not given up."""
+
+_SHORTEST_FITTED = 1024
+"""Tokens: a default max_model_len is not lowered below this, since few prompts would fit."""
+
+
+def weights_in_memory(setup: EngineSetup) -> int:
+    """Return the bytes of a rank's weights, loaded and prepared for the kernels, with all of a draft model.
+
+    Of the rank with the largest share of the layers; only the rank that samples has the draft model.
+    """
+    weights = weight_memory(setup.files, prepared_as(setup), largest_ranks(setup.config.parallel))
+    return weights + (setup.drafting.memory_bytes if setup.drafting else 0)
+
+
+def prepared_as(setup: EngineSetup) -> PreparedAs:
+    """Return how the weights are held."""
+    return PreparedAs(
+        dtype=setup.dtype,
+        quantization=setup.config.model.quantization,
+        packed=setup.is_packed,
+        num_positions=setup.num_positions,
+        tiled=setup.kernels == "triton",
+    )
+
+
+def adapters_in_memory(setup: EngineSetup) -> int:
+    """Return the bytes that LoRA adapters may take of a rank: as many as are kept, each of the largest rank."""
+    lora = setup.config.model.lora
+    if not lora.enable_lora:
+        return 0
+    place = RankPlace(0, setup.config.parallel.tensor_parallel_size)  # which has what adapters add to the embedding
+    model = read_share(setup.files, setup.config.model.quantization, place)
+    return lora.num_kept * adapter_memory(model, lora.max_lora_rank, setup.dtype, setup.is_packed)
+
+
+def embeds_in_memory(setup: EngineSetup) -> EmbedsMemory:
+    """Return what the embeddings of requests may take, as far as the server's limits admit them."""
+    if not setup.config.model.enable_prompt_embeds:
+        return EmbedsMemory()
+    return embeds_memory(setup.embeds_size, setup.dtype, setup.config.server.server_limits)
+
+
+def encoder_in_memory(setup: EngineSetup) -> int:
+    """Return the bytes that encoder outputs may take of a rank."""
+    if setup.encoder is None:
+        return 0
+    options = options_of(setup)
+    return options.encoder_cache_tokens * setup.encoder.output_size * DTYPE_BYTES[setup.dtype]
+
+
+def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCapacity:
+    """Return the number of KV blocks that will fit on every rank.
+
+    capacities: what the ranks have measured next to their weights, those of a draft model too; none before they are
+        loaded.
+    Raises CapacityError if a sequence of max_model_len does not fit, or if the cache does not fit into the memory; the
+    message says what does.
+    """
+    config, is_on_host, embeds = setup.config, setup.device.is_host, embeds_in_memory(setup)
+    # Ranks on the host share its memory: this is about the part of one.
+    sharing = config.parallel.world_size if is_on_host else 1
+    is_fake = config.parallel.executor == "fake"
+    taken_by = "the weights and the largest step" if capacities else "the weights"
+    on_device = adapters_in_memory(setup) + embeds.device + encoder_in_memory(setup)
+    reserved = on_device + (embeds.host // sharing if is_on_host else 0)
+    found: list[KVCapacity] = []
+    planned = [] if capacities else [(_free_before_loading(setup, sharing), _block_bytes(setup))]
+    for free_bytes, block_bytes in _shares(capacities) or planned:
+        free = max(0, free_bytes - reserved)
+        found.append(
+            plan_capacity(
+                setup.groups,
+                config.cache,
+                setup.kv_dtype,
+                setup.max_model_len,
+                free,
+                options_of(setup),
+                config.debug,
+                block_bytes,
+            )
+        )
+        if not is_on_host and not is_fake:
+            require_device_memory(found[-1], config.cache, free, taken_by)
+    capacity = smallest(found)
+    if not is_fake:
+        on_host = embeds.host // sharing
+        limit = None if config.parallel.executor == "ray" else memory_limit()  # which is this machine's
+        if is_on_host:
+            on_host += weights_in_memory(setup) + on_device
+        require_host_memory(capacity, config.cache, None if limit is None else limit // sharing, on_host, is_on_host)
+    return capacity
+
+
+def fit_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> tuple[EngineSetup, KVCapacity]:
+    """As `size_cache`; where max_model_len is the model's own, it is lowered to what the cache holds, with a warning.
+
+    Raises CapacityError if the option was given and does not fit, or if less than 1,024 tokens would be left.
+    """
+    try:
+        return setup, size_cache(setup, capacities)
+    except CapacityError:
+        if "max_model_len" in (setup.config.given or ()):
+            raise
+        capacity = size_cache(_with_max_model_len(setup, 1), capacities)
+        own, fits = setup.max_model_len, capacity.max_tokens
+        if fits < min(own, _SHORTEST_FITTED):
+            raise
+    logger.warning(
+        "max_model_len is lowered from %d to %d, the longest sequence that the KV cache holds; give it more "
+        "(kv_cache_memory), or set max_model_len",
+        own,
+        fits,
+    )
+    return _with_max_model_len(setup, fits), capacity
+
+
+def _with_max_model_len(setup: EngineSetup, max_model_len: int) -> EngineSetup:
+    model = dataclasses.replace(setup.config.model, max_model_len=max_model_len)
+    return dataclasses.replace(
+        setup, config=dataclasses.replace(setup.config, model=model), max_model_len=max_model_len
+    )
+
+
+def _block_bytes(setup: EngineSetup) -> int:
+    """Return the bytes of a KV block on the rank that has the most of it."""
+    config = setup.config
+    if config.parallel.pipeline_parallel_size == 1:
+        return kv_block_bytes(setup.groups, setup.kv_dtype, config.cache.block_size)
+    shares = (read_share(setup.files, config.model.quantization, place) for place in largest_ranks(config.parallel))
+    return max(kv_block_bytes(share.kv_groups, setup.kv_dtype, config.cache.block_size) for share in shares)
+
+
+def _free_before_loading(setup: EngineSetup, sharing: int) -> int:
+    """Return the bytes that the weights will leave to a rank. Raises CapacityError if a GPU is too small for them.
+
+    sharing: ranks that share the memory.
+    """
+    free = max(0, setup.device.free_bytes() - setup.device.margin_bytes) // sharing
+    if not setup.device.is_host:
+        _require_weights_fit(setup, free)
+    return free - weights_in_memory(setup)
+
+
+def _shares(capacities: Sequence[Capacity]) -> list[tuple[int, int]]:
+    """Return for each rank the bytes for its pools, an equal share of its memory, and those of a block."""
+    shares: list[tuple[int, int]] = []
+    for rank in capacities:
+        together = [one.free_bytes for one in capacities if one.memory == rank.memory]
+        shares.append((min(together) // len(together), rank.block_bytes))
+    return shares
+
+
+def _require_weights_fit(setup: EngineSetup, free_bytes: int) -> None:
+    """Raise CapacityError, with the quantizations that fit, if the weights are larger than what a GPU has for them."""
+    weights, model = weights_in_memory(setup), setup.config.model
+    if weights < free_bytes or setup.config.parallel.executor == "fake":
+        return
+    fits: list[str] = []
+    if resolve_quantization(setup.files, model.quantization) is None:
+        for quantization in ("fp8", "int8"):
+            config = dataclasses.replace(setup.config, model=dataclasses.replace(model, quantization=quantization))
+            if weights_in_memory(dataclasses.replace(setup, config=config)) < free_bytes:
+                fits.append(f"quantization={quantization!r}")
+    raise CapacityError(
+        f"the weights of {setup.files.name!r} take about {human_bytes(weights)}, and the GPU has "
+        f"{human_bytes(free_bytes)} for them; {' or '.join(fits) + ' would fit' if fits else 'take a smaller model'}"
+    )
 
 
 def sizes_to_try(setup: EngineSetup) -> list[StepSize]:
@@ -44,10 +227,9 @@ def fit_measured(
     if tightest.num_too_large:
         setup = _lowered(setup, sizes[tightest.num_too_large], tightest.why)
     setup, measured = fit_cache(setup, capacities)
-    if (
-        setup.device.is_host and planned is not None
-    ):  # where loaded weights may still count as free, for their files can be read again
-        measured = min(planned, measured, key=lambda one: one.num_blocks)
+    if setup.device.is_host and planned is not None:
+        # Loaded weights may still count as free there, for their files can be read again.
+        measured = smallest([planned, measured])
     return setup, measured
 
 

@@ -15,9 +15,10 @@ from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.setting import describe_settings
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.engine_setup import resolve_engine, scheduler_options, size_cache
+from pagoda.engine_setup import resolve_engine, scheduler_options
 from pagoda.kernels import select
 from pagoda.loading.fetch_hub import SOURCES
+from pagoda.sizing import size_cache
 from tests.engine.driver import drive, request, write_tiny_llama
 
 
@@ -233,7 +234,7 @@ def test_server_options_are_not_engine_options() -> None:
     assert "did you mean 'quantization'" in str(caught.value)
     with pytest.raises(ConfigError) as caught:
         EngineConfig.for_engine(zzz=1)
-    assert "max_num_seqs" in str(caught.value)
+    assert "max_model_len" in str(caught.value)
     assert "port" not in str(caught.value)
 
 

@@ -40,8 +40,9 @@ def layouts_of(config: EngineConfig, files: "ModelFiles | None" = None) -> list[
 
     files: of the model, if it is not to be resolved.
     """
-    from pagoda.engine_setup import prepared_as, resolve_engine
+    from pagoda.engine_setup import resolve_engine
     from pagoda.loading.weight_memory import SharesInMemory
+    from pagoda.sizing import prepared_as
 
     parallel = dataclasses.replace(
         config.parallel, tensor_parallel_size=1, pipeline_parallel_size=1, distributed_executor_backend="auto"

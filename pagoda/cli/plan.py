@@ -129,16 +129,10 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
     files: of the model, if it is not to be resolved.
     """
     from pagoda.core.kv import KVSizing
-    from pagoda.engine_setup import (
-        adapters_in_memory,
-        embeds_in_memory,
-        fit_cache,
-        options_of,
-        resolve_engine,
-        weights_in_memory,
-    )
+    from pagoda.engine_setup import options_of, resolve_engine
     from pagoda.loading.model_config import summarize_weights
     from pagoda.loading.quantization import resolve_quantization
+    from pagoda.sizing import adapters_in_memory, embeds_in_memory, fit_cache, weights_in_memory
     from pagoda.worker.memory import kv_bytes_per_token
 
     setup, capacity = fit_cache(resolve_engine(config, files))

@@ -4,6 +4,7 @@ Does not import torch, for `pagoda plan`.
 """
 
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,17 @@ class KVCapacity:
     @property
     def pool_bytes(self) -> int:
         return self.num_blocks * self.block_bytes
+
+
+def smallest(capacities: Sequence[KVCapacity]) -> KVCapacity:
+    """Return what fits on every rank: the fewest blocks of each pool, in bytes of the rank whose blocks are largest."""
+    return KVCapacity(
+        min(one.num_blocks for one in capacities),
+        min(one.num_host_blocks for one in capacities),
+        capacities[0].block_size,
+        max(one.block_bytes for one in capacities),
+        min(one.max_tokens for one in capacities),
+    )
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -17,9 +17,10 @@ from pagoda.base.config import EngineConfig, ParallelConfig
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.engine_setup import fit_cache, resolve_engine, weights_in_memory
+from pagoda.engine_setup import resolve_engine
 from pagoda.kernels.batch import ForwardBatch
 from pagoda.kernels.torch_ops import TorchOps
+from pagoda.sizing import fit_cache, weights_in_memory
 from pagoda.worker.devices import Device
 from pagoda.worker.devices.cuda import CudaDevice
 from pagoda.worker.dry_runs import LargestSteps, largest_graphs

@@ -5,7 +5,8 @@ import pytest
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_without_effect import settings_without_effect
 from pagoda.engine.wire import EngineFacts
-from pagoda.engine_setup import fit_cache, resolve_engine
+from pagoda.engine_setup import resolve_engine
+from pagoda.sizing import fit_cache
 from tests.cached_models import cached_model
 
 FACTS = EngineFacts(1024, 16, 100, 7, 1.0, 4, 64)

@@ -7,7 +7,8 @@ import pytest
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
-from pagoda.engine_setup import resolve_engine, weights_in_memory
+from pagoda.engine_setup import resolve_engine
+from pagoda.sizing import weights_in_memory
 from tests.engine.driver import write_tiny_llama
 
 
