@@ -159,6 +159,8 @@ def _check_encoder(config: EngineConfig, model: Model, is_on_host: bool, drafts:
         )
     if model.cross_groups and config.parallel.executor == "fake":
         raise ConfigError("distributed_executor_backend='fake' does not go with an encoder-decoder model")
+    if model.cross_groups and config.model.lora.enable_lora:
+        raise ConfigError("enable_lora does not go with an encoder-decoder model yet; leave it out")
     if model.cross_groups and drafts:
         raise ConfigError("speculative_config does not go with an encoder-decoder model; leave it out")
 

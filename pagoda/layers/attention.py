@@ -28,6 +28,10 @@ class Heads:
         return KVShape(self.num_kv_heads, self.dim, self.dim)
 
 
+ENCODER_STATES = "encoder_states"
+"""Input of a model with cross attention, in the steps in which the encoder input of a row enters the cache:
+[encoder tokens, size], with a row for each slot of the metadata of the groups of cross attention."""
+
 Q_K_V = ("q_proj", "k_proj", "v_proj")
 FUSED_Q_K_V = ("qkv_proj", "qkv_proj", "qkv_proj")
 
@@ -42,7 +46,8 @@ class Attention(Module):
         1 / sqrt(head size).   softcap: of scores, 0 is off.
     names: of q, k and v in the checkpoint; equal where it stores them as one.   by_head: it stores the first head of q,
         of k and of v, then the second of each, and so on.
-    out: the name of the output projection, None where that is its caller's.
+    k_bias: False where only q and v have the bias.   out: the name of the output projection, None where that is its
+        caller's.
     q_norm, k_norm: applied before the rotary embedding; None where there are none. Of the size of a head: to each. As
         large as all heads: over all of them, so that every rank computes all of q, k and v.
     place: where in the cache; set when the model's layers are put into groups. Of one that is not causal: the group
@@ -62,6 +67,7 @@ class Attention(Module):
         out_bias: bool = False,
         names: tuple[str, str, str] = Q_K_V,
         by_head: bool = False,
+        k_bias: bool = True,
         out: str | None = "o_proj",
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
@@ -73,7 +79,7 @@ class Attention(Module):
         rope = None if rotary is None else rotary.rope
         parts = (
             Part(q, q_size, unit=dim, rotary=rope, alternates=by_head),
-            Part(k, kv_size, unit=dim, rotary=rope, replicated=True, alternates=by_head),
+            Part(k, kv_size, unit=dim, rotary=rope, replicated=True, alternates=by_head, has_bias=k_bias),
             Part(v, kv_size, unit=dim, replicated=True, alternates=by_head),
         )
         norms_all_heads = q_norm is not None and q_norm.size > dim
@@ -163,3 +169,66 @@ class Attention(Module):
         if self.rotary.query_factors is not None:
             q = ops.scale_rows(q, ops.embedding(batch.positions, self.rotary.query_factors))
         return ops.rotary_write_kv(q, k, v, batch.positions, self.rotary.cos, self.rotary.sin, cache, metadata)
+
+
+class CrossAttention(Module):
+    """Attention of the batch's tokens to the encoder's outputs of their request, whose K and V are in the cache.
+
+    They are written in the steps that bring these outputs (ENCODER_STATES). `batch.metadata` of its group has every
+    token as a row of its own, which reads all of its request's encoder tokens.
+    states_size: elements of an encoder output.   bias: of all projections, but of k only with `k_bias`.
+    scale: multiplies scores, by default 1 / sqrt(head size).   out: the name of the output projection.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: Heads,
+        states_size: int,
+        scale: float | None = None,
+        bias: bool = True,
+        k_bias: bool = True,
+        names: tuple[str, str, str] = Q_K_V,
+        out: str = "o_proj",
+    ) -> None:
+        dim = heads.dim
+        q_size, kv_size = heads.num_heads * dim, heads.num_kv_heads * dim
+        q, k, v = names
+        self.q = Linear(hidden_size, (Part(q, q_size, unit=dim),), bias, Axis.OUT)
+        parts = (
+            Part(k, kv_size, unit=dim, replicated=True, has_bias=k_bias),
+            Part(v, kv_size, unit=dim, replicated=True),
+        )
+        self.kv_proj = Linear(states_size, parts, bias, Axis.OUT)
+        self.o_proj = Linear(q_size, (Part(out, hidden_size),), bias, Axis.IN, unit=dim)
+        self.heads = heads
+        self.scale = dim**-0.5 if scale is None else scale
+        self.kv: KVDeclaration | None = KVDeclaration(KVGroupKind.CROSS, 0, heads.shape_of_kv())
+        self.place = KVPlace()
+
+    def divide(self, ranks: RankGroup, group: int) -> None:
+        """Attend with some heads. See Attention.divide."""
+        dim = self.heads.dim
+        q, k = (_first_part(linear) for linear in (self.q, self.kv_proj))
+        num_heads, num_kv_heads = (len(rows_of(part, ranks.rank, ranks.size)) // dim for part in (q, k))
+        self.heads = Heads(num_heads, num_kv_heads, dim)
+        self.kv = KVDeclaration(KVGroupKind.CROSS, 0, self.heads.shape_of_kv())
+
+    def __call__(self, ops: ForwardOps, x: Tensor, batch: ForwardBatch, kv: Sequence[KVLayer], is_tail: bool) -> Tensor:
+        """x [T, hidden] -> the same shape.   is_tail: its rows are those of the batch's tail."""
+        heads, dim, cache = self.heads, self.heads.dim, kv[self.place.index]
+        metadata = batch.metadata[self.place.group]
+        states = batch.inputs.get(ENCODER_STATES)
+        if states is not None:
+            _, k, v = ops.split_qkv(self.kv_proj(ops, states.tensor), 0, heads.num_kv_heads, dim)
+            ops.write_kv(k, v, cache, metadata)
+        q, _, _ = ops.split_qkv(self.q(ops, x), heads.num_heads, 0, dim)
+        if is_tail:
+            metadata = batch.tail.metadata[self.place.group]
+        return self.o_proj(ops, ops.attention(q, cache, metadata, self.scale))
+
+
+def _first_part(linear: Linear) -> Part:
+    matrix = linear.weight.declared
+    assert isinstance(matrix, Matrix)
+    return matrix.parts[0]

@@ -58,7 +58,8 @@ class Linear(Module):
     """x @ weight.T + bias.
 
     outputs: their number, or the parts that are fused and that the checkpoint stores separately.
-    shard, unit, kernel: see `Matrix`.   quantizable: False for small layers that are sensitive (a router).
+    shard, unit, kernel, channels_last: see `Matrix`.   quantizable: False for small layers that are sensitive, as a
+    router.
     """
 
     def __init__(
@@ -70,10 +71,13 @@ class Linear(Module):
         unit: int = 1,
         quantizable: bool = True,
         kernel: tuple[int, ...] = (),
+        channels_last: bool = False,
     ) -> None:
         parts = (Part("", outputs),) if isinstance(outputs, int) else tuple(outputs)
         self.shard = shard
-        declared = Matrix(parts, inputs, bias, shard, unit, quantizable=quantizable, kernel=kernel)
+        declared = Matrix(
+            parts, inputs, bias, shard, unit, quantizable=quantizable, kernel=kernel, channels_last=channels_last
+        )
         self.weight = Parameter[LinearWeight](declared)
         self.ranks: RankGroup | None = None
 

@@ -31,6 +31,7 @@ class Part:
         several ranks hold the same unit (KV heads).
     rotary: the embedding that turns the rows, whose `head_order` is that of the checkpoint in each unit.
     alternates: the parts of the name alternate in the stored tensor, unit by unit: a head of q, of k, of v, and so on.
+    has_bias: False where the other parts have a bias and this one has none: it is held as zeros.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Part:
     rotary: RopeConfig | None = None
     replicated: bool = False
     alternates: bool = False
+    has_bias: bool = True
 
     def unit_order(self, interleaved: bool = False) -> tuple[int, ...] | None:
         """See RopeConfig.head_order; None also if no rotary embedding turns the rows."""
@@ -95,7 +97,7 @@ class Matrix:
     stacked, 0 for a plain one.   quantizable: False keeps it in the compute dtype.   tied: the parameter of a Table
     whose values it shares.   picked: the rows are made from rows of another stored matrix.
     kernel: the shape of a row in the checkpoint, where that is a convolution whose inputs are laid out so; its elements
-    are the columns.
+    are the columns.   channels_last: the inputs are laid out with the kernel's first dimension as their last.
     """
 
     parts: tuple[Part, ...]
@@ -108,6 +110,7 @@ class Matrix:
     tied: "Parameter[Tensor] | None" = None
     picked: PickedRows | None = None
     kernel: tuple[int, ...] = ()
+    channels_last: bool = False
 
     @property
     def rows(self) -> int:

@@ -271,10 +271,14 @@ class Filler:
     def _stacked(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Return the pieces stacked row-wise, in the compute dtype."""
         for piece in pieces:
-            self._check_shape(piece.name, piece.shape)
+            if piece.is_stored:
+                self._check_shape(piece.name, piece.shape)
         sizes = [len(piece.region.rows) for piece in pieces]
         out = torch.empty((sum(sizes), *pieces[0].region.shape[1:]), dtype=self._dtype, device=self._device)
         for piece, rows in zip(pieces, out.split(sizes), strict=True):
+            if not piece.is_stored:
+                rows.zero_()
+                continue
             self._weights.read_into(piece.name, rows, piece.region)
             reorder_rows(rows, self._order(piece.part))
         return out

@@ -59,6 +59,7 @@ def _tensors(model: Model, naming: Naming) -> Iterator[tuple[str, tuple[int, ...
                         yield piece.name, piece.shape
                 if matrix.bias:
                     for piece in bias_pieces(naming, path, matrix, shard):
-                        yield piece.name, piece.shape
+                        if piece.is_stored:
+                            yield piece.name, piece.shape
             case _:
                 pass

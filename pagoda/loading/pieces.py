@@ -45,13 +45,14 @@ class Region:
     """A rectangle of a stored tensor.
 
     index: which of the stacked matrices, None if they are not stacked.   rows, columns: of that matrix; a vector has
-    rows and no columns.   transposed: the tensor is stored [columns, rows].
+    rows and no columns.   transposed: the tensor is stored [columns, rows].   channels_last: see Matrix.
     """
 
     index: int | None
     rows: range
     columns: range | None
     transposed: bool = False
+    channels_last: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,13 +63,14 @@ class Region:
 class Piece:
     """The stored form of one part of a matrix or of its bias.
 
-    shape: expected of the stored tensor.   region: the part of it to read.
+    shape: expected of the stored tensor.   region: the part of it to read.   is_stored: False: it is zeros.
     """
 
     name: str
     shape: tuple[int, ...]
     region: Region
     part: Part
+    is_stored: bool = True
 
 
 def weight_pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard, expert: int = 0) -> Iterator[Piece]:
@@ -105,4 +107,5 @@ def _pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard, suffi
         else:
             runs = [range(at, at + part.unit) for at in units[rows.start // part.unit : rows.stop // part.unit]]
         for run in runs:
-            yield Piece(stored.name, shape, Region(stored.index, run, columns, transposed), part)
+            region = Region(stored.index, run, columns, transposed, matrix.channels_last)
+            yield Piece(stored.name, shape, region, part, suffix == "weight" or part.has_bias)

@@ -240,7 +240,7 @@ def _part_of(tensor: torch.Tensor, region: Region | None) -> torch.Tensor:
         tensor = tensor.T
     tensor = tensor[region.rows.start : region.rows.stop]
     if tensor.dim() > 2:  # a convolution's
-        tensor = tensor.flatten(1)
+        tensor = (tensor.movedim(1, -1) if region.channels_last else tensor).flatten(1)
     return tensor if region.columns is None else tensor[:, region.columns.start : region.columns.stop]
 
 

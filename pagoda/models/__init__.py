@@ -4,6 +4,7 @@ llama.py        the decoder that most others vary, by settings or (norm_placemen
 pooled_decoder.py   decoders without their head
 siglip.py, idefics3.py, qwen2_5_vl.py   models that see: towers, and the decoders that read them
 bert.py, modernbert.py   encoders, with a classification head or without
+whisper.py      an encoder, and a decoder that reads what it gives; encoder.py: encoders of images and audio
 base.py         Model: what the code that runs a forward sees
 config_reader.py, decoder_config.py, encoder_config.py   settings, read with their types; what is unsupported is refused
 image_config.py   how images become the input of a vision tower, per family

@@ -13,10 +13,6 @@ from pagoda.ops.declare import Domain
 FEATURES = "features"
 """Input of an encoder's batch: what it reads, in the compute type."""
 
-ENCODER_STATES = "encoder_states"
-"""Input of a decoder with cross attention, in the steps in which the encoder input of a row enters the cache:
-[encoder tokens, size], with a row for each slot of the metadata of the groups of cross attention."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemArray:

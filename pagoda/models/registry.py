@@ -24,6 +24,7 @@ from pagoda.models.qwen2_5_vl import QWEN2_5_VL
 from pagoda.models.smollm3 import SMOLLM3
 from pagoda.models.stablelm import STABLELM
 from pagoda.models.starcoder2 import STARCODER2
+from pagoda.models.whisper import WHISPER
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     LLAMA,
@@ -56,6 +57,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     BERT,
     ROBERTA,
     MODERNBERT,
+    WHISPER,
 )
 
 BY_HF_NAME: Registry[Architecture] = Registry(

@@ -22,9 +22,9 @@ from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.sampling.reference import uniforms
 from pagoda.kernels.transfer import bulk_copy, to_device
 from pagoda.layers.adapted_ops import ADAPTERS, LOGITS_ADAPTERS, TAIL_ADAPTERS
+from pagoda.layers.attention import ENCODER_STATES
 from pagoda.layers.linear import EMBED_ROWS, EMBEDS
 from pagoda.models.base import TOKEN_TYPES
-from pagoda.models.encoder import ENCODER_STATES
 from pagoda.ops.declare import Domain
 from pagoda.worker.table_mirror import TableMirror
 

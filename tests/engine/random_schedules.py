@@ -41,7 +41,8 @@ class Watched:
     """A request whose every bit is compared. Branch b of it draws with seed + b, and by that seed it is known.
 
     skips_prefix: its prompt is not looked up in the prefix cache.
-    embeds: of the first positions of its prompt, which has zeros there.   media: pictures of its prompt.
+    embeds: of the first positions of its prompt, which has zeros there.
+    media: pictures of its prompt, or the encoder inputs of an encoder-decoder model (crosses).
     """
 
     prompt: list[int]
@@ -51,6 +52,11 @@ class Watched:
     skips_prefix: bool = False
     embeds: np.ndarray | None = None
     media: tuple[MediaItem, ...] = ()
+    crosses: bool = False
+
+    @property
+    def encoder_len(self) -> int:
+        return sum(item.length for item in self.media) if self.crosses else 0
 
     @property
     def num_seqs(self) -> int:
@@ -190,7 +196,8 @@ def play(core: EngineCore, trace: Trace, script: Script) -> None:
             each = script.requests[number]
             added = request(number, each.prompt, each.params, each.seed)
             more = {"lora": each.adapter, "skip_prefix_read": each.skips_prefix, "prompt_embeds": each.embeds}
-            core.add_request(replace(added, media=each.media, **more))  # type: ignore[arg-type]
+            added = replace(added, **more)  # type: ignore[arg-type]
+            core.add_request(replace(added, media=each.media, encoder_len=each.encoder_len))
         if step in leaves:
             core.abort([leaves[step]])
         if step in script.resets:
@@ -347,7 +354,11 @@ def random_script(
         params = SamplingParams(temperature=float(rng.choice([0.0, 1.0])), max_tokens=int(rng.integers(1, 20)))
         which = int(rng.integers(len(adapters) + 1)) if adapters else 0
         adapter = adapters[which - 1] if which else None
-        requests.append(Watched(prompt, params, FIRST_FILLER_SEED + number, adapter, False, embeds, media))
+        filler = Watched(prompt, params, FIRST_FILLER_SEED + number, adapter, False, embeds, media)
+        if watched[0].crosses:  # some with the encoder input of another request
+            other = watched[int(rng.integers(len(watched)))]
+            filler = replace(filler, prompt=prompt[:20], media=other.media, crosses=True)
+        requests.append(filler)
     rng.shuffle(requests)  # type: ignore[arg-type]  # a list is what it takes
     at_once = rng.random() < 0.6
     arrivals = [0 if at_once else int(rng.integers(0, 40)) for _ in requests]
