@@ -144,19 +144,15 @@ def read_decoder(
     )
 
 
-def text_config(config: ConfigReader, *model_types: str) -> ConfigReader:
-    """Return the settings of the text model of a multimodal one, with those that the checkpoint gives for the whole.
+def read_text_settings(config: ConfigReader, *model_types: str) -> ConfigReader:
+    """Return the settings of the text model of one that sees; whether its embedding is tied is said for the whole.
 
-    Old checkpoints have no section of them.
     model_types: that are supported. Raises ConfigError for another.
     """
-    text = config.section("text_config") or config
+    text = config.text_settings()
     text.choice("model_type", model_types, model_types[0])
-    whole = {key: config.values[key] for key in _OF_THE_WHOLE if config.has(key)}
-    return ConfigReader({"tie_word_embeddings": False, **text.values, **whole}, text.origin)
-
-
-_OF_THE_WHOLE = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+    tied = config.flag("tie_word_embeddings", False)
+    return ConfigReader({**text.values, "tie_word_embeddings": tied}, text.origin)
 
 
 def read_experts(config: ConfigReader, inner_size_key: str, renormalize: bool) -> ExpertsConfig:

@@ -14,7 +14,7 @@ from pagoda.layers.module import Module, keep_floats
 from pagoda.layers.parameter import Part
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, text_config
+from pagoda.models.decoder_config import DecoderConfig, read_text_settings
 from pagoda.models.encoder import FEATURES, Encoder, EncoderItem, ItemArray
 from pagoda.models.llama import Llama, read
 from pagoda.models.naming import Naming
@@ -116,7 +116,10 @@ class Idefics3(Llama):
 
 
 def _read(config: ConfigReader) -> Idefics3Config:
-    text, vision = text_config(config, "llama"), config.section("vision_config") or ConfigReader({}, config.origin)
+    text, vision = (
+        read_text_settings(config, "llama"),
+        config.section("vision_config") or ConfigReader({}, config.origin),
+    )
     text.refuse("qk_layer_norms")
     tower, factor = read_siglip(vision), config.integer("scale_factor", 2, most=16)
     if tower.side % factor:

@@ -25,7 +25,7 @@ from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import POSITION_KINDS
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, read_activation, text_config
+from pagoda.models.decoder_config import DecoderConfig, read_activation, read_text_settings
 from pagoda.models.encoder import FEATURES, Encoder, EncoderItem, ItemArray
 from pagoda.models.idefics3 import JOINED
 from pagoda.models.llama import Llama
@@ -219,7 +219,7 @@ class Qwen25VL(Llama):
 
 
 def _read(config: ConfigReader) -> Qwen25VLConfig:
-    text = text_config(config, "qwen2_5_vl_text", "qwen2_5_vl")
+    text = read_text_settings(config, "qwen2_5_vl_text", "qwen2_5_vl")
     key = "rope_parameters" if text.has("rope_parameters") else "rope_scaling"
     rope = text.section(key) or ConfigReader({}, text.origin)
     rope.refuse("mrope_interleaved")

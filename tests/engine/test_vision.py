@@ -221,3 +221,16 @@ def test_random_schedules_change_no_bit(model: Path, name: str) -> None:
         counts.update({"hits": stats.prefix_hits, "preempted": stats.preemptions + stats.swap_outs})
         assert not differences(want, trace, script.requests), f"schedule {seed}: {drawn}"
     assert not {"chunks", "forks", "hits", "preempted"} - set(+counts), counts
+
+
+@pytest.mark.parametrize(
+    "layout", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["ranks", "stages"]
+)
+def test_ranks_and_stages_agree(model: Path, name: str, expected: list[list[int]], layout: dict[str, object]) -> None:
+    if name == "smolvlm" and "tensor_parallel_size" in layout:
+        pytest.skip("its text model has three heads")
+    options = {**BASE, **layout, "max_num_batched_tokens": 8, "ranks_on_threads": True}
+    core, _ = make_engine(model, Counter(), options, logits=False)
+    answers = drive(core, [as_request(number, watched(name, number)) for number in range(len(PROMPTS))])
+    core.shutdown()
+    assert tokens_of(answers, len(PROMPTS)) == expected

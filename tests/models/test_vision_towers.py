@@ -11,8 +11,13 @@ from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddi
 
 from pagoda.base.errors import RequestError
 from pagoda.kernels.native_ops import NativeOps
+from pagoda.layers.module import parameters, walk
+from pagoda.layers.parameter import Matrix, Table
+from pagoda.loading.adapters.files import AdapterTargets
 from pagoda.loading.loader import load_model
+from pagoda.loading.model_config import read_architecture, read_model
 from pagoda.loading.model_files import identify
+from pagoda.loading.weight_memory import PreparedAs, SharesInMemory
 from pagoda.models.encoder import Encoder
 from pagoda.worker.encoders import make_encoder_batch
 from pagoda.worker.forward_runner import ForwardRunner, Programs
@@ -111,3 +116,35 @@ def test_items_that_do_not_fit_are_refused(name: str, folders):
         with pytest.raises(RequestError, match="not "):
             encoder.num_outputs(shape, grid)
     assert np.isfinite(largest.features).all()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_tower_is_neither_quantised_nor_adapted(name: str, folders):
+    files = identify(folders(name))
+    plain = encoded(load(folders(name), ON_CPU, "native"), name, [0], ON_CPU)
+    ops = ON_CPU.ops("native")
+    quantised = load_model(files, ops, torch.float32, torch.device("cpu"), "int8")
+    assert isinstance(quantised.media_encoder, Encoder)
+    assert torch.equal(encoded(ForwardRunner(quantised.media_encoder, ops), name, [0], ON_CPU)[0], plain[0])
+    targets = AdapterTargets(read_architecture(files)[0], quantised)
+    of_tower = {path for path in dict(walk(quantised)) if path.startswith("vis")}
+    assert len(of_tower) > 10
+    assert not of_tower & set(targets.targets)
+    prefix = "model.text_model" if name != "qwen2.5-vl" else "model.language_model"
+    assert targets.path_of(f"{prefix}.layers.0.self_attn.q_proj") == "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_estimate_of_the_memory_has_the_tower(name: str, quantization: str | None, folders):
+    """All of it, in the compute type: what is left out when another stage has it."""
+    files = identify(folders(name))
+    shares = SharesInMemory(files, PreparedAs("bfloat16", quantization, False, 100))
+    model = read_model(files)
+    encoder = model.media_encoder
+    assert encoder is not None
+    declared = [parameter.declared for _, parameter in parameters(encoder)]
+    matrices = sum(2 * one.rows * one.columns for one in declared if isinstance(one, Matrix | Table))
+    whole = shares.weights(model)
+    encoder.is_elsewhere = True
+    assert matrices < whole - shares.weights(model) < 1.5 * matrices + 2 * 4 * 4096 * 16

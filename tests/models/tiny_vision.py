@@ -26,6 +26,7 @@ _TEXT = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_EVEN_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2}
 _TOWER = {
     "hidden_size": 64,
     "intermediate_size": 80,
@@ -38,7 +39,7 @@ _TOWER = {
 
 def _idefics3() -> PretrainedConfig:
     tower = {**_TOWER, "num_hidden_layers": 3, "num_attention_heads": 4}
-    text = {**_TEXT, "tie_word_embeddings": True}
+    text = {**_TEXT, **_EVEN_HEADS, "tie_word_embeddings": True}
     return Idefics3Config(
         text_config=text, vision_config=tower, scale_factor=3, image_token_id=IMAGE, tie_word_embeddings=True
     )
@@ -49,8 +50,10 @@ def _qwen2_5_vl() -> PretrainedConfig:
         "depth": 3, "hidden_size": 64, "num_heads": 2, "intermediate_size": 80, "patch_size": 4, "window_size": 16,
         "fullatt_block_indexes": [1], "out_hidden_size": 96,
     }  # fmt: skip
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
-    text = {**_TEXT, "model_type": "qwen2_5_vl_text", "rope_parameters": rope, "tie_word_embeddings": False}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    text = {
+        **_TEXT, **_EVEN_HEADS, "model_type": "qwen2_5_vl_text", "rope_parameters": rope, "tie_word_embeddings": False,
+    }  # fmt: skip
     return Qwen2_5_VLConfig(
         text_config=text, vision_config=tower, image_token_id=IMAGE, vision_start_token_id=4, vision_end_token_id=5,
         video_token_id=6, tie_word_embeddings=False,
