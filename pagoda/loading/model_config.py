@@ -167,6 +167,7 @@ _GGUF_INTEGERS = {
 }
 _GGUF_NUMBERS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
     "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -209,14 +210,35 @@ def _hf_words(file: GGUFFile, name: str) -> dict[str, object]:
         raise ConfigError(f"{file.path}: tensor 'token_embd.weight' is missing or does not have two dimensions")
     values["vocab_size"] = embedding.shape[0]
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
-    values["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
+    values["attention_bias"] = bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & file.tensors.keys())
     values["attention_out_bias"] = "blk.0.attn_output.bias" in file.tensors
     values["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
     values["eos_token_id"] = list(end_token_ids(file))
     values["bos_token_id"] = file.get("tokenizer.ggml.bos_token_id", int)
     values["dtype"] = _natural_dtype(file)
-    values["rope_scaling"] = _rope_scaling(file, f"{name}.rope.scaling")
+    values["use_parallel_residual"] = file.get(f"{name}.use_parallel_residual", bool)
+    values["one_norm"] = "blk.0.ffn_norm.weight" not in file.tensors
+    values["rope_scaling"] = _longrope(file, f"{name}.rope.scaling") or _rope_scaling(file, f"{name}.rope.scaling")
     return values
+
+
+_MOST_FACTORS_BYTES = 4 * 1025  # one more factor than the settings' reader takes
+
+
+def _longrope(file: GGUFFile, prefix: str) -> dict[str, object] | None:
+    """Return LongRoPE's parameters, whose factors are tensors; None without them."""
+    factors: dict[str, object] = {}
+    for kind in ("short", "long"):
+        tensor = file.tensors.get(f"rope_factors_{kind}.weight")
+        if tensor is None or tensor.type.name != "F32":
+            return None
+        factors[f"{kind}_factor"] = file.bytes_of(tensor)[:_MOST_FACTORS_BYTES].cast("f").tolist()
+    return {
+        **factors,
+        "rope_type": "longrope",
+        "original_max_position_embeddings": file.require(f"{prefix}.original_context_length", int),
+        "attention_factor": file.get(f"{prefix}.attn_factor", float),
+    }
 
 
 def _rope_scaling(file: GGUFFile, prefix: str) -> dict[str, object] | None:

@@ -1,5 +1,6 @@
 """GPT-2: learned positions, LayerNorms, an MLP without a gate, biases everywhere, q, k and v in one matrix."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.layers.rope_config import RopeConfig
@@ -46,6 +47,10 @@ def read(config: ConfigReader) -> DecoderConfig:
     )
 
 
+def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
+    return {"layer_norm_epsilon": values["layer_norm_eps"]}
+
+
 _TENSORS = (
     (r"^model\.embed_tokens\.", "transformer.wte."),
     (r"^model\.embed_positions\.", "transformer.wpe."),
@@ -71,4 +76,5 @@ GPT2 = Architecture(
     ),
     gguf_name="gpt2",
     gguf=gguf_naming(),
+    gguf_settings=_gguf_settings,
 )

@@ -24,7 +24,8 @@ def _model(config: DecoderConfig) -> Llama:
 
 
 def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
-    return {"use_qkv_bias": values["attention_bias"]}
+    # Files may claim to be parallel and have two norms.
+    return {"use_qkv_bias": values["attention_bias"], "use_parallel_residual": values["one_norm"]}
 
 
 STABLELM = Architecture(

@@ -23,9 +23,17 @@ _ARCHITECTURES = {
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "exaone4": gguf.MODEL_ARCH.EXAONE4,
     "glm4": gguf.MODEL_ARCH.GLM4,
+    "gpt2": gguf.MODEL_ARCH.GPT2,
+    "gpt_neox": gguf.MODEL_ARCH.GPTNEOX,
+    "phi": gguf.MODEL_ARCH.PHI2,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "stablelm": gguf.MODEL_ARCH.STABLELM,
+    "cohere": gguf.MODEL_ARCH.COMMAND_R,
     "granite": gguf.MODEL_ARCH.GRANITE,
     "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
 }
+_FACTORS = {"factors": "rope_freqs", **{name: name for name in ("rope_factors_long", "rope_factors_short")}}
 _INTERLEAVED = ("llama", "smollm3", "granite", "granitemoe")
 """Those whose rows of q and k llama.cpp reorders."""
 
@@ -39,9 +47,12 @@ def write_gguf(
     """Write `model` with its matrices as `kind`, and put the values that reading gives back into `model` itself.
 
     kind: of all matrices, or of the one of a name. Values that become Q4_K or Q6_K are only near those put back.
-    metadata: further keys ("__" for "."), without the architecture's prefix; `factors` is the tensor rope_freqs.weight.
+    metadata: further keys ("__" for "."), without the architecture's prefix; `factors` is the tensor rope_freqs.weight,
+    `rope_factors_long` and `rope_factors_short` are those of LongRoPE.
     """
-    factors = metadata.pop("factors", None)
+    factors = {
+        name: values for key, name in _FACTORS.items() if isinstance(values := metadata.pop(key, None), np.ndarray)
+    }
     config = model.config
     architecture = _ARCHITECTURES[config.model_type]
     name = gguf.MODEL_ARCH_NAMES[architecture]
@@ -64,8 +75,13 @@ def write_gguf(
         stored_as = GGMLQuantizationType.F32
         if tensor.dim() > 1 and not is_router:
             stored_as = kind(key) if callable(kind) else kind
-        tensor.copy_(torch.from_numpy(_round_trip(tensor.numpy(), stored_as)))
-        values = tensor.numpy()
+        transposed = name == "gpt2" and tensor.dim() > 1 and ".c_" in key
+        tensor = tensor.T if transposed else tensor
+        values = _round_trip(np.ascontiguousarray(tensor.numpy()), stored_as)
+        tensor.copy_(torch.from_numpy(values))
+        if ".query_key_value." in key:  # from head by head to part by part
+            by_head = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
+            values = np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(values.shape)
         if ".experts." in key:
             for part, matrices in _expert_parts(key.replace("block_sparse_moe", "mlp"), values).items():
                 stored = names.get_name(part)
@@ -80,8 +96,8 @@ def write_gguf(
         stored = names.get_name(key.replace(".router.", ".router.layer."), try_suffixes=(".weight", ".bias"))
         assert stored is not None, key
         writer.add_tensor(stored, _quantize(values, stored_as), raw_dtype=stored_as)
-    if isinstance(factors, np.ndarray):
-        writer.add_tensor("rope_freqs.weight", factors)
+    for key, values in factors.items():
+        writer.add_tensor(f"{key}.weight", values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -93,15 +109,27 @@ def _add_settings(writer: gguf.GGUFWriter, config) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(getattr(config, "n_inner", None) or config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "num_key_value_heads"):
+        writer.add_head_count_kv(config.num_key_value_heads)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for key in ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"):
+        if hasattr(config, key):
+            writer.add_layer_norm_eps(getattr(config, key))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    rope = config.rope_parameters
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    rope = getattr(config, "rope_parameters", {})
+    if rope:
+        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if config.model_type in ("gpt_neox", "phi", "phi3", "stablelm"):
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+    if config.model_type == "gpt_neox":
+        writer.add_parallel_residual(config.use_parallel_residual)
+    if config.model_type == "cohere":
+        writer.add_logit_scale(config.logit_scale)
     num_experts = getattr(config, "num_local_experts", 0)
     if num_experts:
         writer.add_expert_count(num_experts)
@@ -110,7 +138,7 @@ def _add_settings(writer: gguf.GGUFWriter, config) -> None:
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type == "glm4":
         writer.add_rope_dimension_count(head_dim // 2)
-    if config.model_type in ("gemma2", "gemma3_text"):
+    if config.model_type in ("gemma2", "gemma3_text", "starcoder2"):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)

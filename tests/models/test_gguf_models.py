@@ -1,7 +1,9 @@
 """A GGUF and the safetensors folder with the same values are the same model, bit for bit."""
 
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -14,7 +16,7 @@ from pagoda.worker.forward_runner import ForwardRunner
 from tests.device_under_test import DeviceUnderTest
 from tests.models.gguf_writer import write_gguf
 from tests.models.paged_runner import PagedRunner
-from tests.models.tiny import VOCAB, make_model, save
+from tests.models.tiny import LONGROPE, VOCAB, make_model, save
 
 PROMPT = torch.randint(3, VOCAB, (23,), generator=torch.Generator().manual_seed(5)).tolist()
 
@@ -32,6 +34,13 @@ CASES = [
     ("qwen3-moe-renormalized", Kind.Q4_1),
     ("qwen3-moe-renormalized", Kind.F16),
     ("olmoe", Kind.Q4_0),
+    ("gpt2", Kind.F16),
+    ("gpt-neox", Kind.Q8_0),
+    ("phi", Kind.Q4_0),
+    ("phi3", Kind.Q4_1),
+    ("starcoder2", Kind.Q8_0),
+    ("stablelm", Kind.F16),
+    ("cohere", Kind.Q8_0),
     ("gemma3-scale-of-head-dim", Kind.Q8_0),
     ("gemma3-scale-of-head-dim", Kind.F32),
     ("gemma2-scale-of-head-dim", Kind.Q8_0),
@@ -107,6 +116,19 @@ def test_rope_scaling_from_metadata(name: str, metadata: dict[str, object], tmp_
     folder = save(model, tmp_path / "folder")
     write_gguf(model, tmp_path / "model.gguf", Kind.F32, **metadata)
     assert torch.equal(logits(tmp_path / "model.gguf", on), logits(folder, on))
+
+
+def test_longrope_from_tensors(tmp_path: Path, on: DeviceUnderTest):
+    model = make_model("phi3", **LONGROPE)
+    folder = save(model, tmp_path / "folder")
+    factors = {
+        f"rope_factors_{kind}": np.array(LONGROPE["rope_parameters"][f"{kind}_factor"], np.float32)
+        for kind in ("short", "long")
+    }
+    attention_factor = {"rope__scaling__attn_factor": math.sqrt(1.5)}  # 1 + log(64 / 16) / log(16)
+    settings = {"rope__scaling__original_context_length": 16, **attention_factor, **factors}
+    write_gguf(model, tmp_path / "model.gguf", Kind.F32, **settings)
+    torch.testing.assert_close(logits(tmp_path / "model.gguf", on), logits(folder, on), rtol=1e-5, atol=1e-5)
 
 
 def test_the_memory_of_weights_is_known_without_reading_them(tmp_path: Path):

@@ -45,6 +45,11 @@ ADAPTERS: dict[str, list[dict[str, object]]] = {
     # PEFT turns targets named like an expert's into target_parameters, which are refused.
     "qwen3-moe-some-layers": [{"r": 8, "target_modules": ["q_proj", "v_proj"]}, {"r": 4, "target_modules": ["o_proj"]}],
     "olmoe": [{"r": 8, "target_modules": ["k_proj", "o_proj"]}],
+    # Rows that are stored head by head, that are turned in part or in pairs of neighbours; transposed matrices.
+    "gpt-neox": [{"r": 8, "lora_bias": True, "target_modules": ["query_key_value", "dense", "dense_4h_to_h"]}],
+    "gpt2": [{"r": 8, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_proj", "c_fc"]}],
+    "phi3": [{"r": 8, "target_modules": ["qkv_proj", "gate_up_proj"]}],
+    "cohere": [{"r": 8, "target_modules": ["q_proj", "k_proj", "down_proj"]}],
     "gemma3": [{"r": 8, "target_modules": EVERYTHING}, {"r": 16}],
     "olmo2": [{"r": 8}],
     "glm4": [{"r": 8, "target_modules": ["q_proj", "k_proj", "gate_up_proj"]}],

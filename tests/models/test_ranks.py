@@ -50,7 +50,7 @@ def divisible(name: str, **changes: Any) -> Any:
     if name == "olmoe":  # its heads are as large as divide the hidden size
         changes = {"num_attention_heads": 6, "num_key_value_heads": 6, **changes}
     elif name.startswith(("gpt", "stablelm")):  # heads as large as divide the hidden size
-        changes = {"num_attention_heads": 4, **changes}
+        changes = {"num_attention_heads": 4, "hidden_size": 128, **changes}
     elif heads not in (4, 6):
         changes = {**FOUR_HEADS, **changes}
     return make_model(name, **changes)
@@ -188,6 +188,7 @@ ADAPTERS: dict[str, list[dict[str, Any]]] = {
     "llama-tied-biased": [{"r": 8, "lora_bias": True, "target_modules": ["q_proj", "o_proj", "down_proj", "up_proj"]}],
     "gemma3": [{"r": 8, "target_modules": [*LINEAR, "embed_tokens", "lm_head"]}],
     "olmoe": [{"r": 8, "target_modules": ["k_proj", "o_proj"]}],
+    "gpt-neox": [{"r": 8, "lora_bias": True, "target_modules": ["query_key_value", "dense"]}],
 }
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -67,7 +68,7 @@ _YARN_ROPE = {
     "original_max_position_embeddings": 16,
     "beta_fast": 8.0,
 }
-LONGROPE = {
+LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": 16,
     "rope_parameters": {
         "rope_type": "longrope",
