@@ -31,7 +31,7 @@ class NativeOps:
     """
 
     name = "native"
-    has_coded_tables = True
+    packs_weights = True
     make_device_blocks = DeviceBlocks
 
     def __init__(self, library: NativeLibrary, threads: int) -> None:
@@ -39,6 +39,7 @@ class NativeOps:
         self.threads = threads
         self.linears = PackedLinears(library, threads)
         self.prepare_linear = self.linears.prepare
+        self.prepare_stacked = self.linears.prepare_stacked
         self.prepare_quantized_linear = self.linears.prepare_quantized_linear
         self.prepare_experts = self.linears.prepare_experts
         self.table_of = self.linears.table_of

@@ -24,13 +24,18 @@ from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
 class PrepareOps(Protocol):
     """Prepare loaded weights for `linear`, `logits` and `moe`; used once, while loading.
 
-    has_coded_tables: `table_of` takes weights of codes, too.
+    packs_weights: weights are copied into a layout of the kernels' own, where `table_of` finds rows of codes, too. Else
+        they may be kept, so they must not be views of a file.
     """
 
-    has_coded_tables: bool
+    packs_weights: bool
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         """Pack weight [out, in] in compute dtype, bias [out] or None. May keep or drop the original."""
+        ...
+
+    def prepare_stacked(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> LinearWeight:
+        """As `prepare_linear` of the parts, stacked row-wise; kernels that pack do not need them to be adjacent."""
         ...
 
     def prepare_quantized_linear(

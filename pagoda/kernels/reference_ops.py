@@ -69,7 +69,7 @@ class ReferenceOps:
     """The definition of `Ops`: plain torch on any device, slow and obvious."""
 
     name = "reference"
-    has_coded_tables = False
+    packs_weights = False
 
     constrain = staticmethod(constraints.constrain)
     make_device_blocks = DeviceBlocks
@@ -83,6 +83,9 @@ class ReferenceOps:
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return linear.PlainLinear(weight, bias)
+
+    def prepare_stacked(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> LinearWeight:
+        return self.prepare_linear(parts[0] if len(parts) == 1 else torch.cat([*parts]), bias)
 
     def prepare_quantized_linear(
         self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None

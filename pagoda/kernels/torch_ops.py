@@ -31,7 +31,7 @@ class TorchOps:
     """`Ops` on torch's own kernels."""
 
     name = "torch"
-    has_coded_tables = False
+    packs_weights = False
 
     make_device_blocks = DeviceBlocks
     constrain = staticmethod(constraints.constrain)
@@ -46,6 +46,9 @@ class TorchOps:
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return linear.prepare(weight, bias)
+
+    def prepare_stacked(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> LinearWeight:
+        return self.prepare_linear(parts[0] if len(parts) == 1 else torch.cat([*parts]), bias)
 
     def prepare_quantized_linear(
         self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None

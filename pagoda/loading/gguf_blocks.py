@@ -52,8 +52,8 @@ def dequantize(data: memoryview, kind: GGUFType, out: torch.Tensor) -> None:
 
     Raises NotImplementedError for a type that the gguf package cannot dequantise.
     """
-    if kind in _FLOATS:
-        out.copy_(torch.frombuffer(data, dtype=torch.uint8).view(_FLOATS[kind]).view(out.shape))
+    if kind in FLOATS:
+        out.copy_(torch.frombuffer(data, dtype=torch.uint8).view(FLOATS[kind]).view(out.shape))
     elif kind in _READERS:
         block_values, block_bytes = GGML_QUANT_SIZES[kind]
         blocks, flat = torch.frombuffer(data, dtype=torch.uint8).view(-1, block_bytes), out.view(-1, block_values)
@@ -206,7 +206,7 @@ def _iq4_xs(blocks: torch.Tensor) -> _Blocks:
 _IQ4_CODES = torch.tensor(quants.IQ4_NL.kvalues).add(128).to(torch.uint8)
 """The values of 4-bit codes that are not evenly spaced, as codes of 8 bits."""
 
-_FLOATS: dict[GGUFType, torch.dtype] = {
+FLOATS: dict[GGUFType, torch.dtype] = {
     GGUFType.F32: torch.float32,
     GGUFType.F16: torch.float16,
     GGUFType.BF16: torch.bfloat16,

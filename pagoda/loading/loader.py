@@ -122,9 +122,8 @@ class Filler:
         for path, parameter in parameters(model):
             paths[id(parameter)] = path
             declared = parameter.declared
-            if isinstance(declared, Table) and not declared.by_position and self._keeps_codes(path):
-                if id(parameter) not in tied:  # else it is filled with the head
-                    parameter.fill(self._coded_table(path, declared, parameter.shard))
+            if isinstance(declared, Table) and id(parameter) in tied and self._ops.packs_weights:
+                pass  # it is filled with the head
             elif isinstance(declared, Matrix) and declared.tied is not None:
                 parameter.fill(self._tied(paths[id(declared.tied)], declared, parameter.shard, declared.tied))
             else:
@@ -134,7 +133,9 @@ class Filler:
         declared = parameter.declared
         match declared:
             case Table():
-                return self._table(path, declared, parameter.shard)
+                return self._coded_table(path, declared, parameter.shard) or self._table(
+                    path, declared, parameter.shard
+                )
             case Vector():
                 return self._vector(path, declared)
             case RotaryTable():
@@ -165,21 +166,16 @@ class Filler:
         self._weights.read_into(name, out, region if skipped or len(rows) < declared.rows else None)
         return table
 
-    def _keeps_codes(self, path: str) -> bool:
-        """Whether the rows of a table are read from its stored codes."""
-        keeps_codes = self._quantization is not None and self._made is None and self._ops.has_coded_tables
-        return keeps_codes and self._weights.has_codes(self._naming.find(path).name)
-
-    def _coded_table(self, path: str, declared: Table, shard: MatrixShard) -> Tensor:
+    def _coded_table(self, path: str, declared: Table, shard: MatrixShard) -> Tensor | None:
+        """Return a table whose rows are read from its stored codes; None if it is held as floats."""
         name, skipped = self._naming.find(path).name, declared.skipped
+        if self._quantization is None or self._made is not None or not self._ops.packs_weights or declared.by_position:
+            return None
         self._check_shape(name, (skipped + declared.rows, declared.columns))
         (rows,) = shard.rows
         region = Region(None, range(skipped + rows.start, skipped + rows.stop), range(declared.columns))
         codes = self._weights.read_codes(name, region)
-        assert codes is not None
-        table = self._ops.table_of(self._ops.prepare_quantized_linear(codes, self._dtype))
-        assert table is not None
-        return table
+        return None if codes is None else self._ops.table_of(self._ops.prepare_quantized_linear(codes, self._dtype))
 
     def _vector(self, path: str, declared: Vector) -> torch.Tensor:
         """Return the vector in compute dtype, without the 1 of a unit offset."""
@@ -219,19 +215,24 @@ class Filler:
         )
 
     def _tied(self, table_path: str, matrix: Matrix, shard: MatrixShard, table: Parameter[Tensor]) -> LinearWeight:
-        """Prepare the weight from the table in memory, or from the codes that it is stored in if those are wanted.
+        """Prepare the weight from the table in memory, or from where it is stored.
 
         If the prepared weight holds the table's values, the table is then read from it, and held once.
         """
-        codes = self._codes(list(weight_pieces(self._naming, table_path, matrix, shard)))
+        pieces = list(weight_pieces(self._naming, table_path, matrix, shard))
+        codes = self._codes(pieces)
         if codes is not None:
             weight = self._ops.prepare_quantized_linear(codes, self._dtype)
+        elif self._ops.packs_weights:
+            weight = self._prepare(matrix, self._parts(pieces), None)
         else:
             assert isinstance(table.value, torch.Tensor)
-            weight = self._prepare(matrix, table.value, None)
+            weight = self._prepare(matrix, [table.value], None)
         shared = None if self._made is not None and matrix.quantizable else self._ops.table_of(weight)
         if shared is not None:
             table.fill(shared)
+        elif self._ops.packs_weights:
+            table.fill(self._value(table_path, table))
         return weight
 
     def _picked(self, matrix: Matrix, picked: PickedRows) -> LinearWeight:
@@ -261,12 +262,25 @@ class Filler:
         codes = self._codes(pieces) if matrix.quantizable and keep_codes else None
         if codes is not None:
             return self._ops.prepare_quantized_linear(codes, self._dtype, bias)
-        return self._prepare(matrix, self._stacked(pieces), bias)
+        return self._prepare(matrix, self._parts(pieces), bias)
 
-    def _prepare(self, matrix: Matrix, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+    def _prepare(self, matrix: Matrix, parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> LinearWeight:
         if self._made is not None and matrix.quantizable:
+            weight = parts[0] if len(parts) == 1 else torch.cat([*parts])
             return self._ops.prepare_quantized_linear(quantize_to(self._made, weight), self._dtype, bias)
-        return self._ops.prepare_linear(weight, bias)
+        return self._ops.prepare_stacked(parts, bias)
+
+    def _parts(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Return the pieces in the compute dtype: views of the mapped file where that is enough, else stacked."""
+        views: list[torch.Tensor] = []
+        for piece in pieces:
+            self._check_shape(piece.name, piece.shape)
+            is_enough = self._ops.packs_weights and self._order(piece.part) is None
+            view = self._weights.view(piece.name, piece.region) if is_enough else None
+            if view is None or view.dtype != self._dtype:
+                return [self._stacked(pieces)]
+            views.append(view)
+        return views
 
     def _stacked(self, pieces: Sequence[Piece]) -> torch.Tensor:
         """Return the pieces stacked row-wise, in the compute dtype."""

@@ -14,7 +14,7 @@ from pagoda.base.registry import nearest
 from pagoda.kernels.linear.forms import GGUF_TYPES
 from pagoda.kernels.linear.quantize import BlockRows, BlockWeight, QuantizedWeight
 from pagoda.loading.ctranslate2 import CTranslate2File
-from pagoda.loading.gguf_blocks import dequantize, read_codes
+from pagoda.loading.gguf_blocks import FLOATS, dequantize, read_codes
 from pagoda.loading.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.packed_int4 import check_group_order, in_kernel_groups, read_awq, read_gptq, without_zeros
@@ -42,6 +42,10 @@ class Weights(Protocol):
 
         Values are converted once. Raises ConfigError for a tensor that cannot be read.
         """
+        ...
+
+    def view(self, name: str, region: Region) -> torch.Tensor | None:
+        """Return a region as a view of the mapped file, in the type it is stored in; None where it needs converting."""
         ...
 
     def has_codes(self, name: str) -> bool:
@@ -92,6 +96,17 @@ class GGUFWeights:
             dequantize(self._bytes(tensor, region), tensor.type, out)
         except NotImplementedError:
             raise ConfigError(f"{self._file.path}: tensor {name!r}: {tensor.type.name} cannot be dequantised") from None
+
+    def view(self, name: str, region: Region) -> torch.Tensor | None:
+        tensor = self._file.tensors[name]
+        dtype = FLOATS.get(tensor.type)
+        if dtype is None:
+            return None
+        part = self._region(tensor, region)
+        if not part.flags.c_contiguous:
+            return None
+        self.bytes_read += part.nbytes
+        return torch.from_numpy(part.reshape(-1)).view(dtype).view(region.shape)
 
     def has_codes(self, name: str) -> bool:
         return name in self._file.tensors and self._file.tensors[name].type.name in GGUF_TYPES
@@ -171,6 +186,9 @@ class CTranslate2Weights:
         out.copy_(part)
         self.bytes_read += part.nbytes
 
+    def view(self, name: str, region: Region) -> torch.Tensor | None:
+        return None
+
     def has_codes(self, name: str) -> bool:
         return False
 
@@ -224,6 +242,13 @@ class SafetensorsWeights:
         out.copy_(part)
         self.bytes_read += part.nbytes
 
+    def view(self, name: str, region: Region) -> torch.Tensor | None:
+        part = _part_of(self.mapped(name), region)
+        if part.shape != region.shape or not part.is_contiguous():
+            return None
+        self.bytes_read += part.nbytes
+        return part
+
     def has_codes(self, name: str) -> bool:
         return False
 
@@ -274,6 +299,9 @@ class PackedWeights:
             self._weights.read_into(name, out, region)
         else:
             out.copy_(self._read(stem, region).dequantize())
+
+    def view(self, name: str, region: Region) -> torch.Tensor | None:
+        return self._weights.view(name, region) if packed_stem(name, self._weights) is None else None
 
     def has_codes(self, name: str) -> bool:
         return packed_stem(name, self._weights) is not None

@@ -126,16 +126,24 @@ class PackedLinears:
 
     def prepare(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
         """Return a copy of weight [out, in], float32, bfloat16 or float16, in panels; the original is not kept."""
-        out_features, in_features = weight.shape
-        form = FLOATS[str(weight.dtype).removeprefix("torch.")]
-        packed = self._empty(out_features, in_features, weight.dtype, form, 0, bias, weight.dtype)
-        if weight.dtype == torch.bfloat16 and weight.shape[1] % 2:
-            weight = torch.nn.functional.pad(weight, (0, 1))
-        weight = weight.contiguous()
-        word_bytes = 2 if weight.dtype == torch.float16 else 4
-        steps = weight.shape[1] * weight.element_size() // word_bytes
-        pack = self._library["pack_words"]
-        pack(word_bytes, weight.data_ptr(), packed.panels.data_ptr(), packed.out_features, steps, self._threads)
+        return self.prepare_stacked([weight], bias)
+
+    def prepare_stacked(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> PackedWeight:
+        """As `prepare`, of parts that are stacked row-wise."""
+        dtype, in_features = parts[0].dtype, parts[0].shape[1]
+        form = FLOATS[str(dtype).removeprefix("torch.")]
+        packed = self._empty(sum(map(len, parts)), in_features, dtype, form, 0, bias, dtype)
+        if any(len(part) % PANEL for part in parts[:-1]):  # a panel has rows of two parts
+            parts = [torch.cat([*parts])]
+        word_bytes = 2 if dtype == torch.float16 else 4
+        panels, pack = packed.panels.data_ptr(), self._library["pack_words"]
+        for part in parts:
+            if dtype == torch.bfloat16 and in_features % 2:
+                part = torch.nn.functional.pad(part, (0, 1))
+            part = part.contiguous()
+            row_bytes = part.shape[1] * part.element_size()
+            pack(word_bytes, part.data_ptr(), panels, len(part), row_bytes // word_bytes, self._threads)
+            panels += len(part) * row_bytes
         return packed
 
     def prepare_quantized_linear(
