@@ -41,7 +41,7 @@ class UnservedField:
 
 NEUTRAL: tuple[Any, ...] = (None, False, [], "")
 _TRANSFER = "disaggregated serving"
-_MEDIA = "media in messages"
+_MEDIA = "options for processing images; edit preprocessor_config.json in a copy of the model"
 
 UNSERVED = {
     "audio": UnservedField("audio output"),

@@ -61,6 +61,17 @@ def take_images(messages: Sequence[Any]) -> tuple[Sequence[Any], list[ImageSourc
     return (changed, found) if found else (messages, found)
 
 
+def images_of_prompt(given: Any) -> list[ImageSource]:
+    """Return the images of a prompt's `multi_modal_data`: {"image": one, or a list}. Raises RequestError."""
+    name = "multi_modal_data"
+    if not isinstance(given, Mapping) or set(given) != {"image"}:
+        shown = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+        raise RequestError(f"{name} is {abbreviate(shown)}, expected an object with image", name)
+    images = given["image"]
+    each = images if isinstance(images, list | tuple) else [images]
+    return [ImageSource(f"{name}.image[{index}]", image) for index, image in enumerate(each)]
+
+
 def has_remote_images(messages: Sequence[Any]) -> bool:
     """Return whether an image of these messages must be fetched."""
     return any(source.is_remote for source in take_images(messages)[1])

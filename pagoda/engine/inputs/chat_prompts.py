@@ -45,14 +45,16 @@ class ChatOptions:
 
 DEFAULT_CHAT = ChatOptions()
 _VLLMS_NAMES = {"chat_template_kwargs": "template_kwargs"}
-_NO_EFFECT = ("chat_template_content_format", "mm_processor_kwargs", "tokenization_kwargs")
-"""Options of vLLM that change nothing here: the form of contents is recognised, and there are no media."""
+_NO_EFFECT = ("chat_template_content_format", "tokenization_kwargs")
+"""Options of vLLM that change nothing here: the form of contents is recognised."""
 
 
 def chat_options(given: Mapping[str, Any]) -> ChatOptions:
     """Return the options of a conversation by name, vLLM's names included. Raises TypeError for an unknown one."""
     known = [item.name for item in dataclasses.fields(ChatOptions)]
     options = {_VLLMS_NAMES.get(name, name): value for name, value in given.items() if name not in _NO_EFFECT}
+    if options.pop("mm_processor_kwargs", None):
+        raise TypeError("mm_processor_kwargs is not supported: edit preprocessor_config.json in a copy of the model")
     for name in options:
         if name not in known:
             raise TypeError(f"chat has no option {name!r:.80}{nearest(name, [*known, *_VLLMS_NAMES])}")

@@ -66,7 +66,7 @@ class InputProcessor:
         self.score_template = score_template
         self.default_sampling: Mapping[str, object] = default_sampling or {}
         self.grammars = GrammarPreparer(tokenizer, limits.vocab_size, limits.of_request)
-        self.prompts = PromptEncoder(tokenizer, limits)
+        self.prompts = PromptEncoder(tokenizer, limits, images)
         self.params = ParamsPreparer(self.prompts, self.grammars, limits, self._eos_token_ids)
         self.chats = ChatPrompts(tokenizer, self.prompts, limits, parses_special_tokens_in_chat, images, model_name)
         self._seeds = np.random.default_rng(engine_seed) if engine_seed is not None else None

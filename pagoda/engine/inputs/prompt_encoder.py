@@ -2,12 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from pagoda.base.errors import RequestError
 from pagoda.base.text import check_encodable
 from pagoda.core.request import PLACEHOLDER_ID, MediaItem
+from pagoda.engine.images.source import images_of_prompt
+from pagoda.engine.inputs.image_prompts import ImagePrompts
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds, read_embeds
 from pagoda.engine.inputs.prompts import Prompt
@@ -40,12 +43,16 @@ class EncodedPrompt:
 class PromptEncoder:
     """Tokenises texts and validates token ids. Keeps nothing of them."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: InputLimits) -> None:
+    def __init__(self, tokenizer: Tokenizer, limits: InputLimits, images: ImagePrompts | None = None) -> None:
+        """images: puts images into prompts, None for a model that takes text only."""
         self._tokenizer = tokenizer
         self._limits = limits
+        self._images = images
 
     def read(self, prompt: Prompt, add_special_tokens: bool = True, keep: int | None = None) -> EncodedPrompt:
         """Return any prompt as the model reads it; see `token_ids_of`. Raises RequestError if it is not a prompt."""
+        if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+            return self._read_with_images(prompt, add_special_tokens)
         if not isinstance(prompt, Mapping) or "prompt_embeds" not in prompt:
             media = prompt.get("media", ()) if isinstance(prompt, Mapping) else ()
             return EncodedPrompt(self.token_ids_of(prompt, add_special_tokens, keep), media=media)
@@ -56,6 +63,18 @@ class PromptEncoder:
         embeds = read_embeds(given, size)[:keep]
         name = given.name if isinstance(given, EncodedEmbeds) else "prompt_embeds"
         return EncodedPrompt(np.full(len(embeds), PLACEHOLDER_ID, np.int32), embeds, name)
+
+    def _read_with_images(self, prompt: Mapping[str, Any], add_special_tokens: bool) -> EncodedPrompt:
+        """Return a Python program's text with the images of its `multi_modal_data` in their places."""
+        sources, text = images_of_prompt(prompt["multi_modal_data"]), prompt.get("prompt")
+        if self._images is None:
+            raise RequestError("multi_modal_data: this model takes text only", "multi_modal_data")
+        if not isinstance(text, str):
+            raise RequestError("multi_modal_data needs a prompt as text, with a place for each image", "prompt")
+        self._images.check_count(sources)
+        written, features = self._images.put(text, sources, is_marked=False, is_trusted=True)
+        token_ids = self.encode(written, add_special_tokens)
+        return EncodedPrompt(token_ids, media=self._images.media_of(token_ids, features))
 
     def token_ids_of(
         self, prompt: Prompt, add_special_tokens: bool = True, keep: int | None = None

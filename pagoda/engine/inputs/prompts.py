@@ -10,11 +10,18 @@ from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds
 
 P = TypeVar("P")
 
+_SIZE_OF_IMAGES = 2**20
+"""So much work are a prompt's images, whatever their size."""
+
 
 class TextPrompt(TypedDict):
-    """A prompt as text, in an object."""
+    """A prompt as text, in an object.
+
+    multi_modal_data: {"image": one, or a list}, for the places that the text has for images.
+    """
 
     prompt: str
+    multi_modal_data: NotRequired[Mapping[str, Any]]
 
 
 class TokensPrompt(TypedDict):
@@ -52,7 +59,9 @@ def is_embeds(prompt: Prompt) -> bool:
 
 
 def size_of(prompt: Prompt) -> int:
-    """Return how much work reading the prompt is: its characters, or the bytes of its embeddings."""
+    """Return how much work reading the prompt is: its characters, or the bytes of its embeddings or its images."""
+    if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+        return _SIZE_OF_IMAGES
     if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
         given = prompt["prompt_embeds"]
         return len(given.data) if isinstance(given, EncodedEmbeds) else int(getattr(given, "nbytes", 0))

@@ -107,17 +107,17 @@ def _content_of_parts(where: str, parts: Sequence[Any], form: ContentForm) -> st
     return [
         {"type": "image"}
         if isinstance(part, Mapping) and part.get("type") == "image"
-        else {"type": "text", "text": _part_text(f"{where}[{at}]", part)}
+        else {"type": "text", "text": _part_text(f"{where}[{at}]", part, "text and images")}
         for at, part in enumerate(parts)
     ]
 
 
-def _part_text(where: str, part: Any) -> str:
+def _part_text(where: str, part: Any, takes: str = "text only") -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if kind != "text":
-        raise RequestError(f"{where} is a part of type {abbreviate(kind)}; this model takes text only", where)
+        raise RequestError(f"{where} is a part of type {abbreviate(kind)}; this model takes {takes}", where)
     if not isinstance(part.get("text"), str):
         raise RequestError(f"{where}.text: expected a string", f"{where}.text")
     return part["text"]

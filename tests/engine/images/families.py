@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import tokenizers
+import torch
+import transformers
 from PIL import Image
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -128,3 +130,61 @@ def expected_ids(family, text, images):
 def image_of(width, height, seed=0):
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
+
+
+def make_model(family):
+    """Return a tiny random model of transformers for the family's tokenizer, in float32."""
+    size = backend_of(family).get_vocab_size()
+    special = {text: 258 + at for at, text in enumerate(SPECIAL[family])}
+    text = {
+        "vocab_size": size,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 1024,
+        "bos_token_id": None,
+        "eos_token_id": size - 1,
+        "pad_token_id": None,
+    }
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(5)
+    if family == "idefics3":
+        config = transformers.SmolVLMConfig(
+            text_config={"model_type": "llama", **text},
+            vision_config={**tower, "image_size": 32, "patch_size": 8},
+            scale_factor=2,
+            image_token_id=special["<image>"],
+            tie_word_embeddings=False,
+        )
+        kind = transformers.SmolVLMForConditionalGeneration
+    else:
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+        tower |= {"depth": 2, "num_heads": 2, "window_size": 56, "fullatt_block_indexes": [1], "out_hidden_size": 64}
+        config = transformers.Qwen2_5_VLConfig(
+            text_config={"model_type": "qwen2_5_vl_text", **text, "rope_parameters": rope},
+            vision_config=tower,
+            image_token_id=special["<|image_pad|>"],
+            video_token_id=special["<|video_pad|>"],
+            vision_start_token_id=special["<|vision_start|>"],
+            vision_end_token_id=special["<|vision_end|>"],
+            tie_word_embeddings=False,
+        )
+        kind = transformers.Qwen2_5_VLForConditionalGeneration
+    model = kind(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 1.5 * parameter[0].numel() ** -0.5)
+    return model
+
+
+def write_model(family, folder):
+    """Write `make_model` to a folder, with its tokenizer, chat template and the settings of its images."""
+    make_model(family).save_pretrained(folder)
+    backend_of(family).save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATES[family])
+    (folder / "preprocessor_config.json").write_text(image_processor(family).to_json_string())
+    (folder / "processor_config.json").write_text(json.dumps(CONFIGS[family][1]))
+    return folder

@@ -184,7 +184,10 @@ def test_a_template_without_a_place_for_images_is_refused():
         ({"type": "image", "image": "/etc/passwd"}, "is not an image that this server takes"),
         ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "fetches no images"),
         ({"type": "image", "image": 7}, "int is not an image"),
-        ({"type": "video_url", "video_url": {"url": "x"}}, "is a part of type 'video_url'"),
+        (
+            {"type": "video_url", "video_url": {"url": "x"}},
+            "is a part of type 'video_url'; this model takes text and images",
+        ),
     ],
 )
 def test_what_is_no_image_is_refused(content, error):
