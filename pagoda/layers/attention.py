@@ -8,7 +8,7 @@ from pagoda.layers.kv import KVDeclaration, KVPlace
 from pagoda.layers.linear import Linear
 from pagoda.layers.module import Module
 from pagoda.layers.norm import RMSNorm
-from pagoda.layers.parameter import Axis, Matrix, Part
+from pagoda.layers.parameter import Axis, Matrix, Parameter, Part, Vector
 from pagoda.layers.rotary import Rotary
 from pagoda.layers.sharding import rows_of
 from pagoda.ops.batch import ForwardBatch, KVLayer
@@ -50,6 +50,7 @@ class Attention(Module):
         caller's.
     q_norm, k_norm: applied before the rotary embedding; None where there are none. Of the size of a head: to each. As
         large as all heads: over all of them, so that every rank computes all of q, k and v.
+    sinks: each head has a score of its own in the softmax, of no value.
     place: where in the cache; set when the model's layers are put into groups. Of one that is not causal: the group
         says which of the batch's metadata has the texts, or parts of them, whose tokens attend to each other.
     """
@@ -72,6 +73,7 @@ class Attention(Module):
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         rotates: bool = True,
+        sinks: bool = False,
     ) -> None:
         dim = heads.dim
         q_size, kv_size = heads.num_heads * dim, heads.num_kv_heads * dim
@@ -89,6 +91,8 @@ class Attention(Module):
             self.o_proj = Linear(q_size, (Part(out, hidden_size),), out_bias, Axis.IN, unit=dim)
         self.q_norm, self.k_norm = q_norm, k_norm
         self.rotary = rotary if rotates else None
+        self.sinks = Parameter[Tensor](Vector(heads.num_heads)) if sinks else None
+        self.first_sink = 0
         self.heads = self.computed_heads = heads
         self.first_heads: tuple[int, int] | None = None
         self.window = window
@@ -104,6 +108,7 @@ class Attention(Module):
         assert isinstance(matrix, Matrix)
         q, k = (rows_of(part, ranks.rank, ranks.size) for part in matrix.parts[:2])
         self.heads = Heads(len(q) // dim, len(k) // dim, dim)
+        self.first_sink = q.start // dim
         if matrix.shard is None:
             self.first_heads = q.start // dim, k.start // dim
         else:
@@ -143,7 +148,11 @@ class Attention(Module):
             if last:
                 metadata = batch.tail.metadata[self.place.group]
                 q, residual = (ops.select_rows(rows, batch.tail.index) for rows in (q, residual))
-            attended = ops.attention(q, cache, metadata, self.scale, self.window, self.softcap)
+            if self.sinks is None:
+                attended = ops.attention(q, cache, metadata, self.scale, self.window, self.softcap)
+            else:
+                sinks = self.sinks.value, self.first_sink
+                attended = ops.attention_with_sinks(q, cache, metadata, *sinks, self.scale, self.window)
         return attended if self.o_proj is None else self.o_proj(ops, attended), residual
 
     def _own_heads(

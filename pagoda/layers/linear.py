@@ -95,8 +95,9 @@ class Linear(Module):
 class ExpertLinear(Module):
     """One matrix of equal shape for each expert; the checkpoint names them `{expert}.{part}`, or stacks them."""
 
-    def __init__(self, num_experts: int, inputs: int, parts: Sequence[Part], shard: Axis) -> None:
-        self.weight = Parameter[ExpertWeights](Matrix(tuple(parts), inputs, shard=shard, num_experts=num_experts))
+    def __init__(self, num_experts: int, inputs: int, parts: Sequence[Part], shard: Axis, bias: bool = False) -> None:
+        declared = Matrix(tuple(parts), inputs, bias, shard, num_experts=num_experts)
+        self.weight = Parameter[ExpertWeights](declared)
 
     def divide(self, ranks: RankGroup, group: int) -> None:
         """Hold a share of every expert."""

@@ -106,6 +106,8 @@ class ExpertsConfig:
     """inner_size: of one expert.   top_k: experts per token.   renormalize: scale their weights to sum to 1.
 
     shared_size: inner size of an MLP that every token has as well, 0 for none.   shared_gate: a sigmoid multiplies it.
+    bias: of the router and of all experts.   limit, alpha: of their activation, see `ForwardOps.moe`.
+    alternates: the checkpoint has gate and up of an expert as one matrix, row by row in turn.
     """
 
     num_experts: int = 0
@@ -114,6 +116,10 @@ class ExpertsConfig:
     renormalize: bool = False
     shared_size: int = 0
     shared_gate: bool = False
+    bias: bool = False
+    alpha: float = 1.0
+    limit: float = 0.0
+    alternates: bool = False
 
 
 class Experts(Module):
@@ -122,18 +128,21 @@ class Experts(Module):
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         inner = config.inner_size
         gate_up = (Part("gate_proj", inner), Part("up_proj", inner))
-        self.gate_up = ExpertLinear(config.num_experts, hidden_size, gate_up, Axis.OUT)
-        self.down = ExpertLinear(config.num_experts, inner, (Part("down_proj", hidden_size),), Axis.IN)
+        if config.alternates:
+            gate_up = (Part("gate_up_proj", inner, alternates=True),) * 2
+        down = (Part("down_proj", hidden_size),)
+        self.gate_up = ExpertLinear(config.num_experts, hidden_size, gate_up, Axis.OUT, config.bias)
+        self.down = ExpertLinear(config.num_experts, inner, down, Axis.IN, config.bias)
 
 
 class MoE(Module):
     """The sum of each token's top_k experts, weighted by the router, and of a shared expert, if there is one.
 
-    Experts are SiLU-gated MLPs.
+    Experts are SiLU-gated MLPs, or as `limit` says.
     """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
-        self.gate = Linear(hidden_size, config.num_experts, quantizable=False)
+        self.gate = Linear(hidden_size, config.num_experts, config.bias, quantizable=False)
         self.experts = Experts(hidden_size, config)
         self.shared_expert: GatedMLP | None = None
         self.shared_expert_gate: Linear | None = None
@@ -158,6 +167,8 @@ class MoE(Module):
             experts.down.weight.value,
             self.config.top_k,
             self.config.renormalize,
+            self.config.alpha,
+            self.config.limit,
         )
         y = y if self.ranks is None else ops.all_reduce(y, self.ranks)
         return y if self.shared_expert is None else ops.add(y, self._shared(ops, x, self.shared_expert))

@@ -257,7 +257,7 @@ class Filler:
     ) -> LinearWeight:
         bias = None
         if shard.bias:
-            bias = self._stacked(list(bias_pieces(self._naming, path, matrix, shard)))
+            bias = self._stacked(list(bias_pieces(self._naming, path, matrix, shard, expert)))
         pieces = list(weight_pieces(self._naming, path, matrix, shard, expert))
         codes = self._codes(pieces) if matrix.quantizable and keep_codes else None
         if codes is not None:

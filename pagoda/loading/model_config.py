@@ -8,7 +8,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.loading.ctranslate2 import CTranslate2File
 from pagoda.loading.gguf_file import GGUFFile, open_gguf
 from pagoda.loading.model_files import ModelFiles, read_json_object
-from pagoda.loading.quantization import WORD_CODES, packed_format, read_format
+from pagoda.loading.quantization import MXFP4, MXFP4_BLOCKS, MXFP4_SCALES, WORD_CODES, packed_format, read_format
 from pagoda.loading.safetensors_header import read_headers
 from pagoda.loading.sentence_transformers import MODULES, read_pooling
 from pagoda.loading.token_ids import end_token_ids, find_token_ids
@@ -103,6 +103,9 @@ def summarize_weights(files: ModelFiles) -> WeightSummary:
             if stored is not None and f"{stem}.qweight" in entries and part in _PACKED_PARTS:
                 sizes[stored.method.upper()] += entry.num_bytes
                 num_parameters += _count(entry.shape) * WORD_CODES if part == "qweight" else 0
+            elif name.endswith((MXFP4_BLOCKS, MXFP4_SCALES)) and entry.dtype == "U8":
+                sizes[MXFP4.upper()] += entry.num_bytes
+                num_parameters += _count(entry.shape) * 2 if name.endswith(MXFP4_BLOCKS) else 0
             else:
                 sizes[entry.dtype] += entry.num_bytes
                 num_parameters += _count(entry.shape)

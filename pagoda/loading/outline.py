@@ -57,9 +57,9 @@ def _tensors(model: Model, naming: Naming) -> Iterator[tuple[str, tuple[int, ...
                 for expert in range(max(matrix.num_experts, 1)):
                     for piece in weight_pieces(naming, path, matrix, shard, expert):
                         yield piece.name, piece.shape
-                if matrix.bias:
-                    for piece in bias_pieces(naming, path, matrix, shard):
-                        if piece.is_stored:
-                            yield piece.name, piece.shape
+                    if matrix.bias:
+                        for piece in bias_pieces(naming, path, matrix, shard, expert):
+                            if piece.is_stored:
+                                yield piece.name, piece.shape
             case _:
                 pass

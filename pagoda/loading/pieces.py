@@ -78,9 +78,9 @@ def weight_pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard,
     return _pieces(naming, path, matrix, shard, "weight", expert)
 
 
-def bias_pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard) -> Iterator[Piece]:
+def bias_pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard, expert: int = 0) -> Iterator[Piece]:
     """Yield the bias's pieces in the order of rows."""
-    return _pieces(naming, path, matrix, shard, "bias", 0)
+    return _pieces(naming, path, matrix, shard, "bias", expert)
 
 
 def _pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard, suffix: str, expert: int) -> Iterator[Piece]:
@@ -104,6 +104,8 @@ def _pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard, suffi
         units = matrix.stored_units(number, not naming.by_part)
         if units.step == part.unit:
             runs = [range(units.start + rows.start, units.start + rows.stop)]
+        elif part.unit == 1:
+            runs = [units[rows.start : rows.stop]]
         else:
             runs = [range(at, at + part.unit) for at in units[rows.start // part.unit : rows.stop // part.unit]]
         for run in runs:

@@ -14,6 +14,9 @@ from pagoda.models.config_reader import ConfigReader
 BITS = 4
 WORD_CODES = 8  # codes in an int32
 _LEAST_GROUP = 32
+MXFP4 = "mxfp4"
+MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
+"""What the names of the two tensors of a stack of matrices in MXFP4 end in."""
 _WEIGHT = ".weight"
 _INSTEAD = "use another quantisation of the model, its bf16 weights (quantization='int8' halves them), or a GGUF"
 
@@ -55,9 +58,12 @@ def read_format(config: ConfigReader) -> PackedFormat | None:
     if section is None:
         return None
     method = section.values.get("quant_method")
+    if method == MXFP4:  # becomes floats while loading
+        return None
     if method not in ("awq", "gptq"):
         raise ConfigError(
-            f"{section.origin}: quant_method {abbreviate(method)} is not supported; supported: awq, gptq; {_INSTEAD}"
+            f"{section.origin}: quant_method {abbreviate(method)} is not supported; supported: awq, gptq, mxfp4; "
+            f"{_INSTEAD}"
         )
     bits = section.integer("bits")
     if bits != BITS:

@@ -17,9 +17,10 @@ from pagoda.loading.ctranslate2 import CTranslate2File
 from pagoda.loading.gguf_blocks import FLOATS, dequantize, read_codes
 from pagoda.loading.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.mxfp4 import BLOCK_VALUES, dequantize_mxfp4
 from pagoda.loading.packed_int4 import check_group_order, in_kernel_groups, read_awq, read_gptq, without_zeros
 from pagoda.loading.pieces import Region
-from pagoda.loading.quantization import WORD_CODES, PackedFormat, packed_format, packed_stem
+from pagoda.loading.quantization import MXFP4_BLOCKS, MXFP4_SCALES, WORD_CODES, PackedFormat, packed_format, packed_stem
 from pagoda.loading.safetensors_header import read_headers
 
 
@@ -72,7 +73,9 @@ def open_weights(files: ModelFiles, subfolders: Sequence[str] = ()) -> Weights:
     if files.format == "ctranslate2":
         return CTranslate2Weights(CTranslate2File(files.path))
     weights, stored = SafetensorsWeights(files.path, subfolders), packed_format(files)
-    return weights if stored is None else PackedWeights(weights, stored)
+    if stored is not None:
+        return PackedWeights(weights, stored)
+    return MXFP4Weights(weights) if weights.has_mxfp4 else weights
 
 
 class GGUFWeights:
@@ -222,6 +225,11 @@ class SafetensorsWeights:
             raise missing_tensor(name, list(self._entries), self._folder)
         return self._entries[name].shape
 
+    @property
+    def has_mxfp4(self) -> bool:
+        """Return whether there are matrices of 4-bit floats."""
+        return any(name.endswith(MXFP4_BLOCKS) and entry.dtype == "U8" for name, entry in self._entries.items())
+
     def dtype(self, name: str) -> str:
         """Return the type of a tensor that exists, as safetensors names it."""
         return self._entries[name].dtype
@@ -263,7 +271,7 @@ def _part_of(tensor: torch.Tensor, region: Region | None) -> torch.Tensor:
         tensor = tensor[region.index]
     if region.transposed:
         tensor = tensor.T
-    tensor = tensor[region.rows.start : region.rows.stop]
+    tensor = tensor[region.rows.start : region.rows.stop : region.rows.step]
     if tensor.dim() > 2:  # a convolution's
         tensor = (tensor.movedim(1, -1) if region.channels_last else tensor).flatten(1)
     return tensor if region.columns is None else tensor[:, region.columns.start : region.columns.stop]
@@ -376,3 +384,48 @@ class PackedWeights:
         except ConfigError as error:
             raise ConfigError(f"tensor '{stem}.qweight': {error}") from None
         return in_kernel_groups(weight, self._stored.held_as.group)
+
+
+class MXFP4Weights:
+    """Stacked matrices of 4-bit floats, `X_blocks` and `X_scales`, as a tensor X [experts, in, out] of floats."""
+
+    def __init__(self, weights: SafetensorsWeights) -> None:
+        self._weights = weights
+
+    @property
+    def bytes_read(self) -> int:
+        return self._weights.bytes_read
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights or name + MXFP4_BLOCKS in self._weights
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See Weights. Raises ConfigError as well if blocks and scales do not fit together."""
+        if name + MXFP4_BLOCKS not in self._weights:
+            return self._weights.shape(name)
+        blocks, scales = self._weights.shape(name + MXFP4_BLOCKS), self._weights.shape(name + MXFP4_SCALES)
+        if len(blocks) != 4 or blocks[3] * 2 != BLOCK_VALUES or scales != blocks[:3]:
+            raise ConfigError(f"tensor {name + MXFP4_BLOCKS!r} of the shape {blocks} does not fit scales of {scales}")
+        return blocks[0], blocks[2] * BLOCK_VALUES, blocks[1]
+
+    def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
+        if name + MXFP4_BLOCKS not in self._weights:
+            return self._weights.read_into(name, out, region)
+        assert region is not None, "experts are read one by one"
+        assert region.columns is not None
+        rows, columns = region.rows, region.columns
+        covering = slice(columns.start // BLOCK_VALUES, -(-columns.stop // BLOCK_VALUES))
+        blocks, scales = (
+            self._weights.mapped(name + part)[region.index, rows.start : rows.stop : rows.step, covering]
+            for part in (MXFP4_BLOCKS, MXFP4_SCALES)
+        )
+        first = columns.start - covering.start * BLOCK_VALUES
+        out.copy_(dequantize_mxfp4(blocks, scales)[:, first : first + len(columns)])
+        self._weights.bytes_read += blocks.nbytes + scales.nbytes
+        return None
+
+    def has_codes(self, name: str) -> bool:
+        return False
+
+    def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> QuantizedWeight | None:
+        return None

@@ -74,6 +74,7 @@ class DecoderConfig:
     unit_offset_norms: bool = False
     qk_norm: QKNorm = QKNorm.NONE
     unrotated_layers: frozenset[int] = frozenset()
+    attention_sinks: bool = False
     learned_positions: bool = False
     parallel: bool = False
     fused_qkv: bool = False

@@ -46,6 +46,7 @@ def attention_of(config: DecoderConfig, index: int, rotary: Rotary) -> Attention
         q_norm=norm(config.heads.num_heads),
         k_norm=norm(config.heads.num_kv_heads),
         rotates=index not in config.unrotated_layers,
+        sinks=config.attention_sinks,
     )
 
 

@@ -10,6 +10,7 @@ from pagoda.models.gemma3 import GEMMA3
 from pagoda.models.glm4 import GLM4
 from pagoda.models.gpt2 import GPT2
 from pagoda.models.gpt_neox import GPT_NEOX
+from pagoda.models.gpt_oss import GPT_OSS
 from pagoda.models.granite import GRANITE, GRANITEMOE
 from pagoda.models.idefics3 import IDEFICS3
 from pagoda.models.llama import LLAMA
@@ -40,6 +41,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     GRANITEMOE,
     QWEN2_MOE,
     GLM4,
+    GPT_OSS,
     MISTRAL3,
     MIXTRAL,
     QWEN3_MOE,

@@ -41,6 +41,7 @@ from pagoda.ops.shape_rules import (
     check_norm,
     check_put_rows,
     check_rotary_write,
+    check_sinks,
     check_tables,
     half_of_gate_up,
     half_of_weight,
@@ -245,6 +246,34 @@ class ForwardOps(Protocol):
 
     @op(
         "attention",
+        check_sinks,
+        q=Rows(),
+        cache=Cache(writes=False),
+        metadata=Group(Slots.QUERIES, "cache"),
+        sinks=Table("q"),
+        first=Scalar.I32,
+        scale=Scalar.F32,
+        window=Scalar.I32,
+        out=Out("q", lambda s: (s["q"][1] * s["q"][2],)),
+    )
+    def attention_with_sinks(
+        self,
+        q: Tensor,
+        cache: KVLayer,
+        metadata: AttentionMetadata,
+        sinks: Tensor,
+        first: int,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        """`attention` in which each head has a score of its own in the softmax, of no value: its sink.
+
+        sinks: one per head; those of q begin at `first`.
+        """
+        ...
+
+    @op(
+        "attention",
         check_heads,
         q=Rows(),
         k=Rows("q"),
@@ -326,6 +355,8 @@ class ForwardOps(Protocol):
         down=Experts(of="x", directly=False),
         top_k=Scalar.I32,
         renormalize=Scalar.FLAG,
+        alpha=Scalar.F32,
+        limit=Scalar.F32,
         out=like("x"),
     )
     def moe(
@@ -336,6 +367,8 @@ class ForwardOps(Protocol):
         down: ExpertWeights,
         top_k: int,
         renormalize: bool,
+        alpha: float = 1.0,
+        limit: float = 0.0,
     ) -> Tensor:
         """Route each token to its top_k experts and sum their gated MLPs by routing weight, [T, hidden] -> [T, hidden].
 
@@ -343,8 +376,9 @@ class ForwardOps(Protocol):
         down: E weights [hidden, I].
         A routing weight is the softmax over all experts, in float32; of equals the lower expert is chosen.
         renormalize: the chosen weights are divided by their sum (Mixtral; Qwen3-MoE where norm_topk_prob says so).
-        An expert computes down(silu(gate(x)) * up(x)); the weighted sum is in float32, the largest weight first, and
-        rounded once to x's dtype.
+        An expert computes down(silu(gate(x)) * up(x)). With a limit (GPT-OSS), gate is at most that, up at most as far
+        from 0, and it computes down(gate * sigmoid(alpha * gate) * (up + 1)). The weighted sum is in float32, the
+        largest weight first, and rounded once to x's dtype.
         """
         ...
 

@@ -59,6 +59,14 @@ def check_rotary_write(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     check_cache_heads(shapes, arguments)
 
 
+def check_sinks(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    """There must be a sink for each head."""
+    check_cache_heads(shapes, arguments)
+    first, heads = arguments["first"], shapes["q"][1]
+    if not isinstance(first, int) or first < 0 or shapes["sinks"][0] < first + heads:
+        raise ValueError(f"{shapes['sinks'][0]} sinks are not those of {heads} heads from {first} on")
+
+
 def check_moe(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     experts, width, hidden = shapes["gate_up"]
     top_k = arguments["top_k"]

@@ -76,8 +76,11 @@ def make_metadata(geometry: Geometry, lens: list[tuple[int, int]], tables: list[
 class PagedRows:
     """Rows over one cache, fed to an implementation step by step; blocks come from a shuffled pool."""
 
-    def __init__(self, ops: Any, geometry: Geometry, rows: list[Sequence], seed: int = 0) -> None:
-        self.ops = ops
+    def __init__(
+        self, ops: Any, geometry: Geometry, rows: list[Sequence], seed: int = 0, sinks: torch.Tensor | None = None
+    ) -> None:
+        """sinks: of two heads in front of those of the rows, and of theirs; None for attention without."""
+        self.ops, self.sinks = ops, sinks
         self.geometry = geometry
         self.rows = rows
         counts = [-(-len(row.q) // geometry.block_size) for row in rows]
@@ -98,4 +101,6 @@ class PagedRows:
         self.ops.write_kv(k, v, self.cache, metadata)
         for row, count in new:
             self.computed[row] += count
+        if self.sinks is not None:
+            return self.ops.attention_with_sinks(q, self.cache, metadata, self.sinks, 2, scale, window)
         return self.ops.attention(q, self.cache, metadata, scale, window, softcap)

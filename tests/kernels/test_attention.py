@@ -39,6 +39,52 @@ def test_matches_the_reference(fast: Ops, reference: ReferenceOps, shape: tuple,
         torch.testing.assert_close(got.float(), want.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
+def sinks_of(geometry: Geometry) -> torch.Tensor:
+    return 3 * torch.randn(geometry.num_heads + 2, generator=torch.Generator().manual_seed(5)).to(geometry.dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("shape", [(9, 3, 64, 16, 0), (8, 1, 80, 32, 5), (4, 2, 96, 128, 300)], ids=str)
+def test_sinks_match_the_reference(fast: Ops, reference: ReferenceOps, shape: tuple, dtype: torch.dtype) -> None:
+    *sizes, window = shape
+    geometry = Geometry(*sizes, dtype=dtype)
+    rows = [Sequence.random(geometry, length, seed) for seed, length in enumerate((1, 37, 331))]
+    ours, theirs = (PagedRows(ops, geometry, rows, sinks=sinks_of(geometry)) for ops in (fast, reference))
+    without = PagedRows(reference, geometry, rows)
+    for step in ([(1, 36), (2, 300)], [(0, 1), (1, 1), (2, 1)], [(2, 30)]):
+        got, want, plain = (paged.step(step, 0.1, window).float() for paged in (ours, theirs, without))
+        torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        assert (want - plain).abs().max() > 0.05
+
+
+def test_a_sink_takes_its_share_of_the_softmax(reference: ReferenceOps) -> None:
+    """With as large a score as the only key, it takes half; of no weight, nothing; of all, everything."""
+    geometry = Geometry(1, 1, 16, 8, F32)
+    row = Sequence.random(geometry, 1, 0)
+    score = float(row.q.flatten() @ row.k.flatten()) * 0.1
+    for sink, share in ((score, 0.5), (-1e4, 1.0), (1e4, 0.0)):
+        paged = PagedRows(reference, geometry, [row], sinks=torch.tensor([0.0, 0.0, sink]))
+        torch.testing.assert_close(paged.step([(0, 1)], 0.1), share * row.v.view(1, -1))
+
+
+def test_there_is_a_sink_for_each_head(native: NativeOps) -> None:
+    geometry = Geometry(4, 2, 32, 8, F32)
+    paged = PagedRows(native, geometry, [Sequence.random(geometry, 3, 0)], sinks=torch.zeros(5))
+    with pytest.raises(ValueError, match="5 sinks are not those of 4 heads from 2 on"):
+        paged.step([(0, 3)], 0.1)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_bits_with_sinks_depend_on_the_row_alone(native: NativeOps, dtype: torch.dtype) -> None:
+    geometry = Geometry(8, 2, 64, 16, dtype)
+    row, other = (Sequence.random(geometry, 600, seed) for seed in range(2))
+    sinks = sinks_of(geometry)
+    together = PagedRows(NativeOps(native.library, 3), geometry, [row, other], 1, sinks).step([(1, 70), (0, 600)], 0.1)
+    single = PagedRows(native, geometry, [row], 99, sinks)
+    alone = torch.cat([single.step([(0, 1)], 0.1) for _ in range(600)])
+    assert torch.equal(together[70:], alone)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("block_size", [8, 16, 24, 32, 48, 64, 80, 128])
 def test_int8_cache_matches_the_reference(

@@ -6,6 +6,7 @@ from transformers import MixtralConfig, OlmoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
+from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.forms import Q4, Q4_MIN
 from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
 from pagoda.kernels.native_ops import NativeOps
@@ -86,6 +87,36 @@ def test_equals_the_reference(
     )
     assert got.dtype == want.dtype
     torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("inner", [160, 49])
+def test_limited_experts_with_biases_equal_the_reference(
+    fast: Ops, reference: ReferenceOps, inner: int, dtype: torch.dtype
+) -> None:
+    x, router_logits = draw(37, 96).to(dtype), draw(37, 8, seed=1).to(dtype)
+    shapes = (2 * inner, 96), (96, inner)
+
+    def experts(ops: Ops, shape: tuple[int, int], seed: int):
+        return ops.prepare_experts(
+            [
+                ops.prepare_linear(
+                    (draw(*shape, seed=seed + e) / 7).to(dtype), draw(shape[0], seed=seed + 50 + e).to(dtype)
+                )
+                for e in range(8)
+            ]
+        )
+
+    if fast.name == "triton":
+        with pytest.raises(ConfigError, match="experts with biases .GPT-OSS. have no Triton kernel"):
+            experts(fast, shapes[0], 100)
+        return
+    got, want, plain = (
+        ops.moe(x, router_logits, experts(ops, shapes[0], 100), experts(ops, shapes[1], 300), 3, True, *limited)
+        for ops, limited in ((fast, (1.702, 0.8)), (reference, (1.702, 0.8)), (reference, ()))
+    )
+    torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert (want - plain).abs().max() > 0.5
 
 
 def codes(kind: str, weight: torch.Tensor, seed: int) -> QuantizedWeight:

@@ -75,7 +75,10 @@ def edit(folder: Path, **changes: Any) -> None:
         ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "type 'su' is not supported"),
         ({"eos_token_id": "</s>"}, "eos_token_id = '</s>', expected a token id or a list"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: 'bits' is missing"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quant_method 'fp8' is not supported; supported: awq, gptq"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quant_method 'fp8' is not supported; supported: awq, gptq, mxfp4",
+        ),
         ({"quantization_config": "gptq"}, "quantization_config = 'gptq', expected an object"),
         ({"vocab_size": 132}, "has the shape (131, 96), the model's settings ask for (132, 96)"),
         ({"intermediate_size": 161}, "has the shape (160, 96), the model's settings ask for (161, 96)"),

@@ -274,7 +274,7 @@ def settings_of(folder: Path, target: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
-        ("gptq", {"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported: awq, gptq;"),
+        ("gptq", {"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported: awq, gptq, mxfp4;"),
         ("gptq", {"quant_method": None}, "quant_method None is not supported"),
         ("gptq", {"bits": 8}, r"bits = 8 is not supported; supported: 4; .*quantization='int8'"),
         ("awq", {"bits": None}, "'bits' is missing"),

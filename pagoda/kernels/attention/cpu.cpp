@@ -106,15 +106,14 @@ void attend(const Problem& p, int num_tokens, int threads) {
         attend_by_units(work, tiles, count, threads);
 }
 
-}  // namespace
-
 // Head sizes of a cache are multiples of 16, block sizes multiples of 8. seq_lens counts the tokens in the cache, this step's included.
-PAGODA_EXPORT void pagoda_attention(const AttentionArgs* a, int32_t threads) {
-    const KVPages& cache = a->cache;
-    const RowGroup& rows = *a->metadata;
-    Problem p{a->q.dtype,
-              a->q.data,
-              a->out.data,
+template <class Args>
+void attend_paged(const Args& a, float softcap, const void* sinks, int threads) {
+    const KVPages& cache = a.cache;
+    const RowGroup& rows = *a.metadata;
+    Problem p{a.q.dtype,
+              a.q.data,
+              a.out.data,
               static_cast<const char*>(cache.k),
               static_cast<const char*>(cache.v),
               cache.k_scale,
@@ -123,23 +122,36 @@ PAGODA_EXPORT void pagoda_attention(const AttentionArgs* a, int32_t threads) {
               rows.seq_lens,
               rows.block_table,
               rows.table_stride,
-              a->q.stride,
+              a.q.stride,
               cache.k_stride,
               cache.v_stride,
               cache.scale_stride,
               static_cast<int>(rows.num_rows),
-              static_cast<int>(a->q.heads),
+              static_cast<int>(a.q.heads),
               static_cast<int>(cache.kv_heads),
               static_cast<int>(cache.head_dim),
               static_cast<int>(cache.block_size),
-              a->window,
-              a->scale,
-              a->softcap};
+              a.window,
+              a.scale,
+              softcap,
+              true,
+              sinks};
     auto run = cache.dtype == I8     ? attend<int8_t>
                : cache.dtype == F32  ? attend<float>
                : cache.dtype == BF16 ? attend<bf16>
                                      : attend<f16>;
-    run(p, static_cast<int>(a->q.rows), threads);
+    run(p, static_cast<int>(a.q.rows), threads);
+}
+
+}  // namespace
+
+PAGODA_EXPORT void pagoda_attention(const AttentionArgs* a, int32_t threads) {
+    attend_paged(*a, a->softcap, nullptr, threads);
+}
+
+PAGODA_EXPORT void pagoda_attention_with_sinks(const AttentionWithSinksArgs* a, int32_t threads) {
+    int64_t element_bytes = a->q.dtype == F32 ? 4 : 2;
+    attend_paged(*a, 0.0f, static_cast<const char*>(a->sinks.data) + a->first * element_bytes, threads);
 }
 
 PAGODA_EXPORT void pagoda_bidirectional_attention(const BidirectionalAttentionArgs* a, int32_t threads) {

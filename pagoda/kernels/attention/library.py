@@ -22,9 +22,34 @@ def attention(
     softcap: float = 0.0,
 ) -> torch.Tensor:
     """Causal attention, q [T, H, D] -> [T, H * D]; rows with the same number of new tokens are computed together."""
+    return _attention(q, cache, metadata, scale, window, softcap, None)
+
+
+def attention_with_sinks(
+    q: torch.Tensor,
+    cache: KVLayer,
+    metadata: AttentionMetadata,
+    sinks: torch.Tensor,
+    first: int,
+    scale: float,
+    window: int = 0,
+) -> torch.Tensor:
+    """See reference.attention_with_sinks."""
+    return _attention(q, cache, metadata, scale, window, 0.0, sinks[first : first + q.shape[1]])
+
+
+def _attention(
+    q: torch.Tensor,
+    cache: KVLayer,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for rows, tokens in _rows_by_query_len(metadata):
-        part = _attend(q[tokens], cache, metadata, rows, scale, window, softcap)
+        part = _attend(q[tokens], cache, metadata, rows, scale, window, softcap, sinks)
         out[tokens] = part.to(q.dtype)
     return out.view(q.shape[0], -1)
 
@@ -100,6 +125,7 @@ def _attend(
     scale: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Online softmax over chunks of context. q [R, Q, H, D] -> float32 [R, Q, H, D]."""
     num_rows, query_len, num_heads, head_dim = q.shape
@@ -135,6 +161,9 @@ def _attend(
         total = total * keep + weights.sum(dim=-1, keepdim=True)
         acc = acc * keep + weights @ v
         top = new_top
+    if sinks is not None:
+        of_heads = sinks.float().view(num_kv_heads, 1, group).expand(-1, query_len, -1).reshape(num_kv_heads, -1, 1)
+        total = total + torch.exp(of_heads - top)
     out = (acc / total).view(num_rows, num_kv_heads, query_len, group, head_dim)
     return out.permute(0, 2, 1, 3, 4).reshape(num_rows, query_len, num_heads, head_dim)
 

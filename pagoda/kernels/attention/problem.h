@@ -20,6 +20,7 @@ struct Problem {
     int num_rows, num_heads, num_kv_heads, head_dim, block_size, window;
     float scale, softcap;
     bool causal = true;
+    const void* sinks = nullptr;  // of the q heads, in q's dtype: a score of each that has no value
     int group() const { return num_heads / num_kv_heads; }
     // The first and last position that a query at `at` sees in a row of `length` positions.
     int first_visible(int at) const { return window > 0 ? std::max(0, at - window + 1) : 0; }

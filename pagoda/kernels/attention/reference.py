@@ -15,7 +15,32 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Causal attention, q [T, H, D] -> [T, H * D] in q's dtype; see `Ops.attention`."""
+    """Causal attention, q [T, H, D] -> [T, H * D] in q's dtype; see `ForwardOps`."""
+    return _attention(q, cache, metadata, scale, window, softcap, None)
+
+
+def attention_with_sinks(
+    q: torch.Tensor,
+    cache: KVLayer,
+    metadata: AttentionMetadata,
+    sinks: torch.Tensor,
+    first: int,
+    scale: float,
+    window: int = 0,
+) -> torch.Tensor:
+    """`attention` with a further score per head, sinks[first + head], whose value is 0; see `ForwardOps`."""
+    return _attention(q, cache, metadata, scale, window, 0.0, sinks[first : first + q.shape[1]])
+
+
+def _attention(
+    q: torch.Tensor,
+    cache: KVLayer,
+    metadata: AttentionMetadata,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
     num_tokens, num_heads, head_dim = q.shape
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts = metadata.query_start.tolist()
@@ -34,7 +59,10 @@ def attention(
         hidden = key_at > query_at
         if window:
             hidden |= key_at <= query_at - window
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, end - begin, 1)), dim=-1)
+        weights = scores.softmax(dim=-1)[..., : k.shape[1]]
         out[begin:end] = torch.einsum("hqc,hcd->qhd", weights, v).to(q.dtype)
     return out.view(num_tokens, num_heads * head_dim)
 

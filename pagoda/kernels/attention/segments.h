@@ -138,7 +138,12 @@ struct Attention {
         for (int r = 0; r < rows(t); r++) {
             int64_t token = t.first_token + r / group, head = kv_head * group + r % group;
             T* to = static_cast<T*>(p.out) + (token * p.num_heads + head) * hd;
-            float inverse = 1.0f / part.total[r];
+            float total = part.total[r];
+            if (p.sinks != nullptr) {  // scores are in units of log 2
+                float sink = load_lanes(static_cast<const T*>(p.sinks) + head, 1)[0] * 1.44269504f;
+                total += exp2(splat(sink - part.top[r]))[0];
+            }
+            float inverse = 1.0f / total;
             // Combining with a segment that sees nothing turns -0 into +0, so always do that.
             for (int d = 0; d < hd; d += 16) store(to + d, load(part.acc + r * hd + d) * inverse + 0.0f);
         }

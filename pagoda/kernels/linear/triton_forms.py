@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.library import LibraryLinear
 from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, codes_of
 from pagoda.ops.tensor import LinearWeight
@@ -104,14 +105,16 @@ def prepare(weight: CodedWeight, bias: torch.Tensor | None) -> TiledLinear:
 def stack(experts: Sequence[LinearWeight]) -> TiledLinear:
     """Copy the experts' weights into one tensor per kind.
 
-    Raises ValueError for one that is packed, or has a bias, and for experts of different forms.
+    Raises ConfigError for one with a bias, and ValueError for one that is packed, and for experts of different forms.
     """
     parts: list[TiledLinear] = []
     for expert in experts:
         if isinstance(expert, LibraryLinear) and not expert.packed:
             expert = plain(expert)
-        if not isinstance(expert, TiledLinear) or expert.bias is not None:
-            raise ValueError("the experts of a layer must be weights for Triton's kernels, without bias")
+        if not isinstance(expert, TiledLinear):
+            raise ValueError("the experts of a layer must be weights for Triton's kernels")
+        if expert.bias is not None:
+            raise ConfigError("experts with biases (GPT-OSS) have no Triton kernel; take kernels='torch'")
         parts.append(expert)
     alike = {(part.form, part.group, part.out_features, part.in_features, part.minima is None) for part in parts}
     if len(alike) != 1:

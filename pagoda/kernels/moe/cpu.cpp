@@ -121,10 +121,21 @@ void multiply_experts(LinearJob job, const ExpertStack& stack, const Routing& ro
     });
 }
 
+// out = gate * sigmoid(alpha * gate) * (up + 1), both limited; of `count` elements.
+template <class T>
+void limited_gate(const T* gate, int64_t up, T* out, int64_t count, float alpha, float limit) {
+    for_lanes(count, [&](int64_t i, int n) {
+        f32x16 g = load_lanes(gate + i, n), u = load_lanes(gate + up + i, n);
+        g = select(g > limit, splat(limit), g);
+        u = select(u > limit, splat(limit), select(u < -limit, splat(-limit), u));
+        store_lanes(out + i, g * sigmoid(alpha * g) * (u + 1.0f), n);
+    });
+}
+
 template <class T>
 void run_block(const MoeArgs& a, int64_t first, int64_t tokens, int threads) {
     int64_t pairs = tokens * a.top_k, hidden = a.x.dim, inner = a.down->experts[0]->in_features;
-    bool fused = inner % PANEL == 0;
+    bool fused = inner % PANEL == 0 && a.limit == 0.0f;
     int64_t up_width = fused ? inner : 2 * inner;
     int64_t bytes = 4 * 64 + 4 * pairs * 4 + 4 * (a.gate_up->count + 1) + 64 +
                     pairs * (hidden + up_width + inner) * static_cast<int64_t>(sizeof(T)) + pairs * hidden * 4 + 4 * 64;
@@ -152,8 +163,12 @@ void run_block(const MoeArgs& a, int64_t first, int64_t tokens, int threads) {
     if (!fused)
         parallel(threads_for(pairs * inner * 2, threads), [&](int thread, int num_threads) {
             Range mine = share_of(pairs, thread, num_threads);
-            for (int64_t i = mine.begin; i < mine.end; i++)
-                gate_lanes<Silu>(up + i * up_width, inner, active + i * inner, inner);
+            for (int64_t i = mine.begin; i < mine.end; i++) {
+                if (a.limit == 0.0f)
+                    gate_lanes<Silu>(up + i * up_width, inner, active + i * inner, inner);
+                else
+                    limited_gate(up + i * up_width, inner, active + i * inner, inner, a.alpha, a.limit);
+            }
         });
     multiply_experts({a.down->experts[0], active, pairs, inner, dtype, F32, results, hidden, GATE_NONE, nullptr}, *a.down,
                      routing, threads);

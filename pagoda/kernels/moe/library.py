@@ -2,9 +2,8 @@
 
 import torch
 
-from pagoda.kernels.activation.reference import silu_mul
 from pagoda.kernels.linear.library import LibraryLinear, linear
-from pagoda.kernels.moe.reference import ExpertList, route
+from pagoda.kernels.moe.reference import ExpertList, activated, route
 
 
 def moe(
@@ -14,6 +13,8 @@ def moe(
     down: ExpertList[LibraryLinear],
     top_k: int,
     renormalize: bool,
+    alpha: float = 1.0,
+    limit: float = 0.0,
 ) -> torch.Tensor:
     """See reference.moe. `linear` rounds an expert's output once more than the definition."""
     experts, weights = route(router_logits, top_k, renormalize)
@@ -21,6 +22,7 @@ def moe(
     pair_of = experts.flatten()
     for expert in pair_of.unique().tolist():
         pairs = (pair_of == expert).nonzero().squeeze(1)
-        active = silu_mul(linear(x[pairs // top_k], gate_up.weights[expert]))
+        gate, up = linear(x[pairs // top_k], gate_up.weights[expert]).float().chunk(2, dim=-1)
+        active = activated(gate, up, alpha, limit).to(x.dtype)
         parts[pairs] = linear(active, down.weights[expert]).float()
     return (parts.view(-1, top_k, x.shape[1]) * weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)

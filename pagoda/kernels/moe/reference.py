@@ -39,6 +39,14 @@ def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[t
     return experts, chosen / chosen.sum(dim=-1, keepdim=True) if renormalize else chosen
 
 
+def activated(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
+    """float32 [T, I] twice -> silu(gate) * up; with a limit, what GPT-OSS has instead (see `ForwardOps.moe`)."""
+    if not limit:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
 def moe(
     x: torch.Tensor,
     router_logits: torch.Tensor,
@@ -46,6 +54,8 @@ def moe(
     down: ExpertList[PlainLinear],
     top_k: int,
     renormalize: bool,
+    alpha: float = 1.0,
+    limit: float = 0.0,
 ) -> torch.Tensor:
     """[T, hidden] -> [T, hidden]: the gated MLPs of each token's top_k experts, summed by weight, rounded once.
 
@@ -56,6 +66,6 @@ def moe(
     for token in range(x.shape[0]):
         for expert, weight in zip(experts[token].tolist(), weights[token], strict=True):
             gate, up = logits(x[token : token + 1], gate_up.weights[expert]).to(x.dtype).chunk(2, dim=-1)
-            active = (F.silu(gate.float()) * up.float()).to(x.dtype)
+            active = activated(gate.float(), up.float(), alpha, limit).to(x.dtype)
             out[token] += weight * logits(active, down.weights[expert])[0]
     return out.to(x.dtype)

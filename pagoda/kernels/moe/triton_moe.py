@@ -136,8 +136,12 @@ class TritonMoE:
         down: TiledLinear,
         top_k: int,
         renormalize: bool,
+        alpha: float = 1.0,
+        limit: float = 0.0,
     ) -> torch.Tensor:
-        """See reference.moe."""
+        """See reference.moe. There is no kernel with a limit: `stack` refuses biases, which such experts have."""
+        if limit:
+            raise NotImplementedError(f"moe has no Triton kernel with limit={limit}, alpha={alpha}")
         tokens, hidden = x.shape
         experts, weights = route(router_logits, top_k, renormalize)
         of_pair = experts.flatten()

@@ -1,0 +1,59 @@
+"""GPT-OSS: experts with biases and a limited activation, sinks in attention, a window in every other layer."""
+
+from dataclasses import replace
+
+from pagoda.models.architecture import Architecture
+from pagoda.models.config_reader import ConfigReader
+from pagoda.models.decoder_config import (
+    FULL,
+    SLIDING,
+    DecoderConfig,
+    read_decoder,
+    read_experts,
+    windows_by_layer_types,
+)
+from pagoda.models.llama import Llama
+from pagoda.models.naming import Naming
+
+
+def read(config: ConfigReader) -> DecoderConfig:
+    config = config.with_defaults({"rms_norm_eps": 1e-5})
+    if not config.has("rope_parameters") and not config.has("rope_scaling"):
+        raise config.wrong("rope_scaling", "an object")
+    alternating = tuple(FULL if layer % 2 else SLIDING for layer in range(config.num_layers()))
+    layer_types = config.texts("layer_types") or alternating
+    decoder = read_decoder(
+        config, "gpt_oss", windows_by_layer_types(config, layer_types, config.integer("sliding_window", 128)), 150_000.0
+    )
+    attention_bias = config.flag("attention_bias", True)
+    return replace(
+        decoder,
+        attention_sinks=True,
+        qkv_bias=attention_bias,
+        attention_out_bias=attention_bias,
+        experts=replace(
+            read_experts(config, "intermediate_size", renormalize=True),
+            bias=True,
+            alpha=config.positive("swiglu_alpha", 1.702),
+            limit=config.positive("swiglu_limit", 7.0),
+            alternates=True,
+        ),
+    )
+
+
+GPT_OSS = Architecture(
+    name="gpt_oss",
+    hf_names=("GptOssForCausalLM",),
+    model=Llama,
+    read=read,
+    hf=(
+        Naming(
+            substitutions=(
+                (r"\.mlp\.gate\.", ".mlp.router."),
+                (r"\.mlp\.experts\.(\d+)\.(\w+)\.weight$", r".mlp.experts.\2[\1]"),
+                (r"\.mlp\.experts\.(\d+)\.(\w+)\.bias$", r".mlp.experts.\2_bias[\1]"),
+            ),
+            transposed=r"\.experts\.\w+_proj$",
+        ),
+    ),
+)
