@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -232,7 +233,7 @@ class Filler:
         if shared is not None:
             table.fill(shared)
         elif self._ops.packs_weights:
-            table.fill(self._value(table_path, table))
+            table.fill(cast(Tensor, self._value(table_path, cast(Parameter[object], table))))
         return weight
 
     def _picked(self, matrix: Matrix, picked: PickedRows) -> LinearWeight:
