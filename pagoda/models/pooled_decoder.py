@@ -67,6 +67,8 @@ def read_token_head(config: ConfigReader, decoder: DecoderConfig) -> TokenHead |
     if decoder.logit_softcap or decoder.logit_scale != 1.0:
         what = "final_logit_softcapping" if decoder.logit_softcap else "logits that are scaled"
         raise ConfigError(f"{config.origin}: classifier_from_token is not supported with {what}")
+    if decoder.head_bias:
+        raise ConfigError(f"{config.origin}: classifier_from_token is not supported with a head that has a bias")
     path = "model.embed_tokens.weight" if decoder.spec.tie_embeddings else "lm_head.weight"
     vocab_size = decoder.spec.vocab_size
     template = QWEN3_RERANKER if is_reranker else ""

@@ -193,10 +193,10 @@ def test_tiled(name: str, kind: Kind | None, tmp_path: Path, without_triton: Cal
         assert weight_memory(files, prepared) == held(loaded(files, "triton", prepared))
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied-biased"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied-biased", "gpt2"])
 def test_dense_in_float32(name: str, tmp_path: Path) -> None:
     files = identify(save(make_model(name), tmp_path))
-    prepared = PreparedAs("float32", None, packed=False, num_positions=64)
+    prepared = PreparedAs("float32", None, packed=False, num_positions=67)
     assert weight_memory(files, prepared) == held(loaded(files, "torch", prepared))
 
 

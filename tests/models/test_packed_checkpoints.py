@@ -39,6 +39,8 @@ CASES = {
     "awq, symmetric": ("llama-tied-biased", Packing("awq", symmetric=True)),
     "awq of qwen3": ("qwen3", Packing("awq", settings={"version": "GEMM"})),
     "awq, layers left out": ("llama", Packing("awq", keep=("v_proj", "layers.1.mlp.up_proj", "layers.2.self_attn"))),
+    "awq of phi3, whose parts are stored as one": ("phi3", Packing("awq")),
+    "gptq of gpt-neox, head by head": ("gpt-neox", Packing("gptq")),
     "gptq": ("llama", Packing("gptq")),
     "gptq, a last group that is partial": ("llama", Packing("gptq", group=64)),
     "gptq of version 2, qwen3": ("qwen3", Packing("gptq", group=128, version=2)),

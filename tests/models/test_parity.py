@@ -104,6 +104,22 @@ def test_settings_of_a_family_are_followed(name: str, changes: dict[str, Any], t
     torch.testing.assert_close(ours, theirs(torch.tensor([prompts()[2]])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_a_token_past_the_last_learned_position_is_computed_and_not_an_error(
+    kernels: str, tmp_path: Path, on: DeviceUnderTest
+):
+    """As a step in flight may: its row has ended, and nothing reads the result."""
+    theirs, ops = make_model("gpt2", n_positions=16), on.ops(kernels)
+    model = load_model(identify(save(theirs, tmp_path)), ops, torch.float32, on.device, num_positions=18)
+    runner = PagedRunner(ForwardRunner(model, ops), 2, 24, torch.float32, block_size=8, device=on.device)
+    prompt = prompts()[2][:16]
+    ours = runner.logits([(0, 0, prompt), (1, 0, prompt)])
+    expected = theirs(torch.tensor([prompt])).logits[0, -1]
+    torch.testing.assert_close(ours[0], expected, rtol=1e-4, atol=1e-4)
+    runner.logits([(0, 16, [5, 6])])
+    torch.testing.assert_close(runner.logits([(1, 15, prompt[15:])])[0], expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(("max_model_len", "prompt"), [(16, 3), (64, 2)])
 def test_longrope_follows_the_longest_sequence_that_may_come(
     max_model_len: int, prompt: int, tmp_path: Path, on: DeviceUnderTest
