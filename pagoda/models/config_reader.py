@@ -203,6 +203,8 @@ def read_rope_parameters(
     kind = RopeType(parameters.choice("rope_type" if parameters.has("rope_type") else "type", supported, "default"))
     if not may_be_partial:
         parameters.refuse("partial_rotary_factor", 1, 1.0)
+    if kind is not RopeType.YARN:
+        parameters.refuse("llama_4_scaling_beta", 0, 0.0)
     if not 1 < theta < math.inf:
         raise ConfigError(f"{parameters.origin}: rope_theta = {theta}, expected a positive number above 1")
     if kind in (RopeType.DEFAULT, RopeType.DYNAMIC):

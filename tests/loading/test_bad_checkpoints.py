@@ -108,6 +108,14 @@ def edit(folder: Path, **changes: Any) -> None:
             {"architectures": ["Qwen2MoeForCausalLM"], "use_sliding_window": True},
             "use_sliding_window = True is not supported",
         ),
+        (
+            {"architectures": ["Ministral3ForCausalLM"], "rope_parameters": {"llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta = 0.1 is not supported",
+        ),
+        (
+            {"architectures": ["Glm4ForCausalLM"], "partial_rotary_factor": 1.5},
+            "partial_rotary_factor = 1.5, expected at most 1",
+        ),
         ({"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.0}, "expected a positive number"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else None,
@@ -131,6 +139,19 @@ def test_bad_settings(folder: Path, changes: dict[str, Any], message: str):
         ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act 'gelu_pytorch_tanh' is not supported; supported: silu"),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "'moe_intermediate_size' is missing"),
         ({"architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
+        (
+            {"architectures": ["Qwen2MoeForCausalLM"], "moe_intermediate_size": 160},
+            "'shared_expert_intermediate_size' is missing",
+        ),
+        (
+            {"architectures": ["GptOssForCausalLM"], "swiglu_limit": 0.0},
+            "swiglu_limit = 0.0, expected a positive number",
+        ),
+        ({"architectures": ["GptOssForCausalLM"], "rope_parameters": None}, "'rope_scaling' is missing"),
+        (
+            {"architectures": ["GraniteMoeForCausalLM"], "num_experts_per_tok": 9},
+            "num_experts_per_tok = 9 is more than",
+        ),
         (
             {"architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True},
             "scale_attn_by_inverse_layer_idx = True is not supported",
