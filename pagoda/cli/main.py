@@ -11,7 +11,7 @@ import typer
 
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import ConfigError, PagodaError, RequestError
-from pagoda.cli import bench, chat, doctor, generate, models, plan, serve
+from pagoda.cli import bench, chat, doctor, generate, models, plan, serve, transcribe
 from pagoda.cli.help_format import Group, command
 
 SERVE_MODULES = ("aiohttp", "prometheus_client", "starlette", "uvicorn", "zmq")
@@ -39,6 +39,7 @@ app = typer.Typer(
 command(app, "run")(generate.run)
 command(app, "generate")(generate.generate)
 command(app, "chat")(chat.chat)
+command(app, "transcribe")(transcribe.transcribe)
 command(app, "serve")(serve.serve)
 command(app, "plan")(plan.plan)
 command(app, "doctor")(doctor.doctor)

@@ -193,6 +193,11 @@ def engine_options(*extra_parts: type) -> Callable[[Callable[..., None]], Callab
     return _collected("options", parameters)
 
 
+def engine_flags() -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Like `engine_options`, for a command whose words are something else than the model."""
+    return _collected("options", [_config_parameter(), *_engine_parameters(ENGINE_PARTS)])
+
+
 def model_names() -> list[str]:
     """Return the models with a short name, for the shell's completion."""
     from pagoda.loading.catalog import CATALOG

@@ -1,10 +1,11 @@
 """AsyncEngine: run requests as async iterators over an engine core in any process or thread."""
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -21,6 +22,7 @@ from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import PROMPT_LOGPROBS, OutputKind, OutputProcessor, PromptLogprobs
+from pagoda.engine.transcription.piece import Job
 from pagoda.engine.wire import EngineFacts, EngineStats
 
 logger = logging.getLogger("pagoda")
@@ -136,6 +138,29 @@ class AsyncEngine:
         )
         self._check_is_new(request.request_id)
         return request
+
+    async def run_job(self, job: Job, new_id: Callable[[], str]) -> AsyncGenerator[RequestOutput, None]:
+        """Run a job of a transcription to its end, with all that it starts; yield the output of each of its requests.
+
+        Close the iterator to abort it.   new_id: returns the id for a request. Raises RequestError and WorkerDied.
+        """
+        asked = await self.text.advance(job, None)
+        while asked is not None:
+            if isinstance(asked, list):
+                async with contextlib.aclosing(_merged([self.run_job(one, new_id) for one in asked])) as outputs:
+                    async for output in outputs:
+                        yield output
+                asked = await self.text.advance(job, None)
+                continue
+            now_s = self._clock.now()
+            request = self.input_processor.make_request(new_id(), asked.prompt, asked.params, arrival_time_s=now_s)
+            async with contextlib.aclosing(self.stream(request, OutputKind.FINAL_ONLY)) as outputs:
+                async for output in outputs:
+                    if output.finished:
+                        if output.error is not None:
+                            raise RequestError(output.error, "file")
+                        asked = await self.text.advance(job, output.outputs[0])
+                        yield output
 
     async def stream(
         self, request: Request, kind: OutputKind = OutputKind.DELTA, prompt: str | None = None
@@ -278,3 +303,33 @@ class AsyncEngine:
         unused = self._adapter_uses.unload(lora) if isinstance(lora, LoraRef) else None
         if unused is not None:
             self._client.unload_adapter(unused)
+
+
+async def _merged(each: Sequence[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[RequestOutput, None]:
+    """Yield what several generators yield, in the order of time. All are closed with this one."""
+    queue: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue(len(each))
+
+    async def pump(outputs: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    await queue.put(output)
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(pump(outputs)) for outputs in each]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

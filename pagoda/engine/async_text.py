@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from pagoda.base.allocator import return_freed_memory
 from pagoda.base.errors import RequestError, UsageError
+from pagoda.base.outputs import CompletionOutput
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
@@ -21,6 +22,9 @@ from pagoda.engine.inputs.prompts import Prompt, size_of
 from pagoda.engine.inputs.scoring import PLAIN_PAIRS, PairOptions, Scoring
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
+from pagoda.engine.transcription.piece import Job, Question
+from pagoda.engine.transcription.sound import read_sound
+from pagoda.engine.transcription.transcriber import Transcriber, Transcription, TranscriptionOptions
 
 T = TypeVar("T")
 
@@ -150,6 +154,28 @@ class AsyncText:
             return rendered
 
         return await self._run_in(self._fetchers if has_remote_images(messages) else self._threads, render)
+
+    async def begin_transcription(
+        self, read: Callable[[], bytes], name: str, options: TranscriptionOptions
+    ) -> Transcription:
+        """Decode a sound file on a thread.   read: returns its bytes; called there. Raises RequestError."""
+
+        def begin() -> Transcription:
+            transcriber = Transcriber(self._inputs)
+            return transcriber.begin(read_sound(read(), name, self._inputs.limits.of_request), options)
+
+        return await self._run(begin, _VERY_LONG_CHARS)
+
+    async def advance(self, job: Job, answer: CompletionOutput | None) -> "Question | list[Job] | None":
+        """Send an answer to a job, on a thread; return its next question, or None at its end. Raises RequestError."""
+
+        def advance() -> "Question | list[Job] | None":
+            try:
+                return job.send(answer) if answer is not None else next(job)
+            except StopIteration:  # which no future can hold
+                return None
+
+        return await self._run(advance)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises RequestError if it is not valid Unicode."""

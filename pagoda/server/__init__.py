@@ -5,7 +5,8 @@ A request passes AccessLog and Gate (middleware.py), and reaches its route. A ro
 parameters (chat.py, completions.py, pooling.py; tool_choice.py and structure.py for the form of the output). Generator
 (generation.py) tokenises them and starts the requests in the engine; their outputs become the structs of answers.py
 (tool_parsers/ finds calls in text), which responses.py sends, whole or as a stream. respond.py is that course for all
-generated text. operations.py has the routes that generate nothing.
+generated text. transcription.py (transcription_bodies.py) has forms with
+sounds; operations.py has the routes that generate nothing.
 
 state.py builds what all routes share. routing.py declares and describes routes; app.py serves them on uvicorn from the
 socket of listening.py until a signal, then drains. Every error becomes OpenAI's format in errors.py.

@@ -21,7 +21,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.logs import FIELDS
 from pagoda.base.server_config import ServerConfig
 from pagoda.metrics.prometheus import ServerMetrics
-from pagoda.server import chat, completions, errors, operations, pooling
+from pagoda.server import chat, completions, errors, operations, pooling, transcription
 from pagoda.server.body import field_names
 from pagoda.server.errors import ApiError
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
@@ -84,7 +84,7 @@ async def invoke(http: Request) -> Response:
     return await (pooling.create_embedding if pools else _INVOKED[asked])(http)
 
 
-_ROUTERS = (chat.router, completions.router, pooling.router, router, operations.router)
+_ROUTERS = (chat.router, completions.router, pooling.router, transcription.router, router, operations.router)
 ENDPOINTS = tuple(endpoint for one in _ROUTERS for endpoint in one.endpoints)
 
 

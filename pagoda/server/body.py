@@ -162,11 +162,14 @@ class BodyReader:
 
         body, unknown, num_unknown = parse() if len(data) <= _INLINE_BYTES else await asyncio.to_thread(parse)
         if unknown:
-            self._ignore(http, unknown, num_unknown)
+            self.note_unknown(http, unknown, num_unknown)
         return body
 
-    def _ignore(self, http: Request, names: list[str], num_names: int) -> None:
-        """names: the first of `num_names`, of which a body may have hundreds of thousands."""
+    def note_unknown(self, http: Request, names: list[str], num_names: int) -> None:
+        """Note that fields are ignored, or refuse them if this server does.
+
+        names: the first of `num_names`, of which a body may have hundreds of thousands.
+        """
         if self._is_strict:
             name = _clip(names[0], MAX_SHOWN_CHARS)
             raise RequestError(f"this server does not support the field {name!r}", name)
@@ -234,6 +237,16 @@ def parse_body(data: bytes, kind: type[B], limits: RequestLimits) -> B:
         raise _undecodable(data, error) from None
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
+    return body
+
+
+def parse_fields(fields: dict[str, Any], kind: type[B], limits: RequestLimits) -> B:
+    """Return a body from the fields of a form, whose values are strings. Raises RequestError if it is invalid."""
+    try:
+        body: B = msgspec.convert(fields, kind, strict=False)
+        body.check(limits)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error)) from None
     return body
 
 

@@ -21,6 +21,7 @@ from pagoda.server.pooling_bodies import POOLING_BODIES, RerankDocument
 from pagoda.server.protocol import REQUEST_BODIES, ChatMessage, NamedTool, Tool, ToolFunction
 from pagoda.server.sampling_body import StreamOptions
 from pagoda.server.structure import ResponseFormat
+from pagoda.server.transcription_bodies import TRANSCRIPTION_ANSWERS, TRANSCRIPTION_BODIES
 
 Handler = Callable[[Request], Awaitable[Response]]
 HEALTH_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
@@ -45,6 +46,7 @@ class Endpoint:
     """One route; its handler's docstring says what it does.
 
     body: of its request.   answer: a struct, a media type, or None if it is empty.   chunk: an event of its stream.
+    is_form: the body is a form with a file.
     flags: parameters of its URL that are true or false.   errors: what it may answer instead, by status.
     """
 
@@ -54,6 +56,7 @@ class Endpoint:
     body: type[Body] | None = None
     answer: type[Struct] | str | None = None
     chunk: type[Struct] | None = None
+    is_form: bool = False
     flags: tuple[str, ...] = ()
     errors: Mapping[int, str] = field(default_factory=lambda: ERRORS)
 
@@ -116,13 +119,15 @@ def describe_api(endpoints: Iterable[Endpoint], has_keys: bool) -> dict[str, Any
 
 def json_schemas() -> dict[str, Any]:
     """Return the OpenAPI schema components of all request bodies and answers, by name."""
-    kinds = [*REQUEST_BODIES, *POOLING_BODIES, ChatMessage, *ANSWERS, *POOLING_ANSWERS]
+    bodies = (*REQUEST_BODIES, *POOLING_BODIES, *TRANSCRIPTION_BODIES)
+    kinds = [*bodies, ChatMessage, *ANSWERS, *POOLING_ANSWERS, *TRANSCRIPTION_ANSWERS]
     schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
-    for kind in (*REQUEST_BODIES, *POOLING_BODIES, *PARTS_OF_BODIES):
+    for kind in (*bodies, *PARTS_OF_BODIES):
         schema = schemas[kind.__name__]
         schema["description"] = schema["description"].partition("\n")[0]
+        names = {one.name: one.encode_name for one in msgspec.structs.fields(kind)}
         for name, text in _meanings(kind).items():
-            schema["properties"][name].setdefault("description", text)
+            schema["properties"][names[name]].setdefault("description", text)
     return schemas
 
 
@@ -160,7 +165,10 @@ def _describe(endpoint: Endpoint, path: str) -> dict[str, Any]:
     if parameters:
         described["parameters"] = parameters
     if endpoint.body is not None:
-        described["requestBody"] = {"required": True, "content": _json(endpoint.body)}
+        content = _json(endpoint.body)
+        if endpoint.is_form:
+            content = {"multipart/form-data": content["application/json"]}
+        described["requestBody"] = {"required": True, "content": content}
     return described
 
 
@@ -209,7 +217,7 @@ def _fields(api: Mapping[str, Any], operation: Mapping[str, Any]) -> str:
     content = operation.get("requestBody", {}).get("content", {})
     if not content:
         return ""
-    name = content["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    name = next(iter(content.values()))["schema"]["$ref"].rpartition("/")[2]
     schema = api["components"]["schemas"][name]
     rows = [
         f"<tr><td><code>{field}</code>{' (required)' if field in schema.get('required', ()) else ''}</td>"

@@ -15,7 +15,17 @@ from pagoda.base.setting import describe_settings, show_default
 from pagoda.cli import main as cli_main
 from pagoda.cli.options import MOST_USED, MOST_USED_FIELDS, SAMPLING_FIELDS
 
-COMMANDS = ("generate", "chat", "serve", "plan", "bench throughput", "bench latency", "bench startup", "bench serve")
+COMMANDS = (
+    "generate",
+    "chat",
+    "transcribe",
+    "serve",
+    "plan",
+    "bench throughput",
+    "bench latency",
+    "bench startup",
+    "bench serve",
+)
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:

@@ -8,7 +8,7 @@ from pagoda.base.errors import CapacityError, ConfigError, RequestError
 from pagoda.cli import main as cli_main
 from pagoda.cli import models
 
-COMMANDS = ("run", "generate", "chat", "serve", "plan", "doctor", "models", "bench")
+COMMANDS = ("run", "generate", "chat", "transcribe", "serve", "plan", "doctor", "models", "bench")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

@@ -88,6 +88,7 @@ class Piece:
     decode: Callable[[Sequence[int]], str]
     segments: list[TranscriptionSegment] = field(default_factory=list[TranscriptionSegment])
     seek: int = 0
+    is_done: bool = False
 
     def run(self, language: str) -> Job:
         """Transcribe it."""
@@ -103,6 +104,7 @@ class Piece:
                 continue
             conditions = self.decoding.condition_on_previous_text and window.temperature < _LOW_TEMPERATURE
             self._take(window, size)
+        self.is_done = True
 
     def _prompt(self, language: str, conditions: bool) -> list[int]:
         """Return the decoder's prompt.   conditions: on the text so far."""

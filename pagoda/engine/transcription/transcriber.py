@@ -170,6 +170,16 @@ class Transcription:
         return found
 
     @property
+    def num_settled(self) -> int:
+        """How many of the segments come before all that are still to be found."""
+        count = 0
+        for piece in self._pieces:
+            count += len(piece.segments)
+            if not piece.is_done:
+                break
+        return count
+
+    @property
     def done_s(self) -> float:
         """Return how many seconds of the sound are done."""
         return min(sum(piece.seek for piece in self._pieces) / FRAMES_PER_S, self.sound.duration_s)

@@ -1,7 +1,9 @@
 """A tiny random Whisper of transformers, and answers to a transcriber's questions that it computes token by token."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import tokenizers
 import torch
 from transformers import GenerationConfig, WhisperConfig, WhisperForConditionalGeneration
 from transformers.generation.logits_process import (
@@ -22,7 +24,7 @@ SPECIAL = ("<|endoftext|>", "<|startoftranscript|>", "<|en|>", "<|de|>", "<|tran
 SPECIAL += ("<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|>")
 FIRST = END + len(SPECIAL)
 VOCAB = FIRST + 1501
-SUPPRESSED, SUPPRESSED_FIRST = [1, 2, FIRST - 3], [5, END]
+SUPPRESSED, SUPPRESSED_FIRST = [1, 2, *range(95, END), FIRST - 3], [5, END]  # from 95 on, letters are not ASCII
 
 
 class LetterTokenizer:
@@ -57,13 +59,13 @@ def make_model(seed: int = 0) -> WhisperForConditionalGeneration:
     config = WhisperConfig(
         vocab_size=VOCAB,
         num_mel_bins=MELS,
-        d_model=16,
+        d_model=32,
         encoder_layers=1,
         decoder_layers=1,
         encoder_attention_heads=2,
         decoder_attention_heads=2,
-        encoder_ffn_dim=16,
-        decoder_ffn_dim=16,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
         max_target_positions=MAX_LEN,
         pad_token_id=END,
         bos_token_id=END,
@@ -74,7 +76,9 @@ def make_model(seed: int = 0) -> WhisperForConditionalGeneration:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.7)
-        model.get_decoder().embed_tokens.weight[FIRST:] *= 0.5
+        weight = model.get_decoder().embed_tokens.weight  # so that there is text between timestamps
+        weight[:END] *= 1.3
+        weight[FIRST:] *= 0.7
     model.generation_config = GenerationConfig(
         max_length=MAX_LEN,
         eos_token_id=END,
@@ -144,3 +148,16 @@ def run(job: Job, answer: Callable[[Question], CompletionOutput]) -> list[Questi
                 asked = job.send(answer(asked))
     except StopIteration:
         return questions
+
+
+def write_checkpoint(folder: Path, seed: int = 0) -> WhisperForConditionalGeneration:
+    """Write such a model with a tokenizer like LetterTokenizer; return it."""
+    model = make_model(seed)
+    model.save_pretrained(folder)
+    letters = ["Ġ", *map(chr, range(33, 127)), *"ĀāĂăĄ"]
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: at for at, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(list(SPECIAL))
+    backend.save(str(folder / "tokenizer.json"))
+    return model

@@ -1,0 +1,191 @@
+"""POST /v1/audio/transcriptions, /v1/audio/translations"""
+
+import contextlib
+import importlib.util
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagoda.base.errors import RequestError
+from pagoda.base.outputs import RequestOutput
+from pagoda.engine.transcription.formats import as_object, as_srt, as_vtt
+from pagoda.engine.transcription.piece import Decoding
+from pagoda.engine.transcription.transcriber import Transcription, TranscriptionOptions
+from pagoda.server.body import parse_fields
+from pagoda.server.errors import ApiError
+from pagoda.server.generation import Admitted
+from pagoda.server.responses import EventStream, cancel_on_disconnect, event, json_response, run_sized
+from pagoda.server.routing import Router
+from pagoda.server.state import ServerState, state_of
+from pagoda.server.transcription_bodies import (
+    DurationUsage,
+    TranscriptionEvent,
+    TranscriptionRequest,
+    TranscriptionResponse,
+    TranscriptionVerbose,
+    TranslationRequest,
+)
+
+router = Router()
+
+F = TypeVar("F", TranscriptionRequest, TranslationRequest)
+
+_MAX_FIELDS = 32
+_MAX_FIELD_BYTES = 64 * 2**10
+_LISTS = ("timestamp_granularities[]", "include[]")
+
+
+@router.post(
+    "/v1/audio/transcriptions",
+    answer=TranscriptionResponse,
+    chunk=TranscriptionEvent,
+    body=TranscriptionRequest,
+    is_form=True,
+)
+async def create_transcription(http: Request) -> Response:
+    """Write down what is said in a sound file: a form with the file and the fields below."""
+    async with _form(http, TranscriptionRequest) as (form, file):
+        options = TranscriptionOptions(
+            language=form.language,
+            prompt=form.prompt,
+            temperature=_temperatures(form.temperature),
+            cut_at_silences=form.chunking_strategy is not None,
+            reports_no_speech=form.response_format == "verbose_json",
+        )
+        return await _answer(http, file, options, form.model, form.response_format, form.stream)
+
+
+@router.post("/v1/audio/translations", answer=TranscriptionResponse, body=TranslationRequest, is_form=True)
+async def create_translation(http: Request) -> Response:
+    """Write down in English what is said in a sound file in another language."""
+    async with _form(http, TranslationRequest) as (form, file):
+        options = TranscriptionOptions(
+            task="translate",
+            prompt=form.prompt,
+            temperature=_temperatures(form.temperature),
+            reports_no_speech=form.response_format == "verbose_json",
+        )
+        return await _answer(http, file, options, form.model, form.response_format, False)
+
+
+@contextlib.asynccontextmanager
+async def _form(http: Request, kind: type[F]) -> AsyncGenerator[tuple[F, UploadFile], None]:
+    """Read a form: a file goes to disk from 1 MB on, as it comes. Raises RequestError."""
+    state = state_of(http)
+    if state.generator.llm.input_processor.speech is None:
+        raise RequestError("this model does not transcribe: serve a Whisper model", "model")
+    if importlib.util.find_spec("python_multipart") is None:
+        raise RequestError("this server cannot read uploads: install it with pip install 'pagoda-llm[serve,audio]'")
+    if not http.headers.get("content-type", "").startswith("multipart/form-data"):
+        raise RequestError("the body is not a form with a file; send one with Content-Type: multipart/form-data")
+    async with http.form(max_files=1, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES) as given:
+        fields: dict[str, Any] = {}
+        for name in given:
+            values = [value if isinstance(value, str) else value.filename or "upload" for value in given.getlist(name)]
+            fields[name] = values if name in _LISTS else values[-1]
+        file = given.get("file")
+        if not isinstance(file, UploadFile):
+            raise RequestError("file: expected a sound file in a form (multipart/form-data)", "file")
+        known = {one.encode_name for one in msgspec.structs.fields(kind)}
+        unknown = [name for name in fields if name not in known]
+        if unknown:
+            state.bodies.note_unknown(http, unknown, len(unknown))
+        http.scope["state"]["body_bytes"] = 0  # of a text: the sound's tokens are not known yet
+        yield (
+            parse_fields(
+                {k: v for k, v in fields.items() if k in known},
+                kind,
+                state.generator.llm.input_processor.limits.of_request,
+            ),
+            file,
+        )
+
+
+def _temperatures(asked: float) -> tuple[float, ...]:
+    return (asked,) if asked else Decoding().temperatures
+
+
+async def _answer(
+    http: Request, file: UploadFile, options: TranscriptionOptions, model: str | None, form: str, is_stream: bool
+) -> Response:
+    """Transcribe a file, and answer in the form that was asked for."""
+    state = state_of(http)
+    if state.adapter_of(model) is not None:
+        raise ApiError(400, "model: adapters do not transcribe", "model")
+    http.scope["state"]["timings"]["model"] = model or state.model_names[0]
+    with state.generator.admitted(http, 1, 1, None) as admitted:
+        text, name = state.generator.llm.text, file.filename or "upload"
+        sound = await cancel_on_disconnect(http, text.begin_transcription(file.file.read, name, options))
+        # Samples, and the spectrogram of 80 or 128 rows of 100 frames per second for 16,000 samples.
+        admitted.place.hold(2 * sound.sound.samples.nbytes)
+        http.scope["state"]["timings"]["audio_s"] = round(sound.sound.duration_s, 2)
+        at_end = admitted.at_end.pop_all()
+    with contextlib.ExitStack() as guard:
+        guard.callback(at_end.close)
+        outputs = _outputs(http, state, sound, Admitted(admitted.place, at_end))
+        if is_stream:
+            guard.pop_all()
+            return EventStream(_events(outputs, sound), at_end.close)
+        await cancel_on_disconnect(http, _exhaust(outputs))
+    return await run_sized(sum(len(segment.tokens) for segment in sound.segments), lambda: _whole(sound, options, form))
+
+
+async def _outputs(
+    http: Request, state: ServerState, sound: Transcription, admitted: Admitted
+) -> AsyncGenerator[RequestOutput, None]:
+    """Run a transcription; yield the output of each of its requests, counted in the metrics."""
+    llm, metrics = state.generator.llm, state.generator.metrics
+    prefix = f"{http.scope['state']['key']}/audio-{uuid.uuid4().hex}"
+    count = 0
+
+    def new_id() -> str:
+        nonlocal count
+        count += 1
+        return f"{prefix}-{count}"
+
+    async with contextlib.aclosing(llm.run_job(sound.job(), new_id)) as outputs:
+        async for output in outputs:
+            admitted.place.start()
+            metrics.num_output_tokens += sum(len(part.token_ids) for part in output.outputs)
+            yield output
+
+
+async def _exhaust(outputs: AsyncGenerator[RequestOutput, None]) -> None:
+    async with contextlib.aclosing(outputs):
+        async for _ in outputs:
+            pass
+
+
+async def _events(outputs: AsyncGenerator[RequestOutput, None], sound: Transcription) -> AsyncGenerator[bytes, None]:
+    """Yield each segment's text as soon as it is final, and the whole text at the end."""
+    num_sent = 0
+    async with contextlib.aclosing(outputs):
+        async for _ in outputs:
+            for segment in sound.segments[num_sent : sound.num_settled]:
+                num_sent += 1
+                yield event(TranscriptionEvent("transcript.text.delta", delta=segment.text))
+    usage = DurationUsage(round(sound.sound.duration_s, 2))
+    yield event(TranscriptionEvent("transcript.text.done", text=sound.output().text, usage=usage))
+
+
+def _whole(sound: Transcription, options: TranscriptionOptions, form: str) -> Response:
+    output = sound.output()
+    usage = DurationUsage(round(output.duration, 2))
+    if form == "json":
+        return json_response(TranscriptionResponse(output.text, usage))
+    if form == "verbose_json":
+        fields = as_object(output)
+        return json_response(
+            TranscriptionVerbose(output.text, output.language, output.duration, fields["segments"], usage, options.task)
+        )
+    writers: dict[str, Callable[[], str]] = {
+        "text": lambda: output.text + "\n",
+        "srt": lambda: as_srt(output),
+        "vtt": lambda: as_vtt(output),
+    }
+    return Response(writers[form](), media_type="text/vtt" if form == "vtt" else "text/plain")

@@ -1,0 +1,120 @@
+"""The audio routes of a real server with a tiny random Whisper, by the openai client and by hand."""
+
+import io
+import json
+import uuid
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from tests.engine.transcription.speech_model import write_checkpoint
+from tests.engine.transcription.test_transcriber import noise
+from tests.server.live import LiveServer, serving
+
+pytest.importorskip("av")
+
+
+def wav(seconds: float, seed: int) -> bytes:
+    codes = np.clip(noise(seconds, seed).samples * 32768, -32768, 32767).astype("<i2")
+    file = io.BytesIO()
+    with wave.open(file, "wb") as output:
+        output.setparams((1, 2, 16_000, len(codes), "NONE", ""))
+        output.writeframes(codes.tobytes())
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder: Path = tmp_path_factory.mktemp("speech")
+    write_checkpoint(folder / "model")
+    flags = ("--model", str(folder / "model"), "--dtype", "float32", "--num-blocks", "1024", "--max-num-seqs", "4")
+    with serving(folder, *flags, "--request-limits.audio-s", "100", stepped=True) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: LiveServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+
+
+SOUND = wav(40, 1)
+
+
+def asked(client: openai.OpenAI, form: str, sound: bytes = SOUND, **more: Any) -> Any:
+    return client.audio.transcriptions.create(
+        model=client.models.list().data[0].id, file=("noise.wav", sound), response_format=form, language="en", **more
+    )  # type: ignore[call-overload]
+
+
+def test_all_formats_tell_the_same(client: openai.OpenAI) -> None:
+    verbose = asked(client, "verbose_json", timestamp_granularities=["segment"])
+    text = asked(client, "json").text
+    assert text == verbose.text == asked(client, "text").strip()
+    assert verbose.language == "english"
+    assert verbose.duration == pytest.approx(40)
+    assert "".join(segment.text for segment in verbose.segments).strip() == text
+    assert all(0 <= segment.no_speech_prob <= 1 and segment.end <= 40 for segment in verbose.segments)
+    assert [segment.id for segment in verbose.segments] == list(range(len(verbose.segments)))
+    assert len(verbose.segments) > 1
+    srt, vtt = asked(client, "srt"), asked(client, "vtt")
+    assert srt.count(" --> ") == vtt.count(" --> ") == len(verbose.segments)
+    assert srt.startswith("1\n00:00:0")
+    assert vtt.startswith("WEBVTT\n\n00:00:0")
+
+
+@pytest.mark.parametrize("strategy", [openai.omit, "auto"])
+def test_a_stream_has_the_segments_and_ends_with_the_whole_text(client: openai.OpenAI, strategy: Any) -> None:
+    events = list(asked(client, "json", stream=True, chunking_strategy=strategy))
+    whole = asked(client, "json", chunking_strategy=strategy)
+    assert [event.type for event in events] == [*["transcript.text.delta"] * (len(events) - 1), "transcript.text.done"]
+    assert len(events) > 2
+    assert events[-1].text == whole.text == "".join(event.delta for event in events[:-1]).strip()
+
+
+def test_translation_goes_to_its_own_route(client: openai.OpenAI) -> None:
+    model = client.models.list().data[0].id
+    found = client.audio.translations.create(model=model, file=("a.wav", SOUND), response_format="verbose_json")
+    assert found.segments
+    assert found.task == "translate"
+
+
+def test_errors_name_the_field(client: openai.OpenAI, server: LiveServer) -> None:
+    def message(form: str = "json", **more: Any) -> str:
+        with pytest.raises(openai.BadRequestError) as caught:
+            asked(client, form, **more)
+        return str(caught.value)
+
+    assert "response_format" in message("mp3")
+    assert "words do not yet" in message("verbose_json", timestamp_granularities=["word"])
+    assert "needs response_format=verbose_json" in message(timestamp_granularities=["segment"])
+    assert "include[]" in message(include=["logprobs"])
+    assert "take json" in message("srt", stream=True)
+    assert "temperature" in message(temperature=3)
+    assert "noise.wav' is not a sound file" in message(sound=b"#EXTM3U\nfile:///etc/passwd\n")
+    assert "audio_s" in message(sound=wav(101, 0))
+    assert "klingon" in message(extra_body={"language": "klingon"})
+    with pytest.raises(openai.NotFoundError):
+        client.audio.transcriptions.create(model="other", file=("a.wav", SOUND))
+    status, answer = server.post("/v1/audio/transcriptions", {"model": "x"})
+    assert (status, "multipart/form-data" in answer["error"]["message"]) == (400, True)
+
+
+def test_a_client_that_leaves_frees_the_engine(client: openai.OpenAI, server: LiveServer) -> None:
+    with server.steps.held_after(2):
+        with pytest.raises(openai.APITimeoutError):
+            asked(client, "json", timeout=3)
+        server.wait_load(0)
+    server.wait_idle()
+
+
+def test_a_model_of_text_refuses_sounds_by_name(fake_server: LiveServer) -> None:
+    border = uuid.uuid4().hex
+    body = f'--{border}\r\nContent-Disposition: form-data; name="model"\r\n\r\nx\r\n--{border}--\r\n'.encode()
+    kind = {"Content-Type": f"multipart/form-data; boundary={border}"}
+    status, answer = fake_server.post("/v1/audio/transcriptions", body, **kind)
+    assert (status, "serve a Whisper model" in json.dumps(answer)) == (400, True)
