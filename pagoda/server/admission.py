@@ -9,12 +9,20 @@ from pagoda.base.server_config import MAX_HELD_MEDIA_BYTES, ServerLimits
 
 PRIOR_OUTPUT_TOKENS = 1024
 """What an output is expected to take before there were any."""
+REFUSED_AT_ONCE = 8
+"""Requests per second that are refused without delay. Those beyond wait for HOLD_S seconds for their refusal."""
+HOLD_S = 1.0
 _PRIOR_WEIGHT = 8
 _MEAN_OVER = 1000  # outputs
 
 
 class Refusal(Exception):
-    """The request exceeds a limit now. `reason`: requests, tokens, media, key_concurrency or key_rate."""
+    """The request exceeds a limit now.
+
+    reason: requests, tokens, key_concurrency or key_rate.   hold_s: for how long the answer is held back.
+    """
+
+    hold_s = 0.0
 
     def __init__(self, reason: str, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)
@@ -73,6 +81,7 @@ class Admission:
         self.num_media_bytes = 0
         self._mean_output = float(PRIOR_OUTPUT_TOKENS)
         self._num_outputs = _PRIOR_WEIGHT
+        self._second = self._num_refused = 0
         self._live_of_key: Counter[str] = Counter()
         self._bucket_of_key: dict[str, tuple[float, float]] = defaultdict(
             lambda: (float(limits.requests_per_minute_per_key), time.monotonic())
@@ -94,8 +103,23 @@ class Admission:
         Raises Refusal, or RequestError if it can never fit.
         """
         self._check_size(num_requests)
-        self._check(num_requests, num_tokens, key)
+        try:
+            self._check(num_requests, num_tokens, key)
+        except Refusal as refusal:
+            refusal.hold_s = self._hold_s()
+            refusal.retry_after_s -= math.ceil(refusal.hold_s)
+            raise
         return Place(self, key, num_requests, num_tokens)
+
+    def _hold_s(self) -> float:
+        """Return for how long to hold back a refusal: not at all, unless there are many of them.
+
+        Then clients that ask again at once come no more often than those that wait, and a free place is anybody's.
+        """
+        second = int(time.monotonic())
+        self._num_refused = self._num_refused + 1 if second == self._second else 1
+        self._second = second
+        return HOLD_S if self._num_refused > REFUSED_AT_ONCE else 0.0
 
     def count(self, key: str, num_requests: int, num_waiting: int, num_tokens: int) -> None:
         """Add to the counts. For Place."""

@@ -44,34 +44,44 @@ def listen(config: ServerConfig) -> socket.socket:
 
 
 class _FileListener(socket.socket):
-    """A Unix socket, with a lock of its path until it is closed: before it listens, it looks like one left over."""
+    """A Unix socket, with a lock of its path until it is closed: before it listens, it looks like one left over.
+
+    Both files are removed when it is closed.
+    """
 
     def __init__(self) -> None:
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._held = contextlib.ExitStack()
+        self._at_end = contextlib.ExitStack()
 
-    def lock(self, path: str) -> None:
-        """Raises OSError if another server has the lock."""
-        file = self._held.enter_context(open(f"{path}.lock", "a"))  # noqa: SIM115
-        try:
+    def take(self, path: str) -> None:
+        """Bind it, in place of what an ended server left. Raises OSError if another server has the path."""
+        file = self._at_end.enter_context(open(f"{path}.lock", "a"))  # noqa: SIM115
+        with contextlib.suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)) from None
+            if os.fstat(file.fileno()).st_nlink:  # else its owner has removed it meanwhile
+                self._at_end.callback(_remove, f"{path}.lock")
+                with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+                    if stat.S_ISSOCK(os.stat(path).st_mode) and probe.connect_ex(path) == errno.ECONNREFUSED:
+                        os.unlink(path)
+                self.bind(path)
+                self._at_end.callback(_remove, path)
+                return
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
     def close(self) -> None:
         super().close()
-        self._held.close()
+        self._at_end.close()
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 def _listen_on_file(path: str) -> socket.socket:
-    """Return a bound Unix socket. What is left of a server that has ended is replaced."""
     listener = _FileListener()
     try:
-        listener.lock(path)
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            if stat.S_ISSOCK(os.stat(path).st_mode) and probe.connect_ex(path) == errno.ECONNREFUSED:
-                os.unlink(path)
-        listener.bind(path)
+        listener.take(path)
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on {path}: {error.strerror or error}; choose another --uds") from None

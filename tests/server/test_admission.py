@@ -18,7 +18,7 @@ from pagoda.base.server_config import ServerLimits
 from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
-from pagoda.server.admission import PRIOR_OUTPUT_TOKENS, Admission, Place, Refusal
+from pagoda.server.admission import HOLD_S, PRIOR_OUTPUT_TOKENS, REFUSED_AT_ONCE, Admission, Place, Refusal
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Admitted, Generation
 from tests.server.live import FAKE_FLAGS, serving
@@ -169,6 +169,23 @@ def test_256_chats_without_a_limit_run_although_their_contexts_exceed_the_token_
     with serving(tmp_path, *FAKE_FLAGS, *limits) as server, ThreadPoolExecutor(256) as threads:
         answers = list(threads.map(lambda _: server.post("/v1/chat/completions", body)[0], range(256)))
         assert answers == [200] * 256
+
+
+def test_many_refusals_are_held_back_so_that_asking_at_once_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.server.admission.time.monotonic", lambda: 5.0)
+    admission = Admission(ServerLimits(max_queued_requests=1))
+    with admitted(admission, 1, 1):
+        refusals: list[Refusal] = []
+        for _ in range(REFUSED_AT_ONCE + 2):
+            with pytest.raises(Refusal) as caught:
+                admission.admit(1, 1, "")
+            refusals.append(caught.value)
+        assert [one.hold_s for one in refusals] == [0.0] * REFUSED_AT_ONCE + [HOLD_S] * 2
+        assert [one.retry_after_s for one in refusals] == [1] * REFUSED_AT_ONCE + [0] * 2
+        monkeypatch.setattr("pagoda.server.admission.time.monotonic", lambda: 6.0)
+        with pytest.raises(Refusal) as caught:
+            admission.admit(1, 1, "")
+        assert caught.value.hold_s == 0.0
 
 
 def test_a_storm_of_retries_starves_nobody(tmp_path: Path) -> None:

@@ -20,7 +20,10 @@ from tests.server.live import FAKE_FLAGS
 
 def test_a_unix_socket_replaces_what_an_ended_server_left_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    for _ in range(2):  # the second finds the file of the first, to which nobody listens
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(path))  # by a server that was killed
+    left.close()
+    for _ in range(2):
         listener = listen(ServerConfig(uds=str(path)))
         listener.listen()
         with socket.socket(socket.AF_UNIX) as client:
@@ -28,6 +31,7 @@ def test_a_unix_socket_replaces_what_an_ended_server_left_and_nothing_else(tmp_p
         with pytest.raises(ConfigError, match=f"cannot listen on {path}: .*in use; choose another --uds"):
             listen(ServerConfig(uds=str(path)))
         listener.close()
+        assert list(tmp_path.iterdir()) == []
     bound = listen(ServerConfig(uds=str(path)))  # of a server that still loads its model
     with pytest.raises(ConfigError, match="in use"):
         listen(ServerConfig(uds=str(path)))
@@ -72,6 +76,7 @@ def test_a_served_unix_socket_with_keys_from_a_file_below_a_path(tmp_path: Path)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
+    assert list(tmp_path.iterdir()) == [keys]
 
 
 def _is_up(client: httpx.Client) -> bool:
