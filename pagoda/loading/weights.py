@@ -424,6 +424,9 @@ class MXFP4Weights:
         self._weights.bytes_read += blocks.nbytes + scales.nbytes
         return None
 
+    def view(self, name: str, region: Region) -> torch.Tensor | None:
+        return self._weights.view(name, region) if name in self._weights else None
+
     def has_codes(self, name: str) -> bool:
         return False
 

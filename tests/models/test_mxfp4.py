@@ -44,16 +44,17 @@ def write_mxfp4(folder: Path, **changes: object) -> tuple[Path, Path]:
     return floats, packed
 
 
-def logits(folder: Path) -> torch.Tensor:
-    ops = ON_CPU.ops("torch")
+def logits(folder: Path, kernels: str = "torch") -> torch.Tensor:
+    ops = ON_CPU.ops(kernels)
     runner = ForwardRunner(load_model(identify(folder), ops, torch.float32, ON_CPU.device), ops)
     with torch.inference_mode():
-        return PagedRunner(runner, 1, 40, torch.float32).logits([(0, 0, PROMPT)])
+        return PagedRunner(runner, 1, 40, torch.float32, block_size=8).logits([(0, 0, PROMPT)])
 
 
-def test_same_bits_as_floats(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+def test_same_bits_as_floats(kernels: str, tmp_path: Path) -> None:
     floats, packed = write_mxfp4(tmp_path)
-    assert torch.equal(logits(packed), logits(floats))
+    assert torch.equal(logits(packed, kernels), logits(floats, kernels))
     summary, as_floats = summarize_weights(identify(packed)), summarize_weights(identify(floats))
     assert summary.num_parameters == as_floats.num_parameters
     assert set(summary.bytes_by_type) == {"MXFP4", "F32"}
