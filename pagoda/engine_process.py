@@ -93,8 +93,9 @@ class EngineServer:
     def _add(self, message: wire.AddRequest) -> None:
         """Queue a request, or reject it. An error here only affects this request."""
         status = RequestStatus.FINISHED_IGNORED
+        arrays = [self._socket.recv(copy=False).buffer for _ in range(message.num_arrays)]  # they came with it
         try:
-            self._core.add_request(self._codec.decode_request(message))
+            self._core.add_request(self._codec.decode_request(message, *arrays))
             return
         except (WorkerDied, InvariantBroken):
             raise

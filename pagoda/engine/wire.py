@@ -1,6 +1,8 @@
 """Messages between an API process and an engine process: msgpack, typed at both ends.
 
-The frozen records of core/ are sent as they are, numpy arrays as (dtype, shape, bytes). Nothing is pickled.
+The frozen records of core/ are sent as they are, numpy arrays as (dtype, shape, bytes). Nothing is pickled. Large
+arrays of a request (what encoders read of images and audio) follow its message as frames of their own, which neither
+side copies: an event loop sends them.
 """
 
 import dataclasses
@@ -16,11 +18,15 @@ from pagoda.core.scheduler_output import EngineCoreOutputs
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
-    """A new request, encoded separately, so that a malformed one can be rejected by its id."""
+    """A new request, encoded separately, so that a malformed one can be rejected by its id.
+
+    num_arrays: frames that follow the message.
+    """
 
     request_id: str
     handle: int
     request: msgspec.Raw
+    num_arrays: int = 0
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -212,6 +218,10 @@ class AdapterReply(msgspec.Struct, frozen=True, tag="adapter_reply"):
 FromEngine = Ready | StartFailed | StepOutputs | StepReport | RequestRefused | IdleReport | ResetReply | AdapterReply
 
 
+LARGE_ARRAY_BYTES = 64 * 2**10
+"""From this size on, an array of a request is a frame of its own."""
+
+
 def _to_plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.shape, value.tobytes())
@@ -243,23 +253,46 @@ class Codec:
     def __init__(self, incoming: Any) -> None:
         self._encoder = make_encoder()
         self._decoder = make_decoder(incoming)
-        self._request_decoder = make_decoder(Request)
+        self._arrays: list[memoryview] = []  # of the request that is encoded or decoded
+        self._request_encoder = msgspec.msgpack.Encoder(enc_hook=self._keep_large)
+        self._request_decoder = msgspec.msgpack.Decoder(Request, dec_hook=self._with_large)
 
     def encode(self, message: msgspec.Struct) -> bytes:
         return self._encoder.encode(message)
 
-    def encode_request(self, request: Request) -> bytes:
-        """Encode an AddRequest message.
+    def encode_request(self, request: Request) -> tuple[bytes | memoryview, ...]:
+        """Encode an AddRequest message; the large arrays of the request follow it, as they are in memory.
 
         Raises UnicodeEncodeError for a string that is not valid Unicode, OverflowError for an integer beyond 64 bits,
         TypeError or NotImplementedError for a value of an unsupported type.
         """
-        return self.encode(AddRequest(request.request_id, request.handle, msgspec.Raw(self._encoder.encode(request))))
+        self._arrays = []
+        encoded = msgspec.Raw(self._request_encoder.encode(request))
+        arrays, self._arrays = self._arrays, []
+        return (self.encode(AddRequest(request.request_id, request.handle, encoded, len(arrays))), *arrays)
 
     def decode(self, data: bytes) -> Any:
         """Decode a message. Raises msgspec.DecodeError if it is malformed."""
         return self._decoder.decode(data)
 
-    def decode_request(self, message: AddRequest) -> Request:
-        """Decode the request of an AddRequest message. Raises msgspec.DecodeError if it is malformed."""
-        return self._request_decoder.decode(message.request)
+    def decode_request(self, message: AddRequest, *arrays: memoryview) -> Request:
+        """Decode the request of an AddRequest message, with the frames that follow it.
+
+        Raises msgspec.DecodeError if it is malformed.
+        """
+        self._arrays = list(arrays)
+        try:
+            return self._request_decoder.decode(message.request)
+        finally:
+            self._arrays = []
+
+    def _keep_large(self, value: Any) -> Any:
+        if not isinstance(value, np.ndarray) or value.nbytes < LARGE_ARRAY_BYTES or not value.flags.c_contiguous:
+            return _to_plain(value)
+        self._arrays.append(value.data.cast("B"))
+        return (value.dtype.str, value.shape, len(self._arrays) - 1)
+
+    def _with_large(self, kind: type, value: Any) -> Any:
+        if kind is np.ndarray and isinstance(value[2], int):
+            value = (value[0], value[1], self._arrays[value[2]])
+        return np.require(_from_plain(kind, value), requirements="A")  # a frame may begin anywhere

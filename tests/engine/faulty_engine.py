@@ -20,10 +20,10 @@ _add = Scheduler.add_request
 _replay_fails = Path(os.environ.get("REPLAY_FAULTS", "/nonexistent")).exists()
 
 
-def decode_request(codec: wire.Codec, message: wire.AddRequest) -> Request:
+def decode_request(codec: wire.Codec, message: wire.AddRequest, *arrays: memoryview) -> Request:
     if "decode" in message.request_id or ("replay" in message.request_id and _replay_fails):
         return _decode(codec, msgspec.structs.replace(message, request=msgspec.Raw(b"\xc1")))
-    return _decode(codec, message)
+    return _decode(codec, message, *arrays)
 
 
 def add_request(scheduler: Scheduler, request: Request) -> None:

@@ -119,9 +119,14 @@ class EngineLink:
         except Exception:
             logger.exception("a message could not be sent to the engine: %r", message)
 
-    def send_bytes(self, data: bytes) -> None:
-        """Queue an encoded message in ZeroMQ. What a dead engine did not receive is replayed to the next one."""
-        sent: asyncio.Future[object] = self.process.socket.send(data)  # type: ignore[assignment]
+    def send_bytes(self, data: bytes | memoryview, *arrays: bytes | memoryview) -> None:
+        """Queue an encoded message in ZeroMQ. What a dead engine did not receive is replayed to the next one.
+
+        arrays: frames that follow it. They are not copied, and must not change.
+        """
+        socket = self.process.socket
+        sending = socket.send_multipart([data, *arrays], copy=False) if arrays else socket.send(data)
+        sent: asyncio.Future[object] = sending  # type: ignore[assignment]
         if sent.done():
             sent.result()
         else:

@@ -195,9 +195,9 @@ class ProcessClient:
         self._suspects.sent(entry)
         try:
             requests = [entry.request] if is_new else self._journal.replay(entry)
-            for data in [self._codec.encode_request(request) for request in requests]:
+            for frames in [self._codec.encode_request(request) for request in requests]:
                 if self._supervisor.link is not None:
-                    self._supervisor.link.send_bytes(data)
+                    self._supervisor.link.send_bytes(*frames)
         except (UnicodeEncodeError, OverflowError) as error:
             self._end_entry(entry, f"the request cannot be encoded: {error}", RequestStatus.FINISHED_IGNORED)
         except Exception as error:

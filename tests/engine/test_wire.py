@@ -1,0 +1,69 @@
+"""Requests on their way to an engine process: large arrays are frames of their own, which neither side copies."""
+
+import time
+
+import numpy as np
+import pytest
+import zmq
+
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.request import MediaItem, Request
+from pagoda.engine import wire
+
+
+def request_of(*features: np.ndarray) -> Request:
+    media = tuple(MediaItem(f"hash {at}", 4 * at, 4, one, (1, 2)) for at, one in enumerate(features))
+    return Request("r", np.arange(50, dtype=np.int32), SamplingParams(max_tokens=3), media=media, handle=7)
+
+
+def features_of(num_rows: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).random((num_rows, 768), dtype=np.float32)
+
+
+def passed_on(request: Request) -> Request:
+    """Send a request through a socket, as a server does."""
+    sender, receiver = wire.Codec(wire.FromEngine), wire.Codec(wire.ToEngine)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as left, context.socket(zmq.PAIR) as right:
+        left.bind("inproc://requests")
+        right.connect("inproc://requests")
+        left.send_multipart(sender.encode_request(request), copy=False)
+        message = receiver.decode(right.recv())
+        assert isinstance(message, wire.AddRequest)
+        return receiver.decode_request(message, *(right.recv(copy=False).buffer for _ in range(message.num_arrays)))
+
+
+@pytest.mark.parametrize("sizes", [(), (3,), (100,), (100, 2, 40)])
+def test_arrays_of_any_size_arrive(sizes: tuple[int, ...]) -> None:
+    sent = request_of(*(features_of(size, at) for at, size in enumerate(sizes)))
+    got = passed_on(sent)
+    assert got.sampling == sent.sampling
+    np.testing.assert_array_equal(got.prompt_token_ids, sent.prompt_token_ids)
+    for expected, item in zip(sent.media, got.media, strict=True):
+        assert (item.content_hash, item.offset, item.length, item.grid) == (
+            expected.content_hash, expected.offset, expected.length, expected.grid,
+        )  # fmt: skip
+        assert item.features is not None
+        assert expected.features is not None
+        np.testing.assert_array_equal(item.features, expected.features)
+        assert item.features.dtype == np.float32
+        assert item.features.flags.aligned
+
+
+def test_large_arrays_are_sent_as_they_are_in_memory() -> None:
+    features = features_of(20_000)  # 60 MB
+    sent = request_of(features, features[:, ::2])  # one that is not contiguous is copied into the message
+    data, array = wire.Codec(wire.FromEngine).encode_request(sent)
+    assert np.shares_memory(np.frombuffer(array, np.float32), features)
+    assert len(data) < features.nbytes // 2 + 2000
+    begin_s = time.process_time()
+    wire.Codec(wire.FromEngine).encode_request(request_of(features))
+    assert time.process_time() - begin_s < 0.05
+
+
+def test_a_frame_that_begins_anywhere_is_readable() -> None:
+    codec = wire.Codec(wire.ToEngine)
+    data, array = wire.Codec(wire.FromEngine).encode_request(request_of(features_of(100)))
+    moved = memoryview(b"x" + bytes(array))[1:]
+    request = codec.decode_request(codec.decode(bytes(data)), moved)
+    assert request.media[0].features is not None
+    np.testing.assert_array_equal(request.media[0].features, features_of(100))
