@@ -121,7 +121,8 @@ class ChatPrompts:
             self._limits.of_request.check("tokenized_chars", len(text), "messages")
         is_marked, features = not self._parses_special_tokens, []
         if images is not None:
-            text, features = images.put(text, sources, is_marked=is_marked, is_trusted=not is_bounded)
+            most = self._limits.max_model_len
+            text, features = images.put(text, sources, most, is_marked=is_marked, is_trusted=not is_bounded)
         plain = self._tokenizer.facts.marks.remove(text) if is_marked else text
         if must_fit:
             self._prompts.check_length(plain)

@@ -43,10 +43,11 @@ class ImagePrompts:
         self._limits.check("images", len(sources), "messages")
 
     def put(
-        self, text: str, sources: Sequence[ImageSource], *, is_marked: bool, is_trusted: bool
+        self, text: str, sources: Sequence[ImageSource], max_tokens: int, *, is_marked: bool, is_trusted: bool
     ) -> tuple[str, list[ImageFeatures]]:
         """Return a rendered prompt with each image's tokens in its place, and what the tower reads, in their order.
 
+        max_tokens: the most image tokens; no image is read beyond them.
         is_marked: the text has marks in place of the template's special tokens.   is_trusted: see `read_bytes`.
         Raises RequestError, which names the image, for one that cannot be read.
         """
@@ -67,6 +68,13 @@ class ImagePrompts:
                 written = self._marks.put_only(written, set(_TOKEN.findall(written)).intersection(self._marks.texts))
             parts += written, after
             features += processed.items
+            if (num_tokens := sum(item.length for item in features)) > max_tokens:
+                # Clients recognise OpenAI's words for it.
+                raise RequestError(
+                    f"{source.where}: This model's maximum context length is {max_tokens} tokens. However, the images "
+                    f"up to this one have {num_tokens}. Please send fewer, or smaller ones.",
+                    source.where,
+                )
         return "".join(parts), features
 
     def _process(self, source: ImageSource, budget: PixelBudget, is_trusted: bool) -> ProcessedImage:

@@ -72,7 +72,8 @@ class PromptEncoder:
         if not isinstance(text, str):
             raise RequestError("multi_modal_data needs a prompt as text, with a place for each image", "prompt")
         self._images.check_count(sources)
-        written, features = self._images.put(text, sources, is_marked=False, is_trusted=True)
+        most = self._limits.max_model_len
+        written, features = self._images.put(text, sources, most, is_marked=False, is_trusted=True)
         token_ids = self.encode(written, add_special_tokens)
         return EncodedPrompt(token_ids, media=self._images.media_of(token_ids, features))
 

@@ -210,6 +210,15 @@ def test_images_are_bounded_by_number_bytes_and_pixels_before_they_are_decoded()
         inputs.chats.render([{"role": "user", "content": [part(image_of(4, 4))] * 2}])
 
 
+def test_no_image_is_read_beyond_the_models_context():
+    inputs = inputs_of("idefics3", max_model_len=16)
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    content = [part(image_of(32, 32)), part(image_of(96, 96)), broken]
+    with pytest.raises(RequestError, match="maximum context length is 16 tokens.*up to this one have") as error:
+        inputs.chats.render([{"role": "user", "content": content}])
+    assert error.value.param == "messages[0].content[0]"  # an image is enlarged to its whole tiles
+
+
 def test_a_program_may_name_files_and_pass_bytes(tmp_path):
     inputs, image = inputs_of("gemma3"), image_of(40, 30)
     path = tmp_path / "a b.png"
