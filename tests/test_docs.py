@@ -18,6 +18,7 @@ OTHER_PROGRAMS_FLAGS = {
     "--head",
     "--address",
     "--node-ip-address",
+    "--generate",
     "--num-cpus",
     "--no-deps",
     "--only-binary",

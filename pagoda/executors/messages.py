@@ -114,7 +114,7 @@ class Reply(msgspec.Struct, frozen=True):
 
     rank: int
     number: int
-    value: msgspec.Raw = msgspec.Raw(b"\xc0")
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")  # nil
     checksum: int = 0
     failure: Failure | None = None
 

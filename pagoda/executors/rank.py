@@ -47,7 +47,6 @@ from pagoda.worker_setup import make_worker
 logger = logging.getLogger("pagoda")
 
 _NUM_PIECES, _PIECE_BYTES = 64, 4096  # of a file, in its digest
-_NIL = msgspec.Raw(b"\xc0")
 
 
 class RankExecutor(Protocol):
@@ -121,7 +120,7 @@ class _Rank:
 
     def reply(self, number: int, value: object, checksum: int = 0) -> None:
         with self._lock:
-            data = msgspec.Raw(self._encoder.encode(value)) if value is not None else _NIL
+            data = msgspec.Raw(self._encoder.encode(value))
             self._replies.send(self._encoder.encode(Reply(self._place.number, number, data, checksum)))
 
     def fail(self, number: int, error: Exception) -> None:

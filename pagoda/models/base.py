@@ -71,7 +71,7 @@ class Model(Module):
         """
         raise ConfigError(
             f"pipeline_parallel_size={place.num_stages}: models of architecture {self.spec.architecture!r} cannot be "
-            "divided into stages; take tensor_parallel_size"
+            f"divided into stages; leave it out, or take tensor_parallel_size={place.num_stages} instead"
         )
 
     @property

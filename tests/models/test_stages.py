@@ -11,7 +11,6 @@ import torch
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
-from pagoda.base.model_spec import ModelSpec
 from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.engine_setup import resolve_engine
 from pagoda.kernels.collectives.group import Communicator, ThreadGroup, thread_groups
@@ -21,13 +20,13 @@ from pagoda.layers.module import parameters
 from pagoda.layers.sharding import ALONE
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import ModelFiles, identify
-from pagoda.models.base import Model
 from pagoda.ops.tensor import RankGroup
 from pagoda.sizing import size_cache, weights_in_memory
 from pagoda.worker.forward_runner import ForwardRunner, Programs
 from tests.device_under_test import ON_CPU
 from tests.models.paged_runner import PagedRunner, generate
 from tests.models.tiny import VOCAB, make_model, save
+from tests.models.tiny_encoders import make_encoder, save_encoder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -191,8 +190,10 @@ def test_an_engine_refuses_more_stages_than_layers(folder: Folder) -> None:
         resolve_engine(EngineConfig.from_options(model=str(folder("llama")), pipeline_parallel_size=4, device="cpu"))
 
 
-def test_models_that_have_no_stages_are_refused() -> None:
-    model = Model()
-    model.spec = ModelSpec("bert", VOCAB, 8, 8, 1, 1, 1, 8, 64, (0,))
-    with pytest.raises(ConfigError, match="architecture 'bert' cannot be divided into stages"):
-        model.take_stage(RankPlace(num_stages=2), ALONE)
+def test_encoders_have_no_stages_and_the_error_says_what_they_have(tmp_path: Path) -> None:
+    options = {"model": str(save_encoder(make_encoder("bert"), tmp_path)), "device": "cpu"}
+    with pytest.raises(ConfigError) as caught:
+        resolve_engine(EngineConfig.from_options(**options, pipeline_parallel_size=3))  # type: ignore[arg-type]
+    assert "pipeline_parallel_size=3: models of architecture 'bert' cannot be divided into stages" in str(caught.value)
+    assert "take tensor_parallel_size=3" in str(caught.value)
+    assert resolve_engine(EngineConfig.from_options(**options, tensor_parallel_size=3))  # type: ignore[arg-type]
