@@ -29,7 +29,13 @@ def test_list_marks_what_is_fetched(
     cached(tmp_path, "some-model-2.0")
     lines = run(capsys, "models", "list", "--cache-dir", str(tmp_path)).splitlines()
     fetched = {line.split()[0]: line.split()[-1] for line in lines if line.rstrip().endswith(("yes", "no"))}
-    assert fetched == {"smollm2-135m": "yes", "gemma3-270m": "no", "minilm-l6": "no", "pypi:some-model==2.0": "yes"}
+    assert fetched == {
+        "smollm2-135m": "yes",
+        "gemma3-270m": "no",
+        "minilm-l6": "no",
+        "whisper-tiny.en": "no",
+        "pypi:some-model==2.0": "yes",
+    }
 
 
 def test_list_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,7 +45,7 @@ def test_list_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert listed["cache"] == str(tmp_path)
     paths = {model["name"]: model["path"] for model in listed["models"]}
     other = str(tmp_path / "wheels" / "some-model-2.0")
-    catalog = {"smollm2-135m": str(folder), "gemma3-270m": None, "minilm-l6": None}
+    catalog = {"smollm2-135m": str(folder), "gemma3-270m": None, "minilm-l6": None, "whisper-tiny.en": None}
     assert paths == {**catalog, "pypi:some-model==2.0": other}
     assert all(model["num_bytes"] > 0 for model in listed["models"])
 

@@ -104,6 +104,42 @@ def test_errors_name_the_field(client: openai.OpenAI, server: LiveServer) -> Non
     assert (status, "multipart/form-data" in answer["error"]["message"]) == (400, True)
 
 
+def form_of(*parts: tuple[str, str | None, bytes]) -> bytes:
+    """Return a form of (name, file name, content)."""
+    body = b""
+    for name, file, content in parts:
+        named = f'; filename="{file}"' if file is not None else ""
+        body += f'--edge\r\nContent-Disposition: form-data; name="{name}"{named}\r\n\r\n'.encode() + content + b"\r\n"
+    return body + b"--edge--\r\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "message"),
+    [
+        (b"", "multipart/form-data", "oundary"),
+        (b"no form", "multipart/form-data; boundary=edge", ""),
+        (form_of(("model", None, b"x")), "multipart/form-data; boundary=edge", "file"),
+        (form_of(("file", None, b"text")), "multipart/form-data; boundary=edge", "file"),
+        (form_of(("file", "a", b"x"), ("file", "b", b"y")), "multipart/form-data; boundary=edge", "files"),
+        (form_of(("file", "a", b"x"), ("prompt", None, b"x" * 70_000)), "multipart/form-data; boundary=edge", ""),
+        (form_of(("file", "a", b"x"), ("prompt", None, b"x" * 20_000)), "multipart/form-data; boundary=edge", "prompt"),
+        (form_of(*[("x", None, b"")] * 40), "multipart/form-data; boundary=edge", "fields"),
+        (form_of(("file", "a", b"x"), ("stream", None, b"maybe")), "multipart/form-data; boundary=edge", "stream"),
+    ],
+)
+def test_malformed_forms_are_refused(server: LiveServer, body: bytes, content_type: str, message: str) -> None:
+    status, answer = server.post("/v1/audio/transcriptions", body, **{"Content-Type": content_type})
+    assert status == 400, answer
+    assert message in answer["error"]["message"]
+
+
+def test_an_unknown_field_is_noted(client: openai.OpenAI) -> None:
+    answer = client.audio.transcriptions.with_raw_response.create(
+        model=client.models.list().data[0].id, file=("a.wav", wav(1, 0)), extra_body={"speed": "2"}, language="en"
+    )
+    assert answer.headers["x-ignored-fields"] == "speed"
+
+
 def test_a_client_that_leaves_frees_the_engine(client: openai.OpenAI, server: LiveServer) -> None:
     with server.steps.held_after(2):
         with pytest.raises(openai.APITimeoutError):
