@@ -155,7 +155,14 @@ def _check_encoder(config: EngineConfig, model: Model, is_on_host: bool, drafts:
         return
     if not is_on_host:
         raise ConfigError(
-            f"models of architecture {model.spec.architecture!r} do not run on a GPU yet; take device='cpu'"
+            f"models of architecture {model.spec.architecture!r} do not run on a GPU yet with what reads images or "
+            "audio; take device='cpu', or of Gemma 3 the text model: hf_overrides={'architectures': "
+            "['Gemma3ForCausalLM']}"
+        )
+    if model.media_encoder.whole_items and config.parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size={config.parallel.pipeline_parallel_size} does not go with images whose tokens "
+            "attend to each other (Gemma 3); take tensor_parallel_size"
         )
     if model.cross_groups and config.parallel.executor == "fake":
         raise ConfigError("distributed_executor_backend='fake' does not go with an encoder-decoder model")

@@ -2,12 +2,22 @@
 
 EmbeddingGemma is one whose tokens attend to both sides.
 
-Multimodal checkpoints (`text_config`) are served as text models; their vision tower is not loaded.
+Gemma 3 with its tower: a SigLIP, whose patches are averaged, normed and projected. The tokens of an image attend to all
+of it. `Gemma3ForCausalLM` in place of a checkpoint's architecture serves its text model alone.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from math import isqrt
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingKind, PoolingPlan
+from pagoda.layers.linear import Linear
+from pagoda.layers.module import Module, keep_floats
+from pagoda.layers.norm import RMSNorm
+from pagoda.layers.parameter import Part
 from pagoda.layers.rope_config import RopeConfig
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader, read_rope_parameters
@@ -21,8 +31,12 @@ from pagoda.models.decoder_config import (
     windows_by_layer_types,
 )
 from pagoda.models.gemma2 import GGUF, gguf_query_scalar
-from pagoda.models.naming import MULTIMODAL
+from pagoda.models.naming import MULTIMODAL, Naming
 from pagoda.models.norm_placement import SandwichDecoder
+from pagoda.models.siglip import JOINED, Siglip, SiglipConfig, SiglipEncoder, read_siglip
+from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import Tensor
 
 # Google's configs omit settings that equal the first release; these are its values.
 _DEFAULTS: dict[str, object] = {
@@ -48,8 +62,88 @@ class EmbeddingGemma(SandwichDecoder):
     pooling = PoolingPlan(PoolingKind.MEAN)
 
 
-def _model(config: DecoderConfig) -> SandwichDecoder:
+@dataclass(frozen=True, slots=True)
+class Gemma3VisionConfig:
+    """spec: of the text model.   factor: patches that become one token, in each direction."""
+
+    spec: ModelSpec
+    text: DecoderConfig
+    vision: SiglipConfig
+    factor: int
+
+
+class Projector(Module):
+    """The mean of a token's patches to its embedding."""
+
+    def __init__(self, vision: SiglipConfig, outputs: int) -> None:
+        self.mm_soft_emb_norm = RMSNorm(vision.hidden_size, vision.norm_eps, unit_offset=True)
+        self.mm_input_projection = Linear(vision.hidden_size, (Part("mm_input_projection", outputs),))
+
+    def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
+        return self.mm_input_projection(ops, self.mm_soft_emb_norm(ops, x))
+
+
+class Gemma3Encoder(SiglipEncoder):
+    whole_items = True
+
+    def __init__(self, config: Gemma3VisionConfig) -> None:
+        super().__init__(config.vision, config.factor, config.spec)
+        self.vision_tower = Siglip(config.vision)
+        self.multi_modal_projector = Projector(config.vision, self.output_size)
+        keep_floats(self)
+
+    def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
+        x = self.vision_tower(ops, batch)
+        return self.multi_modal_projector(ops, ops.mean_rows(x, batch.inputs[JOINED].tensor))
+
+
+class Gemma3WithVision(SandwichDecoder):
+    def __init__(self, config: Gemma3VisionConfig) -> None:
+        super().__init__(replace(config.text, spec=config.spec))
+        self.vision = Gemma3Encoder(config)
+
+    @property
+    def media_encoder(self) -> Gemma3Encoder:
+        return self.vision
+
+
+def _model(config: DecoderConfig | Gemma3VisionConfig) -> SandwichDecoder:
+    if isinstance(config, Gemma3VisionConfig):
+        return Gemma3WithVision(config)
     return EmbeddingGemma(config) if config.bidirectional else SandwichDecoder(config)
+
+
+def _read(config: ConfigReader) -> DecoderConfig | Gemma3VisionConfig:
+    text, vision = read(config), config.section("vision_config")
+    if vision is None or config.texts("architectures") != (_WITH_VISION,):
+        return text
+    tower, tokens = read_siglip(vision), config.integer("mm_tokens_per_image", 256)
+    across = isqrt(tokens)
+    if across * across != tokens or tower.side % across:
+        raise ConfigError(
+            f"{config.origin}: mm_tokens_per_image = {tokens} is not a square whose side divides {tower.side} patches"
+        )
+    return Gemma3VisionConfig(text.spec, text, tower, tower.side // across)
+
+
+_WITH_VISION = "Gemma3ForConditionalGeneration"
+
+
+def _with_tower(text: tuple[str, str], tower: str, inner: str) -> Naming:
+    """Return the naming of a checkpoint with a tower.
+
+    text: turns names of the text model into stored ones.   tower, inner: stand before the names of the tower and the
+    projector, and between the tower's own name and those of its layers.
+    """
+    return Naming(
+        substitutions=(
+            text,
+            (r"^vision\.vision_tower\.", f"{tower}vision_tower.{inner}"),
+            (r"^vision\.", tower),
+            (r"mm_input_projection\.weight$", "mm_input_projection_weight"),
+        ),
+        transposed="mm_input_projection_weight$",
+    )
 
 
 def read(config: ConfigReader) -> DecoderConfig:
@@ -100,10 +194,14 @@ def _read_rope(config: ConfigReader, layer_type: str, theta_key: str, default_th
 
 GEMMA3 = Architecture(
     name="gemma3",
-    hf_names=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+    hf_names=("Gemma3ForCausalLM", _WITH_VISION),
     model=_model,
-    read=read,
-    hf=MULTIMODAL,
+    read=_read,
+    hf=(
+        *MULTIMODAL,
+        *(_with_tower((r"^(model|lm_head)\.", r"language_model.\1."), "", inner) for inner in ("vision_model.", "")),
+        *(_with_tower((r"^model\.", "model.language_model."), "model.", inner) for inner in ("vision_model.", "")),
+    ),
     gguf_name="gemma3",
     gguf=GGUF,
     gguf_settings=partial(gguf_query_scalar, _LAYERS_OF_27B),

@@ -27,10 +27,10 @@ from pagoda.models.base import POSITION_KINDS
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import DecoderConfig, read_activation, read_text_settings
 from pagoda.models.encoder import FEATURES, Encoder, EncoderItem, ItemArray
-from pagoda.models.idefics3 import JOINED
 from pagoda.models.llama import Llama
 from pagoda.models.naming import HF, Naming
 from pagoda.models.qwen import read_qwen2
+from pagoda.models.siglip import JOINED
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.declare import Domain
 from pagoda.ops.forward import ForwardOps

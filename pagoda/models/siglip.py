@@ -3,9 +3,14 @@
 A patch embedding is a convolution whose windows do not overlap: a linear layer of flattened patches.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagoda.base.errors import ConfigError
+import numpy as np
+
+from pagoda.base.errors import ConfigError, RequestError
+from pagoda.base.model_spec import ModelSpec
+from pagoda.core.request import MediaItem
 from pagoda.layers.attention import Attention, Heads
 from pagoda.layers.linear import Embedding, Linear
 from pagoda.layers.mlp import Activation, PlainMLP
@@ -13,10 +18,14 @@ from pagoda.layers.module import Module
 from pagoda.layers.norm import LayerNorm
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import read_activation
-from pagoda.models.encoder import FEATURES
+from pagoda.models.encoder import FEATURES, Encoder, EncoderItem, ItemArray
 from pagoda.ops.batch import ForwardBatch
+from pagoda.ops.declare import Domain
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
+
+JOINED = "joined_patches"
+"""Input of a tower's batch: int64 [outputs, n], the tokens of which an output is made."""
 
 _CHANNELS = 3
 _MOST_PATCHES = 1024  # along one side
@@ -121,3 +130,45 @@ class Siglip(Module):
         if residual is None:
             return self.post_layernorm(ops, x)
         return self.post_layernorm.add(ops, x, residual)[0]
+
+
+class SiglipEncoder(Encoder):
+    """Squares of one size to embeddings. A subclass says what an output is made of.
+
+    An item is a tile or an image: features float32 [side * side, values of a patch], patches row by row; grid (side,
+    side). A patch has its own place as its position. transformers looks Idefics3's up as a fraction of the tile, in
+    float32, which for some sizes gives the place before; those of known checkpoints (26, 27, 32 and 70 patches) are not
+    among them.
+    """
+
+    def __init__(self, vision: SiglipConfig, factor: int, spec: ModelSpec) -> None:
+        """factor: patches of an output, in each direction.   spec: of the text model."""
+        self.spec = spec
+        self.output_size = spec.hidden_size
+        self.vision, self.factor = vision, factor
+
+    def largest_item(self) -> MediaItem:
+        grid = (self.vision.side, self.vision.side)
+        features = np.zeros((self.vision.side**2, self.vision.patch_values), np.float32)
+        return MediaItem("", 0, self.num_outputs(features.shape, grid), features, grid)
+
+    def num_outputs(self, shape: Sequence[int], grid: tuple[int, ...]) -> int:
+        side = self.vision.side
+        wanted = (side**2, self.vision.patch_values)
+        if tuple(shape) != wanted or grid != (side, side):
+            raise RequestError(
+                f"an item has features {wanted} and the grid {(side, side)}, not {tuple(shape)} and {grid}", "media"
+            )
+        return (side // self.factor) ** 2
+
+    def item(self, features: np.ndarray, grid: tuple[int, ...]) -> EncoderItem:
+        side = self.vision.side
+        joined = joined_patches(side, side, self.factor)
+        inputs = {FEATURES: ItemArray(features), JOINED: ItemArray(joined, Domain.TAIL, Domain.TOKENS)}
+        return EncoderItem((np.array([side * side], np.int32),), len(joined), inputs)
+
+
+def joined_patches(rows: int, columns: int, factor: int) -> np.ndarray:
+    """Return the patches of each square of factor x factor, row by row; int64 [squares, factor ** 2]."""
+    patches = np.arange(rows * columns, dtype=np.int64).reshape(rows // factor, factor, columns // factor, factor)
+    return patches.transpose(0, 2, 1, 3).reshape(-1, factor * factor)

@@ -35,6 +35,8 @@ class AttentionMetadata(Generic[TensorT]):
     block_size: tokens per block.   max_query_len, max_seq_len: largest of the batch.
     shared_prefix: int32 [2], (tokens, rows): so many tokens at the beginning of each of the first rows are in the same
         blocks, and were in the cache before this step; None if that is not worth knowing. It changes no result.
+    last_seen: int32 [queries], the last position that each query sees, where some see later ones than their own, which
+        are in the cache too (the tokens of an image see all of it); None: each sees those up to its own.
     """
 
     query_start: TensorT
@@ -45,6 +47,7 @@ class AttentionMetadata(Generic[TensorT]):
     max_query_len: int
     max_seq_len: int
     shared_prefix: TensorT | None = None
+    last_seen: TensorT | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

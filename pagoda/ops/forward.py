@@ -37,6 +37,7 @@ from pagoda.ops.shape_rules import (
     check_heads,
     check_layer_norm,
     check_low_rank,
+    check_mean_rows,
     check_moe,
     check_norm,
     check_put_rows,
@@ -400,6 +401,17 @@ class ForwardOps(Protocol):
     )
     def select_rows(self, x: Tensor, index: Tensor) -> Tensor:
         """[T, hidden], int64 [S] -> [S, hidden]; int64 [S, n] -> [S, n * hidden], n rows after each other."""
+        ...
+
+    @op(
+        "rows",
+        check_mean_rows,
+        x=Rows(contiguous=True, any_domain=True),
+        index=Rows(I64, below="x", contiguous=True),
+        out=Out("index", lambda s: s["x"][1:], "x"),
+    )
+    def mean_rows(self, x: Tensor, index: Tensor) -> Tensor:
+        """[T, hidden], int64 [S, n] -> [S, hidden]: the mean of n rows, summed in float32 in their order."""
         ...
 
     @op(

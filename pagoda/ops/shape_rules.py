@@ -86,6 +86,11 @@ def check_low_rank(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         raise ValueError(f"adapters of a layer [{rows}, {columns}] do not fit {given}")
 
 
+def check_mean_rows(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    if len(shapes["index"]) != 2 or not shapes["index"][1] or len(shapes["x"]) != 2:
+        raise ValueError(f"index {shapes['index']} does not say of which rows of x {shapes['x']} the means are")
+
+
 def check_put_rows(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     if shapes["rows"][1:] != shapes["x"][1:]:
         raise ValueError(f"rows {shapes['rows']} do not fit x {shapes['x']}")

@@ -77,6 +77,7 @@ class EncoderOutputs:
         ends = np.cumsum(output.num_new)
         values: list[torch.Tensor] = []
         index: list[np.ndarray] = []
+        seen: list[np.ndarray] = []
         for i in np.flatnonzero(np.isin(output.rows, list(self._items))).tolist():
             row, start, num_new = int(output.rows[i]), int(output.start[i]), int(output.num_new[i])
             items, begin = self._items[row], int(ends[i]) - num_new
@@ -85,9 +86,13 @@ class EncoderOutputs:
                 if first < last:
                     values.append(self._outputs[item.content_hash][first - item.offset : last - item.offset])
                     index.append(np.arange(begin + first - start, begin + last - start, dtype=np.int64))
+                    seen.append(np.full(last - first, item.offset + item.length - 1, np.int32))
             if start + num_new >= _end(items):
                 del self._items[row]
-        return StepEmbeds(torch.cat(values), np.concatenate(index)) if values else None
+        if not values:
+            return None
+        whole = np.concatenate(seen) if self._encoder.whole_items else None
+        return StepEmbeds(torch.cat(values), np.concatenate(index), whole)
 
     def states(self, output: SchedulerOutput) -> StepStates | None:
         """Return the outputs that cross attention writes to the cache in the step, None for none.

@@ -220,6 +220,8 @@ class StagingBatch:
             size = self.padding.size_of(len(output.rows), num_tokens, rows.longest, rows.furthest)
         if self.padding is not None and rows.longest == 1:  # only kernels whose steps are captured read them
             rows = rows.with_shared_prefixes(output.start, block_size)
+        if embeds is not None and embeds.last_seen is not None:
+            rows = rows.with_last_seen(positions, embeds)
         tail, tail_index = rows, None
         wanted = np.concatenate([logits_index, states_index]) if states_index.size else logits_index
         if size is None and not _counts_up(wanted, num_tokens):
@@ -338,6 +340,7 @@ class BatchRows:
 
     tables: a block table per KV group.   longest, furthest: its max_query_len and max_seq_len.
     shared: the shared prefix of each group, 0 tokens if it has none; empty if no group has one.
+    last_seen: None: every token sees those up to its own.
     """
 
     query_start: np.ndarray
@@ -346,10 +349,12 @@ class BatchRows:
     longest: int
     furthest: int
     shared: tuple[np.ndarray, ...] = ()
+    last_seen: np.ndarray | None = None
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        return [self.query_start, self.seq_lens, *self.tables, *self.shared]
+        seen = [] if self.last_seen is None else [self.last_seen]
+        return [self.query_start, self.seq_lens, *self.tables, *self.shared, *seen]
 
     def with_shared_prefixes(self, context: np.ndarray, block_size: int) -> "BatchRows":
         """Return the same with the prefixes that rows share.   context: tokens in the cache before this step."""
@@ -357,6 +362,12 @@ class BatchRows:
         if not any(found):
             return self
         return replace(self, shared=tuple(np.array(prefix or (0, 0), np.int32) for prefix in found))
+
+    def with_last_seen(self, positions: np.ndarray, embeds: "StepEmbeds") -> "BatchRows":
+        """Return the same where some tokens see later ones.   positions: int32, of the batch's tokens."""
+        seen = positions.copy()
+        seen[embeds.index] = np.maximum(seen[embeds.index], embeds.last_seen)
+        return replace(self, last_seen=seen)
 
     def padded(self, size: PaddedSize, block_size: int) -> "BatchRows":
         """Return the same with more rows, and tables for more tokens.
@@ -393,16 +404,20 @@ class BatchRows:
         shift = start[rows + 1] - tail_start[1:]  # index in the batch minus index in the tail
         index = np.arange(tail_start[-1], dtype=np.int64) + np.repeat(shift, counts)
         tables = [table[rows] for table in self.tables]
-        return BatchRows(tail_start, seq_lens, tables, int(counts.max()), int(seq_lens.max())), index
+        seen = None if self.last_seen is None else self.last_seen[index]
+        ends = BatchRows(tail_start, seq_lens, tables, int(counts.max()), int(seq_lens.max()), last_seen=seen)
+        return ends, index
 
     def metadata(
         self, slots: list[torch.Tensor], tensors: list[torch.Tensor], block_size: int
     ) -> tuple[AttentionMetadata, ...]:
         """slots: of the whole batch, per KV group.   tensors: `arrays`, on the device."""
         query_start, seq_lens, *tables = tensors
+        seen = None if self.last_seen is None else tables.pop()
         shared = tables[len(slots) :] if self.shared else [None] * len(slots)
+        longest, furthest = self.longest, self.furthest
         return tuple(
-            AttentionMetadata(query_start, seq_lens, table, of_group, block_size, self.longest, self.furthest, prefix)
+            AttentionMetadata(query_start, seq_lens, table, of_group, block_size, longest, furthest, prefix, seen)
             for of_group, table, prefix in zip(slots, tables[: len(slots)], shared, strict=True)
         )
 
@@ -589,10 +604,14 @@ class LastTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepEmbeds:
-    """Embeddings of one step.   values: [n, hidden].   index: int64 [n], which of the step's tokens each is of."""
+    """Embeddings of one step.   values: [n, hidden].   index: int64 [n], which of the step's tokens each is of.
+
+    last_seen: int32 [n], the last position that each of these tokens sees, if that is after its own; None: for none.
+    """
 
     values: torch.Tensor
     index: np.ndarray
+    last_seen: np.ndarray | None = None
 
 
 def join_embeds(parts: Sequence["StepEmbeds | None"]) -> "StepEmbeds | None":
@@ -600,7 +619,12 @@ def join_embeds(parts: Sequence["StepEmbeds | None"]) -> "StepEmbeds | None":
     found = [part for part in parts if part is not None]
     if len(found) < 2:
         return found[0] if found else None
-    return StepEmbeds(torch.cat([part.values for part in found]), np.concatenate([part.index for part in found]))
+    seen = None
+    if any(part.last_seen is not None for part in found):
+        own = (np.zeros(len(part.index), np.int32) if part.last_seen is None else part.last_seen for part in found)
+        seen = np.concatenate(list(own))
+    values, index = torch.cat([part.values for part in found]), np.concatenate([part.index for part in found])
+    return StepEmbeds(values, index, seen)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

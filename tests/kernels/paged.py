@@ -1,6 +1,6 @@
 """Paged caches of awkward shapes, filled step by step through any Ops."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -89,10 +89,19 @@ class PagedRows:
         self.tables = [[order.pop() for _ in range(count)] for count in counts]
         self.computed = [0] * len(rows)
 
-    def step(self, new: list[tuple[int, int]], scale: float, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+    def step(
+        self,
+        new: list[tuple[int, int]],
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        last_seen: list[int] | None = None,
+    ) -> torch.Tensor:
         """Compute (row, tokens) each, in this order; returns the attention output [T, H * D]."""
         lens = [(self.computed[row], count) for row, count in new]
         metadata = make_metadata(self.geometry, lens, [self.tables[row] for row, _ in new])
+        if last_seen is not None:
+            metadata = replace(metadata, last_seen=torch.tensor(last_seen, dtype=torch.int32))
         parts = [self.rows[row] for row, _ in new]
         cuts = [slice(start, start + count) for start, count in lens]
         q = torch.cat([part.q[cut] for part, cut in zip(parts, cuts, strict=True)])

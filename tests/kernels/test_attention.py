@@ -5,10 +5,11 @@ import random
 import pytest
 import torch
 
-from pagoda.base.errors import ConfigError
+from pagoda.base.errors import ConfigError, InvariantBroken
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.reference_ops import ReferenceOps
+from pagoda.kernels.torch_ops import TorchOps
 from tests.kernels.paged import Geometry, PagedRows, Sequence, make_metadata
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -83,6 +84,47 @@ def test_bits_with_sinks_depend_on_the_row_alone(native: NativeOps, dtype: torch
     single = PagedRows(native, geometry, [row], 99, sinks)
     alone = torch.cat([single.step([(0, 1)], 0.1) for _ in range(600)])
     assert torch.equal(together[70:], alone)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("window", [0, 40])
+def test_spans_that_attend_both_ways(
+    native: NativeOps, reference: ReferenceOps, window: int, dtype: torch.dtype
+) -> None:
+    """Tokens 20 to 299 of the second row see all of these; alone, beside others, and after a part that is cached."""
+    geometry = Geometry(4, 2, 32, 16, dtype)
+    rows = [Sequence.random(geometry, length, seed) for seed, length in enumerate((50, 330))]
+    seen = [max(at, 299) if 20 <= at < 300 else at for at in range(330)]
+    whole = [(0, 50), (1, 330)]
+    got = {
+        type(ops).__name__: PagedRows(ops, geometry, rows, seed).step(whole, 0.1, window, 0.0, [*range(50), *seen])
+        for seed, ops in enumerate((native, reference, TorchOps()))
+    }
+    for ours in got.values():
+        torch.testing.assert_close(
+            ours.float(), got["ReferenceOps"].float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype]
+        )
+    plain = PagedRows(native, geometry, rows).step(whole, 0.1, window)
+    assert torch.equal(plain[:70], got["NativeOps"][:70])
+    assert torch.equal(plain[350:], got["NativeOps"][350:])
+    assert not torch.equal(plain[70:71], got["NativeOps"][70:71])
+    for threads, cuts in ((1, (330,)), (3, (20, 300, 330)), (2, (300, 330))):
+        paged, at = PagedRows(NativeOps(native.library, threads), geometry, rows, seed=3), 0
+        for end in cuts:
+            part = paged.step([(1, end - at)], 0.1, window, 0.0, seen[at:end])
+            assert torch.equal(part, got["NativeOps"][50 + at : 50 + end])
+            at = end
+    paged.computed[1] = 100  # as if a hit had found so much of the span, and no more
+    again = paged.step([(1, 230)], 0.1, window, 0.0, seen[100:])
+    assert torch.equal(again, got["NativeOps"][150:])
+
+
+def test_positions_that_a_query_cannot_see_are_refused(native: NativeOps) -> None:
+    geometry = Geometry(2, 1, 32, 16)
+    rows = [Sequence.random(geometry, 9, 0)]
+    for seen in ([0, 1, 2, 3, 4, 5, 6, 7, 9], [0, 0, 2, 3, 4, 5, 6, 7, 8], [8, 1, 2, 3, 4, 5, 6, 7, 8]):
+        with pytest.raises(InvariantBroken, match="last_seen must be a position of the row"):
+            PagedRows(native, geometry, rows).step([(0, 9)], 0.1, last_seen=seen)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)

@@ -239,6 +239,13 @@ def test_select_rows(fast: Ops) -> None:
 
 
 @DTYPES
+def test_mean_rows(fast: Ops, reference: ReferenceOps, dtype: torch.dtype) -> None:
+    x, index = draw(9, 33, dtype=dtype), torch.tensor([[8, 0, 3], [3, 3, 1]])
+    close(fast.mean_rows(x, index), reference.mean_rows(x, index))
+    assert torch.equal(fast.mean_rows(x, index[1:]), fast.mean_rows(x, index)[1:])
+
+
+@DTYPES
 def test_put_rows(fast: Ops, reference: ReferenceOps, dtype: torch.dtype) -> None:
     x, rows, index = draw(9, 33, dtype=dtype), draw(3, 33, dtype=dtype, seed=1), torch.tensor([8, 0, 3])
     got, want = x.clone(), x.clone()

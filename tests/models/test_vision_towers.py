@@ -64,7 +64,8 @@ def encoded(runner: ForwardRunner, name: str, numbers, on: DeviceUnderTest, dtyp
 
 @torch.inference_mode()
 def expected(name: str, number: int) -> torch.Tensor:
-    return reference(name).model.get_image_features(**picture_inputs(name, [number])).pooler_output[0]
+    given = picture_inputs(name, [number])
+    return reference(name).model.get_image_features(**given).pooler_output[0]
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native", "reference"])
@@ -130,7 +131,7 @@ def test_a_tower_is_neither_quantised_nor_adapted(name: str, folders):
     of_tower = {path for path in dict(walk(quantised)) if path.startswith("vis")}
     assert len(of_tower) > 10
     assert not of_tower & set(targets.targets)
-    prefix = "model.text_model" if name != "qwen2.5-vl" else "model.language_model"
+    prefix = "model.language_model" if name in ("qwen2.5-vl", "gemma3") else "model.text_model"
     assert targets.path_of(f"{prefix}.layers.0.self_attn.q_proj") == "model.layers.0.self_attn.q_proj"
 
 

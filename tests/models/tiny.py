@@ -112,7 +112,7 @@ _GRANITE = {
 def _gemma3_multimodal() -> PretrainedConfig:
     vision = {
         "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 1, "image_size": 28, "patch_size": 14,
+        "num_attention_heads": 4, "image_size": 28, "patch_size": 14,
     }  # fmt: skip
     text = _gemma3_text(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     return Gemma3Config(text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4, eos_token_id=2)

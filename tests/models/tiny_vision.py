@@ -5,7 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import transformers
-from transformers import Idefics3Config, PretrainedConfig, PreTrainedModel, Qwen2_5_VLConfig, SmolVLMConfig
+from transformers import (
+    Gemma3Config,
+    Idefics3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    SmolVLMConfig,
+)
 
 from pagoda.core.request import MediaItem
 from tests.models.tiny import VOCAB
@@ -60,13 +67,29 @@ def _qwen2_5_vl() -> PretrainedConfig:
     )  # fmt: skip
 
 
+def _gemma3() -> PretrainedConfig:
+    tower = {**_TOWER, "model_type": "siglip_vision_model", "hidden_size": 48}
+    text = {
+        **_TEXT, **_EVEN_HEADS, "model_type": "gemma3_text", "head_dim": 16, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    }  # fmt: skip
+    return Gemma3Config(
+        text_config=text, vision_config=tower, mm_tokens_per_image=9, image_token_index=IMAGE, boi_token_index=4,
+        eoi_token_index=5,
+    )  # fmt: skip
+
+
 CONFIGS = {
     "smolvlm": lambda: SmolVLMConfig(
         text_config=_TEXT, vision_config=_TOWER, scale_factor=2, image_token_id=IMAGE, tie_word_embeddings=False
     ),
     "idefics3": _idefics3,
     "qwen2.5-vl": _qwen2_5_vl,
+    "gemma3": _gemma3,
 }
+
+NEEDS_SEPARATORS = ("qwen2.5-vl", "gemma3")
+"""transformers takes pictures without a token between them for one."""
 
 _GRIDS = ((1, 6, 10), (1, 8, 4), (1, 2, 2), (1, 4, 12))
 """Rows and columns of patches of Qwen's pictures: windows cut off on either side, one smaller than a window."""
@@ -81,7 +104,8 @@ def make_vision(name: str, seed: int = 0) -> PreTrainedModel:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if ("norm" in key or "ln_q" in key) and key.endswith("weight"):
-                parameter.copy_(1 + torch.randn_like(parameter) * 0.3)
+                is_offset = name == "gemma3" and "vision_tower" not in key  # it multiplies by 1 + weight
+                parameter.copy_((0 if is_offset else 1) + torch.randn_like(parameter) * 0.3)
             elif parameter.dim() == 1:
                 parameter.normal_(0, 0.3)
             else:
@@ -110,12 +134,15 @@ def picture_inputs(name: str, numbers: Sequence[int]) -> dict[str, torch.Tensor]
     rows, columns = grids[0]
     patch = CONFIGS[name]().vision_config.patch_size
     images = torch.stack(values).view(-1, rows, columns, 3, patch, patch).permute(0, 3, 1, 4, 2, 5)
-    return {"pixel_values": images.flatten(4).flatten(2, 3)[None]}
+    images = images.flatten(4).flatten(2, 3)
+    return {"pixel_values": images if name == "gemma3" else images[None]}
 
 
 def num_tokens(name: str, number: int) -> int:
     """Return how many of the prompt's tokens stand for picture `number`."""
     config, (features, _) = CONFIGS[name](), picture(name, number)
+    if name == "gemma3":
+        return config.mm_tokens_per_image
     merged = config.vision_config.spatial_merge_size if name == "qwen2.5-vl" else config.scale_factor
     return len(features) // merged**2
 

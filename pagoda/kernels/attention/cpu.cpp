@@ -136,6 +136,7 @@ void attend_paged(const Args& a, float softcap, const void* sinks, int threads) 
               softcap,
               true,
               sinks};
+    p.last_seen = rows.last_seen;
     auto run = cache.dtype == I8     ? attend<int8_t>
                : cache.dtype == F32  ? attend<float>
                : cache.dtype == BF16 ? attend<bf16>

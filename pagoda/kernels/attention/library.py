@@ -49,7 +49,8 @@ def _attention(
 ) -> torch.Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for rows, tokens in _rows_by_query_len(metadata):
-        part = _attend(q[tokens], cache, metadata, rows, scale, window, softcap, sinks)
+        seen = None if metadata.last_seen is None else metadata.last_seen[tokens]
+        part = _attend(q[tokens], cache, metadata, rows, seen, scale, window, softcap, sinks)
         out[tokens] = part.to(q.dtype)
     return out.view(q.shape[0], -1)
 
@@ -122,12 +123,13 @@ def _attend(
     cache: KVLayer,
     metadata: AttentionMetadata,
     rows: torch.Tensor,
+    seen: torch.Tensor | None,
     scale: float,
     window: int,
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Online softmax over chunks of context. q [R, Q, H, D] -> float32 [R, Q, H, D]."""
+    """Online softmax over chunks of context. q [R, Q, H, D] -> float32 [R, Q, H, D].   seen: `last_seen`, [R, Q]."""
     num_rows, query_len, num_heads, head_dim = q.shape
     num_kv_heads = cache.k.shape[1]
     seq_lens = metadata.seq_lens[rows].long()
@@ -144,7 +146,7 @@ def _attend(
     for start in range(first - first % CHUNK_TOKENS, last, CHUNK_TOKENS):
         k, v = _gather_chunk(cache, metadata, rows, start, min(CHUNK_TOKENS, last - start))
         key_at = torch.arange(start, start + k.shape[2], device=q.device)
-        hidden = key_at > query_at.unsqueeze(-1)
+        hidden = key_at > (query_at if seen is None else seen).unsqueeze(-1)
         if window:
             hidden |= key_at <= query_at.unsqueeze(-1) - window
         # 0 * NaN is NaN: values that no query of the row may see must not enter the product.

@@ -21,10 +21,12 @@ struct Problem {
     float scale, softcap;
     bool causal = true;
     const void* sinks = nullptr;  // of the q heads, in q's dtype: a score of each that has no value
+    const int32_t* last_seen = nullptr;  // of each query token, not less than its own position; or null
     int group() const { return num_heads / num_kv_heads; }
-    // The first and last position that a query at `at` sees in a row of `length` positions.
+    // The first and last position that query `token` at `at` sees in a row of `length` positions.
     int first_visible(int at) const { return window > 0 ? std::max(0, at - window + 1) : 0; }
-    int last_visible(int at, int length) const {
+    int last_visible(int token, int at, int length) const {
+        if (last_seen != nullptr) return last_seen[token];
         if (causal) return at;
         return window > 0 && window < length - at ? at + window - 1 : length - 1;
     }
@@ -34,8 +36,10 @@ struct Problem {
 struct Tile {
     int row, first_token, num_queries, first_at, length;
     int first_visible(const Problem& p) const { return p.first_visible(first_at); }
-    // One past the last position any query sees.
-    int end(const Problem& p) const { return p.last_visible(first_at + num_queries - 1, length) + 1; }
+    // One past the last position any query sees: the last one sees furthest.
+    int end(const Problem& p) const {
+        return p.last_visible(first_token + num_queries - 1, first_at + num_queries - 1, length) + 1;
+    }
     int first_segment(const Problem& p) const { return first_visible(p) / SEGMENT; }
     int num_segments(const Problem& p) const { return (end(p) - 1) / SEGMENT - first_segment(p) + 1; }
     int64_t cost(const Problem& p) const { return int64_t(end(p) - first_visible(p)) * (num_queries + 1); }

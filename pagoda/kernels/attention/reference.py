@@ -56,7 +56,8 @@ def _attention(
             scores = softcap * torch.tanh(scores / softcap)
         query_at = torch.arange(seq_len - (end - begin), seq_len, device=q.device).unsqueeze(1)
         key_at = torch.arange(first_read, seq_len, device=q.device).unsqueeze(0)
-        hidden = key_at > query_at
+        last = query_at if metadata.last_seen is None else metadata.last_seen[begin:end].unsqueeze(1)
+        hidden = key_at > last
         if window:
             hidden |= key_at <= query_at - window
         scores = scores.masked_fill(hidden, float("-inf"))

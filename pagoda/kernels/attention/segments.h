@@ -20,8 +20,10 @@ struct Attention {
     float exponent_scale() const { return p.softcap > 0.0f ? 1.0f : p.scale * LOG2_E; }
 
     // Scale, cap and mask one query vector's scores as needed; return the largest exponent.
-    float finish_scores(float* scores, int groups, int chunk_at, int at, int length, const Workspace<Kind>& w) const {
-        int from = p.first_visible(at) - chunk_at, to = p.last_visible(at, length) - chunk_at;
+    float finish_scores(float* scores, int groups, int chunk_at, const Tile& t, int query,
+                        const Workspace<Kind>& w) const {
+        int at = t.first_at + query, from = p.first_visible(at) - chunk_at;
+        int to = p.last_visible(t.first_token + query, at, t.length) - chunk_at;
         bool partly = from > 0 || to < CHUNK - 1;
         f32x16 highest = splat(HIDDEN);
         for (int g = 0; g < groups; g++) {
@@ -56,7 +58,7 @@ struct Attention {
                         float* sums) const {
         int n = rows(t), group = p.group();
         for (int r = 0; r < n; r++) {
-            float top = finish_scores(w.scores + r * CHUNK, groups, chunk_at, t.first_at + r / group, t.length, w);
+            float top = finish_scores(w.scores + r * CHUNK, groups, chunk_at, t, r / group, w);
             w.new_top[r] = std::max(part.top[r], top);
         }
         for_lanes(n, [&](int64_t r, int lanes) {

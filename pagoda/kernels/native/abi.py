@@ -41,6 +41,7 @@ class Bad(IntEnum):
     SEQ_LEN = 3
     BLOCK_ID = 4
     SLOT = 5
+    LAST_SEEN = 6
 
 
 class RankFailure(IntEnum):
@@ -125,10 +126,10 @@ KVPages = struct(
 )  # fmt: skip
 RowGroup = struct(
     "RowGroup",
-    "The batch, or its tail, as one KV group sees it (AttentionMetadata).",
+    "The batch, or its tail, as one KV group sees it (AttentionMetadata). last_seen: null where all are a token's own.",
     query_start="const int32_t*", seq_lens="const int32_t*", block_table="const int32_t*",
-    slot_mapping="const int64_t*", table_stride="int64_t", table_width="int64_t", block_size="int64_t",
-    num_rows="int64_t", num_slots="int64_t",
+    slot_mapping="const int64_t*", last_seen="const int32_t*", table_stride="int64_t", table_width="int64_t",
+    block_size="int64_t", num_rows="int64_t", num_slots="int64_t",
 )  # fmt: skip
 PackedLinear = struct(
     "PackedLinear",

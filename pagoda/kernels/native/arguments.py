@@ -144,6 +144,11 @@ def fill_group(record: Shared, metadata: AttentionMetadata) -> None:
         )
     record.query_start, record.seq_lens = starts.data_ptr(), lengths.data_ptr()
     record.block_table, record.slot_mapping = table.data_ptr(), slots.data_ptr()
+    record.last_seen = None
+    if (last_seen := metadata.last_seen) is not None:
+        if last_seen.dtype is not torch.int32 or not last_seen.is_contiguous():
+            raise ValueError(f"last_seen of AttentionMetadata must be in torch.int32, not {_describe(last_seen)}")
+        record.last_seen = last_seen.data_ptr()
     record.table_stride, record.table_width = table.stride(0), table_width
     record.block_size, record.num_rows, record.num_slots = metadata.block_size, num_rows, slots.shape[0]
 

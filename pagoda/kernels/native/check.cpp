@@ -49,6 +49,10 @@ PAGODA_EXPORT int32_t pagoda_check_group(const RowGroup* group, int64_t num_bloc
         if (length < queries || length < 0 || blocks > g.table_width) return BAD_SEQ_LEN;
         const int32_t* table = g.block_table + row * g.table_stride;
         if (first_outside<int32_t, uint32_t>(table, blocks, num_blocks) >= 0) return BAD_BLOCK_ID;
+        for (int64_t i = 0; g.last_seen != nullptr && i < queries; i++) {
+            int64_t token = g.query_start[row] + i, last = g.last_seen[token];
+            if (last < length - queries + i || last >= length || (i && last < g.last_seen[token - 1])) return BAD_LAST_SEEN;
+        }
     }
     *bad_at = g.num_rows;
     if (num_queries >= 0 && g.query_start[g.num_rows] != num_queries) return BAD_QUERY_START;

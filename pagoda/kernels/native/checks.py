@@ -23,6 +23,7 @@ _GROUP_RULES = {
     Bad.QUERY_START: "query_start must begin at 0, never decrease, and end at the number of queries",
     Bad.SEQ_LEN: "seq_lens must be at least the row's queries, and its blocks must fit in the block table",
     Bad.BLOCK_ID: "a block id in block_table is outside the cache",
+    Bad.LAST_SEEN: "last_seen must be a position of the row, from the token's own on, and not decrease within the row",
     Bad.SLOT: "slot_mapping must have a slot within the cache for every token",
 }
 

@@ -47,6 +47,23 @@ PAGODA_EXPORT void pagoda_select_rows(const SelectRowsArgs* a, int32_t) {
         memcpy(to + i * bytes, from + index[i] * a->x.stride * element_bytes, static_cast<size_t>(bytes));
 }
 
+PAGODA_EXPORT void pagoda_mean_rows(const MeanRowsArgs* a, int32_t threads) {
+    by_dtype(a->x.dtype, [&](auto element) {
+        using T = decltype(element);
+        const int64_t *index = elements_of<int64_t>(a->index), count = a->index.dim, dim = a->x.dim;
+        parallel(threads_for(num_elements(a->index) * dim, threads), [&](int thread, int num_threads) {
+            Range mine = share_of(a->index.rows, thread, num_threads);
+            for (int64_t row = mine.begin; row < mine.end; row++)
+                for_lanes(dim, [&](int64_t i, int n) {
+                    f32x16 sum = splat(0.0f);
+                    for (int64_t r = 0; r < count; r++)
+                        sum = sum + load_lanes(elements_of<T>(a->x) + index[row * count + r] * dim + i, n);
+                    store_lanes(elements_of<T>(a->out) + row * dim + i, sum / splat(static_cast<float>(count)), n);
+                });
+        });
+    });
+}
+
 PAGODA_EXPORT void pagoda_put_rows(const PutRowsArgs* a, int32_t) {
     int64_t element_bytes = a->x.dtype == F32 ? 4 : 2, bytes = a->x.heads * a->x.dim * element_bytes;
     const int64_t* index = elements_of<int64_t>(a->index);

@@ -37,6 +37,11 @@ def select_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x[index] if index.dim() == 1 else x[index].flatten(1)
 
 
+def mean_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """[T, D], int64 [S, n] -> [S, D], rounded once."""
+    return x[index].float().mean(dim=1).to(x.dtype)
+
+
 def put_rows(x: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
     """x[index[i]] = rows[i]; [T, ...], [S, ...], int64 [S]."""
     x[index] = rows
