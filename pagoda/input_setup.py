@@ -1,14 +1,19 @@
 """Build what turns callers' prompts into requests: the tokenizer, the limits, and the adapters that they may name."""
 
+import logging
+
 from pagoda.engine.inputs.adapters import KnownAdapters
 from pagoda.engine.inputs.image_prompts import ImagePrompts
 from pagoda.engine.inputs.input_limits import InputLimits, SpeechFacts
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
+from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.engine_setup import EngineSetup
 from pagoda.loading.adapters.files import AdapterTargets
 from pagoda.loading.generation_config import default_sampling, generation_settings
 from pagoda.loading.model_config import read_architecture, read_images, read_model
+
+logger = logging.getLogger("pagoda")
 
 
 def build_input_processor(setup: EngineSetup) -> InputProcessor:
@@ -33,7 +38,7 @@ def build_input_processor(setup: EngineSetup) -> InputProcessor:
         adapters = KnownAdapters(targets, model.lora.max_lora_rank, setup.embeds_size)
     images = None
     if setup.encoder is not None and not setup.crosses:
-        images = ImagePrompts(read_images(files), tokenizer, model.request_limits, model.allowed_media_domains)
+        images = _image_prompts(setup, tokenizer)
     speech = None
     if setup.encoder is not None and setup.spec.architecture == "whisper":
         item = setup.encoder.largest_item()
@@ -53,3 +58,16 @@ def build_input_processor(setup: EngineSetup) -> InputProcessor:
         model_name=(*model.served_model_name, setup.files.name)[0],
         speech=speech,
     )
+
+
+def _image_prompts(setup: EngineSetup, tokenizer: Tokenizer) -> ImagePrompts | None:
+    """Return what puts images into a vision-language model's prompts, None if its folder does not say how."""
+    config = read_images(setup.files)
+    if config is None:
+        logger.warning(
+            "%r takes text only: its folder has no preprocessor_config.json, which says how images are processed",
+            setup.files.name,
+        )
+        return None
+    model = setup.config.model
+    return ImagePrompts(config, tokenizer, model.request_limits, model.allowed_media_domains)

@@ -68,10 +68,10 @@ def read_architecture(files: ModelFiles) -> tuple[Architecture, TreeConfig]:
     return _read_folder(files)
 
 
-def read_images(files: ModelFiles) -> ImageConfig:
-    """Return how a vision-language model's images are processed.
+def read_images(files: ModelFiles) -> ImageConfig | None:
+    """Return how a vision-language model's images are processed, None for a folder that does not say.
 
-    Raises ConfigError for a folder that does not say, and for a processor that is not supported.
+    Raises ConfigError for a processor that is not supported.
     """
     folder = files.path
     config, processor, stated = (
@@ -79,9 +79,7 @@ def read_images(files: ModelFiles) -> ImageConfig:
         for path in (folder / name for name in ("config.json", "processor_config.json", "preprocessor_config.json"))
     )
     preprocessor = processor.section("image_processor") or stated
-    if not preprocessor.values:
-        raise ConfigError(f"{stated.origin} is missing: it says how the model's images are processed")
-    return read_image_config(config, processor, preprocessor)
+    return read_image_config(config, processor, preprocessor) if preprocessor.values else None
 
 
 def summarize_weights(files: ModelFiles) -> WeightSummary:

@@ -1,6 +1,7 @@
 """Images in conversations with tiny models that see: transformers' answers, the prefix cache."""
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,12 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 64, "max_num_seqs": 4, "check_invariants": True,
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-FAMILIES = ("idefics3", "qwen2_vl")
+PLACES = {
+    "idefics3": "<image>",
+    "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "gemma3": "<start_of_image>",
+}
+FAMILIES = ("idefics3", "qwen2_vl", "gemma3")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -64,8 +70,9 @@ def test_the_answer_is_that_of_transformers(llm: LLM, family: str) -> None:
             nested = [pictures] if family == "idefics3" else pictures
             found = image_processor(family)(images=nested, return_tensors="pt")
             given = {name: found[name] for name in ("pixel_values", "image_grid_thw") if name in found}
-        if family == "qwen2_vl" and pictures:
-            given["mm_token_type_ids"] = (torch.tensor([ids]) == model.config.image_token_id).int()
+        if family != "idefics3" and pictures:
+            name = "mm_token_type_ids" if family == "qwen2_vl" else "token_type_ids"
+            given[name] = (torch.tensor([ids]) == model.config.image_token_id).int()
         with torch.inference_mode():
             answer = model.generate(
                 torch.tensor([ids]), max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0, **given
@@ -101,7 +108,7 @@ def test_streams_several_outputs_and_logprobs(llm: LLM) -> None:
 
 def test_prompts_without_a_conversation(llm: LLM, family: str) -> None:
     image = image_of(40, 40)
-    place = "<image>" if family == "idefics3" else "<|vision_start|><|image_pad|><|vision_end|>"
+    place = PLACES[family]
     prompt = {"prompt": f"look {place} here", "multi_modal_data": {"image": image}}
     output = llm.generate(prompt, GREEDY)[0]
     assert output.prompt_token_ids == expected_ids(family, f"look {place} here", [image])
@@ -111,6 +118,18 @@ def test_prompts_without_a_conversation(llm: LLM, family: str) -> None:
         llm.generate({"prompt": place, "multi_modal_data": {"image": [image, image]}}, GREEDY)
     with pytest.raises(RequestError, match="multi_modal_data is \\['audio'\\], expected an object with image"):
         llm.generate({"prompt": place, "multi_modal_data": {"audio": np.zeros(3)}}, GREEDY)
+
+
+def test_a_folder_without_settings_of_images_is_served_as_a_text_model(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(folder, tmp_path / "text", ignore=shutil.ignore_patterns("*processor_config.json"))
+    with LLM(str(tmp_path / "text"), served_model_name="words", **OPTIONS) as llm:
+        for content in ("no image", [{"type": "text", "text": "no image"}]):
+            assert "no image" in llm.engine.input_processor.chats.render([{"role": "user", "content": content}]).text
+        with pytest.raises(RequestError, match="is an image, but words takes text only"):
+            llm.chat(asking(image_of(8, 8)), GREEDY)
+    assert "has no preprocessor_config.json" in caplog.text
 
 
 def test_an_async_program(folder: Path) -> None:

@@ -188,12 +188,11 @@ class ChatTemplate:
 
     def _form_of(self, name: str | None, reads_images: bool) -> ContentForm:
         """Return how a template reads contents. Without images, parts become one string, as other servers join them."""
-        if not reads_images:
-            return ContentForm.TEXT
         name = name or self._name_for({"tools": None})
         if name not in self._forms:
             self._forms[name] = self._find_form(name)
-        return self._forms[name]
+        form = self._forms[name]
+        return form if reads_images or form is ContentForm.ONLY_PARTS else ContentForm.TEXT
 
     def _find_form(self, name: str) -> ContentForm:
         """Return what a template reads, by rendering a message of each form."""

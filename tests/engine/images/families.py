@@ -159,6 +159,16 @@ def make_model(family):
             tie_word_embeddings=False,
         )
         kind = transformers.SmolVLMForConditionalGeneration
+    elif family == "gemma3":
+        config = transformers.Gemma3Config(
+            text_config={**text, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64},
+            vision_config={**tower, "image_size": 56, "patch_size": 14},
+            mm_tokens_per_image=4,
+            image_token_index=special["<image_soft_token>"],
+            boi_token_index=special["<start_of_image>"],
+            eoi_token_index=special["<end_of_image>"],
+        )
+        kind = transformers.Gemma3ForConditionalGeneration
     else:
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
         tower |= {"depth": 2, "num_heads": 2, "window_size": 56, "fullatt_block_indexes": [1], "out_hidden_size": 64}
@@ -177,6 +187,8 @@ def make_model(family):
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0, 1.5 * parameter[0].numel() ** -0.5)
+        if family == "gemma3":  # its embeddings are scaled up, and would repeat the last token
+            model.get_input_embeddings().weight.mul_(0.1)
     return model
 
 
