@@ -6,6 +6,7 @@ from pagoda.engine.inputs.adapters import KnownAdapters
 from pagoda.engine.inputs.image_prompts import ImagePrompts
 from pagoda.engine.inputs.input_limits import InputLimits, SpeechFacts
 from pagoda.engine.inputs.input_processor import InputProcessor
+from pagoda.engine.inputs.prompt_encoder import SourceFacts
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.engine_setup import EngineSetup
@@ -36,7 +37,9 @@ def build_input_processor(setup: EngineSetup) -> InputProcessor:
     if model.lora.enable_lora:
         targets = AdapterTargets(read_architecture(files)[0], read_model(files))
         adapters = KnownAdapters(targets, model.lora.max_lora_rank, setup.embeds_size)
-    images = None
+    images, source = None, None
+    if setup.encoder is not None and setup.encoder.reads_text:
+        source = SourceFacts(setup.encoder.start, setup.encoder.largest_item().length)
     if setup.encoder is not None and not setup.crosses:
         images = _image_prompts(setup, tokenizer)
     speech = None
@@ -57,6 +60,7 @@ def build_input_processor(setup: EngineSetup) -> InputProcessor:
         images=images,
         model_name=(*model.served_model_name, setup.files.name)[0],
         speech=speech,
+        source=source,
     )
 
 

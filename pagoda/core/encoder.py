@@ -129,6 +129,7 @@ class EncoderCache:
             return min(holders)
         if holders is not None:
             self.remove(content_hash)
+            self._evicted.append(content_hash)  # of an encoder-decoder request, workers may hold it from an earlier run
         return None
 
 

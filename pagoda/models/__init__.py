@@ -4,7 +4,8 @@ llama.py        the decoder that most others vary, by settings or (norm_placemen
 pooled_decoder.py   decoders without their head
 siglip.py, idefics3.py, qwen2_5_vl.py   models that see: towers, and the decoders that read them
 bert.py, modernbert.py   encoders, with a classification head or without
-whisper.py      an encoder, and a decoder that reads what it gives; encoder.py: encoders of images and audio
+whisper.py, bart.py   encoder-decoder models; what they share is in encoder_decoder.py
+encoder.py      encoders of images, audio and texts, and how their items are laid out
 base.py         Model: what the code that runs a forward sees
 config_reader.py, decoder_config.py, encoder_config.py   settings, read with their types; what is unsupported is refused
 image_config.py   how images become the input of a vision tower, per family

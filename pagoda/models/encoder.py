@@ -62,12 +62,14 @@ class Encoder(Model):
     `forward` computes a batch of items. Its batch has the inputs of its items, positions, and a metadata for each kind
     of attention; no token ids. It returns the items' outputs, one after the other: a row per token, or per row of the
     batch's tail where it makes fewer.
-    output_size: elements of each of its outputs.
+    output_size: elements of each of its outputs.   reads_text: its features are token ids, [tokens, 1]; `start` is what
+    the decoder's answer to a text begins with.
     whole_items: all rows of an item must be in one chunk of the decoder, because they attend to each other there.
     """
 
     output_size: int
-
+    reads_text: bool = False
+    start: tuple[int, ...] = ()
     kv_groups = ()
     is_causal = False
     generates = False
@@ -84,6 +86,9 @@ class Encoder(Model):
         Raises RequestError for features that the encoder does not take.
         """
         raise NotImplementedError
+
+    def check_values(self, features: np.ndarray) -> None:
+        """Raise RequestError for features, of a shape that `num_outputs` accepts, whose values cannot be read."""
 
     def item(self, features: np.ndarray, grid: tuple[int, ...]) -> EncoderItem:
         """Return what the encoder computes of an item that `num_outputs` accepts."""
@@ -108,6 +113,7 @@ def check_media(request: Request, encoder: Encoder | None, crosses: bool) -> Non
         if features is None or features.dtype != np.float32 or not np.isfinite(features).all():
             raise RequestError("a media item needs features of finite numbers, in float32", "media")
         length = encoder.num_outputs(features.shape, item.grid)
+        encoder.check_values(features)
         if item.length != length:
             raise RequestError(f"a media item has {item.length} tokens, but its features give {length}", "media")
         if not crosses and (item.offset < end or item.offset + length > num_tokens):

@@ -2,6 +2,7 @@
 
 from pagoda.base.registry import Registry
 from pagoda.models.architecture import Architecture
+from pagoda.models.bart import BART
 from pagoda.models.bert import BERT, ROBERTA
 from pagoda.models.cohere import COHERE, COHERE2
 from pagoda.models.exaone4 import EXAONE4
@@ -60,6 +61,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ROBERTA,
     MODERNBERT,
     WHISPER,
+    BART,
 )
 
 BY_HF_NAME: Registry[Architecture] = Registry(

@@ -5,28 +5,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda.base.errors import ConfigError, RequestError
+from pagoda.base.errors import RequestError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.core.request import MediaItem
-from pagoda.layers.attention import Attention, CrossAttention, Heads
 from pagoda.layers.kv import place_kv
 from pagoda.layers.linear import Embedding, Linear, LMHead
 from pagoda.layers.mlp import Activation, activate
 from pagoda.layers.module import Module
 from pagoda.layers.norm import LayerNorm
-from pagoda.layers.parameter import Axis
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import read_activation
 from pagoda.models.encoder import FEATURES, Encoder, EncoderItem, ItemArray
+from pagoda.models.encoder_decoder import NORM_EPS, StackLayer, read_stack
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.declare import Domain
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
-_EPS = 1e-5
-_MOST_LAYERS = 512
 _PAD, _PAD_ROW, _WINDOWS = "pad", "pad_row", "windows"
 
 
@@ -43,30 +40,8 @@ class WhisperConfig:
     activation: Activation
 
 
-def _heads(spec: ModelSpec) -> Heads:
-    return Heads(spec.num_heads, spec.num_kv_heads, spec.head_dim)
-
-
-class WhisperLayer(Module):
-    """Attention, in a decoder also to the encoder, and a feed-forward layer, each after a norm."""
-
-    def __init__(self, spec: ModelSpec, activation: Activation, states_size: int) -> None:
-        """states_size: elements of what the decoder attends to; 0: of the encoder itself."""
-        size, heads = spec.hidden_size, _heads(spec)
-        is_decoder = states_size > 0
-        self.self_attn_layer_norm = LayerNorm(size, _EPS)
-        self.self_attn = Attention(
-            size, heads, None, causal=is_decoder, qkv_bias=True, k_bias=False, out_bias=True, out="out_proj"
-        )
-        self.encoder_attn_layer_norm: LayerNorm | None = None
-        self.encoder_attn: CrossAttention | None = None
-        if is_decoder:
-            self.encoder_attn_layer_norm = LayerNorm(size, _EPS)
-            self.encoder_attn = CrossAttention(size, heads, states_size, k_bias=False, out="out_proj")
-        self.final_layer_norm = LayerNorm(size, _EPS)
-        self.fc1 = Linear(size, spec.intermediate_size, bias=True, shard=Axis.OUT)
-        self.fc2 = Linear(spec.intermediate_size, size, bias=True, shard=Axis.IN)
-        self.activation = activation
+class WhisperLayer(StackLayer):
+    """Each part after a norm; x is added to the residual stream by the norm that follows it."""
 
     def __call__(
         self,
@@ -98,8 +73,8 @@ class WhisperEncoder(Encoder):
         self.conv1 = Linear(3 * config.num_mels, size, bias=True, kernel=(config.num_mels, 3), quantizable=False)
         self.conv2 = Linear(3 * size, size, bias=True, kernel=(size, 3), channels_last=True, quantizable=False)
         self.embed_positions = Embedding(self.spec.max_position, size, is_divided=False)
-        self.layers = [WhisperLayer(self.spec, config.activation, 0) for _ in range(self.spec.num_layers)]
-        self.layer_norm = LayerNorm(size, _EPS)
+        self.layers = [WhisperLayer(self.spec, config.activation, 0, k_bias=False) for _ in range(self.spec.num_layers)]
+        self.layer_norm = LayerNorm(size, NORM_EPS)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -149,8 +124,8 @@ class WhisperDecoder(Module):
         self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
         self.embed_positions = Embedding(spec.max_position, spec.hidden_size, is_divided=False)
         states_size = config.encoder.hidden_size
-        self.layers = [WhisperLayer(spec, config.activation, states_size) for _ in range(spec.num_layers)]
-        self.layer_norm = LayerNorm(spec.hidden_size, _EPS)
+        self.layers = [WhisperLayer(spec, config.activation, states_size, k_bias=False) for _ in range(spec.num_layers)]
+        self.layer_norm = LayerNorm(spec.hidden_size, NORM_EPS)
 
     def __call__(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
         """[num_tail, hidden], normed."""
@@ -192,31 +167,9 @@ def read(config: ConfigReader) -> WhisperConfig:
     config.refuse("scale_embedding")
     config.refuse("tie_word_embeddings", True)
 
-    def spec(stack: str, max_position: int) -> ModelSpec:
-        hidden_size, num_heads = config.integer("d_model"), config.integer(f"{stack}_attention_heads")
-        if hidden_size % num_heads:
-            raise ConfigError(f"{config.origin}: d_model = {hidden_size} is not a multiple of its {num_heads} heads")
-        num_layers = config.integer(f"{stack}_layers", most=_MOST_LAYERS)
-        return ModelSpec(
-            architecture="whisper",
-            vocab_size=config.integer("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=config.integer(f"{stack}_ffn_dim"),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=num_heads,
-            head_dim=hidden_size // num_heads,
-            max_position=max_position,
-            layer_windows=(0,) * num_layers,
-            eos_token_ids=config.ids("eos_token_id"),
-            bos_token_id=next(iter(config.ids("bos_token_id")), None),
-            tie_embeddings=True,
-            torch_dtype=config.text("dtype", config.text("torch_dtype", "float32")),
-        )
-
     return WhisperConfig(
-        spec=spec("decoder", config.integer("max_target_positions", 448)),
-        encoder=spec("encoder", config.integer("max_source_positions", 1500)),
+        spec=read_stack(config, "whisper", "decoder", config.integer("max_target_positions", 448)),
+        encoder=read_stack(config, "whisper", "encoder", config.integer("max_source_positions", 1500)),
         num_mels=config.integer("num_mel_bins", 80),
         activation=read_activation(config, "activation_function", "gelu", gated=False),
     )

@@ -62,6 +62,19 @@ def test_a_repeated_item_is_held_to_its_last_place() -> None:
     assert cache.num_reclaimable_tokens == 8
 
 
+def test_an_output_that_is_kept_is_freed_when_a_planned_run_of_it_is_cancelled() -> None:
+    """An encoder-decoder request runs the encoder though its output is kept: workers hold it from the earlier run."""
+    cache = EncoderCache(8)
+    one, two = state("one", ("x", 0, 2)), state("two", ("x", 0, 2))
+    cache.add(one, 0)
+    cache.drop_all(one)
+    assert cache.take_evicted() == ()
+    cache.add(two, 0)
+    assert cache.release_planned_run(two, "x") is None
+    assert cache.num_free_tokens == 8
+    assert cache.take_evicted() == ("x",)
+
+
 def test_a_cancelled_encoder_run_passes_to_the_next_holder_or_is_dropped() -> None:
     cache = EncoderCache(8)
     one, two = state("one", ("x", 0, 2)), state("two", ("x", 0, 2))

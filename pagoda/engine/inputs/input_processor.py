@@ -21,7 +21,7 @@ from pagoda.engine.inputs.chat_prompts import ChatPrompts
 from pagoda.engine.inputs.image_prompts import ImagePrompts, of_salt
 from pagoda.engine.inputs.input_limits import InputLimits, SpeechFacts
 from pagoda.engine.inputs.params_preparer import Params, ParamsPreparer, PreparedParams, check_type
-from pagoda.engine.inputs.prompt_encoder import EncodedPrompt, PromptEncoder
+from pagoda.engine.inputs.prompt_encoder import EncodedPrompt, PromptEncoder, SourceFacts
 from pagoda.engine.inputs.prompts import Prompt, text_of
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
@@ -47,6 +47,7 @@ class InputProcessor:
         images: ImagePrompts | None = None,
         model_name: str = "this model",
         speech: SpeechFacts | None = None,
+        source: SourceFacts | None = None,
     ) -> None:
         """engine_seed: seeds requests that have no seed of their own, reproducibly in order of arrival.
 
@@ -55,7 +56,7 @@ class InputProcessor:
         score_template: see PoolingPlan; "" if a pair is not put into a template.
         default_sampling: parameters of requests that do not set them.
         images: puts images into prompts, None for a model that takes text only.   model_name: for errors.
-        speech: what a speech model reads, None for other models.
+        speech: what a speech model reads, None for other models.   source: see PromptEncoder.
         """
         # The sampler indexes logits by these, and a tokenizer may name ids for which the model has none.
         self._eos_token_ids = tuple(i for i in tokenizer.facts.eos_token_ids if 0 <= i < limits.vocab_size)
@@ -66,7 +67,7 @@ class InputProcessor:
         self.score_template = score_template
         self.default_sampling: Mapping[str, object] = default_sampling or {}
         self.grammars = GrammarPreparer(tokenizer, limits.vocab_size, limits.of_request)
-        self.prompts = PromptEncoder(tokenizer, limits, images)
+        self.prompts = PromptEncoder(tokenizer, limits, images, source)
         self.params = ParamsPreparer(self.prompts, self.grammars, limits, self._eos_token_ids)
         self.chats = ChatPrompts(tokenizer, self.prompts, limits, parses_special_tokens_in_chat, images, model_name)
         self._seeds = np.random.default_rng(engine_seed) if engine_seed is not None else None

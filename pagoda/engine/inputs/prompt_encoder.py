@@ -1,5 +1,6 @@
 """PromptEncoder: turn prompts into token ids, within the engine's limits."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,11 +41,32 @@ class EncodedPrompt:
         return remaining if len(remaining) else None
 
 
+@dataclass(frozen=True, slots=True)
+class SourceFacts:
+    """Of an encoder-decoder model of text, whose prompts its encoder reads.
+
+    start: token ids with which an answer begins, the decoder's prompt.   max_tokens: of what the encoder reads.
+    """
+
+    start: tuple[int, ...]
+    max_tokens: int
+
+
 class PromptEncoder:
     """Tokenises texts and validates token ids. Keeps nothing of them."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: InputLimits, images: ImagePrompts | None = None) -> None:
-        """images: puts images into prompts, None for a model that takes text only."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: InputLimits,
+        images: ImagePrompts | None = None,
+        source: SourceFacts | None = None,
+    ) -> None:
+        """images: puts images into prompts, None for a model that takes text only.
+
+        source: None for a model whose decoder reads the prompts.
+        """
+        self._source = source
         self._tokenizer = tokenizer
         self._limits = limits
         self._images = images
@@ -55,7 +77,10 @@ class PromptEncoder:
             return self._read_with_images(prompt, add_special_tokens)
         if not isinstance(prompt, Mapping) or "prompt_embeds" not in prompt:
             media = prompt.get("media", ()) if isinstance(prompt, Mapping) else ()
-            return EncodedPrompt(self.token_ids_of(prompt, add_special_tokens, keep), media=media)
+            token_ids = self.token_ids_of(prompt, add_special_tokens, keep)
+            if self._source is not None:
+                return self._as_source(token_ids, self._source)
+            return EncodedPrompt(token_ids, media=media)
         size = self._limits.embeds_size
         if not size:
             raise RequestError("prompt embeddings are off on this engine: set enable_prompt_embeds", "prompt_embeds")
@@ -63,6 +88,15 @@ class PromptEncoder:
         embeds = read_embeds(given, size)[:keep]
         name = given.name if isinstance(given, EncodedEmbeds) else "prompt_embeds"
         return EncodedPrompt(np.full(len(embeds), PLACEHOLDER_ID, np.int32), embeds, name)
+
+    def _as_source(self, token_ids: Sequence[int] | np.ndarray, source: SourceFacts) -> EncodedPrompt:
+        """Return a prompt for the encoder, with the beginning of an answer as the decoder's."""
+        ids, most = self._checked(token_ids), source.max_tokens
+        if not 1 <= len(ids) <= most:
+            raise RequestError(f"the prompt has {len(ids)} tokens; this model's encoder reads 1 to {most}", "prompt")
+        digest = hashlib.sha256(ids.tobytes()).hexdigest()
+        item = MediaItem(f"text/{digest}", 0, len(ids), ids.astype(np.float32)[:, None])
+        return EncodedPrompt(source.start, media=(item,), encoder_len=len(ids))
 
     def _read_with_images(self, prompt: Mapping[str, Any], add_special_tokens: bool) -> EncodedPrompt:
         """Return a Python program's text with the images of its `multi_modal_data` in their places."""
@@ -125,14 +159,18 @@ class PromptEncoder:
         num_output: tokens for which there must be room: one of output, and those of a prompt adapter.
         """
         token_ids = prompt.token_ids
-        limits, most = self._limits, self._limits.max_model_len - num_output
+        most = self._limits.max_model_len - num_output
         if len(token_ids) == 0:
             raise RequestError("the prompt is empty: it needs at least one token", "prompt")
         if truncate is not None:
             token_ids = token_ids[-(most if truncate == -1 else truncate) :]
         if len(token_ids) > most:
             raise self._too_long(f"{len(token_ids)} tokens", num_output, prompt.name)
-        ids = np.asarray(token_ids)
+        return self._checked(token_ids)
+
+    def _checked(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return token ids as int32, all of which the vocabulary has."""
+        ids, limits = np.asarray(token_ids), self._limits
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise RequestError("a prompt is a string or a flat list of integer token ids", "prompt")
         outside = np.flatnonzero((ids < 0) | (ids >= limits.vocab_size))

@@ -1,0 +1,130 @@
+"""A tiny BART: prompts are read by its encoder; what transformers answers, and the same bits whatever the schedule."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import BartConfig, BartForConditionalGeneration
+
+from pagoda import LLM, RequestError, SamplingParams
+from pagoda.base.errors import ConfigError
+from pagoda.base.sampling_params import BeamSearchOptions
+from pagoda.core.request import MediaItem
+from pagoda.loading.model_config import read_model
+from pagoda.loading.model_files import identify
+from tests.engine.byte_llama import VOCAB, write_byte_llama
+from tests.engine.random_schedules import Watched, alone, differences, make_engine, play, random_options, random_script
+
+START, EOS, MAX_LEN = 5, 2, 64
+PROMPTS = [[3, 20, 30, 40], [7], [9, 9, 200, 31, *range(60, 110)]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, BartForConditionalGeneration]:
+    folder = write_byte_llama(tmp_path_factory.mktemp("bart"))
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB, "d_model": 96, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 3,
+        "decoder_attention_heads": 6, "encoder_ffn_dim": 80, "decoder_ffn_dim": 112, "scale_embedding": True,
+        "max_position_embeddings": MAX_LEN, "decoder_start_token_id": START, "forced_bos_token_id": None,
+        "forced_eos_token_id": None, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0,
+    }  # fmt: skip
+    theirs = BartForConditionalGeneration(BartConfig(**shape)).float().eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "norm" in name and name.endswith("weight"):
+                parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
+            elif parameter.dim() == 1:
+                parameter.normal_(0, 0.3)
+            else:
+                parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+    theirs.save_pretrained(folder)
+    return folder, theirs
+
+
+def generate(theirs: BartForConditionalGeneration, prompt: list[int], **how: Any) -> list[list[int]]:
+    """What transformers answers, without what it begins with."""
+    with torch.inference_mode():
+        found = theirs.generate(torch.tensor([prompt]), do_sample=False, **how)  # type: ignore[call-arg]
+    answers = found[:, 1:].tolist()  # type: ignore[index]
+    return [tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens for tokens in answers]
+
+
+@pytest.fixture(scope="module", params=["native", "torch"])
+def llm(model: tuple[Path, BartForConditionalGeneration], request: pytest.FixtureRequest) -> Iterator[LLM]:
+    options: dict[str, Any] = {"dtype": "float32", "threads": 1, "num_blocks": 200, "block_size": 8, "device": "cpu"}
+    with LLM(str(model[0]), kernels=request.param, **options) as llm:
+        yield llm
+
+
+def test_greedy_is_that_of_transformers(llm: LLM, model: tuple[Path, BartForConditionalGeneration]) -> None:
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.prompt_token_ids == [START]
+        expected = generate(model[1], prompt, max_new_tokens=20, min_new_tokens=20, eos_token_id=[])
+        assert [output.outputs[0].token_ids] == expected
+    ids = llm.get_tokenizer().encode("the name")
+    by_text, by_ids = llm.generate(["the name", ids], SamplingParams(temperature=0, max_tokens=5))
+    assert by_text.outputs[0].token_ids == by_ids.outputs[0].token_ids
+
+
+def test_beams_are_those_of_transformers(llm: LLM, model: tuple[Path, BartForConditionalGeneration]) -> None:
+    search = SamplingParams(n=4, temperature=0, max_tokens=12, beam_search=BeamSearchOptions())
+    for prompt in PROMPTS:
+        found = llm.generate(prompt, search)[0].outputs
+        expected = generate(model[1], prompt, num_beams=4, num_return_sequences=4, max_new_tokens=12)
+        assert [one.token_ids for one in found] == expected
+
+
+def test_a_prompt_must_fit_the_encoder(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="encoder reads 1 to 64"):
+        llm.generate([[3] * 65], SamplingParams(max_tokens=2))
+    with pytest.raises(RequestError, match="out of vocabulary"):
+        llm.generate([[3, VOCAB]], SamplingParams(max_tokens=2))
+
+
+def watched() -> list[Watched]:
+    kinds = [
+        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
+        SamplingParams(temperature=1.1, top_k=20, max_tokens=20, n=2, ignore_eos=True),
+        SamplingParams(n=2, max_tokens=16, ignore_eos=True, beam_search=BeamSearchOptions()),
+    ]
+    rng = np.random.default_rng(4)
+    found = []
+    for i, length in enumerate((1, 30, 3, 17, 64, 2)):
+        ids = rng.integers(3, VOCAB, (length, 1)).astype(np.float32)
+        media = (MediaItem(f"text-{i}", 0, length, ids),)
+        found.append(Watched(rng.integers(3, VOCAB, i + 1).tolist(), kinds[i % 3], 10 * i, media=media, crosses=True))
+    return found
+
+
+def test_same_bits_in_any_schedule(model: tuple[Path, BartForConditionalGeneration]) -> None:
+    base: dict[str, object] = {"dtype": "bfloat16"}
+    expected = alone(model[0], watched(), base)
+    counts: Counter[str] = Counter()
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        drawn = random_options(rng, MAX_LEN)
+        drawn["num_blocks"] = 2 * int(drawn["num_blocks"])  # type: ignore[call-overload]
+        script = random_script(rng, watched(), VOCAB, 6, 12)
+        core, trace = make_engine(model[0], counts, {**base, **drawn})
+        play(core, trace, script)
+        core.shutdown()
+        assert not differences(expected, trace, script.requests), (seed, drawn)
+    assert min(counts["forks"], counts["beams copied"]) > 0
+
+
+def test_a_setting_that_differs_is_refused(model: tuple[Path, BartForConditionalGeneration], tmp_path: Path) -> None:
+    text = (
+        (model[0] / "config.json")
+        .read_text()
+        .replace('"scale_embedding"', '"normalize_before": true, "scale_embedding"')
+    )
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "model.safetensors").symlink_to(model[0] / "model.safetensors")
+    with pytest.raises(ConfigError, match="normalize_before = True"):
+        read_model(identify(tmp_path, str(tmp_path)))
