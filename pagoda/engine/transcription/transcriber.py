@@ -139,15 +139,16 @@ class Transcription:
         """Ask the engine for everything. Computes spectrograms: to be advanced off an event loop."""
         transcriber, samples = self._transcriber, self.sound.samples
         num_mels, encoder_len = transcriber.speech.num_mels, transcriber.speech.encoder_len
+        whole = None if self._cuts else log_mel(samples, num_mels)
         if self.language is None:
-            head = log_mel(samples if not self._cuts else samples[: WINDOW_S * SAMPLING_RATE], num_mels)
+            head = log_mel(samples[: WINDOW_S * SAMPLING_RATE], num_mels) if whole is None else whole
             answer = yield detect_language(head, encoder_len, transcriber.tokens)
             codes = {token: code for code, token in transcriber.tokens.languages.items()}
             self.language = codes[answer.token_ids[0]]
         spans = quiet_spans(samples) if self._cuts else [(0, len(samples))]
         self._pieces = [
             Piece(
-                lambda begin=begin, end=end: log_mel(samples[begin:end], num_mels),
+                lambda begin=begin, end=end: log_mel(samples[begin:end], num_mels) if whole is None else whole,
                 begin / SAMPLING_RATE,
                 transcriber.tokens,
                 self._decoding,
