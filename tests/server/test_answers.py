@@ -58,7 +58,7 @@ REQUESTS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("POST", "/v1/rerank", {"query": "one", "documents": ["two", "three"]}),
     ("POST", "/v2/rerank", {"query": "one", "documents": ["two", "three"], "top_n": 1}),
     ("POST", "/rerank", {"query": "one", "documents": ["two"]}),
-    ("POST", "/invocations", TEXT),
+    ("POST", "/invocations", {}),
     ("POST", "/v1/audio/transcriptions", {}),
     ("POST", "/v1/audio/translations", {}),
     ("POST", "/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "a"}),
