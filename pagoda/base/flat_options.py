@@ -13,9 +13,9 @@ from pagoda.base.vllm_options import translate
 
 RETIRED: Mapping[str, str] = {
     "pin_threads": "the engine process pins its threads if there is one per core",
-    "encoder_budget": "there is no model with an encoder yet",
-    "encoder_cache_tokens": "there is no model with an encoder yet",
-    "no_partial_media": "there is no model with an encoder yet",
+    "encoder_budget": "it follows from the model and max_num_batched_tokens",
+    "encoder_cache_tokens": "it follows from the model and max_num_batched_tokens",
+    "no_partial_media": "the model says whether its images must stay whole",
     "max_queued_bytes": "a server holds at most 256 MiB of request bodies",
     "max_header_bytes": "headers may have 64 KiB; a proxy in front can allow less",
     "header_timeout_s": "a proxy in front of the server limits how slow a client may be",

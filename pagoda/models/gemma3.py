@@ -52,6 +52,7 @@ _DEFAULTS: dict[str, object] = {
     "bos_token_id": 2,
 }
 _LAYERS_OF_27B = 62
+_SIGLIP: dict[str, object] = {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
 
 
 class EmbeddingGemma(SandwichDecoder):
@@ -117,7 +118,7 @@ def _read(config: ConfigReader) -> DecoderConfig | Gemma3VisionConfig:
     text, vision = read(config), config.section("vision_config")
     if vision is None or config.texts("architectures") != (_WITH_VISION,):
         return text
-    tower, tokens = read_siglip(vision), config.integer("mm_tokens_per_image", 256)
+    tower, tokens = read_siglip(vision.with_defaults(_SIGLIP)), config.integer("mm_tokens_per_image", 256)
     across = isqrt(tokens)
     if across * across != tokens or tower.side % across:
         raise ConfigError(

@@ -51,7 +51,7 @@ class SiglipConfig:
 
 
 def read_siglip(config: ConfigReader) -> SiglipConfig:
-    """Read a `vision_config`, whose absent settings are those of transformers. Raises ConfigError."""
+    """Read a `vision_config`, whose absent settings are those of Idefics3 in transformers. Raises ConfigError."""
     hidden_size, num_heads = config.integer("hidden_size", 1152), config.integer("num_attention_heads", 16)
     image_size, patch_size = config.integer("image_size", 224), config.integer("patch_size", 32)
     if hidden_size % num_heads:

@@ -15,6 +15,7 @@ from pagoda.loading.model_config import read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.token_ids import end_token_ids
 from pagoda.models.decoder_config import DecoderConfig
+from pagoda.models.gemma3 import Gemma3VisionConfig
 
 
 def read(tmp_path: Path, **values: object) -> DecoderConfig:
@@ -23,7 +24,7 @@ def read(tmp_path: Path, **values: object) -> DecoderConfig:
 
 
 def test_gemma3_4b_leaves_out_what_equals_the_first_release(tmp_path: Path):
-    facts = read(
+    found = read(
         tmp_path,
         architectures=["Gemma3ForConditionalGeneration"],
         eos_token_id=[1, 106],
@@ -36,8 +37,18 @@ def test_gemma3_4b_leaves_out_what_equals_the_first_release(tmp_path: Path):
             "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
             "sliding_window": 1024,
         },
-        vision_config={"hidden_size": 1152},
+        vision_config={
+            "hidden_size": 1152,
+            "image_size": 896,
+            "intermediate_size": 4304,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 27,
+            "patch_size": 14,
+        },
     )
+    assert isinstance(found, Gemma3VisionConfig)
+    assert (found.vision.side, found.vision.num_layers, found.factor) == (64, 27, 4)
+    facts = found.text
     spec = facts.spec
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (8, 4, 256, 262_208)
     assert (spec.max_position, spec.eos_token_ids, spec.tie_embeddings) == (131_072, (1, 106), True)
