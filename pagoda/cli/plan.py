@@ -139,7 +139,8 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
     layouts = layouts_of(config, files)
     config = setup.config
     weights = summarize_weights(setup.files)
-    sizing = KVSizing.of(setup.groups, capacity.block_size, setup.max_model_len, options_of(setup))
+    options = options_of(setup)
+    sizing = KVSizing.of(setup.groups, capacity.block_size, setup.max_model_len, options)
     lengths = {length for length in TYPICAL_LENGTHS if length < setup.max_model_len} | {setup.max_model_len}
     return Plan(
         model=setup.files.name,
@@ -165,7 +166,7 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
         max_model_len=setup.max_model_len,
         kv_tokens=capacity.max_tokens,
         requests_by_length={
-            length: capacity.num_blocks // sizing.blocks_for_request(length)
+            length: capacity.num_blocks // sizing.blocks_for_request(length, options.max_encoder_len)
             for length in sorted(lengths)
             if setup.groups
         },

@@ -14,6 +14,7 @@ from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
+from pagoda.cli.plan import make_plan
 from pagoda.core.request import Request
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine_setup import resolve_engine
@@ -178,6 +179,15 @@ def test_what_it_does_not_go_with_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         resolve_engine(EngineConfig.from_options(model=str(model[0]), device="cpu", **options))
+
+
+def test_a_plan_counts_the_blocks_of_what_the_encoder_gives(
+    model: tuple[Path, WhisperForConditionalGeneration],
+) -> None:
+    options = {"device": "cpu", "num_blocks": 100, "block_size": 8}
+    made = make_plan(EngineConfig.from_options(model=str(model[0]), **options))
+    own, cross = MAX_LEN // 8, -(-POSITIONS // 8)
+    assert made.requests_by_length == {MAX_LEN: 100 // (own + cross)}
 
 
 def test_a_request_needs_a_whole_window_of_sound(model: tuple[Path, WhisperForConditionalGeneration]) -> None:
