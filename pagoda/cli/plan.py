@@ -73,7 +73,7 @@ def plan(
     """Print what a model and settings need.
 
     Weights, KV per token, how many tokens and requests fit. Nothing is fetched without --pull: a model of the catalog
-    and a folder with only config.json are planned without weights; of others it says what would be fetched.
+    and a folder with only config.json are planned without weights, as floats; of others it says what would be fetched.
     """
     from pagoda.cli.console import fetching
     from pagoda.loading.outline import outline

@@ -25,11 +25,11 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m", "minilm-l6"])
-def test_a_plan_without_the_weights_is_that_with_them(
+def test_a_plan_without_the_weights_is_that_with_them_as_floats(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
 ) -> None:
     cached_model(name)
-    there = make_plan(EngineConfig.from_options(model=name, **SMALL))
+    there = make_plan(EngineConfig.from_options(model=name, quantization="none", **SMALL))
     without = plan(capsys, name, "--cache-dir", str(tmp_path))
     for figure in ("weights_memory", "kv_bytes_per_token", "num_blocks", "dtype", "architecture", "max_model_len"):
         assert without[figure] == getattr(there, figure), figure
