@@ -19,7 +19,6 @@ from starlette.requests import Request as HttpRequest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
-from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
 from pagoda.engine.async_engine import AsyncEngine
@@ -31,6 +30,7 @@ from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.admission import Admission, Place, Refusal
 from pagoda.server.answers import CompletionTokensDetails, PromptTokensDetails, Timings, Usage
 from pagoda.server.errors import ApiError
+from pagoda.server.pooling_bodies import PoolingBody
 from pagoda.server.responses import cancel_on_disconnect
 from pagoda.server.sampling_body import SamplingBody
 
@@ -94,15 +94,14 @@ class PromptsToPrepare:
     """The prompts of one HTTP request before they are tokenised.
 
     params: of each prompt.   names: what errors call each prompt, () for "prompt".   lora: the adapter to use.
+    add_special_tokens: add those that the tokenizer puts around a text prompt.
     """
 
     prompts: Sequence[Prompt]
     params: Sequence[Params]
     names: Sequence[str]
-    priority: int
-    cache_salt: str | None
     lora: Adapter | None
-    add_special_tokens: bool
+    add_special_tokens: bool = True
 
     @property
     def num_chars(self) -> int:
@@ -333,53 +332,23 @@ class Generator:
         self,
         http: HttpRequest,
         admitted: Admitted,
-        body: SamplingBody,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
+        body: SamplingBody | PoolingBody,
+        asked: PromptsToPrepare,
         request_id: str,
-        lora: Adapter | None = None,
-        add_special_tokens: bool = True,
     ) -> Generation:
-        """Tokenise and validate all of `prompts`. The caller must close the Generation.
+        """Tokenise and validate all prompts of a body. The caller must close the Generation.
 
-        lora: the adapter to use.   add_special_tokens: add those that the tokenizer puts around a text prompt.
         Raises RequestError, ApiError (400) or WorkerDied.
         """
-        self._check_lengths(body, params)
-        key = http.scope["state"]["key"]
-        salt = self._salt(key, body.cache_salt)
-        asked = PromptsToPrepare(prompts, [params] * len(prompts), (), body.priority, salt, lora, add_special_tokens)
-        return await self._begin(http, admitted, asked, request_id)
-
-    async def begin_pooling(
-        self,
-        http: HttpRequest,
-        admitted: Admitted,
-        prompts: Sequence[Prompt],
-        params: Sequence[PoolingParams],
-        names: Sequence[str],
-        request_id: str,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: Adapter | None = None,
-        add_special_tokens: bool = True,
-    ) -> Generation:
-        """`begin` for prompts to pool.   params, names: of each prompt; names are what errors call them."""
-        salt = self._salt(http.scope["state"]["key"], cache_salt)
-        asked = PromptsToPrepare(prompts, params, names, priority, salt, lora, add_special_tokens)
-        return await self._begin(http, admitted, asked, request_id)
-
-    async def _begin(
-        self, http: HttpRequest, admitted: Admitted, asked: PromptsToPrepare, request_id: str
-    ) -> Generation:
+        if isinstance(body, SamplingBody):
+            self._check_lengths(body)
         most, truncate = self.llm.input_processor.limits.max_model_len, asked.params[0].truncate_prompt_tokens
         if truncate is not None and truncate > most:
             text = f"truncate_prompt_tokens={truncate} is more than the model's context of {most} tokens"
             raise ApiError(400, text, "truncate_prompt_tokens")
         key = http.scope["state"]["key"]
         engine_ids = admitted.at_end.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
-        preparing = self._prepare(asked, engine_ids)
+        preparing = self._prepare(asked, engine_ids, body.priority, self._salt(key, body.cache_salt))
         # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
         is_long = asked.num_chars >= LONG_TEXT_CHARS or asked.has_grammar
         requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
@@ -395,7 +364,9 @@ class Generator:
         output = 0 if request.sampling is None else self.admission.expected_output(request.sampling.max_tokens)
         return request.num_prompt_tokens + output * request.num_seqs
 
-    async def _prepare(self, asked: PromptsToPrepare, engine_ids: Sequence[str]) -> list[Request]:
+    async def _prepare(
+        self, asked: PromptsToPrepare, engine_ids: Sequence[str], priority: int, cache_salt: str | None
+    ) -> list[Request]:
         limits = self.llm.input_processor.limits.of_request
         requests: list[Request] = []
         prepared: dict[int, PreparedParams] = {}  # by identity: most prompts share their parameters
@@ -408,8 +379,8 @@ class Generator:
                     prompt,
                     prepared[id(params)],
                     request_id=engine_id,
-                    priority=asked.priority,
-                    cache_salt=asked.cache_salt,
+                    priority=priority,
+                    cache_salt=cache_salt,
                     lora=asked.lora,
                     add_special_tokens=asked.add_special_tokens,
                 )
@@ -427,10 +398,10 @@ class Generator:
                 await asyncio.sleep(0)
         return requests
 
-    def _check_lengths(self, body: SamplingBody, params: SamplingParams) -> None:
+    def _check_lengths(self, body: SamplingBody) -> None:
         """Raise ApiError (400) if more tokens are requested than the model's context; the prompt is not considered."""
         most = self.llm.input_processor.limits.max_model_len
-        for name, asked in (body.asked_tokens, ("min_tokens", params.min_tokens)):
+        for name, asked in (body.asked_tokens, ("min_tokens", body.min_tokens)):
             if asked is not None and asked > most:
                 raise ApiError(400, f"{name}={asked} is more than the model's context of {most} tokens", name)
 

@@ -3,7 +3,7 @@
 import base64
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -34,7 +34,7 @@ from pagoda.server.answers import (
     ScoreData,
     ScoreResponse,
 )
-from pagoda.server.generation import Admitted, Generation
+from pagoda.server.generation import Admitted, Generation, PromptsToPrepare
 from pagoda.server.pooling_bodies import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -178,7 +178,8 @@ async def _score(
         scoring: Scoring = await cancel_on_disconnect(call.http, planning)
         of_first, of_second = _numbered(names[0], len(first)), _numbered(names[1], len(second))
         of_prompts = of_second if len(scoring.prompts) == len(second) else [*of_first, *of_second]
-        pooled = await _pool(call, admitted, scoring.prompts, scoring.params, of_prompts)
+        asked = PromptsToPrepare(scoring.prompts, scoring.params, of_prompts, call.lora)
+        pooled = await _pool(call, admitted, asked)
     return pooled, scoring.scores(pooled.vectors)
 
 
@@ -198,31 +199,15 @@ async def _pool_inputs(call: Call[InputBody], params: PoolingParams, instruction
             rendered = await call.state.render(call.http, body, body.chat_template_kwargs, must_fit=must_fit)
             prompts = [rendered.token_ids]
         adds_tokens = body.add_special_tokens is not False
-        return await _pool(call, admitted, prompts, [params] * len(prompts), names, adds_tokens)
+        asked = PromptsToPrepare(prompts, [params] * len(prompts), names, call.lora, adds_tokens)
+        return await _pool(call, admitted, asked)
 
 
-async def _pool(
-    call: Call[PoolingBody],
-    admitted: Admitted,
-    prompts: Sequence[Prompt],
-    params: Sequence[PoolingParams],
-    names: Sequence[str],
-    add_special_tokens: bool = True,
-) -> Pooled:
-    """Pool all prompts.   names: what errors call them. Raises RequestError, ApiError or WorkerDied."""
+async def _pool(call: Call[PoolingBody], admitted: Admitted, asked: PromptsToPrepare) -> Pooled:
+    """Pool all prompts. Raises RequestError, ApiError or WorkerDied."""
     http, state, body = call.http, call.state, call.body
-    generation = await state.generator.begin_pooling(
-        http,
-        admitted,
-        prompts,
-        params,
-        names,
-        state.request_id(http, body.request_id, call.id_prefix, len(prompts)),
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-        lora=call.lora,
-        add_special_tokens=add_special_tokens,
-    )
+    request_id = state.request_id(http, body.request_id, call.id_prefix, len(asked.prompts))
+    generation = await state.generator.begin(http, admitted, body, asked, request_id)
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
         outputs = await cancel_on_disconnect(http, _gather(generation))

@@ -19,7 +19,7 @@ from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.server.answers import Timings, Usage
-from pagoda.server.generation import Generation
+from pagoda.server.generation import Generation, PromptsToPrepare
 from pagoda.server.responses import EventStream, cancel_on_disconnect, event, json_response, run_sized
 from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.state import ServerState, state_of
@@ -73,7 +73,7 @@ class AnswerFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A checked request: what to generate, and how to answer.   add_special_tokens: as for `Generator.begin`."""
+    """A checked request: what to generate, and how to answer.   add_special_tokens: as for PromptsToPrepare."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -108,9 +108,9 @@ async def respond(http: Request, kind: type[S], api: TextApi[S]) -> Response:
         prepared = await api.prepare(http, state, body)
         # Chosen only now: while the prompt was rendered, another request may have taken the same header's id.
         request_id = state.request_id(http, body.request_id, api.id_prefix, len(prepared.prompts))
-        generation = await state.generator.begin(
-            http, admitted, body, prepared.prompts, prepared.params, request_id, lora, prepared.add_special_tokens
-        )
+        params = [prepared.params] * len(prepared.prompts)
+        asked = PromptsToPrepare(prepared.prompts, params, (), lora, prepared.add_special_tokens)
+        generation = await state.generator.begin(http, admitted, body, asked, request_id)
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
         head = Head(request_id, int(time.time()), body.model or state.model_names[0])
