@@ -85,7 +85,7 @@ void moe() {
     for (int64_t e = 0; e < EXPERTS; e++) up_at.push_back(&up[e]), down_at.push_back(&down[e]);
     ExpertStack gate_up{up_at.data(), EXPERTS}, downs{down_at.data(), EXPERTS};
     std::vector<float> x = drawn(TOKENS * HIDDEN, 3), router = drawn(TOKENS * EXPERTS, 4), one(x.size()), many(x.size());
-    MoeArgs args{rows(x.data(), TOKENS, 1, HIDDEN), rows(router.data(), TOKENS, 1, EXPERTS), &gate_up, &downs, 2, 1,
+    MoeArgs args{rows(x.data(), TOKENS, 1, HIDDEN), rows(router.data(), TOKENS, 1, EXPERTS), &gate_up, &downs, 2, 1, 0.0f, 0.0f,
                  rows(one.data(), TOKENS, 1, HIDDEN)};
     pagoda_moe(&args, 1);
     args.out.data = many.data();
