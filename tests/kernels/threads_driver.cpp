@@ -101,7 +101,7 @@ void attention() {
     std::vector<int32_t> table(2 * 70);
     for (int32_t i = 0; i < 70; i++) table[i] = i + 1, table[70 + i] = i % 5 + 72;
     int32_t starts[] = {0, 1, TOKENS}, lengths[] = {LENGTH, 40};
-    RowGroup group{starts, lengths, table.data(), nullptr, 70, 70, BLOCK, 2, 0};
+    RowGroup group{starts, lengths, table.data(), nullptr, nullptr, 70, 70, BLOCK, 2, 0};
     constexpr int64_t STRIDE = 2 * BLOCK * DIM;
     KVPages pages{k.data(), v.data(), nullptr, nullptr, STRIDE, STRIDE, 0, BLOCKS, 2, BLOCK, DIM, F32, 0};
     AttentionArgs args{rows(q.data(), TOKENS, 4, DIM), pages, &group, 0.2f, 0, 0.0f, rows(one.data(), TOKENS, 1, 4 * DIM)};
