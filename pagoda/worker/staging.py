@@ -365,6 +365,7 @@ class BatchRows:
 
     def with_last_seen(self, positions: np.ndarray, embeds: "StepEmbeds") -> "BatchRows":
         """Return the same where some tokens see later ones.   positions: int32, of the batch's tokens."""
+        assert embeds.last_seen is not None
         seen = positions.copy()
         seen[embeds.index] = np.maximum(seen[embeds.index], embeds.last_seen)
         return replace(self, last_seen=seen)

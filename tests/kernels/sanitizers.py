@@ -16,7 +16,18 @@ REPOSITORY = TESTS.parent.parent
 CACHE = REPOSITORY / "build" / "sanitizers"
 # A finding ends the process; pytest leaves stderr alone (--capture=sys), so that the report is seen.
 ADDRESS_FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1", "-O2")
-FILES = ("ops", "linear", "attention", "moe", "collectives", "recording", "op_table", "native_sampling")
+FILES = (
+    "ops",
+    "linear",
+    "gguf_codes",
+    "attention",
+    "bidirectional",
+    "moe",
+    "collectives",
+    "recording",
+    "op_table",
+    "native_sampling",
+)
 # What compiles or loads libraries of its own, and what needs more memory than it is worth.
 SKIPPED = "not compile and not load and not library"
 
