@@ -92,8 +92,10 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     check_settings(config)
     config = note_given(config)
     files = files or resolve_model(config.model)
-    if files.format == "gguf" and config.model.quantization is None and config.model.dtype != "auto":
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, quantization="none"))
+    if files.format == "gguf" and config.model.quantization is None:
+        # Written down, because ranks resolve settings again in which the dtype is filled in.
+        chosen = "gguf" if config.model.dtype == "auto" else "none"
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, quantization=chosen))
     model = read_share(files, config.model.quantization, RankPlace(0, config.parallel.tensor_parallel_size))
     if config.parallel.pipeline_parallel_size > 1:
         read_share(files, config.model.quantization, largest_ranks(config.parallel)[0])  # to check that there is one
@@ -129,7 +131,7 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
         cache=dataclasses.replace(config.cache, kv_cache_dtype=kv_dtype),
         parallel=dataclasses.replace(config.parallel, device=device.name),
     )
-    drafting = resolve_drafting(config, spec, dtype, kernels == "native", max_model_len)
+    drafting = resolve_drafting(config, spec, dtype, kernels, max_model_len)
     _check_encoder(config, model, device.is_host, drafting is not None)
     if drafting is not None and not tasks.generates:
         raise ConfigError(f"speculative_config: {files.name!r} does not generate text, so nothing can be drafted")
@@ -204,6 +206,8 @@ def scheduler_options(config: EngineConfig, encoder: Encoder | None = None, cros
     """
     scheduler, prefill, debug = config.scheduler, config.scheduler.prefill, config.debug
     largest = encoder.largest_item().length if encoder is not None else 0
+    if not crosses and config.model.max_model_len is not None:
+        largest = min(largest, config.model.max_model_len)  # no longer one is in a prompt
     budget = max(largest, scheduler.max_num_batched_tokens) if encoder is not None else 0
     settings = {
         item.name: getattr(scheduler, item.name) for item in describe_settings(SchedulerConfig) if not item.is_group

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf.constants import GGMLQuantizationType as Kind
 
 from pagoda.assemble import build_engine_core
 from pagoda.base.config import PARTS, EngineConfig, ModelConfig, PrefillConfig, SchedulerConfig, SchedulingPolicy
@@ -20,6 +21,8 @@ from pagoda.kernels import select
 from pagoda.loading.fetch_hub import SOURCES
 from pagoda.sizing import size_cache
 from tests.engine.driver import drive, request, write_tiny_llama
+from tests.models.gguf_writer import write_gguf
+from tests.models.tiny import make_model
 
 
 @pytest.fixture(scope="module")
@@ -263,3 +266,13 @@ def test_the_fake_backend_needs_no_weights(model: Path) -> None:
     answers = drive(core, [request(0, [1, 5, 9], SamplingParams(max_tokens=5))])
     assert len(answers.tokens["r0", 0]) == 5
     core.shutdown()
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [("auto", "gguf"), ("float32", "none")])
+def test_a_gguf_is_held_alike_by_all_who_resolve_its_settings(tmp_path: Path, dtype: str, quantization: str) -> None:
+    """Ranks resolve the settings again that the engine resolved: an explicit dtype dequantises, a filled-in one not."""
+    write_gguf(make_model("llama"), tmp_path / "model.gguf", Kind.Q8_0)
+    config = EngineConfig.for_engine(model=str(tmp_path / "model.gguf"), dtype=dtype)
+    engine = resolve_engine(config)
+    assert engine.config.model.quantization == quantization
+    assert resolve_engine(engine.config).config.model.quantization == quantization

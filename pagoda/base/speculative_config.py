@@ -48,7 +48,11 @@ class SpeculativeConfig:
     ] = None
     quantization: Annotated[
         str | None,
-        Setting("draft_model: quantization of its weights.", unset="none", words=QUANTIZATIONS),
+        Setting(
+            "draft_model: quantization of its weights; none: floats.",
+            unset="its own codes, if it has any; floats for a GGUF beside a model that is dequantised",
+            words=("none", *QUANTIZATIONS),
+        ),
     ] = None
     num_draft_layers: Annotated[
         int | None,

@@ -53,7 +53,7 @@ class PrepareOps(Protocol):
     def table_of(self, weight: LinearWeight) -> Tensor | None:
         """Return the rows of a prepared weight as a table for `embedding`, in the same memory.
 
-        None where the prepared form is not rows of the compute dtype that `embedding` can read.
+        None where `embedding` cannot read rows of the prepared form.
         """
         ...
 

@@ -200,6 +200,11 @@ def open_gguf(path: Path) -> GGUFFile:
     return _open(path, state.st_mtime_ns, state.st_size)
 
 
+def forget_gguf() -> None:
+    """Let go of the files that `open_gguf` has returned: they stay mapped as long as somebody uses them."""
+    _open.cache_clear()
+
+
 @functools.lru_cache(maxsize=2)
 def _open(path: Path, changed_ns: int, size: int) -> GGUFFile:
     return GGUFFile(path)

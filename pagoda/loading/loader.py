@@ -11,7 +11,15 @@ import torch
 from pagoda.base.errors import ConfigError
 from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.kernels.linear.forms import MADE_WHILE_LOADING
-from pagoda.kernels.linear.quantize import BlockWeight, CodedWeight, QuantizedWeight, quantize_to, stack
+from pagoda.kernels.linear.quantize import (
+    BlockWeight,
+    CodedWeight,
+    QuantizedWeight,
+    StackedWeight,
+    codes_of,
+    quantize_to,
+    stack,
+)
 from pagoda.kernels.ops import PrepareOps
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import (
@@ -26,9 +34,10 @@ from pagoda.layers.parameter import (
 )
 from pagoda.layers.rotary import RotaryTables
 from pagoda.layers.sharding import ALONE
+from pagoda.loading.gguf_file import forget_gguf, open_gguf
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
-from pagoda.loading.pieces import Piece, Region, bias_pieces, choose_naming, weight_pieces
+from pagoda.loading.pieces import Piece, Region, bias_pieces, check_all_used, choose_naming, weight_pieces
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.rotary_tables import build_rotary_tables
 from pagoda.loading.shares import take_share
@@ -79,6 +88,10 @@ def load_model(
     with _one_torch_thread():
         Filler(weights, naming, ops, dtype, device, quantization, positions, max_model_len).fill(model)
     logger.info("%.1f MiB of weights read", weights.bytes_read / 2**20)
+    if files.format == "gguf":
+        whole = model if place.num_stages == 1 else build_tree(files, architecture, config)
+        check_all_used(open_gguf(files.path).tensors, files, naming, whole)
+    forget_gguf()
     return model
 
 
@@ -262,6 +275,8 @@ class Filler:
         pieces = list(weight_pieces(self._naming, path, matrix, shard, expert))
         codes = self._codes(pieces) if matrix.quantizable and keep_codes else None
         if codes is not None:
+            if matrix.num_experts and isinstance(codes, StackedWeight):
+                codes = codes_of(codes)  # the experts of a layer are in one form
             return self._ops.prepare_quantized_linear(codes, self._dtype, bias)
         return self._prepare(matrix, self._parts(pieces), bias)
 

@@ -2,13 +2,14 @@
 rank's share of it. No torch.
 """
 
+import re
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from pagoda.base.errors import ConfigError
 from pagoda.layers.module import parameters
-from pagoda.layers.parameter import Declaration, Matrix, MatrixShard, Part, Table, Vector
+from pagoda.layers.parameter import Declaration, Matrix, MatrixShard, Part, Table, Vector, whole_of
 from pagoda.loading.model_files import ModelFiles
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
@@ -33,6 +34,36 @@ def choose_naming(architecture: Architecture, files: ModelFiles, names: Containe
     raise ConfigError(
         f"{files.path}: no {architecture.name} weights: none of these tensors exists: {', '.join(embeddings)}"
     )
+
+
+_UNREAD = r"\.(rope_freqs|attn_rot_embd)\."
+"""What GGUF files have that follows from their settings."""
+
+
+def check_all_used(stored: Iterable[str], files: ModelFiles, naming: Naming, model: Model) -> None:
+    """Raise ConfigError for weights of a GGUF's layers that the model does not read: it would compute something else.
+
+    A config.json says by its settings what such files only say by their tensors. stored: their names.
+    """
+    used: set[str] = set()
+    for path, parameter in parameters(model):
+        match parameter.declared:
+            case Matrix(tied=None, picked=None) as matrix:
+                shard = whole_of(matrix)
+                for expert in range(max(1, matrix.num_experts)):
+                    used.update(piece.name for piece in weight_pieces(naming, path, matrix, shard, expert))
+                used.update(piece.name for piece in bias_pieces(naming, path, matrix, shard) if matrix.bias)
+            case Table() | Vector(zeros=False):
+                used.add(naming.find(path).name)
+            case _:
+                pass
+    layers = re.compile(r"blk\.\d+\..*\.(weight|bias)")
+    unread = [name for name in stored if name not in used and layers.fullmatch(name) and not re.search(_UNREAD, name)]
+    if unread:
+        raise ConfigError(
+            f"{files.path}: {len(unread)} tensors of its layers, such as {unread[0]!r}, are not part of a "
+            f"{model.spec.architecture} as it is supported here"
+        )
 
 
 def _is_named(declared: Declaration) -> bool:

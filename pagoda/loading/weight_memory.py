@@ -123,11 +123,11 @@ def _bytes(path: str, parameter: Parameter[Any], prepared: PreparedAs, held_as: 
             held = held_as(path, matrix)
             (rows, columns), has_bias = parameter.shard.shape, parameter.shard.bias
             if prepared.packed:
-                parts = (
-                    _runs(held, [len(of_part) for of_part in parameter.shard.rows])
-                    if len(held) > 1
-                    else [(held[0], rows)]
-                )
+                parts = [(held[0], rows)]
+                if len(held) > 1 and matrix.num_experts:  # of which all are in one form
+                    parts = [(HeldAs(Q8, 32), rows)]
+                elif len(held) > 1:
+                    parts = _runs(held, [len(of_part) for of_part in parameter.shard.rows])
                 bias = sum(packed_bias_bytes(run) for _, run in parts) if has_bias else 0
                 return count * (sum(of_run.packed_bytes(run, columns) for of_run, run in parts) + bias)
             as_one = held[0] if len(held) == 1 else HeldAs(Q8, 32)

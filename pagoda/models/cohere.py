@@ -11,13 +11,15 @@ from pagoda.models.decoder_config import FULL, SLIDING, DecoderConfig, read_deco
 from pagoda.models.norm_placement import OneNormDecoder
 
 
-def _read(config: ConfigReader, architecture: str, windows: tuple[int, ...] | None = None) -> DecoderConfig:
+def _read(
+    config: ConfigReader, architecture: str, default_theta: float, windows: tuple[int, ...] | None = None
+) -> DecoderConfig:
     attention_bias = config.flag("attention_bias", False)
     decoder = read_decoder(
         config,
         architecture,
         windows,
-        default_theta=500_000.0,
+        default_theta=default_theta,
         interleaved=True,
         tie_embeddings=True,
         layer_norm_eps="layer_norm_eps",
@@ -34,7 +36,7 @@ def _read(config: ConfigReader, architecture: str, windows: tuple[int, ...] | No
 
 def _read_cohere(config: ConfigReader) -> DecoderConfig:
     config.refuse("use_qk_norm")
-    return _read(config, "cohere")
+    return _read(config, "cohere", 500_000.0)
 
 
 def _read_cohere2(config: ConfigReader) -> DecoderConfig:
@@ -43,7 +45,7 @@ def _read_cohere2(config: ConfigReader) -> DecoderConfig:
     kinds = config.texts("layer_types") or by_index
     windows = windows_by_layer_types(config, kinds, config.integer("sliding_window", 4096))
     unrotated = frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL)
-    return replace(_read(config, "cohere2", windows), unrotated_layers=unrotated)
+    return replace(_read(config, "cohere2", 10_000.0, windows), unrotated_layers=unrotated)
 
 
 COHERE = Architecture(

@@ -107,6 +107,8 @@ def check_media(request: Request, encoder: Encoder | None, crosses: bool) -> Non
         return
     if crosses and not media:
         raise RequestError("this model needs an encoder input besides its prompt (audio, for Whisper)", "media")
+    if crosses and len(media) > 1:
+        raise RequestError(f"this model reads one encoder input per request, not {len(media)}", "media")
     end = 0
     for item in media:
         features = item.features

@@ -14,6 +14,7 @@ from pagoda.base.errors import PagodaError, RequestError
 from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.kernels.linear.packed import PackedTable
 from pagoda.kernels.low_rank.table import FillableLowRank, LowRankPiece
 from pagoda.kernels.ops import Ops
 from pagoda.layers.linear import Embedding
@@ -186,7 +187,7 @@ class AdapterStore:
         remedy = "save the adapter again with save_embedding_layers=False"
         own_rows = target.parameter.shard.rows[0]
         copy = copy[own_rows.start : own_rows.stop]
-        if table is None:
+        if table is None or (isinstance(table, PackedTable) and table.is_coded):
             raise RequestError(f"it has a copy of {path}, which cannot be compared to quantised weights; {remedy}")
         for begin in range(0, len(copy), _COMPARED_ROWS):
             rows = copy[begin : begin + _COMPARED_ROWS].to(device=self._device, dtype=self._dtype)

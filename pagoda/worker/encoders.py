@@ -84,7 +84,11 @@ class EncoderOutputs:
             for item in items:
                 first, last = max(start, item.offset), min(start + num_new, item.offset + item.length)
                 if first < last:
-                    values.append(self._outputs[item.content_hash][first - item.offset : last - item.offset])
+                    kept = self._outputs.get(item.content_hash)
+                    if kept is None:  # its run failed in an earlier step: the scheduler computes these tokens again
+                        kept = torch.zeros(item.length, self._encoder.output_size, dtype=self._dtype)
+                        kept = kept.to(self._forward.staging.device)
+                    values.append(kept[first - item.offset : last - item.offset])
                     index.append(np.arange(begin + first - start, begin + last - start, dtype=np.int64))
                     seen.append(np.full(last - first, item.offset + item.length - 1, np.int32))
             if start + num_new >= _end(items):

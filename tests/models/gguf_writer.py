@@ -46,7 +46,8 @@ def write_gguf(
 ) -> PreTrainedModel:
     """Write `model` with its matrices as `kind`, and put the values that reading gives back into `model` itself.
 
-    kind: of all matrices, or of the one of a name. Values that become Q4_K or Q6_K are only near those put back.
+    kind: of all matrices, or of the one of a name (of a part of experts). Values that become Q4_K or Q6_K are only near
+    those put back.
     metadata: further keys ("__" for "."), without the architecture's prefix; `factors` is the tensor rope_freqs.weight,
     `rope_factors_long` and `rope_factors_short` are those of LongRoPE.
     """
@@ -86,7 +87,8 @@ def write_gguf(
             for part, matrices in _expert_parts(key.replace("block_sparse_moe", "mlp"), values).items():
                 stored = names.get_name(part)
                 assert stored is not None, part
-                writer.add_tensor(f"{stored}.weight", _quantize(matrices, stored_as), raw_dtype=stored_as)
+                of_part = kind(part) if callable(kind) else stored_as
+                writer.add_tensor(f"{stored}.weight", _quantize(matrices, of_part), raw_dtype=of_part)
             continue
         if name in _INTERLEAVED and (".q_proj." in key or ".k_proj." in key):
             heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads

@@ -8,10 +8,13 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
+from pagoda.loading.gguf_file import open_gguf
 from pagoda.loading.loader import load_model
-from pagoda.loading.model_config import read_architecture, summarize_weights
+from pagoda.loading.model_config import read_architecture, read_model, summarize_weights
 from pagoda.loading.model_files import identify
+from pagoda.loading.pieces import check_all_used
 from pagoda.worker.forward_runner import ForwardRunner
 from tests.device_under_test import DeviceUnderTest
 from tests.models.gguf_writer import write_gguf
@@ -149,3 +152,14 @@ def test_the_memory_of_weights_is_known_without_reading_them(tmp_path: Path):
 def test_a_models_class_is_named_after_its_architecture(name: str, tmp_path: Path):
     architecture, config = read_architecture(identify(save(make_model(name), tmp_path)))
     assert config.spec.architecture == architecture.name == name.replace("-", "_")
+
+
+def test_weights_of_a_layer_that_the_model_would_not_read_are_refused(tmp_path: Path) -> None:
+    """Command-R+ is a Command-R whose queries and keys are normed; only its tensors say so."""
+    path = tmp_path / "model.gguf"
+    write_gguf(make_model("cohere"), path, Kind.F32)
+    files = identify(path)
+    architecture = read_architecture(files)[0]
+    stored = [*open_gguf(path).tensors, "blk.0.attn_q_norm.weight", "blk.0.attn_rot_embd.weight"]
+    with pytest.raises(ConfigError, match=r"1 tensors of its layers, such as 'blk.0.attn_q_norm.weight', are not"):
+        check_all_used(stored, files, architecture.gguf, read_model(files))

@@ -1,4 +1,4 @@
-"""Experts of one layer of which AWQ or GPTQ left some as floats: all of them are held as floats."""
+"""Experts of one layer that are stored in different forms: all of them are held in one, of AWQ and GPTQ as floats."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -7,9 +7,11 @@ from typing import NoReturn
 
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType as Kind
 
 from pagoda.kernels.native.build import NativeUnavailable
 from pagoda.kernels.native.library import load
+from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
@@ -17,6 +19,7 @@ from pagoda.loading.weight_memory import PreparedAs, weight_memory
 from pagoda.worker.forward_runner import ForwardRunner
 from tests.device_under_test import DeviceUnderTest
 from tests.loading.test_weight_memory import held
+from tests.models.gguf_writer import write_gguf
 from tests.models.packed_writer import Packing, write_packed
 from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import VOCAB, make_model, save
@@ -74,3 +77,14 @@ def test_one_expert_of_floats(
     is_tiled = kernels != "native" and type(ops) is not TorchOps  # "torch" is of a CPU; a GPU has its own
     prepared = PreparedAs("float32", None, kernels == "native", num_positions=64, tiled=is_tiled)
     assert weight_memory(identify(packed), prepared) == held(model)
+
+
+def test_gate_and_up_of_two_kinds_are_held_as_8_bits(tmp_path: Path, without_native: Callable[[str], NoReturn]) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(make_model("qwen3-moe-renormalized"), path, lambda name: Kind.Q4_1 if "up_proj" in name else Kind.Q8_0)
+    try:
+        ops = NativeOps(load(), 1)
+    except NativeUnavailable as error:
+        without_native(str(error))
+    model = load_model(identify(path), ops, torch.float32, torch.device("cpu"), "gguf", 64)
+    assert weight_memory(identify(path), PreparedAs("float32", "gguf", packed=True, num_positions=64)) == held(model)

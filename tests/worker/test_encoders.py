@@ -135,6 +135,18 @@ def test_an_output_is_computed_once_until_it_is_freed(outputs: EncoderOutputs) -
     assert not outputs._outputs
 
 
+def test_a_step_in_flight_after_an_encoder_run_that_failed_computes_the_other_rows(outputs: EncoderOutputs) -> None:
+    """The scheduler computes again what read the output; the step must not fail for those that did not."""
+    admitted = replace(row_init(0, [0] * 9, [1]), media=(image("a", 1, 5),))
+    failed = step(1, [(0, 0, 3)], admitted=(admitted,), encoder_runs=(EncoderRun(0, 0, "a"),))
+    outputs.apply(failed)  # and then the run ran out of memory
+    after = step(2, [(0, 3, 6), (1, 4, 1)])
+    outputs.apply(after)
+    embeds = outputs.embeds(after)
+    assert embeds is not None
+    assert (embeds.index.tolist(), embeds.values.any().item()) == ([0, 1, 2], False)
+
+
 def test_states_of_encoder_decoder_rows_enter_the_cache_though_the_output_is_kept() -> None:
     outputs = make_outputs(CpuDevice().make_ops("native", 64, False), crosses=True)
     for row in range(2):
@@ -180,4 +192,6 @@ def test_items_that_the_encoder_cannot_read_are_refused() -> None:
         check_media(replace(request, media=()), encoder, crosses=True)
     with pytest.raises(RequestError, match="encoder_len=0"):
         check_media(request, encoder, crosses=True)
+    with pytest.raises(RequestError, match="one encoder input per request, not 2"):
+        check_media(replace(request, media=(item, item), encoder_len=6), encoder, crosses=True)
     check_media(replace(request, encoder_len=3), encoder, crosses=True)

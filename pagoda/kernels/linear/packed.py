@@ -93,6 +93,11 @@ class PackedTable:
         return self.weight.table_dtype
 
     @property
+    def is_coded(self) -> bool:
+        """Whether its rows are codes, which stand for values near those of the checkpoint."""
+        return self.weight.dtype is None
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return (self.weight.out_features, self.weight.in_features)
 

@@ -197,9 +197,8 @@ def _set_table(call: Call, name: str, declared: Table, value: object) -> None:
         record = getattr(call.record, name)
         call.shapes[name], call.dtypes[name] = value.shape, DTYPE_CODES[value.dtype]
         set_tensor(record, value.shape[1:], call.dtypes[name])
-        is_coded = value.weight.dtype is None
-        record.data = value.weight.address if is_coded else value.weight.panels.data_ptr()
-        record.rows, record.layout = value.shape[0], Layout.CODES if is_coded else Layout.PANELS
+        record.data = value.weight.address if value.is_coded else value.weight.panels.data_ptr()
+        record.rows, record.layout = value.shape[0], Layout.CODES if value.is_coded else Layout.PANELS
         call.kept.append(value)
         return
     if not isinstance(value, torch.Tensor) or not value.is_contiguous() or value.dtype not in DTYPE_CODES:

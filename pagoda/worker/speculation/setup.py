@@ -39,9 +39,9 @@ class DraftSetup:
 
 
 def resolve_drafting(
-    config: EngineConfig, spec: ModelSpec, dtype: str, packed: bool, max_model_len: int
+    config: EngineConfig, spec: ModelSpec, dtype: str, kernels: str, max_model_len: int
 ) -> DraftSetup | None:
-    """Return what is needed to draft for a model, or None for no speculation.   packed: the kernels pack weights.
+    """Return what is needed to draft for a model, or None for no speculation.
 
     Raises ConfigError that names the setting, its value and what is allowed.
     """
@@ -56,7 +56,7 @@ def resolve_drafting(
     if speculative.method == "layer_skip":
         setup = DraftSetup(speculative, num_layers=_num_draft_layers(speculative, spec))
     elif speculative.method == "draft_model":
-        setup = _with_draft_model(speculative, config, spec, dtype, packed, max_model_len)
+        setup = _with_draft_model(speculative, config, spec, dtype, kernels, max_model_len)
     else:
         setup = DraftSetup(speculative)
     return replace(setup, num_steps_ahead=pipeline_depth(config) - 1)
@@ -77,7 +77,7 @@ def _with_draft_model(
     config: EngineConfig,
     spec: ModelSpec,
     dtype: str,
-    packed: bool,
+    kernels: str,
     max_model_len: int,
 ) -> DraftSetup:
     assert speculative.model is not None
@@ -85,6 +85,8 @@ def _with_draft_model(
     files = resolve_model(
         ModelConfig(model=speculative.model, revision=speculative.revision, source=own.source, cache_dir=own.cache_dir)
     )
+    if files.format == "gguf" and speculative.quantization is None and own.quantization == "none":
+        speculative = replace(speculative, quantization="none")
     model = read_model(files)
     if model.spec.vocab_size != spec.vocab_size:
         raise ConfigError(
@@ -94,7 +96,7 @@ def _with_draft_model(
     num_positions = max_model_len + max_drafts + 1
     num_blocks = _LONGEST_ROWS * -(-num_positions // config.cache.block_size) * len(model.kv_groups)
     prepared = PreparedAs(
-        dtype=dtype, quantization=speculative.quantization, packed=packed, num_positions=num_positions
+        dtype, speculative.quantization, kernels == "native", num_positions, tiled=kernels == "triton"
     )
     kv_bytes = (num_blocks + 1) * kv_block_bytes(model.kv_groups, dtype, config.cache.block_size)
     memory_bytes = weight_memory(files, prepared) + kv_bytes + _activation_bytes(model.spec)
