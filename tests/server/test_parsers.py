@@ -256,13 +256,17 @@ def test_newlines_around_a_value_may_be_missing(data: st.DataObject) -> None:
         ({}, "NaN", "NaN"),
         ({}, "-Infinity", "-Infinity"),
         ({}, "1e999", "1e999"),
+        ({}, r'["\ud800"]', ["\ud800"]),
+        ({}, r'{"é\udfff": "é"}', {"é\udfff": "é"}),
     ],
 )
 def test_the_schema_says_what_is_a_string_and_everything_is_json(schema: object, value: str, read_as: object) -> None:
     parser = TOOL_PARSERS["glm"]({"f": {"x": schema}})  # type: ignore[dict-item]
     text = f"<tool_call>f\n<arg_key>x</arg_key><arg_value>{value}</arg_value></tool_call>"
-    ((_, arguments),) = read(parser, [text])[1]
-    assert arguments == {"x": read_as}
+    pieces = parser.feed(text).calls
+    assert json.loads("".join(piece.arguments for piece in pieces)) == {"x": read_as}
+    for piece in pieces:
+        piece.arguments.encode()
 
 
 @pytest.mark.parametrize("name", list(TOOL_PARSERS))

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from pagoda.base.text import is_encodable
 from pagoda.server.tool_parsers.base import LONGEST_NAME, Reading, ToolParser, held_back
 
 
@@ -246,7 +247,9 @@ def _is_string(schema: Any) -> bool:
 def _as_json(text: str) -> str:
     """Return the JSON of a value: the text itself if it is JSON, else a string."""
     try:
-        return json.dumps(json.loads(text), ensure_ascii=False, allow_nan=False)
+        value = json.loads(text)
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return written if is_encodable(written) else json.dumps(value)  # half of a surrogate pair stays an escape
     except (ValueError, RecursionError):
         words = {"True": "true", "False": "false", "None": "null"}
         return words.get(text.strip()) or json.dumps(text, ensure_ascii=False)
