@@ -48,7 +48,7 @@ def decode_image(data: bytes, where: str, budget: PixelBudget) -> "Image":
             raise RequestError(f"{where}: {shorten(str(error))}", where) from None
         except RequestError:
             raise
-        except (OSError, ValueError, SyntaxError, EOFError, MemoryError, KeyError, IndexError, TypeError) as error:
+        except Exception as error:  # a broken file may raise anything in Pillow
             raise RequestError(f"{where}: the image cannot be decoded: {shorten(str(error))}", where) from None
 
 
@@ -64,7 +64,7 @@ def upright_rgb(given: object, where: str, budget: PixelBudget) -> "Image":
     budget.take(*given.size, where)
     try:
         return _upright_rgb(given)
-    except (OSError, ValueError, SyntaxError) as error:
+    except Exception as error:  # as above
         raise RequestError(f"{where}: the image cannot be decoded: {shorten(str(error))}", where) from None
 
 

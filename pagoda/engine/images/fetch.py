@@ -110,7 +110,11 @@ def fetch(
                 ) from None
             if not answer.location:
                 return answer.data
-            url = urljoin(url, answer.location)
+            try:
+                url = urljoin(url, answer.location)
+            except ValueError:
+                text = f"{where}: the URL redirects to {shorten(answer.location, 100)!r}, which is not an http(s) URL"
+                raise RequestError(text, where) from None
     raise RequestError(f"{where}: the URL redirects more than {_MAX_REDIRECTS} times", where)
 
 

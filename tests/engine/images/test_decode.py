@@ -57,6 +57,20 @@ def test_the_orientation_of_a_photograph_is_applied():
     assert decode(encoded(image, "JPEG", exif=exif)).size == (10, 20)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [struct.pack("<HHIf", 0x010E, 11, 1, 1.0), struct.pack("<HHIIIii", 0xA005, 10, 1, 38, 0, 1, 1)],
+    ids=["text as a float", "offset as a fraction"],
+)
+def test_photographs_with_broken_exif_are_refused(entry):
+    orientation = struct.pack("<HHII", ORIENTATION, 3, 1, 6)
+    exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + orientation + entry + bytes(4)
+    data = encoded(Image.new("RGB", (20, 10)), "JPEG", exif=exif)
+    assert "cannot be decoded" in refused(data)
+    with pytest.raises(RequestError, match="cannot be decoded"):
+        upright_rgb(Image.open(io.BytesIO(data)), "image", PixelBudget(10**6))
+
+
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_what_is_transparent_is_white(mode):
     image = Image.new("RGBA", (4, 4), (10, 20, 30, 0))

@@ -106,6 +106,8 @@ def test_redirects_are_checked_like_the_first_url():
             assert "images of 169.254.169.254 are not allowed" in message
     with server(send(b"", 301, Location="/")) as port:
         assert "redirects more than 3 times" in refused(f"http://localhost:{port}/")
+    with server(send(b"", 302, Location="http://[")) as port:
+        assert "redirects to 'http://[', which is not an http(s) URL" in refused(f"http://localhost:{port}/")
 
 
 def test_answers_are_bounded_in_size_and_time():
