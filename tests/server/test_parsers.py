@@ -62,6 +62,25 @@ HERMES = [
         [("f", {}), ("h", {})],
     ),
     ("</tool_call> alone", "</tool_call> alone", []),
+    (
+        '<tool_call>{"name": "f", "arguments": {}}\n<tool_call>{"name": "g", "arguments": {}}</tool_call>',
+        "",
+        [("f", {}), ("g", {})],
+    ),
+    ('<tool_call>{"name": "f"}\n<tool_call>{"name": "g"}', "", [("f", {}), ("g", {})]),
+    ('<tool_call>{"name": "f", "arguments": {}}\nThat is all.', "That is all.", [("f", {})]),
+    ('<tool_call>{"name": "f", "arguments": {}}}\n</tool_call> Done.', " Done.", [("f", {})]),
+    ('<tool_call>{"name": "f", "arguments": {}</tool_call> Done.', " Done.", [("f", {})]),
+    (
+        '<tool_call>{"name": "f", "arguments": {"s": "a</tool_call>\\"<tool_call>b"}}</tool_call>',
+        "",
+        [("f", {"s": 'a</tool_call>"<tool_call>b'})],
+    ),
+    (
+        '<tool_call>{"arguments": {"s": "a</tool_call>b"}, "name": "f"}</tool_call>',
+        "",
+        [("f", {"s": "a</tool_call>b"})],
+    ),
 ]
 
 LLAMA = [
@@ -199,6 +218,39 @@ WRITTEN: dict[str, str] = {
 def test_calls_in_every_format(name: str, data: st.DataObject) -> None:
     text = "" if name in ("llama_json", "pythonic") else "Look."  # calls are the whole answer
     assert read(made(name), cut(f"{text} {WRITTEN[name]}\n".lstrip(), data)) == (text, [("f", ARGUMENTS)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "closing"),
+    [
+        ("hermes", "</tool_call>"),
+        ("glm", "</tool_call>"),
+        ("qwen3_coder", "</tool_call>"),
+        ("qwen3_coder", "</function>"),
+        ("kimi", "<|tool_call_end|>"),
+        ("deepseek_v31", "<｜tool▁call▁end｜>"),
+    ],
+)
+@given(data=st.data())
+def test_a_missing_closing_mark_loses_no_call(name: str, closing: str, data: st.DataObject) -> None:
+    text = WRITTEN[name].replace(closing, "")
+    assert read(made(name), cut(text, data)) == ("", [("f", ARGUMENTS)] * 2)
+
+
+@given(data=st.data())
+def test_text_after_the_end_of_a_function_is_content(data: st.DataObject) -> None:
+    text = "<tool_call><function=f><parameter=n>7</parameter></function>\nDone."
+    assert read(made("qwen3_coder"), cut(text, data)) == ("\nDone.", [("f", {"n": 7})])
+
+
+@pytest.mark.parametrize("name", ["kimi", "mistral3", "deepseek_v31", "deepseek_v3"])
+def test_marks_in_the_strings_of_arguments_are_text(name: str) -> None:
+    parser = TOOL_PARSERS[name]
+    assert issubclass(parser, NamedCallParser)
+    quoted = f"{parser.OPEN}{parser.CLOSE}"
+    text = WRITTEN[name].replace("quoted", quoted)
+    expected = ARGUMENTS | {"s": ARGUMENTS["s"].replace("quoted", quoted)}  # type: ignore[attr-defined]
+    assert read(made(name), list(text)) == read(made(name), [text]) == ("", [("f", expected)] * 2)
 
 
 @pytest.mark.parametrize("name", list(TOOL_PARSERS))

@@ -21,7 +21,7 @@ Reading = Generator[None, None, T]
 LONGEST_NAME = 256  # characters; what is longer is not the name of a tool
 _LONGEST_HEAD = 512  # of a call in JSON, up to its arguments
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_STRUCTURE = re.compile(r'["\[\]{}]|\\.?', re.DOTALL)
+_STRUCTURE = r'["\[\]{}]|\\.?'
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,56 +148,49 @@ class ToolParser:
         self.text = self.text[found.end() :]
         return found
 
-    def arguments(self, mark: str = "") -> Reading[None]:
-        """Pass on the JSON object that is next, up to its end, or to a mark."""
-        end = ObjectEnd()
+    def arguments(self, *marks: str) -> Reading[None]:
+        """Pass on the JSON object that is next, up to its end, or to a mark outside of its strings."""
+        end = ObjectEnd(*marks)
         while not (self.text.strip() or self.is_over):
             yield
         self.text = self.text.lstrip()
         while True:
-            at = self.text.find(mark) if mark else -1
-            known = self.text[: at if at >= 0 else len(self.text) - held_back(self.text, mark)]
-            stop = end.find(known)
-            is_done = stop is not None or at >= 0 or self.is_over
-            size = stop if stop is not None else at if at >= 0 else len(self.text) if self.is_over else end.at
+            stop = end.find(self.text)
+            size = stop if stop is not None else len(self.text) if self.is_over else end.at
             self.add(self.text[:size])
             self.text, end.at = self.text[size:], 0
-            if is_done:
+            if stop is not None or self.is_over:
                 return
             yield
 
-    def json_call(self, mark: str = "") -> Reading[str | None]:
+    def json_call(self, *marks: str) -> Reading[str | None]:
         """Read {"name": ..., "arguments": {...}}. Return None, or if it is not a call, what was read.
 
         Its arguments are passed on as they are written if the name is in front of them.
-        mark: what follows it, and is read too; without one, it ends with its object.
+        marks: where it ends although its object does not; not read.
         """
-        end, num_searched = ObjectEnd(), 0
+        if not (yield from self.comes("{")):
+            return ""
+        end = ObjectEnd(*marks)
         while True:
             found = _HEAD.match(self.text, 0, _LONGEST_HEAD)
             if found is not None and (name := _name(found["name"])) is not None:
                 self.text = self.text[found.end() :]
                 self.begin(name)
-                yield from self.arguments(mark)
-                yield from self.text_until(mark, is_kept=False) if mark else self._rest_of_object()
+                yield from self.arguments(*marks)
+                yield from self._rest_of_object(*marks)
                 return None
-            if mark:
-                at = self.text.find(mark, max(0, num_searched - len(mark)))
-                stop, num_searched = None if at < 0 else at, len(self.text)
-            else:
-                stop = end.find(self.text)
-            if stop is not None or self.is_over:
+            if (stop := end.find(self.text)) is not None or self.is_over:
                 break
             yield
-        read, size = self.text[:stop], len(self.text) if stop is None else stop + len(mark)
-        written, self.text = self.text[:size], self.text[size:]
+        read, self.text = self.text[:stop], "" if stop is None else self.text[stop:]
         call = _as_call(read)
         if call is not None:
             self.begin(call.name or "", call.arguments)
-        return written if call is None else None
+        return read if call is None else None
 
-    def _rest_of_object(self) -> Reading[None]:
-        end = ObjectEnd(depth=1)
+    def _rest_of_object(self, *marks: str) -> Reading[None]:
+        end = ObjectEnd(*marks, depth=1)
         while (stop := end.find(self.text)) is None and not self.is_over:
             yield
         self.text = self.text[stop:] if stop is not None else ""
@@ -206,15 +199,18 @@ class ToolParser:
 class ObjectEnd:
     """Finds the end of a JSON object while its text grows, looking at each character once."""
 
-    def __init__(self, depth: int = 0) -> None:
-        """depth: of objects that have begun."""
+    def __init__(self, *marks: str, depth: int = 0) -> None:
+        """marks: outside of strings, the object ends in front of one.   depth: of objects that have begun."""
         self.at = 0
+        self._marks = marks
+        self._structure = re.compile("|".join([*map(re.escape, marks), _STRUCTURE]), re.DOTALL)
         self._depth = depth
         self._in_string = False
 
     def find(self, text: str) -> int | None:
         """Return where the object or list that `text` begins with ends, or None.   text: what it was, and more."""
-        for found in _STRUCTURE.finditer(text, self.at):
+        until = len(text) - max((held_back(text, mark) for mark in self._marks), default=0)
+        for found in self._structure.finditer(text, self.at, until):
             mark = found[0]
             if mark == "\\":
                 self.at = found.start()  # what it escapes is not known yet
@@ -222,11 +218,15 @@ class ObjectEnd:
             self.at = found.end()
             if mark == '"':
                 self._in_string = not self._in_string
-            elif not self._in_string and mark[0] != "\\":
+            elif self._in_string or mark[0] == "\\":
+                continue
+            elif mark in self._marks:
+                return found.start()
+            else:
                 self._depth += 1 if mark in "[{" else -1
                 if not self._depth:
                     return self.at
-        self.at = len(text)
+        self.at = until
         return None
 
 

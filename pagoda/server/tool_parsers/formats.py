@@ -20,9 +20,15 @@ class HermesParser(ToolParser):
     def read(self) -> Reading[None]:
         while (yield from self.text_until(self.OPEN)):
             before = self.space + self.OPEN
-            written = yield from self.json_call(self.CLOSE)
+            written = yield from self.json_call(self.OPEN, self.CLOSE)
             if written is not None:
                 self.parsed.content += before + written
+                continue
+            while not (rest := self.text.lstrip(" \t\r\n}")) and not self.is_over:  # and braces too many
+                self.text = ""
+                yield
+            self.text = rest
+            yield from self.take(self.CLOSE)
 
 
 class LlamaJsonParser(ToolParser):
@@ -99,7 +105,7 @@ class NamedCallParser(ToolParser):
             found = (yield from self.head(head)) if mark == self.OPEN else None
             if found is not None:
                 self.begin(self.name_of(found["name"]))
-                yield from self.arguments(self.CLOSE or self.OPEN)
+                yield from self.arguments(*marks)
             elif mark == self.OPEN:
                 self.parsed.content += mark
             mark = yield from self.text_until(*marks, is_kept=found is None or not self.CLOSE)
@@ -151,6 +157,7 @@ class TaggedArgumentsParser(ToolParser):
     CALL: re.Pattern[str]
     ARGUMENT: re.Pattern[str]
     END = ""  # of a value
+    CALL_END = ""  # in front of CLOSE
     PADDING = ""
 
     def read(self) -> Reading[None]:
@@ -171,17 +178,20 @@ class TaggedArgumentsParser(ToolParser):
                     return
                 comma = ", "
             self.add("}")
+            yield from self.take(self.CLOSE)
 
     def _next_argument(self) -> Reading[str | None]:
-        """Read up to a value; return its name, or None after the last."""
-        pattern = re.compile(f"{self.ARGUMENT.pattern}|{self.CLOSE}")
+        """Read up to a value; return its name, or None after the last: in front of the end of the call."""
+        ends = filter(None, (self.OPEN, self.CLOSE, self.CALL_END))
+        pattern = re.compile("|".join([self.ARGUMENT.pattern, *ends]))
         while (found := pattern.search(self.text)) is None:
             self.text = "" if self.is_over else self.text[-2 * LONGEST_NAME :]
             if self.is_over:  # models stop after the last argument without the closing tag
                 return None
             yield
-        self.text = self.text[found.end() :]
-        return None if found["name"] is None else found["name"].strip()
+        is_last = found["name"] is None
+        self.text = self.text[found.start() if is_last and found[0] != self.CALL_END else found.end() :]
+        return None if is_last else found["name"].strip()
 
     def _value(self, is_string: bool) -> Reading[bool]:
         """Read a value; return whether it is complete."""
@@ -220,7 +230,7 @@ class Qwen3CoderParser(TaggedArgumentsParser):
 
     CALL = re.compile(r"\s*<function=(?P<name>[^>]*)>")
     ARGUMENT = re.compile(r"<parameter=(?P<name>[^>]*)>")
-    END = "</parameter>"
+    END, CALL_END = "</parameter>", "</function>"
     PADDING = "\n"
 
 
