@@ -274,6 +274,11 @@ def test_pythons_strings_become_json_as_they_are_written(text: str, data: st.Dat
     assert read(made("pythonic"), cut(f"[f(a={text})]", data)) == ("", [("f", {"a": expected})])
 
 
+def test_a_value_that_is_no_literal_of_python_becomes_a_string() -> None:
+    text, expected = "[f(x=1, y=bär, z=[a.b, 01])] hi", {"x": 1, "y": "bär", "z": ["a.b", "01"]}
+    assert read(made("pythonic"), list(text)) == read(made("pythonic"), [text]) == (" hi", [("f", expected)])
+
+
 def test_what_follows_a_broken_python_call_is_text() -> None:
     assert read(made("pythonic"), list("[f(a=1), 5] and")) == (", 5] and", [("f", {"a": 1})])
     assert read(made("pythonic"), ["[f(a=1, a=2)] and"]) == ("=2)] and", [("f", '{"a": 1')])

@@ -115,10 +115,7 @@ class PythonicParser(ToolParser):
             value = _KEYWORDS.get(word) or _number(word)
             if value is None and self.is_over and not self.text:
                 self._end_early()
-            if value is None:
-                self.text = word + self.text
-                raise _OtherText
-            self.add(value)
+            self.add(json.dumps(word, ensure_ascii=False) if value is None else value)  # the call has begun
 
     def _items(self, mark: str, depth: int) -> Reading[None]:
         """Pass on a list or a dict."""
