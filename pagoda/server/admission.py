@@ -51,7 +51,7 @@ class Place:
         held = self._admission.num_media_bytes
         if num_media_bytes and held and held + num_media_bytes > MAX_HELD_MEDIA_BYTES:
             full = f"the server is full: it holds {held} bytes of processed images and audio, of {MAX_HELD_MEDIA_BYTES}"
-            raise Refusal("media", full)
+            raise self._admission.held_back(Refusal("media", full))
         self._admission.num_media_bytes += num_media_bytes
         self._num_media_bytes += num_media_bytes
 
@@ -106,20 +106,20 @@ class Admission:
         try:
             self._check(num_requests, num_tokens, key)
         except Refusal as refusal:
-            refusal.hold_s = self._hold_s()
-            refusal.retry_after_s -= math.ceil(refusal.hold_s)
-            raise
+            raise self.held_back(refusal) from None
         return Place(self, key, num_requests, num_tokens)
 
-    def _hold_s(self) -> float:
-        """Return for how long to hold back a refusal: not at all, unless there are many of them.
+    def held_back(self, refusal: Refusal) -> Refusal:
+        """Say in a refusal for how long to hold it back: not at all, unless there are many of them. Return it.
 
         Then clients that ask again at once come no more often than those that wait, and a free place is anybody's.
         """
         second = int(time.monotonic())
         self._num_refused = self._num_refused + 1 if second == self._second else 1
         self._second = second
-        return HOLD_S if self._num_refused > REFUSED_AT_ONCE else 0.0
+        refusal.hold_s = HOLD_S if self._num_refused > REFUSED_AT_ONCE else 0.0
+        refusal.retry_after_s -= math.ceil(refusal.hold_s)
+        return refusal
 
     def count(self, key: str, num_requests: int, num_waiting: int, num_tokens: int) -> None:
         """Add to the counts. For Place."""

@@ -319,6 +319,14 @@ class Generator:
             at_end.callback(place.close)
             yield Admitted(place, at_end)
 
+    def hold(self, admitted: Admitted, num_media_bytes: int) -> None:
+        """Count what encoders read for a request. Raises Refusal (429)."""
+        try:
+            admitted.place.hold(num_media_bytes)
+        except Refusal as refusal:
+            self.metrics.on_refusal(refusal.reason)
+            raise
+
     async def abort(self, request_ids: Sequence[str] | None, key: str | None) -> list[str]:
         """Abort running generations, or all if `request_ids` is None; return the ids of those that were running.
 
@@ -353,11 +361,7 @@ class Generator:
         is_long = asked.num_chars >= LONG_TEXT_CHARS or asked.has_grammar
         requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
         admitted.place.correct(sum(map(self._expected_tokens, requests)))
-        try:
-            admitted.place.hold(sum(map(_media_bytes, requests)))
-        except Refusal as refusal:
-            self.metrics.on_refusal(refusal.reason)
-            raise
+        self.hold(admitted, sum(map(_media_bytes, requests)))
         return Generation(self, http, request_id, requests, admitted)
 
     def _expected_tokens(self, request: Request) -> int:

@@ -122,7 +122,7 @@ async def _answer(
         text, name = state.generator.llm.text, file.filename or "upload"
         sound = await cancel_on_disconnect(http, text.begin_transcription(file.file.read, name, options))
         # Samples, and the spectrogram of 80 or 128 rows of 100 frames per second for 16,000 samples.
-        admitted.place.hold(2 * sound.sound.samples.nbytes)
+        state.generator.hold(admitted, 2 * sound.sound.samples.nbytes)
         http.scope["state"]["timings"]["audio_s"] = round(sound.sound.duration_s, 2)
         at_end = admitted.at_end.pop_all()
     with contextlib.ExitStack() as guard:

@@ -55,6 +55,10 @@ def test_bytes_for_encoders_are_bounded_and_released(monkeypatch: pytest.MonkeyP
         with pytest.raises(Refusal) as caught:
             second.hold(1)
         assert caught.value.reason == "media"
+        monkeypatch.setattr("pagoda.server.admission.REFUSED_AT_ONCE", 0)
+        with pytest.raises(Refusal) as caught:
+            second.hold(1)
+        assert (caught.value.hold_s, caught.value.retry_after_s) == (HOLD_S, 0)
         second.hold(0)  # a text
         first.close()
         second.hold(100)
