@@ -62,6 +62,8 @@ def transcribe(
     for name in files:
         if not Path(name).is_file():  # before a model is loaded
             raise RequestError(f"file {name!r:.200} does not exist, or is not a file", "file")
+    if output_dir is not None:
+        _check_targets(files)
     from pagoda.cli.session import load
     from pagoda.engine.transcription.formats import FORMATS
 
@@ -80,6 +82,18 @@ def transcribe(
             _write(FORMATS[form.value](output), name, output, output_dir, form)
     if any(output.error is not None for output in outputs):  # the log has named them
         raise typer.Exit(1)
+
+
+def _check_targets(files: list[str]) -> None:
+    """Raise ConfigError for two files whose outputs would have the same name."""
+    by_stem: dict[str, str] = {}
+    for name in files:
+        other = by_stem.setdefault(Path(name).stem, name)
+        if other is not name:
+            raise ConfigError(
+                f"{other!r:.200} and {name!r:.200} would be written to the same file of --output-dir: transcribe them "
+                "in two runs, or rename one"
+            )
 
 
 def _write(text: str, name: str, output: "TranscriptionOutput", output_dir: str | None, form: Format) -> None:

@@ -83,6 +83,7 @@ async def _form(http: Request, kind: type[F]) -> AsyncGenerator[tuple[F, UploadF
         raise RequestError("this server cannot read uploads: install it with pip install 'pagoda-llm[serve,audio]'")
     if not http.headers.get("content-type", "").startswith("multipart/form-data"):
         raise RequestError("the body is not a form with a file; send one with Content-Type: multipart/form-data")
+    _check_charset(http.headers["content-type"])
     async with http.form(max_files=1, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES) as given:
         fields: dict[str, Any] = {}
         for name in given:
@@ -104,6 +105,15 @@ async def _form(http: Request, kind: type[F]) -> AsyncGenerator[tuple[F, UploadF
             ),
             file,
         )
+
+
+def _check_charset(content_type: str) -> None:
+    """Raise RequestError for another charset than UTF-8: a client does not choose the codec of its fields."""
+    from python_multipart.multipart import parse_options_header
+
+    charset = parse_options_header(content_type)[1].get(b"charset", b"utf-8")
+    if charset.lower() not in (b"utf-8", b"utf8"):
+        raise RequestError("Content-Type: the charset of a form must be utf-8; leave it out")
 
 
 def _temperatures(asked: float) -> tuple[float, ...]:
@@ -166,7 +176,8 @@ async def _events(outputs: AsyncGenerator[RequestOutput, None], sound: Transcrip
     num_sent = 0
     async with contextlib.aclosing(outputs):
         async for _ in outputs:
-            for segment in sound.segments[num_sent : sound.num_settled]:
+            num_settled = sound.num_settled  # first: pieces find segments on other threads meanwhile
+            for segment in sound.segments[num_sent:num_settled]:
                 num_sent += 1
                 yield event(TranscriptionEvent("transcript.text.delta", delta=segment.text))
     usage = DurationUsage(round(sound.sound.duration_s, 2))

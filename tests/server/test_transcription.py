@@ -123,6 +123,7 @@ def form_of(*parts: tuple[str, str | None, bytes]) -> bytes:
         (form_of(("file", "a", b"x"), ("file", "b", b"y")), "multipart/form-data; boundary=edge", "files"),
         (form_of(("file", "a", b"x"), ("prompt", None, b"x" * 70_000)), "multipart/form-data; boundary=edge", ""),
         (form_of(("file", "a", b"x"), ("prompt", None, b"x" * 20_000)), "multipart/form-data; boundary=edge", "prompt"),
+        (form_of(("file", "a", b"x")), "multipart/form-data; boundary=edge; charset=utf-16", "charset"),
         (form_of(*[("x", None, b"")] * 40), "multipart/form-data; boundary=edge", "fields"),
         (form_of(("file", "a", b"x"), ("stream", None, b"maybe")), "multipart/form-data; boundary=edge", "stream"),
     ],

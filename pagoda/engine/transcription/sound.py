@@ -25,8 +25,17 @@ _MAX_CHANNELS = 8
 _RATES = range(4_000, 192_001)
 _RAW_PER_SAMPLE = 12
 """Decoded numbers per sample of the result, on average: 96 kHz in stereo."""
-_CODECS = frozenset({"mp3", "mp3float", "flac", "opus", "libopus", "vorbis", "aac", "alac"})
-_OPTIONS = {"protocol_whitelist": ""}  # of nested inputs, of which these formats have none
+_PCM = (
+    *("alaw", "mulaw", "s8", "u8", "f32le", "f32be", "f64le", "f64be"),
+    *(f"{kind}{bits}{order}" for kind in "su" for bits in (16, 24, 32) for order in ("le", "be")),
+)
+_CODECS = frozenset(
+    {"mp3", "mp3float", "flac", "opus", "libopus", "vorbis", "aac", "alac", *(f"pcm_{name}" for name in _PCM)}
+)
+_OPTIONS = {
+    "protocol_whitelist": "",  # of nested inputs, of which these formats have none
+    "codec_whitelist": ",".join(sorted(_CODECS)),  # opening a file tries the decoders of all of its tracks
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +125,7 @@ def _samples(av: Any, container: Any, label: str, limits: RequestLimits) -> Iter
         raise RequestError(f"{label} has no sound track", "file")
     codec = stream.codec_context
     name = "unknown" if codec is None else codec.name
-    if codec is None or (name not in _CODECS and not name.startswith("pcm_")):
+    if codec is None or name not in _CODECS:
         raise RequestError(f"{label}: its codec {abbreviate(name)} is not supported; convert it to wav", "file")
     if codec.sample_rate not in _RATES or not 1 <= codec.channels <= _MAX_CHANNELS:
         raise RequestError(

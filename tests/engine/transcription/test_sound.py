@@ -110,3 +110,20 @@ def test_a_missing_decoder_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
 def test_arrays_that_are_no_samples_are_refused(samples: object) -> None:
     with pytest.raises(RequestError, match=r"sounds\[3\]"):
         as_sound(samples, "sounds[3]", LIMITS)
+
+
+def test_only_decoders_on_the_list_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    import av
+
+    given: list[dict[str, str]] = []
+    opened = av.open
+
+    def watched(*args: object, options: dict[str, str], **more: object) -> object:
+        given.append(options)
+        return opened(*args, options=options, **more)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(av, "open", watched)
+    read_sound(wav_header(3200), "a.wav", LIMITS)
+    names = given[0]["codec_whitelist"].split(",")
+    assert "pcm_s16le" in names
+    assert not {"h264", "adpcm_ms", "ac3"} & set(names)
