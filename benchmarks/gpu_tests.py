@@ -31,6 +31,8 @@ FILES = (
     "worker/test_sampler",
     "worker/test_followers",
     "models/test_parity",
+    "models/test_mxfp4",
+    "models/test_vision_towers",
     "models/test_stages",
     "models/test_triton_models",
     "models/test_gguf_models",

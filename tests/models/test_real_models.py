@@ -48,7 +48,7 @@ def disagreements(files: ModelFiles, texts: list[str], num_tokens: int, chunk: i
     None at all means, by induction, that its own greedy answer is the same.
     """
     ops = on.ops("auto")
-    model = ForwardRunner(load_model(files, ops, torch.float32, on.device, num_positions=2048), ops)
+    model = ForwardRunner(load_model(files, ops, torch.float32, on.device, "none", num_positions=2048), ops)
     prompts = prompts_of(files, texts)
     longest = max(len(prompt) for prompt in prompts)
     runner = PagedRunner(model, len(prompts), longest + num_tokens, torch.float32, 16, on.device)

@@ -9,7 +9,7 @@ def rotary(
     """Rotate q [T, H, D] and k [T, K, D] to `positions` [T] or [T, R]; cos, sin float32 [max_position, D / 2]."""
     pairs = cos.shape[1]
     by_pair = positions.long().view(len(positions), -1)
-    by_pair = by_pair.repeat_interleave(pairs // by_pair.shape[1], dim=1)
+    by_pair = by_pair.unsqueeze(2).expand(-1, -1, pairs // by_pair.shape[1]).flatten(1)
     each = torch.arange(pairs, device=cos.device)
     row_cos, row_sin = (table[by_pair, each].unsqueeze(1) for table in (cos, sin))
     return _rotate(q, row_cos, row_sin), _rotate(k, row_cos, row_sin)
