@@ -139,21 +139,27 @@ class AsyncEngine:
         self._check_is_new(request.request_id)
         return request
 
-    async def run_job(self, job: Job, new_id: Callable[[], str]) -> AsyncGenerator[RequestOutput, None]:
+    async def run_job(
+        self, job: Job, new_id: Callable[[], str], cache_salt: str | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Run a job of a transcription to its end, with all that it starts; yield the output of each of its requests.
 
-        Close the iterator to abort it.   new_id: returns the id for a request. Raises RequestError and WorkerDied.
+        Close the iterator to abort it.   new_id: returns the id for a request.   cache_salt: encoder outputs are shared
+        with requests of the same salt only. Raises RequestError and WorkerDied.
         """
         asked = await self.text.advance(job, None)
         while asked is not None:
             if isinstance(asked, list):
-                async with contextlib.aclosing(_merged([self.run_job(one, new_id) for one in asked])) as outputs:
+                jobs = [self.run_job(one, new_id, cache_salt) for one in asked]
+                async with contextlib.aclosing(_merged(jobs)) as outputs:
                     async for output in outputs:
                         yield output
                 asked = await self.text.advance(job, None)
                 continue
             now_s = self._clock.now()
-            request = self.input_processor.make_request(new_id(), asked.prompt, asked.params, arrival_time_s=now_s)
+            request = self.input_processor.make_request(
+                new_id(), asked.prompt, asked.params, arrival_time_s=now_s, cache_salt=cache_salt
+            )
             async with contextlib.aclosing(self.stream(request, OutputKind.FINAL_ONLY)) as outputs:
                 async for output in outputs:
                     if output.finished:

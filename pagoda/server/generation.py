@@ -356,7 +356,7 @@ class Generator:
             raise ApiError(400, text, "truncate_prompt_tokens")
         key = http.scope["state"]["key"]
         engine_ids = admitted.at_end.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
-        preparing = self._prepare(asked, engine_ids, body.priority, self._salt(key, body.cache_salt))
+        preparing = self._prepare(asked, engine_ids, body.priority, self.salt(key, body.cache_salt))
         # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
         is_long = asked.num_chars >= LONG_TEXT_CHARS or asked.has_grammar
         requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
@@ -409,7 +409,7 @@ class Generator:
             if asked is not None and asked > most:
                 raise ApiError(400, f"{name}={asked} is more than the model's context of {most} tokens", name)
 
-    def _salt(self, key: str, asked: str | None) -> str | None:
+    def salt(self, key: str, asked: str | None) -> str | None:
         """Return the cache salt: prefixes are only shared between requests with the same API key and cache_salt."""
         if not key:
             return asked

@@ -150,7 +150,8 @@ async def _outputs(
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run a transcription; yield the output of each of its requests, counted in the metrics."""
     llm, metrics = state.generator.llm, state.generator.metrics
-    prefix = f"{http.scope['state']['key']}/audio-{uuid.uuid4().hex}"
+    key = http.scope["state"]["key"]
+    prefix = f"{key}/audio-{uuid.uuid4().hex}"
     count = 0
 
     def new_id() -> str:
@@ -158,7 +159,7 @@ async def _outputs(
         count += 1
         return f"{prefix}-{count}"
 
-    async with contextlib.aclosing(llm.run_job(sound.job(), new_id)) as outputs:
+    async with contextlib.aclosing(llm.run_job(sound.job(), new_id, state.generator.salt(key, None))) as outputs:
         async for output in outputs:
             admitted.place.start()
             metrics.num_output_tokens += sum(len(part.token_ids) for part in output.outputs)
