@@ -14,6 +14,7 @@ from pagoda.base.child_process import children_of
 from pagoda.base.errors import RequestError, WorkerDied
 from pagoda.base.lora import LoRARequest
 from pagoda.base.structured_outputs import StructuredOutputsParams
+from tests.cached_models import cached_model
 from tests.engine.byte_llama import write_byte_llama
 from tests.engine.lora_adapters import EVERYTHING, write_adapter
 
@@ -50,6 +51,23 @@ def test_two_ranks_give_the_tokens_of_one_and_a_death_ends_the_llm(model: str, e
         with pytest.raises(WorkerDied, match=r"rank \d was killed by signal 9"):
             llm.generate("x", GREEDY)
     assert not ranks & set(children_of(os.getpid()))
+
+
+def test_two_ranks_run_a_gguf_from_its_own_codes() -> None:
+    """Real weights of several kinds: a right answer, in less memory than the same weights take as bfloat16."""
+    name = str(cached_model("gemma3-270m").path)
+    before = set(children_of(os.getpid()))
+    held: list[int] = []
+    for quantization in (None, "none"):
+        options = {"quantization": quantization, "max_model_len": 128, "kv_cache_memory": "16MiB"}
+        with LLM(name, tensor_parallel_size=2, **options) as llm:
+            assert "six, seven" in llm.generate("one, two, three, four, five,", GREEDY)[0].outputs[0].text
+            held += map(_anonymous_bytes, set(children_of(os.getpid())) - before)
+    assert max(held[:2]) + (80 << 20) < min(held[2:])
+
+
+def _anonymous_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/status").read_text().split("RssAnon:")[1].split()[0]) << 10
 
 
 def test_adapters_take_turns_on_two_ranks(model: str, tmp_path: Path) -> None:
