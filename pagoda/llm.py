@@ -66,6 +66,8 @@ _METRICS: dict[str, tuple[str, Literal["gauge", "counter"]]] = {
     "num_preemptions": ("num_preemptions", "counter"),
     "prefix_cache_queries": ("prefix_queries", "counter"),
     "prefix_cache_hits": ("prefix_hits", "counter"),
+    "mm_cache_queries": ("encoder_queries", "counter"),
+    "mm_cache_hits": ("encoder_hits", "counter"),
     "spec_decode_num_drafts": ("num_drafts", "counter"),
     "spec_decode_num_draft_tokens": ("num_draft_tokens", "counter"),
     "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "counter"),

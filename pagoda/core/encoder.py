@@ -55,15 +55,17 @@ class EncoderCache:
             self.num_free_tokens += length
         return True
 
-    def add(self, request: RequestState, item: int) -> None:
-        """The item will be encoded in this step; the caller asked `make_room` before."""
+    def add(self, request: RequestState, item: int) -> bool:
+        """The item will be encoded in this step; the caller asked `make_room` before. Return whether it is new."""
         media = request.spec.media[item]
         if self.touch(request, item):
-            return  # run again all the same (an encoder-decoder request fills its own cross blocks), in the same space
+            # Run again all the same (an encoder-decoder request fills its own cross blocks), in the same space.
+            return False
         self._length[media.content_hash] = media.length
         self._holders[media.content_hash] = {request.request_id}
         self._items_held.setdefault(request.request_id, set()).add(item)
         self.num_free_tokens -= media.length
+        return True
 
     def drop_item(self, request: RequestState, item: int) -> None:
         """The request no longer needs the output for this item."""
@@ -135,9 +137,13 @@ class EncoderCache:
 
 @dataclass(slots=True)
 class ChunkMedia:
-    """num_new: tokens the chunk may have.   to_encode: items to run first.   repeated: items equal to one of those."""
+    """num_new: tokens the chunk may have.   to_encode: items to run first.   repeated: items equal to one of those.
+
+    num_found: items that begin in it and whose outputs are cached.
+    """
 
     num_new: int
+    num_found: int = 0
     to_encode: list[int] = field(default_factory=list)
     repeated: list[int] = field(default_factory=list)
 
@@ -147,6 +153,8 @@ class EncoderInputs:
 
     encoder_decoder: encoder inputs are run in a request's first step and read through cross-attention tables.
     whole_items: an item is never split over chunks.
+    num_queries, num_hits: items looked up for chunks that were placed, and those whose outputs were cached or are made
+        for another item of the step; a request that computes its prompt again looks them up again.
     """
 
     def __init__(
@@ -154,6 +162,7 @@ class EncoderInputs:
     ) -> None:
         self.encoder_decoder = encoder_decoder
         self.largest_item = min(budget_tokens, cache_tokens)
+        self.num_queries = self.num_hits = 0
         self._cache = EncoderCache(cache_tokens)
         self._table = table
         self._whole_items = whole_items
@@ -180,11 +189,14 @@ class EncoderInputs:
         """The chunk is placed: its items run in this step."""
         for item in chunk.to_encode:
             media = request.spec.media[item]
-            self._cache.add(request, item)
+            self.num_hits += not self._cache.add(request, item)
             plan.encoder_runs.setdefault(row, []).append(EncoderRun(row, item, media.content_hash))
             plan.encoder_budget -= media.length
         for item in chunk.repeated:
             self._cache.touch(request, item)
+        found = len(chunk.repeated) + chunk.num_found
+        self.num_queries += len(chunk.to_encode) + found
+        self.num_hits += found
 
     def release(self, request: RequestState) -> None:
         """The chunk is not placed, or the request left the running batch: drop its references."""
@@ -210,6 +222,7 @@ class EncoderInputs:
                     chunk.repeated.append(item)
                     continue
                 if self._cache.touch(request, item):
+                    chunk.num_found += at.offset >= start
                     continue
             if at.length > budget or not self._cache.make_room(planned + at.length):
                 chunk.num_new = max(0, at.offset - start)

@@ -205,6 +205,8 @@ class Scheduler:
         """Return gauges and totals."""
         loras = [request.spec.lora for request in self._state.batch.requests.values()]
         return self._state.stats.snapshot(
+            encoder_queries=self._state.encoder.num_queries,
+            encoder_hits=self._state.encoder.num_hits,
             num_running=len(self._state.batch.requests),
             num_waiting=len(self._state.waiting),
             num_swapped=len(self._state.swapped),

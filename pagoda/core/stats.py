@@ -8,6 +8,7 @@ class SchedulerStats:
     """Totals since the start, and gauges at the moment of a snapshot.
 
     prefix_queries, prefix_hits: tokens looked up and found at first admissions; *_resumed: at later ones.
+    encoder_queries, encoder_hits: images and audio looked up and found in the encoder cache; see EncoderInputs.
     prompt_tokens: of requests that emitted a first token.   generation_tokens: sampled tokens that counted.
     drafts: sequences and steps in which drafts were verified.   accepted_tokens_per_pos: by position in the draft; as
     many positions as the longest draft had.
@@ -20,6 +21,8 @@ class SchedulerStats:
     prefix_hits: int = 0
     prefix_queries_resumed: int = 0
     prefix_hits_resumed: int = 0
+    encoder_queries: int = 0
+    encoder_hits: int = 0
     preemptions: int = 0
     swap_outs: int = 0
     prompt_tokens: int = 0

@@ -165,6 +165,8 @@ class ServerMetrics:
             ("num_swap_outs", "Requests whose KV was moved to host memory.", stats.num_swap_outs),
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits),
+            ("mm_cache_queries", "Images and audio looked up in the encoder cache.", stats.encoder_queries),
+            ("mm_cache_hits", "Images and audio found there, not encoded again.", stats.encoder_hits),
             ("spec_decode_num_drafts", "Drafts verified.", stats.num_drafts),
             ("spec_decode_num_draft_tokens", "Draft tokens verified.", stats.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.num_accepted_tokens),

@@ -56,6 +56,11 @@ class LiveServer:
     def load(self) -> dict[str, Any]:
         return json.loads(self.get("/load")[1])
 
+    def metric(self, name: str) -> float:
+        """The value of a metric without labels of its own."""
+        lines = self.get("/metrics")[1].splitlines()
+        return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
     def wait_load(self, count: int, timeout_s: float = 30.0) -> None:
         """Until the server holds this many prompts of requests, no more and no fewer."""
         end = time.monotonic() + timeout_s

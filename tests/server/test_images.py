@@ -67,6 +67,20 @@ def test_the_openai_client_sends_images(client: OpenAI, server: LiveServer) -> N
     assert unlike.choices[0].message.content != whole.choices[0].message.content
 
 
+def test_metrics_tell_which_images_were_encoded_before(client: OpenAI, server: LiveServer) -> None:
+    """The text before the image differs, so that the prefix cache does not have its tokens."""
+    counts = []
+    for text in ("one", "two", "three"):
+        messages: Any = asking(text, data_url(33, 44, 9), "?")
+        client.chat.completions.create(messages=messages, **GREEDY)
+        counts.append([server.metric(f"mm_cache_{name}_total") for name in ("queries", "hits")])
+    first, second, third = counts
+    tiles = second[0] - first[0]
+    assert tiles > 0
+    assert [b - a for a, b in zip(first, second, strict=True)] == [b - a for a, b in zip(second, third, strict=True)]
+    assert second[1] - first[1] == tiles
+
+
 def test_the_example_asks_about_its_drawing(server: LiveServer) -> None:
     command = [sys.executable, "examples/images.py", f"{server.url}/v1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -67,6 +67,15 @@ def test_all_formats_tell_the_same(client: openai.OpenAI) -> None:
     assert vtt.startswith("WEBVTT\n\n00:00:0")
 
 
+def test_metrics_show_that_a_repeated_file_is_encoded_once(client: openai.OpenAI, server: LiveServer) -> None:
+    counts = []
+    for _ in range(2):
+        asked(client, "json", wav(8, 5))
+        counts.append([server.metric(f"mm_cache_{name}_total") for name in ("queries", "hits")])
+    (queries, hits), (more_queries, more_hits) = counts
+    assert more_queries - queries == more_hits - hits > 0
+
+
 @pytest.mark.parametrize("strategy", [openai.omit, "auto"])
 def test_a_stream_has_the_segments_and_ends_with_the_whole_text(client: openai.OpenAI, strategy: Any) -> None:
     events = list(asked(client, "json", stream=True, chunking_strategy=strategy))
