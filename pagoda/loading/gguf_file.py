@@ -1,13 +1,13 @@
 """GGUFFile: a GGUF file's metadata and the locations of its tensors, without reading the weights.
 
 The `gguf` package's own reader builds numpy objects for every string of the vocabulary, 2 s for 49k tokens; this one
-walks over them and decodes on demand (30 ms). Quantisation types and their block sizes do come from that package.
+finds and decodes them all together, without a loop over them. Quantisation types and their block sizes do come from
+that package.
 """
 
 import functools
 import mmap
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -36,6 +36,8 @@ _SCALARS: dict[int, str] = {
     12: "<d",
 }
 _MAX_DIMENSIONS = 4
+_LENGTH_BYTES = 8  # in front of each string
+_WINDOW = 1 << 15  # bytes in which the strings of an array are looked for together
 
 T = TypeVar("T", int, float, str, bool)
 
@@ -52,25 +54,44 @@ class GGUFTensor:
 
 
 class StringArray:
-    """An array of strings in the file, decoded as it is iterated."""
+    """An array of strings in the file; all are decoded together when the list is first asked for.
 
-    def __init__(self, data: mmap.mmap, offset: int, count: int, path: Path) -> None:
-        self._data, self._offset, self._count, self._path = data, offset, count, path
+    starts: the bytes of the file at which their lengths begin, and the end of the last one: int64 [count + 1].
+    """
+
+    def __init__(self, data: mmap.mmap, starts: np.ndarray, path: Path) -> None:
+        self._data, self._starts, self._path = data, starts, path
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._starts) - 1
 
-    def __iter__(self) -> Iterator[str]:
+    def __getitem__(self, index: int) -> str:
         """Raises ConfigError for a string that is not UTF-8."""
-        data, offset = self._data, self._offset
-        length_at = struct.Struct("<Q").unpack_from
+        begin, end = (int(self._starts[at]) for at in (index, index + 1))
         try:
-            for _ in range(self._count):
-                end = offset + 8 + length_at(data, offset)[0]
-                yield str(data[offset + 8 : end], "utf-8")
-                offset = end
+            return str(self._data[begin + _LENGTH_BYTES : end], "utf-8")
         except UnicodeDecodeError:
-            raise ConfigError(f"{self._path}: corrupt GGUF: a string near byte {offset} is not UTF-8") from None
+            raise self._not_utf8(begin) from None
+
+    @functools.cached_property
+    def strings(self) -> list[str]:
+        """All of them; shared, not to be changed. Raises ConfigError for a string that is not UTF-8."""
+        first, end = int(self._starts[0]), int(self._starts[-1])
+        at = self._starts[:-1] - first
+        joined = np.frombuffer(self._data, np.uint8, end - first, first).copy()
+        joined[at] = 0
+        kept = np.ones(len(joined), bool)
+        for byte in range(1, _LENGTH_BYTES):
+            kept[at + byte] = False
+        separated = joined[kept].tobytes()  # each string after a zero byte
+        try:
+            texts = str(separated, "utf-8").split("\0")[1:]
+        except UnicodeDecodeError as error:
+            raise self._not_utf8(first + int(at[separated.count(b"\0", 0, error.start) - 1])) from None
+        return texts if len(texts) == len(self) else [self[index] for index in range(len(self))]  # one has a zero
+
+    def _not_utf8(self, near: int) -> ConfigError:
+        return ConfigError(f"{self._path}: corrupt GGUF: a string near byte {near} is not UTF-8")
 
 
 Value = int | float | bool | str | np.ndarray | StringArray
@@ -172,13 +193,13 @@ class GGUFFile:
         return value
 
     def strings(self, key: str) -> list[str] | None:
-        """Return the string array under `key`, or None. Raises ConfigError if it has another type."""
+        """Return the string array under `key`, shared, or None. Raises ConfigError if it has another type."""
         value = self.metadata.get(key)
         if value is None:
             return None
         if not isinstance(value, StringArray):
             raise ConfigError(f"{self.path}: {key} is not an array of strings")
-        return list(value)
+        return value.strings
 
     def numbers(self, key: str) -> np.ndarray | None:
         """Return the number array under `key`, or None. Raises ConfigError if it has another type."""
@@ -257,17 +278,38 @@ class _Cursor:
         return array
 
     def _strings(self, count: int) -> StringArray:
-        self._claim(count * 8)
-        start = offset = self.offset
-        length_at = struct.Struct("<Q").unpack_from
-        try:
-            for _ in range(count):
-                offset += 8 + length_at(self._data, offset)[0]
-        except (struct.error, OverflowError):
-            raise self._truncated() from None
-        self.offset = offset
-        self._claim(0)
-        return StringArray(self._data, start, count, self._path)
+        self._claim(count * _LENGTH_BYTES)
+        found: list[np.ndarray] = []
+        missing = count
+        while missing:
+            found.append(self._walk()[:missing])
+            missing -= len(found[-1])
+            self.offset = int(found[-1][-1])
+            self.offset += _LENGTH_BYTES + int(self._length_at(self.offset))
+            self._claim(0)
+        return StringArray(self._data, np.concatenate([*found, np.array([self.offset])]), self._path)
+
+    def _walk(self) -> np.ndarray:
+        """Return where the string at the cursor starts, and some of those that follow it: int64.
+
+        Nearly all strings are shorter than 256 bytes and have no zero bytes: seven zeros in a row end a length. Each
+        that was found this way is checked against the length of the one before it.
+        """
+        window = np.frombuffer(self._data, np.uint8, min(_WINDOW, len(self._data) - self.offset), self.offset)
+        zero = window == 0
+        is_length = zero[1 : len(zero) - 6].copy()
+        for byte in range(2, _LENGTH_BYTES):
+            is_length &= zero[byte : len(is_length) + byte]
+        starts = is_length.nonzero()[0]
+        if not len(starts) or starts[0]:
+            return np.array([self.offset])  # a long one
+        wrong = (starts[:-1] + _LENGTH_BYTES + window[starts[:-1]] != starts[1:]).nonzero()[0]
+        return starts[: wrong[0] + 1 if len(wrong) else None] + self.offset
+
+    def _length_at(self, offset: int) -> int:
+        if offset + _LENGTH_BYTES > len(self._data):
+            raise self._truncated()
+        return int.from_bytes(self._data[offset : offset + _LENGTH_BYTES], "little")
 
     def _claim(self, num_bytes: int) -> None:
         if self.offset + num_bytes > len(self._data):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
-from pagoda.loading.gguf_file import GGUFFile
+from pagoda.loading.gguf_file import GGUFFile, StringArray
 from pagoda.loading.model_files import read_json_object
 
 TOKENIZER = "tokenizer.json"
@@ -64,8 +64,9 @@ def end_token_ids(file: GGUFFile) -> tuple[int, ...]:
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     types = file.numbers("tokenizer.ggml.token_type")
     if types is not None and tokens is not None:
-        words = file.strings("tokenizer.ggml.tokens") or []
-        if len(words) != len(types):
-            raise ConfigError(f"{file.path}: {len(words)} tokens but {len(types)} token types")
-        found += [int(index) for index in (types == _CONTROL).nonzero()[0] if words[index] in _END_OF_TURN]
+        if not isinstance(tokens, StringArray):
+            raise ConfigError(f"{file.path}: tokenizer.ggml.tokens is not an array of strings")
+        if len(tokens) != len(types):
+            raise ConfigError(f"{file.path}: {len(tokens)} tokens but {len(types)} token types")
+        found += [index for index in (types == _CONTROL).nonzero()[0].tolist() if tokens[index] in _END_OF_TURN]
     return tuple(dict.fromkeys(found))

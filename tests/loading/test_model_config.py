@@ -114,12 +114,39 @@ def test_end_tokens_are_named_or_plain_from_their_text(tmp_path: Path):
         end_token_ids(write(tmp_path / "c.gguf", words, [3, 3]))
 
 
+def test_strings_of_any_length_and_content_are_found(tmp_path: Path):
+    """Those that are found together (short, without zeros), and what interrupts them."""
+    generator = np.random.default_rng(5)
+    words = ["x" * int(length) for length in generator.integers(0, 9, 20_000)]
+    awkward = (
+        "",
+        "\0",
+        "\0" * 9,
+        "a\0\0\0\0\0\0\0b",
+        "y" * 255,
+        "y" * 256,
+        "z" * 70_000,
+        "日本" * 40,
+        "\x01\0\0\0\0\0\0\0c",
+    )
+    for word in awkward:
+        for at in generator.integers(0, len(words), 5):
+            words.insert(int(at), word)
+    file = write(tmp_path / "a.gguf", [*words, ""], [1] * (len(words) + 1))
+    assert file.strings("tokenizer.ggml.tokens") == [*words, ""]
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, StringArray)
+    assert [tokens[index] for index in range(len(words))] == words
+    plain = [word for word in words if "\0" not in word]
+    assert write(tmp_path / "b.gguf", plain, [1] * len(plain)).strings("tokenizer.ggml.tokens") == plain
+
+
 def test_gguf_values_by_kind(tmp_path: Path):
     words = ["grüße", "", "日本"]
     file = write(tmp_path / "a.gguf", words, [1, 1, 1], eos_token_id=2)
     tokens = file.metadata["tokenizer.ggml.tokens"]
     assert isinstance(tokens, StringArray)
-    assert (len(tokens), list(tokens), file.strings("tokenizer.ggml.tokens")) == (3, words, words)
+    assert (len(tokens), tokens[2], file.strings("tokenizer.ggml.tokens")) == (3, words[2], words)
     halves = file.numbers("test.halves")
     assert halves is not None
     assert np.array_equal(halves, [0.5, 1.5])

@@ -4,6 +4,7 @@ GGUF has two families: "gpt2", byte-level BPE with explicit merges and the name 
 words, and "llama", SentencePiece BPE, whose merges follow from the tokens' scores (for Gemma, from their order).
 """
 
+from operator import methodcaller
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +14,13 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import Registry
+from pagoda.engine.tokenizers.merges import merges_of
 from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer, bos_eos_template, library_failure, make_facts
 from pagoda.loading.gguf_file import GGUFFile, open_gguf
 from pagoda.loading.token_ids import end_token_ids
 
 _CONTROL, _USER_DEFINED = 3, 4
 _SPACE = "\u2581"
-_MAX_TOKEN_CHARS = 4096  # rebuilding merges takes time quadratic in the token length
 
 
 def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> LibraryTokenizer:
@@ -42,7 +43,8 @@ def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> Library
     _put_bos_and_eos(file, kind, backend, names)
     template = chat_template if chat_template is not None else file.get("tokenizer.chat_template", str)
     bos_id = file.get("tokenizer.ggml.bos_token_id", int)
-    return LibraryTokenizer(backend, make_facts(backend, bos_id, end_token_ids(file), template, names))
+    longest = max(map(len, tokens))
+    return LibraryTokenizer(backend, make_facts(backend, bos_id, end_token_ids(file), template, names, longest))
 
 
 # ---- families
@@ -54,13 +56,12 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     if pre is None:
         raise ConfigError("tokenizer.ggml.pre is missing: it names the pattern that splits text into words")
     pre_tokenizer = _PRE_TOKENIZERS[pre]
-    merges = file.strings("tokenizer.ggml.merges")
-    if merges is None:
+    pairs = _pairs(file)
+    if pairs is None and file.strings("tokenizer.ggml.merges") is None:
         raise ConfigError("tokenizer.ggml.merges is missing")
-    vocab = {token: index for index, token in enumerate(tokens)}
-    pairs = [_pair(merge) for merge in merges]
+    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
     ignore_merges = pre in _WHOLE_WORDS_FIRST
-    backend = tokenizers.Tokenizer(models.BPE(vocab, pairs, ignore_merges=ignore_merges))
+    backend = tokenizers.Tokenizer(models.BPE(vocab, pairs or [], ignore_merges=ignore_merges))
     if pre in _QWEN_LIKE:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -81,18 +82,10 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
         tokens = [_SPACE * len(token) if " " in token and not token.strip() else token for token in tokens]
     if unknown is not None and not 0 <= unknown < len(tokens):
         raise ConfigError(f"unknown_token_id {unknown} is outside the vocabulary of {len(tokens)} tokens")
-    longest = max(map(len, tokens))
-    if longest > _MAX_TOKEN_CHARS:
-        raise ConfigError(f"a token of {longest} characters is not supported; at most {_MAX_TOKEN_CHARS}")
-    vocab = {token: index for index, token in enumerate(tokens)}
-    explicit = file.strings("tokenizer.ggml.merges")
-    pairs = (
-        [_pair(merge) for merge in explicit] if explicit else _merges_of(tokens, vocab, _ranks(file, is_gemma, tokens))
-    )
     backend = tokenizers.Tokenizer(
         models.BPE(
-            vocab,
-            pairs,
+            dict(zip(tokens, range(len(tokens)), strict=True)),
+            _pairs(file) or merges_of(tokens, _ranks(file, is_gemma, tokens)),
             unk_token=tokens[unknown] if unknown is not None else None,
             fuse_unk=True,
             byte_fallback=True,
@@ -112,8 +105,18 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
 _FAMILIES = Registry("GGUF tokenizer model", {"gpt2": _byte_level, "llama": _sentencepiece})
 
 
+def _pairs(file: GGUFFile) -> list[tuple[str, str]] | None:
+    """Return the file's merges "left right", None if it has none; the left part may begin with a space."""
+    merges = file.strings("tokenizer.ggml.merges")
+    if not merges:
+        return None
+    parts = " ".join(merges).split(" ")
+    if set(map(methodcaller("count", " "), merges)) != {1} or "" in parts:
+        return [_pair(merge) for merge in merges]
+    return list(zip(parts[::2], parts[1::2], strict=True))
+
+
 def _pair(merge: str) -> tuple[str, str]:
-    """Split a merge "left right"; the left part may begin with a space."""
     at = merge.find(" ", 1)
     if at < 0:
         raise ConfigError(f"the merge {abbreviate(merge)} has no space between its parts")
@@ -128,24 +131,6 @@ def _ranks(file: GGUFFile, by_order: bool, tokens: list[str]) -> np.ndarray:
     if scores is None or len(scores) != len(tokens):
         raise ConfigError("tokenizer.ggml.scores is missing or does not have one score per token")
     return scores
-
-
-def _merges_of(tokens: list[str], vocab: dict[str, int], ranks: np.ndarray) -> list[tuple[str, str]]:
-    """Return all pairs of tokens that merge into a token, best result first; ties by the ids of the parts."""
-    order = np.argsort(-ranks, kind="stable").tolist()
-    merges: list[tuple[str, str]] = []
-    id_of = vocab.get
-    for index in order:
-        token = tokens[index]
-        pairs = [
-            (left, right)
-            for cut in range(1, len(token))
-            if (left := id_of(token[:cut])) is not None and (right := id_of(token[cut:])) is not None
-        ]
-        if len(pairs) > 1:
-            pairs.sort()
-        merges += [(tokens[left], tokens[right]) for left, right in pairs]
-    return merges
 
 
 # ---- special tokens

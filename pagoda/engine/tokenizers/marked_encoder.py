@@ -37,7 +37,9 @@ class MarkedEncoder:
         for text, token_id in ids.items():
             token = added[token_id]
             behaviour = (token.single_word, token.lstrip, token.rstrip, token.normalized)
-            self._stand_ins[text] = by_behaviour.setdefault(behaviour, marks.new_mark())
+            if behaviour not in by_behaviour:
+                by_behaviour[behaviour] = marks.new_mark()
+            self._stand_ins[text] = by_behaviour[behaviour]
         own = [
             tokenizers.AddedToken(
                 text, single_word=single_word, lstrip=lstrip, rstrip=rstrip, normalized=normalized, special=False

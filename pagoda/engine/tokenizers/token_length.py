@@ -51,8 +51,8 @@ _NFC_SHRINKS = 4  # NFC composes at most four characters into one
 _KEEPS_EVERY_CHARACTER = frozenset({"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"})
 
 
-def token_length_bound(backend: tokenizers.Tokenizer) -> TokenLengthBound | None:
-    """Return the bound of a tokenizer.
+def token_length_bound(backend: tokenizers.Tokenizer, longest: int | None = None) -> TokenLengthBound | None:
+    """Return the bound of a tokenizer.   longest: characters of its longest token, if they are known.
 
     None if there is no bound: unknown words of any length become one token, or a normaliser drops characters.
     """
@@ -63,7 +63,8 @@ def token_length_bound(backend: tokenizers.Tokenizer) -> TokenLengthBound | None
         return None
     if any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values()):
         return None  # such a token absorbs all adjacent white space
-    longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+    if longest is None:
+        longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
     return TokenLengthBound(shrinks * longest, dropped)
 
 

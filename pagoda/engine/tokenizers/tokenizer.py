@@ -257,15 +257,19 @@ def make_facts(
     eos_ids: tuple[int, ...],
     template_text: "str | dict[str, str] | None",
     special_names: dict[str, str],
+    longest: int | None = None,
 ) -> TokenizerFacts:
-    """Return the facts of a backend with its special tokens added. Raises ConfigError for an invalid template."""
+    """Return the facts of a backend with its special tokens added. Raises ConfigError for an invalid template.
+
+    longest: characters of its longest token, None if they are still to be counted.
+    """
     added = backend.get_added_tokens_decoder()
     size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
     special = frozenset(token_id for token_id, token in added.items() if token.special)
     marked = {*special, *eos_ids} | ({bos_id} if bos_id is not None else set())
     marks = SpecialMarks(token.content for token_id, token in added.items() if token_id in marked)
     template = _template_of(template_text, special_names, marks) if template_text else None
-    bound, added_to_text = token_length_bound(backend), _special_tokens(backend)
+    bound, added_to_text = token_length_bound(backend, longest), _special_tokens(backend)
     return TokenizerFacts(size, bos_id, eos_ids, special, template, special_names, marks, bound, added_to_text)
 
 
