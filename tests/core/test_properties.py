@@ -392,6 +392,28 @@ def test_a_sibling_that_is_alone_after_its_leader_failed_is_swapped_out_before_i
     traffic.drain()
 
 
+def test_equal_blocks_of_another_request_are_found_after_a_row_has_failed_alone() -> None:
+    """Only what the failed row held cannot be trusted: it ends once, not once for computing and once for sampling."""
+    setting = Setting(
+        SchedulerOptions(max_num_seqs=2, max_num_batched_tokens=24),
+        CacheConfig(block_size=4, enable_prefix_caching=True, watermark=0.0),
+        num_blocks=9,
+        max_model_len=24,
+    )
+    traffic = Traffic(setting)
+    prompt, one_token = [0] * 5, SamplingParams(max_tokens=1)
+    for number, skips in ((1, False), (2, True)):  # the second computes its own blocks, which are equal
+        traffic.add(make_request(number, prompt, one_token, skip_prefix_read=skips))
+        traffic.step()
+    traffic.add(make_request(3, prompt, one_token))
+    step = traffic.plan(lambda output: Failure(frozenset(output.rows.tolist())))
+    traffic.deliver()
+    traffic.add(make_request(4, prompt, one_token))
+    again = traffic.step()
+    assert [init.num_computed for init in (*step.admitted, *again.admitted)] == [4, 4]
+    traffic.drain()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [SchedulerMachine, PhasedMachine])
 def test_invariants_at_length(machine: type[SchedulerMachine]) -> None:

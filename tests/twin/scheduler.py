@@ -647,9 +647,8 @@ class TwinScheduler:
         """
         assert self.in_flight[0] is step
         lost = self._lost_outputs(step) if raised else set()
-        failed = [
-            entry for entry in [*step.planned, *step.sampling] if self._name(entry.state, entry.sequence) in names
-        ]
+        entries = dict.fromkeys([*step.planned, *step.sampling])  # once each: what samples computes, too
+        failed = [entry for entry in entries if self._name(entry.state, entry.sequence) in names]
         waiting = {request_id for item in lost for request_id in self.encoder.cache.holders.get(item, ())}
         if raised and self.encoder_decoder:
             waiting = set(step.encoded)
