@@ -20,13 +20,14 @@ class ServerLimits:
     max_queued_requests: Annotated[
         int,
         Setting(
-            "Maximum requests that wait for their first token; further requests get 429 (0: no limit).", at_least=0
+            "Maximum requests that wait for their first token; further ones wait in line, then get 429 (0: no limit).",
+            at_least=0,
         ),
     ] = 1024
     max_queued_tokens: Annotated[
         int,
         Setting(
-            "Maximum prompt plus expected output tokens of all requests; further ones get 429 (0: no limit).",
+            "Maximum prompt plus expected output tokens of all requests; further ones wait in line (0: no limit).",
             at_least=0,
         ),
     ] = 2_000_000
@@ -49,6 +50,13 @@ class ServerTimeouts:
     """How long the server waits, in seconds. 0 disables a timeout where its text says so."""
 
     drain_timeout_s: Annotated[float, Setting("Time for running requests to finish after SIGTERM.", at_least=0)] = 30.0
+    queue_timeout_s: Annotated[
+        float,
+        Setting(
+            "About how long a request beyond the limits waits in line for its turn, before it gets 429 (0: at once).",
+            at_least=0,
+        ),
+    ] = 10.0
     step_timeout_s: Annotated[
         float,
         Setting(

@@ -1,28 +1,23 @@
-"""Admission: limit the server's running work, in total and per API key. Further requests get 429 immediately."""
+"""Admission: limit the server's running work, in total and per API key. Further requests wait in line, then get 429."""
 
+import asyncio
 import math
+import random
 import time
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
+from contextlib import ExitStack
 
 from pagoda.base.errors import RequestError
 from pagoda.base.server_config import MAX_HELD_MEDIA_BYTES, ServerLimits
 
 PRIOR_OUTPUT_TOKENS = 1024
 """What an output is expected to take before there were any."""
-REFUSED_AT_ONCE = 8
-"""Requests per second that are refused without delay. Those beyond wait for HOLD_S seconds for their refusal."""
-HOLD_S = 1.0
 _PRIOR_WEIGHT = 8
 _MEAN_OVER = 1000  # outputs
 
 
 class Refusal(Exception):
-    """The request exceeds a limit now.
-
-    reason: requests, tokens, key_concurrency or key_rate.   hold_s: for how long the answer is held back.
-    """
-
-    hold_s = 0.0
+    """The request exceeds a limit now.   reason: requests, tokens, media, key_concurrency or key_rate."""
 
     def __init__(self, reason: str, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)
@@ -31,61 +26,84 @@ class Refusal(Exception):
 
 
 class Place:
-    """What one HTTP request counts for, from its admission until it is closed."""
+    """What one HTTP request counts for, from its admission until it is closed; for its key, from its creation.
+
+    turn: done when it is admitted, if it was not at once.
+    at_end: what is undone when the request ends, or if it never begins: first of all, the place is closed.
+    """
 
     def __init__(self, admission: "Admission", key: str, num_requests: int, num_tokens: int) -> None:
         self._admission = admission
         self._key = key
-        self._num_waiting = self._num_requests = num_requests
-        self._num_tokens = num_tokens
-        self._num_media_bytes = 0
-        admission.count(key, num_requests, num_requests, num_tokens)
+        self.num_requests = num_requests
+        self.num_tokens = num_tokens
+        self._num_waiting = self._num_media_bytes = 0
+        self.turn: asyncio.Future[None] | None = None
+        self.at_end = ExitStack()
+        self.at_end.callback(self.close)
+        admission.count_key(key, num_requests)
+
+    def admit(self) -> None:
+        """Count it from now on. For Admission."""
+        self._num_waiting = self.num_requests
+        self._admission.count(self.num_requests, self.num_requests, self.num_tokens, 0)
+        if self.turn is not None:
+            self.turn.set_result(None)
 
     def correct(self, num_tokens: int) -> None:
         """Replace the estimate of its tokens by what is known now."""
-        self._admission.count(self._key, 0, 0, num_tokens - self._num_tokens)
-        self._num_tokens = num_tokens
+        self._admission.count(0, 0, num_tokens - self.num_tokens, 0)
+        self.num_tokens = num_tokens
 
     def hold(self, num_media_bytes: int) -> None:
         """Count what encoders read for it, until it is closed. Raises Refusal if others hold too much."""
         held = self._admission.num_media_bytes
         if num_media_bytes and held and held + num_media_bytes > MAX_HELD_MEDIA_BYTES:
             full = f"the server is full: it holds {held} bytes of processed images and audio, of {MAX_HELD_MEDIA_BYTES}"
-            raise self._admission.held_back(Refusal("media", full))
-        self._admission.num_media_bytes += num_media_bytes
+            raise Refusal("media", full)
+        self._admission.count(0, 0, 0, num_media_bytes)
         self._num_media_bytes += num_media_bytes
 
     def start(self) -> None:
         """It has a first token, and so no longer waits. Idempotent."""
-        self._admission.count(self._key, 0, -self._num_waiting, 0)
+        self._admission.count(0, -self._num_waiting, 0, 0)
         self._num_waiting = 0
 
     def close(self) -> None:
         """It counts no longer. Idempotent."""
-        self._admission.count(self._key, -self._num_requests, -self._num_waiting, -self._num_tokens)
-        self._admission.num_media_bytes -= self._num_media_bytes
-        self._num_requests = self._num_waiting = self._num_tokens = self._num_media_bytes = 0
+        self._admission.count_key(self._key, -self.num_requests)
+        if not self._admission.leave_line(self):
+            self._admission.count(-self.num_requests, -self._num_waiting, -self.num_tokens, -self._num_media_bytes)
+        self.num_requests = self._num_waiting = self.num_tokens = self._num_media_bytes = 0
 
 
 class Admission:
     """Counts unfinished requests. For one event loop, so it needs no lock.
 
+    A request that exceeds the limits of all keys waits in line for its turn, about `queue_timeout_s`: no newcomer
+    overtakes it. One that exceeds those of its own key is refused at once.
     A request whose tokens alone exceed max_queued_tokens is admitted if no other is running: it never would be else.
     """
 
-    def __init__(self, limits: ServerLimits) -> None:
+    def __init__(self, limits: ServerLimits, queue_timeout_s: float) -> None:
         self._limits = limits
+        self._queue_timeout_s = queue_timeout_s
+        self._line: OrderedDict[Place, None] = OrderedDict()
         self.num_requests = 0
         self.num_waiting = 0
         self.num_tokens = 0
         self.num_media_bytes = 0
         self._mean_output = float(PRIOR_OUTPUT_TOKENS)
         self._num_outputs = _PRIOR_WEIGHT
-        self._second = self._num_refused = 0
-        self._live_of_key: Counter[str] = Counter()
+        self._of_key: Counter[str] = Counter()
         self._bucket_of_key: dict[str, tuple[float, float]] = defaultdict(
             lambda: (float(limits.requests_per_minute_per_key), time.monotonic())
         )
+
+    @property
+    def num_in_line(self) -> int:
+        """How many HTTP requests wait to be admitted."""
+        return len(self._line)
 
     def expected_output(self, max_tokens: int | None) -> int:
         """Return how many tokens an output of at most `max_tokens` is expected to have: as many as those before."""
@@ -97,38 +115,62 @@ class Admission:
         self._num_outputs = min(self._num_outputs + 1, _MEAN_OVER)
         self._mean_output += (num_tokens - self._mean_output) / self._num_outputs
 
-    def admit(self, num_requests: int, num_tokens: int, key: str) -> Place:
-        """Return the place of a request of so many outputs, and about so many tokens in all.
+    def enter(self, num_requests: int, num_tokens: int, key: str) -> Place:
+        """Return the place of a request of so many outputs, and about so many tokens in all; if it has a `turn`, wait.
 
         Raises Refusal, or RequestError if it can never fit.
         """
         self._check_size(num_requests)
-        try:
-            self._check(num_requests, num_tokens, key)
-        except Refusal as refusal:
-            raise self.held_back(refusal) from None
-        return Place(self, key, num_requests, num_tokens)
+        self._check_key(num_requests, key)
+        place = Place(self, key, num_requests, num_tokens)
+        refusal = self._refusal(place)
+        if refusal is None and not self._line:
+            place.admit()
+        elif refusal is not None and not self._queue_timeout_s:
+            self.count_key(key, -num_requests)
+            raise refusal
+        else:
+            place.turn = asyncio.get_running_loop().create_future()
+            self._line[place] = None
+        return place
 
-    def held_back(self, refusal: Refusal) -> Refusal:
-        """Say in a refusal for how long to hold it back: not at all, unless there are many of them. Return it.
+    async def wait_for_turn(self, place: Place) -> None:
+        """Return once a place is admitted. Raises Refusal if that takes too long; it must be closed then."""
+        assert place.turn is not None
+        # After equal times, the same clients would be served for ever: they are in line again before those refused.
+        timeout_s = self._queue_timeout_s * random.uniform(0.5, 1.5)
+        await asyncio.wait((place.turn,), timeout=timeout_s)
+        if not place.turn.done():
+            raise self._refusal(next(iter(self._line))) or Refusal("requests", "the server is full")
 
-        Then clients that ask again at once come no more often than those that wait, and a free place is anybody's.
-        """
-        second = int(time.monotonic())
-        self._num_refused = self._num_refused + 1 if second == self._second else 1
-        self._second = second
-        refusal.hold_s = HOLD_S if self._num_refused > REFUSED_AT_ONCE else 0.0
-        refusal.retry_after_s -= math.ceil(refusal.hold_s)
-        return refusal
+    def leave_line(self, place: Place) -> bool:
+        """Return whether a place was in line; it no longer is. For Place."""
+        is_found = place in self._line
+        if is_found:
+            del self._line[place]
+            self._call_next()
+        return is_found
 
-    def count(self, key: str, num_requests: int, num_waiting: int, num_tokens: int) -> None:
+    def _call_next(self) -> None:
+        """Admit those at the head of the line that fit now."""
+        while self._line and self._refusal(place := next(iter(self._line))) is None:
+            del self._line[place]
+            place.admit()
+
+    def count(self, num_requests: int, num_waiting: int, num_tokens: int, num_media_bytes: int) -> None:
         """Add to the counts. For Place."""
         self.num_requests += num_requests
         self.num_waiting += num_waiting
         self.num_tokens += num_tokens
-        self._live_of_key[key] += num_requests
-        if not self._live_of_key[key]:
-            del self._live_of_key[key]
+        self.num_media_bytes += num_media_bytes
+        if num_waiting < 0 or num_tokens < 0:
+            self._call_next()
+
+    def count_key(self, key: str, num_requests: int) -> None:
+        """Add to what a key has in line and unfinished. For Place."""
+        self._of_key[key] += num_requests
+        if not self._of_key[key]:
+            del self._of_key[key]
 
     def _check_size(self, num_requests: int) -> None:
         limits = self._limits
@@ -137,16 +179,25 @@ class Admission:
         if num_requests > most:
             raise RequestError(f"{num_requests} outputs are more than this server can admit at once ({most})", "prompt")
 
-    def _check(self, num_requests: int, num_tokens: int, key: str) -> None:
+    def _refusal(self, place: Place) -> Refusal | None:
+        """Return why a request cannot be admitted now, or None."""
         limits = self._limits
-        if limits.max_queued_requests and self.num_waiting + num_requests > limits.max_queued_requests:
+        if limits.max_queued_requests and self.num_waiting + place.num_requests > limits.max_queued_requests:
             full = f"the server is full: {self.num_waiting} requests wait, of {limits.max_queued_requests}"
-            raise Refusal("requests", full)
-        if limits.max_queued_tokens and self.num_tokens and self.num_tokens + num_tokens > limits.max_queued_tokens:
-            raise Refusal("tokens", f"the server is full: {self.num_tokens} tokens of {limits.max_queued_tokens}")
-        if limits.max_requests_per_key and self._live_of_key[key] + num_requests > limits.max_requests_per_key:
+            return Refusal("requests", full)
+        if (
+            limits.max_queued_tokens
+            and self.num_tokens
+            and self.num_tokens + place.num_tokens > limits.max_queued_tokens
+        ):
+            return Refusal("tokens", f"the server is full: {self.num_tokens} tokens of {limits.max_queued_tokens}")
+        return None
+
+    def _check_key(self, num_requests: int, key: str) -> None:
+        limits = self._limits
+        if limits.max_requests_per_key and self._of_key[key] + num_requests > limits.max_requests_per_key:
             raise Refusal(
-                "key_concurrency", f"this key has {self._live_of_key[key]} requests of {limits.max_requests_per_key}"
+                "key_concurrency", f"this key has {self._of_key[key]} requests of {limits.max_requests_per_key}"
             )
         if limits.requests_per_minute_per_key:
             self._take_from_bucket(num_requests, key)

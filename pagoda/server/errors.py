@@ -1,6 +1,5 @@
 """Error responses in OpenAI's format."""
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -98,8 +97,6 @@ def _in_words(request: Request, error: HTTPException) -> str:
 
 async def on_known(request: Request, error: Exception) -> Response:
     """Return the response for an exception raised in a route."""
-    if isinstance(error, Refusal):
-        await asyncio.sleep(error.hold_s)
     known = as_api_error(error)
     return error_response(known.status, known.message, known.param, known.retry_after_s)
 

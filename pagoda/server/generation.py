@@ -116,14 +116,6 @@ class PromptsToPrepare:
         return isinstance(first, SamplingParams) and first.structured_outputs is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """An admitted request.   at_end: what is undone when it ends, or if it never begins."""
-
-    place: Place
-    at_end: contextlib.ExitStack
-
-
 class Generation:
     """The prompts of one HTTP request, with common parameters. Created by Generator.begin, iterated once.
 
@@ -136,9 +128,9 @@ class Generation:
         http: HttpRequest,
         request_id: str,
         requests: Sequence[Request],
-        admitted: Admitted,
+        place: Place,
     ) -> None:
-        """admitted: closed when the generation ends, however it ends."""
+        """place: closed when the generation ends, however it ends."""
         self.requests = requests
         self.request_id = request_id
         self.num_prompt_tokens = sum(r.num_prompt_tokens for r in requests)
@@ -150,7 +142,7 @@ class Generation:
         self._generator = generator
         self._timings: dict[str, Any] = http.scope["state"]["timings"]
         self.key: str = http.scope["state"]["key"]
-        self._place, self._at_end = admitted.place, admitted.at_end.pop_all()
+        self._place, self._at_end = place, place.at_end.pop_all()
 
     def close(self) -> None:
         """Release its admission and record what the access log says. Idempotent; `outputs` must not be running."""
@@ -294,11 +286,11 @@ class Generator:
         """Return whether a generation of this API key could have this id."""
         return self._live.find_in_use(key, request_id, num_prompts) is None
 
-    @contextlib.contextmanager
-    def admitted(
+    @contextlib.asynccontextmanager
+    async def admitted(
         self, http: HttpRequest, num_prompts: int, num_outputs: int = 0, max_tokens: int | None = 0
-    ) -> Iterator[Admitted]:
-        """Admit a request before any work on its prompts, on an estimate of its tokens; yield what `begin` needs.
+    ) -> AsyncGenerator[Place, None]:
+        """Admit a request before any work on its prompts, on an estimate of its tokens; yield its place for `begin`.
 
         It counts until the generation that is begun with it is closed, or the block is left without one.
         num_outputs: of all prompts; 0 if they are pooled.   max_tokens: of each output; None: no limit.
@@ -310,19 +302,23 @@ class Generator:
         longest = num_prompts * self.llm.input_processor.limits.max_model_len
         num_tokens = min(state["body_bytes"] // _BYTES_PER_TOKEN, longest)
         num_tokens += num_outputs * admission.expected_output(max_tokens)
-        try:
-            place = admission.admit(num_outputs or num_prompts, num_tokens, state["key"])
-        except Refusal as refusal:
-            self.metrics.on_refusal(refusal.reason)
-            raise
-        with contextlib.ExitStack() as at_end:
-            at_end.callback(place.close)
-            yield Admitted(place, at_end)
+        with self._counted_refusals():
+            place = admission.enter(num_outputs or num_prompts, num_tokens, state["key"])
+        with place.at_end:
+            if place.turn is not None:
+                with self._counted_refusals():
+                    await cancel_on_disconnect(http, admission.wait_for_turn(place))
+            yield place
 
-    def hold(self, admitted: Admitted, num_media_bytes: int) -> None:
+    def hold(self, place: Place, num_media_bytes: int) -> None:
         """Count what encoders read for a request. Raises Refusal (429)."""
+        with self._counted_refusals():
+            place.hold(num_media_bytes)
+
+    @contextlib.contextmanager
+    def _counted_refusals(self) -> Iterator[None]:
         try:
-            admitted.place.hold(num_media_bytes)
+            yield
         except Refusal as refusal:
             self.metrics.on_refusal(refusal.reason)
             raise
@@ -339,7 +335,7 @@ class Generator:
     async def begin(
         self,
         http: HttpRequest,
-        admitted: Admitted,
+        place: Place,
         body: SamplingBody | PoolingBody,
         asked: PromptsToPrepare,
         request_id: str,
@@ -355,14 +351,14 @@ class Generator:
             text = f"truncate_prompt_tokens={truncate} is more than the model's context of {most} tokens"
             raise ApiError(400, text, "truncate_prompt_tokens")
         key = http.scope["state"]["key"]
-        engine_ids = admitted.at_end.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
+        engine_ids = place.at_end.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
         preparing = self._prepare(asked, engine_ids, body.priority, self.salt(key, body.cache_salt))
         # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
         is_long = asked.num_chars >= LONG_TEXT_CHARS or asked.has_grammar
         requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
-        admitted.place.correct(sum(map(self._expected_tokens, requests)))
-        self.hold(admitted, sum(map(_media_bytes, requests)))
-        return Generation(self, http, request_id, requests, admitted)
+        place.correct(sum(map(self._expected_tokens, requests)))
+        self.hold(place, sum(map(_media_bytes, requests)))
+        return Generation(self, http, request_id, requests, place)
 
     def _expected_tokens(self, request: Request) -> int:
         output = 0 if request.sampling is None else self.admission.expected_output(request.sampling.max_tokens)

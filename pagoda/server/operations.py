@@ -77,7 +77,7 @@ async def load(http: Request) -> Response:
     admission, stats = state.generator.admission, state.generator.llm.stats()
     return json_response(
         LoadResponse(
-            server_load=admission.num_requests,
+            server_load=admission.num_requests + admission.num_in_line,
             live_tokens=admission.num_tokens,
             running=stats.num_running,
             waiting=stats.num_waiting,

@@ -18,6 +18,7 @@ from pagoda.engine.inputs.pooling_inputs import check_pooling, instruction_of, w
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.inputs.scoring import Scoring
 from pagoda.engine.outputs.results import vector_of
+from pagoda.server.admission import Place
 from pagoda.server.answers import (
     ClassificationData,
     ClassificationResponse,
@@ -34,7 +35,7 @@ from pagoda.server.answers import (
     ScoreData,
     ScoreResponse,
 )
-from pagoda.server.generation import Admitted, Generation, PromptsToPrepare
+from pagoda.server.generation import Generation, PromptsToPrepare
 from pagoda.server.pooling_bodies import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -173,13 +174,13 @@ async def _score(
     """Score pairs of texts.   names: of the fields that the texts are in."""
     body, text = call.body, call.state.generator.llm.text
     call.state.check_template(body.chat_template)
-    with call.state.generator.admitted(call.http, len(second)) as admitted:
+    async with call.state.generator.admitted(call.http, len(second)) as place:
         planning = text.plan_scores(first, second, body.pooling_params(), names, body.pair_options())
         scoring: Scoring = await cancel_on_disconnect(call.http, planning)
         of_first, of_second = _numbered(names[0], len(first)), _numbered(names[1], len(second))
         of_prompts = of_second if len(scoring.prompts) == len(second) else [*of_first, *of_second]
         asked = PromptsToPrepare(scoring.prompts, scoring.params, of_prompts, call.lora)
-        pooled = await _pool(call, admitted, asked)
+        pooled = await _pool(call, place, asked)
     return pooled, scoring.scores(pooled.vectors)
 
 
@@ -191,7 +192,7 @@ async def _pool_inputs(call: Call[InputBody], params: PoolingParams, instruction
     """Pool each input on its own, with an instruction in front of each text, or the conversation."""
     body, names = call.body, call.body.names()
     prompts: list[Prompt]
-    with call.state.generator.admitted(call.http, len(names)) as admitted:
+    async with call.state.generator.admitted(call.http, len(names)) as place:
         if body.messages is None:
             prompts = [with_instruction(one, instruction) for one in body.inputs()]
         else:
@@ -200,14 +201,14 @@ async def _pool_inputs(call: Call[InputBody], params: PoolingParams, instruction
             prompts = [rendered.token_ids]
         adds_tokens = body.add_special_tokens is not False
         asked = PromptsToPrepare(prompts, [params] * len(prompts), names, call.lora, adds_tokens)
-        return await _pool(call, admitted, asked)
+        return await _pool(call, place, asked)
 
 
-async def _pool(call: Call[PoolingBody], admitted: Admitted, asked: PromptsToPrepare) -> Pooled:
+async def _pool(call: Call[PoolingBody], place: Place, asked: PromptsToPrepare) -> Pooled:
     """Pool all prompts. Raises RequestError, ApiError or WorkerDied."""
     http, state, body = call.http, call.state, call.body
     request_id = state.request_id(http, body.request_id, call.id_prefix, len(asked.prompts))
-    generation = await state.generator.begin(http, admitted, body, asked, request_id)
+    generation = await state.generator.begin(http, place, body, asked, request_id)
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
         outputs = await cancel_on_disconnect(http, _gather(generation))

@@ -104,13 +104,13 @@ async def respond(http: Request, kind: type[S], api: TextApi[S]) -> Response:
     lora = state.adapter_of(body.model)
     http.scope["state"]["timings"]["model"] = body.model or state.model_names[0]
     num_outputs = body.num_prompts * body.num_outputs
-    with state.generator.admitted(http, body.num_prompts, num_outputs, body.asked_tokens[1]) as admitted:
+    async with state.generator.admitted(http, body.num_prompts, num_outputs, body.asked_tokens[1]) as place:
         prepared = await api.prepare(http, state, body)
         # Chosen only now: while the prompt was rendered, another request may have taken the same header's id.
         request_id = state.request_id(http, body.request_id, api.id_prefix, len(prepared.prompts))
         params = [prepared.params] * len(prepared.prompts)
         asked = PromptsToPrepare(prepared.prompts, params, (), lora, prepared.add_special_tokens)
-        generation = await state.generator.begin(http, admitted, body, asked, request_id)
+        generation = await state.generator.begin(http, place, body, asked, request_id)
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
         head = Head(request_id, int(time.time()), body.model or state.model_names[0])

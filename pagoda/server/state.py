@@ -161,7 +161,7 @@ async def build_state(
     adapters = ServedAdapters(llm, tuple(names), server.lora_sources.lora_dir)
     await adapters.load_modules(server.lora_sources)
     return ServerState(
-        generator=Generator(llm, Admission(server.server_limits), metrics),
+        generator=Generator(llm, Admission(server.server_limits, server.server_timeouts.queue_timeout_s), metrics),
         adapters=adapters,
         model_names=tuple(names),
         max_model_len=facts.max_model_len,

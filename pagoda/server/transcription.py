@@ -16,9 +16,9 @@ from pagoda.base.outputs import RequestOutput
 from pagoda.engine.transcription.formats import as_object, as_srt, as_vtt
 from pagoda.engine.transcription.piece import Decoding
 from pagoda.engine.transcription.transcriber import Transcription, TranscriptionOptions
+from pagoda.server.admission import Place
 from pagoda.server.body import parse_fields
 from pagoda.server.errors import ApiError
-from pagoda.server.generation import Admitted
 from pagoda.server.responses import EventStream, cancel_on_disconnect, event, json_response, run_sized
 from pagoda.server.routing import Router
 from pagoda.server.state import ServerState, state_of
@@ -128,16 +128,16 @@ async def _answer(
     if state.adapter_of(model) is not None:
         raise ApiError(400, "model: adapters do not transcribe", "model")
     http.scope["state"]["timings"]["model"] = model or state.model_names[0]
-    with state.generator.admitted(http, 1, 1, None) as admitted:
+    async with state.generator.admitted(http, 1, 1, None) as place:
         text, name = state.generator.llm.text, file.filename or "upload"
         sound = await cancel_on_disconnect(http, text.begin_transcription(file.file.read, name, options))
         # Samples, and the spectrogram of 80 or 128 rows of 100 frames per second for 16,000 samples.
-        state.generator.hold(admitted, 2 * sound.sound.samples.nbytes)
+        state.generator.hold(place, 2 * sound.sound.samples.nbytes)
         http.scope["state"]["timings"]["audio_s"] = round(sound.sound.duration_s, 2)
-        at_end = admitted.at_end.pop_all()
+        at_end = place.at_end.pop_all()
     with contextlib.ExitStack() as guard:
         guard.callback(at_end.close)
-        outputs = _outputs(http, state, sound, Admitted(admitted.place, at_end))
+        outputs = _outputs(http, state, sound, place)
         if is_stream:
             guard.pop_all()
             return EventStream(_events(outputs, sound), at_end.close)
@@ -146,7 +146,7 @@ async def _answer(
 
 
 async def _outputs(
-    http: Request, state: ServerState, sound: Transcription, admitted: Admitted
+    http: Request, state: ServerState, sound: Transcription, place: Place
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run a transcription; yield the output of each of its requests, counted in the metrics."""
     llm, metrics = state.generator.llm, state.generator.metrics
@@ -161,7 +161,7 @@ async def _outputs(
 
     async with contextlib.aclosing(llm.run_job(sound.job(), new_id, state.generator.salt(key, None))) as outputs:
         async for output in outputs:
-            admitted.place.start()
+            place.start()
             metrics.num_output_tokens += sum(len(part.token_ids) for part in output.outputs)
             yield output
 

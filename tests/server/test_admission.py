@@ -1,4 +1,4 @@
-"""Limits: what is over them is refused at once, with the reason; what leaves makes room."""
+"""Limits: what is over them waits in line, and is refused with the reason; what leaves makes room."""
 
 import asyncio
 import contextlib
@@ -18,15 +18,15 @@ from pagoda.base.server_config import ServerLimits
 from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
-from pagoda.server.admission import HOLD_S, PRIOR_OUTPUT_TOKENS, REFUSED_AT_ONCE, Admission, Place, Refusal
+from pagoda.server.admission import PRIOR_OUTPUT_TOKENS, Admission, Place, Refusal
 from pagoda.server.errors import ApiError
-from pagoda.server.generation import Admitted, Generation
+from pagoda.server.generation import Generation
 from tests.server.live import FAKE_FLAGS, serving
 
 
 @contextlib.contextmanager
 def admitted(admission: Admission, requests: int, tokens: int, key: str = "") -> Iterator[Place]:
-    with contextlib.closing(admission.admit(requests, tokens, key)) as place:
+    with contextlib.closing(admission.enter(requests, tokens, key)) as place:
         yield place
 
 
@@ -38,7 +38,7 @@ def refuse(admission: Admission, requests: int, tokens: int, key: str = "") -> s
 
 
 def test_requests_and_tokens_are_bounded_and_released() -> None:
-    admission = Admission(ServerLimits(max_queued_requests=2, max_queued_tokens=100))
+    admission = Admission(ServerLimits(max_queued_requests=2, max_queued_tokens=100), 0.0)
     with admitted(admission, 1, 60, ""):
         assert refuse(admission, 1, 41) == "tokens"
         with admitted(admission, 1, 40, ""):
@@ -49,16 +49,12 @@ def test_requests_and_tokens_are_bounded_and_released() -> None:
 
 def test_bytes_for_encoders_are_bounded_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda.server.admission.MAX_HELD_MEDIA_BYTES", 100)
-    admission = Admission(ServerLimits())
+    admission = Admission(ServerLimits(), 0.0)
     with admitted(admission, 1, 1) as first, admitted(admission, 1, 1) as second:
         first.hold(150)  # at any size, if there is no other
         with pytest.raises(Refusal) as caught:
             second.hold(1)
         assert caught.value.reason == "media"
-        monkeypatch.setattr("pagoda.server.admission.REFUSED_AT_ONCE", 0)
-        with pytest.raises(Refusal) as caught:
-            second.hold(1)
-        assert (caught.value.hold_s, caught.value.retry_after_s) == (HOLD_S, 0)
         second.hold(0)  # a text
         first.close()
         second.hold(100)
@@ -67,7 +63,7 @@ def test_bytes_for_encoders_are_bounded_and_released(monkeypatch: pytest.MonkeyP
 
 
 def test_a_place_is_released_after_an_error() -> None:
-    admission = Admission(ServerLimits(max_queued_requests=1))
+    admission = Admission(ServerLimits(max_queued_requests=1), 0.0)
     with pytest.raises(KeyError), admitted(admission, 1, 1, ""):
         raise KeyError
     with admitted(admission, 1, 1, ""):
@@ -75,13 +71,13 @@ def test_a_place_is_released_after_an_error() -> None:
 
 
 def test_one_request_larger_than_the_token_limit_runs_alone() -> None:
-    admission = Admission(ServerLimits(max_queued_tokens=10))
+    admission = Admission(ServerLimits(max_queued_tokens=10), 0.0)
     with admitted(admission, 1, 50, ""):
         assert refuse(admission, 1, 1) == "tokens"
 
 
 def test_keys_have_their_own_limits() -> None:
-    admission = Admission(ServerLimits(max_requests_per_key=1))
+    admission = Admission(ServerLimits(max_requests_per_key=1), 0.0)
     with admitted(admission, 1, 1, "a"):
         assert refuse(admission, 1, 1, "a") == "key_concurrency"
         with admitted(admission, 1, 1, "b"):
@@ -89,7 +85,7 @@ def test_keys_have_their_own_limits() -> None:
 
 
 def test_the_rate_limit_of_a_key_names_the_time_to_retry() -> None:
-    admission = Admission(ServerLimits(requests_per_minute_per_key=2))
+    admission = Admission(ServerLimits(requests_per_minute_per_key=2), 0.0)
     for _ in range(2):
         with admitted(admission, 1, 1, "a"):
             pass
@@ -103,13 +99,13 @@ def test_the_rate_limit_of_a_key_names_the_time_to_retry() -> None:
 
 @pytest.mark.parametrize("limit", ["max_queued_requests", "max_requests_per_key", "requests_per_minute_per_key"])
 def test_a_request_that_can_never_fit_is_an_error_not_a_refusal(limit: str) -> None:
-    admission = Admission(ServerLimits(**{limit: 3}))
+    admission = Admission(ServerLimits(**{limit: 3}), 0.0)
     with admitted(admission, 3, 1), pytest.raises(RequestError, match="4 outputs"):
-        admission.admit(4, 1, "")
+        admission.enter(4, 1, "")
 
 
 def test_what_has_begun_to_answer_does_not_wait() -> None:
-    admission = Admission(ServerLimits(max_queued_requests=1))
+    admission = Admission(ServerLimits(max_queued_requests=1), 0.0)
     with admitted(admission, 1, 10) as first:
         assert refuse(admission, 1, 10) == "requests"
         first.start()
@@ -121,7 +117,7 @@ def test_what_has_begun_to_answer_does_not_wait() -> None:
 
 
 def test_an_estimate_of_tokens_is_corrected() -> None:
-    admission = Admission(ServerLimits(max_queued_tokens=100))
+    admission = Admission(ServerLimits(max_queued_tokens=100), 0.0)
     with admitted(admission, 1, 90) as first:
         assert refuse(admission, 1, 20) == "tokens"
         first.correct(30)
@@ -130,7 +126,7 @@ def test_an_estimate_of_tokens_is_corrected() -> None:
 
 
 def test_expected_outputs_follow_the_real_ones() -> None:
-    admission = Admission(ServerLimits())
+    admission = Admission(ServerLimits(), 0.0)
     assert admission.expected_output(None) == PRIOR_OUTPUT_TOKENS
     assert admission.expected_output(7) == 7
     for _ in range(500):
@@ -144,7 +140,7 @@ def test_expected_outputs_follow_the_real_ones() -> None:
 
 @pytest.mark.parametrize(("reason", "is_noted"), [("stop", True), ("length", True), ("error", False), ("abort", False)])
 def test_only_outputs_that_came_to_their_end_are_expected_again(reason: str, is_noted: bool) -> None:
-    admission = Admission(ServerLimits())
+    admission = Admission(ServerLimits(), 0.0)
 
     async def stream(request: Request) -> AsyncIterator[RequestOutput]:
         part = CompletionOutput(0, token_ids=[5], finish_reason=reason)
@@ -156,8 +152,7 @@ def test_only_outputs_that_came_to_their_end_are_expected_again(reason: str, is_
     request = Request("a", np.array([1], np.int32), sampling=SamplingParams())
 
     async def main() -> None:
-        admitted = Admitted(admission.admit(1, 1, ""), contextlib.ExitStack())
-        async with Generation(generator, http, "a", [request], admitted).outputs() as outputs:
+        async with Generation(generator, http, "a", [request], admission.enter(1, 1, "")).outputs() as outputs:
             async for _ in outputs:
                 pass
 
@@ -175,26 +170,88 @@ def test_256_chats_without_a_limit_run_although_their_contexts_exceed_the_token_
         assert answers == [200] * 256
 
 
-def test_many_refusals_are_held_back_so_that_asking_at_once_gains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda.server.admission.time.monotonic", lambda: 5.0)
-    admission = Admission(ServerLimits(max_queued_requests=1))
-    with admitted(admission, 1, 1):
-        refusals: list[Refusal] = []
-        for _ in range(REFUSED_AT_ONCE + 2):
-            with pytest.raises(Refusal) as caught:
-                admission.admit(1, 1, "")
-            refusals.append(caught.value)
-        assert [one.hold_s for one in refusals] == [0.0] * REFUSED_AT_ONCE + [HOLD_S] * 2
-        assert [one.retry_after_s for one in refusals] == [1] * REFUSED_AT_ONCE + [0] * 2
-        monkeypatch.setattr("pagoda.server.admission.time.monotonic", lambda: 6.0)
-        with pytest.raises(Refusal) as caught:
-            admission.admit(1, 1, "")
-        assert caught.value.hold_s == 0.0
+def test_nobody_overtakes_those_who_wait_in_line() -> None:
+    async def main() -> None:
+        admission = Admission(ServerLimits(max_queued_tokens=100), 60.0)
+        first, large, small = (admission.enter(1, tokens, "") for tokens in (90, 80, 5))
+        assert (first.turn, admission.num_in_line, admission.num_requests) == (None, 2, 1)
+        assert large.turn is not None
+        assert small.turn is not None
+        waiting = [asyncio.create_task(admission.wait_for_turn(one)) for one in (small, large)]
+        first.correct(70)
+        assert not small.turn.done(), "it would fit, but the one before it does not"
+        first.close()
+        await asyncio.gather(*waiting)
+        assert (admission.num_in_line, admission.num_tokens) == (0, 85)
+        for one in (large, small):
+            one.close()
+        assert (admission.num_requests, admission.num_waiting, admission.num_tokens) == (0, 0, 0)
+
+    asyncio.run(main())
+
+
+def test_who_leaves_the_line_lets_the_next_one_pass() -> None:
+    async def main() -> None:
+        admission = Admission(ServerLimits(max_queued_tokens=100, max_requests_per_key=2), 60.0)
+        first, large, small = (admission.enter(1, *asked) for asked in ((90, "a"), (80, "a"), (5, "b")))
+        with pytest.raises(Refusal, match="this key has 2"):  # one of them in line
+            admission.enter(1, 1, "a")
+        large.close()  # its client left
+        assert small.turn is not None
+        assert small.turn.done()
+        assert (admission.num_in_line, admission.num_requests, admission.num_tokens) == (0, 2, 95)
+        first.close()
+        admission.enter(1, 1, "a")
+
+    asyncio.run(main())
+
+
+def test_who_waits_too_long_is_refused_and_leaves_nothing_behind() -> None:
+    async def main() -> None:
+        admission = Admission(ServerLimits(max_queued_requests=1), 1e-6)
+        first, second = admission.enter(1, 1, ""), admission.enter(1, 1, "")
+        with contextlib.closing(second), pytest.raises(Refusal, match="1 requests wait, of 1"):
+            await admission.wait_for_turn(second)
+        assert (admission.num_in_line, admission.num_requests) == (0, 1)
+        first.close()
+        assert admission.enter(1, 1, "").turn is None
+
+    asyncio.run(main())
+
+
+def test_a_storm_beyond_the_line_serves_each_client() -> None:
+    """60 clients of a server for 2 at a time, each of whom waits for less than it takes to serve all."""
+
+    async def main() -> list[int]:
+        admission = Admission(ServerLimits(max_queued_requests=2), 0.02)
+        num_served = [0] * 60
+        until_s = asyncio.get_running_loop().time() + 30
+
+        async def keep_asking(client: int) -> None:
+            while not all(num_served) and asyncio.get_running_loop().time() < until_s:
+                place = admission.enter(1, 1, "")
+                with contextlib.closing(place), contextlib.suppress(Refusal):
+                    if place.turn is not None:
+                        await admission.wait_for_turn(place)
+                    await asyncio.sleep(0.002)
+                    num_served[client] += 1
+
+        await asyncio.gather(*map(keep_asking, range(60)))
+        return num_served
+
+    assert min(asyncio.run(main())) > 0
 
 
 def test_a_storm_of_retries_starves_nobody(tmp_path: Path) -> None:
     """48 clients that retry without patience: each of their 96 requests is served in the end."""
-    limits = ("--server-limits.max-queued-requests", "4", "--max-num-seqs", "4")
+    limits = (
+        "--server-limits.max-queued-requests",
+        "4",
+        "--max-num-seqs",
+        "4",
+        "--server-timeouts.queue-timeout-s",
+        "0.1",
+    )
     body = {"messages": [{"role": "user", "content": "Hello " * 200}], "max_tokens": 20, "ignore_eos": True}
     with serving(tmp_path, *FAKE_FLAGS, *limits) as server, ThreadPoolExecutor(48) as threads:
 

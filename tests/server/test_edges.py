@@ -200,6 +200,7 @@ def test_chats_without_max_tokens_do_not_count_as_the_whole_context(tmp_path: Pa
 
 def test_a_full_server_refuses_before_it_renders(tmp_path: Path) -> None:
     flags = ("--trust-request-chat-template", "--server-limits.max-queued-requests", "1")
+    flags += ("--server-timeouts.queue-timeout-s", "0.1")
     broken = {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ raise_exception('no') }}"}
     with serving(tmp_path, *FLAGS, *flags, stepped=True) as server, ThreadPoolExecutor(1) as pool:
         assert server.post("/v1/chat/completions", broken)[0] == 400

@@ -169,7 +169,7 @@ def test_a_slow_reader_delays_only_itself(fake_server: LiveServer) -> None:
     fake_server.wait_idle(10)
 
 
-def test_overload_is_429_at_once_and_admitted_requests_are_served(tmp_path: Path) -> None:
+def test_without_a_line_overload_is_429_at_once_and_admitted_requests_are_served(tmp_path: Path) -> None:
     async def main(server: LiveServer) -> list[tuple[int, list[str]]]:
         async with aiohttp.ClientSession(server.url) as session:
             tasks = [asyncio.create_task(stream(session, i, 300)) for i in range(12)]
@@ -179,7 +179,8 @@ def test_overload_is_429_at_once_and_admitted_requests_are_served(tmp_path: Path
                     server.steps.release()
             return await asyncio.gather(*tasks)
 
-    with serving(tmp_path, *FLAGS, "--server-limits.max-queued-requests", "4", stepped=True) as server:
+    limits = ("--server-limits.max-queued-requests", "4", "--server-timeouts.queue-timeout-s", "0")
+    with serving(tmp_path, *FLAGS, *limits, stepped=True) as server:
         with server.steps.held_after(0):  # none has its first token: all that are admitted wait
             results = asyncio.run(asyncio.wait_for(main(server), 60))
         assert sorted(status for status, _ in results) == [200] * 4 + [429] * 8
