@@ -37,8 +37,8 @@ from pagoda.kernels.moe import reference as reference_moe
 from pagoda.kernels.moe import triton_moe
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.triton_ops import TritonOps, is_interpreted
-from pagoda.loading.packed_int4 import in_kernel_groups, read_awq, read_gptq, without_zeros
-from pagoda.loading.quantization import PackedFormat
+from pagoda.loading.packed_codes import read_packed
+from pagoda.loading.quantization import AWQ, GPTQ, PackedFormat
 
 BF16 = torch.bfloat16
 FP8 = torch.float8_e4m3fn
@@ -303,18 +303,16 @@ def with_zero_points(out_features: int, in_features: int, group: int) -> Quantiz
     qweight = torch.zeros(in_features, out_features // 8, dtype=torch.int32)
     qzeros = torch.zeros(in_features // group, out_features // 8, dtype=torch.int32)
     scales = torch.zeros(in_features // group, out_features, dtype=torch.float16)
-    stored = PackedFormat("awq", group, symmetric=False)
-    return in_kernel_groups(read_awq(qweight, qzeros, scales, group), stored.held_as.group)
+    return read_packed(PackedFormat("awq", AWQ, group, symmetric=False), qweight, scales, qzeros)
 
 
 def symmetric_gptq(out_features: int, in_features: int, group: int) -> QuantizedWeight:
     """Return a weight as the loader makes it of a symmetric GPTQ checkpoint: all zero points are the middle."""
-    stored = PackedFormat("gptq", group, symmetric=True, stored_zero=1)
+    stored = PackedFormat("gptq", GPTQ, group, symmetric=True, stored_zero=1)
     qweight = torch.zeros(in_features // 8, out_features, dtype=torch.int32)
     qzeros = torch.full((in_features // group, out_features // 8), 0x7777_7777, dtype=torch.int32)
     scales = torch.zeros(in_features // group, out_features, dtype=torch.float16)
-    weight = without_zeros(read_gptq(qweight, qzeros, scales, group, stored.stored_zero))
-    return in_kernel_groups(weight, stored.held_as.group)
+    return read_packed(stored, qweight, scales, qzeros)
 
 
 def _sampling() -> dict[str, Callable[[], object]]:

@@ -61,8 +61,8 @@ class ModelConfig:
     quantization: Annotated[
         str | None,
         Setting(
-            "int8, fp8 (GPUs): quantize the weights while loading; gguf, awq, gptq: compute with the checkpoint's own "
-            "codes; none: with floats of dtype.",
+            "int8, fp8 (GPUs): quantize the weights while loading; gguf, awq, gptq, compressed-tensors: compute with "
+            "the checkpoint's own codes; none: with floats of dtype.",
             unset="the checkpoint's own codes, if it has any; floats for a GGUF with an explicit dtype",
             words=("none", *QUANTIZATIONS),
         ),

@@ -9,7 +9,7 @@ import torch
 from pagoda.kernels.constraints import library as constraints
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.kernels.linear import library as linear
-from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, codes_of
+from pagoda.kernels.linear.quantize import CodedWeight, values_of
 from pagoda.kernels.low_rank.table import PlainLowRank
 from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.reference_ops import implementation, reference_of
@@ -53,8 +53,7 @@ class TorchOps:
     def prepare_quantized_linear(
         self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> LinearWeight:
-        values = weight.dequantize() if isinstance(weight, Fp8Weight) else codes_of(weight).dequantize()
-        return linear.prepare(values.to(dtype), bias)
+        return linear.prepare(values_of(weight).to(dtype), bias)
 
     def table_of(self, weight: LinearWeight) -> Tensor | None:
         return weight.weight if isinstance(weight, linear.LibraryLinear) and not weight.packed else None

@@ -4,7 +4,7 @@ resolve.py        a name to files: catalog.py (short names), fetch_wheel.py, fet
 model_config.py   the settings and the empty tree, with sentence_transformers.py and token_ids.py; no torch
 loader.py         fills the tree: reads each part, quantises it or keeps its codes, prepares it for the kernels
 pieces.py         which rectangles of which stored tensors make up a matrix, or a rank's share of it
-weights.py        reads regions of tensors: safetensors_header.py, gguf_file.py and gguf_blocks.py, packed_int4.py,
+weights.py        reads regions of tensors: safetensors_header.py, gguf_file.py and gguf_blocks.py, packed_codes.py,
                   ctranslate2.py, mxfp4.py
 quantization.py   how weights are stored and held; weight_memory.py: what they will take, before anything is loaded
 adapters/         LoRA and prompt adapters; tensor_file.py: a tensor that a client sends

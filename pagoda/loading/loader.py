@@ -218,7 +218,9 @@ class Filler:
         return self._prepared(path, matrix, shard, 0)
 
     def _experts(self, path: str, matrix: Matrix, shard: MatrixShard) -> ExpertWeights:
-        """Prepare the experts in one form: if a part of one is stored as floats, all are read as floats."""
+        """Prepare the experts in one form: if a part of one is stored as floats, or in an order of activations, all are
+        read as floats.
+        """
         experts = range(matrix.num_experts)
         stored = (
             piece.name for expert in experts for piece in weight_pieces(self._naming, path, matrix, shard, expert)

@@ -8,7 +8,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.loading.ctranslate2 import CTranslate2File
 from pagoda.loading.gguf_file import GGUFFile, open_gguf
 from pagoda.loading.model_files import ModelFiles, read_json_object
-from pagoda.loading.quantization import MXFP4, MXFP4_BLOCKS, MXFP4_SCALES, WORD_CODES, packed_format, read_format
+from pagoda.loading.quantization import MXFP4, MXFP4_BLOCKS, MXFP4_SCALES, packed_format, read_format
 from pagoda.loading.safetensors_header import read_headers
 from pagoda.loading.sentence_transformers import MODULES, read_pooling
 from pagoda.loading.token_ids import end_token_ids, find_token_ids
@@ -98,9 +98,9 @@ def summarize_weights(files: ModelFiles) -> WeightSummary:
         entries, stored = read_headers(files.path, _dense_folders(files)), packed_format(files)
         for name, entry in entries.items():
             stem, _, part = name.rpartition(".")
-            if stored is not None and f"{stem}.qweight" in entries and part in _PACKED_PARTS:
+            if stored is not None and f"{stem}.{stored.layout.marker}" in entries and part in stored.layout.parts:
                 sizes[stored.method.upper()] += entry.num_bytes
-                num_parameters += _count(entry.shape) * WORD_CODES if part == "qweight" else 0
+                num_parameters += _count(entry.shape) * stored.codes_per_word if part == stored.layout.codes else 0
             elif name.endswith((MXFP4_BLOCKS, MXFP4_SCALES)) and entry.dtype == "U8":
                 sizes[MXFP4.upper()] += entry.num_bytes
                 num_parameters += _count(entry.shape) * 2 if name.endswith(MXFP4_BLOCKS) else 0
@@ -108,9 +108,6 @@ def summarize_weights(files: ModelFiles) -> WeightSummary:
                 sizes[entry.dtype] += entry.num_bytes
                 num_parameters += _count(entry.shape)
     return WeightSummary(sizes.total(), num_parameters, dict(sizes.most_common()))
-
-
-_PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def _dense_folders(files: ModelFiles) -> list[str]:

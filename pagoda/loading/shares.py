@@ -77,7 +77,7 @@ def column_group(model: Model, files: ModelFiles, architecture: Architecture, qu
     if files.format == "gguf":
         stored = _largest_block(model, files, architecture)
     elif (packed := packed_format(files)) is not None:
-        stored = packed.group or _GROUP_OF_INPUTS
+        stored = packed.group if packed.group and not packed.ordered else _GROUP_OF_INPUTS
     return lcm(stored, made.group if made is not None and made.group else 1)
 
 

@@ -17,7 +17,7 @@ from pagoda.loading.gguf_file import open_gguf
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import choose_naming, weight_pieces
-from pagoda.loading.quantization import packed_format, packed_stem, resolve_quantization
+from pagoda.loading.quantization import packed_format, resolve_quantization
 from pagoda.loading.safetensors_header import read_headers
 from pagoda.loading.shares import column_group, take_share
 from pagoda.models.architecture import Architecture
@@ -185,17 +185,17 @@ def _gguf_form(files: ModelFiles, architecture: Architecture, model: Model) -> _
 
 
 def _packed_form(files: ModelFiles, architecture: Architecture, model: Model) -> _StoredAs:
-    """Of AWQ and GPTQ: codes where all parts of a matrix, and of all experts of a layer, are stored as codes."""
+    """Of other quantised checkpoints: codes where all parts of a matrix, and of all experts of a layer, are."""
     names, stored = read_headers(files.path), packed_format(files)
     assert stored is not None
     naming = choose_naming(architecture, files, names, model)
 
     def held_as(path: str, matrix: Matrix | Table) -> Sequence[HeldAs] | None:
-        if isinstance(matrix, Table):
+        if isinstance(matrix, Table) or (matrix.num_experts and stored.ordered):
             return None
         shard, experts = whole_of(matrix), range(max(1, matrix.num_experts))
         pieces = (piece for expert in experts for piece in weight_pieces(naming, path, matrix, shard, expert))
-        return [stored.held_as] if all(packed_stem(piece.name, names) for piece in pieces) else None
+        return [stored.held_as] if all(stored.stem(piece.name, names) for piece in pieces) else None
 
     return held_as
 

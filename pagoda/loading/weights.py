@@ -1,4 +1,4 @@
-"""Read weights by name from safetensors, GGUF, AWQ, GPTQ or CTranslate2: shapes first, regions of values on demand."""
+"""Read weights by name from safetensors, quantised or not, GGUF or CTranslate2: shapes first, then regions."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,9 +18,9 @@ from pagoda.loading.gguf_blocks import FLOATS, dequantize, read_codes
 from pagoda.loading.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.mxfp4 import BLOCK_VALUES, dequantize_mxfp4
-from pagoda.loading.packed_int4 import check_group_order, in_kernel_groups, read_awq, read_gptq, without_zeros
+from pagoda.loading.packed_codes import read_packed, scaled_floats
 from pagoda.loading.pieces import Region
-from pagoda.loading.quantization import MXFP4_BLOCKS, MXFP4_SCALES, WORD_CODES, PackedFormat, packed_format, packed_stem
+from pagoda.loading.quantization import MXFP4_BLOCKS, MXFP4_SCALES, PackedFormat, packed_format, packed_stem
 from pagoda.loading.safetensors_header import read_headers
 
 
@@ -50,7 +50,7 @@ class Weights(Protocol):
         ...
 
     def has_codes(self, name: str) -> bool:
-        """Return whether a matrix is stored as codes and scales, which `read_codes` returns."""
+        """Return whether `read_codes` returns a matrix as codes and scales, in the order of its elements."""
         ...
 
     def read_codes(
@@ -284,7 +284,7 @@ def missing_tensor(name: str, known: list[str], path: Path) -> ConfigError:
 
 
 class PackedWeights:
-    """`layer.weight` is either that tensor, or made of `layer.qweight`, `.qzeros`, `.scales` and, of GPTQ, `.g_idx`."""
+    """`layer.weight` is either that tensor, or made of the tensors that a PackedFormat names."""
 
     def __init__(self, weights: SafetensorsWeights, stored: PackedFormat) -> None:
         self._weights, self._stored = weights, stored
@@ -294,96 +294,146 @@ class PackedWeights:
         return self._weights.bytes_read
 
     def __contains__(self, name: str) -> bool:
-        return name in self._weights or packed_stem(name, self._weights) is not None
+        return name in self._weights or self._stem(name) is not None
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See Weights. Raises ConfigError as well if the tensors of a packed matrix do not fit together."""
-        stem = packed_stem(name, self._weights)
+        stem = self._stem(name)
         return self._weights.shape(name) if stem is None else self._check(stem)
 
     def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
-        stem = packed_stem(name, self._weights)
+        stem = self._stem(name)
         if stem is None:
             self._weights.read_into(name, out, region)
-        else:
+        elif self._stored.has_codes:
             out.copy_(self._read(stem, region).dequantize())
+        else:
+            out.copy_(self._read_floats(stem, region))
 
     def view(self, name: str, region: Region) -> torch.Tensor | None:
-        return self._weights.view(name, region) if packed_stem(name, self._weights) is None else None
+        return self._weights.view(name, region) if self._stem(name) is None else None
 
     def has_codes(self, name: str) -> bool:
-        return packed_stem(name, self._weights) is not None
+        return self._stored.has_codes and not self._stored.ordered and self._stem(name) is not None
 
     def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> QuantizedWeight | None:
-        stem = packed_stem(name, self._weights)
-        return None if stem is None else _reordered(self._read(stem, region), order)
+        stem = self._stem(name)
+        return _reordered(self._read(stem, region), order) if stem is not None and self._stored.has_codes else None
+
+    def _stem(self, name: str) -> str | None:
+        return self._stored.stem(name, self._weights)
 
     def _check(self, stem: str) -> tuple[int, int]:
         """Return (out, in) of a packed matrix."""
-        stored, weights = self._stored, self._weights
-        words = weights.shape(f"{stem}.qweight")
+        stored, layout, weights = self._stored, self._stored.layout, self._weights
+        name = f"{stem}.{layout.codes}"
+        words = weights.shape(name)
         if len(words) != 2:
-            raise ConfigError(f"tensor '{stem}.qweight' has the shape {words}; a packed matrix has two dimensions")
-        rows, columns = words[1], words[0] * WORD_CODES
-        if stored.method == "awq":
-            rows, columns = words[1] * WORD_CODES, words[0]
+            raise ConfigError(f"tensor {name!r} has the shape {words}; a packed matrix has two dimensions")
+        rows, columns = words[::-1] if layout.transposed else words
+        per_word = stored.codes_per_word
+        rows, columns = (
+            rows * (per_word if layout.words_along_out else 1),
+            columns * (per_word if layout.words_along_in else 1),
+        )
         groups = 1 if stored.group is None else -(-columns // stored.group)
-        expected = {
-            "qweight": (words, ("I32",)),
-            "qzeros": ((groups, -(-rows // WORD_CODES)), ("I32",)),
-            "scales": ((groups, rows), ("F16", "BF16", "F32")),
-        }
-        if f"{stem}.g_idx" in weights:
-            expected["g_idx"] = (columns,), ("I32", "I64")
-        for part, (shape, dtypes) in expected.items():
+        zeros, scales = (-(-rows // per_word), groups), [(rows, groups)]
+        if not layout.transposed:  # of compressed-tensors, whose scales may be those of the whole matrix
+            scales += [(rows,), (1,), ()] if groups == 1 else []
+        if stored.block is not None:
+            scales = [(-(-rows // stored.block[0]), -(-columns // stored.block[1]))]
+        in_words = per_word > 1
+        codes_type = "I32" if in_words else "I8" if stored.has_codes else "F8_E4M3"
+        expected = {layout.codes: ([words], (codes_type,)), layout.scales: (scales, ("F16", "BF16", "F32"))}
+        if stored.has_codes and (layout.transposed or not stored.symmetric):
+            expected[layout.zeros] = [zeros], ("I32" if in_words else "I8",)
+        if layout.order and (stored.ordered or f"{stem}.{layout.order}" in weights):
+            expected[layout.order] = [(columns,)], ("I32", "I64")
+        for part, (shapes, dtypes) in expected.items():
+            shapes = [shape[::-1] for shape in shapes] if layout.transposed and part != layout.codes else shapes
             name = f"{stem}.{part}"
-            if (found := weights.shape(name)) != shape:
+            if (found := weights.shape(name)) not in shapes:
                 raise ConfigError(
-                    f"tensor {name!r} has the shape {found}, {shape} is what '{stem}.qweight' of the shape {words} and "
-                    f"group_size = {-1 if stored.group is None else stored.group} ask for"
+                    f"tensor {name!r} has the shape {found}, {shapes[0]} is what '{stem}.{layout.codes}' of the shape "
+                    f"{words} and group_size = {-1 if stored.group is None else stored.group} ask for"
                 )
             if (dtype := weights.dtype(name)) not in dtypes:
                 raise ConfigError(f"tensor {name!r} is {dtype}, expected {' or '.join(dtypes)}")
         return rows, columns
 
     def _read(self, stem: str, region: Region | None) -> QuantizedWeight:
-        out_features, in_features = self._check(stem)
-        rows = range(out_features) if region is None else region.rows
-        columns = range(in_features) if region is None or region.columns is None else region.columns
-        # With one group per row, any part of a row is in one group.
-        group = self._stored.group or len(columns)
+        stored, layout, (out_features, in_features) = self._stored, self._stored.layout, self._check(stem)
+        name = f"{stem}.{layout.codes}"
+        rows, columns = _ranges(region, out_features, in_features)
+        group = stored.group or in_features
+        group_of = self._group_of(stem, columns, group)
         is_cut = columns.start % group or (columns.stop % group and columns.stop != in_features)
-        if self._stored.group is not None and is_cut:
-            raise ConfigError(
-                f"tensor '{stem}.qweight': columns {columns.start} to {columns.stop} cut its groups of {group}"
-            )
+        groups = slice(columns.start // group, -(-columns.stop // group))
+        if group_of is not None or stored.group is None:
+            groups = slice(None)
+        elif is_cut:
+            raise ConfigError(f"tensor {name!r}: columns {columns.start} to {columns.stop} cut its groups of {group}")
         # Whole words of output features, of which the others are then left out.
-        words = slice(rows.start // WORD_CODES, -(-rows.stop // WORD_CODES))
-        groups = slice(0, 1)
-        if self._stored.group is not None:
-            groups = slice(columns.start // group, -(-columns.stop // group))
-        features = slice(words.start * WORD_CODES, words.stop * WORD_CODES)
-        qweight, qzeros, scales = (self._weights.mapped(f"{stem}.{part}") for part in ("qweight", "qzeros", "scales"))
-        qzeros, scales = qzeros[groups, words], scales[groups, features]
-        is_awq = self._stored.method == "awq"
-        if is_awq:
-            qweight = qweight[columns.start : columns.stop, words]
-        else:
-            qweight = qweight[columns.start // WORD_CODES : columns.stop // WORD_CODES, features]
-        self._weights.bytes_read += qweight.nbytes + qzeros.nbytes + scales.nbytes
+        per_word = stored.codes_per_word
+        words = slice(rows.start // per_word, -(-rows.stop // per_word))
+        features = slice(words.start * per_word, words.stop * per_word)
+        along_in = per_word if layout.words_along_in else 1
+        codes = self._part(
+            name,
+            words if layout.words_along_out else features,
+            slice(columns.start // along_in, columns.stop // along_in),
+        )
+        scales = self._part(f"{stem}.{layout.scales}", features, groups)
+        zeros_name = f"{stem}.{layout.zeros}"
+        zeros = self._part(zeros_name, words, groups) if zeros_name in self._weights else None
         try:
-            if is_awq:
-                weight = read_awq(qweight, qzeros, scales, group)
-            else:
-                if f"{stem}.g_idx" in self._weights:
-                    check_group_order(self._weights.mapped(f"{stem}.g_idx"), self._stored.group or in_features)
-                weight = read_gptq(qweight, qzeros, scales, group, self._stored.stored_zero)
-            first = rows.start - features.start
-            weight = weight.rows(first, first + len(rows))
-            weight = without_zeros(weight) if self._stored.symmetric else weight
+            weight = read_packed(stored, codes, scales, zeros, group_of)
         except ConfigError as error:
-            raise ConfigError(f"tensor '{stem}.qweight': {error}") from None
-        return in_kernel_groups(weight, self._stored.held_as.group)
+            raise ConfigError(f"tensor {name!r}: {error}") from None
+        first = rows.start - features.start
+        return weight.rows(first, first + len(rows))
+
+    def _part(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
+        """Return rows and columns, as of [out, in], of a tensor; of one that all rows share, that."""
+        stored = self._weights.mapped(name)
+        if stored.numel() == 1:
+            part = stored.view(1, 1)
+        elif stored.dim() == 1:
+            part = stored[rows, None]
+        else:
+            part = stored[columns, rows] if self._stored.layout.transposed else stored[rows, columns]
+        self._weights.bytes_read += part.nbytes
+        return part
+
+    def _group_of(self, stem: str, columns: range, group: int) -> torch.Tensor | None:
+        """Return the groups of the columns where they are not in the order of the columns."""
+        name = f"{stem}.{self._stored.layout.order}"
+        if name not in self._weights:
+            return None
+        found = self._weights.mapped(name)
+        if torch.equal(found.long(), torch.arange(len(found)) // group) and columns.start % group == 0:
+            return None
+        if not self._stored.ordered:
+            raise ConfigError(
+                f"tensor '{stem}.{self._stored.layout.codes}': its groups are not in order, which the settings do not "
+                "say; correct desc_act (or actorder) in quantization_config"
+            )
+        return found[columns.start : columns.stop]
+
+    def _read_floats(self, stem: str, region: Region | None) -> torch.Tensor:
+        layout, shape = self._stored.layout, self._check(stem)
+        rows, columns = _ranges(region, *shape)
+        codes = self._part(f"{stem}.{layout.codes}", *(slice(of.start, of.stop, of.step) for of in (rows, columns)))
+        scales = self._weights.mapped(f"{stem}.{layout.scales}")
+        scales = scales.view(-1, 1) if scales.dim() < 2 else scales
+        block = self._stored.block or (1 if len(scales) > 1 else shape[0], shape[1])
+        return scaled_floats(codes, scales, (rows.start, columns.start), block)
+
+
+def _ranges(region: Region | None, out_features: int, in_features: int) -> tuple[range, range]:
+    if region is None:
+        return range(out_features), range(in_features)
+    return region.rows, range(in_features) if region.columns is None else region.columns
 
 
 class MXFP4Weights:

@@ -1,4 +1,4 @@
-"""Products with 4-bit weights of AWQ and GPTQ, in groups of 128, made from random packed words."""
+"""Products with weights of AWQ and GPTQ, in groups of 128, made from random packed words."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,16 +6,23 @@ from typing import Any
 import pytest
 import torch
 
+from pagoda.base.errors import ConfigError
 from pagoda.kernels.torch_ops import TorchOps
-from tests.loading.test_packed_int4 import awq, gptq
+from tests.loading.test_packed_codes import MADE, awq, gptq_in_order_of_activations, gptq_of_8_bits
+
+NOT_ON_A_GPU = (gptq_in_order_of_activations, gptq_of_8_bits)
 
 
-@pytest.mark.parametrize("made", [awq, gptq])
+@pytest.mark.parametrize("made", MADE)
 @pytest.mark.parametrize("kernels", ["triton_ops", "native", "torch"])
 def test_products(made: Any, kernels: str, request: pytest.FixtureRequest) -> None:
     ops: Any = TorchOps() if kernels == "torch" else request.getfixturevalue(kernels)
     device = torch.device("cuda" if kernels == "triton_ops" and torch.cuda.is_available() else "cpu")
     weight, values = made()
+    if kernels == "triton_ops" and made in NOT_ON_A_GPU:
+        with pytest.raises(ConfigError, match=r"have no kernel on a GPU; take quantization='none', or 'int8'"):
+            ops.prepare_quantized_linear(weight, torch.float32)
+        return
     x = torch.randn(3, values.shape[1], generator=torch.Generator().manual_seed(5))
     got = ops.linear(x.to(device), ops.prepare_quantized_linear(weight.to(device), torch.float32)).cpu()
     want = x @ values.T

@@ -76,8 +76,8 @@ def edit(folder: Path, **changes: Any) -> None:
         ({"eos_token_id": "</s>"}, "eos_token_id = '</s>', expected a token id or a list"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: 'bits' is missing"),
         (
-            {"quantization_config": {"quant_method": "fp8"}},
-            "quant_method 'fp8' is not supported; supported: awq, gptq, mxfp4",
+            {"quantization_config": {"quant_method": "bitnet"}},
+            "quant_method 'bitnet' is not supported; supported: awq, gptq, compressed-tensors, fp8, mxfp4",
         ),
         ({"quantization_config": "gptq"}, "quantization_config = 'gptq', expected an object"),
         ({"vocab_size": 132}, "has the shape (131, 96), the model's settings ask for (132, 96)"),

@@ -161,16 +161,29 @@ PACKED = {
     "awq": Packing("awq", keep=("v_proj", "layers.2.mlp")),
     "awq, symmetric": Packing("awq", group=64, symmetric=True),
     "gptq": Packing("gptq", group=-1),
+    "gptq of 8 bits": Packing("gptq", group=64, symmetric=True, bits=8),
+    "w4a16": Packing("compressed-tensors", group=64),
+    "w8a8": Packing("compressed-tensors", group=-1, symmetric=True, bits=8, stored="int-quantized"),
+    "fp8": Packing("fp8", block=(64, 32)),
 }
+NATIVE_ONLY = {"gptq in the order of activations": Packing("gptq", group=64, ordered=True, bits=8)}
 
 
-@pytest.mark.parametrize("case", PACKED)
-@pytest.mark.parametrize("kernels", ["native", "triton", "torch"])
-def test_awq_and_gptq(case: str, kernels: str, tmp_path: Path, without_triton: Callable[[str], NoReturn]) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "case"),
+    [(kernels, case) for kernels in ("native", "triton", "torch") for case in PACKED]
+    + [("native", case) for case in NATIVE_ONLY],
+)
+def test_quantised_checkpoints(
+    case: str, kernels: str, tmp_path: Path, without_triton: Callable[[str], NoReturn]
+) -> None:
     if kernels == "triton" and find_spec("triton") is None:
         without_triton("Triton is not installed")
     write_packed(
-        save(make_model("llama-tied-biased"), tmp_path), PACKED[case], tmp_path / "packed", tmp_path / "values"
+        save(make_model("llama-tied-biased"), tmp_path),
+        (PACKED | NATIVE_ONLY)[case],
+        tmp_path / "packed",
+        tmp_path / "values",
     )
     files = identify(tmp_path / "packed")
     prepared = PreparedAs("float32", None, kernels == "native", num_positions=50, tiled=kernels == "triton")

@@ -1,7 +1,8 @@
-"""AWQ and GPTQ checkpoints are the models of the values that they stand for."""
+"""Quantised checkpoints are the models of the values that they stand for."""
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,6 +34,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = torch.randint(3, VOCAB, (23,), generator=torch.Generator().manual_seed(5)).tolist()
 
+PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+STATIC = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": False}
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+
 CASES = {
     "awq": ("llama", Packing("awq")),
     "awq, a row per group": ("qwen2", Packing("awq", group=-1)),
@@ -49,11 +54,39 @@ CASES = {
         "llama",
         Packing("gptq", group=-1, version=2, symmetric=True, settings={"desc_act": True}),
     ),
+    "gptq in the order of activations": ("llama", Packing("gptq", ordered=True)),
+    "gptq of 8 bits": ("llama", Packing("gptq", bits=8)),
+    "gptq of 8 bits, symmetric": ("qwen3", Packing("gptq", bits=8, symmetric=True, ordered=True)),
+    "gptq, experts in the order of activations": (
+        "qwen3-moe-renormalized",
+        Packing("gptq", ordered=True, keep=("mlp.gate",)),
+    ),
+    "w4a16": ("llama", Packing("compressed-tensors", symmetric=True)),
+    "w4a16, asymmetric, in the order of activations": ("qwen3", Packing("compressed-tensors", ordered=True)),
+    "w4a16, a scale per row": ("llama", Packing("compressed-tensors", group=-1, symmetric=True)),
+    "w8a16": ("llama-tied-biased", Packing("compressed-tensors", bits=8)),
+    "w8a8": (
+        "llama",
+        Packing("compressed-tensors", group=-1, symmetric=True, bits=8, stored="int-quantized", activations=PER_TOKEN),
+    ),
+    "w8a8, asymmetric": (
+        "qwen3",
+        Packing("compressed-tensors", group=-1, bits=8, stored="int-quantized", activations=STATIC),
+    ),
     "gptq, experts": (
         "qwen3-moe-renormalized",
         Packing("gptq", keep=("mlp.gate",), settings={"dynamic": {"-:.*mlp.gate$": {}}}),
     ),
 }
+
+FLOATS = {
+    "fp8": Packing("compressed-tensors", symmetric=True, bits=8, stored="float-quantized", activations=FP8),
+    "fp8 in blocks": Packing(
+        "compressed-tensors", symmetric=True, bits=8, stored="float-quantized", activations=FP8, block=(32, 64)
+    ),
+    "fp8 in blocks, as DeepSeek has it": Packing("fp8", block=(64, 32), keep=("v_proj",)),
+}
+"""What becomes floats while loading."""
 
 
 class Folders(NamedTuple):
@@ -67,7 +100,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Folders
 
     @cache
     def made(case: str) -> Folders:
-        name, packing = CASES[case]
+        name, packing = CASES[case] if case in CASES else ("llama", FLOATS[case])
         folder = tmp_path_factory.mktemp("packed")
         found = Folders(folder / "packed", folder / "values")
         write_packed(save(make_model(name), folder / "floats"), packing, *found)
@@ -107,15 +140,23 @@ def check_values(packed: Path, values: Path, on: DeviceUnderTest) -> None:
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *FLOATS])
 def test_same_logits_as_the_values(case: str, folders: Callable[[str], Folders], on: DeviceUnderTest) -> None:
     check_values(*folders(case), on)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class RoundedInputs(PlainLinear):
     """The definition of the native kernels' product with 4-bit codes: inputs of 8 bits, in groups of 32."""
 
+    order: torch.Tensor | None = None
+
     def inputs(self, x: torch.Tensor) -> torch.Tensor:
+        if self.order is not None:
+            stored = self.order >= 0
+            codes, scales = quantize_rows(torch.where(stored, x[:, self.order.clamp(min=0)], 0), 32)
+            rounded = (codes.float().unflatten(1, (-1, 32)) * scales.unsqueeze(-1)).flatten(1)
+            return torch.empty_like(x).index_copy(1, self.order[stored].long(), rounded[:, stored])
         codes, scales = quantize_rows(x, 32)
         return (codes.float().unflatten(1, (-1, 32)) * scales.unsqueeze(-1)).flatten(1)[:, : x.shape[1]]
 
@@ -125,7 +166,7 @@ class RoundedInputOps(ReferenceOps):
         self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> PlainLinear:
         assert isinstance(weight, QuantizedWeight)
-        return RoundedInputs(weight.dequantize(), bias)
+        return RoundedInputs(weight.dequantize(), bias, weight.order)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -222,6 +263,7 @@ def gptq_tensors(folders: Callable[[str], Folders]) -> dict[str, torch.Tensor]:
     return load_file(folders("gptq").packed / "model.safetensors")
 
 
+W4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
 BROKEN = "model.layers.1.mlp.down_proj"  # [96, 160], in groups of 32
 
 
@@ -242,7 +284,7 @@ BROKEN = "model.layers.1.mlp.down_proj"  # [96, 160], in groups of 32
         ("scales", lambda t: t.int(), r"scales' is I32, expected F16 or BF16 or F32"),
         ("qzeros", lambda t: t[:, :-1], r"qzeros' has the shape \(5, 11\), \(5, 12\) is what"),
         ("g_idx", lambda t: t[:-1], r"g_idx' has the shape \(159,\), \(160,\) is what"),
-        ("g_idx", lambda t: t.flip(0), rf"tensor '{BROKEN}.qweight': its groups are not in order \(desc_act\)"),
+        ("g_idx", lambda t: t.flip(0), rf"tensor '{BROKEN}.qweight': its groups are not in order, .*correct desc_act"),
     ],
 )
 def test_tensors_that_do_not_fit(
@@ -276,22 +318,58 @@ def settings_of(folder: Path, target: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
-        ("gptq", {"quant_method": "hqq"}, "quant_method 'hqq' is not supported; supported: awq, gptq, mxfp4;"),
+        (
+            "gptq",
+            {"quant_method": "hqq"},
+            "'hqq' is not supported; supported: awq, gptq, compressed-tensors, fp8, mxfp4;",
+        ),
         ("gptq", {"quant_method": None}, "quant_method None is not supported"),
-        ("gptq", {"bits": 8}, r"bits = 8 is not supported; supported: 4; .*quantization='int8'"),
+        ("gptq", {"bits": 3}, r"bits = 3 is not supported; supported: 4, 8; .*quantization='int8'"),
+        ("awq", {"bits": 8}, r"bits = 8 is not supported; supported: 4; .*quantization='int8'"),
         ("awq", {"bits": None}, "'bits' is missing"),
         ("awq", {"bits": "4"}, "bits = '4', expected a positive integer"),
         ("gptq", {"group_size": 48}, "group_size = 48 is not supported; supported: -1 and multiples of 32"),
         ("gptq", {"group_size": 0}, "group_size = 0, expected a positive integer"),
         ("awq", {"group_size": None}, "'group_size' is missing"),
-        ("awq", {"group_size": 96}, r"qzeros' has the shape \(3, 12\), \(1, 12\) is .* group_size = 96 ask for"),
+        ("awq", {"group_size": 96}, r"scales' has the shape \(3, 96\), \(1, 96\) is .* group_size = 96 ask for"),
         ("awq", {"version": "gemv"}, r"version 'gemv' is not supported; supported: gemm; .*version='GEMM'"),
         ("awq", {"version": "gemv_fast"}, "version 'gemv_fast' is not supported"),
         ("awq", {"zero_point": False}, "says? that it is symmetric .* has a zero point of"),
         ("awq", {"zero_point": 1}, "zero_point = 1, expected true or false"),
         ("gptq", {"sym": True}, "says? that it is symmetric .* has a zero point of"),
         ("gptq, symmetric", {"checkpoint_format": "gptq_v2"}, "has a zero point of 7 instead of 8; correct sym"),
-        ("gptq", {"desc_act": True}, r"desc_act = True .* is not supported; quantise the model with desc_act=False"),
+        ("w4a16", {"format": "marlin-24"}, "format 'marlin-24' is not supported; supported: pack-quantized, int-quant"),
+        ("w4a16", {"sparsity_config": {"format": "sparse-bitmask"}}, "sparsity_config .* is not supported"),
+        ("w4a16", {"config_groups": {}}, "'config_groups' is missing"),
+        ("w4a16", {"config_groups": {"a": {}}}, "config_groups: a has no 'weights'"),
+        *(
+            ("w4a16", {"config_groups": {"a": {"weights": W4 | changes}}}, message)
+            for changes, message in (
+                ({"num_bits": 2}, "a: weights: num_bits = 2 is not supported; supported: 4, 8"),
+                ({"type": "float"}, "num_bits = 4 is not supported; supported: 8"),
+                ({"type": "nf4"}, "type 'nf4' is not supported; supported: int, float"),
+                ({"strategy": "tensor_group"}, "strategy 'tensor_group' is not supported; supported: tensor, channel"),
+                ({"actorder": "up"}, "actorder 'up' is not supported"),
+                ({"dynamic": True}, "dynamic True is not supported; supported: false"),
+                ({"group_size": 16}, "group_size = 16 is not supported"),
+            )
+        ),
+        (
+            "w4a16",
+            {"config_groups": {"a": {"weights": W4}, "b": {"weights": W4 | {"num_bits": 8}}}},
+            "2 ways to quantise weights in one model are not supported",
+        ),
+        ("fp8 in blocks, as DeepSeek has it", {"fmt": "e5m2"}, "fmt 'e5m2' is not supported; supported: e4m3"),
+        (
+            "fp8 in blocks, as DeepSeek has it",
+            {"weight_block_size": [128]},
+            r"weight_block_size = \[128\], expected two positive integers",
+        ),
+        (
+            "fp8 in blocks, as DeepSeek has it",
+            {"weight_block_size": [16, 32]},
+            r"weight_scale_inv' has the shape .* ask for",
+        ),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format says 'marlin', which is not supported; supported"),
         ("gptq", {"format": "bitblas"}, "format says 'bitblas', which is not supported"),
         ("gptq", {"is_marlin_format": True}, "is_marlin_format says 'marlin', which is not supported"),

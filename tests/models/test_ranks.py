@@ -116,8 +116,8 @@ def test_real_weights_are_divided() -> None:
         alone = PagedRunner(rank.forward, len(texts), 64, torch.float32, block_size=16)
         return alone.logits([(row, 0, text) for row, text in enumerate(texts)]), answers
 
-    ((expected, tokens),) = on_ranks(1, files, compute, "native")
-    for logits, answers in on_ranks(2, files, compute, "native"):
+    ((expected, tokens),) = on_ranks(1, files, compute, "native", quantization="none")
+    for logits, answers in on_ranks(2, files, compute, "native", quantization="none"):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
         assert answers == tokens
 
@@ -135,6 +135,13 @@ FORMS: dict[str, tuple[str, Any]] = {
     "awq, a row per group": ("qwen2", Packing("awq", group=-1)),
     "gptq": ("llama", Packing("gptq", group=128)),
     "gptq, a row per group": ("llama", Packing("gptq", group=-1, symmetric=True)),
+    "gptq in the order of activations": ("llama", Packing("gptq", group=128, ordered=True)),
+    "w8a8": (
+        "llama",
+        Packing("compressed-tensors", group=-1, symmetric=True, bits=8, stored="int-quantized"),
+    ),
+    "w4a16": ("qwen3", Packing("compressed-tensors", group=64)),
+    "fp8 in blocks": ("llama", Packing("fp8", block=(64, 128))),
     "gptq experts": ("qwen3-moe-renormalized", Packing("gptq", keep=("mlp.gate",))),
 }
 

@@ -20,7 +20,7 @@ class Offset(IntEnum):
     NONE = 0  # floats
     MIDDLE = 1  # scale * (code - 2^(bits - 1))
     MINIMUM = 2  # scale * code + minimum: a float16 per group
-    ZERO_POINT = 3  # scale * (code - zero point): an integer per group, 0 to 16
+    ZERO_POINT = 3  # scale * (code - zero point): an integer per group, 0 to 2^bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ BFLOAT16 = WeightForm("BF16", 16, native_groups=(2,))
 FLOAT16 = WeightForm("F16", 16, native_groups=(1,))
 Q8 = WeightForm("Q8", 8, Offset.MIDDLE, (32, 64))
 Q8_MIN = WeightForm("Q8_MIN", 8, Offset.MINIMUM, (32,))
+Q8_ZERO = WeightForm("Q8_ZERO", 8, Offset.ZERO_POINT, (32,))
 Q6 = WeightForm("Q6", 6, Offset.MIDDLE, (16,))
 Q4 = WeightForm("Q4", 4, Offset.MIDDLE, (16, 32))
 Q4_MIN = WeightForm("Q4_MIN", 4, Offset.MINIMUM, (16, 32))
@@ -65,7 +66,7 @@ Q4_ZERO = WeightForm("Q4_ZERO", 4, Offset.ZERO_POINT, (32,))
 FP8 = WeightForm("FP8", 8)
 """8-bit floats (e4m3) with a float32 scale per output feature."""
 
-FORMS = (FLOAT32, BFLOAT16, FLOAT16, Q8, Q8_MIN, Q6, Q4, Q4_MIN, Q4_ZERO, FP8)
+FORMS = (FLOAT32, BFLOAT16, FLOAT16, Q8, Q8_MIN, Q8_ZERO, Q6, Q4, Q4_MIN, Q4_ZERO, FP8)
 NATIVE_FORMS = tuple(form for form in FORMS if form.native_groups)
 FLOATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 """By the name of the compute dtype."""

@@ -82,6 +82,12 @@ void quantize_group(const T* x, int64_t count, int8_t* bytes, float* scale, int3
     *sum = lane_sum(total);
 }
 
+// Elements order[0] .. order[GROUP - 1] of a row; zeros for those below 0.
+template <int GROUP, class T>
+void gather_group(const T* row, const int32_t* order, T* to) {
+    for (int i = 0; i < GROUP; i++) to[i] = order[i] < 0 ? T{} : row[order[i]];
+}
+
 template <int GROUP, class T>
 void quantize_rows(const LinearJob& job, int64_t begin, int64_t end) {
     const PackedLinear& w = *job.weight;
@@ -91,7 +97,9 @@ void quantize_rows(const LinearJob& job, int64_t begin, int64_t end) {
         const T* x = static_cast<const T*>(job.x) + r * job.x_stride;
         for (int64_t g = 0; g < groups; g++) {
             int64_t left = w.in_features - g * GROUP;
-            quantize_group<GROUP>(x + g * GROUP, left < GROUP ? left : GROUP,
+            T ordered[GROUP];
+            if (w.order != nullptr) gather_group<GROUP>(x, w.order + g * GROUP, ordered);
+            quantize_group<GROUP>(w.order != nullptr ? ordered : x + g * GROUP, left < GROUP ? left : GROUP,
                                   const_cast<int8_t*>(to.bytes) + (r * groups + g) * GROUP,
                                   const_cast<float*>(to.scales) + r * groups + g,
                                   const_cast<int32_t*>(to.sums) + r * groups + g);

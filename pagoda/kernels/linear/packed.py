@@ -65,6 +65,7 @@ class PackedWeight:
 
     dtype: of x; None for quantised weights, which take any.   table_dtype: of its rows as a table.
     next: the weight of the outputs that follow, in another form; out_features counts them, too.
+    order: see QuantizedWeight.
     address: of the struct that the kernels receive.
     """
 
@@ -76,6 +77,7 @@ class PackedWeight:
     panels: torch.Tensor
     bias: torch.Tensor | None
     next: "PackedWeight | None" = None
+    order: torch.Tensor | None = None
 
     @property
     def address(self) -> int:
@@ -169,10 +171,14 @@ class PackedLinears:
                 return self._prepare_stacked(weight, dtype, bias)
 
     def _prepare_codes(self, weight: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None) -> PackedWeight:
-        held = weight.held_as.native()
+        held, order = weight.held_as.native(), weight.order
         if held.group != weight.group:
             weight = weight.in_groups_of(held.group)
-        packed = self._empty(weight.codes.shape[0], weight.in_features, None, weight.form, weight.group, bias, dtype)
+        in_features = weight.in_features if order is None else len(order)
+        packed = self._empty(weight.codes.shape[0], in_features, None, weight.form, weight.group, bias, dtype)
+        if order is not None:
+            packed.record.order = order.data_ptr()
+            packed = replace(packed, in_features=weight.in_features, order=order)
         codes, scales, offsets = weight.codes.contiguous(), weight.scales.half().contiguous(), weight.offsets
         if offsets is not None:
             offsets = offsets.to(torch.float16 if offsets.is_floating_point() else torch.int16).contiguous()
@@ -215,7 +221,9 @@ class PackedLinears:
 
     def table_of(self, weight: LinearWeight) -> PackedTable | None:
         """See PrepareOps."""
-        return PackedTable(weight) if isinstance(weight, PackedWeight) and weight.next is None else None
+        if not isinstance(weight, PackedWeight) or weight.next is not None or weight.order is not None:
+            return None
+        return PackedTable(weight)
 
     def prepare_experts(self, experts: Sequence[LinearWeight]) -> PackedExperts:
         """See PrepareOps. Raises ValueError for experts that are not packed alike."""
@@ -224,7 +232,11 @@ class PackedLinears:
             (weight.out_features, weight.in_features, weight.dtype, weight.record.kind, weight.record.group)
             for weight in weights
         }
-        if len(weights) != len(experts) or len(alike) != 1 or any(weight.next is not None for weight in weights):
+        if (
+            len(weights) != len(experts)
+            or len(alike) != 1
+            or any(weight.next or weight.order is not None for weight in weights)
+        ):
             raise ValueError(
                 f"the experts of a layer must be packed weights of one shape and kind, not {len(weights)} packed of "
                 f"{len(experts)}, of {len(alike)} kinds"
@@ -245,7 +257,7 @@ class PackedLinears:
         if bias is not None:
             bias = torch.nn.functional.pad(bias.float(), (0, -out_features % PANEL)).contiguous()
         bias_pointer = None if bias is None else bias.data_ptr()
-        record = PackedLinear(None, bias_pointer, out_features, in_features, form.kind, group, None)
+        record = PackedLinear(None, bias_pointer, out_features, in_features, form.kind, group, None, None)
         panels = self._arena.allocate(self._library["linear_bytes"](addressof(record)))
         record.panels = panels.data_ptr()
         return PackedWeight(out_features, in_features, dtype, table_dtype, record, panels, bias)

@@ -23,7 +23,9 @@ class QuantizedWeight:
     """Codes in groups along `in` that share a scale. Kernels keep scales and minima in float16, zero points exactly.
 
     codes: uint8 [out, in padded to `group`].   scales: float16 or float32 [out, groups].
-    offsets: as `form.offset` says, minima like scales, zero points uint8 [out, groups], or None.
+    offsets: as `form.offset` says, minima like scales, zero points uint8 or int16 [out, groups], or None.
+    order: int32 [in padded], which element of the input each code is multiplied with, -1 for padding; None if it is
+    its own. `in_features` counts the elements of the input.
     """
 
     form: WeightForm
@@ -32,10 +34,17 @@ class QuantizedWeight:
     offsets: torch.Tensor | None
     in_features: int
     group: int
+    order: torch.Tensor | None = None
 
     @property
     def held_as(self) -> HeldAs:
         return HeldAs(self.form, self.group)
+
+    def has_order_of(self, other: "QuantizedWeight") -> bool:
+        """Return whether the codes of both are multiplied with the same elements of the input."""
+        if self.order is None or other.order is None:
+            return self.order is other.order
+        return torch.equal(self.order, other.order)
 
     def to(self, device: torch.device) -> "QuantizedWeight":
         offsets = None if self.offsets is None else self.offsets.to(device)
@@ -61,7 +70,13 @@ class QuantizedWeight:
         codes, scales = self.codes.float().unflatten(1, (-1, self.group)), self.scales.float().unsqueeze(-1)
         offsets = 1 << (self.form.bits - 1) if self.offsets is None else self.offsets.float().unsqueeze(-1)
         values = codes * scales + offsets if self.form.offset is Offset.MINIMUM else (codes - offsets) * scales
-        return values.flatten(1)[:, : self.in_features]
+        values = values.flatten(1)
+        if self.order is None:
+            return values[:, : self.in_features]
+        stored = self.order >= 0
+        out = torch.empty(len(values), self.in_features)
+        out[:, self.order[stored].long()] = values[:, stored]
+        return out
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,12 +134,18 @@ def stack(parts: Sequence[QuantizedWeight | BlockWeight], device: torch.device) 
     """Stack parts row-wise, on `device`; neighbours in one form become one."""
     runs: list[list[QuantizedWeight | BlockWeight]] = []
     for part in parts:
-        if runs and runs[-1][-1].held_as == part.held_as and type(runs[-1][-1]) is type(part):
+        if runs and _is_alike(runs[-1][-1], part):
             runs[-1].append(part)
         else:
             runs.append([part])
     joined = tuple(_join(run, device) for run in runs)
     return joined[0] if len(joined) == 1 else StackedWeight(joined)
+
+
+def _is_alike(one: QuantizedWeight | BlockWeight, other: QuantizedWeight | BlockWeight) -> bool:
+    if one.held_as != other.held_as or type(one) is not type(other):
+        return False
+    return not (isinstance(one, QuantizedWeight) and isinstance(other, QuantizedWeight)) or one.has_order_of(other)
 
 
 def _join(parts: Sequence[QuantizedWeight | BlockWeight], device: torch.device) -> QuantizedWeight | BlockWeight:
@@ -148,10 +169,22 @@ def codes_of(weight: QuantizedWeight | BlockWeight | StackedWeight) -> Quantized
             return weight
 
 
+def values_of(weight: CodedWeight) -> torch.Tensor:
+    """Return the values that codes stand for, float32 [out, in]."""
+    match weight:
+        case StackedWeight(parts):
+            return torch.cat([values_of(part) for part in parts])
+        case BlockWeight():
+            return weight.read().dequantize()
+        case QuantizedWeight() | Fp8Weight():
+            return weight.dequantize()
+
+
 def stack_codes(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Stack parts row-wise; 8 bits in groups of 32 if they are of different forms."""
-    if len({part.held_as for part in parts}) > 1:
-        parts = [part if part.held_as == HeldAs(Q8, 32) else quantize(part.dequantize(), 32) for part in parts]
+    if not all(_is_alike(parts[0], part) for part in parts):
+        fits = [part.held_as == HeldAs(Q8, 32) and part.order is None for part in parts]
+        parts = [part if fit else quantize(part.dequantize(), 32) for part, fit in zip(parts, fits, strict=True)]
     codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
     offsets = [part.offsets for part in parts if part.offsets is not None]
     return replace(parts[0], codes=codes, scales=scales, offsets=torch.cat(offsets) if offsets else None)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, codes_of, quantize_vectors
+from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, quantize_vectors, values_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +40,7 @@ def prepare_quantized(weight: CodedWeight, dtype: torch.dtype, bias: torch.Tenso
     """Return the values that the codes stand for; those of groups rounded to `dtype`."""
     if isinstance(weight, Fp8Weight):
         return Fp8Linear(weight.dequantize(), bias)
-    return PlainLinear(codes_of(weight).dequantize().to(dtype), bias)
+    return PlainLinear(values_of(weight).to(dtype), bias)
 
 
 def linear(x: torch.Tensor, weight: PlainLinear) -> torch.Tensor:

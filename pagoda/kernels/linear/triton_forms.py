@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pagoda.base.errors import ConfigError
+from pagoda.kernels.linear.forms import Q8_ZERO
 from pagoda.kernels.linear.library import LibraryLinear
 from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, codes_of
 from pagoda.ops.tensor import LinearWeight
@@ -76,6 +77,9 @@ def prepare(weight: CodedWeight, bias: torch.Tensor | None) -> TiledLinear:
         codes = weight.codes.contiguous().view(torch.uint8)
         return TiledLinear("fp8", codes, weight.scales, None, bias, *codes.shape)
     weight = codes_of(weight)
+    if weight.order is not None or weight.form is Q8_ZERO:
+        what = "groups in the order of activations (desc_act)" if weight.order is not None else "8 bits and zero points"
+        raise ConfigError(f"weights of {what} have no kernel on a GPU; take quantization='none', or 'int8'")
     form, in_bytes = f"int{weight.form.bits}", weight.form.groups_per_record
     per_record = max(in_bytes, 64 // weight.group)
     if weight.group not in (16, 32, 64, 128):

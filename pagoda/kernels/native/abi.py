@@ -134,9 +134,10 @@ RowGroup = struct(
 PackedLinear = struct(
     "PackedLinear",
     "A packed weight. bias: [out padded to a panel] or null. group: elements along `in` that share a scale, or 0. "
-    "next: the weight of the outputs that follow, in another form, or null.",
+    "next: the weight of the outputs that follow, in another form, or null. order: of codes, which element of x each "
+    "of the in_features is multiplied with, or -1 for none; null where it is their own.",
     panels="const void*", bias="const float*", out_features="int64_t", in_features="int64_t", kind="int32_t",
-    group="int32_t", next="const PackedLinear*",
+    group="int32_t", next="const PackedLinear*", order="const int32_t*",
 )  # fmt: skip
 BlockRows = struct(
     "BlockRows",
