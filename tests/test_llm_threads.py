@@ -348,10 +348,16 @@ def main_thread_waits() -> bool:
 def test_ctrl_c_ends_a_call_whose_step_hangs_and_a_second_one_the_wait_for_the_end(
     llm: LLM, executor: SlowExecutor
 ) -> None:
-    goes_on = threading.Event()
-    executor.on_step = lambda _: goes_on.wait()
+    hangs, goes_on = threading.Event(), threading.Event()
+
+    def hang(step: int) -> None:
+        hangs.set()
+        goes_on.wait()
+
+    executor.on_step = hang
 
     def press() -> None:
+        hangs.wait()  # before that, the request may not be queued: no step would hang, and `close` would just return
         wait_until(main_thread_waits)
         os.kill(os.getpid(), signal.SIGINT)
 
