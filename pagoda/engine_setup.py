@@ -18,8 +18,7 @@ from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.resolve import resolve_model
 from pagoda.loading.shares import read_share
-from pagoda.models.base import Model
-from pagoda.models.encoder import Encoder
+from pagoda.models.base import Encoder, Model
 from pagoda.worker.devices import Device, select_device
 from pagoda.worker.speculation.setup import DraftSetup, resolve_drafting
 

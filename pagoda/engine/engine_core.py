@@ -17,7 +17,7 @@ from pagoda.core.scheduler import Scheduler, SchedulerStats
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.preparations import ExecutorPreparations
 from pagoda.engine.wire import EngineFacts
-from pagoda.models.encoder import Encoder, check_media
+from pagoda.models.base import Encoder, check_media
 
 logger = logging.getLogger("pagoda")
 

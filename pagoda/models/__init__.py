@@ -5,8 +5,7 @@ pooled_decoder.py   decoders without their head
 siglip.py, idefics3.py, qwen2_5_vl.py   models that see: towers, and the decoders that read them
 bert.py, modernbert.py   encoders, with a classification head or without
 whisper.py, bart.py   encoder-decoder models; what they share is in encoder_decoder.py
-encoder.py      encoders of images, audio and texts, and how their items are laid out
-base.py         Model: what the code that runs a forward sees
+base.py         Model and Encoder: what the code that runs a forward sees, and how the items of an encoder are laid out
 config_reader.py, decoder_config.py, encoder_config.py   settings, read with their types; what is unsupported is refused
 image_config.py   how images become the input of a vision tower, per family
 naming.py       from paths in the tree to the names of a checkpoint's tensors

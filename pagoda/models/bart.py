@@ -14,10 +14,9 @@ from pagoda.layers.mlp import Activation, activate
 from pagoda.layers.module import Module
 from pagoda.layers.norm import LayerNorm
 from pagoda.models.architecture import Architecture
-from pagoda.models.base import Model
+from pagoda.models.base import Encoder, EncoderItem, ItemArray, Model
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import read_activation
-from pagoda.models.encoder import Encoder, EncoderItem, ItemArray
 from pagoda.models.encoder_decoder import NORM_EPS, StackLayer, read_stack
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps

@@ -23,10 +23,9 @@ from pagoda.layers.parameter import Axis, Part
 from pagoda.layers.rope_config import RopeConfig
 from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
-from pagoda.models.base import POSITION_KINDS
+from pagoda.models.base import FEATURES, POSITION_KINDS, Encoder, EncoderItem, ItemArray
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import DecoderConfig, read_activation, read_text_settings
-from pagoda.models.encoder import FEATURES, Encoder, EncoderItem, ItemArray
 from pagoda.models.llama import Llama
 from pagoda.models.naming import HF, Naming
 from pagoda.models.qwen import read_qwen2

@@ -16,9 +16,9 @@ from pagoda.layers.linear import Embedding, Linear
 from pagoda.layers.mlp import Activation, PlainMLP
 from pagoda.layers.module import Module
 from pagoda.layers.norm import LayerNorm
+from pagoda.models.base import FEATURES, Encoder, EncoderItem, ItemArray
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import read_activation
-from pagoda.models.encoder import FEATURES, Encoder, EncoderItem, ItemArray
 from pagoda.ops.batch import ForwardBatch
 from pagoda.ops.declare import Domain
 from pagoda.ops.forward import ForwardOps

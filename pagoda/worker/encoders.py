@@ -10,7 +10,7 @@ from pagoda.core.request import MediaItem
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, Tail
 from pagoda.kernels.transfer import BulkArrays
-from pagoda.models.encoder import Encoder, EncoderItem
+from pagoda.models.base import Encoder, EncoderItem
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.staging import StepEmbeds, StepStates
 

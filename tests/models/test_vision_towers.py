@@ -18,7 +18,7 @@ from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture, read_model
 from pagoda.loading.model_files import identify
 from pagoda.loading.weight_memory import PreparedAs, SharesInMemory
-from pagoda.models.encoder import Encoder
+from pagoda.models.base import Encoder
 from pagoda.worker.encoders import make_encoder_batch
 from pagoda.worker.forward_runner import ForwardRunner, Programs
 from tests.device_under_test import ON_CPU, DeviceUnderTest

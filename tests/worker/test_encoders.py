@@ -17,7 +17,7 @@ from pagoda.kernels.reference_ops import ReferenceOps
 from pagoda.layers.attention import Attention, Heads
 from pagoda.layers.linear import Linear
 from pagoda.layers.module import parameters
-from pagoda.models.encoder import FEATURES, Encoder, EncoderItem, ItemArray, check_media
+from pagoda.models.base import FEATURES, Encoder, EncoderItem, ItemArray, check_media
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.declare import Domain
 from pagoda.ops.forward import ForwardOps
