@@ -2,12 +2,14 @@
 
 import errno
 import logging
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.registry import nearest
+from pagoda.loading.model_files import split_gguf
 from pagoda.loading.safetensors_header import shard_files
 
 logger = logging.getLogger("pagoda.fetch")
@@ -16,14 +18,15 @@ logger = logging.getLogger("pagoda.fetch")
 FOLDER_PATTERNS: tuple[str, ...] = ("*.safetensors", "*.json", "tokenizer.model", "*.jinja", "vocab.txt", "merges.txt")
 # Second copies of the same weights under other names.
 SKIPPED_PATTERNS: tuple[str, ...] = ("original/*", "onnx/*", "consolidated*", "*/*.safetensors")
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
 SOURCES = ("huggingface", "modelscope")
 
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """`ORG/NAME`, or one GGUF file of a repository with several: `ORG/NAME:FILE.gguf`, or `ORG/NAME:Q4_K_M`.
+    """`ORG/NAME`, or one GGUF model of a repository with several: `ORG/NAME:FILE.gguf`, or `ORG/NAME:Q4_K_M`.
 
-    filename: the file, or the quantization that its name ends with.
+    filename: the file, the first where a model is in several, or the quantization that its name ends with.
     """
 
     repo_id: str
@@ -36,28 +39,37 @@ class HubModel:
         return cls(repo_id, filename or None, revision)
 
     @property
-    def pattern(self) -> str | None:
-        """Return the pattern of the files to fetch, None for a folder of safetensors. Case counts in it."""
-        if self.filename is None or self.filename.endswith(".gguf"):
-            return self.filename
+    def patterns(self) -> list[str]:
+        """Return the patterns of the files to fetch, none for a folder of safetensors. Case counts in them."""
+        if self.filename is None:
+            return []
+        if self.filename.endswith(".gguf"):
+            return [*split_gguf(self.filename)]
         letters = (f"[{one.lower()}{one.upper()}]" if one.isalpha() else one for one in self.filename)
-        return f"*{''.join(letters)}.gguf"
+        stem = f"*{''.join(letters)}"
+        return [f"{stem}.gguf", f"{stem}-?????-of-?????.gguf"]
 
     def file_in(self, folder: Path) -> Path | None:
-        """Return the GGUF file in a snapshot, None if it is not there.
+        """Return the GGUF file in a snapshot, of several the first; None if it, or one of them, is not there.
 
-        Raises ConfigError if several files have the quantization.
+        Raises ConfigError if several models have the quantization.
         """
-        if self.filename is None or self.pattern is None:
+        if self.filename is None:
             return None
         if self.filename.endswith(".gguf"):
-            return folder / self.filename if (folder / self.filename).is_file() else None
-        # A part of the name, so that Q4_XS does not mean IQ4_XS.
-        found = [path for path in sorted(folder.rglob(self.pattern)) if _ends_with_part(path.stem, self.filename)]
+            found = {folder / self.filename}
+        else:
+            files = (path for pattern in self.patterns for path in folder.rglob(pattern))
+            firsts = {path.with_name(split_gguf(path.name)[0]) for path in files}
+            # A part of the name, so that Q4_XS does not mean IQ4_XS.
+            found = {path for path in firsts if _ends_with_part(_SPLIT.sub("", path.stem), self.filename)}
         if len(found) > 1:
-            names = ", ".join(str(path.relative_to(folder)) for path in found)
+            names = ", ".join(str(path.relative_to(folder)) for path in sorted(found))
             raise ConfigError(f"{self}: several files have this quantization: {names}; name one, as ORG/NAME:FILE.gguf")
-        return found[0] if found else None
+        for path in found:
+            if all(path.with_name(part).is_file() for part in split_gguf(path.name)):
+                return path
+        return None
 
     def __str__(self) -> str:
         return f"{self.repo_id}:{self.filename}" if self.filename else self.repo_id
@@ -132,7 +144,7 @@ def _from_huggingface(model: HubModel, cache_dir: Path | None, local_only: bool)
     import httpx
     from huggingface_hub import errors, snapshot_download
 
-    patterns = [model.pattern] if model.pattern else list(FOLDER_PATTERNS)
+    patterns = model.patterns or list(FOLDER_PATTERNS)
     try:
         folder = snapshot_download(
             model.repo_id,
@@ -170,7 +182,7 @@ def _from_modelscope(model: HubModel, cache_dir: Path | None, local_only: bool) 
             model.repo_id,
             revision=model.revision,
             cache_dir=str(cache_dir) if cache_dir else None,
-            allow_patterns=[model.pattern] if model.pattern else list(FOLDER_PATTERNS),
+            allow_patterns=model.patterns or list(FOLDER_PATTERNS),
             ignore_patterns=list(SKIPPED_PATTERNS),
             local_files_only=local_only,
         )

@@ -8,6 +8,7 @@ that package.
 import functools
 import mmap
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +19,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.out_of_memory import is_out_of_memory
+from pagoda.loading.model_files import gguf_parts, split_gguf
 
 _VERSIONS = (2, 3)
 _LARGEST_ALIGNMENT = 1 << 20
@@ -44,13 +46,17 @@ T = TypeVar("T", int, float, str, bool)
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor. shape: as torch has it, outermost first.   offset, num_bytes: its location in the file."""
+    """One tensor.
+
+    shape: as torch has it, outermost first.   part, offset, num_bytes: its location: which file, and where in it.
+    """
 
     name: str
     shape: tuple[int, ...]
     type: GGMLQuantizationType
     offset: int
     num_bytes: int
+    part: int = 0
 
 
 class StringArray:
@@ -98,14 +104,16 @@ Value = int | float | bool | str | np.ndarray | StringArray
 
 
 class GGUFFile:
-    """A GGUF file, memory-mapped.
+    """A GGUF file, memory-mapped; if it is the first part of a model in several files, all of them.
 
-    metadata: key -> scalar, string, numpy array or StringArray.   tensors: name -> GGUFTensor, in file order.
-    Raises ConfigError for a file that is truncated, corrupt, big-endian or of an unknown version.
+    metadata: key -> scalar, string, numpy array or StringArray, of the first file.   tensors: name -> GGUFTensor, in
+    file order.
+    Raises ConfigError for a file that is truncated, corrupt, missing, big-endian or of an unknown version.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, part: int = 0) -> None:
+        """part: of a model in several files, its number."""
+        self.path, self._part = path, part
         try:
             with path.open("rb") as file:
                 self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch needs writable memory
@@ -129,6 +137,28 @@ class GGUFFile:
             key = cursor.text()
             self.metadata[key] = cursor.value(key)
         self.tensors = self._read_tensors(cursor, num_tensors)
+        self._mapped = [self._data]
+        count, number = (self.get(f"split.{key}", int) or 0 for key in ("count", "no"))
+        names = split_gguf(path.name)
+        if count > 1 and (count, part) != (len(names), number):
+            raise ConfigError(
+                f"{path}: is part {number + 1} of a model in {count} files, whose names must end in "
+                f"-00001-of-{count:05}.gguf and so on; rename them, and name the first"
+            )
+        if count > 1 and part == 0:
+            self._add_parts(gguf_parts(path, str(path)))
+
+    def _add_parts(self, paths: Sequence[Path]) -> None:
+        for number, path in enumerate(paths[1:], 1):
+            part = GGUFFile(path, number)
+            self._mapped.append(part._data)
+            self.tensors |= part.tensors
+        expected = self.get("split.tensors.count", int)
+        if expected is not None and expected != len(self.tensors):
+            raise ConfigError(
+                f"{self.path}: its {len(paths)} files have {len(self.tensors)} tensors, and should have {expected}; "
+                "they are not of one model: fetch it again"
+            )
 
     def _read_tensors(self, cursor: "_Cursor", num_tensors: int) -> dict[str, GGUFTensor]:
         heads: list[tuple[str, tuple[int, ...], GGMLQuantizationType, int]] = []
@@ -156,7 +186,7 @@ class GGUFFile:
                     f"{self.path}: truncated: tensor {abbreviate(name)} ends at byte {base + offset + num_bytes}, "
                     f"the file at {self._size}; fetch it again"
                 )
-            tensors[name] = GGUFTensor(name, shape, kind, base + offset, num_bytes)
+            tensors[name] = GGUFTensor(name, shape, kind, base + offset, num_bytes, self._part)
         return tensors
 
     def _num_bytes(self, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
@@ -172,7 +202,7 @@ class GGUFFile:
 
     def bytes_of(self, tensor: GGUFTensor) -> memoryview:
         """Return the tensor's bytes in the mapped file, without a copy; valid as long as the view exists."""
-        return memoryview(self._data)[tensor.offset : tensor.offset + tensor.num_bytes]
+        return memoryview(self._mapped[tensor.part])[tensor.offset : tensor.offset + tensor.num_bytes]
 
     def get(self, key: str, kind: type[T]) -> T | None:
         """Return the scalar or string under `key`, or None. Raises ConfigError if it has another type."""

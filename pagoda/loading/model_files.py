@@ -1,6 +1,7 @@
 """The files of a model on local disk: their format, and the JSON that comes with them. No torch."""
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -63,13 +64,44 @@ def _read_json(path: Path, max_bytes: int) -> object:
 
 
 ModelFormat = Literal["safetensors", "gguf", "ctranslate2"]
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+
+
+def split_gguf(name: str) -> tuple[str, ...]:
+    """Return the names of all the files of a model, given one's name; only that if it is not one of several."""
+    found = _PART.fullmatch(name)
+    if found is None:
+        return (name,)
+    stem, count = found[1], int(found[3])
+    return tuple(f"{stem}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)) or (name,)
+
+
+def gguf_parts(path: Path, name: str) -> tuple[Path, ...]:
+    """Return the files of a model, given the first of them. name: for messages.
+
+    Raises ConfigError for another than the first, and for a part that is missing.
+    """
+    parts = tuple(path.with_name(part) for part in split_gguf(path.name))
+    if path != parts[0]:
+        raise ConfigError(
+            f"model {abbreviate(name)}: {path.name} is a part of a model in {len(parts)} files; name the first, "
+            f"{parts[0]}"
+        )
+    for part in parts[1:]:
+        if not is_file(part):
+            raise ConfigError(
+                f"model {abbreviate(name)}: {part} is missing: the model is in {len(parts)} files, which must be in "
+                "one folder; fetch it again"
+            )
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """A model on local disk.
 
-    name: what the user called it.   path: the folder (safetensors, ctranslate2) or the .gguf file.
+    name: what the user called it.
+    path: the folder (safetensors, ctranslate2) or the .gguf file, the first where there are several.
     overrides: replace settings of its config.json.
     """
 
@@ -80,12 +112,16 @@ class ModelFiles:
 
     def sizes(self) -> dict[Path, int]:
         """Return the bytes of every file, in the order of their paths."""
-        files = sorted(self.path.rglob("*")) if self.path.is_dir() else [self.path]
+        if self.path.is_dir():
+            files = sorted(self.path.rglob("*"))
+        else:
+            files = [self.path.with_name(part) for part in split_gguf(self.path.name)]
         return {file: file.stat().st_size for file in files if file.is_file()}
 
 
 def identify(path: str | Path, name: str | None = None) -> ModelFiles:
-    """Identify a folder with config.json and safetensors, a .gguf file, or a folder with one; or of CTranslate2.
+    """Identify a folder with config.json and safetensors, a .gguf file (or the first of several that are one model), or
+    a folder with one; or of CTranslate2.
 
     name: for messages (default: the path as given). Reads no more than the first bytes of a .gguf file.
     Raises ConfigError that says what is missing.
@@ -100,7 +136,7 @@ def identify(path: str | Path, name: str | None = None) -> ModelFiles:
         if not (path / "config.json").is_file():
             raise ConfigError(f"model {abbreviate(name)}: {path} has safetensors files but no config.json")
         return ModelFiles(name, path, "safetensors")
-    ggufs = sorted(path.glob("*.gguf"))
+    ggufs = sorted({file.with_name(split_gguf(file.name)[0]) for file in path.glob("*.gguf")})
     if len(ggufs) == 1:
         return _identify_file(ggufs[0], name)
     if ggufs:
@@ -132,4 +168,5 @@ def _identify_file(path: Path, name: str) -> ModelFiles:
         raise ConfigError(
             f"model {abbreviate(name)}: {path} is not a GGUF file (it starts with {magic!r}, not b'GGUF')"
         )
+    gguf_parts(path, name)
     return ModelFiles(name, path, "gguf")

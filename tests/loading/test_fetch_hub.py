@@ -131,10 +131,31 @@ def test_a_gguf_file_is_found_by_its_quantization(tmp_path: Path, monkeypatch: p
         model = HubModel.parse(f"org/name:{quantization}")
         assert fetch_hub(model, "huggingface", tmp_path) == tmp_path
         assert model.file_in(tmp_path) == tmp_path / file
-        assert fnmatch.fnmatchcase(file, str(asked[-1]))
+        assert any(fnmatch.fnmatchcase(file, str(pattern)) for pattern in asked)
     for missing in ("Q4_XS", "Q2_K"):  # IQ4_XS is another quantization than Q4_XS
         with pytest.raises(ConfigError, match=f"no {missing} in the cache"):
             fetch_hub(HubModel.parse(f"org/name:{missing}"), "huggingface", tmp_path)
     (tmp_path / "other-Q8_0.gguf").touch()
     with pytest.raises(ConfigError, match=r"several files have this quantization: m\.q8_0\.gguf, other-Q8_0\.gguf"):
         fetch_hub(HubModel.parse("org/name:Q8_0"), "huggingface", tmp_path)
+
+
+def test_a_gguf_model_in_several_files_is_fetched_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the quantization, or the name of the first file; a snapshot that lacks a file is not complete."""
+    parts = [f"Q4_K_M/m-Q4_K_M-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    (tmp_path / "Q4_K_M").mkdir()
+
+    def snapshot_download(*_: object, allow_patterns: list[str], local_files_only: bool, **__: object) -> str:
+        for part in parts:
+            if not local_files_only and any(fnmatch.fnmatchcase(part, pattern) for pattern in allow_patterns):
+                (tmp_path / part).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    for name in ("Q4_K_M", parts[0]):
+        model = HubModel.parse(f"org/name:{name}")
+        (tmp_path / parts[1]).unlink(missing_ok=True)
+        assert model.file_in(tmp_path) is None
+        fetch_hub(model, "huggingface", tmp_path)
+        assert model.file_in(tmp_path) == tmp_path / parts[0]
+        assert all((tmp_path / part).exists() for part in parts)

@@ -42,12 +42,14 @@ def write_gguf(
     model: PreTrainedModel,
     path: Path,
     kind: GGMLQuantizationType | Callable[[str], GGMLQuantizationType],
+    tensors_per_file: int = 0,
     **metadata: object,
 ) -> PreTrainedModel:
     """Write `model` with its matrices as `kind`, and put the values that reading gives back into `model` itself.
 
     kind: of all matrices, or of the one of a name (of a part of experts). Values that become Q4_K or Q6_K are only near
     those put back.
+    tensors_per_file: write several files, named as `path` and their numbers; 0 for one.
     metadata: further keys ("__" for "."), without the architecture's prefix; `factors` is the tensor rope_freqs.weight,
     `rope_factors_long` and `rope_factors_short` are those of LongRoPE.
     """
@@ -57,7 +59,7 @@ def write_gguf(
     config = model.config
     architecture = _ARCHITECTURES[config.model_type]
     name = gguf.MODEL_ARCH_NAMES[architecture]
-    writer = gguf.GGUFWriter(path, name)
+    writer = gguf.GGUFWriter(path, name, split_max_tensors=tensors_per_file)
     _add_settings(writer, config)
     for key, value in metadata.items():
         full_key = f"{name}.{key.replace('__', '.')}"

@@ -163,3 +163,38 @@ def test_weights_of_a_layer_that_the_model_would_not_read_are_refused(tmp_path: 
     stored = [*open_gguf(path).tensors, "blk.0.attn_q_norm.weight", "blk.0.attn_rot_embd.weight"]
     with pytest.raises(ConfigError, match=r"1 tensors of its layers, such as 'blk.0.attn_q_norm.weight', are not"):
         check_all_used(stored, files, architecture.gguf, read_model(files))
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A model in several files."""
+    folder = tmp_path_factory.mktemp("parts")
+    write_gguf(make_model("llama"), folder / "model.gguf", Kind.Q8_0, tensors_per_file=12)
+    found = sorted(folder.iterdir())
+    assert len(found) > 2
+    assert found[0].name == f"model-00001-of-{len(found):05}.gguf"
+    return found
+
+
+def test_a_model_in_several_files_is_that_in_one(parts: list[Path], tmp_path: Path, on: DeviceUnderTest) -> None:
+    """Given the first file or the folder."""
+    write_gguf(make_model("llama"), tmp_path / "model.gguf", Kind.Q8_0)
+    assert identify(parts[0].parent).path == parts[0]
+    assert [*identify(parts[0]).sizes()] == parts
+    assert torch.equal(logits(parts[0], on), logits(tmp_path / "model.gguf", on))
+
+
+def test_parts_that_are_missing_or_not_the_first_are_named(parts: list[Path], tmp_path: Path) -> None:
+    count = len(parts)
+    with pytest.raises(ConfigError, match=rf"{parts[1].name} is a part of a model in {count} files; name the first, "):
+        identify(parts[1])
+    for part in parts[:-1]:
+        (tmp_path / part.name).symlink_to(part)
+    with pytest.raises(ConfigError, match=rf"{parts[-1].name} is missing: the model is in {count} files"):
+        identify(tmp_path)
+    (tmp_path / parts[-1].name).symlink_to(parts[1])
+    with pytest.raises(ConfigError, match=f"{parts[-1].name}: is part 2 of a model in {count} files, whose names must"):
+        open_gguf(tmp_path / parts[0].name)
+    (tmp_path / "renamed.gguf").symlink_to(parts[0])
+    with pytest.raises(ConfigError, match=r"renamed.gguf: is part 1 of a model in .* rename them, and name the first"):
+        open_gguf(tmp_path / "renamed.gguf")
