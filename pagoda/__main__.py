@@ -6,7 +6,10 @@ import sys
 def main() -> None:
     """Run the command line of this process and exit; see `pagoda.cli.main`."""
     try:
-        from pagoda.cli.main import main as run
+        from pagoda.base.allocator import collecting_nothing
+
+        with collecting_nothing():
+            from pagoda.cli.main import main as run
     except KeyboardInterrupt:
         sys.exit(130)
     run()

@@ -20,7 +20,6 @@ from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.preparations import ExecutorPreparations
 from pagoda.engine.wire import EngineFacts
 from pagoda.engine_setup import EngineSetup, options_of, resolve_engine
-from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.input_setup import build_input_processor
 from pagoda.loading.quantization import resolve_quantization
@@ -181,6 +180,8 @@ def _make_executor(
 ) -> Executor:
     options = options_of(setup)
     if setup.config.parallel.executor == "fake":
+        from pagoda.executors.fake import FakeExecutor
+
         assert capacity is not None
         return FakeExecutor(
             options.max_rows,

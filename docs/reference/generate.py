@@ -55,7 +55,7 @@ def _cell(text: str) -> str:
 def _commands() -> Iterator[tuple[str, Any, Any]]:
     """Yield (name with its groups, command, context) of every command."""
     from pagoda.cli import bench
-    from pagoda.cli.main import app
+    from pagoda.cli.main import make_app
 
     bench.mount_scheduler()
 
@@ -66,7 +66,7 @@ def _commands() -> Iterator[tuple[str, Any, Any]]:
         for word, child in getattr(command, "commands", {}).items():
             yield from walk(child, f"{name} {word}", context)
 
-    yield from walk(typer.main.get_command(app), "pagoda", None)
+    yield from walk(typer.main.get_command(make_app()), "pagoda", None)
 
 
 def settings_page() -> str:

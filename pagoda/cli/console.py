@@ -5,24 +5,30 @@ import sys
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, TextIO
+from typing import IO, TYPE_CHECKING, TextIO
 
-from rich.cells import cell_len
-from rich.console import Console
-from rich.text import Text
+if TYPE_CHECKING:  # not needed before the first token
+    from rich.console import Console
+    from rich.text import Text
 
 
-def stdout_console() -> Console:
+def stdout_console() -> "Console":
     """Return the console for answers; without colour and line breaks if the output is not a terminal."""
+    from rich.console import Console
+
     return Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty())
 
 
-def stderr_console() -> Console:
+def stderr_console() -> "Console":
     """For everything that is not the answer."""
+    from rich.console import Console
+
     return Console(file=sys.stderr, highlight=False)
 
 
-def print_table(rows: Sequence[Sequence[str | Text]], headings: Sequence[str] = (), right: Sequence[int] = ()) -> None:
+def print_table(
+    rows: Sequence[Sequence["str | Text"]], headings: Sequence[str] = (), right: Sequence[int] = ()
+) -> None:
     """Print rows in columns: wrapped to the width of a terminal; to a file or pipe as they are, without spaces at ends.
 
     headings: of the columns; without them the first column is bold.   right: columns that are aligned on the right.
@@ -100,6 +106,9 @@ class WrappedStream:
     """
 
     def __init__(self, file: IO[str], width: int) -> None:
+        from rich.cells import cell_len
+
+        self._length_of = cell_len
         self._file = file
         self._width = width
         self._column = 0
@@ -115,7 +124,7 @@ class WrappedStream:
                     self._put_space(letter)
                 else:
                     self._word += letter
-                    if cell_len(self._word) >= self._width:  # longer than a line: broken where it must be
+                    if self._length_of(self._word) >= self._width:  # longer than a line: broken where it must be
                         self._put_word()
         self._file.flush()
 
@@ -125,7 +134,7 @@ class WrappedStream:
         self._file.flush()
 
     def _put_word(self) -> None:
-        length = cell_len(self._word)
+        length = self._length_of(self._word)
         if self._column and self._column + length > self._width:
             self._file.write("\n")
             self._column = 0

@@ -70,9 +70,10 @@ class Session:
 
 def load(options: Mapping[str, Any]) -> "LLM":
     """The model that the flags ask for; shows what is being fetched. Raises what LLM raises."""
+    from pagoda.base.allocator import collecting_nothing
     from pagoda.cli.console import fetching
 
-    with fetching():
+    with fetching(), collecting_nothing():
         from pagoda.llm import LLM
 
         return LLM(**options)

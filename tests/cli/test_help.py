@@ -35,7 +35,7 @@ def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
 
 
 def flags_of(*command: str) -> set[str]:
-    found = typer.main.get_command(cli_main.app)
+    found = typer.main.get_command(cli_main.make_app())
     for name in command:
         found = found.commands[name]  # type: ignore[attr-defined]
     shown = [parameter for parameter in found.params if not getattr(parameter, "hidden", False)]

@@ -16,7 +16,6 @@ from urllib.parse import unquote, urlsplit
 
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import RequestError
-from pagoda.engine.images.fetch import fetch
 
 IMAGE_PART = "image"
 """The type of an image's part once `take_images` has taken the image out; what chat templates look for."""
@@ -118,6 +117,8 @@ def read_bytes(source: ImageSource, policy: SourcePolicy, is_trusted: bool) -> b
     if isinstance(given, str) and given[:5].lower() == "data:":
         return _bytes_of_data_url(given, where, policy.max_bytes)
     if isinstance(given, str) and source.is_remote:
+        from pagoda.engine.images.fetch import fetch  # its library takes a tenth of a second to import
+
         return fetch(given, where, policy.allowed_domains, policy.max_bytes)
     if is_trusted and isinstance(given, bytes):
         _check_size(len(given), policy.max_bytes, where)
