@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pagoda.base.outputs import RequestOutputKind
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.bench.workload import WorkItem, read_workload
 from pagoda.cli.options import engine_options
@@ -35,7 +36,8 @@ def decode_speed(engine: "LLMEngine", items: list[WorkItem]) -> tuple[float, flo
         while submitted < len(waiting) and waiting[submitted].arrival_s <= now_s:
             item = waiting[submitted]
             params = SamplingParams(temperature=0.0, max_tokens=item.max_tokens, ignore_eos=True, detokenize=False)
-            engine.add_request(f"early{submitted}", item.prompt_token_ids, params)
+            request = engine.prepare(f"early{submitted}", item.prompt_token_ids, params)
+            engine.add(request, RequestOutputKind.FINAL_ONLY)
             submitted += 1
         if not engine.has_unfinished_requests():
             time.sleep(max(0.0, waiting[submitted].arrival_s - now_s))

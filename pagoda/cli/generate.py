@@ -2,7 +2,6 @@
 
 import sys
 import time
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -14,28 +13,17 @@ from pagoda.cli.options import engine_options, sampling_options
 TEXT_TOKENS = 256  # of a continued text, unless flags or the model's own defaults say otherwise
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """How an answer went. Times in seconds; ready_s counts from the start of the process."""
+def figures(num_tokens: int, ready_s: float, first_token_s: float, total_s: float) -> str:
+    """Return how an answer went, in a line.   ready_s: since the start of the process; the others since the prompt.
 
-    num_tokens: int
-    ready_s: float
-    first_token_s: float
-    total_s: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of the tokens after the first, which waits for the prompt; of all when there is only one."""
-        decode_s = self.total_s - self.first_token_s
-        if self.num_tokens > 1 and decode_s > 0:
-            return (self.num_tokens - 1) / decode_s
-        return self.num_tokens / self.total_s if self.total_s > 0 else 0.0
-
-    def __str__(self) -> str:
-        return (
-            f"{self.num_tokens} tokens, {self.tokens_per_s:.1f} tokens/s, "
-            f"first token after {self.first_token_s:.2f} s, ready after {self.ready_s:.2f} s"
-        )
+    Its speed is that of the tokens after the first, which waits for the prompt; of all when there is only one.
+    """
+    decode_s, num_decoded = total_s - first_token_s, num_tokens - 1
+    if num_decoded < 1 or decode_s <= 0:
+        decode_s, num_decoded = total_s, num_tokens
+    speed = num_decoded / decode_s if decode_s > 0 else 0.0
+    first = f"first token after {first_token_s:.2f} s, ready after {ready_s:.2f} s"
+    return f"{num_tokens} tokens, {speed:.1f} tokens/s, {first}"
 
 
 Prompt = Annotated[
@@ -125,8 +113,8 @@ def answer(
     if not quiet:
         from pagoda.cli.console import stderr_console
 
-        figures = Figures(num_tokens, ready_s, first_token_s, time.perf_counter() - begin_s)
-        stderr_console().print(str(figures), style="dim")
+        line = figures(num_tokens, ready_s, first_token_s, time.perf_counter() - begin_s)
+        stderr_console().print(line, style="dim")
     if interrupted:
         raise typer.Exit(130)
 

@@ -6,7 +6,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from pagoda.base.errors import ConfigError
-from pagoda.cli.options import PANEL_ORDER, PROMPT, SAMPLING_FIELDS
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.cli.options import MOST_USED, PANELS, PROMPT, SAMPLING_FIELDS
 
 _ANY_LENGTH = 10_000
 _TOO_MANY_ARGUMENTS = "Got unexpected extra argument"  # as click words it
@@ -44,11 +45,8 @@ class Command(TyperCommand):
         return rest
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        groups: dict[str, list[tuple[str, str]]] = {
-            "Arguments": [],
-            "Options": [],
-            **{name: [] for name in PANEL_ORDER},
-        }
+        names = ("Arguments", "Options", PANELS[SamplingParams], MOST_USED, *PANELS.values())
+        groups: dict[str, list[tuple[str, str]]] = {name: [] for name in names}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
             if record is None:

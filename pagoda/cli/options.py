@@ -52,16 +52,6 @@ MOST_USED_FIELDS = (
     "seed",
 )
 """Ten settings of an engine and a server that people set most, with the two names a server needs."""
-PANEL_ORDER = (
-    "Sampling",
-    MOST_USED,
-    "Model",
-    "KV cache",
-    "Scheduler",
-    "Devices, workers and threads",
-    "Server",
-    "Testing and debugging",
-)
 CLI_SAMPLING: dict[str, object] = {"temperature": 0.7, "top_p": 0.95}
 """How `generate` and `chat` sample unless flags or the model's own defaults say otherwise."""
 # Where the field's plural would make a strange flag.

@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 from pagoda.base.clock import Clock, SystemClock
 from pagoda.base.errors import RequestError, WorkerDied, fresh
@@ -26,6 +26,10 @@ from pagoda.engine.transcription.piece import Job
 from pagoda.engine.wire import EngineFacts, EngineStats
 
 logger = logging.getLogger("pagoda")
+
+T = TypeVar("T")
+PROMPTS_PER_TURN = 16
+"""Prompts of one call to prepare or start per turn of the event loop, so that others are not delayed."""
 
 
 class EngineCoreClient(Protocol):
@@ -151,7 +155,7 @@ class AsyncEngine:
         while asked is not None:
             if isinstance(asked, list):
                 jobs = [self.run_job(one, new_id, cache_salt) for one in asked]
-                async with contextlib.aclosing(_merged(jobs)) as outputs:
+                async with contextlib.aclosing(merged(jobs)) as outputs:
                     async for output in outputs:
                         yield output
                 asked = await self.text.advance(job, None)
@@ -311,31 +315,53 @@ class AsyncEngine:
             self._client.unload_adapter(unused)
 
 
-async def _merged(each: Sequence[AsyncGenerator[RequestOutput, None]]) -> AsyncGenerator[RequestOutput, None]:
-    """Yield what several generators yield, in the order of time. All are closed with this one."""
-    queue: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue(len(each))
+async def merged(each: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Yield what several generators yield, in the order of time. All are closed with this one.
 
-    async def pump(outputs: AsyncGenerator[RequestOutput, None]) -> None:
+    Some start, yield or end per turn of the event loop, so that others are not delayed.
+    """
+    # One slot per generator: backpressure from a slow reader reaches all of them.
+    queue: asyncio.Queue[tuple[T] | Exception | None] = asyncio.Queue(len(each))
+
+    async def pump(outputs: AsyncGenerator[T, None]) -> None:
         try:
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
-                    await queue.put(output)
+                    await queue.put((output,))
             await queue.put(None)
         except Exception as error:
             await queue.put(error)
 
-    tasks = [asyncio.create_task(pump(outputs)) for outputs in each]
+    tasks: list[asyncio.Task[None]] = []
     try:
-        num_open = len(tasks)
+        for outputs in each:
+            tasks.append(asyncio.create_task(pump(outputs)))
+            if len(tasks) % PROMPTS_PER_TURN == 0:
+                await asyncio.sleep(0)
+        num_open, num_items = len(tasks), 0
         while num_open:
             item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
+            num_items += 1
+            if num_items % PROMPTS_PER_TURN == 0:  # a full queue never waits
+                await asyncio.sleep(0)
             if item is None:
                 num_open -= 1
+            elif isinstance(item, Exception):
+                raise item
             else:
-                yield item
+                yield item[0]
     finally:
+        await _cancel(tasks)
+
+
+async def _cancel(tasks: Sequence["asyncio.Task[None]"]) -> None:
+    """Cancel tasks and wait for their ends, some per turn of the event loop."""
+    try:
+        for at in range(0, len(tasks), PROMPTS_PER_TURN):
+            some = tasks[at : at + PROMPTS_PER_TURN]
+            for task in some:
+                task.cancel()
+            await asyncio.gather(*some, return_exceptions=True)
+    finally:  # if this is cancelled, none may go on running
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -9,7 +9,7 @@ from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.params_preparer import Params
-from pagoda.engine.inputs.prompts import Prompt, text_of
+from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.outputs.output_processor import OutputKind, OutputProcessor
 
 
@@ -20,21 +20,6 @@ class LLMEngine:
         self.core = core
         self.input_processor = input_processor
         self._outputs = OutputProcessor(input_processor.tokenizer)
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: Params,
-        kind: OutputKind = OutputKind.FINAL_ONLY,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: Adapter | None = None,
-    ) -> None:
-        """Queue a request. Raises RequestError for an invalid prompt or parameters, and for an id in use."""
-        request = self.prepare(request_id, prompt, params, priority=priority, cache_salt=cache_salt, lora=lora)
-        self.add(request, kind, text_of(prompt))
 
     def prepare(
         self,

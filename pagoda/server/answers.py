@@ -3,10 +3,9 @@
 A field whose default is UNSET is left out of the answer until it is set; the order of fields is the order on the wire.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Generic, Literal, TypeVar
 
-import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from pagoda.base.outputs import Logprob
@@ -241,13 +240,6 @@ class TokenizerInfo(Struct, frozen=True, kw_only=True):
     special_token_ids: list[int]
     max_model_len: int
     chat_template: str | None
-
-    @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "TokenizerInfo":
-        """Return the settings as a struct, which has a field for every special token."""
-        more = [(name, str) for name in settings if name not in cls.__struct_fields__]
-        kind = msgspec.defstruct(cls.__name__, more, bases=(cls,), frozen=True, kw_only=True)
-        return cast("TokenizerInfo", kind(**settings))
 
 
 # ---- operations

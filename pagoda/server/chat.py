@@ -32,7 +32,8 @@ from pagoda.server.respond import Head, Prepared, WholeOutput, respond
 from pagoda.server.routing import Router
 from pagoda.server.state import ServerState
 from pagoda.server.tool_choice import ToolUse, special_token
-from pagoda.server.tool_parsers import TOOL_PARSERS, ToolCall, ToolParser, held_back, merged
+from pagoda.server.tool_parsers import TOOL_PARSERS
+from pagoda.server.tool_parsers.base import ToolCall, ToolParser, held_back, merged
 
 REASONING_BEGIN, REASONING_END = "<think>", "</think>"
 
@@ -106,49 +107,46 @@ router = Router()
 )
 async def create_chat_completion(http: Request) -> Response:
     """Generate the assistant's next message in a conversation."""
-    return await respond(http, ChatCompletionRequest, ChatApi())
+    return await respond(http, ChatCompletionRequest, "chatcmpl", _prepare)
 
 
-class ChatApi:
-    id_prefix = "chatcmpl"
+async def _prepare(http: Request, state: ServerState, body: ChatCompletionRequest) -> Prepared:
+    """Render the conversation. Raises ApiError for features that the model or the server lacks."""
+    has_tools = bool(body.tools) and body.tool_choice != "none"
+    template = body.chat_template or (state.tool_template if has_tools else state.chat_template)
+    use = ToolUse.of(body, state, template)
+    if body.documents and "documents" not in (template or ""):
+        raise ApiError(400, "documents: this model's chat template does not support documents", "documents")
+    prompt = await state.render(http, body, body.template_kwargs, use.tools, body.truncate_prompt_tokens is None)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    inputs = state.generator.llm.input_processor
+    plain = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs, inputs.default_sampling)
+    tokenizer = inputs.tokenizer
+    params = plain
+    if use.has_grammar(body, plain):  # tools may have large schemas
+        params = await state.generator.llm.text.write_grammar(lambda: use.constrain(body, plain, tokenizer))
+    parser = TOOL_PARSERS[use.parser] if use.parser is not None else None
+    if parser is not None and parser.keeps_special_tokens:
+        params = dataclasses.replace(params, skip_special_tokens=False)
+    if params.structured_outputs is not None and template_reasons(template) and opens_reasoning(prompt.text):
+        end: str | int | None = special_token(tokenizer, REASONING_END)
+        form = dataclasses.replace(params.structured_outputs, reasoning_end=REASONING_END if end is None else end)
+        params = dataclasses.replace(params, structured_outputs=form)
 
-    async def prepare(self, http: Request, state: ServerState, body: ChatCompletionRequest) -> Prepared:
-        """Render the conversation. Raises ApiError for features that the model or the server lacks."""
-        has_tools = bool(body.tools) and body.tool_choice != "none"
-        template = body.chat_template or (state.tool_template if has_tools else state.chat_template)
-        use = ToolUse.of(body, state, template)
-        if body.documents and "documents" not in (template or ""):
-            raise ApiError(400, "documents: this model's chat template does not support documents", "documents")
-        prompt = await state.render(http, body, body.template_kwargs, use.tools, body.truncate_prompt_tokens is None)
-        top = (body.top_logprobs or 0) if body.logprobs else None
-        inputs = state.generator.llm.input_processor
-        plain = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs, inputs.default_sampling)
-        tokenizer = inputs.tokenizer
-        params = plain
-        if use.has_grammar(body, plain):  # tools may have large schemas
-            params = await state.generator.llm.text.write_grammar(lambda: use.constrain(body, plain, tokenizer))
-        parser = TOOL_PARSERS[use.parser] if use.parser is not None else None
-        if parser is not None and parser.keeps_special_tokens:
-            params = dataclasses.replace(params, skip_special_tokens=False)
-        if params.structured_outputs is not None and template_reasons(template) and opens_reasoning(prompt.text):
-            end: str | int | None = special_token(tokenizer, REASONING_END)
-            form = dataclasses.replace(params.structured_outputs, reasoning_end=REASONING_END if end is None else end)
-            params = dataclasses.replace(params, structured_outputs=form)
+    def answer_format(head: Head, generation: Generation) -> ChatFormat:
+        reasons = template_reasons(template)
+        readers = [
+            Reader(
+                parser(use.schemas) if parser is not None else None,
+                ReasoningSplitter(inside=opens_reasoning(prompt.text)) if reasons else None,
+                tokenizer.token_bytes,
+                use.is_forced,
+            )
+            for _ in range(body.n or 1)
+        ]
+        return ChatFormat(head, generation, body, readers)
 
-        def answer_format(head: Head, generation: Generation) -> ChatFormat:
-            reasons = template_reasons(template)
-            readers = [
-                Reader(
-                    parser(use.schemas) if parser is not None else None,
-                    ReasoningSplitter(inside=opens_reasoning(prompt.text)) if reasons else None,
-                    tokenizer.token_bytes,
-                    use.is_forced,
-                )
-                for _ in range(body.n or 1)
-            ]
-            return ChatFormat(head, generation, body, readers)
-
-        return Prepared([prompt.prompt], params, answer_format)
+    return Prepared([prompt.prompt], params, answer_format)
 
 
 class Reader:

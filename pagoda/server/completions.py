@@ -35,29 +35,26 @@ router = Router()
 )
 async def create_completion(http: Request) -> Response:
     """Continue a text, a list of token ids, or several of either."""
-    return await respond(http, CompletionRequest, CompletionApi())
+    return await respond(http, CompletionRequest, "cmpl", _prepare)
 
 
-class CompletionApi:
-    id_prefix = "cmpl"
-
-    async def prepare(self, http: Request, state: ServerState, body: CompletionRequest) -> Prepared:
-        """Return the prompts and parameters of a request."""
-        # With max_tokens 0, only the prompt is scored. The engine still samples one token, which is not returned.
-        asked = body.asked_tokens[1]
-        of_prompt = body.num_logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
-        num_logprobs = body.num_logprobs
-        if num_logprobs is None and body.num_outputs > (body.n or 1):
-            num_logprobs = 0  # of the sampled tokens only: what candidates are ranked by
-        llm = state.generator.llm
-        defaults = llm.input_processor.default_sampling
-        params = body.sampling_params(1 if asked == 0 else asked, num_logprobs, of_prompt, defaults)
-        return Prepared(
-            body.prompts(),
-            params,
-            lambda head, generation: CompletionFormat(head, generation, body, llm),
-            add_special_tokens=body.add_special_tokens,
-        )
+async def _prepare(http: Request, state: ServerState, body: CompletionRequest) -> Prepared:
+    """Return the prompts and parameters of a request."""
+    # With max_tokens 0, only the prompt is scored. The engine still samples one token, which is not returned.
+    asked = body.asked_tokens[1]
+    of_prompt = body.num_logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
+    num_logprobs = body.num_logprobs
+    if num_logprobs is None and body.num_outputs > (body.n or 1):
+        num_logprobs = 0  # of the sampled tokens only: what candidates are ranked by
+    llm = state.generator.llm
+    defaults = llm.input_processor.default_sampling
+    params = body.sampling_params(1 if asked == 0 else asked, num_logprobs, of_prompt, defaults)
+    return Prepared(
+        body.prompts(),
+        params,
+        lambda head, generation: CompletionFormat(head, generation, body, llm),
+        add_special_tokens=body.add_special_tokens,
+    )
 
 
 class CompletionFormat:

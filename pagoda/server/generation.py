@@ -21,7 +21,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
-from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.async_engine import PROMPTS_PER_TURN, AsyncEngine, merged
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt, size_of
@@ -85,8 +85,6 @@ def _prompt_ids(request_id: str, num_prompts: int) -> list[str]:
 
 _BYTES_PER_TOKEN = 4
 """Of a body, for an estimate of the tokens of its prompts before they are read."""
-_PROMPTS_PER_TURN = 16
-"""Prompts of one HTTP request to prepare or start per turn of the event loop, so that others are not delayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +152,10 @@ class Generation:
 
         Iterating raises ApiError if the engine ends a request with an error.
         """
-        return contextlib.aclosing(self._only() if len(self.requests) == 1 else self._merged())
+        each = [self._follow(index) for index in range(len(self.requests))]
+        return contextlib.aclosing(each[0] if len(each) == 1 else merged(each))
 
-    async def _only(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        async with contextlib.aclosing(self._follow(0)) as deltas:
-            async for delta in deltas:
-                yield 0, delta
-
-    async def _follow(self, index: int) -> AsyncGenerator[RequestOutput, None]:
+    async def _follow(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         request = self.requests[index]
         observed = RequestObserver(self._generator.metrics, request)
         has_run = True
@@ -180,7 +174,7 @@ class Generation:
                         # "error" is a failure of the engine; otherwise, the request can never be served.
                         is_ours = any(part.finish_reason == "error" for part in delta.outputs)
                         raise ApiError(500 if is_ours else 400, delta.error)
-                    yield delta
+                    yield index, delta
         except RequestError:  # rejected before it ran: not counted in the metrics
             has_run = False
             raise
@@ -190,41 +184,6 @@ class Generation:
                 self._reasons += observed.finish_reasons
                 if request.sampling is not None and set(observed.finish_reasons) <= {"stop", "length"}:
                     self._generator.admission.note_output(observed.num_output_tokens / request.num_seqs)
-
-    async def _merged(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-        # One slot per prompt: backpressure from a slow reader reaches all of them.
-        queue: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(len(self.requests))
-
-        async def pump(index: int) -> None:
-            try:
-                async with contextlib.aclosing(self._follow(index)) as deltas:
-                    async for delta in deltas:
-                        await queue.put((index, delta))
-                await queue.put(None)
-            except Exception as error:
-                await queue.put(error)
-
-        tasks: list[asyncio.Task[None]] = []
-        try:
-            for index in range(len(self.requests)):
-                tasks.append(asyncio.create_task(pump(index)))
-                if len(tasks) % _PROMPTS_PER_TURN == 0:
-                    await asyncio.sleep(0)
-            open_count = len(tasks)
-            num_items = 0
-            while open_count:
-                item = await queue.get()
-                num_items += 1
-                if num_items % _PROMPTS_PER_TURN == 0:  # a full queue never waits
-                    await asyncio.sleep(0)
-                if item is None:
-                    open_count -= 1
-                elif isinstance(item, Exception):
-                    raise item
-                else:
-                    yield item
-        finally:
-            await _cancel(tasks)
 
     @property
     def usage(self) -> Usage:
@@ -252,19 +211,6 @@ class Generation:
         if first is not None and end is not None:
             noted.decode_ms = round((end - first) * 1e3, 1)
         return noted
-
-
-async def _cancel(tasks: Sequence["asyncio.Task[Any]"]) -> None:
-    """Cancel tasks and wait for their ends, some per turn of the event loop."""
-    try:
-        for at in range(0, len(tasks), _PROMPTS_PER_TURN):
-            some = tasks[at : at + _PROMPTS_PER_TURN]
-            for task in some:
-                task.cancel()
-            await asyncio.gather(*some, return_exceptions=True)
-    finally:  # if this is cancelled, none may go on running
-        for task in tasks:
-            task.cancel()
 
 
 def _media_bytes(request: Request) -> int:
@@ -394,7 +340,7 @@ class Generator:
                 num_prompt_tokens += request.num_prompt_tokens
                 num_entries = request.num_seqs * num_prompt_tokens * (request.sampling.prompt_logprobs + 1)
                 limits.check("answer_prompt_logprobs", num_entries, "prompt_logprobs")
-            if len(requests) % _PROMPTS_PER_TURN == 0:
+            if len(requests) % PROMPTS_PER_TURN == 0:
                 await asyncio.sleep(0)
         return requests
 

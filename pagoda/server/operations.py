@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from pagoda.base.errors import RequestError
 from pagoda.server.answers import (
@@ -199,7 +199,7 @@ async def tokenizer_info(http: Request) -> Response:
         **state.generator.llm.text.tokenizer_facts(),
         "chat_template": state.chat_template,
     }
-    return json_response(TokenizerInfo.of(settings))
+    return JSONResponse(settings)
 
 
 B = TypeVar("B", bound=Body)

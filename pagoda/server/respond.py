@@ -1,30 +1,28 @@
 """The course of every request for generated text: parse, check, start, then stream the answer or gather it.
 
-An API (text completions, chat) says how its requests become prompts and parameters (`TextApi.prepare`), and how outputs
-become choices of its answers (`AnswerFormat`); everything else is here.
+An API (text completions, chat) says how its requests become prompts and parameters (`Prepare`), and how outputs become
+choices of its answers (`AnswerFormat`); everything else is here.
 """
 
 import contextlib
-import dataclasses
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
+from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.inputs.prompts import Prompt
+from pagoda.engine.outputs.mailbox import GatheredPart
 from pagoda.server.answers import Timings, Usage
 from pagoda.server.generation import Generation, PromptsToPrepare
 from pagoda.server.responses import EventStream, cancel_on_disconnect, event, json_response, run_sized
 from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.state import ServerState, state_of
-
-B = TypeVar("B", bound=SamplingBody, contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +79,13 @@ class Prepared:
     add_special_tokens: bool = True
 
 
-class TextApi(Protocol[B]):
-    """One of OpenAI's APIs for generated text.   id_prefix: of the ids of its answers."""
-
-    id_prefix: str
-
-    async def prepare(self, http: Request, state: ServerState, body: B) -> Prepared:
-        """Check what the types of the body cannot express, and render the prompts. Raises ApiError, RequestError."""
-        ...
+B = TypeVar("B", bound=SamplingBody)
+Prepare = Callable[[Request, ServerState, B], Awaitable[Prepared]]
+"""Checks what the types of a body cannot express, and renders its prompts. Raises ApiError, RequestError."""
 
 
-S = TypeVar("S", bound=SamplingBody)
-
-
-async def respond(http: Request, kind: type[S], api: TextApi[S]) -> Response:
-    """Answer a request for generated text.   kind: of the request's body.
+async def respond(http: Request, kind: type[B], id_prefix: str, prepare: Prepare[B]) -> Response:
+    """Answer a request for generated text.   kind: of the request's body.   id_prefix: of the answer's id.
 
     Raises the errors of `BodyReader.read`, `prepare` and `Generator.begin`, which the application turns into answers.
     """
@@ -105,9 +95,9 @@ async def respond(http: Request, kind: type[S], api: TextApi[S]) -> Response:
     http.scope["state"]["timings"]["model"] = body.model or state.model_names[0]
     num_outputs = body.num_prompts * body.num_outputs
     async with state.generator.admitted(http, body.num_prompts, num_outputs, body.asked_tokens[1]) as place:
-        prepared = await api.prepare(http, state, body)
+        prepared = await prepare(http, state, body)
         # Chosen only now: while the prompt was rendered, another request may have taken the same header's id.
-        request_id = state.request_id(http, body.request_id, api.id_prefix, len(prepared.prompts))
+        request_id = state.request_id(http, body.request_id, id_prefix, len(prepared.prompts))
         params = [prepared.params] * len(prepared.prompts)
         asked = PromptsToPrepare(prepared.prompts, params, (), lora, prepared.add_special_tokens)
         generation = await state.generator.begin(http, place, body, asked, request_id)
@@ -164,41 +154,22 @@ async def stream_events(
         yield event(chunk)
 
 
-@dataclass(slots=True)
-class _Gathered:
-    """One output of a whole answer, so far.   last: its last delta."""
-
-    last: CompletionOutput
-    texts: list[str] = field(default_factory=list[str])
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list[dict[int, Logprob]])
-
-    def add(self, output: CompletionOutput) -> None:
-        self.last = output
-        self.texts.append(output.text)
-        self.token_ids += output.token_ids
-        self.logprobs += output.logprobs or ()
-
-    def whole(self) -> CompletionOutput:
-        logprobs = None if self.last.logprobs is None else self.logprobs
-        return dataclasses.replace(self.last, text="".join(self.texts), token_ids=self.token_ids, logprobs=logprobs)
-
-
 async def whole_answer(generation: Generation, answer_format: AnswerFormat, body: SamplingBody) -> Response:
     """Return the response with the whole answer."""
-    gathered: dict[tuple[int, int], _Gathered] = {}
+    gathered: dict[tuple[int, int], GatheredPart] = {}
     last: dict[int, RequestOutput] = {}
     async with generation.outputs() as deltas:
         async for index, delta in deltas:
             last[index] = delta
             for output in delta.outputs:
-                if (index, output.index) not in gathered:
-                    gathered[index, output.index] = _Gathered(output)
-                gathered[index, output.index].add(output)
+                if (part := gathered.get((index, output.index))) is not None:
+                    part.add(output)
+                else:
+                    gathered[index, output.index] = GatheredPart.of(output)
     timings = generation.timings if body.return_timings else UNSET
 
     def respond_whole() -> Response:
-        outputs = [(index, last[index], gathered[index, at].whole()) for index, at in sorted(gathered)]
+        outputs = [(index, last[index], gathered[index, at].merged()) for index, at in sorted(gathered)]
         return json_response(answer_format.whole(outputs, timings))
 
     return await run_sized(generation.usage.total_tokens, respond_whole)

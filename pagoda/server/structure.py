@@ -2,12 +2,15 @@
 its older `guided_*`.
 """
 
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pagoda.base.errors import RequestError
 from pagoda.base.registry import nearest
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.server.body import Body, one_of
+
+if TYPE_CHECKING:
+    from pagoda.server.sampling_body import SamplingBody
 
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
@@ -32,20 +35,7 @@ class ResponseFormat(Body, kw_only=True, frozen=True):
     format: dict[str, Any] | None = None
 
 
-class StructureFields(Protocol):
-    """The fields of a body that are read here."""
-
-    @property
-    def response_format(self) -> ResponseFormat | None: ...
-    @property
-    def structured_outputs(self) -> dict[str, Any] | None: ...
-    @property
-    def guided_json(self) -> dict[str, Any] | str | None: ...
-    @property
-    def guided_whitespace_pattern(self) -> str | None: ...
-
-
-def structure_values(body: StructureFields) -> dict[str, Any]:
+def structure_values(body: "SamplingBody") -> dict[str, Any]:
     """Return the fields that hold JSON of any size, for RequestLimits.check_values."""
     given = body.response_format
     return {
@@ -55,7 +45,7 @@ def structure_values(body: StructureFields) -> dict[str, Any]:
     }
 
 
-def structure_of(body: StructureFields) -> StructuredOutputsParams | None:
+def structure_of(body: "SamplingBody") -> StructuredOutputsParams | None:
     """Return the form that a request asks for, or None. Raises RequestError for more than one."""
     asked: dict[str, dict[str, Any]] = {}
     if body.response_format is not None and body.response_format.type != "text":

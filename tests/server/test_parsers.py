@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 
 from pagoda.base.errors import ConfigError
 from pagoda.server.chat import ReasoningSplitter, opens_reasoning
-from pagoda.server.tool_parsers import (
-    TOOL_PARSERS,
-    ToolParser,
-    merged,
-    parser_for_template,
-    parser_named,
-)
+from pagoda.server.tool_parsers import TOOL_PARSERS, parser_for_template, parser_named
+from pagoda.server.tool_parsers.base import ToolParser, merged
 from pagoda.server.tool_parsers.formats import HermesParser, LlamaJsonParser, NamedCallParser
 
 

@@ -15,7 +15,7 @@ class Mailbox:
     def __init__(self, kind: OutputKind) -> None:
         self._kind = kind
         self._output: RequestOutput | None = None
-        self._unread: dict[int, _UnreadPart] = {}
+        self._unread: dict[int, GatheredPart] = {}
         self._error: Exception | None = None
         self._filled = asyncio.Event()
 
@@ -32,7 +32,7 @@ class Mailbox:
         for part in output.outputs:
             unread = self._unread.get(part.index)
             if unread is None:
-                self._unread[part.index] = _UnreadPart.of(part)
+                self._unread[part.index] = GatheredPart.of(part)
             else:
                 unread.add(part)
 
@@ -58,8 +58,8 @@ class Mailbox:
 
 
 @dataclass(slots=True)
-class _UnreadPart:
-    """Consecutive deltas of one sequence.   last: the newest."""
+class GatheredPart:
+    """Consecutive deltas of one sequence, as one.   last: the newest."""
 
     last: CompletionOutput
     texts: list[str]
@@ -67,7 +67,7 @@ class _UnreadPart:
     logprobs: list[dict[int, Logprob]] | None
 
     @classmethod
-    def of(cls, part: CompletionOutput) -> "_UnreadPart":
+    def of(cls, part: CompletionOutput) -> "GatheredPart":
         logprobs = list(part.logprobs) if part.logprobs is not None else None
         return cls(part, [part.text], list(part.token_ids), logprobs)
 

@@ -4,7 +4,7 @@ To add a format, write a subclass of ToolParser, list it here, and give its gram
 """
 
 from pagoda.base.registry import Registry
-from pagoda.server.tool_parsers.base import Parsed, ToolCall, ToolParser, held_back, merged
+from pagoda.server.tool_parsers.base import ToolParser
 from pagoda.server.tool_parsers.formats import (
     DeepSeekV3Parser,
     DeepSeekV31Parser,
@@ -18,17 +18,6 @@ from pagoda.server.tool_parsers.formats import (
     Qwen3CoderParser,
 )
 from pagoda.server.tool_parsers.pythonic import PythonicParser
-
-__all__ = [
-    "TOOL_PARSERS",
-    "Parsed",
-    "ToolCall",
-    "ToolParser",
-    "held_back",
-    "merged",
-    "parser_for_template",
-    "parser_named",
-]
 
 TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
     "tool call parser",
