@@ -78,10 +78,12 @@ class Table:
     """A contiguous tensor that belongs to the model.
 
     dtype: as in Rows.   packed: it may also be the rows of a packed linear weight (PrepareOps.table_of).
+    optional: it may be None; its shape is then ().
     """
 
     dtype: DType | str | None = None
     packed: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True, slots=True)

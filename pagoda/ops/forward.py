@@ -34,16 +34,17 @@ from pagoda.ops.shape_rules import (
     check_cache_heads,
     check_factors,
     check_gate_up,
-    check_heads,
     check_layer_norm,
     check_low_rank,
     check_mean_rows,
     check_moe,
     check_norm,
+    check_paged,
     check_put_rows,
     check_rotary_write,
     check_sinks,
     check_tables,
+    check_text,
     half_of_gate_up,
     half_of_weight,
     head_slices,
@@ -220,13 +221,15 @@ class ForwardOps(Protocol):
 
     @op(
         "attention",
-        check_cache_heads,
+        check_paged,
         q=Rows(),
         cache=Cache(writes=False),
         metadata=Group(Slots.QUERIES, "cache"),
         scale=Scalar.F32,
         window=Scalar.I32,
         softcap=Scalar.F32,
+        bias=Table(F32, optional=True),
+        first=Scalar.I32,
         out=Out("q", lambda s: (s["q"][1] * s["q"][2],)),
     )
     def attention(
@@ -237,11 +240,15 @@ class ForwardOps(Protocol):
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        bias: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
         """Causal paged attention, q [T, H, D] -> [T, H * D].
 
         window: the last `window` tokens, itself included (0: all). softcap: scores become
         softcap * tanh(score / softcap) (0: off). Reads the pages in place.
+        bias: float32 [heads, 2 * M + 1], None for none: bias[head, M + distance] is added to a score, where distance is
+        the key's position less the query's, and M or -M if it is larger or less. The heads of q begin at row `first`.
         """
         ...
 
@@ -275,7 +282,7 @@ class ForwardOps(Protocol):
 
     @op(
         "attention",
-        check_heads,
+        check_text,
         q=Rows(),
         k=Rows("q"),
         v=Rows("k", like="k"),
@@ -283,6 +290,8 @@ class ForwardOps(Protocol):
         scale=Scalar.F32,
         window=Scalar.I32,
         softcap=Scalar.F32,
+        bias=Table(F32, optional=True),
+        first=Scalar.I32,
         out=Out("q", lambda s: (s["q"][1] * s["q"][2],)),
     )
     def bidirectional_attention(
@@ -294,11 +303,13 @@ class ForwardOps(Protocol):
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        bias: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
         """Attention of every token of a request to all of its tokens; q [T, H, D], k, v [T, K, D] -> [T, H * D].
 
         Reads no cache: all tokens of a request must be in the batch, one request after the other without padding.
-        window: only tokens less than `window` positions away (0: all).   softcap: as in `attention`.
+        window: only tokens less than `window` positions away (0: all).   softcap, bias, first: as in `attention`.
         """
         ...
 

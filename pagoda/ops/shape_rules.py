@@ -45,6 +45,23 @@ def check_heads(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         raise ValueError(f"heads of q {q} do not fit those of k {k}")
 
 
+def check_text(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    check_heads(shapes, arguments)
+    _check_bias(shapes, arguments)
+
+
+def check_paged(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    check_cache_heads(shapes, arguments)
+    _check_bias(shapes, arguments)
+
+
+def _check_bias(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    """A bias must have a row for each head, with one distance in its middle."""
+    bias, first, heads = shapes["bias"], arguments["first"], shapes["q"][1]
+    if bias and (len(bias) != 2 or not bias[1] % 2 or not isinstance(first, int) or not 0 <= first <= bias[0] - heads):
+        raise ValueError(f"a bias {bias} is not that of {heads} heads from {first} on, by distance")
+
+
 def check_tables(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     """cos and sin must have half a head per position; several positions of a row must divide it."""
     if shapes["cos"] != shapes["sin"] or 2 * shapes["cos"][1] != shapes["q"][2] or shapes["k"][2] != shapes["q"][2]:

@@ -96,6 +96,7 @@ class PagedRows:
         window: int = 0,
         softcap: float = 0.0,
         last_seen: list[int] | None = None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute (row, tokens) each, in this order; returns the attention output [T, H * D]."""
         lens = [(self.computed[row], count) for row, count in new]
@@ -112,4 +113,4 @@ class PagedRows:
             self.computed[row] += count
         if self.sinks is not None:
             return self.ops.attention_with_sinks(q, self.cache, metadata, self.sinks, 2, scale, window)
-        return self.ops.attention(q, self.cache, metadata, scale, window, softcap)
+        return self.ops.attention(q, self.cache, metadata, scale, window, softcap, bias, 2 if bias is not None else 0)

@@ -86,6 +86,63 @@ def test_bits_with_sinks_depend_on_the_row_alone(native: NativeOps, dtype: torch
     assert torch.equal(together[70:], alone)
 
 
+def bias_of(geometry: Geometry, reach: int) -> torch.Tensor:
+    """Of two heads before those of the rows, and of theirs."""
+    drawn = torch.Generator().manual_seed(6)
+    return 2 * torch.randn(geometry.num_heads + 2, 2 * reach + 1, generator=drawn)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "reach"),
+    [((9, 3, 64, 16, 0, 0.0), 20), ((8, 1, 80, 32, 5, 0.0), 1), ((4, 2, 96, 128, 100, 30.0), 200)],
+    ids=str,
+)
+def test_a_bias_by_distance_matches_the_reference(
+    fast: Ops, reference: ReferenceOps, shape: tuple, reach: int, dtype: torch.dtype
+) -> None:
+    *sizes, window, softcap = shape
+    geometry = Geometry(*sizes, dtype=dtype)
+    rows = [Sequence.random(geometry, length, seed) for seed, length in enumerate((1, 37, 131))]
+    ours, theirs, without = (PagedRows(ops, geometry, rows) for ops in (fast, reference, reference))
+    how = 0.1, window, softcap
+    for step in ([(1, 36), (2, 100)], [(0, 1), (1, 1), (2, 1)], [(2, 30)]):
+        bias = bias_of(geometry, reach)
+        got, want = (paged.step(step, *how, bias=bias).float() for paged in (ours, theirs))
+        torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        assert (want - without.step(step, *how).float()).abs().max() > 0.05
+
+
+def test_a_bias_counts_by_the_distance_of_key_and_query(reference: ReferenceOps) -> None:
+    """The second token sees itself at distance 0 and the first at -1; further ones have the bias of the furthest."""
+    geometry = Geometry(1, 1, 16, 8, F32)
+    row = Sequence.random(geometry, 4, 0)
+    row = Sequence(torch.zeros_like(row.q), row.k, row.v)
+    bias = torch.tensor([[9.0] * 3] * 2 + [[1.0, 2.0, 9.0]])
+    found = PagedRows(reference, geometry, [row]).step([(0, 4)], 0.1, bias=bias)
+    weights = torch.tensor([1.0, 1.0, 1.0, 2.0]).softmax(0)
+    torch.testing.assert_close(found[3:], weights @ row.v.view(4, 16)[None])
+
+
+def test_a_bias_has_a_row_for_each_head_and_a_middle(native: NativeOps) -> None:
+    geometry = Geometry(4, 2, 32, 8, F32)
+    for shape in ((5, 3), (6, 4), (6,)):
+        paged = PagedRows(native, geometry, [Sequence.random(geometry, 3, 0)])
+        with pytest.raises(ValueError, match="is not that of 4 heads from 2 on"):
+            paged.step([(0, 3)], 0.1, bias=torch.zeros(shape))
+
+
+@pytest.mark.parametrize("geometry", [Geometry(8, 2, 64, 16, F32), Geometry(8, 2, 64, 16, BF16, int8_cache=True)])
+def test_bits_with_a_bias_depend_on_the_row_alone(native: NativeOps, geometry: Geometry) -> None:
+    row, other = (Sequence.random(geometry, 600, seed) for seed in range(2))
+    bias = bias_of(geometry, 100)
+    together = PagedRows(NativeOps(native.library, 3), geometry, [row, other], 1)
+    whole = together.step([(1, 70), (0, 600)], 0.1, bias=bias)
+    single = PagedRows(native, geometry, [row], 99)
+    alone = torch.cat([single.step([(0, 1)], 0.1, bias=bias) for _ in range(600)])
+    assert torch.equal(whole[70:], alone)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @pytest.mark.parametrize("window", [0, 40])
 def test_spans_that_attend_both_ways(

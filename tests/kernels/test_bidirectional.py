@@ -43,9 +43,9 @@ def metadata_of(rows: list[Sequence]) -> AttentionMetadata:
     return AttentionMetadata(starts, lengths, *no_blocks, 16, longest, longest)
 
 
-def attend(ops: Ops, shape: tuple, rows: list[Sequence]) -> torch.Tensor:
+def attend(ops: Ops, shape: tuple, rows: list[Sequence], bias: torch.Tensor | None = None) -> torch.Tensor:
     q, k, v = (torch.cat([getattr(row, name) for row in rows]) for name in "qkv")
-    return ops.bidirectional_attention(q, k, v, metadata_of(rows), 0.1, *shape[3:])
+    return ops.bidirectional_attention(q, k, v, metadata_of(rows), 0.1, *shape[3:], bias)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
@@ -58,6 +58,20 @@ def test_matches_the_reference(
     got, want = attend(fast, shape, rows), attend(reference, shape, rows)
     assert got.dtype == dtype
     torch.testing.assert_close(got.float(), want.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("shape", [(12, 12, 32, 0, 0.0), (9, 3, 64, 65, 0.0), (6, 2, 19, 40, 50.0)], ids=str)
+def test_a_bias_by_distance_matches_the_reference(
+    fast: Ops, reference: ReferenceOps, shape: tuple, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.kernels.attention.library.CHUNK_SCORES", 9000)
+    rows = rows_of(shape, LENGTHS, dtype)
+    bias = 2 * torch.randn(shape[0], 101, generator=torch.Generator().manual_seed(6))
+    got, want = attend(fast, shape, rows, bias), attend(reference, shape, rows, bias)
+    torch.testing.assert_close(got.float(), want.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert (want - attend(reference, shape, rows)).abs().max() > 0.05
+    assert (want - attend(reference, shape, rows, bias.flip(1))).abs().max() > 0.05  # before and after differ
 
 
 def test_the_reference_sees_both_ways(reference: ReferenceOps) -> None:

@@ -106,9 +106,20 @@ void attend(const Problem& p, int num_tokens, int threads) {
         attend_by_units(work, tiles, count, threads);
 }
 
+// Of an op's arguments: the rows of `table` from `first` on, by head of q. No data: none.
+struct Bias {
+    const float* rows = nullptr;
+    int reach = 0;
+    Bias() = default;
+    Bias(const Tensor& table, int64_t first)
+        : rows(table.data == nullptr ? nullptr : static_cast<const float*>(table.data) + first * table.dim),
+          reach(static_cast<int>(table.dim / 2)) {}
+    void set(Problem& p) const { p.bias = rows, p.bias_reach = reach; }
+};
+
 // Head sizes of a cache are multiples of 16, block sizes multiples of 8. seq_lens counts the tokens in the cache, this step's included.
 template <class Args>
-void attend_paged(const Args& a, float softcap, const void* sinks, int threads) {
+void attend_paged(const Args& a, float softcap, const void* sinks, const Bias& bias, int threads) {
     const KVPages& cache = a.cache;
     const RowGroup& rows = *a.metadata;
     Problem p{a.q.dtype,
@@ -137,6 +148,7 @@ void attend_paged(const Args& a, float softcap, const void* sinks, int threads) 
               true,
               sinks};
     p.last_seen = rows.last_seen;
+    bias.set(p);
     auto run = cache.dtype == I8     ? attend<int8_t>
                : cache.dtype == F32  ? attend<float>
                : cache.dtype == BF16 ? attend<bf16>
@@ -147,12 +159,12 @@ void attend_paged(const Args& a, float softcap, const void* sinks, int threads) 
 }  // namespace
 
 PAGODA_EXPORT void pagoda_attention(const AttentionArgs* a, int32_t threads) {
-    attend_paged(*a, a->softcap, nullptr, threads);
+    attend_paged(*a, a->softcap, nullptr, Bias(a->bias, a->first), threads);
 }
 
 PAGODA_EXPORT void pagoda_attention_with_sinks(const AttentionWithSinksArgs* a, int32_t threads) {
     int64_t element_bytes = a->q.dtype == F32 ? 4 : 2;
-    attend_paged(*a, 0.0f, static_cast<const char*>(a->sinks.data) + a->first * element_bytes, threads);
+    attend_paged(*a, 0.0f, static_cast<const char*>(a->sinks.data) + a->first * element_bytes, Bias(), threads);
 }
 
 PAGODA_EXPORT void pagoda_bidirectional_attention(const BidirectionalAttentionArgs* a, int32_t threads) {
@@ -160,6 +172,7 @@ PAGODA_EXPORT void pagoda_bidirectional_attention(const BidirectionalAttentionAr
     by_dtype(a->q.dtype, [&](auto element) {
         using T = decltype(element);
         Problem p = with_transient_pages<T>(*a, threads);
+        Bias(a->bias, a->first).set(p);
         attend<T>(p, static_cast<int>(a->q.rows), threads);
         cut_heads<T>(p, *a);
     });

@@ -4,6 +4,7 @@ one chunk of queries at a time.
 
 import torch
 
+from pagoda.kernels.attention.reference import by_distance
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
 
 CHUNK_TOKENS = 512
@@ -20,9 +21,12 @@ def attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    bias: torch.Tensor | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
     """Causal attention, q [T, H, D] -> [T, H * D]; rows with the same number of new tokens are computed together."""
-    return _attention(q, cache, metadata, scale, window, softcap, None)
+    own = None if bias is None else bias[first : first + q.shape[1]]
+    return _attention(q, cache, metadata, scale, window, softcap, None, own)
 
 
 def attention_with_sinks(
@@ -46,11 +50,12 @@ def _attention(
     window: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for rows, tokens in _rows_by_query_len(metadata):
         seen = None if metadata.last_seen is None else metadata.last_seen[tokens]
-        part = _attend(q[tokens], cache, metadata, rows, seen, scale, window, softcap, sinks)
+        part = _attend(q[tokens], cache, metadata, rows, seen, scale, window, softcap, sinks, bias)
         out[tokens] = part.to(q.dtype)
     return out.view(q.shape[0], -1)
 
@@ -63,26 +68,36 @@ def bidirectional_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    bias: torch.Tensor | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
     """Every token to all tokens of its row, q [T, H, D] -> [T, H * D]; rows of one length are computed together."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    own = None if bias is None else bias[first : first + q.shape[1]]
     for _, tokens in _rows_by_query_len(metadata):
         length = tokens.shape[1]
         queries = min(length, max(1, CHUNK_SCORES // length))
         for some in tokens.split(max(1, CHUNK_SCORES // (queries * length))):
             for begin in range(0, length, queries):
                 end = min(length, begin + queries)
-                first, last = (max(0, begin - window + 1), min(length, end + window - 1)) if window else (0, length)
+                low, high = (max(0, begin - window + 1), min(length, end + window - 1)) if window else (0, length)
                 part = _attend_both_ways(
-                    q[some[:, begin:end]], k[some[:, first:last]], v[some[:, first:last]], begin - first,
-                    scale, window, softcap,
+                    q[some[:, begin:end]], k[some[:, low:high]], v[some[:, low:high]], begin - low,
+                    scale, window, softcap, own,
                 )  # fmt: skip
                 out[some[:, begin:end]] = part.to(q.dtype)
     return out.view(q.shape[0], -1)
 
 
 def _attend_both_ways(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int, scale: float, window: int, softcap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offset: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """q [R, Q, H, D] over k, v [R, C, K, D] -> float32 [R, Q, H, D].   offset: of the first query among the keys."""
     num_rows, query_len, num_heads, head_dim = q.shape
@@ -93,10 +108,12 @@ def _attend_both_ways(
     scores = grouped @ keys.transpose(-1, -2)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
+    query_at = (offset + torch.arange(query_len, device=q.device)).unsqueeze(1)
+    key_at = torch.arange(k.shape[1], device=q.device)
+    if bias is not None:
+        scores += by_distance(bias, query_at, key_at).unflatten(0, (num_kv_heads, -1))
     if window:
-        query_at = offset + torch.arange(query_len, device=q.device)
-        distance = (query_at.unsqueeze(1) - torch.arange(k.shape[1], device=q.device)).abs()
-        scores.masked_fill_(distance >= window, float("-inf"))
+        scores.masked_fill_((query_at - key_at).abs() >= window, float("-inf"))
     attended = scores.softmax(dim=-1) @ values
     return attended.permute(0, 3, 1, 2, 4).reshape(num_rows, query_len, num_heads, head_dim)
 
@@ -128,6 +145,7 @@ def _attend(
     window: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Online softmax over chunks of context. q [R, Q, H, D] -> float32 [R, Q, H, D].   seen: `last_seen`, [R, Q]."""
     num_rows, query_len, num_heads, head_dim = q.shape
@@ -154,6 +172,9 @@ def _attend(
         scores = grouped @ k.transpose(-1, -2)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
+        if bias is not None:  # [H, R, Q, C] -> [R, K, Q * G, C]
+            added = by_distance(bias, query_at.unsqueeze(-1), key_at).unflatten(0, (num_kv_heads, group))
+            scores += added.permute(2, 0, 3, 1, 4).flatten(2, 3)
         scores.masked_fill_(hidden.repeat_interleave(group, dim=1).unsqueeze(1), float("-inf"))
         new_top = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
         # A query without any visible position so far keeps top = -inf; its weights must be 0, not NaN.

@@ -22,6 +22,8 @@ struct Problem {
     bool causal = true;
     const void* sinks = nullptr;  // of the q heads, in q's dtype: a score of each that has no value
     const int32_t* last_seen = nullptr;  // of each query token, not less than its own position; or null
+    const float* bias = nullptr;  // [num_heads][2 * bias_reach + 1]: added to a score, by distance of key and query; or null
+    int bias_reach = 0;
     int group() const { return num_heads / num_kv_heads; }
     // The first and last position that query `token` at `at` sees in a row of `length` positions.
     int first_visible(int at) const { return window > 0 ? std::max(0, at - window + 1) : 0; }

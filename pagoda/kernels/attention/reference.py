@@ -14,9 +14,12 @@ def attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    bias: torch.Tensor | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
     """Causal attention, q [T, H, D] -> [T, H * D] in q's dtype; see `ForwardOps`."""
-    return _attention(q, cache, metadata, scale, window, softcap, None)
+    own = None if bias is None else bias[first : first + q.shape[1]]
+    return _attention(q, cache, metadata, scale, window, softcap, None, own)
 
 
 def attention_with_sinks(
@@ -40,6 +43,7 @@ def _attention(
     window: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     num_tokens, num_heads, head_dim = q.shape
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -56,6 +60,8 @@ def _attention(
             scores = softcap * torch.tanh(scores / softcap)
         query_at = torch.arange(seq_len - (end - begin), seq_len, device=q.device).unsqueeze(1)
         key_at = torch.arange(first_read, seq_len, device=q.device).unsqueeze(0)
+        if bias is not None:
+            scores = scores + by_distance(bias, query_at, key_at)
         last = query_at if metadata.last_seen is None else metadata.last_seen[begin:end].unsqueeze(1)
         hidden = key_at > last
         if window:
@@ -76,6 +82,8 @@ def bidirectional_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    bias: torch.Tensor | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
     """Every token to all tokens of its row, q [T, H, D] -> [T, H * D] in q's dtype; see `ForwardOps`."""
     num_tokens, num_heads, head_dim = q.shape
@@ -86,11 +94,19 @@ def bidirectional_attention(
         scores = torch.einsum("qhd,chd->hqc", q[begin:end].float(), keys) * scale
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
+        at = torch.arange(end - begin, device=q.device)
+        if bias is not None:
+            scores = scores + by_distance(bias[first : first + num_heads], at.unsqueeze(1), at)
         if window:
-            at = torch.arange(end - begin, device=q.device)
             scores = scores.masked_fill((at.unsqueeze(1) - at).abs() >= window, float("-inf"))
         out[begin:end] = torch.einsum("hqc,chd->qhd", scores.softmax(dim=-1), values).to(q.dtype)
     return out.view(num_tokens, num_heads * head_dim)
+
+
+def by_distance(bias: torch.Tensor, query_at: torch.Tensor, key_at: torch.Tensor) -> torch.Tensor:
+    """Return the bias of each score, [heads, *broadcast].   query_at, key_at: positions, broadcast with each other."""
+    most = bias.shape[1] // 2
+    return bias[:, most + (key_at - query_at).clamp(-most, most)]
 
 
 def gather_context(

@@ -16,11 +16,21 @@ struct Attention {
     const Problem& p;
     Context<Stored> context{p};
 
-    // Factor from scores to exponents of 2. With a soft cap they already are exponents.
-    float exponent_scale() const { return p.softcap > 0.0f ? 1.0f : p.scale * LOG2_E; }
+    // Whether finished scores are exponents of 2, and not only once multiplied by exponent_scale().
+    bool finishes_exponents() const { return p.softcap > 0.0f || p.bias != nullptr; }
+    float exponent_scale() const { return finishes_exponents() ? 1.0f : p.scale * LOG2_E; }
 
-    // Scale, cap and mask one query vector's scores as needed; return the largest exponent.
-    float finish_scores(float* scores, int groups, int chunk_at, const Tile& t, int query,
+    // The bias of 16 keys, the first of which is `distance` positions after the query.
+    f32x16 bias_of(const float* bias, int distance) const {
+        int most = p.bias_reach;
+        if (distance >= -most && distance + 15 <= most) return load(bias + most + distance);
+        float each[16];
+        for (int i = 0; i < 16; i++) each[i] = bias[most + std::clamp(distance + i, -most, most)];
+        return load(each);
+    }
+
+    // Scale, cap, add the bias and mask one query vector's scores as needed; return the largest exponent.
+    float finish_scores(float* scores, int groups, int chunk_at, const Tile& t, int query, int64_t head,
                         const Workspace<Kind>& w) const {
         int at = t.first_at + query, from = p.first_visible(at) - chunk_at;
         int to = p.last_visible(t.first_token + query, at, t.length) - chunk_at;
@@ -29,12 +39,19 @@ struct Attention {
         for (int g = 0; g < groups; g++) {
             f32x16 s = load(scores + 16 * g);
             if constexpr (F::SCALED) s = s * load(w.key_scale + 16 * g);
-            if (p.softcap > 0.0f) s = tanh(s * (p.scale / p.softcap)) * (p.softcap * LOG2_E);
+            if (p.softcap > 0.0f)
+                s = tanh(s * (p.scale / p.softcap)) * (p.softcap * LOG2_E);
+            else if (p.bias != nullptr)
+                s = s * (p.scale * LOG2_E);
+            if (p.bias != nullptr) {
+                const float* bias = p.bias + head * (2 * p.bias_reach + 1);
+                s = fma(bias_of(bias, chunk_at + 16 * g - at), splat(LOG2_E), s);
+            }
             if (partly) {
                 i32x16 lane = lane_numbers() + 16 * g;
                 s = select((lane >= from) & (lane <= to), s, splat(HIDDEN));
             }
-            if (F::SCALED || p.softcap > 0.0f || partly) store(scores + 16 * g, s);
+            if (F::SCALED || finishes_exponents() || partly) store(scores + 16 * g, s);
             highest = vmax(highest, s);
         }
         return lane_max(highest) * exponent_scale();
@@ -54,11 +71,12 @@ struct Attention {
     }
 
     // Online softmax of a chunk for all rows of a tile: scores to weights, with `keep` for what was summed before.
-    void online_softmax(const Tile& t, int chunk_at, int groups, const Workspace<Kind>& w, Partial part,
+    void online_softmax(const Tile& t, int64_t kv_head, int chunk_at, int groups, const Workspace<Kind>& w, Partial part,
                         float* sums) const {
         int n = rows(t), group = p.group();
         for (int r = 0; r < n; r++) {
-            float top = finish_scores(w.scores + r * CHUNK, groups, chunk_at, t, r / group, w);
+            int64_t head = kv_head * group + r % group;
+            float top = finish_scores(w.scores + r * CHUNK, groups, chunk_at, t, r / group, head, w);
             w.new_top[r] = std::max(part.top[r], top);
         }
         for_lanes(n, [&](int64_t r, int lanes) {
@@ -120,7 +138,7 @@ struct Attention {
             for (int h = 0; h < heads.count; h++) {
                 context.load_chunk(table, heads.first + h, chunk_at, visible, end, w, keys, values);
                 scores_of<Kind>(w.queries_of(h), n, keys, hd / WIDTH, w.scores, ahead);
-                online_softmax(t, chunk_at, keys.groups, w, part(h), w.sums_of(h));
+                online_softmax(t, heads.first + h, chunk_at, keys.groups, w, part(h), w.sums_of(h));
                 outputs_of<Kind>(w.weights, n, values, hd, w.keep, part(h).acc, ahead);
             }
             ahead.ask_rest();

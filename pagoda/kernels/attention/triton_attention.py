@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pagoda.kernels.attention import library
 from pagoda.kernels.attention.triton_tiles import (
     attend,
     first_tile_of,
@@ -330,8 +331,12 @@ class PagedAttention:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        bias: torch.Tensor | None = None,
+        first: int = 0,
     ) -> torch.Tensor:
-        """See reference.attention."""
+        """See reference.attention. With a bias, in plain torch."""
+        if bias is not None:
+            return library.attention(q, cache, metadata, scale, window, softcap, bias, first)
         tokens, num_heads, head_dim = q.shape
         if q.stride(2) != 1 or q.stride(1) != head_dim:
             q = q.contiguous()

@@ -3,6 +3,7 @@
 import torch
 import triton.language as tl
 
+from pagoda.kernels.attention import library
 from pagoda.kernels.attention.triton_attention import LOG2_E, padded_dim, prefill_tiles
 from pagoda.kernels.attention.triton_tiles import (
     first_tile_of,
@@ -26,8 +27,12 @@ def bidirectional_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    bias: torch.Tensor | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
-    """See reference.bidirectional_attention. A row's bits do not depend on the other rows."""
+    """See reference.bidirectional_attention; a bias is for plain torch. A row's bits do not depend on other rows."""
+    if bias is not None:
+        return library.bidirectional_attention(q, k, v, metadata, scale, window, softcap, bias, first)
     q, k, v = (x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (q, k, v))
     tokens, num_heads, head_dim = q.shape
     num_kv_heads, num_rows = k.shape[1], metadata.seq_lens.shape[0]

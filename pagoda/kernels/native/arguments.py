@@ -193,6 +193,9 @@ def _set_rows(call: Call, name: str, declared: Rows, facts: RowsFacts) -> None:
 
 
 def _set_table(call: Call, name: str, declared: Table, value: object) -> None:
+    if declared.optional and value is None:
+        call.shapes[name] = ()
+        return
     if declared.packed and isinstance(value, PackedTable):
         record = getattr(call.record, name)
         call.shapes[name], call.dtypes[name] = value.shape, DTYPE_CODES[value.dtype]
