@@ -60,7 +60,7 @@ PackedLinear packed(std::vector<float>& panels, int64_t out_features, int64_t in
     std::vector<float> weight = drawn(out_features * in_features, seed);
     panels.resize(static_cast<size_t>((out_features + PANEL - 1) / PANEL * PANEL * in_features));
     pagoda_pack_words(4, weight.data(), panels.data(), out_features, in_features, 3);
-    return {panels.data(), nullptr, out_features, in_features, KIND_F32, 0};
+    return {panels.data(), nullptr, out_features, in_features, KIND_F32, 0, nullptr, nullptr};
 }
 
 void linear() {
