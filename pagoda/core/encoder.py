@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pagoda.core.request import MediaItem
 from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import EncoderRun, SchedulerOutput
@@ -27,6 +28,7 @@ class EncoderCache:
         self._unreferenced: OrderedDict[str, int] = OrderedDict()
         self._items_held: dict[str, set[int]] = {}
         self._evicted: list[str] = []
+        self._new: set[str] = set()  # added since `take_new`
 
     @property
     def num_reclaimable_tokens(self) -> int:
@@ -59,8 +61,9 @@ class EncoderCache:
         """The item will be encoded in this step; the caller asked `make_room` before. Return whether it is new."""
         media = request.spec.media[item]
         if self.touch(request, item):
-            # Run again all the same (an encoder-decoder request fills its own cross blocks), in the same space.
+            # Needed again all the same (an encoder-decoder request fills its own cross blocks), in the same space.
             return False
+        self._new.add(media.content_hash)
         self._length[media.content_hash] = media.length
         self._holders[media.content_hash] = {request.request_id}
         self._items_held.setdefault(request.request_id, set()).add(item)
@@ -101,6 +104,7 @@ class EncoderCache:
         self.num_free_tokens += self._length.pop(content_hash)
         del self._holders[content_hash]
         self._unreferenced.pop(content_hash, None)
+        self._new.discard(content_hash)
 
     def holders_of(self, content_hash: str) -> frozenset[str]:
         """Return ids of the requests that reference the output."""
@@ -120,6 +124,11 @@ class EncoderCache:
         evicted = tuple(dict.fromkeys(self._evicted))
         self._evicted.clear()
         return evicted
+
+    def take_new(self) -> set[str]:
+        """Return hashes of outputs that workers do not have yet; each once."""
+        new, self._new = self._new, set()
+        return new
 
     def release_planned_run(self, request: RequestState, content_hash: str) -> str | None:
         """The request will not run the encoder for this output. Return its next holder's id, or None if it has none."""
@@ -312,6 +321,12 @@ class EncoderInputs:
     def remove_row(self, row: int) -> None:
         self._rows.pop(row, None)
 
-    def take_evicted(self) -> tuple[str, ...]:
-        """Return hashes of outputs that workers must drop."""
-        return self._cache.take_evicted()
+    def drain_into(self, plan: StepPlan) -> None:
+        """Tell workers which outputs to drop, and give them the items whose outputs they lack."""
+        plan.encoder_freed = self._cache.take_evicted()
+        new, inputs = self._cache.take_new(), list[MediaItem]()
+        for run in plan.runs:
+            if run.content_hash in new:
+                new.discard(run.content_hash)
+                inputs.append(self._table.owner(run.row).request.spec.media[run.item])
+        plan.encoder_inputs = tuple(inputs)

@@ -13,7 +13,7 @@ from pagoda.core.kv import CachedPrefix
 from pagoda.core.lifecycle import fail_waiting, finish_one, fork_row, give_row, move_to_running, refuse
 from pagoda.core.preemption import next_victim, preempt, preempt_for
 from pagoda.core.queues import RequestQueue, key_of
-from pagoda.core.request import RequestStatus
+from pagoda.core.request import RequestStatus, without_features
 from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.rules import Chunk, Skip, fit_chunk, fit_chunks, place_chunk, place_chunks, why_held
 from pagoda.core.scheduler_output import AdmitKind, RowFork, RowInit
@@ -348,7 +348,7 @@ def _drain(state: SchedulerState, plan: StepPlan) -> None:
         plan.decided = state.table.report_tokens(plan.at)
     state.kv.drain_into(plan)
     state.outbox.drain_into(plan)
-    plan.encoder_freed = state.encoder.take_evicted()
+    state.encoder.drain_into(plan)
     plan.num_common_prefix_blocks = state.kv.num_common_prefix_blocks(state.batch.running.rows)
 
 
@@ -369,7 +369,7 @@ def _row_init(state: SchedulerState, row: int, kind: AdmitKind, num_computed: in
         sampling=spec.sampling,
         pooling=spec.pooling,
         lora=spec.lora,
-        media=spec.media,
+        media=tuple(map(without_features, spec.media)),
         encoder_len=spec.encoder_len,
         cache_salt=spec.cache_salt,
         prompt_embeds=spec.prompt_embeds,

@@ -1,6 +1,6 @@
 """Request: one prompt and its parameters, immutable."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -71,7 +71,8 @@ class MediaItem:
 
     For an encoder-decoder model it takes no place in the prompt: `offset` is 0, and `length` is its encoder tokens.
     content_hash identifies the content: equal hashes share one encoder output.
-    features: what the encoder reads, float32 in the shape that it asks for; None only where nothing runs it.
+    features: what the encoder reads, float32 in the shape that it asks for; None where nothing runs it, and of the
+        items of a worker's rows.
     grid: sizes that the encoder needs to lay the features out (rows and columns of patches, for example).
     """
 
@@ -80,6 +81,11 @@ class MediaItem:
     length: int
     features: np.ndarray | None = None
     grid: tuple[int, ...] = ()
+
+
+def without_features(item: MediaItem) -> MediaItem:
+    """Return the item as rows know it."""
+    return item if item.features is None else replace(item, features=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

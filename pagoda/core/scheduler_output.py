@@ -32,6 +32,7 @@ class RowInit:
     sequence: its index in the request.   seed: of this sequence (request seed + index).
     cache_salt: of its request; what is learnt from this row's text may only be used for rows with the same salt.
     prompt_embeds: of its request: float32 [n, hidden], for positions 0 .. n - 1.
+    media: of its request, without features.
     """
 
     row: int
@@ -116,7 +117,10 @@ class BlockDelta:
 
 @dataclass(frozen=True, slots=True)
 class EncoderRun:
-    """Run the encoder for item `item` of row `row` before this step's forward and keep the output by its hash."""
+    """Row `row` needs the encoder's output for its item `item` in this step.
+
+    Workers keep it by its hash; what they do not have they compute before the forward, see `encoder_inputs`.
+    """
 
     row: int
     item: int
@@ -149,7 +153,7 @@ class SchedulerOutput:
     """What one step does.
 
     A worker applies it in this order: `released`; `swap_out`, `swap_in`, `copies` (block moves, in that order);
-    `admitted`; `decided`; `beams`; `block_delta`; `forks`; `encoder_freed`, `encoder_runs`; then, layer by layer,
+    `admitted`; `decided`; `beams`; `block_delta`; `forks`; `encoder_freed`, `encoder_inputs`; then, layer by layer,
     writes all KV of the batch before it reads any (a row may read blocks that another row fills in the same step);
     then samples.
 
@@ -167,6 +171,8 @@ class SchedulerOutput:
     copies: int32 [k, 2], device block -> device block (copy-on-write).
     released: rows the worker may forget; a row number may reappear in `admitted` or `forks` of this very step.
     encoder_freed: content hashes of encoder outputs to drop; one of them may run again in this very step.
+    encoder_inputs: items of `encoder_runs` whose outputs are to be computed, each content once, with their features,
+        which travel nowhere else.
     num_common_prefix_blocks: per KV group, leading full blocks that all running rows share; 0 for a row alone.
     """
 
@@ -189,6 +195,7 @@ class SchedulerOutput:
     drafts: dict[int, np.ndarray] = field(default_factory=dict)
     encoder_runs: tuple[EncoderRun, ...] = ()
     encoder_freed: tuple[str, ...] = ()
+    encoder_inputs: tuple[MediaItem, ...] = ()
     num_common_prefix_blocks: tuple[int, ...] = ()
     preempted_ids: tuple[str, ...] = ()
     finished_ids: tuple[str, ...] = ()  # ended since the last SchedulerOutput, aborts included; sent once

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from pagoda.core.request import MediaItem
 from pagoda.core.request_state import RequestState
 from pagoda.core.scheduler_output import (
     NO_BEAMS,
@@ -55,6 +56,7 @@ class StepPlan:
     preempted_ids: tuple[str, ...] = ()
     finished_ids: tuple[str, ...] = ()
     encoder_freed: tuple[str, ...] = ()
+    encoder_inputs: tuple[MediaItem, ...] = ()
     num_common_prefix_blocks: tuple[int, ...] = ()
 
     def __init__(self, step: int, budget: int, encoder_budget: int, now_s: float) -> None:
@@ -73,6 +75,11 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         return not self.placed and len(self.bulk_rows) == 0
+
+    @property
+    def runs(self) -> tuple[EncoderRun, ...]:
+        """Return the encoder runs of all rows."""
+        return tuple(run for runs in self.encoder_runs.values() for run in runs) if self.encoder_runs else ()
 
     def introduce_row(self, row: int, kind: AdmitKind, num_computed: int) -> None:
         """Workers get to know the row, with `num_computed` computed tokens."""
@@ -161,7 +168,8 @@ class StepPlan:
             swap_in=self.swap_in,
             copies=self.copies,
             drafts=self.drafts,
-            encoder_runs=tuple(run for runs in self.encoder_runs.values() for run in runs) if self.encoder_runs else (),
+            encoder_runs=self.runs,
+            encoder_inputs=self.encoder_inputs,
             encoder_freed=self.encoder_freed,
             num_common_prefix_blocks=self.num_common_prefix_blocks,
             preempted_ids=self.preempted_ids,

@@ -31,6 +31,9 @@ POSITION_KINDS = 3
 FEATURES = "features"
 """Input of an encoder's batch: what it reads, in the compute type."""
 
+ENCODER_PIECE_TOKENS = 4096
+"""Tokens of an encoder that are computed at once, if no single item has more: many enough to read weights seldom."""
+
 
 class Model(Module):
     """A tree of layers and the order in which they compute. It receives the ops with every call and stores none.

@@ -10,17 +10,13 @@ from pagoda.core.request import MediaItem
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, Tail
 from pagoda.kernels.transfer import BulkArrays
-from pagoda.models.base import Encoder, EncoderItem
+from pagoda.models.base import ENCODER_PIECE_TOKENS, Encoder, EncoderItem
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.staging import StepEmbeds, StepStates
 
 
 class EncoderOutputs:
-    """The items of rows that have not computed all of theirs, and encoder outputs until the scheduler drops them.
-
-    An item whose output is kept is not computed again: an encoder-decoder request is planned to run the encoder in its
-    first step whatever is kept, because its own blocks must be filled.
-    """
+    """Where the items of rows are that have not computed all of theirs, and outputs until the scheduler drops them."""
 
     def __init__(self, forward: ForwardRunner, dtype: torch.dtype, crosses: bool) -> None:
         """forward: of the encoder.   dtype: the compute type.
@@ -47,22 +43,28 @@ class EncoderOutputs:
             self._outputs.pop(content_hash, None)
 
     def run(self, output: SchedulerOutput) -> None:
-        """Run the encoder for the step's `encoder_runs`, all at once. `output` must have been applied."""
-        missing = {
-            run.content_hash: self._items[run.row][run.item]
-            for run in output.encoder_runs
-            if run.content_hash not in self._outputs
-        }
-        if missing:
-            self._outputs.update(zip(missing, self.compute(list(missing.values())), strict=True))
-            self.num_computed += len(missing)
+        """Compute the step's `encoder_inputs`. `output` must have been applied."""
+        computed = self.compute(output.encoder_inputs)
+        self._outputs.update(
+            (item.content_hash, one) for item, one in zip(output.encoder_inputs, computed, strict=True)
+        )
+        self.num_computed += len(computed)
 
     def compute(self, media: Sequence[MediaItem]) -> list[torch.Tensor]:
-        """Return the encoder's outputs for each item: [item.length, size]."""
-        items: list[EncoderItem] = []
+        """Return the encoder's outputs for each item: [item.length, size]. Their bits do not depend on each other."""
+        found: list[torch.Tensor] = []
+        piece: list[EncoderItem] = []
         for one in media:
             assert one.features is not None, "requests are checked when they are added"
-            items.append(self._encoder.item(one.features, one.grid))
+            item = self._encoder.item(one.features, one.grid)
+            if piece and sum(other.num_tokens for other in piece) + item.num_tokens > ENCODER_PIECE_TOKENS:
+                found += self._compute(piece)
+                piece = []
+            piece.append(item)
+        return found + self._compute(piece) if piece else found
+
+    def _compute(self, items: Sequence[EncoderItem]) -> list[torch.Tensor]:
+        """Compute items at once."""
         outputs = self._forward.run(make_encoder_batch(items, self._dtype, self._forward.staging.device), ()).hidden
         each = outputs.split([item.num_outputs for item in items])
         return list(each) if len(each) == 1 else [one.clone() for one in each]  # which are dropped one by one
@@ -84,11 +86,7 @@ class EncoderOutputs:
             for item in items:
                 first, last = max(start, item.offset), min(start + num_new, item.offset + item.length)
                 if first < last:
-                    kept = self._outputs.get(item.content_hash)
-                    if kept is None:  # its run failed in an earlier step: the scheduler computes these tokens again
-                        kept = torch.zeros(item.length, self._encoder.output_size, dtype=self._dtype)
-                        kept = kept.to(self._forward.staging.device)
-                    values.append(kept[first - item.offset : last - item.offset])
+                    values.append(self._kept(item)[first - item.offset : last - item.offset])
                     index.append(np.arange(begin + first - start, begin + last - start, dtype=np.int64))
                     seen.append(np.full(last - first, item.offset + item.length - 1, np.int32))
             if start + num_new >= _end(items):
@@ -111,13 +109,21 @@ class EncoderOutputs:
         for run in output.encoder_runs:
             if run.row not in self._items:  # its blocks are filled: the run was another's, which is not in this step
                 continue
-            first = sum(item.length for item in self._items[run.row][: run.item])
-            values.append(self._outputs[run.content_hash])
+            items = self._items[run.row]
+            first = sum(item.length for item in items[: run.item])
+            values.append(self._kept(items[run.item]))
             rows.append(np.full(len(values[-1]), run.row))
             positions.append(np.arange(first, first + len(values[-1])))
         for run in output.encoder_runs:
             self._items.pop(run.row, None)
         return StepStates(torch.cat(values), np.concatenate(rows), np.concatenate(positions)) if values else None
+
+    def _kept(self, item: MediaItem) -> torch.Tensor:
+        """Return the item's output; zeros if its run failed in an earlier step: then its tokens are computed again."""
+        kept = self._outputs.get(item.content_hash)
+        if kept is None:
+            kept = torch.zeros(item.length, self._encoder.output_size, dtype=self._dtype)
+        return kept.to(self._forward.staging.device)
 
     def run_largest(self, num_tokens: int) -> None:
         """Compute as many of the largest items as a step of so many encoder tokens can have; keep nothing."""

@@ -140,7 +140,7 @@ class ModelRunner:
         slots = self._adapters.slots_of(output.rows) if self._adapters is not None else None
         embeds, states = self._embeds.take(output) if self._embeds is not None else None, None
         if (encoders := self._encoders) is not None:
-            if output.encoder_runs:
+            if output.encoder_inputs:
                 encoders.run(output)
                 self.times.lap("encoder")
             embeds, states = join_embeds((embeds, encoders.embeds(output))), encoders.states(output)

@@ -109,6 +109,7 @@ class ExactWorker:
         self.host: dict[int, list[Name | None]] = {}
         self.rows: dict[int, Row] = {}
         self.encoded: set[str] = set()
+        self.given: set[str] = set()  # items whose features came, and whose outputs were not freed
         self.lost: set[str] = set()  # encoder outputs whose run failed
         self.pooled_from: dict[str, tuple[int, int]] = {}  # request -> positions whose states it has, begin and end
         self.last_step = 0
@@ -135,9 +136,16 @@ class ExactWorker:
         for request_id in output.finished_ids:
             self.pooled_from.pop(request_id, None)
         for item in output.encoder_freed:
+            self.given.discard(item)
             self.encoded.discard(item)
             self.lost.discard(item)
+        for item in output.encoder_inputs:
+            if item.content_hash in self.given:
+                raise WrongMemory(f"item {item.content_hash} is sent twice")
+            self.given.add(item.content_hash)
         for run in output.encoder_runs:
+            if run.content_hash not in self.given:
+                raise WrongMemory(f"item {run.content_hash} was not sent")
             if run.content_hash in self.encoded:
                 raise WrongMemory(f"item {run.content_hash} is encoded twice")
             if raises:

@@ -120,10 +120,14 @@ class TappedSampler:
 
 
 class StepCounter:
-    """An executor that counts what the schedules made of their requests."""
+    """An executor that counts what the schedules made of their requests.
+
+    It checks that what encoders read is sent once, until the output is freed, and never with a row.
+    """
 
     def __init__(self, inner: Executor, counts: Counter[str]) -> None:
         self._inner, self._counts = inner, counts
+        self._sent: set[str] = set()
         self.start, self.set_pools, self.call = inner.start, inner.set_pools, inner.call
         self.shutdown = inner.shutdown
 
@@ -135,6 +139,13 @@ class StepCounter:
         counts["swapped in"] += len(output.swap_in)
         counts["forks"] += len(output.forks)
         counts["beams copied"] += len(output.beams.copies)
+        counts["features sent"] += len(output.encoder_inputs)
+        self._sent.difference_update(output.encoder_freed)
+        sent = [item.content_hash for item in output.encoder_inputs]
+        assert len({*sent} - self._sent) == len(sent), "features are sent again"
+        assert all(item.features is not None for item in output.encoder_inputs)
+        assert all(item.features is None for init in output.admitted for item in init.media)
+        self._sent.update(sent)
         return self._inner.submit(output)
 
 

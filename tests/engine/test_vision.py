@@ -37,6 +37,8 @@ BASE: dict[str, object] = {
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
+SAMPLED = SamplingParams(temperature=0.9, max_tokens=10, n=3, ignore_eos=True)
+
 Part = int | str
 PROMPTS: list[list[Part]] = [
     [5, "0", 7],
@@ -176,6 +178,20 @@ def test_a_prefix_is_found_with_its_pictures_only(model: Path, name: str, expect
     core.shutdown()
 
 
+def test_features_are_sent_once_for_siblings_other_requests_and_after_a_preemption(model: Path, name: str) -> None:
+    """Each output is kept: the cache has room for all."""
+    counts: Counter[str] = Counter()
+    several = [replace(watched(name, number), params=SAMPLED) for number in (0, 2, 4)]
+    blocks = 28 if name == "gemma3" else 14
+    options = {**BASE, **FEW_BLOCKS, "num_blocks": blocks, "preemption_mode": "recompute"}
+    core, _ = make_engine(model, counts, {**options, "enable_prefix_caching": False}, logits=False)
+    drive(core, [as_request(number, of) for number, of in enumerate(several)])
+    preemptions = core.make_stats().preemptions
+    core.shutdown()
+    assert preemptions > 0
+    assert counts["features sent"] == len({item.content_hash for of in several for item in of.media})
+
+
 @pytest.mark.parametrize("place", ["before", "within", "after"])
 def test_a_restarted_request_goes_on_as_it_would_have(
     model: Path, name: str, expected: list[list[int]], place: str
@@ -203,7 +219,7 @@ def test_a_restarted_request_goes_on_as_it_would_have(
 
 KINDS = [
     GREEDY,
-    SamplingParams(temperature=0.9, max_tokens=10, n=3, ignore_eos=True),
+    SAMPLED,
     SamplingParams(n=2, max_tokens=8, ignore_eos=True, beam_search=BeamSearchOptions()),
     SamplingParams(temperature=0.7, max_tokens=6, prompt_logprobs=2, logprobs=2, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.2, ignore_eos=True),

@@ -9,7 +9,7 @@ import torch
 
 from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import MediaItem, Request
+from pagoda.core.request import MediaItem, Request, without_features
 from pagoda.core.scheduler_output import EncoderRun, SchedulerOutput
 from pagoda.engine.wire import Codec
 from pagoda.kernels.ops import Ops
@@ -102,9 +102,9 @@ def test_items_have_the_same_bits_whatever_is_computed_with_them(outputs: Encode
 def test_outputs_take_the_place_of_the_tokens_of_a_chunk(outputs: EncoderOutputs) -> None:
     items = (image("a", 2, 5), image("b", 7, 4))
     a, b = outputs.compute(items)
-    admitted = replace(row_init(3, [0] * 12, [1]), media=items)
+    admitted = replace(row_init(3, [0] * 12, [1]), media=tuple(map(without_features, items)))
     runs = (EncoderRun(3, 0, "a"), EncoderRun(3, 1, "b"))
-    first = step(1, [(1, 5, 2), (3, 0, 4)], admitted=(admitted,), encoder_runs=runs)
+    first = step(1, [(1, 5, 2), (3, 0, 4)], admitted=(admitted,), encoder_runs=runs, encoder_inputs=items)
     run(outputs, first)
     embeds = outputs.embeds(first)
     assert embeds is not None
@@ -123,11 +123,12 @@ def test_outputs_take_the_place_of_the_tokens_of_a_chunk(outputs: EncoderOutputs
 
 
 def test_an_output_is_computed_once_until_it_is_freed(outputs: EncoderOutputs) -> None:
+    a = image("a", 1, 5)
     for row in range(3):
-        admitted = replace(row_init(row, [0] * 9, [1]), media=(image("a", 1, 5),))
+        admitted = replace(row_init(row, [0] * 9, [1]), media=(without_features(a),))
         freed = ("a",) if row == 2 else ()
-        given = (EncoderRun(row, 0, "a"),) if row != 1 else ()
-        now = step(row + 1, [(row, 0, 9)], admitted=(admitted,), encoder_runs=given, encoder_freed=freed)
+        given = (a,) if row != 1 else ()
+        now = step(row + 1, [(row, 0, 9)], admitted=(admitted,), encoder_inputs=given, encoder_freed=freed)
         run(outputs, now)
         assert outputs.embeds(now) is not None
         assert outputs.num_computed == (1, 1, 2)[row]
@@ -147,11 +148,24 @@ def test_a_step_in_flight_after_an_encoder_run_that_failed_computes_the_other_ro
     assert (embeds.index.tolist(), embeds.values.any().item()) == ([0, 1, 2], False)
 
 
+def test_a_step_in_flight_that_shares_the_output_of_a_run_that_failed_fills_its_cross_attention_with_zeros() -> None:
+    outputs = make_outputs(CpuDevice().make_ops("native", 64, False), crosses=True)
+    admitted = replace(row_init(1, [0] * 3, [1]), media=(without_features(image("a", 0, 6)),), encoder_len=6)
+    after = step(2, [(1, 0, 3)], admitted=(admitted,), encoder_runs=(EncoderRun(1, 0, "a"),))
+    run(outputs, after)
+    states = outputs.states(after)
+    assert states is not None
+    assert (states.positions.tolist(), states.values.any().item()) == ([0, 1, 2, 3, 4, 5], False)
+
+
 def test_states_of_encoder_decoder_rows_enter_the_cache_though_the_output_is_kept() -> None:
     outputs = make_outputs(CpuDevice().make_ops("native", 64, False), crosses=True)
+    a = image("a", 0, 6)
     for row in range(2):
-        admitted = replace(row_init(row, [0] * 3, [1]), media=(image("a", 0, 6),), encoder_len=6)
-        now = step(row + 1, [(row, 0, 3)], admitted=(admitted,), encoder_runs=(EncoderRun(row, 0, "a"),))
+        admitted = replace(row_init(row, [0] * 3, [1]), media=(without_features(a),), encoder_len=6)
+        runs = (EncoderRun(row, 0, "a"),)
+        given = (a,) if row == 0 else ()
+        now = step(row + 1, [(row, 0, 3)], admitted=(admitted,), encoder_runs=runs, encoder_inputs=given)
         run(outputs, now)
         assert outputs.embeds(now) is None
         states = outputs.states(now)
