@@ -195,9 +195,17 @@ class Encoder(Model):
         raise NotImplementedError
 
 
+def check_finite(media: Sequence[MediaItem]) -> None:
+    """Raise RequestError for features that are not all finite numbers."""
+    for item in media:
+        if item.features is not None and not np.isfinite(item.features).all():
+            raise RequestError("a media item needs features of finite numbers", "media")
+
+
 def check_media(request: Request, encoder: Encoder | None, crosses: bool) -> None:
     """Raise RequestError for encoder inputs that the model cannot read, and for a request that lacks its own.
 
+    It does not look at the numbers of images and sounds, which may be many: `check_finite` does, where they are made.
     encoder: None for a model that reads none.   crosses: it is of an encoder-decoder model.
     """
     media, num_tokens = request.media, request.num_prompt_tokens
@@ -212,8 +220,8 @@ def check_media(request: Request, encoder: Encoder | None, crosses: bool) -> Non
     end = 0
     for item in media:
         features = item.features
-        if features is None or features.dtype != np.float32 or not np.isfinite(features).all():
-            raise RequestError("a media item needs features of finite numbers, in float32", "media")
+        if features is None or features.dtype != np.float32:
+            raise RequestError("a media item needs features, in float32", "media")
         length = encoder.num_outputs(features.shape, item.grid)
         encoder.check_values(features)
         if item.length != length:

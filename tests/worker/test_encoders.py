@@ -17,7 +17,7 @@ from pagoda.kernels.reference_ops import ReferenceOps
 from pagoda.layers.attention import Attention, Heads
 from pagoda.layers.linear import Linear
 from pagoda.layers.module import parameters
-from pagoda.models.base import FEATURES, Encoder, EncoderItem, ItemArray, check_media
+from pagoda.models.base import FEATURES, Encoder, EncoderItem, ItemArray, check_finite, check_media
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.declare import Domain
 from pagoda.ops.forward import ForwardOps
@@ -189,11 +189,9 @@ def test_items_that_the_encoder_cannot_read_are_refused() -> None:
     encoder, item = PatchEncoder(), image("a", 1, 3)
     request = Request("r", np.arange(5, dtype=np.int32), SamplingParams(), media=(item,))
     check_media(request, encoder, crosses=False)
-    bad = np.full((6, WIDTH), np.nan, np.float32)
     for media, said in (
         ((replace(item, length=4),), "has 4 tokens, but its features give 3"),
         ((replace(item, features=None),), "needs features"),
-        ((replace(item, features=bad),), "finite"),
         ((replace(item, features=np.zeros((6, 5), np.float32)),), "patches of 20 numbers"),
         ((item, item), "within another"),
         ((replace(item, offset=3),), "outside of the prompt"),
@@ -209,3 +207,11 @@ def test_items_that_the_encoder_cannot_read_are_refused() -> None:
     with pytest.raises(RequestError, match="one encoder input per request, not 2"):
         check_media(replace(request, media=(item, item), encoder_len=6), encoder, crosses=True)
     check_media(replace(request, encoder_len=3), encoder, crosses=True)
+
+
+def test_numbers_that_are_not_finite_are_refused() -> None:
+    features = np.zeros((6, WIDTH), np.float32)
+    check_finite([MediaItem("a", 0, 3, features)])
+    features[5, 3] = np.nan
+    with pytest.raises(RequestError, match="finite"):
+        check_finite([MediaItem("a", 0, 3, features)])

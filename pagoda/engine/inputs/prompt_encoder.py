@@ -16,6 +16,7 @@ from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds, read_embeds
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.models.base import check_finite
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,6 +78,7 @@ class PromptEncoder:
             return self._read_with_images(prompt, add_special_tokens)
         if not isinstance(prompt, Mapping) or "prompt_embeds" not in prompt:
             media = prompt.get("media", ()) if isinstance(prompt, Mapping) else ()
+            check_finite(media)
             token_ids = self.token_ids_of(prompt, add_special_tokens, keep)
             if self._source is not None:
                 return self._as_source(token_ids, self._source)

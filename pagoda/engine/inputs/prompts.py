@@ -60,7 +60,7 @@ def is_embeds(prompt: Prompt) -> bool:
 
 def size_of(prompt: Prompt) -> int:
     """Return how much work reading the prompt is: its characters, or the bytes of its embeddings or its images."""
-    if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
+    if isinstance(prompt, Mapping) and (prompt.get("multi_modal_data") or prompt.get("media")):
         return _SIZE_OF_IMAGES
     if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
         given = prompt["prompt_embeds"]

@@ -23,6 +23,7 @@ FORMATS = ("wav", "mp3", "flac", "ogg", "m4a", "mp4", "webm")
 
 _MAX_CHANNELS = 8
 _RATES = range(4_000, 192_001)
+_LOUDEST = 2**20  # of samples that belong in [-1, 1]
 _RAW_PER_SAMPLE = 12
 """Decoded numbers per sample of the result, on average: 96 kHz in stereo."""
 _PCM = (
@@ -75,7 +76,9 @@ def read_sound(data: bytes | memoryview, name: str, limits: RequestLimits) -> So
         raise RequestError(f"{label} cannot be decoded as {demuxer}: {abbreviate(str(error))}", "file") from None
     if not pieces:
         raise RequestError(f"{label} has no sound in it", "file")
-    return Sound(np.concatenate(pieces), name)
+    samples = np.concatenate(pieces)
+    _check_samples(samples, label)
+    return Sound(samples, name)
 
 
 def load_sound(given: Any, name: str, limits: RequestLimits) -> Sound:
@@ -99,9 +102,14 @@ def as_sound(samples: Any, name: str, limits: RequestLimits) -> Sound:
         )
     limits.check("audio_s", -(-len(array) // SAMPLING_RATE), "file")
     found = np.ascontiguousarray(array, np.float32)
-    if not np.isfinite(found).all():
-        raise RequestError(f"{name}: samples must be finite numbers", "file")
+    _check_samples(found, name)
     return Sound(found, name)
+
+
+def _check_samples(samples: np.ndarray, label: str) -> None:
+    """Raise RequestError for samples of which no finite spectrogram can be made: files may have floats, too."""
+    if not (samples.min() >= -_LOUDEST and samples.max() <= _LOUDEST):  # neither is true of NaN
+        raise RequestError(f"{label}: samples must be finite numbers, of at most {_LOUDEST}", "file")
 
 
 _MAGIC: Mapping[bytes, str] = {b"fLaC": "flac", b"OggS": "ogg", b"\x1a\x45\xdf\xa3": "matroska", b"ID3": "mp3"}

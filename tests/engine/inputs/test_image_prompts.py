@@ -10,10 +10,13 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.request import MediaItem
 from pagoda.engine.inputs.chat_prompts import ChatOptions
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.input_processor import InputProcessor
+from pagoda.engine.inputs.prompts import size_of
 from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
+from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from tests.engine.images.families import FAMILIES, TEMPLATES, expected_ids, image_of, inputs_of
 
 TEXT = {"type": "text", "text": "what the he<image>ck\n"}
@@ -139,6 +142,18 @@ def test_hashes_are_shared_with_requests_of_the_same_salt_only():
 
     assert hash_of(None) == rendered.media[0].content_hash
     assert hash_of("a") == hash_of("a") != hash_of("b")
+
+
+def test_features_that_a_program_gives_are_finite():
+    """They are looked at where prompts are read, not on the engine's thread."""
+    features = np.zeros((4, 3), np.float32)
+    prompt = {"prompt_token_ids": [1, 2], "media": (MediaItem("a", 0, 1, features),)}
+    inputs = inputs_of(FAMILIES[0])
+    assert len(inputs.prompts.read(prompt).media) == 1
+    assert size_of(prompt) >= LONG_TEXT_CHARS, "it would be read on the event loop"
+    features[2, 1] = np.inf
+    with pytest.raises(RequestError, match="finite"):
+        inputs.prompts.read(prompt)
 
 
 def test_a_prompt_with_images_is_not_truncated():

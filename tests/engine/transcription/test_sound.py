@@ -106,6 +106,14 @@ def test_a_missing_decoder_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPa
         read_sound(wav_header(32), "a.wav", LIMITS)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
+def test_files_of_floats_of_which_no_spectrogram_can_be_made_are_refused(bad: float) -> None:
+    samples = tone(0.5)
+    samples[77] = bad
+    with pytest.raises(RequestError, match=r"file 'a.wav': samples must be finite numbers"):
+        read_sound(encoded(samples, "wav", "pcm_f32le"), "a.wav", LIMITS)
+
+
 @pytest.mark.parametrize("samples", [np.zeros((2, 3), np.float32), np.zeros(0, np.float32), [1, 2], [float("nan")]])
 def test_arrays_that_are_no_samples_are_refused(samples: object) -> None:
     with pytest.raises(RequestError, match=r"sounds\[3\]"):
