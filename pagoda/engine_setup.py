@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from dataclasses import dataclass, field
 
+from pagoda.base.abbreviate import abbreviate
 from pagoda.base.config import EngineConfig, ParallelConfig, PrefillConfig, SchedulerConfig, SchedulingMode
 from pagoda.base.config_fit import fit_block_size, fit_defaults, fit_whole_prompts, note_given, pipeline_depth
 from pagoda.base.config_rules import check_settings
@@ -186,6 +187,10 @@ def _tasks(config: EngineConfig, model: Model) -> ModelTasks:
         plan = dataclasses.replace(plan, kind=PoolingKind(given.pooling_type))
     if given.is_matryoshka:
         plan = dataclasses.replace(plan, sizes=())
+    elif lengths := given.matryoshka_dimensions:
+        if not all(length.isdecimal() and int(length) for length in lengths):
+            raise ConfigError(f"hf_overrides: matryoshka_dimensions={abbreviate(lengths)} must be positive integers")
+        plan = dataclasses.replace(plan, sizes=tuple(map(int, lengths)))
     return dataclasses.replace(model.tasks, plan=plan)
 
 

@@ -64,7 +64,7 @@ def normalize(item: DescribedSetting, value: Any) -> Any:
     if item.is_list and isinstance(value, str):
         return _to_strings(name, value)
     if item.is_list and isinstance(value, list | tuple):
-        strings = tuple(cast("list[object]", value))
+        strings = tuple(str(one) if type(one) is int else one for one in cast("list[object]", value))
         return _to_strings(name, strings[0]) if len(strings) == 1 and isinstance(strings[0], str) else strings
     if item.setting.is_size and isinstance(value, str):
         return _to_size(name, value)

@@ -12,7 +12,7 @@ TWO_WAY, PLAIN = "from_2_way_softmax", "no_post_processing"
 class HFOverrides:
     """Replace what a model's files say.
 
-    All but pooling_type and is_matryoshka are settings with which a decoder becomes a reranker.
+    All but pooling_type and those of Matryoshka embeddings are settings with which a decoder becomes a reranker.
     """
 
     pooling_type: Annotated[
@@ -44,6 +44,10 @@ class HFOverrides:
     ] = False
 
     is_matryoshka: Annotated[bool, Setting("Embeddings may be shortened to any number of `dimensions`.")] = False
+
+    matryoshka_dimensions: Annotated[
+        tuple[str, ...], Setting("Length that embeddings may be shortened to by `dimensions`.", unset="the file's")
+    ] = ()
 
     def changed(self) -> dict[str, object]:
         """Return what is set, as config.json would have it."""

@@ -1,6 +1,7 @@
 """Registry: a lookup table by name that suggests the nearest known name for an unknown one."""
 
 import difflib
+import re
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -24,8 +25,18 @@ def nearest(name: str, known: list[str]) -> str:
 
 def closest(name: str, known: list[str]) -> str:
     """Return "; did you mean 'x'?" for an unknown name that is much like a known one; else nothing."""
-    close = difflib.get_close_matches(name, known, n=1) if len(name) <= _LONGEST_COMPARED else []
-    return f"; did you mean {close[0]!r}?" if close else ""
+    if len(name) > _LONGEST_COMPARED:
+        return ""
+    core = _AFFIXES.sub("", name)
+    close = difflib.get_close_matches(core, [_AFFIXES.sub("", one) for one in known], n=1, cutoff=_LEAST_ALIKE)
+    alike = [one for one in known if close and _AFFIXES.sub("", one) == close[0]]
+    best = difflib.get_close_matches(name, alike, n=1, cutoff=0.0)
+    return f"; did you mean {best[0]!r}?" if best else ""
+
+
+_AFFIXES = re.compile(r"^--(no-)?|(For[A-Z]\w*|LMHeadModel|Model)$")
+"""What flags, and what names of architectures, have in common; alike they are if the rest is."""
+_LEAST_ALIKE = 0.7
 
 
 class Registry(Generic[T]):

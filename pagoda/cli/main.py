@@ -18,6 +18,7 @@ SERVE_MODULES = ("aiohttp", "prometheus_client", "starlette", "uvicorn", "zmq")
 """Modules of the extra "serve", which the library alone does not need."""
 COMPLETE_VARIABLE = "_PAGODA_COMPLETE"
 """Set by a shell's completion script."""
+_ANY_WIDTH = 10_000  # of help in a file or pipe
 _LONGEST_MESSAGE = 2000  # characters: an error is a message, never a dump of its input
 
 
@@ -105,7 +106,9 @@ def _run(arguments: list[str]) -> int:
             from typer.completion import get_completion_inspect_parameters
 
             get_completion_inspect_parameters()  # registers the shells, which an app without --show-completion does not
-        return int(make_app(_named(arguments))(arguments, prog_name="pagoda", standalone_mode=False) or 0)
+        width = None if sys.stdout.isatty() else _ANY_WIDTH
+        app = make_app(_named(arguments))
+        return int(app(arguments, prog_name="pagoda", standalone_mode=False, terminal_width=width) or 0)
     except typer.TyperException as error:  # a flag or command that does not exist, a value of the wrong type
         message = error.format_message()
         if message.startswith("Usage:"):  # no command was given: the help is the answer

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagoda.base.config import EngineConfig
-from pagoda.base.errors import CapacityError
+from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.cli.layouts import Layout, layouts_of, proposal
 from pagoda.cli.options import engine_config, engine_options
 
@@ -73,7 +73,8 @@ def plan(
     """Print what a model and settings need.
 
     Weights, KV per token, how many tokens and requests fit. Nothing is fetched without --pull: a model of the catalog
-    and a folder with only config.json are planned without weights, as floats; of others it says what would be fetched.
+    and a folder with only config.json are planned without weights (as floats, but for the catalog's GGUF files, whose
+    codes take what the file does); of others it says what would be fetched.
     """
     from pagoda.cli.console import fetching
     from pagoda.loading.outline import outline
@@ -82,10 +83,16 @@ def plan(
     config = engine_config(options)
     described = config_without_weights(config.model) if not pull else None
     if described is not None:
+        stored, codes = _size_of(config)
+        if codes:
+            config = replace(config, model=replace(config.model, quantization=None))
         with TemporaryDirectory() as folder:
-            made = _plan_or_layouts(config, outline(described, config.model.model, Path(folder)), as_json)
-            stored = num_bytes_of(config.model.model) or made.weights_disk
-            made = replace(made, path="", weights_disk=stored, weight_types={})
+            try:
+                made = _plan_or_layouts(config, outline(described, config.model.model, Path(folder), codes), as_json)
+            except ConfigError as error:
+                raise ConfigError(str(error).replace(folder, config.model.model)) from None
+        held = "gguf" if codes else made.weights_as
+        made = replace(made, path="", weights_disk=stored or made.weights_disk, weight_types={}, weights_as=held)
     else:
         if not pull:
             require_cached(config.model, "add --pull")
@@ -116,11 +123,16 @@ def _proposal(config: EngineConfig, layouts: Sequence[Layout]) -> str:
     return proposal(layouts, select_device(config.parallel).is_host)
 
 
-def num_bytes_of(model: str) -> int:
-    """Return how large the weights of a model of the catalog are on disk, 0 for another."""
+def _size_of(config: EngineConfig) -> tuple[int, int]:
+    """Return what the weights of a model of the catalog take on disk (0 for another), and as codes, if they stay so."""
     from pagoda.loading.catalog import CATALOG
 
-    return CATALOG[model].num_bytes if model in CATALOG else 0
+    model = config.model
+    if model.model not in CATALOG:
+        return 0, 0
+    known = CATALOG[model.model]
+    stays = known.is_gguf and model.quantization in (None, "gguf") and "dtype" not in (config.given or ())
+    return known.num_bytes, known.num_bytes if stays else 0
 
 
 def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
@@ -187,8 +199,9 @@ def _print(made: Plan) -> None:
     window = " at first; layers with a sliding window stop growing" if made.has_windows else ""
     rows.append(("model", f"{made.model} ({made.architecture}, {made.num_parameters / 1e6:.1f} M parameters)"))
     stored = f"on disk ({types})" if made.path else "to be fetched; what follows is computed from the model's config"
+    rule = ", by the size of the file" if made.weights_as == "gguf" and not made.path else ""
     rows.append(("weights", f"{human_bytes(made.weights_disk)} {stored}"))
-    rows.append(("", f"about {human_bytes(made.weights_memory)} in memory as {made.weights_as}"))
+    rows.append(("", f"about {human_bytes(made.weights_memory)} in memory as {made.weights_as}{rule}"))
     if made.adapters_memory:
         rows.append(("LoRA adapters", f"up to {human_bytes(made.adapters_memory)}"))
     if made.embeds_memory:

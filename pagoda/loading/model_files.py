@@ -103,12 +103,14 @@ class ModelFiles:
     name: what the user called it.
     path: the folder (safetensors, ctranslate2) or the .gguf file, the first where there are several.
     overrides: replace settings of its config.json.
+    codes_bytes: of an outline: what the codes take that its weights are; 0: they are floats.
     """
 
     name: str
     path: Path
     format: ModelFormat
     overrides: HFOverrides = field(default_factory=HFOverrides)
+    codes_bytes: int = 0
 
     def sizes(self) -> dict[Path, int]:
         """Return the bytes of every file, in the order of their paths."""

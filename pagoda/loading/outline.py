@@ -19,14 +19,14 @@ from pagoda.models.naming import Naming
 _DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
 
 
-def outline(config: Mapping[str, object], name: str, folder: Path) -> ModelFiles:
+def outline(config: Mapping[str, object], name: str, folder: Path, codes_bytes: int = 0) -> ModelFiles:
     """Write config.json and a safetensors file of the size that the weights would have, with a hole for their values.
 
-    folder: an empty one; it takes some KiB of the disk. Raises ConfigError for an architecture that is not supported,
-    and for weights that are packed.
+    folder: an empty one; it takes some KiB of the disk.   codes_bytes: see ModelFiles.
+    Raises ConfigError for an architecture that is not supported, and for weights that are packed.
     """
     (folder / "config.json").write_text(json.dumps(config))
-    files = ModelFiles(name, folder, "safetensors")
+    files = ModelFiles(name, folder, "safetensors", codes_bytes=codes_bytes)
     if packed_format(files) is not None:
         raise ConfigError(f"model {name}: the size of packed weights is not known from config.json; fetch the model")
     architecture, tree_config = read_architecture(files)

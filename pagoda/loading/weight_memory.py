@@ -75,9 +75,15 @@ class SharesInMemory:
     def weights(self, model: Model) -> int:
         """Return the bytes of a tree's parameters: exact for packed weights, except for the padding between them.
 
+        Of an outline of codes it is the tree's share of what all codes take.
+
         A tied embedding and output head share one copy, except where the head is quantised, or is packed by torch in
         bfloat16: then the embedding's rows are held in the compute dtype as well.
         """
+        total, codes = self._bytes_of(model), self._files.codes_bytes
+        return total * codes // self._bytes_of(self._whole) if codes else total
+
+    def _bytes_of(self, model: Model) -> int:
         paths: dict[int, str] = {}
         total = 0
         for path, parameter in parameters(model):

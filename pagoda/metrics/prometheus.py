@@ -59,6 +59,7 @@ class ServerMetrics:
 
     For one event loop.   stats: returns the engine's latest statistics.   cache_config: static labels of
     cache_config_info.   max_loras: adapters per step; 0 without adapters.   num_restarts: of the engine process so far.
+    num_in_line: returns how many requests wait for their admission.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class ServerMetrics:
         self._cache_config = cache_config
         self._max_loras = max_loras
         self._num_restarts = num_restarts
+        self.num_in_line: Callable[[], int] = lambda: 0
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         # All series exist from the start: rate() misses the first event of a series that appears with it.
         self._ended = Counter[str](dict.fromkeys(FINISH_REASONS, 0))
@@ -153,6 +155,7 @@ class ServerMetrics:
     def collect(self) -> Iterator[Metric]:
         """Iterate over everything, as Prometheus reads it."""
         stats = self.stats()
+        waiting = {"capacity": stats.num_waiting, "admission": self.num_in_line()}
         for name, text, count in (
             ("prompt_tokens", "Prompt tokens processed.", self.num_prompt_tokens),
             ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self.num_cached_tokens),
@@ -176,7 +179,7 @@ class ServerMetrics:
             yield counter
         for name, text, value in (
             ("num_requests_running", "Requests in the running queue.", stats.num_running),
-            ("num_requests_waiting", "Requests in the waiting queue.", stats.num_waiting),
+            ("num_requests_waiting", "Requests in the waiting queue, or in line for it.", sum(waiting.values())),
             ("num_requests_swapped", "Requests swapped out to host memory.", stats.num_swapped),
             ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_usage),
             ("gpu_cache_usage_perc", "Share of KV blocks in use (older name).", stats.kv_usage),
@@ -185,6 +188,8 @@ class ServerMetrics:
             gauge.add_metric(self._values, value)
             yield gauge
         yield self._labelled("vllm:request_success", "Outputs ended, by reason.", "finished_reason", self._ended)
+        for_what = "Waiting requests, by what they wait for: room in a step, or admission."
+        yield self._labelled("vllm:num_requests_waiting_by_reason", for_what, "reason", waiting, GaugeMetricFamily)
         rejected = "Requests rejected by admission, by reason."
         yield self._labelled("vllm:admission_rejections", rejected, "reason", self._refused)
         by_position = {str(at): count for at, count in enumerate(stats.accepted_tokens_per_pos or (0,))}
@@ -213,9 +218,16 @@ class ServerMetrics:
         lora.add_metric((str(self._max_loras), *names), 1)
         yield lora
 
-    def _labelled(self, name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
-        """Return a counter with a label of its own."""
-        family = CounterMetricFamily(name, text, labels=(*_LABELS, label))
+    def _labelled(
+        self,
+        name: str,
+        text: str,
+        label: str,
+        counts: Mapping[str, int],
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = CounterMetricFamily,
+    ) -> Metric:
+        """Return a counter, or a gauge, with a label of its own."""
+        family = kind(name, text, labels=(*_LABELS, label))
         for value, count in counts.items():
             family.add_metric((*self._values, value), count)
         return family

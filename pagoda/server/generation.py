@@ -225,6 +225,7 @@ class Generator:
         self.llm = llm
         self.metrics = metrics
         self.admission = admission
+        metrics.num_in_line = lambda: admission.num_in_line
         self._salt_secret = secrets.token_bytes(16)
         self._live = LiveIds()
 

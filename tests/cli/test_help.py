@@ -94,6 +94,13 @@ def test_the_most_used_flags_come_first(capsys: pytest.CaptureFixture[str]) -> N
     ]
 
 
+def test_in_a_pipe_nothing_is_wrapped_or_padded(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ((), ("plan",), ("models", "list")):
+        lines = help_of(capsys, *command).splitlines()
+        assert lines == [line.rstrip() for line in lines]
+    assert "Print a shell's completion script: `source <(pagoda completion bash)`." in help_of(capsys)
+
+
 def test_one_default_temperature_is_stated(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("generate", "chat"):
         printed = " ".join(help_of(capsys, command).split())

@@ -30,11 +30,42 @@ def test_a_plan_without_the_weights_is_that_with_them_as_floats(
 ) -> None:
     cached_model(name)
     there = make_plan(EngineConfig.from_options(model=name, quantization="none", **SMALL))
-    without = plan(capsys, name, "--cache-dir", str(tmp_path))
+    without = plan(capsys, name, "--cache-dir", str(tmp_path), "--quantization", "none")
     for figure in ("weights_memory", "kv_bytes_per_token", "num_blocks", "dtype", "architecture", "max_model_len"):
         assert without[figure] == getattr(there, figure), figure
     assert without["path"] == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("flags", [(), ("--quantization", "gguf")])
+def test_a_gguf_file_that_is_not_fetched_is_planned_as_the_codes_it_has(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    cached_model("smollm2-135m")
+    there = make_plan(EngineConfig.from_options(model="smollm2-135m", **SMALL))
+    without = plan(capsys, "smollm2-135m", "--cache-dir", str(tmp_path), *flags)
+    assert without["weights_as"] == there.weights_as == "gguf"
+    assert without["weights_memory"] == without["weights_disk"] == pytest.approx(there.weights_memory, rel=0.03)
+    parts = [one["weights"] for one in without["layouts"] if one["pipeline_parallel_size"] == 1]
+    assert parts == sorted(parts, reverse=True)
+    assert parts[0] == without["weights_memory"]
+
+
+def test_a_gguf_file_that_is_not_fetched_says_by_what_rule(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "gemma3-270m", "--kv-cache-memory", "64MiB", "--cache-dir", str(tmp_path)])
+    assert "about 241.4 MiB in memory as gguf, by the size of the file\n" in capsys.readouterr().out
+    as_floats = plan(capsys, "gemma3-270m", "--dtype", "bfloat16", "--cache-dir", str(tmp_path))
+    assert as_floats["weights_as"] == "bfloat16"
+
+
+def test_an_error_about_a_bare_config_names_its_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["NoneForCausalLM"]}')
+    with pytest.raises(SystemExit):
+        main(["plan", str(tmp_path)])
+    err = capsys.readouterr().err
+    assert f"{tmp_path}/config.json: unknown model architecture 'NoneForCausalLM'" in err
+    assert "did you mean" not in err
 
 
 def test_a_folder_with_only_config_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

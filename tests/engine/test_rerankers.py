@@ -173,3 +173,16 @@ def test_config_json_may_say_it(reranker: Reranker, tmp_path: Path) -> None:
 def test_overrides_that_cannot_be_used(reranker: Reranker, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_engine(EngineConfig.from_options(model=str(reranker.folder), hf_overrides={**RERANKER, **changes}))
+
+
+def test_the_lengths_of_matryoshka_embeddings_may_be_named(reranker: Reranker) -> None:
+    def sizes(*lengths: object) -> tuple[int, ...] | None:
+        given = {"matryoshka_dimensions": list(lengths)}
+        return resolve_engine(
+            EngineConfig.from_options(model=str(reranker.folder), hf_overrides=given)
+        ).tasks.plan.sizes
+
+    assert sizes(64, "128") == (64, 128)
+    assert sizes() is None
+    with pytest.raises(ConfigError, match="matryoshka_dimensions=.* must be positive integers"):
+        sizes("x")

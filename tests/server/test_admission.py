@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import generate_latest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import CompletionOutput, RequestOutput
@@ -217,6 +218,16 @@ def test_who_waits_too_long_is_refused_and_leaves_nothing_behind() -> None:
         assert admission.enter(1, 1, "").turn is None
 
     asyncio.run(main())
+
+
+def test_what_waits_in_line_is_among_the_waiting_requests_of_the_metrics() -> None:
+    metrics = ServerMetrics("m", lambda: EngineStats(num_waiting=2), dict.fromkeys(CACHE_LABELS, ""))
+    metrics.num_in_line = lambda: 3
+    shown = generate_latest(metrics.registry).decode()
+    assert 'vllm:num_requests_waiting{engine="0",model_name="m"} 5.0' in shown
+    for reason, count in (("capacity", 2.0), ("admission", 3.0)):
+        labels = f'engine="0",model_name="m",reason="{reason}"'
+        assert f"vllm:num_requests_waiting_by_reason{{{labels}}} {count}" in shown
 
 
 def test_a_storm_beyond_the_line_serves_each_client() -> None:
