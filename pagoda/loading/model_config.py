@@ -207,6 +207,9 @@ def _hf_words(file: GGUFFile, name: str) -> dict[str, object]:
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"{file.path}: tensor 'token_embd.weight' is missing or does not have two dimensions")
     values["vocab_size"] = embedding.shape[0]
+    if (token_types := file.tensors.get("token_types.weight")) is not None:
+        values["type_vocab_size"] = token_types.shape[0]
+        values["pooling_type"] = file.get(f"{name}.pooling_type", int) or None
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     values["attention_bias"] = bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & file.tensors.keys())
     values["attention_out_bias"] = "blk.0.attn_output.bias" in file.tensors

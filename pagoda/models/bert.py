@@ -5,7 +5,10 @@ gives padding tokens inside a text the position of the padding; here they have t
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from pagoda.base.errors import ConfigError
+from pagoda.base.pooling import PoolingKind
 from pagoda.layers.attention import Attention
 from pagoda.layers.linear import Embedding, Linear
 from pagoda.layers.mlp import activate
@@ -148,7 +151,38 @@ def bert_namings(prefix: str) -> tuple[Naming, ...]:
 
 
 def read(config: ConfigReader) -> EncoderConfig:
-    return read_encoder(config, "bert")
+    found = read_encoder(config, "bert")
+    if not config.has("pooling_type"):
+        return found
+    kinds = {1: PoolingKind.MEAN, 2: PoolingKind.CLS, 3: PoolingKind.LAST}
+    kind = config.integer("pooling_type")
+    if kind not in kinds:
+        raise ConfigError(
+            f"{config.origin}: pooling_type = {kind} is not supported; supported: 1, 2, 3 (mean, CLS, last)"
+        )
+    # A GGUF does not say whether vectors get unit length; llama.cpp gives it to all.
+    return replace(found, pooling=replace(found.pooling, kind=kinds[kind], normalize=True))
+
+
+_GGUF_NAMES = {
+    "embeddings.word_embeddings": "token_embd",
+    "embeddings.position_embeddings": "position_embd",
+    "embeddings.token_type_embeddings": "token_types",
+    "embeddings.LayerNorm": "token_embd_norm",
+    **{
+        f"encoder.layer.*.{path}": f"blk.*.{name}"
+        for path, name in {
+            "attention.self.query": "attn_q",
+            "attention.self.key": "attn_k",
+            "attention.self.value": "attn_v",
+            "attention.output.dense": "attn_output",
+            "attention.output.LayerNorm": "attn_output_norm",
+            "intermediate.dense": "ffn_up",
+            "output.dense": "ffn_down",
+            "output.LayerNorm": "layer_output_norm",
+        }.items()
+    },
+}
 
 
 BERT = Architecture(
@@ -164,6 +198,8 @@ BERT = Architecture(
     read=read,
     hf=bert_namings("bert"),
     unused=r"(bert\.)?pooler\.dense|cls\..+",
+    gguf_name="bert",
+    gguf=Naming(_GGUF_NAMES, by_part=True),
 )
 
 

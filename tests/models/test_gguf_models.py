@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,7 +115,7 @@ def test_llama3_rope_from_frequency_factors(tmp_path: Path, on: DeviceUnderTest)
         ),
     ],
 )
-def test_rope_scaling_from_metadata(name: str, metadata: dict[str, object], tmp_path: Path, on: DeviceUnderTest):
+def test_rope_scaling_from_metadata(name: str, metadata: dict[str, Any], tmp_path: Path, on: DeviceUnderTest):
     model = make_model(name)
     folder = save(model, tmp_path / "folder")
     write_gguf(model, tmp_path / "model.gguf", Kind.F32, **metadata)
@@ -129,7 +130,7 @@ def test_longrope_from_tensors(tmp_path: Path, on: DeviceUnderTest):
         for kind in ("short", "long")
     }
     attention_factor = {"rope__scaling__attn_factor": math.sqrt(1.5)}  # 1 + log(64 / 16) / log(16)
-    settings = {"rope__scaling__original_context_length": 16, **attention_factor, **factors}
+    settings: dict[str, Any] = {"rope__scaling__original_context_length": 16, **attention_factor, **factors}
     write_gguf(model, tmp_path / "model.gguf", Kind.F32, **settings)
     torch.testing.assert_close(logits(tmp_path / "model.gguf", on), logits(folder, on), rtol=1e-5, atol=1e-5)
 

@@ -1,7 +1,8 @@
 """Rebuild the tokenizer in a GGUF file's metadata for the `tokenizers` library.
 
-GGUF has two families: "gpt2", byte-level BPE with explicit merges and the name of the pattern that splits text into
-words, and "llama", SentencePiece BPE, whose merges follow from the tokens' scores (for Gemma, from their order).
+GGUF has three families: "gpt2", byte-level BPE with explicit merges and the name of the patterns that split text into
+words, "llama", SentencePiece BPE, whose merges follow from the tokens' scores (for Gemma, from their order), and
+"bert", WordPiece.
 """
 
 from operator import methodcaller
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
@@ -40,7 +41,8 @@ def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> Library
     except BaseException as error:
         raise library_failure(error, path, "the file's tokenizer is inconsistent") from None
     names = _special_names(file, tokens)
-    _put_bos_and_eos(file, kind, backend, names)
+    if kind != "bert":
+        _put_bos_and_eos(file, kind, backend, names)
     template = chat_template if chat_template is not None else file.get("tokenizer.chat_template", str)
     bos_id = file.get("tokenizer.ggml.bos_token_id", int)
     longest = max(map(len, tokens))
@@ -55,17 +57,20 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     pre = file.get("tokenizer.ggml.pre", str)
     if pre is None:
         raise ConfigError("tokenizer.ggml.pre is missing: it names the pattern that splits text into words")
-    pre_tokenizer = _PRE_TOKENIZERS[pre]
+    patterns = _PRE_TOKENIZERS[pre]
     pairs = _pairs(file)
     if pairs is None and file.strings("tokenizer.ggml.merges") is None:
         raise ConfigError("tokenizer.ggml.merges is missing")
     vocab = dict(zip(tokens, range(len(tokens)), strict=True))
     ignore_merges = pre in _WHOLE_WORDS_FIRST
     backend = tokenizers.Tokenizer(models.BPE(vocab, pairs or [], ignore_merges=ignore_merges))
-    if pre in _QWEN_LIKE:
+    if pre in _NFC:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [*pre_tokenizer(), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     backend.decoder = decoders.ByteLevel()
     _add_marked_tokens(file, backend, tokens)
@@ -102,7 +107,51 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     return backend
 
 
-_FAMILIES = Registry("GGUF tokenizer model", {"gpt2": _byte_level, "llama": _sentencepiece})
+def _wordpiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
+    """Build BERT's tokenizer: [CLS] and [SEP] around a text, whose words are the longest tokens that fit.
+
+    llama.cpp's converter has U+2581 in front of what begins a word, instead of "##" in front of what does not.
+    """
+    types = file.numbers("tokenizer.ggml.token_type")
+    is_special = np.zeros(len(tokens), bool) if types is None else types == _CONTROL
+    if len(is_special) != len(tokens):
+        raise ConfigError(f"tokenizer.ggml.token_type has {len(is_special)} entries for {len(tokens)} tokens")
+    names = [
+        token if special or (token[:1] == "[" and token[-1:] == "]") else _as_wordpiece(token)
+        for token, special in zip(tokens, is_special.tolist(), strict=True)
+    ]
+    ids = {
+        key: file.get(f"tokenizer.ggml.{key}_token_id", int)
+        for key in ("unknown", "cls", "bos", "separator", "seperator", "eos")  # llama.cpp spells it so
+    }
+    marks: list[str] = []
+    for wanted in (("unknown",), ("cls", "bos"), ("separator", "seperator", "eos")):
+        number = next((ids[key] for key in wanted if ids[key] is not None), None)
+        if number is None or not 0 <= number < len(tokens):
+            raise ConfigError(f"tokenizer.ggml.{wanted[0]}_token_id is {number}; expected 0 to {len(tokens) - 1}")
+        marks.append(names[number])
+    unknown, first, last = marks
+    vocab = dict(zip(names, range(len(names)), strict=True))
+    backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=unknown, max_input_chars_per_word=100))
+    # A vocabulary that knows capital letters is one of a model that tells them from small ones.
+    words = "".join(name for name in names if name[:1] != "[")
+    backend.normalizer = normalizers.BertNormalizer(lowercase=words == words.lower())
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    _add_marked_tokens(file, backend, names)
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last}",
+        pair=f"{first} $A {last} $B:1 {last}:1",
+        special_tokens=[(first, vocab[first]), (last, vocab[last])],
+    )
+    return backend
+
+
+def _as_wordpiece(token: str) -> str:
+    return token[1:] if token.startswith(_SPACE) else f"##{token}"
+
+
+_FAMILIES = Registry("GGUF tokenizer model", {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _wordpiece})
 
 
 def _pairs(file: GGUFFile) -> list[tuple[str, str]] | None:
@@ -191,33 +240,38 @@ _TEKKEN = _CASED_WORD.replace("SUFFIX", "") + r"|\p{N}" + _CASED_REST
 _GPT4O = _CASED_WORD.replace("SUFFIX", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _CASED_REST
 
 
-class _Cut:
-    """Creates the pre-tokenizers that split text by a pattern, and before that, if single_digits, into digits."""
+_DIGIT = r"\p{N}"
+_HAN_AND_HANGUL = "[一-龥ࠀ-一가-\ud7ff]+"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED_CODER = _QWEN2.replace(r"]+[\r\n]*|", r"\r\n]+|")
 
-    def __init__(self, pattern: str, single_digits: bool = False) -> None:
-        self.pattern, self.single_digits = pattern, single_digits
-
-    def __call__(self) -> list[pre_tokenizers.PreTokenizer]:
-        digits: list[pre_tokenizers.PreTokenizer] = (
-            [pre_tokenizers.Digits(individual_digits=True)] if self.single_digits else []
-        )
-        return [*digits, pre_tokenizers.Split(Regex(self.pattern), behavior="isolated")]
-
+_PATTERNS: dict[tuple[str, ...], tuple[str, ...]] = {
+    (
+        *("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "pixtral", "midm-2.0", "lfm2"),
+        *("glm4", "chatglm-bpe"),
+    ): (_LLAMA3,),
+    ("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "stablelm2", "hunyuan"): (_QWEN2,),
+    (
+        *("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "exaone4", "jais", "trillion", "gigachat", "mellum", "a.x-4.0"),
+        *("roberta-bpe", "jina-es", "jina-de", "jina-v2-es", "jina-v2-de", "jina-v2-code"),
+    ): (_GPT2,),
+    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"): (_DIGIT, _GPT2),
+    ("default",): (r"[\p{P}\$\+<=>\^~\|]+", _GPT2.removesuffix(r"|\s+"), r"\p{N}+", "[0-9][0-9][0-9]"),
+    ("deepseek-coder",): (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL, _DIGIT),
+    ("deepseek-v3", "hunyuan-dense"): (r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+", _DEEPSEEK3),
+    ("seed-coder",): (_SEED_CODER,),
+    ("tekken",): (_TEKKEN,),
+    ("gpt-4o", "llama4", "kanana2"): (_GPT4O,),
+}
+"""What each of the patterns finds is a piece; the next one divides the pieces and what is between them."""
 
 _PRE_TOKENIZERS = Registry(
-    "GGUF pre-tokenizer",
-    {
-        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3", "pixtral"), _Cut(_LLAMA3)),
-        **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), _Cut(_QWEN2)),
-        **dict.fromkeys(("gpt-2", "gpt2", "phi-2", "mpt", "olmo", "default", "exaone4"), _Cut(_GPT2)),
-        **dict.fromkeys(
-            ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
-            _Cut(_GPT2, single_digits=True),
-        ),
-        "tekken": _Cut(_TEKKEN),
-        **dict.fromkeys(("gpt-4o", "llama4"), _Cut(_GPT4O)),
-    },
+    "GGUF pre-tokenizer", {name: patterns for names, patterns in _PATTERNS.items() for name in names}
 )
-_WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken"}
+_WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2", "tekken"}
 _BEGINS_WITH_BOS = _WHOLE_WORDS_FIRST
-_QWEN_LIKE = {"qwen2", "deepseek-r1-qwen", "megrez"}
+_NFC = {"qwen2", "deepseek-r1-qwen", "megrez", "command-r", "olmo"}
+"""Those whose tokenizers join letters with their marks first."""

@@ -11,7 +11,7 @@ import gguf
 import pytest
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertTokenizer
 
 import pagoda
 from pagoda.base.errors import CapacityError, ConfigError
@@ -241,15 +241,47 @@ QWEN2 = (
 )
 
 
-@pytest.mark.parametrize(("pre", "pattern"), [("llama-bpe", LLAMA3), ("qwen2", QWEN2), ("gpt-2", None)])
-def test_byte_level_gguf_splits_words_as_the_published_tokenizer_does(tmp_path: Path, pre: str, pattern: str) -> None:
-    cut = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    if pattern is not None:
-        cut = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), cut])
+def split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
+HAN = "[一-龥ࠀ-一가-\ud7ff]+"
+PUBLISHED: dict[str, tuple[list[pre_tokenizers.PreTokenizer], bool]] = {
+    "llama-bpe": ([split(LLAMA3)], False),
+    "qwen2": ([split(QWEN2)], False),
+    "gpt-2": ([], True),
+    "olmo": ([], True),
+    "command-r": ([DIGITS], True),
+    "smollm": ([DIGITS], True),
+    "deepseek-coder": (
+        [split("[\r\n]"), split(r"\s?\p{L}+"), split(r"\s?\p{P}+"), split(HAN), DIGITS],
+        False,
+    ),
+    "deepseek-v3": (
+        [
+            split(r"\p{N}{1,3}"),
+            split("[一-龥\u3040-ゟ゠-ヿ]+"),
+            split(
+                r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+                r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            ),
+        ],
+        False,
+    ),
+}
+"""What the tokenizer.json of such models splits a text with, and whether ByteLevel does so as well."""
+
+
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_byte_level_gguf_splits_words_as_the_published_tokenizer_does(tmp_path: Path, pre: str) -> None:
+    steps, use_regex = PUBLISHED[pre]
     reference = tokenizers.Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
-    if pre == "qwen2":
+    if pre in ("qwen2", "olmo", "command-r"):
         reference.normalizer = tokenizers.normalizers.NFC()
-    reference.pre_tokenizer = cut
+    reference.pre_tokenizer = pre_tokenizers.Sequence(
+        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)]
+    )
     reference.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=600,
@@ -265,7 +297,7 @@ def test_byte_level_gguf_splits_words_as_the_published_tokenizer_does(tmp_path: 
     files = write_gguf(tmp_path / "m.gguf", "gpt2", tokens, types, pre=pre, merges=merges, bos_token_id=0)
     tokenizer = load_tokenizer(files)
     begins = [0] if pre == "llama-bpe" else []
-    for text in [*STRINGS, "a<|b|>c 1234567"]:
+    for text in [*STRINGS, "a<|b|>c 1234567", "e\u0301 don't\r\n\n  x=10**3;東京タワー 한국, ¿qué? ½²"]:
         ids = reference.encode(text).ids
         assert tokenizer.encode(text) == begins + ids, text
         assert tokenizer.decode(ids, False) == reference.decode(ids, skip_special_tokens=False)
@@ -336,6 +368,8 @@ def test_gguf_flags_decide_on_bos_and_eos(tmp_path: Path) -> None:
         ("gpt2", {"pre": "gpt-2", "merges": ["a q"]}, "inconsistent"),
         ("gpt2", {"pre": "gpt-2", "merges": ["ab"]}, "no space"),
         ("rwkv", {}, "unknown GGUF tokenizer model 'rwkv'"),
+        ("bert", {}, "unknown_token_id is None; expected 0 to 2"),
+        ("bert", {"unknown_token_id": 0, "bos_token_id": 7}, "cls_token_id is 7; expected 0 to 2"),
         ("llama", {}, "scores"),
         ("gpt2", {"pre": "gpt-2", "merges": ["a b"], "eos_token_id": 99}, "99"),
     ],
@@ -344,6 +378,18 @@ def test_what_a_gguf_lacks_is_named(tmp_path: Path, model: str, more: dict[str, 
     files = write_gguf(tmp_path / "m.gguf", model, ["a", "b", "ab"], [1, 1, 1], **more)
     with pytest.raises(ConfigError, match=said):
         load_tokenizer(files)
+
+
+def test_wordpieces_of_a_vocabulary_with_capital_letters_keep_them(tmp_path: Path) -> None:
+    """transformers' tokenizer of the same vocabulary gives the same tokens."""
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "##b", "Ab", "é", ",", "##é"]
+    stored = [t if t[0] == "[" else t[2:] if t.startswith("##") else f"\u2581{t}" for t in tokens]
+    types = [3] * 4 + [1] * 6
+    ids = {"unknown_token_id": 1, "cls_token_id": 2, "seperator_token_id": 3}
+    reference = BertTokenizer(vocab=dict(zip(tokens, range(len(tokens)), strict=True)), do_lower_case=False)
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", "bert", stored, types, **ids))
+    for text in ("a, ab Ab aé", "É", "a[SEP]b", "x" * 101, "Abb"):
+        assert list(tokenizer.encode(text)) == reference(text)["input_ids"], text
 
 
 def test_memory_that_runs_out_is_not_blamed_on_the_file() -> None:
