@@ -155,6 +155,8 @@ def _check_encoder(config: EngineConfig, model: Model, is_on_host: bool, drafts:
     """Raise ConfigError for what does not go with a model that has an encoder."""
     if model.media_encoder is None:
         return
+    if not is_on_host and model.cross_groups:
+        raise ConfigError(f"encoder-decoder models ({model.spec.architecture}) do not run on a GPU; take device='cpu'")
     if not is_on_host:
         raise ConfigError(
             f"models of architecture {model.spec.architecture!r} do not run on a GPU yet with what reads images or "

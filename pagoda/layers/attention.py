@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pagoda.core.kv_specs import KVGroupKind, KVShape
+from pagoda.layers.distance_bias import DistanceBias
 from pagoda.layers.kv import KVDeclaration, KVPlace
 from pagoda.layers.linear import Linear
 from pagoda.layers.module import Module
@@ -50,7 +51,8 @@ class Attention(Module):
         caller's.
     q_norm, k_norm: applied before the rotary embedding; None where there are none. Of the size of a head: to each. As
         large as all heads: over all of them, so that every rank computes all of q, k and v.
-    sinks: each head has a score of its own in the softmax, of no value.
+    sinks: each head has a score of its own in the softmax, of no value.   distance_bias: added to scores, and shared by
+        layers; it does not go with sinks.
     place: where in the cache; set when the model's layers are put into groups. Of one that is not causal: the group
         says which of the batch's metadata has the texts, or parts of them, whose tokens attend to each other.
     """
@@ -74,6 +76,7 @@ class Attention(Module):
         k_norm: RMSNorm | None = None,
         rotates: bool = True,
         sinks: bool = False,
+        distance_bias: DistanceBias | None = None,
     ) -> None:
         dim = heads.dim
         q_size, kv_size = heads.num_heads * dim, heads.num_kv_heads * dim
@@ -92,7 +95,8 @@ class Attention(Module):
         self.q_norm, self.k_norm = q_norm, k_norm
         self.rotary = rotary if rotates else None
         self.sinks = Parameter[Tensor](Vector(heads.num_heads)) if sinks else None
-        self.first_sink = 0
+        self.distance_bias = distance_bias
+        self.first_head = 0  # of all ranks' heads
         self.heads = self.computed_heads = heads
         self.first_heads: tuple[int, int] | None = None
         self.window = window
@@ -108,7 +112,7 @@ class Attention(Module):
         assert isinstance(matrix, Matrix)
         q, k = (rows_of(part, ranks.rank, ranks.size) for part in matrix.parts[:2])
         self.heads = Heads(len(q) // dim, len(k) // dim, dim)
-        self.first_sink = q.start // dim
+        self.first_head = q.start // dim
         if matrix.shard is None:
             self.first_heads = q.start // dim, k.start // dim
         else:
@@ -149,9 +153,9 @@ class Attention(Module):
                 metadata = batch.tail.metadata[self.place.group]
                 q, residual = (ops.select_rows(rows, batch.tail.index) for rows in (q, residual))
             if self.sinks is None:
-                attended = ops.attention(q, cache, metadata, self.scale, self.window, self.softcap)
+                attended = ops.attention(q, cache, metadata, self.scale, self.window, self.softcap, *self._bias())
             else:
-                sinks = self.sinks.value, self.first_sink
+                sinks = self.sinks.value, self.first_head
                 attended = ops.attention_with_sinks(q, cache, metadata, *sinks, self.scale, self.window)
         return attended if self.o_proj is None else self.o_proj(ops, attended), residual
 
@@ -167,7 +171,11 @@ class Attention(Module):
         if self.rotary is not None:
             q, k = ops.rotary(q, k, batch.positions, self.rotary.cos, self.rotary.sin)
         metadata = batch.metadata[self.place.group]
-        return ops.bidirectional_attention(q, k, v, metadata, self.scale, self.window, self.softcap)
+        return ops.bidirectional_attention(q, k, v, metadata, self.scale, self.window, self.softcap, *self._bias())
+
+    def _bias(self) -> tuple[Tensor | None, int]:
+        """Return the op's arguments `bias` and `first`."""
+        return None if self.distance_bias is None else self.distance_bias.table, self.first_head
 
     def _write(self, ops: ForwardOps, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, cache: KVLayer) -> Tensor:
         """Write K and V to the cache, and return q as the cache's keys are: rotated or not."""

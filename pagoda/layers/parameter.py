@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from pagoda.layers.rope_config import RopeConfig
 from pagoda.ops.tensor import Tensor
 
@@ -153,7 +155,19 @@ class RotaryTable:
     num_positions: int = 0
 
 
-Declaration = Table | Vector | Matrix | RotaryTable
+@dataclass(frozen=True, slots=True, eq=False)
+class BiasTable:
+    """A bias per head and distance, float32 [num_heads, distances], made at load from the stored [num_buckets, heads].
+
+    buckets: int64 [distances], the row of each.
+    """
+
+    num_heads: int
+    num_buckets: int
+    buckets: np.ndarray
+
+
+Declaration = Table | Vector | Matrix | RotaryTable | BiasTable
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from pagoda.kernels.linear.quantize import (
 from pagoda.kernels.ops import PrepareOps
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import (
+    BiasTable,
     Matrix,
     MatrixShard,
     Parameter,
@@ -154,6 +155,9 @@ class Filler:
                 return self._vector(path, declared)
             case RotaryTable():
                 return self._rotary_tables(declared)
+            case BiasTable(num_heads, num_buckets, buckets):
+                stored = self._tensor(path, (num_buckets, num_heads), torch.float32)
+                return stored[torch.from_numpy(buckets)].T.contiguous()
             case Matrix(num_experts=0):
                 return self._matrix(path, declared, parameter.shard)
             case Matrix():

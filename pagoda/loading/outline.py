@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pagoda.base.errors import ConfigError
 from pagoda.layers.module import parameters
-from pagoda.layers.parameter import Matrix, Table, Vector, whole_of
+from pagoda.layers.parameter import BiasTable, Matrix, Table, Vector, whole_of
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import bias_pieces, weight_pieces
@@ -50,6 +50,8 @@ def _tensors(model: Model, naming: Naming) -> Iterator[tuple[str, tuple[int, ...
         match parameter.declared:
             case Table(rows=rows, columns=columns, skipped=skipped):
                 yield naming.find(path).name, (skipped + rows, columns)
+            case BiasTable(num_heads=num_heads, num_buckets=num_buckets):
+                yield naming.find(path).name, (num_buckets, num_heads)
             case Vector(size=size, zeros=False):
                 yield naming.find(path).name, (size,)
             case Matrix(tied=None) as matrix:

@@ -11,7 +11,7 @@ from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.kernels.linear.forms import FLOATS, GGUF_TYPES, MADE_WHILE_LOADING, Q8, HeldAs, packed_bias_bytes
 from pagoda.layers.lora_targets import lora_targets
 from pagoda.layers.module import parameters
-from pagoda.layers.parameter import Matrix, Parameter, RotaryTable, Table, Vector, whole_of
+from pagoda.layers.parameter import BiasTable, Matrix, Parameter, RotaryTable, Table, Vector, whole_of
 from pagoda.layers.sharding import RankNumber
 from pagoda.loading.gguf_file import open_gguf
 from pagoda.loading.model_config import build_tree, read_architecture
@@ -122,6 +122,8 @@ def _bytes(path: str, parameter: Parameter[Any], prepared: PreparedAs, held_as: 
             return held.packed_bytes(rows, columns) if coded else rows * columns * element
         case Vector(size):
             return size * element
+        case BiasTable(num_heads=num_heads, buckets=buckets):
+            return num_heads * len(buckets) * 4
         case RotaryTable(rope, head_dim, _, num_positions):
             return (num_positions or prepared.num_positions) * (2 * (head_dim // 2) + (rope.query_beta > 0)) * 4
         case Matrix() as matrix:

@@ -3,27 +3,22 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from pagoda.base.errors import RequestError
 from pagoda.base.model_spec import ModelSpec
-from pagoda.core.request import MediaItem
 from pagoda.layers.kv import place_kv
 from pagoda.layers.linear import Embedding, LMHead
 from pagoda.layers.mlp import Activation, activate
 from pagoda.layers.module import Module
 from pagoda.layers.norm import LayerNorm
 from pagoda.models.architecture import Architecture
-from pagoda.models.base import Encoder, EncoderItem, ItemArray, Model
+from pagoda.models.base import Encoder, Model
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import read_activation
-from pagoda.models.encoder_decoder import NORM_EPS, StackLayer, read_stack
+from pagoda.models.encoder_decoder import NORM_EPS, SOURCE_TOKENS, StackLayer, TextEncoder, read_stack, read_start
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
 _SKIPPED_POSITIONS = 2
-_TOKENS = "source_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,39 +46,17 @@ class BartLayer(StackLayer):
         return self.final_layer_norm.add(ops, inner, x)[0]
 
 
-class BartEncoder(Encoder):
-    """Token ids, as features [tokens, 1], to states."""
-
-    reads_text = True
-
+class BartEncoder(TextEncoder):
     def __init__(self, config: BartConfig, shared: Embedding) -> None:
-        self.spec, self.start = config.encoder, config.start
-        size = self.output_size = self.spec.hidden_size
+        super().__init__(config.encoder, config.start)
+        size = self.output_size
         self.embed_tokens = shared
         self.embed_positions = Embedding(self.spec.max_position, size, skipped=_SKIPPED_POSITIONS, is_divided=False)
         self.layernorm_embedding = LayerNorm(size, NORM_EPS)
         self.layers = [BartLayer(self.spec, config.activation, 0, k_bias=True) for _ in range(self.spec.num_layers)]
 
-    def largest_item(self) -> MediaItem:
-        return MediaItem("", 0, self.spec.max_position, np.zeros((self.spec.max_position, 1), np.float32))
-
-    def num_outputs(self, shape: Sequence[int], grid: tuple[int, ...]) -> int:
-        most = self.spec.max_position
-        if len(shape) != 2 or shape[1] != 1 or not 1 <= shape[0] <= most or grid:
-            raise RequestError(f"the encoder reads a text of 1 to {most} tokens, not {tuple(shape)}", "prompt")
-        return shape[0]
-
-    def check_values(self, features: np.ndarray) -> None:
-        ids, vocab_size = features.astype(np.int64), self.spec.vocab_size
-        if (ids != features).any() or ids.min() < 0 or ids.max() >= vocab_size:
-            raise RequestError(f"the encoder reads token ids of 0 .. {vocab_size - 1}", "prompt")
-
-    def item(self, features: np.ndarray, grid: tuple[int, ...]) -> EncoderItem:
-        ids = features[:, 0].astype(np.int32)
-        return EncoderItem((np.array([len(ids)], np.int32),), len(ids), {_TOKENS: ItemArray(ids)})
-
     def forward(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
-        x = self.embed_tokens(ops, batch.inputs[_TOKENS].tensor)
+        x = self.embed_tokens(ops, batch.inputs[SOURCE_TOKENS].tensor)
         x = self.layernorm_embedding(ops, ops.add(x, self.embed_positions(ops, batch.positions)))
         for layer in self.layers:
             x = layer(ops, x, batch, kv, last=False)
@@ -142,16 +115,13 @@ def read(config: ConfigReader) -> BartConfig:
         config.refuse(name, *((True,) if name == "normalize_embedding" else ()))
     config.refuse("tie_word_embeddings", True)
     positions = config.integer("max_position_embeddings", 1024)
-    start = config.ids("decoder_start_token_id")
-    if not start:
-        raise config.wrong("decoder_start_token_id", "a token id")
     decoder = read_stack(config, "bart", "decoder", positions)
     return BartConfig(
         spec=decoder,
         encoder=read_stack(config, "bart", "encoder", positions),
         activation=read_activation(config, "activation_function", "gelu", gated=False),
         embedding_scale=decoder.hidden_size**0.5 if config.flag("scale_embedding", False) else 1.0,
-        start=start + config.ids("forced_bos_token_id"),
+        start=read_start(config) + config.ids("forced_bos_token_id"),
     )
 
 

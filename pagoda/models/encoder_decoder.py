@@ -1,17 +1,63 @@
-"""What encoder-decoder models share: the parts of their layers, and how the shapes of both stacks are read."""
+"""What encoder-decoder models share: encoders of text, the parts of layers, and how both stacks' shapes are read."""
 
-from pagoda.base.errors import ConfigError
+from collections.abc import Sequence
+
+import numpy as np
+
+from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.model_spec import ModelSpec
+from pagoda.core.request import MediaItem
 from pagoda.layers.attention import Attention, CrossAttention, Heads
 from pagoda.layers.linear import Linear
 from pagoda.layers.mlp import Activation
 from pagoda.layers.module import Module
 from pagoda.layers.norm import LayerNorm
 from pagoda.layers.parameter import Axis
+from pagoda.models.base import Encoder, EncoderItem, ItemArray
 from pagoda.models.config_reader import ConfigReader
 
 NORM_EPS = 1e-5
+SOURCE_TOKENS = "source_tokens"
+"""Input of the batches of an encoder of text: int32 [tokens]."""
+
 _MOST_LAYERS = 512
+
+
+class TextEncoder(Encoder):
+    """An encoder of texts: token ids, as features [tokens, 1], to states. Its batches have them as SOURCE_TOKENS."""
+
+    reads_text = True
+
+    def __init__(self, spec: ModelSpec, start: tuple[int, ...]) -> None:
+        """spec: its `max_position` is the longest text.   start: of an answer."""
+        self.spec, self.start = spec, start
+        self.output_size = spec.hidden_size
+
+    def largest_item(self) -> MediaItem:
+        return MediaItem("", 0, self.spec.max_position, np.zeros((self.spec.max_position, 1), np.float32))
+
+    def num_outputs(self, shape: Sequence[int], grid: tuple[int, ...]) -> int:
+        most = self.spec.max_position
+        if len(shape) != 2 or shape[1] != 1 or not 1 <= shape[0] <= most or grid:
+            raise RequestError(f"the encoder reads a text of 1 to {most} tokens, not {tuple(shape)}", "prompt")
+        return shape[0]
+
+    def check_values(self, features: np.ndarray) -> None:
+        ids, vocab_size = features.astype(np.int64), self.spec.vocab_size
+        if (ids != features).any() or ids.min() < 0 or ids.max() >= vocab_size:
+            raise RequestError(f"the encoder reads token ids of 0 .. {vocab_size - 1}", "prompt")
+
+    def item(self, features: np.ndarray, grid: tuple[int, ...]) -> EncoderItem:
+        ids = features[:, 0].astype(np.int32)
+        return EncoderItem((np.array([len(ids)], np.int32),), len(ids), {SOURCE_TOKENS: ItemArray(ids)})
+
+
+def read_start(config: ConfigReader) -> tuple[int, ...]:
+    """Return the token with which an answer begins. Raises ConfigError if it is not set."""
+    start = config.ids("decoder_start_token_id")
+    if not start:
+        raise config.wrong("decoder_start_token_id", "a token id")
+    return start
 
 
 class StackLayer(Module):

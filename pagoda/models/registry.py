@@ -26,6 +26,7 @@ from pagoda.models.qwen2_5_vl import QWEN2_5_VL
 from pagoda.models.smollm3 import SMOLLM3
 from pagoda.models.stablelm import STABLELM
 from pagoda.models.starcoder2 import STARCODER2
+from pagoda.models.t5 import MT5, T5
 from pagoda.models.whisper import WHISPER
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -62,6 +63,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     MODERNBERT,
     WHISPER,
     BART,
+    T5,
+    MT5,
 )
 
 BY_HF_NAME: Registry[Architecture] = Registry(

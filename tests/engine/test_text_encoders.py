@@ -1,14 +1,23 @@
-"""A tiny BART: prompts are read by its encoder; what transformers answers, and the same bits whatever the schedule."""
+"""Tiny BARTs and T5s, whose encoders read the prompts: transformers' answers, and the same bits in any schedule."""
 
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    MT5Config,
+    MT5ForConditionalGeneration,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from pagoda import LLM, RequestError, SamplingParams
 from pagoda.base.errors import ConfigError
@@ -23,45 +32,79 @@ START, EOS, MAX_LEN = 5, 2, 64
 PROMPTS = [[3, 20, 30, 40], [7], [9, 9, 200, 31, *range(60, 110)]]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, BartForConditionalGeneration]:
-    folder = write_byte_llama(tmp_path_factory.mktemp("bart"))
-    torch.manual_seed(0)
+_IDS = {"decoder_start_token_id": START, "eos_token_id": EOS, "pad_token_id": 0}
+
+
+def make_bart() -> PreTrainedModel:
     shape: dict[str, Any] = {
         "vocab_size": VOCAB, "d_model": 96, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 3,
         "decoder_attention_heads": 6, "encoder_ffn_dim": 80, "decoder_ffn_dim": 112, "scale_embedding": True,
-        "max_position_embeddings": MAX_LEN, "decoder_start_token_id": START, "forced_bos_token_id": None,
-        "forced_eos_token_id": None, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0,
+        "max_position_embeddings": MAX_LEN, "forced_bos_token_id": None, "forced_eos_token_id": None,
+        "bos_token_id": 1, **_IDS,
     }  # fmt: skip
-    theirs = BartForConditionalGeneration(BartConfig(**shape)).float().eval()
+    return BartForConditionalGeneration(BartConfig(**shape))
+
+
+_T5_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB, "d_model": 96, "d_kv": 48, "d_ff": 112, "num_layers": 3, "num_decoder_layers": 2,
+    "num_heads": 3, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
+    "n_positions": MAX_LEN, **_IDS,
+}  # fmt: skip
+
+
+def with_own_head(theirs: Any) -> PreTrainedModel:
+    theirs.lm_head.weight = torch.nn.Parameter(torch.zeros(VOCAB, theirs.config.d_model))
+    return theirs
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "bart": make_bart,
+    "t5": lambda: T5ForConditionalGeneration(T5Config(**_T5_SHAPE)),
+    "t5-gated": lambda: with_own_head(
+        T5ForConditionalGeneration(
+            T5Config(**_T5_SHAPE, feed_forward_proj="gated-gelu", tie_word_embeddings=False)  # type: ignore[call-arg]
+        )
+    ),
+    "mt5": lambda: with_own_head(MT5ForConditionalGeneration(MT5Config(**_T5_SHAPE))),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, Any]:
+    folder = write_byte_llama(tmp_path_factory.mktemp("texts"))
+    torch.manual_seed(0)
+    theirs: Any = MODELS[request.param]().float().eval()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if "norm" in name and name.endswith("weight"):
                 parameter.copy_(1 + 0.3 * torch.randn_like(parameter))
             elif parameter.dim() == 1:
                 parameter.normal_(0, 0.3)
+            elif "relative_attention_bias" in name:
+                parameter.normal_(0, 2)
             else:
                 parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
     theirs.save_pretrained(folder)
     return folder, theirs
 
 
-def generate(theirs: BartForConditionalGeneration, prompt: list[int], **how: Any) -> list[list[int]]:
+def generate(theirs: Any, prompt: list[int], **how: Any) -> list[list[int]]:
     """What transformers answers, without what it begins with."""
     with torch.inference_mode():
-        found = theirs.generate(torch.tensor([prompt]), do_sample=False, **how)  # type: ignore[call-arg]
-    answers = found[:, 1:].tolist()  # type: ignore[index]
-    return [tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens for tokens in answers]
+        found = theirs.generate(torch.tensor([prompt]), do_sample=False, **how)
+    answers = found[:, 1:].tolist()
+    ends = EOS if how.get("eos_token_id") != [] else -1
+    return [tokens[: tokens.index(ends) + 1] if ends in tokens else tokens for tokens in answers]
 
 
 @pytest.fixture(scope="module", params=["native", "torch"])
-def llm(model: tuple[Path, BartForConditionalGeneration], request: pytest.FixtureRequest) -> Iterator[LLM]:
+def llm(model: tuple[Path, Any], request: pytest.FixtureRequest) -> Iterator[LLM]:
     options: dict[str, Any] = {"dtype": "float32", "threads": 1, "num_blocks": 200, "block_size": 8, "device": "cpu"}
     with LLM(str(model[0]), kernels=request.param, **options) as llm:
         yield llm
 
 
-def test_greedy_is_that_of_transformers(llm: LLM, model: tuple[Path, BartForConditionalGeneration]) -> None:
+def test_greedy_is_that_of_transformers(llm: LLM, model: tuple[Path, Any]) -> None:
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert output.prompt_token_ids == [START]
@@ -72,7 +115,7 @@ def test_greedy_is_that_of_transformers(llm: LLM, model: tuple[Path, BartForCond
     assert by_text.outputs[0].token_ids == by_ids.outputs[0].token_ids
 
 
-def test_beams_are_those_of_transformers(llm: LLM, model: tuple[Path, BartForConditionalGeneration]) -> None:
+def test_beams_are_those_of_transformers(llm: LLM, model: tuple[Path, Any]) -> None:
     search = SamplingParams(n=4, temperature=0, max_tokens=12, beam_search=BeamSearchOptions())
     for prompt in PROMPTS:
         found = llm.generate(prompt, search)[0].outputs
@@ -102,7 +145,7 @@ def watched() -> list[Watched]:
     return found
 
 
-def test_same_bits_in_any_schedule(model: tuple[Path, BartForConditionalGeneration]) -> None:
+def test_same_bits_in_any_schedule(model: tuple[Path, Any]) -> None:
     base: dict[str, object] = {"dtype": "bfloat16"}
     expected = alone(model[0], watched(), base)
     counts: Counter[str] = Counter()
@@ -118,13 +161,18 @@ def test_same_bits_in_any_schedule(model: tuple[Path, BartForConditionalGenerati
     assert min(counts["forks"], counts["beams copied"]) > 0
 
 
-def test_a_setting_that_differs_is_refused(model: tuple[Path, BartForConditionalGeneration], tmp_path: Path) -> None:
-    text = (
-        (model[0] / "config.json")
-        .read_text()
-        .replace('"scale_embedding"', '"normalize_before": true, "scale_embedding"')
-    )
-    (tmp_path / "config.json").write_text(text)
+SETTINGS: dict[str, tuple[str, object]] = {
+    "bart": ("normalize_before", True),
+    "t5": ("feed_forward_proj", "gated-relu"),
+    "t5-gated": ("relative_attention_num_buckets", 41),
+    "mt5": ("is_encoder_decoder", "no"),
+}
+
+
+def test_a_setting_that_differs_is_refused(model: tuple[Path, Any], tmp_path: Path) -> None:
+    config = json.loads((model[0] / "config.json").read_text())
+    name, value = SETTINGS["t5-gated" if config.get("scale_decoder_outputs") is False else config["model_type"]]
+    (tmp_path / "config.json").write_text(json.dumps({**config, name: value}))
     (tmp_path / "model.safetensors").symlink_to(model[0] / "model.safetensors")
-    with pytest.raises(ConfigError, match="normalize_before = True"):
+    with pytest.raises(ConfigError, match=f"{name} .*{value}"):
         read_model(identify(tmp_path, str(tmp_path)))
