@@ -8,10 +8,11 @@ import torch
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
+from pagoda.worker.batch_rows import PaddedSize, Padding
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.forward_runner import Computed, ForwardRunner
 from pagoda.worker.sampler import Sampler, prompt_logprobs
-from pagoda.worker.staging import PaddedSize, Padding, StepInputs
+from pagoda.worker.staging import StepInputs
 from pagoda.worker.table_mirror import TableMirror
 
 _PENALIZED_IDS = 4096

@@ -11,8 +11,9 @@ from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, Input, Tail
 from pagoda.kernels.transfer import BulkArrays
 from pagoda.models.base import ENCODER_PIECE_TOKENS, Encoder, EncoderItem
+from pagoda.worker.batch_rows import StepStates
 from pagoda.worker.forward_runner import ForwardRunner
-from pagoda.worker.staging import StepEmbeds, StepStates
+from pagoda.worker.staging import StepEmbeds
 
 
 class EncoderOutputs:

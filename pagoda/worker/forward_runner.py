@@ -23,8 +23,9 @@ from pagoda.ops.batch import ForwardBatch as AnyBatch
 from pagoda.ops.batch import KVLayer as AnyKVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import LowRankTable, Tensor
+from pagoda.worker.batch_rows import PaddedSize, Padding
 from pagoda.worker.devices import Device
-from pagoda.worker.staging import PaddedSize, Padding, StagingBatch, StepInputs
+from pagoda.worker.staging import StagingBatch, StepInputs
 
 if TYPE_CHECKING:
     from pagoda.worker.devices.device import Capture, Graph

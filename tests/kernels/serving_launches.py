@@ -27,7 +27,7 @@ from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.moe.triton_moe import route
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.triton_ops import TritonOps
-from pagoda.worker.staging import padded_context, padded_rows
+from pagoda.worker.batch_rows import padded_context, padded_rows
 from tests.kernels.test_constraints import random_constraints
 
 MAX_MODEL_LEN = 40_960

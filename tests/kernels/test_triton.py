@@ -16,7 +16,7 @@ from pagoda.kernels.batch import AttentionMetadata, KVLayer
 from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.kernels.sampling import reference as sampling
 from pagoda.kernels.sampling.draw_params import DrawParams
-from pagoda.worker.staging import BatchRows, PaddedSize
+from pagoda.worker.batch_rows import BatchRows, PaddedSize
 from tests.kernels.paged import Geometry, PagedRows, Sequence, make_metadata
 from tests.kernels.test_constraints import random_constraints
 from tests.kernels.test_ops import close

@@ -9,10 +9,10 @@ import torch
 from pagoda.layers.sharding import ALONE
 from pagoda.ops.tensor import RankGroup
 from pagoda.worker import worker as worker_module
+from pagoda.worker.batch_rows import Padding
 from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.forward_runner import ForwardRunner, Graphs
 from pagoda.worker.loaded_model import LoadedModel, WorkerConfig, load
-from pagoda.worker.staging import Padding
 from tests.worker.lagging_device import LaggingDevice
 
 

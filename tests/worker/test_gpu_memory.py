@@ -21,12 +21,12 @@ from pagoda.engine_setup import resolve_engine
 from pagoda.kernels.batch import ForwardBatch
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.sizing import fit_cache, weights_in_memory
+from pagoda.worker.batch_rows import Padding
 from pagoda.worker.devices import Device
 from pagoda.worker.devices.cuda import CudaDevice
 from pagoda.worker.dry_runs import LargestSteps, largest_graphs
 from pagoda.worker.forward_runner import Computed, ForwardRunner
 from pagoda.worker.sampler import Sampler
-from pagoda.worker.staging import Padding
 from tests.engine.driver import drive, request, write_tiny_llama
 from tests.fake_cuda import FakeCuda
 from tests.models.tiny_encoders import make_encoder, save_encoder

@@ -19,21 +19,13 @@ from pagoda.kernels.ops import Ops
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.kernels.transfer import to_device
 from pagoda.worker import forward_runner, sampler, staging
+from pagoda.worker.batch_rows import BatchRows, PaddedSize, Padding, padded_context, padded_rows, padded_tokens
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices import Device
 from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.forward_runner import Computed, ForwardRunner, Graphs
 from pagoda.worker.model_runner import ModelRunner
-from pagoda.worker.staging import (
-    BatchRows,
-    PaddedSize,
-    Padding,
-    StagingBatch,
-    StepInputs,
-    padded_context,
-    padded_rows,
-    padded_tokens,
-)
+from pagoda.worker.staging import StagingBatch, StepInputs
 from pagoda.worker.table_mirror import TableMirror
 from tests.worker.hand_made import GREEDY, PagedSumModel, expected_next, i32, row_init, step
 from tests.worker.lagging_device import LaggingDevice
