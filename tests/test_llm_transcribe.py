@@ -4,13 +4,16 @@ import io
 import wave
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from pagoda import LLM
 from pagoda.base.errors import RequestError
-from pagoda.base.outputs import TranscriptionOutput
+from pagoda.base.outputs import RequestOutput, TranscriptionOutput
+from pagoda.engine import calls
+from pagoda.engine.engine_thread import NewRequest
 from pagoda.engine.transcription.sound import Sound
 from pagoda.engine.transcription.transcriber import Transcriber, TranscriptionOptions
 from tests.engine.transcription.speech_model import answers_of, inputs_of, run, write_checkpoint
@@ -52,6 +55,31 @@ def test_several_sounds_at_once_have_the_segments_of_transformers_each(llm: LLM,
             assert ours.avg_logprob == pytest.approx(theirs.avg_logprob, abs=1e-3)
             assert ours.no_speech_prob == pytest.approx(theirs.no_speech_prob, abs=1e-3)
             assert (ours.start, ours.end, ours.id, ours.seek) == (theirs.start, theirs.end, theirs.id, theirs.seek)
+
+
+def test_all_sounds_together_have_no_more_requests_than_sequences_run(llm: LLM, monkeypatch: Any) -> None:
+    most = 0
+    thread, adding = llm._thread, llm._thread.adding
+    running: set[str] = set()
+
+    def counting(listener: Any, new: list[NewRequest]) -> Any:
+        nonlocal most
+        running.update(one.request.request_id for one in new)
+        most = max(most, len(running))
+        return adding(listener, new)
+
+    deliver = calls._Answers.deliver
+
+    def delivering(self: Any, outputs: list[RequestOutput]) -> None:
+        running.difference_update(output.request_id for output in outputs)
+        deliver(self, outputs)
+
+    monkeypatch.setattr(thread, "adding", counting)
+    monkeypatch.setattr(calls._Answers, "deliver", delivering)
+    sounds = [noise(100, seed).samples for seed in (1, 2)]
+    found = llm.transcribe(sounds, use_tqdm=False, language="en", cut_at_silences=True, **GREEDY)
+    assert all(output.segments for output in found)
+    assert most == 4
 
 
 def test_sampled_text_is_the_same_each_time_and_in_any_company(llm: LLM) -> None:

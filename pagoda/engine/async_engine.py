@@ -1,7 +1,6 @@
 """AsyncEngine: run requests as async iterators over an engine core in any process or thread."""
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import uuid
@@ -22,14 +21,13 @@ from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import PROMPT_LOGPROBS, OutputKind, OutputProcessor, PromptLogprobs
-from pagoda.engine.transcription.piece import Job
+from pagoda.engine.transcription.piece import Job, Question
+from pagoda.engine.transcription.run_job import run_job
 from pagoda.engine.wire import EngineFacts, EngineStats
 
 logger = logging.getLogger("pagoda")
 
 T = TypeVar("T")
-PROMPTS_PER_TURN = 16
-"""Prompts of one call to prepare or start per turn of the event loop, so that others are not delayed."""
 
 
 class EngineCoreClient(Protocol):
@@ -143,34 +141,22 @@ class AsyncEngine:
         self._check_is_new(request.request_id)
         return request
 
-    async def run_job(
+    def run_job(
         self, job: Job, new_id: Callable[[], str], cache_salt: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run a job of a transcription to its end, with all that it starts; yield the output of each of its requests.
+        """Run a job of a transcription, as many of its requests at once as sequences run; see `run_job`.
 
-        Close the iterator to abort it.   new_id: returns the id for a request.   cache_salt: encoder outputs are shared
-        with requests of the same salt only. Raises RequestError and WorkerDied.
+        new_id: returns the id for a request.   cache_salt: encoder outputs are shared with requests of the same salt
+        only. Raises RequestError and WorkerDied.
         """
-        asked = await self.text.advance(job, None)
-        while asked is not None:
-            if isinstance(asked, list):
-                jobs = [self.run_job(one, new_id, cache_salt) for one in asked]
-                async with contextlib.aclosing(merged(jobs)) as outputs:
-                    async for output in outputs:
-                        yield output
-                asked = await self.text.advance(job, None)
-                continue
-            now_s = self._clock.now()
+
+        def ask(question: Question) -> AsyncGenerator[RequestOutput, None]:
             request = self.input_processor.make_request(
-                new_id(), asked.prompt, asked.params, arrival_time_s=now_s, cache_salt=cache_salt
+                new_id(), question.prompt, question.params, arrival_time_s=self._clock.now(), cache_salt=cache_salt
             )
-            async with contextlib.aclosing(self.stream(request, OutputKind.FINAL_ONLY)) as outputs:
-                async for output in outputs:
-                    if output.finished:
-                        if output.error is not None:
-                            raise RequestError(output.error, "file")
-                        asked = await self.text.advance(job, output.outputs[0])
-                        yield output
+            return self.stream(request, OutputKind.FINAL_ONLY)
+
+        return run_job(job, self.text, ask, self.input_processor.limits.max_num_seqs)
 
     async def stream(
         self, request: Request, kind: OutputKind = OutputKind.DELTA, prompt: str | None = None
@@ -313,55 +299,3 @@ class AsyncEngine:
         unused = self._adapter_uses.unload(lora) if isinstance(lora, LoraRef) else None
         if unused is not None:
             self._client.unload_adapter(unused)
-
-
-async def merged(each: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Yield what several generators yield, in the order of time. All are closed with this one.
-
-    Some start, yield or end per turn of the event loop, so that others are not delayed.
-    """
-    # One slot per generator: backpressure from a slow reader reaches all of them.
-    queue: asyncio.Queue[tuple[T] | Exception | None] = asyncio.Queue(len(each))
-
-    async def pump(outputs: AsyncGenerator[T, None]) -> None:
-        try:
-            async with contextlib.aclosing(outputs):
-                async for output in outputs:
-                    await queue.put((output,))
-            await queue.put(None)
-        except Exception as error:
-            await queue.put(error)
-
-    tasks: list[asyncio.Task[None]] = []
-    try:
-        for outputs in each:
-            tasks.append(asyncio.create_task(pump(outputs)))
-            if len(tasks) % PROMPTS_PER_TURN == 0:
-                await asyncio.sleep(0)
-        num_open, num_items = len(tasks), 0
-        while num_open:
-            item = await queue.get()
-            num_items += 1
-            if num_items % PROMPTS_PER_TURN == 0:  # a full queue never waits
-                await asyncio.sleep(0)
-            if item is None:
-                num_open -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item[0]
-    finally:
-        await _cancel(tasks)
-
-
-async def _cancel(tasks: Sequence["asyncio.Task[None]"]) -> None:
-    """Cancel tasks and wait for their ends, some per turn of the event loop."""
-    try:
-        for at in range(0, len(tasks), PROMPTS_PER_TURN):
-            some = tasks[at : at + PROMPTS_PER_TURN]
-            for task in some:
-                task.cancel()
-            await asyncio.gather(*some, return_exceptions=True)
-    finally:  # if this is cancelled, none may go on running
-        for task in tasks:
-            task.cancel()

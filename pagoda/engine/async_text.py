@@ -10,6 +10,7 @@ from pagoda.base.allocator import return_freed_memory
 from pagoda.base.errors import RequestError, UsageError
 from pagoda.base.outputs import CompletionOutput
 from pagoda.base.pooling import PoolingParams
+from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
 from pagoda.engine.images.source import has_remote_images
@@ -23,7 +24,7 @@ from pagoda.engine.inputs.scoring import PLAIN_PAIRS, PairOptions, Scoring
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.engine.transcription.piece import Job, Question
-from pagoda.engine.transcription.sound import read_sound
+from pagoda.engine.transcription.sound import Sound
 from pagoda.engine.transcription.transcriber import Transcriber, Transcription, TranscriptionOptions
 
 T = TypeVar("T")
@@ -37,8 +38,8 @@ _LONG_TEXT_TOKENS = 2048
 
 
 class AsyncText:
-    """Short texts are handled at once; long ones, and all chat templates, on a few threads; grammars, and chats with
-    images that must be fetched, on threads of their own, because they may take seconds.
+    """Short texts are handled at once; long ones, and all chat templates, on a few threads; grammars, sounds, and chats
+    with images that must be fetched, on threads of their own, because they may take seconds.
 
     Cancelling a call drops it while it waits for a thread; once it has begun, it runs to its end. What waits for a
     thread when this is closed, or needs one afterwards, raises UsageError.
@@ -49,6 +50,8 @@ class AsyncText:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "pagoda-text")
         self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "pagoda-grammar")
         self._fetchers = ThreadPoolExecutor(_NUM_FETCHERS, "pagoda-fetch")
+        self._decoder = ThreadPoolExecutor(1, "pagoda-sound")
+        self._decoding = asyncio.Lock()
         self._is_closed = False
 
     def close(self) -> None:
@@ -58,6 +61,7 @@ class AsyncText:
         self._threads.shutdown(wait=False)
         self._compilers.shutdown(wait=False)
         self._fetchers.shutdown(wait=False)
+        self._decoder.shutdown(wait=False)
 
     async def prepare_params(self, params: Params) -> PreparedParams:
         """Validate parameters once for all prompts that share them. Raises RequestError."""
@@ -156,15 +160,26 @@ class AsyncText:
         return await self._run_in(self._fetchers if has_remote_images(messages) else self._threads, render)
 
     async def begin_transcription(
-        self, read: Callable[[], bytes], name: str, options: TranscriptionOptions
+        self, read: Callable[[RequestLimits], Sound], options: TranscriptionOptions, hold: Callable[[int], None]
     ) -> Transcription:
-        """Decode a sound file on a thread.   read: returns its bytes; called there. Raises RequestError."""
+        """Decode a sound on a thread of its own.
+
+        read: returns the sound; called there.   hold: counts the bytes of a sound, before the next is decoded: a file
+        does not tell how many it becomes, so one at a time is all that is in memory uncounted.
+        Raises RequestError, and the errors of `read` and `hold`.
+        """
 
         def begin() -> Transcription:
             transcriber = Transcriber(self._inputs)
-            return transcriber.begin(read_sound(read(), name, self._inputs.limits.of_request), options)
+            try:
+                return transcriber.begin(read(self._inputs.limits.of_request), options)
+            finally:
+                return_freed_memory()
 
-        return await self._run(begin, _VERY_LONG_CHARS)
+        async with self._decoding:
+            begun = await self._run_in(self._decoder, begin)
+            hold(begun.num_bytes)
+        return begun
 
     async def advance(self, job: Job, answer: CompletionOutput | None) -> "Question | list[Job] | None":
         """Send an answer to a job, on a thread; return its next question, or None at its end. Raises RequestError."""

@@ -2,6 +2,7 @@
 
 import logging
 import queue
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -216,28 +217,46 @@ class _Answers:
 
 
 class _Transcribing:
-    """Sounds on their way to text: the jobs of each, and the requests that their questions have become."""
+    """Sounds on their way to text: the jobs of each, and the requests that their questions have become.
 
-    def __init__(self, thread: EngineThread, engine: LLMEngine) -> None:
+    most: requests that run at once, of all sounds; further jobs wait.
+    """
+
+    def __init__(self, thread: EngineThread, engine: LLMEngine, most: int) -> None:
         self._thread, self._engine = thread, engine
         self._answers = _Answers()
         self._new: list[NewRequest] = []
         self._num_jobs: dict[int, int] = {}
+        self._waiting: deque[tuple[int, Job]] = deque()
+        self._most = most
         self.asked: dict[str, tuple[int, Job]] = {}
         self.ended: dict[int, RequestError | CapacityError | None] = {}
 
+    @property
+    def has_room(self) -> bool:
+        """Return whether another sound could run."""
+        return not self._waiting and len(self.asked) < self._most
+
     def start(self, index: int, job: Job) -> None:
         """index: of the sound."""
-        self._num_jobs[index] = self._num_jobs.get(index, 0) + 1
-        self._advance(index, job, None)
+        self._num_jobs[index] = 1
+        self._waiting.append((index, job))
+        self._start_waiting()
+
+    def _start_waiting(self) -> None:
+        """Start as many jobs as may run, but for those of sounds that have ended meanwhile."""
+        while self._waiting and len(self.asked) < self._most:
+            index, job = self._waiting.popleft()
+            if self._num_jobs[index]:
+                self._advance(index, job, None)
 
     def _advance(self, index: int, job: Job, answer: CompletionOutput | None) -> None:
         """Run a job until it asks the next question, or ends."""
         try:
             asked = job.send(answer) if answer is not None else next(job)
             if isinstance(asked, list):
-                for one in asked:
-                    self.start(index, one)
+                self._num_jobs[index] += len(asked)
+                self._waiting.extend((index, one) for one in asked)
                 self._advance(index, job, None)
                 return
             request = self._engine.input_processor.make_request(
@@ -254,11 +273,12 @@ class _Transcribing:
     def _end_job(self, index: int) -> None:
         self._num_jobs[index] -= 1
         if not self._num_jobs[index]:
-            self.ended.setdefault(index, None)
+            self.ended[index] = None
 
     def _fail(self, index: int, error: RequestError | CapacityError) -> None:
         """End a sound."""
         self.ended[index] = error
+        self._num_jobs[index] = 0
         of_sound = [request_id for request_id, (owner, _) in self.asked.items() if owner == index]
         for request_id in of_sound:
             del self.asked[request_id]
@@ -275,6 +295,7 @@ class _Transcribing:
                 raise error
             if request_id in self.asked:
                 self._fail(self.asked[request_id][0], error)
+        self._start_waiting()
         if not self.asked or self._new:
             return
         outputs = self._answers.mail.get()
@@ -289,6 +310,7 @@ class _Transcribing:
                 self._fail(index, RequestError(output.error, "file"))
             else:
                 self._advance(index, job, output.outputs[0])
+        self._start_waiting()
 
 
 def transcribe_all(
@@ -300,7 +322,8 @@ def transcribe_all(
 ) -> list[TranscriptionOutput]:
     """Return an output for each sound, in their order; that of one that cannot be transcribed has `error` set.
 
-    sounds: each reads its file when it is its turn: as many are open at once as sequences run.   names: of the files.
+    sounds: each reads its file when it is its turn: as many are open at once as sequences run, and as fit into
+    _MAX_HELD_BYTES.   names: of the files.
     Raises RequestError or CapacityError if there is only one.
     """
     outputs: dict[int, TranscriptionOutput] = {}
@@ -308,11 +331,15 @@ def transcribe_all(
     waiting = list(range(len(sounds)))[::-1]
     most = engine.input_processor.limits.max_num_seqs
     disable = None if use_tqdm else True
+
+    def held_bytes() -> int:
+        return sum(one.num_bytes for one in open_sounds.values())
+
     with thread.entered(), tqdm(total=0, desc="Sound", unit="s", disable=disable, bar_format=_SOUND_BAR) as bar:
-        work = _Transcribing(thread, engine)
+        work = _Transcribing(thread, engine, most)
         try:
             while waiting or work.asked or work.ended:
-                while waiting and len(open_sounds) < most:
+                while waiting and work.has_room and held_bytes() < _MAX_HELD_BYTES:
                     index = waiting.pop()
                     try:
                         open_sounds[index] = sounds[index]()
@@ -335,6 +362,7 @@ def transcribe_all(
     return [outputs[index] for index in range(len(sounds))]
 
 
+_MAX_HELD_BYTES = 2**30
 _SOUND_BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} s [{elapsed}]"
 
 

@@ -8,9 +8,10 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,11 @@ from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
-from pagoda.engine.async_engine import PROMPTS_PER_TURN, AsyncEngine, merged
+from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt, size_of
+from pagoda.engine.outputs.merged import PROMPTS_PER_TURN, merged
 from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.admission import Admission, Place, Refusal
@@ -68,6 +70,10 @@ class LiveIds:
             del self._engine_ids[key, request_id]
             for name in names:
                 del self._prompts[key, name]
+
+    def add(self, key: str, request_id: str, engine_id: str) -> None:
+        """Add an engine's id to those of a reserved id."""
+        self._engine_ids[key, request_id] += (engine_id,)
 
     def find(self, request_ids: Sequence[str] | None, key: str | None) -> list[tuple[str, tuple[str, ...]]]:
         """Return (id, engine ids) of the running requests or single prompts with these ids. None: all requests."""
@@ -232,6 +238,21 @@ class Generator:
     def is_free(self, key: str, request_id: str, num_prompts: int) -> bool:
         """Return whether a generation of this API key could have this id."""
         return self._live.find_in_use(key, request_id, num_prompts) is None
+
+    def reserve_job(self, key: str, request_id: str, place: Place) -> Callable[[], str]:
+        """Reserve an id for requests that follow from one another; return what returns the engine's id for each.
+
+        An abort of the id aborts those that run. Raises ApiError (400) if it is in use.
+        """
+        (first,) = place.at_end.enter_context(self._live.reserve(key, request_id, 1))
+        numbers = itertools.count(1)
+
+        def new_id() -> str:
+            engine_id = f"{first}-{next(numbers)}"
+            self._live.add(key, request_id, engine_id)
+            return engine_id
+
+        return new_id
 
     @contextlib.asynccontextmanager
     async def admitted(

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib.util
-import uuid
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.engine.transcription.formats import as_object, as_srt, as_vtt
 from pagoda.engine.transcription.piece import Decoding
+from pagoda.engine.transcription.sound import read_sound
 from pagoda.engine.transcription.transcriber import Transcription, TranscriptionOptions
 from pagoda.server.admission import Place
 from pagoda.server.body import parse_fields
@@ -129,15 +129,19 @@ async def _answer(
         raise ApiError(400, "model: adapters do not transcribe", "model")
     http.scope["state"]["timings"]["model"] = model or state.model_names[0]
     async with state.generator.admitted(http, 1, 1, None) as place:
-        text, name = state.generator.llm.text, file.filename or "upload"
-        sound = await cancel_on_disconnect(http, text.begin_transcription(file.file.read, name, options))
-        # Samples, and the spectrogram of 80 or 128 rows of 100 frames per second for 16,000 samples.
-        state.generator.hold(place, 2 * sound.sound.samples.nbytes)
+        key, name = http.scope["state"]["key"], file.filename or "upload"
+        new_id = state.generator.reserve_job(key, state.request_id(http, None, "audio", 1), place)
+        reading = state.generator.llm.text.begin_transcription(
+            lambda limits: read_sound(file.file.read(), name, limits),
+            options,
+            lambda num_bytes: state.generator.hold(place, num_bytes),
+        )
+        sound = await cancel_on_disconnect(http, reading)
         http.scope["state"]["timings"]["audio_s"] = round(sound.sound.duration_s, 2)
         at_end = place.at_end.pop_all()
     with contextlib.ExitStack() as guard:
         guard.callback(at_end.close)
-        outputs = _outputs(http, state, sound, place)
+        outputs = _outputs(state, sound, place, new_id, key)
         if is_stream:
             guard.pop_all()
             return EventStream(_events(outputs, sound), at_end.close)
@@ -146,19 +150,10 @@ async def _answer(
 
 
 async def _outputs(
-    http: Request, state: ServerState, sound: Transcription, place: Place
+    state: ServerState, sound: Transcription, place: Place, new_id: Callable[[], str], key: str
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run a transcription; yield the output of each of its requests, counted in the metrics."""
     llm, metrics = state.generator.llm, state.generator.metrics
-    key = http.scope["state"]["key"]
-    prefix = f"{key}/audio-{uuid.uuid4().hex}"
-    count = 0
-
-    def new_id() -> str:
-        nonlocal count
-        count += 1
-        return f"{prefix}-{count}"
-
     async with contextlib.aclosing(llm.run_job(sound.job(), new_id, state.generator.salt(key, None))) as outputs:
         async for output in outputs:
             place.start()
@@ -192,8 +187,9 @@ def _whole(sound: Transcription, options: TranscriptionOptions, form: str) -> Re
         return json_response(TranscriptionResponse(output.text, usage))
     if form == "verbose_json":
         fields = as_object(output)
+        language = "english" if options.task == "translate" else output.language  # of the text, as at OpenAI
         return json_response(
-            TranscriptionVerbose(output.text, output.language, output.duration, fields["segments"], usage, options.task)
+            TranscriptionVerbose(output.text, language, output.duration, fields["segments"], usage, options.task)
         )
     writers: dict[str, Callable[[], str]] = {
         "text": lambda: output.text + "\n",

@@ -2,9 +2,11 @@
 
 import io
 import json
+import time
 import uuid
 import wave
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +91,7 @@ def test_translation_goes_to_its_own_route(client: openai.OpenAI) -> None:
     model = client.models.list().data[0].id
     found = client.audio.translations.create(model=model, file=("a.wav", SOUND), response_format="verbose_json")
     assert found.segments
-    assert found.task == "translate"
+    assert (found.task, found.language) == ("translate", "english")
 
 
 def test_errors_name_the_field(client: openai.OpenAI, server: LiveServer) -> None:
@@ -104,6 +106,7 @@ def test_errors_name_the_field(client: openai.OpenAI, server: LiveServer) -> Non
     assert "include[]" in message(include=["logprobs"])
     assert "take json" in message("srt", stream=True)
     assert "temperature" in message(temperature=3)
+    assert "is a special token of the model" in message(prompt="so <|endoftext|>")
     assert "noise.wav' is not a sound file" in message(sound=b"#EXTM3U\nfile:///etc/passwd\n")
     assert "audio_s" in message(sound=wav(101, 0))
     assert "klingon" in message(extra_body={"language": "klingon"})
@@ -155,6 +158,23 @@ def test_a_client_that_leaves_frees_the_engine(client: openai.OpenAI, server: Li
         with pytest.raises(openai.APITimeoutError):
             asked(client, "json", timeout=3)
         server.wait_load(0)
+    server.wait_idle()
+
+
+def test_an_abort_by_id_ends_a_transcription(client: openai.OpenAI, server: LiveServer) -> None:
+    def transcribe() -> None:
+        asked(client, "json", extra_headers={"X-Request-Id": "talk"}, chunking_strategy="auto")
+
+    with server.steps.held_after(2), ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(transcribe)
+        server.wait_load(1)
+        deadline = time.monotonic() + 60
+        while not (aborted := server.post("/abort_requests", {"request_ids": ["audio-talk"]})[1]["aborted"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with pytest.raises(openai.BadRequestError, match="the transcription was aborted"):
+            answer.result(60)
+    assert aborted == ["audio-talk"]
     server.wait_idle()
 
 

@@ -4,6 +4,7 @@ import functools
 
 import numpy as np
 
+from pagoda.base.errors import RequestError
 from pagoda.engine.transcription.sound import SAMPLING_RATE
 
 WINDOW_S = 30
@@ -11,7 +12,8 @@ WINDOW_S = 30
 FRAMES_PER_S = 100
 WINDOW_FRAMES = WINDOW_S * FRAMES_PER_S
 
-_HOP = SAMPLING_RATE // FRAMES_PER_S
+HOP = SAMPLING_RATE // FRAMES_PER_S
+"""Samples per frame."""
 _FFT = 400
 _FLOOR = 1e-10
 _RANGE = 8.0  # powers of ten below the loudest frame that are kept
@@ -22,21 +24,26 @@ def log_mel(samples: np.ndarray, num_mels: int) -> np.ndarray:
     """Return the spectrogram of a whole sound: float32 [num_mels, frames], 100 frames per second, 3000 at least.
 
     samples: float32 [n], 16 kHz. Less than 30 s are padded with silence; longer sounds keep their length.
+    Raises RequestError for samples that are not finite, or so large that the spectrogram is not.
     """
     padded = np.pad(samples, (0, max(0, WINDOW_S * SAMPLING_RATE - len(samples))))
-    num_frames = len(padded) // _HOP
+    num_frames = len(padded) // HOP
     around = np.pad(padded, _FFT // 2, mode="reflect")
-    windows = np.lib.stride_tricks.sliding_window_view(around, _FFT)[::_HOP]
+    windows = np.lib.stride_tricks.sliding_window_view(around, _FFT)[::HOP]
     hann = np.hanning(_FFT + 1)[:-1].astype(np.float32)
     filters = _filters(num_mels)
     found = np.empty((num_mels, num_frames), np.float32)
-    for begin in range(0, num_frames, _BLOCK):
-        end = min(begin + _BLOCK, num_frames)
-        spectrum = np.fft.rfft(windows[begin:end] * hann)
-        power = np.square(spectrum.real) + np.square(spectrum.imag)
-        found[:, begin:end] = filters.T @ power.T.astype(np.float32, copy=False)
+    with np.errstate(over="ignore", invalid="ignore"):  # the result is checked
+        for begin in range(0, num_frames, _BLOCK):
+            end = min(begin + _BLOCK, num_frames)
+            spectrum = np.fft.rfft(windows[begin:end] * hann)
+            power = np.square(spectrum.real) + np.square(spectrum.imag)
+            found[:, begin:end] = filters.T @ power.T.astype(np.float32, copy=False)
     np.log10(np.maximum(found, _FLOOR, out=found), out=found)
-    np.maximum(found, found.max() - _RANGE, out=found)
+    loudest = found.max()
+    if not np.isfinite(loudest):  # NaN and infinity show in the maximum
+        raise RequestError("the sound has samples that are no finite numbers in [-1, 1]", "file")
+    np.maximum(found, loudest - _RANGE, out=found)
     found += 4.0
     found /= 4.0
     return found

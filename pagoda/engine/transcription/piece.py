@@ -74,12 +74,16 @@ class Window:
 class Piece:
     """A stretch of sound, and what has been found in it.
 
-    features: float32 [mels, frames], computed when the piece begins.   begin_s: where it begins in the whole sound.
-    max_before: most tokens of previous text in a prompt.   segments: found so far.   seek: frames that are done.
+    features: float32 [mels, frames], computed when the piece begins: the frames of its samples, padded to a window.
+    begin_s, end_s: its place in the whole sound.   num_frames: to be transcribed.
+    max_before: most tokens of previous text in a prompt.   segments: found so far, within the piece and in the order of
+    time.   seek: frames that are done.   text_ids: of the segments so far, as they condition the next window.
     """
 
     features: Callable[[], np.ndarray]
     begin_s: float
+    end_s: float
+    num_frames: int
     tokens: WhisperTokens
     decoding: Decoding
     encoder_len: int
@@ -87,16 +91,16 @@ class Piece:
     max_before: int
     decode: Callable[[Sequence[int]], str]
     segments: list[TranscriptionSegment] = field(default_factory=list[TranscriptionSegment])
+    text_ids: list[int] = field(default_factory=list[int])
     seek: int = 0
     is_done: bool = False
 
     def run(self, language: str) -> Job:
         """Transcribe it."""
         features = self.features()
-        num_frames = features.shape[1]
         conditions = self.decoding.condition_on_previous_text
-        while self.seek < num_frames:
-            size = min(num_frames - self.seek, WINDOW_FRAMES)
+        while self.seek < self.num_frames:
+            size = min(features.shape[1] - self.seek, WINDOW_FRAMES)
             media = window_media(features[:, self.seek : self.seek + size], self.encoder_len)
             window = yield from self._window(media, self._prompt(language, conditions))
             if window is None:
@@ -108,12 +112,7 @@ class Piece:
 
     def _prompt(self, language: str, conditions: bool) -> list[int]:
         """Return the decoder's prompt.   conditions: on the text so far."""
-        before = list(self.decoding.before)
-        if conditions:
-            first = self.tokens.first_timestamp
-            for segment in self.segments:
-                ids = segment.tokens
-                before += ids[:-1] if len(ids) > 2 and ids[-2] >= first else ids
+        before = [*self.decoding.before, *(self.text_ids if conditions else ())]
         decoding = self.decoding
         return self.tokens.prompt(language, decoding.task, decoding.timestamps, before[-self.max_before :])
 
@@ -191,13 +190,23 @@ class Piece:
         self.seek += moved
 
     def _add(self, window: Window, ids: list[int], begin: int, end: int) -> None:
-        """begin, end: in steps from the window's start."""
+        """Add a segment, unless it is empty and in the silence that pads the piece.
+
+        begin, end: in steps from the window's start. What the model hears in the padding is cut off.
+        """
+        self.text_ids += ids[:-1] if len(ids) > 2 and ids[-2] >= self.tokens.first_timestamp else ids
+        text = self.decode([token for token in ids if token < self.tokens.end])
         offset_s = self.begin_s + self.seek / FRAMES_PER_S
+        begin_s, end_s = offset_s + begin * STEP_S, offset_s + end * STEP_S
+        if begin_s >= self.end_s and not text.strip():
+            return
+        free_s = self.segments[-1].end if self.segments else self.begin_s
+        start = min(max(begin_s, free_s), self.end_s)
         self.segments.append(
             TranscriptionSegment(
-                start=offset_s + begin * STEP_S,
-                end=offset_s + end * STEP_S,
-                text=self.decode([token for token in ids if token < self.tokens.end]),
+                start=start,
+                end=min(max(end_s, start), self.end_s),
+                text=text,
                 tokens=ids,
                 seek=round(self.begin_s * FRAMES_PER_S) + self.seek,
                 temperature=window.temperature,

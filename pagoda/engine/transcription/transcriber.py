@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import TranscriptionOutput, TranscriptionSegment
 from pagoda.base.param_values import read_flag, read_integer, read_number
 from pagoda.base.registry import nearest
 from pagoda.engine.inputs.input_processor import InputProcessor
-from pagoda.engine.transcription.log_mel import FRAMES_PER_S, WINDOW_S, log_mel
+from pagoda.engine.transcription.log_mel import FRAMES_PER_S, HOP, WINDOW_S, log_mel
 from pagoda.engine.transcription.piece import Decoding, Job, Piece, detect_language
 from pagoda.engine.transcription.sound import SAMPLING_RATE, Sound
 from pagoda.engine.transcription.whisper_tokens import LANGUAGES, WhisperTokens
@@ -90,10 +91,19 @@ class Transcriber:
             temperatures=tuple(read_number("temperature", one, low=0.0, high=2.0) for one in temperatures),
             **thresholds,
             condition_on_previous_text=read_flag("condition_on_previous_text", options.condition_on_previous_text),
-            before=tuple(self._inputs.prompts.encode(f" {options.prompt.strip()}", False)) if options.prompt else (),
+            before=self._before(options.prompt),
             seed=read_integer("seed", options.seed, 0),
             reports_no_speech=read_flag("reports_no_speech", options.reports_no_speech),
         )
+
+    def _before(self, prompt: str | None) -> tuple[int, ...]:
+        """Return the ids of a caller's text. Raises RequestError for one that has special tokens, as transformers."""
+        ids = tuple(self._inputs.prompts.encode(f" {prompt.strip()}", False)) if prompt else ()
+        for token in ids:
+            if token >= self.tokens.end:
+                name = abbreviate(self._inputs.tokenizer.token_string(token))
+                raise RequestError(f"prompt: {name} is a special token of the model; leave it out", "prompt")
+        return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._inputs.tokenizer.decode(token_ids)
@@ -150,6 +160,9 @@ class Transcription:
             Piece(
                 lambda begin=begin, end=end: log_mel(samples[begin:end], num_mels) if whole is None else whole,
                 begin / SAMPLING_RATE,
+                end / SAMPLING_RATE,
+                # transformers transcribes the silence that pads a sound of one window, too.
+                -(-(end - begin) // HOP) if whole is None else whole.shape[1],
                 transcriber.tokens,
                 self._decoding,
                 encoder_len,
@@ -167,7 +180,6 @@ class Transcription:
         found = [segment for piece in self._pieces for segment in piece.segments]
         for number, segment in enumerate(found):
             segment.id = number
-            segment.end = min(segment.end, self.sound.duration_s)
         return found
 
     @property
@@ -179,6 +191,11 @@ class Transcription:
             if not piece.is_done:
                 break
         return count
+
+    @property
+    def num_bytes(self) -> int:
+        """Return what it takes: samples, and spectrograms (80 or 128 rows of 100 frames for 16,000 samples)."""
+        return 2 * self.sound.samples.nbytes
 
     @property
     def done_s(self) -> float:

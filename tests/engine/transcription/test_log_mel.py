@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from transformers import WhisperFeatureExtractor
 
+from pagoda.base.errors import RequestError
 from pagoda.engine.transcription.log_mel import log_mel
 from tests.engine.transcription.sounds import tone
 
@@ -16,6 +17,14 @@ def test_it_is_what_transformers_computes(num_mels: int, seconds: float) -> None
     assert found.dtype == np.float32
     assert found.shape == expected.input_features[0].shape
     np.testing.assert_allclose(found, expected.input_features[0], atol=2e-4)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -1e30])
+def test_samples_that_are_no_numbers_are_refused(value: float) -> None:
+    samples = tone(1.0)
+    samples[5000] = value
+    with pytest.raises(RequestError, match="no finite numbers"):
+        log_mel(samples, 80)
 
 
 def test_silence_is_a_flat_spectrogram() -> None:
