@@ -30,6 +30,7 @@ class LiveServer:
     log: Path
     context: ssl.SSLContext | None = None
     _steps: Steps | None = None
+    key: str | None = None
 
     @property
     def steps(self) -> Steps:
@@ -47,6 +48,8 @@ class LiveServer:
         return status, json.loads(text) if text else None
 
     def _open(self, request: urllib.request.Request, timeout_s: float) -> tuple[int, str]:
+        if self.key is not None:
+            request.add_header("Authorization", f"Bearer {self.key}")
         try:
             with urllib.request.urlopen(request, timeout=timeout_s, context=self.context) as response:
                 return response.status, response.read().decode()

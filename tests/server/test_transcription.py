@@ -7,6 +7,7 @@ import uuid
 import wave
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder: Path = tmp_path_factory.mktemp("speech")
     write_checkpoint(folder / "model")
     flags = ("--model", str(folder / "model"), "--dtype", "float32", "--num-blocks", "1024", "--max-num-seqs", "4")
-    with serving(folder, *flags, "--request-limits.audio-s", "100", stepped=True) as server:
-        yield server
+    keys = ("--api-key", "x", "--api-key", "y")
+    with serving(folder, *flags, "--request-limits.audio-s", "100", *keys, stepped=True) as server:
+        yield replace(server, key="x")
 
 
 @pytest.fixture
@@ -92,6 +94,15 @@ def test_translation_goes_to_its_own_route(client: openai.OpenAI) -> None:
     found = client.audio.translations.create(model=model, file=("a.wav", SOUND), response_format="verbose_json")
     assert found.segments
     assert (found.task, found.language) == ("translate", "english")
+
+
+def test_encoder_outputs_are_shared_by_requests_of_the_same_key_only(server: LiveServer) -> None:
+    sound, hits = wav(3, 77), []
+    for key in ("x", "y", "x"):
+        before = server.metric("mm_cache_hits_total")
+        asked(openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0), "json", sound, temperature=0.5)
+        hits.append(server.metric("mm_cache_hits_total") > before)
+    assert hits == [False, False, True]
 
 
 def test_errors_name_the_field(client: openai.OpenAI, server: LiveServer) -> None:

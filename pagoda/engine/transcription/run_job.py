@@ -2,17 +2,23 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Protocol
 
 from pagoda.base.errors import RequestError
-from pagoda.base.outputs import RequestOutput
-from pagoda.engine.async_text import AsyncText
+from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.engine.outputs.merged import merged
 from pagoda.engine.transcription.piece import Job, Question
 
 
+class JobThreads(Protocol):
+    """What advances a job without blocking the event loop: AsyncText."""
+
+    def advance(self, job: Job, answer: CompletionOutput | None) -> Awaitable["Question | list[Job] | None"]: ...
+
+
 async def run_job(
-    job: Job, text: AsyncText, ask: Callable[[Question], AsyncGenerator[RequestOutput, None]], at_once: int
+    job: Job, text: JobThreads, ask: Callable[[Question], AsyncGenerator[RequestOutput, None]], at_once: int
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run a job to its end, with all that it starts; yield the output of each of its requests.
 
