@@ -1,0 +1,76 @@
+"""benchmarks/make_random_gguf.py writes files that load from their own codes, and loading takes their memory once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from make_random_gguf import KINDS, blocks, tensors, write  # noqa: E402
+from make_random_model import SHAPES, Shape  # noqa: E402
+
+from pagoda.loading.gguf_blocks import dequantize_reference  # noqa: E402
+from pagoda.loading.gguf_file import GGUFFile, GGUFTensor  # noqa: E402
+
+SHAPE = Shape(512, 1024, 3, 8, 2, 64, 1500, 512, 10000.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_blocks_have_the_spread_that_is_asked_for(kind: str):
+    of = GGMLQuantizationType["Q4_K" if kind == "Q4_K_M" else kind]
+    out = torch.empty(1 << 16)
+    data = blocks(out.numel() // GGML_QUANT_SIZES[of][0], of, 0.02, np.random.default_rng(1))
+    dequantize_reference(data.reshape(-1).data, of, out)
+    assert torch.isfinite(out).all()
+    assert 0.01 < out.std() < 0.04
+    assert abs(out.mean()) < 0.004
+
+
+def test_a_q4_k_m_mixes_its_types_and_equal_seeds_give_equal_files(tmp_path: Path):
+    names = {name: of.name for name, _, of in tensors(SHAPES["llama-3.1-8b"], "Q4_K_M")}
+    assert names["token_embd.weight"] == "Q4_K"
+    assert names["output.weight"] == names["blk.0.ffn_down.weight"] == names["blk.31.attn_v.weight"] == "Q6_K"
+    assert sum(of == "Q6_K" for of in names.values()) == 1 + 2 * 16  # as in published files
+    for name in ("a", "b"):
+        write(tmp_path / name, SHAPE, "Q4_K_M", seed=3)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    file = GGUFFile(tmp_path / "a")
+    assert isinstance(file.tensors["token_embd.weight"], GGUFTensor)
+    assert file.tensors["token_embd.weight"].type.name == "Q6_K"  # which is the head, too
+
+
+def test_loading_takes_anonymous_memory_once(tmp_path: Path):
+    """Weights are packed tensor by tensor from the mapped file: memory peaks at what stays."""
+    shape = Shape(2048, 8192, 6, 32, 8, 64, 4096, 512, 10000.0)  # 350 million weights: 200 MiB in 4 bits
+    path = tmp_path / "a.gguf"
+    write(path, shape, "Q4_K_M")
+    code = (
+        "import json, re, sys, threading, time\n"
+        "from pathlib import Path\n"
+        "import pagoda.worker.loaded_model\n"
+        "from pagoda import LLM, SamplingParams\n"
+        "def anonymous():\n"
+        "    return int(re.search(r'RssAnon:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
+        "base, seen, ended = anonymous(), [], threading.Event()\n"
+        "def watch():\n"
+        "    while not ended.wait(0.002):\n"
+        "        seen.append(anonymous())\n"
+        "watcher = threading.Thread(target=watch)\n"
+        "watcher.start()\n"
+        "llm = LLM(sys.argv[1], max_model_len=256, kv_cache_memory='16MiB')\n"
+        "ended.set(); watcher.join()\n"
+        "text = llm.generate(['ab'], SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids\n"
+        "print(json.dumps([base, max(seen), anonymous(), len(text)]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    base, peak, final, num_tokens = json.loads(done.stdout.splitlines()[-1])
+    assert num_tokens == 2
+    assert (final - base) * 1024 > 0.9 * path.stat().st_size
+    assert peak - base <= 1.1 * (final - base)
