@@ -2,17 +2,19 @@
 
 import logging
 
+from pagoda.base.errors import ConfigError
 from pagoda.engine.inputs.adapters import KnownAdapters
 from pagoda.engine.inputs.image_prompts import ImagePrompts
-from pagoda.engine.inputs.input_limits import InputLimits, SpeechFacts
+from pagoda.engine.inputs.input_limits import InputLimits, SourceFacts, SpeechFacts
 from pagoda.engine.inputs.input_processor import InputProcessor
-from pagoda.engine.inputs.prompt_encoder import SourceFacts
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.engine_setup import EngineSetup
 from pagoda.loading.adapters.files import AdapterTargets
 from pagoda.loading.generation_config import default_sampling, generation_settings
 from pagoda.loading.model_config import read_architecture, read_images, read_model
+from pagoda.models.base import Encoder
+from pagoda.models.config_reader import ConfigReader
 
 logger = logging.getLogger("pagoda")
 
@@ -37,9 +39,9 @@ def build_input_processor(setup: EngineSetup) -> InputProcessor:
     if model.lora.enable_lora:
         targets = AdapterTargets(read_architecture(files)[0], read_model(files))
         adapters = KnownAdapters(targets, model.lora.max_lora_rank, setup.embeds_size)
-    images, source = None, None
+    images = None
     if setup.encoder is not None and setup.encoder.reads_text:
-        source = SourceFacts(setup.encoder.start, setup.encoder.largest_item().length)
+        limits.source = SourceFacts(_answer_start(setup, setup.encoder), setup.encoder.largest_item().length)
     if setup.encoder is not None and not setup.crosses:
         images = _image_prompts(setup, tokenizer)
     speech = None
@@ -60,8 +62,20 @@ def build_input_processor(setup: EngineSetup) -> InputProcessor:
         images=images,
         model_name=(*model.served_model_name, setup.files.name)[0],
         speech=speech,
-        source=source,
     )
+
+
+def _answer_start(setup: EngineSetup, encoder: Encoder) -> tuple[int, ...]:
+    """Return the token ids with which an answer begins: of generation_config.json alone where it is, as transformers.
+
+    Raises ConfigError for ids that the model does not have.
+    """
+    settings, start = ConfigReader(generation_settings(setup.files), "generation_config.json"), encoder.start
+    if settings.values:
+        start = (settings.ids("decoder_start_token_id") or start[:1]) + settings.ids("forced_bos_token_id")
+    if max(start) >= setup.spec.vocab_size:
+        raise ConfigError(f"an answer of {setup.files.name!r} begins with the tokens {start}, which it does not have")
+    return start
 
 
 def _image_prompts(setup: EngineSetup, tokenizer: Tokenizer) -> ImagePrompts | None:

@@ -204,7 +204,8 @@ class SamplingParams:
     logprobs / prompt_logprobs: how many top entries to report per output / prompt token (None: nothing, -1: as many as
         max_logprobs allows).
     detokenize: False leaves the text empty.   spaces_between_special_tokens: has no effect.
-    truncate_prompt_tokens: keep only this many tokens from the end of the prompt (-1: as many as fit).
+    truncate_prompt_tokens: keep only this many tokens from the end of the prompt, or from the start of one that
+        an encoder reads (-1: as many as fit).
     structured_outputs: constrains the output; StructuredOutputsParams or a mapping of its fields. The engine replaces
         it by `grammar`, its own representation.
     beam_search: search for the `n` best outputs with `n` beams, instead of sampling; see BeamSearchParams.

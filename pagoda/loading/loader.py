@@ -76,6 +76,11 @@ def load_model(
     model = build_tree(files, architecture, config)
     weights = open_weights(files, [layer.folder for layer in model.dense])
     naming = choose_naming(architecture, files, weights, model)
+    for name in filter(weights.__contains__, architecture.zeros):
+        values = torch.empty(weights.shape(name))
+        weights.read_into(name, values)
+        if values.any():
+            raise ConfigError(f"{files.path}: {name} is not zeros, and models of this architecture do not add it")
     if model.dense:
         # A backslash in a replacement has a meaning of its own.
         folders = tuple(

@@ -34,6 +34,7 @@ class Architecture(Generic[ConfigT]):
     read: settings with the names of config.json -> what `model` takes.
     hf: the possible namings of a safetensors checkpoint; the first whose tables and norms all exist is used.
     unused: regular expression of a checkpoint's modules that no result depends on, if the tree has none of that name.
+    zeros: a checkpoint's tensors that the model does not read, because they are zeros; others are refused.
     gguf_name: `general.architecture` of a GGUF, None if llama.cpp has no name for it.
     experts: whether the model has experts; llama.cpp may use one name for both kinds.
     gguf_settings: derives settings that llama.cpp does not store from those that it stores.
@@ -45,6 +46,7 @@ class Architecture(Generic[ConfigT]):
     read: Callable[[ConfigReader], ConfigT]
     hf: tuple[Naming, ...] = (HF, BARE)
     unused: str | None = None
+    zeros: tuple[str, ...] = ()
     gguf_name: str | None = None
     experts: bool = False
     gguf: Naming = field(default_factory=gguf_naming)

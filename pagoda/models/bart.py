@@ -90,7 +90,7 @@ class BartModel(Module):
 
 
 class Bart(Model):
-    """Both, and a head, which is the table of tokens. `final_logits_bias` is zeros in BART's checkpoints: not read."""
+    """Both, and a head, which is the table of tokens."""
 
     def __init__(self, config: BartConfig) -> None:
         self.spec = config.spec
@@ -125,4 +125,6 @@ def read(config: ConfigReader) -> BartConfig:
     )
 
 
-BART = Architecture(name="bart", hf_names=("BartForConditionalGeneration",), model=Bart, read=read)
+BART = Architecture(
+    name="bart", hf_names=("BartForConditionalGeneration",), model=Bart, read=read, zeros=("final_logits_bias",)
+)

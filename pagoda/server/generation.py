@@ -267,7 +267,7 @@ class Generator:
         if self.llm.died is not None:
             raise self.llm.died
         state, admission = http.scope["state"], self.admission
-        longest = num_prompts * self.llm.input_processor.limits.max_model_len
+        longest = num_prompts * self.llm.input_processor.limits.longest_prompt
         num_tokens = min(state["body_bytes"] // _BYTES_PER_TOKEN, longest)
         num_tokens += num_outputs * admission.expected_output(max_tokens)
         with self._counted_refusals():
@@ -314,7 +314,7 @@ class Generator:
         """
         if isinstance(body, SamplingBody):
             self._check_lengths(body)
-        most, truncate = self.llm.input_processor.limits.max_model_len, asked.params[0].truncate_prompt_tokens
+        most, truncate = self.llm.input_processor.limits.longest_prompt, asked.params[0].truncate_prompt_tokens
         if truncate is not None and truncate > most:
             text = f"truncate_prompt_tokens={truncate} is more than the model's context of {most} tokens"
             raise ApiError(400, text, "truncate_prompt_tokens")
@@ -330,7 +330,7 @@ class Generator:
 
     def _expected_tokens(self, request: Request) -> int:
         output = 0 if request.sampling is None else self.admission.expected_output(request.sampling.max_tokens)
-        return request.num_prompt_tokens + output * request.num_seqs
+        return request.num_prompt_tokens + request.encoder_len + output * request.num_seqs
 
     async def _prepare(
         self, asked: PromptsToPrepare, engine_ids: Sequence[str], priority: int, cache_salt: str | None

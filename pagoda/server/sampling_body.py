@@ -149,7 +149,7 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
     prompt_logprobs: So many log-probabilities of each prompt token; -1: as many as the server allows.
     skip_special_tokens: Leave special tokens out of the text.
     spaces_between_special_tokens: Has no effect.
-    truncate_prompt_tokens: Keep so many tokens from the end of the prompt; -1: as many as fit.
+    truncate_prompt_tokens: Keep so many tokens from the end of the prompt (for encoders: its start); -1: all that fit.
     priority: Smaller is sooner, where requests are scheduled by priority.
     cache_salt: Share cached prefixes only with requests that have the same salt.
     request_id: The id of the answer, without its prefix.

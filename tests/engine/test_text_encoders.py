@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,11 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, Any]:
-    folder = write_byte_llama(tmp_path_factory.mktemp("texts"))
+def write_model(name: str, folder: Path) -> Any:
+    """Write a checkpoint and a tokenizer; return the model of transformers. Every parameter is random and matters."""
+    write_byte_llama(folder)
     torch.manual_seed(0)
-    theirs: Any = MODELS[request.param]().float().eval()
+    theirs: Any = MODELS[name]().float().eval()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if "norm" in name and name.endswith("weight"):
@@ -85,7 +86,13 @@ def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
             else:
                 parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
     theirs.save_pretrained(folder)
-    return folder, theirs
+    return theirs
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("texts")
+    return folder, write_model(request.param, folder)
 
 
 def generate(theirs: Any, prompt: list[int], **how: Any) -> list[list[int]]:
@@ -128,6 +135,40 @@ def test_a_prompt_must_fit_the_encoder(llm: LLM) -> None:
         llm.generate([[3] * 65], SamplingParams(max_tokens=2))
     with pytest.raises(RequestError, match="out of vocabulary"):
         llm.generate([[3, VOCAB]], SamplingParams(max_tokens=2))
+
+
+def test_a_source_has_a_limit_of_its_own_and_may_be_cut(model: tuple[Path, Any]) -> None:
+    """Longer than the answers may be; cut from its end, whose special token remains."""
+    options: dict[str, Any] = {"dtype": "float32", "threads": 1, "num_blocks": 200, "block_size": 8, "device": "cpu"}
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with LLM(str(model[0]), max_model_len=16, **options) as llm:
+        text = "x" * 50
+        ids = llm.get_tokenizer().encode(text)
+        assert 16 < len(ids) <= MAX_LEN
+
+        def answer(prompt: Any, keep: int | None = None) -> list[int]:
+            asked = replace(params, truncate_prompt_tokens=keep)
+            return llm.generate(prompt, asked)[0].outputs[0].token_ids
+
+        assert answer(text) == answer(ids)
+        assert answer([*ids, *ids], -1) == answer(([*ids, *ids])[:MAX_LEN])
+        assert answer("xyz" * 100, 9) == answer(llm.get_tokenizer().encode("xyz" * 100)[:9])
+        with pytest.raises(RequestError, match="at least 65 tokens.*encoder reads 1 to 64"):
+            answer("x" * 3000)
+
+
+def test_an_answer_begins_as_generation_config_says(model: tuple[Path, Any], tmp_path: Path) -> None:
+    for file in model[0].iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    settings = {"decoder_start_token_id": 9, "forced_bos_token_id": 11}
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    options: dict[str, Any] = {"dtype": "float32", "threads": 1, "num_blocks": 200, "block_size": 8, "device": "cpu"}
+    with LLM(str(tmp_path), **options) as llm:
+        output = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0]
+    assert output.prompt_token_ids == [9, 11]
+    expected = generate(model[1], PROMPTS[0], **settings, max_new_tokens=13, min_new_tokens=13, eos_token_id=[])
+    assert [[11, *output.outputs[0].token_ids]] == expected
 
 
 def watched() -> list[Watched]:
@@ -176,3 +217,11 @@ def test_a_setting_that_differs_is_refused(model: tuple[Path, Any], tmp_path: Pa
     (tmp_path / "model.safetensors").symlink_to(model[0] / "model.safetensors")
     with pytest.raises(ConfigError, match=f"{name} .*{value}"):
         read_model(identify(tmp_path, str(tmp_path)))
+
+
+def test_a_bias_of_logits_that_is_not_zeros_is_refused(tmp_path: Path) -> None:
+    theirs: Any = make_bart()
+    theirs.final_logits_bias[0, 3] = 1
+    theirs.save_pretrained(write_byte_llama(tmp_path))
+    with pytest.raises(ConfigError, match="final_logits_bias is not zeros"):
+        LLM(str(tmp_path), num_blocks=50, device="cpu")

@@ -20,6 +20,14 @@ class SpeechFacts:
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
+@dataclass(frozen=True, slots=True)
+class SourceFacts:
+    """start: token ids with which an answer begins, the decoder's prompt.   max_tokens: of what the encoder reads."""
+
+    start: tuple[int, ...]
+    max_tokens: int
+
+
 @dataclass(slots=True)
 class InputLimits:
     """The limits of one engine's requests. Nothing but `fit` changes them.
@@ -27,6 +35,7 @@ class InputLimits:
     vocab_size: exclusive upper bound of token ids.   max_model_len: prompt plus output, in tokens.
     max_num_seqs: largest n.   of_request: bounds of the counts and sizes that callers control.
     tasks: what the model can be asked for.   embeds_size: elements of a prompt embedding; 0: prompts cannot be those.
+    source: of an encoder-decoder model of text, whose encoder reads the prompts; None: its decoder reads them.
     """
 
     vocab_size: int
@@ -36,6 +45,12 @@ class InputLimits:
     of_request: RequestLimits = field(default_factory=RequestLimits)
     tasks: ModelTasks = field(default_factory=ModelTasks)
     embeds_size: int = 0
+    source: SourceFacts | None = None
+
+    @property
+    def longest_prompt(self) -> int:
+        """Return how many tokens a prompt may have, if nothing needs room after it."""
+        return self.max_model_len if self.source is None else self.source.max_tokens
 
     def fit(self, max_model_len: int) -> None:
         """Set max_model_len to the engine's, which may be lower than the one given at construction."""

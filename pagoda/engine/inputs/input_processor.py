@@ -21,7 +21,7 @@ from pagoda.engine.inputs.chat_prompts import ChatPrompts
 from pagoda.engine.inputs.image_prompts import ImagePrompts, of_salt
 from pagoda.engine.inputs.input_limits import InputLimits, SpeechFacts
 from pagoda.engine.inputs.params_preparer import Params, ParamsPreparer, PreparedParams, check_type
-from pagoda.engine.inputs.prompt_encoder import EncodedPrompt, PromptEncoder, SourceFacts
+from pagoda.engine.inputs.prompt_encoder import EncodedPrompt, PromptEncoder
 from pagoda.engine.inputs.prompts import Prompt, text_of
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
@@ -47,7 +47,6 @@ class InputProcessor:
         images: ImagePrompts | None = None,
         model_name: str = "this model",
         speech: SpeechFacts | None = None,
-        source: SourceFacts | None = None,
     ) -> None:
         """engine_seed: seeds requests that have no seed of their own, reproducibly in order of arrival.
 
@@ -56,7 +55,7 @@ class InputProcessor:
         score_template: see PoolingPlan; "" if a pair is not put into a template.
         default_sampling: parameters of requests that do not set them.
         images: puts images into prompts, None for a model that takes text only.   model_name: for errors.
-        speech: what a speech model reads, None for other models.   source: see PromptEncoder.
+        speech: what a speech model reads, None for other models.
         """
         # The sampler indexes logits by these, and a tokenizer may name ids for which the model has none.
         self._eos_token_ids = tuple(i for i in tokenizer.facts.eos_token_ids if 0 <= i < limits.vocab_size)
@@ -67,7 +66,7 @@ class InputProcessor:
         self.score_template = score_template
         self.default_sampling: Mapping[str, object] = default_sampling or {}
         self.grammars = GrammarPreparer(tokenizer, limits.vocab_size, limits.of_request)
-        self.prompts = PromptEncoder(tokenizer, limits, images, source)
+        self.prompts = PromptEncoder(tokenizer, limits, images)
         self.params = ParamsPreparer(self.prompts, self.grammars, limits, self._eos_token_ids)
         self.chats = ChatPrompts(tokenizer, self.prompts, limits, parses_special_tokens_in_chat, images, model_name)
         self._seeds = np.random.default_rng(engine_seed) if engine_seed is not None else None
@@ -115,14 +114,15 @@ class InputProcessor:
         return encoded
 
     def num_kept(self, params: Params | PreparedParams) -> int | None:
-        """Return how many tokens from its start a prompt to pool keeps, None for all.
+        """Return how many tokens from its start a prompt to pool, or for an encoder, keeps; None for all.
 
         A prompt of generated text keeps tokens from its end instead; `make_request` cuts that.
         """
         given = params.params if isinstance(params, PreparedParams) else params
-        if not isinstance(given, PoolingParams) or given.truncate_prompt_tokens is None:
+        is_read_whole = isinstance(given, PoolingParams) or self.limits.source is not None
+        if not is_read_whole or given.truncate_prompt_tokens is None:
             return None
-        return self.limits.max_model_len if given.truncate_prompt_tokens == -1 else given.truncate_prompt_tokens
+        return self.limits.longest_prompt if given.truncate_prompt_tokens == -1 else given.truncate_prompt_tokens
 
     def check_before_tokenising(self, prompt: Prompt, params: Params | PreparedParams) -> None:
         """Raise RequestError for params of a wrong type or beyond their limits, and for a text that cannot fit."""
@@ -184,7 +184,9 @@ class InputProcessor:
         """Return the validated prompt's token ids and embeddings.   before: a prompt adapter's, to put in front."""
         if isinstance(params, SamplingParams):
             num_added = len(before) if before is not None else 0
-            token_ids = self.prompts.checked_ids(prompt, params.truncate_prompt_tokens, 1 + num_added)
+            # What an encoder reads is cut already.
+            truncate = params.truncate_prompt_tokens if self.limits.source is None else None
+            token_ids = self.prompts.checked_ids(prompt, truncate, 1 + num_added)
         elif before is None:
             token_ids = self.prompts.checked_ids(prompt, None, num_output=0)
         else:

@@ -12,7 +12,7 @@ from pagoda.base.text import check_encodable
 from pagoda.core.request import PLACEHOLDER_ID, MediaItem
 from pagoda.engine.images.source import images_of_prompt
 from pagoda.engine.inputs.image_prompts import ImagePrompts
-from pagoda.engine.inputs.input_limits import InputLimits
+from pagoda.engine.inputs.input_limits import InputLimits, SourceFacts
 from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds, read_embeds
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
@@ -42,32 +42,11 @@ class EncodedPrompt:
         return remaining if len(remaining) else None
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFacts:
-    """Of an encoder-decoder model of text, whose prompts its encoder reads.
-
-    start: token ids with which an answer begins, the decoder's prompt.   max_tokens: of what the encoder reads.
-    """
-
-    start: tuple[int, ...]
-    max_tokens: int
-
-
 class PromptEncoder:
     """Tokenises texts and validates token ids. Keeps nothing of them."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        limits: InputLimits,
-        images: ImagePrompts | None = None,
-        source: SourceFacts | None = None,
-    ) -> None:
-        """images: puts images into prompts, None for a model that takes text only.
-
-        source: None for a model whose decoder reads the prompts.
-        """
-        self._source = source
+    def __init__(self, tokenizer: Tokenizer, limits: InputLimits, images: ImagePrompts | None = None) -> None:
+        """images: puts images into prompts, None for a model that takes text only."""
         self._tokenizer = tokenizer
         self._limits = limits
         self._images = images
@@ -80,8 +59,8 @@ class PromptEncoder:
             media = prompt.get("media", ()) if isinstance(prompt, Mapping) else ()
             check_finite(media)
             token_ids = self.token_ids_of(prompt, add_special_tokens, keep)
-            if self._source is not None:
-                return self._as_source(token_ids, self._source)
+            if self._limits.source is not None:
+                return self._as_source(token_ids, self._limits.source)
             return EncodedPrompt(token_ids, media=media)
         size = self._limits.embeds_size
         if not size:
@@ -95,7 +74,7 @@ class PromptEncoder:
         """Return a prompt for the encoder, with the beginning of an answer as the decoder's."""
         ids, most = self._checked(token_ids), source.max_tokens
         if not 1 <= len(ids) <= most:
-            raise RequestError(f"the prompt has {len(ids)} tokens; this model's encoder reads 1 to {most}", "prompt")
+            raise _too_long_for(source, f"{len(ids)} tokens")
         digest = hashlib.sha256(ids.tobytes()).hexdigest()
         item = MediaItem(f"text/{digest}", 0, len(ids), ids.astype(np.float32)[:, None])
         return EncodedPrompt(source.start, media=(item,), encoder_len=len(ids))
@@ -191,13 +170,15 @@ class PromptEncoder:
         bound = self._tokenizer.facts.length_bound
         if text is None or bound is None:
             return
-        most = self._limits.max_model_len - num_output
-        if len(text) <= self._limits.max_model_len:
+        source, longest = self._limits.source, self._limits.longest_prompt
+        most = longest if source is not None else longest - num_output
+        if len(text) <= longest:
             return
         # A text beyond the bound on its size is refused anyway, before it is tokenised.
         looked_at = text[: self._limits.of_request.text_bytes + 1]
         if bound.min_tokens(looked_at, enough=most + 1) > most:
-            raise self._too_long(f"at least {most + 1} tokens ({len(text)} characters)", num_output)
+            size = f"at least {most + 1} tokens ({len(text)} characters)"
+            raise _too_long_for(source, size) if source is not None else self._too_long(size, num_output)
 
     def _too_long(self, size: str, num_output: int, name: str = "prompt") -> RequestError:
         most = f"{self._limits.max_model_len} tokens" + (" (max_model_len), output included" if num_output else "")
@@ -209,3 +190,8 @@ class PromptEncoder:
             "of the input prompt, or set truncate_prompt_tokens.",
             name,
         )
+
+
+def _too_long_for(source: SourceFacts, size: str) -> RequestError:
+    text = f"the prompt has {size}; this model's encoder reads 1 to {source.max_tokens}: shorten it"
+    return RequestError(f"{text}, or set truncate_prompt_tokens", "prompt")
