@@ -16,6 +16,7 @@ from pagoda.base.ranks import RankPlace
 from pagoda.base.setting import describe_settings
 from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
+from pagoda.loading.model_config import read_images
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.resolve import resolve_model
 from pagoda.loading.shares import read_share
@@ -35,6 +36,7 @@ class EngineSetup:
     max_model_len: longest prompt + output in tokens.   drafting: how drafts are made, or None.
     tasks: what the model can be asked for.   takes_embeds: whether prompts may be given as embeddings.
     encoder: the part of the model's tree that computes images or audio, None for a model that reads neither.
+    most_outputs: of the encoder, for an image, a sound or an encoder's text, whatever `max_model_len` is.
     """
 
     config: EngineConfig
@@ -49,11 +51,17 @@ class EngineSetup:
     tasks: ModelTasks = field(default_factory=ModelTasks)
     takes_embeds: bool = False
     encoder: Encoder | None = None
+    most_outputs: int = 0
 
     @property
     def crosses(self) -> bool:
         """Return whether it is an encoder-decoder model: the encoder's outputs are read by cross attention."""
         return any(group.kind is KVGroupKind.CROSS for group in self.groups)
+
+    @property
+    def largest_item(self) -> int:
+        """Return how many encoder outputs an image, a sound or an encoder's text may have; 0 without an encoder."""
+        return self.most_outputs if self.crosses else min(self.most_outputs, self.max_model_len)
 
     @property
     def is_packed(self) -> bool:
@@ -148,7 +156,17 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
         tasks,
         model.takes_embeds,
         model.media_encoder,
+        _most_outputs(model, files),
     )
+
+
+def _most_outputs(model: Model, files: ModelFiles) -> int:
+    """Return how many outputs the encoder makes of the largest item, of images as they are processed."""
+    encoder = model.media_encoder
+    if encoder is None:
+        return 0
+    most, images = encoder.largest_item().length, None if model.cross_groups else read_images(files)
+    return most if images is None else min(most, images.max_item_tokens)
 
 
 def _check_encoder(config: EngineConfig, model: Model, is_on_host: bool, drafts: bool) -> None:
@@ -198,23 +216,26 @@ def _tasks(config: EngineConfig, model: Model) -> ModelTasks:
 
 def options_of(setup: EngineSetup) -> SchedulerOptions:
     """Return the options of an engine's scheduler."""
-    return scheduler_options(setup.config, setup.encoder, setup.crosses)
+    options = scheduler_options(setup.config)
+    if setup.encoder is None:
+        return options
+    budget = max(setup.largest_item, setup.config.scheduler.max_num_batched_tokens)
+    return dataclasses.replace(
+        options,
+        encoder_budget=budget,
+        encoder_cache_tokens=_CACHED_BUDGETS * budget,
+        no_partial_media=setup.encoder.whole_items,
+        max_encoder_len=setup.largest_item if setup.crosses else 0,
+    )
 
 
 _CACHED_BUDGETS = 4
 """Steps' worth of encoder outputs that are kept."""
 
 
-def scheduler_options(config: EngineConfig, encoder: Encoder | None = None, crosses: bool = False) -> SchedulerOptions:
-    """Return the scheduler's options: the settings, and the values derived from them.
-
-    encoder, crosses: see EngineSetup.
-    """
+def scheduler_options(config: EngineConfig) -> SchedulerOptions:
+    """Return the options of a scheduler without encoder: the settings, and the values derived from them."""
     scheduler, prefill, debug = config.scheduler, config.scheduler.prefill, config.debug
-    largest = encoder.largest_item().length if encoder is not None else 0
-    if not crosses and config.model.max_model_len is not None:
-        largest = min(largest, config.model.max_model_len)  # no longer one is in a prompt
-    budget = max(largest, scheduler.max_num_batched_tokens) if encoder is not None else 0
     settings = {
         item.name: getattr(scheduler, item.name) for item in describe_settings(SchedulerConfig) if not item.is_group
     }
@@ -227,10 +248,6 @@ def scheduler_options(config: EngineConfig, encoder: Encoder | None = None, cros
         prefix_hash_seed=debug.prefix_hash_seed,
         num_lookahead_slots=debug.num_lookahead_slots,
         max_loras=config.model.lora.num_per_step if config.model.lora.enable_lora else 0,
-        encoder_budget=budget,
-        encoder_cache_tokens=_CACHED_BUDGETS * budget,
-        no_partial_media=encoder is not None and encoder.whole_items,
-        max_encoder_len=largest if crosses else 0,
         check_invariants=debug.check_invariants,
         decision_log_steps=debug.decision_log_steps,
     )

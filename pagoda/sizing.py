@@ -5,7 +5,6 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from pagoda.base.abbreviate import human_bytes
-from pagoda.base.dtypes import DTYPE_BYTES
 from pagoda.base.errors import CapacityError, StepTooLarge
 from pagoda.base.ranks import RankPlace
 from pagoda.core.executor import Capacity, StepSize
@@ -15,8 +14,10 @@ from pagoda.loading.shares import read_share
 from pagoda.loading.weight_memory import PreparedAs, adapter_memory, weight_memory
 from pagoda.worker.memory import (
     EmbedsMemory,
+    EncoderMemory,
     KVCapacity,
     embeds_memory,
+    encoder_memory,
     kv_block_bytes,
     memory_limit,
     plan_capacity,
@@ -74,12 +75,11 @@ def embeds_in_memory(setup: EngineSetup) -> EmbedsMemory:
     return embeds_memory(setup.embeds_size, setup.dtype, setup.config.server.server_limits)
 
 
-def encoder_in_memory(setup: EngineSetup) -> int:
-    """Return the bytes that encoder outputs may take of a rank."""
+def encoder_in_memory(setup: EngineSetup) -> EncoderMemory:
+    """Return what images and audio may take, `features` of all ranks together."""
     if setup.encoder is None:
-        return 0
-    options = options_of(setup)
-    return options.encoder_cache_tokens * setup.encoder.output_size * DTYPE_BYTES[setup.dtype]
+        return EncoderMemory()
+    return encoder_memory(setup.encoder, setup.dtype, setup.largest_item, options_of(setup))
 
 
 def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCapacity:
@@ -91,12 +91,14 @@ def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCap
     message says what does.
     """
     config, is_on_host, embeds = setup.config, setup.device.is_host, embeds_in_memory(setup)
+    media = encoder_in_memory(setup)
     # Ranks on the host share its memory: this is about the part of one.
     sharing = config.parallel.world_size if is_on_host else 1
     is_fake = config.parallel.executor == "fake"
     taken_by = "the weights and the largest step" if capacities else "the weights"
-    on_device = adapters_in_memory(setup) + embeds.device + encoder_in_memory(setup)
-    reserved = on_device + (embeds.host // sharing if is_on_host else 0)
+    on_device = adapters_in_memory(setup) + embeds.device + media.outputs + media.scratch
+    on_host = (embeds.host + media.features) // sharing
+    reserved = on_device + (on_host if is_on_host else 0)
     found: list[KVCapacity] = []
     planned = [] if capacities else [(_free_before_loading(setup, sharing), _block_bytes(setup))]
     for free_bytes, block_bytes in _shares(capacities) or planned:
@@ -117,7 +119,6 @@ def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCap
             require_device_memory(found[-1], config.cache, free, taken_by)
     capacity = smallest(found)
     if not is_fake:
-        on_host = embeds.host // sharing
         limit = None if config.parallel.executor == "ray" else memory_limit()  # which is this machine's
         if is_on_host:
             on_host += weights_in_memory(setup) + on_device

@@ -1,13 +1,18 @@
 """What several ranks have room for: the smallest of what they measure, whichever rank it is in each respect."""
 
+import json
 from pathlib import Path
+
+import pytest
 
 from pagoda.base.config import EngineConfig
 from pagoda.core.executor import Capacity, StepSize
-from pagoda.engine_setup import resolve_engine
-from pagoda.sizing import fit_measured
+from pagoda.engine_setup import options_of, resolve_engine
+from pagoda.sizing import encoder_in_memory, fit_measured, size_cache
 from pagoda.worker.memory import KVCapacity, smallest
 from tests.engine.driver import write_tiny_llama
+from tests.models.tiny import save
+from tests.models.tiny_vision import make_vision
 
 GIB = 1 << 30
 
@@ -31,3 +36,28 @@ def test_steps_and_pools_are_those_of_the_devices_with_least_room(tmp_path: Path
     setup, capacity = fit_measured(setup, None, measured, sizes)
     assert setup.config.scheduler.max_num_batched_tokens == 512
     assert capacity.num_blocks == int(2 * GIB * setup.config.cache.gpu_memory_utilization) // (1 << 20) - 1
+
+
+def test_images_take_memory_by_the_largest_that_their_processing_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """max_pixels of preprocessor_config.json bounds what reaches the encoder, and so what is planned for it."""
+    monkeypatch.setattr("pagoda.worker.devices.cpu.CpuDevice.free_bytes", lambda self: 8 * GIB)
+    monkeypatch.setattr("pagoda.sizing.memory_limit", lambda: 8 * GIB)
+    folder = save(make_vision("qwen2.5-vl"), tmp_path)
+    options: dict[str, object] = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "gpu_memory_utilization": 1.0}
+    config = EngineConfig.from_options(model=str(folder), device="cpu", **options)
+    planned: list[tuple[int, int, int]] = []
+    for max_pixels in (64 * 1000, 64 * 100):
+        stated = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 64, "max_pixels": max_pixels}
+        (folder / "preprocessor_config.json").write_text(json.dumps({**stated, "patch_size": 4, "merge_size": 2}))
+        setup = resolve_engine(config)
+        media, budget = encoder_in_memory(setup), options_of(setup).encoder_budget
+        assert budget == setup.largest_item
+        assert media.outputs == 4 * budget * 96 * 4
+        planned.append((setup.largest_item, media.scratch, size_cache(setup).pool_bytes + media.total))
+    (large, large_scratch, all_of_it), (small, small_scratch, as_much) = planned
+    assert large == setup.max_model_len == 256
+    assert 100 <= small < 200
+    assert small_scratch < large_scratch
+    assert abs(all_of_it - as_much) < 1 << 17, "the KV cache has the rest, to a block"

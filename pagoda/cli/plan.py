@@ -16,6 +16,7 @@ from pagoda.cli.options import engine_config, engine_options
 
 if TYPE_CHECKING:
     from pagoda.loading.model_files import ModelFiles
+    from pagoda.worker.memory import EncoderMemory
 
 TYPICAL_LENGTHS = (512, 2048, 8192)
 
@@ -27,6 +28,8 @@ class Plan:
     path: "" if the weights are not there.
     weights_disk, weights_memory: as the checkpoint has them, and what they take once they are prepared.
     adapters_memory: reserved for LoRA adapters.   embeds_memory: for prompt embeddings, with a server's default limits.
+    encoder_memory: for what `media` names, with a server's limits.   largest_item: of those, in tokens of the encoder's
+        output; 0 for a model of text.
     device: "cpu", or the GPU's name and memory.   memory_available: free on the device, before anything is loaded.
     is_measured: the worker makes kv_cache smaller by what the largest step takes of a GPU, measured at its start.
     requests_by_length: prompt + output tokens of a request -> how many such requests the KV cache holds at once; empty
@@ -47,6 +50,9 @@ class Plan:
     weights_as: str
     adapters_memory: int
     embeds_memory: int
+    encoder_memory: "EncoderMemory"
+    media: str
+    largest_item: int
     device: str
     memory_available: int
     kv_bytes_per_token: int
@@ -144,7 +150,7 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
     from pagoda.engine_setup import options_of, resolve_engine
     from pagoda.loading.model_config import summarize_weights
     from pagoda.loading.quantization import resolve_quantization
-    from pagoda.sizing import adapters_in_memory, embeds_in_memory, fit_cache, weights_in_memory
+    from pagoda.sizing import adapters_in_memory, embeds_in_memory, encoder_in_memory, fit_cache, weights_in_memory
     from pagoda.worker.memory import kv_bytes_per_token
 
     setup, capacity = fit_cache(resolve_engine(config, files))
@@ -167,6 +173,9 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
         weights_as=resolve_quantization(setup.files, config.model.quantization) or setup.dtype,
         adapters_memory=adapters_in_memory(setup),
         embeds_memory=embeds_in_memory(setup).total,
+        encoder_memory=encoder_in_memory(setup),
+        media="sounds" if setup.crosses else "images",
+        largest_item=setup.largest_item,
         device=setup.device.summary(),
         memory_available=setup.device.free_bytes(),
         kv_bytes_per_token=kv_bytes_per_token(setup.groups, setup.kv_dtype),
@@ -206,6 +215,12 @@ def _print(made: Plan) -> None:
         rows.append(("LoRA adapters", f"up to {human_bytes(made.adapters_memory)}"))
     if made.embeds_memory:
         rows.append(("prompt embeddings", f"up to {human_bytes(made.embeds_memory)}, with a server's default limits"))
+    if (media := made.encoder_memory).total:
+        outputs, scratch, held = (human_bytes(size) for size in (media.outputs, media.scratch, media.features))
+        rows.append((made.media, f"{scratch} to compute one of up to {human_count(made.largest_item)} tokens"))
+        rows.append(("", f"{outputs} for computed ones that are kept"))
+        if media.features:
+            rows.append(("", f"up to {held} for those of requests that wait, on a server"))
     if made.device != "cpu":
         rows.append(("device", made.device))
     rows.append(("memory", f"{human_bytes(made.memory_available)} available"))

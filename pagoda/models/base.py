@@ -165,9 +165,11 @@ class Encoder(Model):
     output_size: elements of each of its outputs.   reads_text: its features are token ids, [tokens, 1]; `start` is what
     the decoder's answer to a text begins with.
     whole_items: all rows of an item must be in one chunk of the decoder, because they attend to each other there.
+    tokens_per_output: of its own tokens, for each row that it returns.
     """
 
     output_size: int
+    tokens_per_output: int = 1
     reads_text: bool = False
     start: tuple[int, ...] = ()
     kv_groups = ()

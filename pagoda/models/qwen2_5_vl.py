@@ -134,6 +134,7 @@ class Qwen25VLEncoder(Encoder):
         self.spec = spec
         self.config = config
         self.output_size = config.output_size
+        self.tokens_per_output = config.merge**2
         rotary = Rotary(RopeConfig(axes=2), config.hidden_size // config.num_heads, num_positions=_MOST_SIDE)
         self.patch_embed = PatchEmbed(config)
         self.blocks = [VisionBlock(config, index, rotary) for index in range(config.num_layers)]

@@ -145,6 +145,7 @@ class SiglipEncoder(Encoder):
         """factor: patches of an output, in each direction.   spec: of the text model."""
         self.spec = spec
         self.output_size = spec.hidden_size
+        self.tokens_per_output = factor**2
         self.vision, self.factor = vision, factor
 
     def largest_item(self) -> MediaItem:

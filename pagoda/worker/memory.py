@@ -12,10 +12,13 @@ from pagoda.base.abbreviate import human_bytes
 from pagoda.base.config import CacheConfig, DebugConfig
 from pagoda.base.dtypes import DTYPE_BYTES, WITH_SCALES
 from pagoda.base.errors import CapacityError, ConfigError
-from pagoda.base.server_config import MAX_HELD_BODY_BYTES, ServerLimits
+from pagoda.base.server_config import MAX_HELD_BODY_BYTES, MAX_HELD_MEDIA_BYTES, ServerLimits
 from pagoda.core.kv import KVSizing, longest_request
 from pagoda.core.kv_specs import KVGroupSpec, KVShape, layers_per_block
 from pagoda.core.scheduler_options import SchedulerOptions
+from pagoda.layers.module import parameters
+from pagoda.layers.parameter import Matrix, Vector
+from pagoda.models.base import ENCODER_PIECE_TOKENS, Encoder
 
 _MAX_BLOCKS = 2**31 - 2  # block ids are int32
 _GIB = 1024**3
@@ -309,3 +312,46 @@ def embeds_memory(size: int, dtype: str, limits: ServerLimits) -> EmbedsMemory:
     if limits.max_queued_tokens:
         elements = min(elements, limits.max_queued_tokens * size)
     return EmbedsMemory(elements * _HOST_BYTES, elements * DTYPE_BYTES[dtype])
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderMemory:
+    """The most bytes that images, audio, or the texts of an encoder take.
+
+    outputs: of the encoder, as many as are kept.   scratch: what its largest run takes besides.
+    features: that requests hold, in the processes that hold requests, as far as a server admits them.
+    """
+
+    outputs: int = 0
+    scratch: int = 0
+    features: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.outputs + self.scratch + self.features
+
+
+def encoder_memory(encoder: Encoder, dtype: str, largest_item: int, options: SchedulerOptions) -> EncoderMemory:
+    """Return what a rank's encoder takes, from its shapes.
+
+    dtype: the compute type.   largest_item: outputs of the longest item there can be.
+    """
+    num_bytes, per_output, longest = DTYPE_BYTES[dtype], encoder.tokens_per_output, encoder.largest_item()
+    num_tokens = max(largest_item * per_output, min(ENCODER_PIECE_TOKENS, options.encoder_budget * per_output))
+    assert longest.features is not None, "it has zeros"
+    num_values = longest.features.size / (longest.length * per_output)
+    declared = [parameter for _, parameter in parameters(encoder)]
+    hidden = max(of.declared.size for of in declared if isinstance(of.declared, Vector))
+    widest = max(of.shard.shape[0] for of in declared if isinstance(of.declared, Matrix))
+    # x and the residual stream; what a layer's widest matrix gives, and what is made of that. The features are put in
+    # order, joined with those of other items, and rounded.
+    per_token = 2 * (hidden + widest) * num_bytes + num_values * (8 + num_bytes)
+    return EncoderMemory(
+        options.encoder_cache_tokens * encoder.output_size * num_bytes,
+        int(num_tokens * per_token),
+        0 if encoder.reads_text else _HELD_TWICE * MAX_HELD_MEDIA_BYTES,
+    )
+
+
+_HELD_TWICE = 2
+"""By the API process, for a restart, and by the engine process."""

@@ -10,6 +10,7 @@ from transformers import Idefics3VisionConfig, PreTrainedModel
 from transformers.models.idefics3.modeling_idefics3 import Idefics3VisionEmbeddings
 
 from pagoda.base.errors import RequestError
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.layers.module import parameters, walk
 from pagoda.layers.parameter import Matrix, Table
@@ -18,9 +19,10 @@ from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture, read_model
 from pagoda.loading.model_files import identify
 from pagoda.loading.weight_memory import PreparedAs, SharesInMemory
-from pagoda.models.base import Encoder
+from pagoda.models.base import FEATURES, Encoder
 from pagoda.worker.encoders import make_encoder_batch
 from pagoda.worker.forward_runner import ForwardRunner, Programs
+from pagoda.worker.memory import encoder_memory
 from tests.device_under_test import ON_CPU, DeviceUnderTest
 from tests.models.tiny import save
 from tests.models.tiny_vision import CONFIGS, make_vision, num_tokens, picture, picture_inputs
@@ -91,6 +93,27 @@ def test_the_same_bits_in_any_batch(name: str, folders):
         assert isinstance(runner.recorder, Programs)
         assert len(runner.recorder._programs) == 1
         assert None not in runner.recorder._programs.values()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_memory_plan_has_what_a_run_takes(name: str, dtype: torch.dtype, folders):
+    runner = load(folders(name), ON_CPU, "native", dtype=dtype)
+    encoder, numbers = runner.model, [0, 1, 2] * 8
+    assert isinstance(encoder, Encoder)
+    items = [encoder.item(*picture(name, number)) for number in numbers]
+    batch = make_encoder_batch(items, dtype, ON_CPU.device)
+    runner.run(batch, ())
+    assert isinstance(runner.recorder, Programs)
+    ((_, program),) = runner.recorder._programs.items()
+    assert program is not None
+    copied = sum(picture(name, number)[0].nbytes for number in numbers)  # joined, and in the compute type
+    taken = program._scratch.numel() + copied + batch.inputs[FEATURES].tensor.nbytes
+    num_outputs = sum(item.num_outputs for item in items)
+    assert num_outputs * encoder.tokens_per_output == sum(item.num_tokens for item in items)
+    kind = "float32" if dtype is torch.float32 else "bfloat16"
+    planned = encoder_memory(encoder, kind, num_outputs, SchedulerOptions(encoder_budget=1)).scratch
+    assert taken <= planned <= 2 * taken
 
 
 @pytest.mark.parametrize("side", [26, 27, 32, 70])
