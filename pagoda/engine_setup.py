@@ -141,6 +141,7 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     )
     drafting = resolve_drafting(config, spec, dtype, kernels, max_model_len)
     _check_encoder(config, model, device.is_host, drafting is not None)
+    _check_latent(config, model, device.is_host, kernels)
     if drafting is not None and not tasks.generates:
         raise ConfigError(f"speculative_config: {files.name!r} does not generate text, so nothing can be drafted")
     return EngineSetup(
@@ -192,6 +193,22 @@ def _check_encoder(config: EngineConfig, model: Model, is_on_host: bool, drafts:
         raise ConfigError("enable_lora does not go with an encoder-decoder model yet; leave it out")
     if model.cross_groups and drafts:
         raise ConfigError("speculative_config does not go with an encoder-decoder model; leave it out")
+
+
+def _check_latent(config: EngineConfig, model: Model, is_on_host: bool, kernels: str) -> None:
+    """Raise ConfigError for what does not go with latent attention."""
+    if all(group.shape.key_dim == group.shape.value_dim for group in model.kv_groups):
+        return
+    if not is_on_host or kernels == "triton":
+        raise ConfigError(
+            f"models of architecture {model.spec.architecture!r} have latent attention, which does not run on a GPU or "
+            "in Triton yet; take device='cpu'"
+        )
+    if config.cache.kv_cache_dtype == "int8" and kernels == "native":
+        raise ConfigError(
+            f"kv_cache_dtype='int8': models of architecture {model.spec.architecture!r} have latent attention, whose "
+            "cache the native kernels hold in the compute dtype; take 'auto', or kernels='torch'"
+        )
 
 
 def largest_ranks(parallel: ParallelConfig) -> list[RankPlace]:

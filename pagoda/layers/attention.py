@@ -164,8 +164,8 @@ class Attention(Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this rank's heads of all that were computed."""
         heads, dim = self.heads, self.heads.dim
-        k, v = (ops.select_heads(x, first_kv, heads.num_kv_heads, dim) for x in (k, v))
-        return ops.select_heads(q, first, heads.num_heads, dim), k, v
+        k, v = (ops.select_heads(x, first_kv * dim, heads.num_kv_heads, dim) for x in (k, v))
+        return ops.select_heads(q, first * dim, heads.num_heads, dim), k, v
 
     def _attend_to_text(self, ops: ForwardOps, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         if self.rotary is not None:

@@ -5,7 +5,7 @@ from enum import Enum
 
 from pagoda.layers.linear import ExpertLinear, Linear
 from pagoda.layers.module import Module
-from pagoda.layers.parameter import Axis, Part
+from pagoda.layers.parameter import Axis, Parameter, Part, Vector
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import RankGroup, Tensor
 
@@ -102,12 +102,28 @@ class PlainMLP(Module):
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """How a token's experts are chosen, where not by the router's logits alone: see `ForwardOps.grouped_moe`.
+
+    top: groups that a token takes experts of.   has_bias: the checkpoint has a bias of the choice, in float32.
+    """
+
+    count: int = 1
+    top: int = 1
+    best: int = 1
+    sigmoid: bool = False
+    has_bias: bool = False
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """inner_size: of one expert.   top_k: experts per token.   renormalize: scale their weights to sum to 1.
 
     shared_size: inner size of an MLP that every token has as well, 0 for none.   shared_gate: a sigmoid multiplies it.
     bias: of the router and of all experts.   limit, alpha: of their activation, see `ForwardOps.moe`.
     alternates: the checkpoint has gate and up of an expert as one matrix, row by row in turn.
+    groups: None where experts are chosen by the router's logits alone.
     """
 
     num_experts: int = 0
@@ -120,6 +136,7 @@ class ExpertsConfig:
     alpha: float = 1.0
     limit: float = 0.0
     alternates: bool = False
+    groups: ExpertGroups | None = None
 
 
 class Experts(Module):
@@ -143,6 +160,10 @@ class MoE(Module):
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         self.gate = Linear(hidden_size, config.num_experts, config.bias, quantizable=False)
+        self.choice_bias: Parameter[Tensor] | None = None
+        if config.groups is not None:
+            declared = Vector(config.num_experts, zeros=not config.groups.has_bias, is_float32=True)
+            self.choice_bias = Parameter[Tensor](declared)
         self.experts = Experts(hidden_size, config)
         self.shared_expert: GatedMLP | None = None
         self.shared_expert_gate: Linear | None = None
@@ -159,19 +180,30 @@ class MoE(Module):
 
     def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        experts = self.experts
-        y = ops.moe(
-            x,
-            self.gate(ops, x),
-            experts.gate_up.weight.value,
-            experts.down.weight.value,
-            self.config.top_k,
-            self.config.renormalize,
-            self.config.alpha,
-            self.config.limit,
-        )
+        y = self._routed(ops, x)
         y = y if self.ranks is None else ops.all_reduce(y, self.ranks)
         return y if self.shared_expert is None else ops.add(y, self._shared(ops, x, self.shared_expert))
+
+    def _routed(self, ops: ForwardOps, x: Tensor) -> Tensor:
+        config, groups = self.config, self.config.groups
+        gate_up, down = self.experts.gate_up.weight.value, self.experts.down.weight.value
+        if groups is None or self.choice_bias is None:
+            logits = self.gate(ops, x)
+            return ops.moe(x, logits, gate_up, down, config.top_k, config.renormalize, config.alpha, config.limit)
+        return ops.grouped_moe(
+            x,
+            ops.logits(x, self.gate.weight.value),
+            self.choice_bias.value,
+            gate_up,
+            down,
+            config.top_k,
+            config.renormalize,
+            groups.sigmoid,
+            groups.count,
+            groups.top,
+            groups.best,
+            groups.factor,
+        )
 
     def _shared(self, ops: ForwardOps, x: Tensor, expert: GatedMLP) -> Tensor:
         y = expert(ops, x)

@@ -34,6 +34,7 @@ class Part:
     rotary: the embedding that turns the rows, whose `head_order` is that of the checkpoint in each unit.
     alternates: the parts of the name alternate in the stored tensor, unit by unit: a head of q, of k, of v, and so on.
     has_bias: False where the other parts have a bias and this one has none: it is held as zeros.
+    block: each unit is a block of rows of the stored tensor, None for as many rows as a unit has.
     """
 
     name: str
@@ -43,10 +44,23 @@ class Part:
     replicated: bool = False
     alternates: bool = False
     has_bias: bool = True
+    block: "StoredBlock | None" = None
 
     def unit_order(self, interleaved: bool = False) -> tuple[int, ...] | None:
         """See RopeConfig.head_order; None also if no rotary embedding turns the rows."""
         return None if self.rotary is None else self.rotary.head_order(self.unit, interleaved)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """Where a unit of a part is in the stored tensor: rows of each `step`, beginning at `first`.
+
+    is_transposed: they are the columns of the unit, and their columns are its rows.
+    """
+
+    first: int
+    step: int
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,11 +85,13 @@ class Vector:
     """One value per element, in the compute dtype.
 
     unit_offset: the layer multiplies by 1 + value.   zeros: the checkpoint has none; all values are 0.
+    is_float32: in float32, whatever the compute dtype.
     """
 
     size: int
     unit_offset: bool = False
     zeros: bool = False
+    is_float32: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +142,7 @@ class Matrix:
         part = self.parts[number]
         same = [at for at, other in enumerate(self.parts) if other.name == part.name]
         if part.alternates and alternates:
-            first, step = same.index(number) * part.unit, len(same) * part.unit
+            first, step = (sum(self.parts[at].unit for at in some) for some in (same[: same.index(number)], same))
         else:
             first, step = sum(self.parts[at].rows for at in same if at < number), part.unit
         return range(first, first + part.rows // part.unit * step, step)

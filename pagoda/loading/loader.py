@@ -202,12 +202,13 @@ class Filler:
 
     def _vector(self, path: str, declared: Vector) -> torch.Tensor:
         """Return the vector in compute dtype, without the 1 of a unit offset."""
+        dtype = torch.float32 if declared.is_float32 else self._dtype
         if declared.zeros:
-            return torch.zeros(declared.size, dtype=self._dtype, device=self._device)
+            return torch.zeros(declared.size, dtype=dtype, device=self._device)
         out = self._tensor(path, (declared.size,), torch.float32)
         if declared.unit_offset and self._naming.unit_offset_stored:
             out -= 1.0  # in float32: 1 + weight has lost nothing yet
-        return out.to(self._dtype)
+        return out.to(dtype)
 
     def _rotary_tables(self, declared: RotaryTable) -> RotaryTables:
         name, factors = self._naming.rope_factors, None

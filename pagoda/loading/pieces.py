@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from pagoda.base.errors import ConfigError
 from pagoda.layers.module import parameters
-from pagoda.layers.parameter import Declaration, Matrix, MatrixShard, Part, Table, Vector, whole_of
+from pagoda.layers.parameter import Declaration, Matrix, MatrixShard, Part, StoredBlock, Table, Vector, whole_of
 from pagoda.loading.model_files import ModelFiles
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
@@ -124,6 +124,9 @@ def _pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard, suffi
     for part in matrix.parts:
         stored_rows[part.name] += part.rows
     for number, (stored, part, rows) in enumerate(zip(found, matrix.parts, shard.rows, strict=True)):
+        if part.block is not None:
+            yield from _blocks(stored.name, part, part.block, rows, shard.columns)
+            continue
         num_rows = stored_rows[stored.name]
         shape = (num_rows,) if suffix == "bias" else (num_rows, *(matrix.kernel or (matrix.columns,)))
         transposed = suffix == "weight" and naming.is_transposed(stored.name)
@@ -142,3 +145,15 @@ def _pieces(naming: Naming, path: str, matrix: Matrix, shard: MatrixShard, suffi
         for run in runs:
             region = Region(stored.index, run, columns, transposed, matrix.channels_last)
             yield Piece(stored.name, shape, region, part, suffix == "weight" or part.has_bias)
+
+
+def _blocks(name: str, part: Part, block: StoredBlock, rows: range, columns: range) -> Iterator[Piece]:
+    """Yield the units of a part whose stored rows are not its own.   rows: whole units.   columns: of a unit."""
+    width = part.unit if block.is_transposed else len(columns)
+    shape = (part.rows // part.unit * block.step, width)
+    for unit in range(rows.start // part.unit, rows.stop // part.unit):
+        first = unit * block.step + block.first
+        region = Region(None, range(first, first + part.unit), columns)
+        if block.is_transposed:
+            region = Region(None, range(part.unit), range(first, first + len(columns)), transposed=True)
+        yield Piece(name, shape, region, part)

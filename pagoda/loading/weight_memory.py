@@ -120,8 +120,8 @@ def _bytes(path: str, parameter: Parameter[Any], prepared: PreparedAs, held_as: 
             [held] = held_as(path, table)
             coded = prepared.packed and held.form is not FLOATS[prepared.dtype]
             return held.packed_bytes(rows, columns) if coded else rows * columns * element
-        case Vector(size):
-            return size * element
+        case Vector(size, is_float32=is_float32):
+            return size * (4 if is_float32 else element)
         case BiasTable(num_heads=num_heads, buckets=buckets):
             return num_heads * len(buckets) * 4
         case RotaryTable(rope, head_dim, _, num_positions):

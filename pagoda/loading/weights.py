@@ -305,10 +305,14 @@ class PackedWeights:
         stem = self._stem(name)
         if stem is None:
             self._weights.read_into(name, out, region)
-        elif self._stored.has_codes:
-            out.copy_(self._read(stem, region).dequantize())
         else:
-            out.copy_(self._read_floats(stem, region))
+            turned = None
+            if region is not None and region.transposed and region.columns is not None:
+                turned = Region(None, region.columns, region.rows)
+            stored = turned or region
+            has_codes = self._stored.has_codes
+            values = self._read(stem, stored).dequantize() if has_codes else self._read_floats(stem, stored)
+            out.copy_(values if turned is None else values.T)
 
     def view(self, name: str, region: Region) -> torch.Tensor | None:
         return self._weights.view(name, region) if self._stem(name) is None else None

@@ -8,6 +8,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingPlan
 from pagoda.layers.attention import Heads
+from pagoda.layers.latent_attention import LatentHeads
 from pagoda.layers.mlp import GATES, Activation, ExpertsConfig
 from pagoda.layers.norm import LayerNorm, RMSNorm
 from pagoda.layers.parameter import PickedRows
@@ -56,6 +57,7 @@ class DecoderConfig:
     experts: in place of the MLP, if there are any.   dense_layers: indices of the layers with an MLP even so.
     head: how a classification head pools, and its labels.   head_rows: what it is made from, if it is not stored.
     bidirectional: tokens attend to later ones, too (EmbeddingGemma).
+    latent: the sizes of latent attention, None for a model with keys and values.
     """
 
     spec: ModelSpec
@@ -90,6 +92,7 @@ class DecoderConfig:
     head: PoolingPlan | None = None
     head_rows: PickedRows | None = None
     bidirectional: bool = False
+    latent: LatentHeads | None = None
 
     @property
     def heads(self) -> Heads:

@@ -7,6 +7,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.layers.attention import FUSED_Q_K_V, Q_K_V, Attention
 from pagoda.layers.kv import place_kv, place_kv_of_stage
+from pagoda.layers.latent_attention import LatentAttention
 from pagoda.layers.linear import Embedding, LMHead
 from pagoda.layers.mlp import GatedMLP, MoE, PlainMLP
 from pagoda.layers.module import Module
@@ -22,8 +23,12 @@ from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import RankGroup, Tensor
 
 
-def attention_of(config: DecoderConfig, index: int, rotary: Rotary) -> Attention:
+def attention_of(config: DecoderConfig, index: int, rotary: Rotary) -> Attention | LatentAttention:
     """Return the attention of layer `index`."""
+    if config.latent is not None:
+        return LatentAttention(
+            config.spec.hidden_size, config.latent, rotary, config.attention_scale, config.attention_out_bias
+        )
 
     def norm(num_heads: int) -> RMSNorm | None:
         if config.qk_norm is QKNorm.NONE:

@@ -5,6 +5,7 @@ from pagoda.models.architecture import Architecture
 from pagoda.models.bart import BART
 from pagoda.models.bert import BERT, ROBERTA
 from pagoda.models.cohere import COHERE, COHERE2
+from pagoda.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from pagoda.models.exaone4 import EXAONE4
 from pagoda.models.gemma2 import GEMMA2
 from pagoda.models.gemma3 import GEMMA3
@@ -47,6 +48,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     MISTRAL3,
     MIXTRAL,
     QWEN3_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     OLMOE,
     GPT2,
     GPT_NEOX,

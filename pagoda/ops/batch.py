@@ -12,6 +12,7 @@ from pagoda.ops.tensor import TensorT
 class KVLayer(Generic[TensorT]):
     """One layer's paged cache: `k` and `v`, [num_blocks + 1, K, block_size, D]; block 0 is the null block.
 
+    D of v is another where the cache is of `latent_attention`.
     Only kernels look inside; everything else moves whole blocks along dimension 0.
     k_scale, v_scale: float32 [num_blocks + 1, K, block_size], for a cache of 8 bits (int8, float8_e4m3fn), else None.
     """

@@ -108,7 +108,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """A KVLayer, which the op reads, or also writes. Its shape is that of its pages, [num_blocks, K, block_size, D]."""
+    """A KVLayer, which the op reads, or also writes. Its shape is [num_blocks, K, block_size, D of K, D of V]."""
 
     writes: bool
 

@@ -31,9 +31,12 @@ from pagoda.ops.declare import (
 )
 from pagoda.ops.shape_rules import (
     check_all_gather,
+    check_by_head,
     check_cache_heads,
     check_factors,
     check_gate_up,
+    check_grouped_moe,
+    check_latent,
     check_layer_norm,
     check_low_rank,
     check_mean_rows,
@@ -45,6 +48,7 @@ from pagoda.ops.shape_rules import (
     check_sinks,
     check_tables,
     check_text,
+    check_written,
     half_of_gate_up,
     half_of_weight,
     head_slices,
@@ -62,6 +66,11 @@ class ForwardOps(Protocol):
     @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", lambda s: s["weight"][:1]))
     def linear(self, x: Tensor, weight: LinearWeight) -> Tensor:
         """[T, in] -> [T, out] = x @ weight.T + bias, in x's dtype."""
+        ...
+
+    @op("linear", check_by_head, x=Rows(), weight=Packed(of="x"), out=Out("x", lambda s: s["weight"][:1]))
+    def linear_by_head(self, x: Tensor, weight: LinearWeight) -> Tensor:
+        """[T, H, in] -> [T, H * out]: head h times rows h * out .. of weight [H * out, in]; in x's dtype."""
         ...
 
     @op("linear", x=Rows(), weight=Packed(of="x"), out=Out("x", lambda s: s["weight"][:1], F32))
@@ -182,14 +191,14 @@ class ForwardOps(Protocol):
 
     @op(
         "kv_cache",
-        check_cache_heads,
+        check_written,
         k=Rows(),
-        v=Rows("k", like="k"),
+        v=Rows("k"),
         cache=Cache(writes=True),
         metadata=Group(Slots.WRITTEN, "cache"),
     )
     def write_kv(self, k: Tensor, v: Tensor, cache: KVLayer, metadata: AttentionMetadata) -> None:
-        """Write k, v [T, K, D] at slot_mapping."""
+        """Write k [T, K, D] and v [T, K, its own D] at slot_mapping."""
         ...
 
     @op(
@@ -197,7 +206,7 @@ class ForwardOps(Protocol):
         check_rotary_write,
         q=Rows(),
         k=Rows("q"),
-        v=Rows("k", like="k"),
+        v=Rows("k"),
         positions=Rows(I32, below="cos", contiguous=True),
         cos=Table(F32),
         sin=Table(F32),
@@ -277,6 +286,25 @@ class ForwardOps(Protocol):
         """`attention` in which each head has a score of its own in the softmax, of no value: its sink.
 
         sinks: one per head; those of q begin at `first`.
+        """
+        ...
+
+    @op(
+        "attention",
+        check_latent,
+        q=Rows(),
+        q_rotated=Rows("q"),
+        cache=Cache(writes=False),
+        metadata=Group(Slots.QUERIES, "cache"),
+        scale=Scalar.F32,
+        out=like("q"),
+    )
+    def latent_attention(
+        self, q: Tensor, q_rotated: Tensor, cache: KVLayer, metadata: AttentionMetadata, scale: float
+    ) -> Tensor:
+        """Causal paged attention of all heads to one, whose value v [L] is also the first part of its key, (v, k).
+
+        q: [T, H, L], multiplies v.   q_rotated: [T, H, R], multiplies k [R].   -> [T, H, L].
         """
         ...
 
@@ -394,14 +422,54 @@ class ForwardOps(Protocol):
         """
         ...
 
+    @op(
+        "moe",
+        check_grouped_moe,
+        x=Rows(),
+        router_logits=Rows(),
+        bias=Table(F32),
+        gate_up=Experts(of="x"),
+        down=Experts(of="x", directly=False),
+        top_k=Scalar.I32,
+        renormalize=Scalar.FLAG,
+        sigmoid=Scalar.FLAG,
+        groups=Scalar.I32,
+        top_groups=Scalar.I32,
+        best=Scalar.I32,
+        factor=Scalar.F32,
+        out=like("x"),
+    )
+    def grouped_moe(
+        self,
+        x: Tensor,
+        router_logits: Tensor,
+        bias: Tensor,
+        gate_up: ExpertWeights,
+        down: ExpertWeights,
+        top_k: int,
+        renormalize: bool,
+        sigmoid: bool,
+        groups: int,
+        top_groups: int,
+        best: int,
+        factor: float,
+    ) -> Tensor:
+        """`moe` whose experts are in `groups` equal groups, of which a token takes experts of `top_groups` only.
+
+        An expert's score is the sigmoid of its logit, or the softmax over all experts; experts are chosen by their
+        score + bias [E], groups by the sum of their `best` largest of these, of equals the lower. A routing weight is
+        the score (with renormalize: over the sum of those chosen) times factor.
+        """
+        ...
+
     @view("rows", qkv_slices, qkv=Rows(), num_heads=Scalar.I32, num_kv_heads=Scalar.I32, head_dim=Scalar.I32)
     def split_qkv(self, qkv: Tensor, num_heads: int, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (H + 2 K) D] -> q [T, H, D], k [T, K, D], v [T, K, D]; views where possible."""
         ...
 
-    @view("rows", head_slices, x=Rows(), first=Scalar.I32, num_heads=Scalar.I32, head_dim=Scalar.I32)
-    def select_heads(self, x: Tensor, first: int, num_heads: int, head_dim: int) -> Tensor:
-        """x [T, H, D] -> x[:, first : first + num_heads], a view where possible."""
+    @view("rows", head_slices, x=Rows(), offset=Scalar.I32, num_heads=Scalar.I32, head_dim=Scalar.I32)
+    def select_heads(self, x: Tensor, offset: int, num_heads: int, head_dim: int) -> Tensor:
+        """Heads [T, num_heads, head_dim] from element `offset` of each row of x on, a view where possible."""
         ...
 
     @op(

@@ -21,11 +21,38 @@ def selected_shape(shapes: Shapes) -> tuple[int, ...]:
 
 
 def check_cache_heads(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    """K and V must have the cache's heads; queries a multiple of them."""
-    kv_heads = shapes["cache"][1]
-    if shapes.get("k", (0, kv_heads))[1] != kv_heads or shapes.get("q", (0, kv_heads))[1] % kv_heads:
-        given = {name: shapes[name] for name in ("q", "k") if name in shapes}
-        raise ValueError(f"a cache of {kv_heads} KV heads does not fit {given}")
+    """Queries must have a multiple of the cache's heads, of the size of K and of V."""
+    _, kv_heads, _, key_dim, value_dim = shapes["cache"]
+    q = shapes["q"]
+    if q[1] % kv_heads or not q[2] == key_dim == value_dim:
+        raise ValueError(
+            f"q {q} does not fit a cache of {kv_heads} heads, K of {key_dim} and V of {value_dim} elements"
+        )
+
+
+def check_latent(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    """Both parts of the queries must have as many heads, the cache one, whose V is the larger part of its key."""
+    q, rotated, (_, kv_heads, _, key_dim, value_dim) = shapes["q"], shapes["q_rotated"], shapes["cache"]
+    if kv_heads != 1 or q[1] != rotated[1] or (q[2], rotated[2]) != (value_dim, key_dim) or key_dim > value_dim:
+        raise ValueError(
+            f"q {q} and {rotated} do not fit a cache of {kv_heads} heads, K of {key_dim} and V of {value_dim} elements"
+        )
+
+
+def check_written(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    """K and V must be as those of the cache."""
+    k, v, (_, kv_heads, _, key_dim, value_dim) = shapes["k"], shapes["v"], shapes["cache"]
+    if k[1:] != (kv_heads, key_dim) or v[1:] != (kv_heads, value_dim):
+        raise ValueError(
+            f"k {k} and v {v} do not fit a cache of {kv_heads} heads, K of {key_dim} and V of {value_dim} elements"
+        )
+
+
+def check_by_head(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    """A weight must have as many rows for each head."""
+    x, weight = shapes["x"], shapes["weight"]
+    if len(x) != 3 or weight[0] % x[1]:
+        raise ValueError(f"a weight {weight} has not as many rows for each head of x {x}")
 
 
 def check_factors(shapes: Shapes, arguments: Mapping[str, object]) -> None:
@@ -73,7 +100,7 @@ def check_tables(shapes: Shapes, arguments: Mapping[str, object]) -> None:
 
 def check_rotary_write(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     check_tables(shapes, arguments)
-    check_cache_heads(shapes, arguments)
+    check_written(shapes, arguments)
 
 
 def check_sinks(shapes: Shapes, arguments: Mapping[str, object]) -> None:
@@ -94,6 +121,18 @@ def check_moe(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         )
     if not isinstance(top_k, int) or not 1 <= top_k <= experts:
         raise ValueError(f"top_k must be 1 to {experts}, not {top_k}")
+
+
+def check_grouped_moe(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    """Groups must divide the experts, and those that a token may take must have top_k experts."""
+    check_moe(shapes, arguments)
+    experts, groups = shapes["gate_up"][0], shapes["groups"][0]
+    top_k, top_groups, best = (shapes[name][0] for name in ("top_k", "top_groups", "best"))
+    size = experts // groups if groups > 0 else 0
+    if not size or experts % groups or not 1 <= top_groups <= groups or not 1 <= best <= size:
+        raise ValueError(f"{top_groups} of {groups} groups, by {best} experts each, do not fit {experts} experts")
+    if top_k > top_groups * size or shapes["bias"] != (experts,):
+        raise ValueError(f"top_k = {top_k} and bias {shapes['bias']} do not fit {top_groups} groups of {size} experts")
 
 
 def check_low_rank(shapes: Shapes, arguments: Mapping[str, object]) -> None:
@@ -139,5 +178,5 @@ def qkv_slices(num_heads: int, num_kv_heads: int, head_dim: int) -> Sequence[Sli
     )
 
 
-def head_slices(first: int, num_heads: int, head_dim: int) -> Sequence[Slice]:
-    return (Slice(first * head_dim, num_heads, head_dim),)
+def head_slices(offset: int, num_heads: int, head_dim: int) -> Sequence[Slice]:
+    return (Slice(offset, num_heads, head_dim),)

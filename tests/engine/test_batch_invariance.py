@@ -39,6 +39,7 @@ from tests.engine.random_schedules import (
     random_speculation,
 )
 from tests.models.packed_writer import Packing, write_packed
+from tests.models.tiny import make_model, save
 from tests.worker.lagging_device import LaggingDevice
 from tests.worker.recalls import recall_steps
 
@@ -242,6 +243,15 @@ def test_schedules_of_other_poolings(llama: Path, kind: str) -> None:
 def test_windows_and_several_groups(mixed: Path) -> None:
     expected = reference(mixed, tiny_watched(), {"dtype": "bfloat16", "num_blocks": 300})
     check(mixed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(100, 106), VOCAB, num_groups=3)
+
+
+def test_latent_attention_and_groups_of_experts(tmp_path: Path) -> None:
+    shape = {"vocab_size": VOCAB, "max_position_embeddings": MAX_MODEL_LEN, "eos_token_id": 2}
+    model, options = save(make_model("deepseek-v3", **shape), tmp_path), {"dtype": "bfloat16"}
+    expected = reference(model, tiny_watched(), options)
+    counts = check(model, tiny_watched(), expected, options, range(950, 956), VOCAB)
+    missing = {"chunks", "swapped", "preempted", "prefix hits", "forks"} - set(+counts)
+    assert not missing, counts
 
 
 @pytest.mark.parametrize(

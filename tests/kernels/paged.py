@@ -10,7 +10,7 @@ from pagoda.kernels.batch import AttentionMetadata, KVLayer
 
 @dataclass(frozen=True)
 class Geometry:
-    """Shapes of one attention problem."""
+    """Shapes of one attention problem.   latent: size of V in latent attention, where it is part of a key, too."""
 
     num_heads: int = 9
     num_kv_heads: int = 3
@@ -19,12 +19,14 @@ class Geometry:
     dtype: torch.dtype = torch.float32
     int8_cache: bool = False
     fp8_cache: bool = False
+    latent: int = 0
 
     def new_cache(self, num_blocks: int) -> KVLayer:
         """Zeroed, as the cache engine makes it."""
         shape = (num_blocks + 1, self.num_kv_heads, self.block_size, self.head_dim)
         if not self.int8_cache and not self.fp8_cache:
-            return KVLayer(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
+            of_v = (*shape[:3], self.latent or self.head_dim)
+            return KVLayer(torch.zeros(shape, dtype=self.dtype), torch.zeros(of_v, dtype=self.dtype))
         codes = torch.int8 if self.int8_cache else torch.float8_e4m3fn
         return KVLayer(
             torch.zeros(shape, dtype=codes),
@@ -46,10 +48,11 @@ class Sequence:
     def random(cls, geometry: Geometry, length: int, seed: int) -> "Sequence":
         generator = torch.Generator().manual_seed(seed)
 
-        def draw(heads: int) -> torch.Tensor:
-            return torch.randn(length, heads, geometry.head_dim, generator=generator).to(geometry.dtype)
+        def draw(heads: int, dim: int = geometry.head_dim) -> torch.Tensor:
+            return torch.randn(length, heads, dim, generator=generator).to(geometry.dtype)
 
-        return cls(draw(geometry.num_heads) * 2, draw(geometry.num_kv_heads), draw(geometry.num_kv_heads))
+        v_dim, heads = geometry.latent or geometry.head_dim, geometry.num_kv_heads
+        return cls(draw(geometry.num_heads, geometry.latent + geometry.head_dim) * 2, draw(heads), draw(heads, v_dim))
 
 
 def make_metadata(geometry: Geometry, lens: list[tuple[int, int]], tables: list[list[int]]) -> AttentionMetadata:
@@ -111,6 +114,11 @@ class PagedRows:
         self.ops.write_kv(k, v, self.cache, metadata)
         for row, count in new:
             self.computed[row] += count
+        if self.geometry.latent:
+            q, rotated = q.split((self.geometry.latent, self.geometry.head_dim), dim=-1)
+            return self.ops.latent_attention(q.contiguous(), rotated.contiguous(), self.cache, metadata, scale).flatten(
+                1
+            )
         if self.sinks is not None:
             return self.ops.attention_with_sinks(q, self.cache, metadata, self.sinks, 2, scale, window)
         return self.ops.attention(q, self.cache, metadata, scale, window, softcap, bias, 2 if bias is not None else 0)

@@ -75,6 +75,56 @@ def test_there_is_a_sink_for_each_head(native: NativeOps) -> None:
         paged.step([(0, 3)], 0.1)
 
 
+# heads, size of the rotated part, block size, size of the latent
+LATENT_SHAPES = [(16, 64, 16, 512), (5, 16, 8, 32), (8, 32, 24, 48), (128, 16, 64, 32)]
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("shape", LATENT_SHAPES, ids=str)
+def test_latents_match_the_reference(fast: Ops, reference: ReferenceOps, shape: tuple, dtype: torch.dtype) -> None:
+    if fast.name == "triton":
+        pytest.skip("there is no Triton kernel for latent attention: it is refused when an engine starts")
+    heads, rotated, block_size, latent = shape
+    geometry = Geometry(heads, 1, rotated, block_size, dtype, latent=latent)
+    rows = [Sequence.random(geometry, length, seed) for seed, length in enumerate((1, 37, 331))]
+    ours, theirs = PagedRows(fast, geometry, rows), PagedRows(reference, geometry, rows, seed=1)
+    for step in ([(1, 36), (2, 300)], [(0, 1), (1, 1), (2, 1)], [(2, 30)]):
+        got, want = ours.step(step, latent**-0.5), theirs.step(step, latent**-0.5)
+        torch.testing.assert_close(got.float(), want.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_the_definition_of_latent_attention_is_attention_with_longer_keys(reference: ReferenceOps) -> None:
+    geometry = Geometry(6, 1, 16, 8, latent=32)
+    row = Sequence.random(geometry, 40, 0)
+    got = PagedRows(reference, geometry, [row]).step([(0, 40)], 0.1)
+    wide = Geometry(6, 1, 48, 8)
+    keys = torch.cat((row.v, row.k), dim=-1)
+    want = PagedRows(reference, wide, [Sequence(row.q, keys, keys)]).step([(0, 40)], 0.1)
+    torch.testing.assert_close(got, want.unflatten(1, (6, 48))[..., :32].flatten(1))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+def test_bits_of_latent_attention_depend_on_the_row_alone(native: NativeOps, dtype: torch.dtype) -> None:
+    """In any chunking, on any number of threads, and whatever is in memory that the row has not written."""
+    geometry = Geometry(20, 1, 16, 16, dtype, latent=64)
+    rows = [Sequence.random(geometry, length, seed) for seed, length in enumerate((600, 75))]
+    want = [alone(native, geometry, row, 0, 0.0) for row in rows]
+    for threads in (1, 4):
+        paged = PagedRows(NativeOps(native.library, threads), geometry, rows)
+        for pages in (paged.cache.k, paged.cache.v):
+            pages.fill_(float("nan"))
+        steps = ([(1, 33), (0, 290)], [(0, 1)], [(0, 300), (1, 42)], [(0, 9)])
+        parts = [paged.step(step, 0.1) for step in steps]
+        assert torch.equal(torch.cat((parts[0][33:], parts[1], parts[2][:300], parts[3])), want[0])
+        assert torch.equal(torch.cat((parts[0][:33], parts[2][300:])), want[1])
+
+
+def test_latent_attention_is_of_one_head_whose_value_is_the_larger_part(native: NativeOps) -> None:
+    geometry = Geometry(4, 1, 48, 16, latent=32)
+    with pytest.raises(ValueError, match="K of 48 and V of 32 elements"):
+        PagedRows(native, geometry, [Sequence.random(geometry, 3, 0)]).step([(0, 3)], 0.1)
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_bits_with_sinks_depend_on_the_row_alone(native: NativeOps, dtype: torch.dtype) -> None:
     geometry = Geometry(8, 2, 64, 16, dtype)

@@ -10,6 +10,7 @@ from pagoda.kernels.linear.forms import Q4, Q4_MIN, Q4_ZERO
 from pagoda.kernels.linear.packed import PackedWeight
 from pagoda.kernels.linear.quantize import QuantizedWeight, quantize, quantize_rows
 from pagoda.kernels.native_ops import NativeOps
+from pagoda.kernels.torch_ops import TorchOps
 from pagoda.ops.tensor import LinearWeight
 from tests.device_under_test import DeviceUnderTest
 
@@ -138,6 +139,23 @@ def test_bits_do_not_depend_on_threads_or_how_work_is_divided(native: Any, kind:
             assert expected.isfinite().all()
             for threads in (2, 3, 4, 7, 16):
                 assert torch.equal(with_threads(native, threads).logits(x, weight), expected), (rows, threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_matrix_for_each_head(native: Any, reference: Any, dtype: torch.dtype) -> None:
+    """Equal to the definition, with the same bits for a row alone and on any number of threads; heads may be a view."""
+    whole = torch.randn(70, 5 * 24 + 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = native.select_heads(whole, 16, 5, 24)
+    weight = torch.randn(5 * 64, 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+    want = reference.linear_by_head(x, reference.prepare_linear(weight))
+    by_hand = torch.cat([x[:, head].float() @ weight[64 * head : 64 * (head + 1)].float().T for head in range(5)], 1)
+    torch.testing.assert_close(want.float(), by_hand, atol=0.1, rtol=0.02)
+    packed, library = native.prepare_linear(weight), TorchOps()
+    torch.testing.assert_close(library.linear_by_head(x, library.prepare_linear(weight)), want, atol=0.1, rtol=0.02)
+    got = native.linear_by_head(x, packed)
+    torch.testing.assert_close(got, want, atol=1e-4 if dtype == torch.float32 else 0.1, rtol=0.02)
+    assert torch.equal(with_threads(native, 3).linear_by_head(x, packed), got)
+    assert torch.equal(torch.cat([native.linear_by_head(row, packed) for row in x.split(1)]), got)
 
 
 def test_rows_may_be_strided(native: Any) -> None:

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from transformers import MixtralConfig, OlmoeConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, MixtralConfig, OlmoeConfig
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
@@ -117,6 +119,46 @@ def test_limited_experts_with_biases_equal_the_reference(
     )
     torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     assert (want - plain).abs().max() > 0.5
+
+
+@pytest.mark.parametrize("is_v3", [False, True], ids=["v2", "v3"])
+def test_experts_of_the_best_groups_are_those_of_transformers(fast: Ops, reference: ReferenceOps, is_v3: bool) -> None:
+    if fast.name == "triton":
+        pytest.skip("there is no Triton kernel for latent attention: such models are refused when an engine starts")
+    sizes = {"hidden_size": 24, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_routed_experts": 12}
+    sizes["num_attention_heads"] = 4
+    if is_v3:
+        router = DeepseekV3TopkRouter(DeepseekV3Config(**sizes, routed_scaling_factor=2.5))
+        router.e_score_correction_bias.data = draw(12, seed=4) / 5
+        bias, options = router.e_score_correction_bias.data, (True, True, 4, 2, 2, 2.5)
+    else:
+        config = DeepseekV2Config(**sizes, routed_scaling_factor=1.7, topk_method="group_limited_greedy")
+        router, bias, options = DeepseekV2TopkRouter(config), torch.zeros(12), (False, False, 4, 2, 1, 1.7)
+    router.weight.data = draw(12, 24, seed=5)
+    x, gate_up, down = draw(50, 24, seed=6), draw(12, 64, 24) / 4, draw(12, 24, 32, seed=1) / 4
+    with torch.no_grad():
+        logits, weights, chosen = router(x)
+    want = torch.zeros_like(x)
+    for token in range(50):
+        for weight, expert in zip(weights[token], chosen[token], strict=True):
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            want[token] += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+    for ops in (fast, reference):
+        stacks = experts_of(ops, gate_up, F32), experts_of(ops, down, F32)
+        torch.testing.assert_close(ops.grouped_moe(x, logits, bias, *stacks, 3, *options), want, atol=1e-4, rtol=1e-4)
+        first = ops.grouped_moe(x[7:8], logits[7:8], bias, *stacks, 3, *options)
+        torch.testing.assert_close(first, want[7:8], atol=1e-4, rtol=1e-4)
+
+
+def test_groups_that_do_not_fit_are_refused(native: NativeOps) -> None:
+    stacks = experts_of(native, draw(12, 64, 24), F32), experts_of(native, draw(12, 24, 32), F32)
+    for groups, top, best in ((5, 1, 1), (4, 5, 1), (4, 2, 4), (4, 0, 1)):
+        with pytest.raises(ValueError, match=f"{top} of {groups} groups"):
+            native.grouped_moe(
+                draw(2, 24), draw(2, 12), torch.zeros(12), *stacks, 3, True, True, groups, top, best, 1.0
+            )
+    with pytest.raises(ValueError, match="top_k = 7"):
+        native.grouped_moe(draw(2, 24), draw(2, 12), torch.zeros(12), *stacks, 7, True, True, 4, 2, 1, 1.0)
 
 
 def codes(kind: str, weight: torch.Tensor, seed: int) -> QuantizedWeight:

@@ -69,7 +69,7 @@ def test_greedy_tokens_equal_in_every_chunking(name: str, folders, on: DeviceUnd
 
 
 @pytest.mark.parametrize("kernels", ["reference", "native"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3-softcap-scaled"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3-softcap-scaled", "deepseek-v2-groups", "deepseek-v3"])
 def test_greedy_tokens_equal_on_other_kernels(name: str, kernels: str, folders, on: DeviceUnderTest):
     model = load(folders(name), on, kernels)
     runner = PagedRunner(model, len(prompts()), 40, torch.float32, block_size=8, device=on.device)

@@ -9,6 +9,8 @@ import transformers
 from transformers import (
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3Config,
@@ -118,6 +120,28 @@ def _gemma3_multimodal() -> PretrainedConfig:
     return Gemma3Config(text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4, eos_token_id=2)
 
 
+_LATENT: dict[str, Any] = {
+    **_SHAPE,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "rope_parameters": {**_YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.9},
+}
+_IN_GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
+
+
+def _deepseek_v3(**more: object) -> PretrainedConfig:
+    return DeepseekV3Config(**{**_LATENT, **_IN_GROUPS, "q_lora_rank": 40, "n_shared_experts": 2, **more})
+
+
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": _llama,
     "llama-tied-biased": lambda: _llama(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
@@ -182,6 +206,12 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         rope_parameters={**_YARN_ROPE, "truncate": False},
         swiglu_limit=1.0,
     ),
+    "deepseek-v2": lambda: DeepseekV2Config(**_LATENT, n_shared_experts=2, attention_bias=True),
+    "deepseek-v2-groups": lambda: DeepseekV2Config(
+        **{**_LATENT, **_IN_GROUPS, "rope_parameters": None, "q_lora_rank": 40}, topk_method="group_limited_greedy"
+    ),
+    "deepseek-v3": _deepseek_v3,
+    "deepseek-v3-halves": lambda: _deepseek_v3(rope_interleave=False, norm_topk_prob=False, q_lora_rank=None),
     "granite": lambda: GraniteConfig(**_SHAPE, **_GRANITE, rms_norm_eps=1e-3),
     "granitemoe": lambda: GraniteMoeConfig(**_SHAPE, **_GRANITE, num_local_experts=5, num_experts_per_tok=2),
 }
@@ -209,6 +239,9 @@ def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
                 parameter.normal_(0, 0.3)
             else:
                 parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
     return model
 
 

@@ -20,13 +20,13 @@ struct Forms {
     static constexpr int WIDTH = Kind::WIDTH;
 
     static const Stored* k_page(const Problem& p, int64_t block, int64_t kv_head) {
-        return page(p.k_pages, p, block * p.k_stride, kv_head);
+        return page(p.k_pages, block * p.k_stride, kv_head * p.block_size * p.k_page_dim());
     }
     static const Stored* v_page(const Problem& p, int64_t block, int64_t kv_head) {
-        return page(p.v_pages, p, block * p.v_stride, kv_head);
+        return page(p.v_pages, block * p.v_stride, kv_head * p.block_size * p.head_dim);
     }
-    static const Stored* page(const char* pages, const Problem& p, int64_t block_at, int64_t kv_head) {
-        return reinterpret_cast<const Stored*>(pages) + block_at + kv_head * p.block_size * p.head_dim;
+    static const Stored* page(const char* pages, int64_t block_at, int64_t head_at) {
+        return reinterpret_cast<const Stored*>(pages) + block_at + head_at;
     }
 
     // N lanes of stored values as operands. A block of 8 slots is half a vector.
@@ -59,12 +59,12 @@ struct Workspace {
     Word *queries, *weights;  // queries: those of a tile, per head
     Lane *keys, *values;
     float *scores, *keep, *new_top, *sums, *key_scale, *value_scale, *partials;
-    int rows, head_dim, heads;
+    int rows, head_dim, key_dim, heads;
 
     static Workspace take(const Problem& p, int rows, int heads) {
-        size_t d = p.head_dim, r = rows, h = heads;
+        size_t d = p.head_dim, key = p.key_dim(), r = rows, h = heads;
         size_t partials = Partial::floats(rows, p.head_dim) * 2 * h;
-        size_t sizes[] = {h * r * d, r * CHUNK, d * CHUNK, d * CHUNK, r * CHUNK, r, r, h * r * 16, CHUNK, CHUNK, partials};
+        size_t sizes[] = {h * r * key, r * CHUNK, key * CHUNK, d * CHUNK, r * CHUNK, r, r, h * r * 16, CHUNK, CHUNK, partials};
         size_t total = 0;
         for (size_t& size : sizes) total += size = (size + 15) / 16 * 16;
         char* at = static_cast<char*>(thread_scratch(total * 4, 0));
@@ -74,9 +74,9 @@ struct Workspace {
         auto lanes = [&](int i) { return reinterpret_cast<Lane*>(places[i]); };
         auto floats = [&](int i) { return reinterpret_cast<float*>(places[i]); };
         return {words(0),  words(1),  lanes(2),  lanes(3),  floats(4),  floats(5), floats(6),
-                floats(7), floats(8), floats(9), floats(10), rows,      p.head_dim, heads};
+                floats(7), floats(8), floats(9), floats(10), rows,      p.head_dim, p.key_dim(), heads};
     }
-    Word* queries_of(int head) const { return queries + size_t(head) * rows * head_dim; }
+    Word* queries_of(int head) const { return queries + size_t(head) * rows * key_dim; }
     float* sums_of(int head) const { return sums + size_t(head) * rows * 16; }
     Partial combined(int head) const { return partial(head); }
     Partial next(int head) const { return partial(heads + head); }
@@ -107,11 +107,33 @@ struct Context {
             load_scales(table, kv_head, chunk_at, low, high, w);
             if (bs % 16 == 0 && CHUNK % bs == 0) return load_whole_blocks(table, kv_head, chunk_at, low, high, w, keys, values);
         }
-        if (bs % 16 == 0)
-            load_keys<16>(table, kv_head, chunk_at, low, high, w, keys);
-        else
-            load_keys<8>(table, kv_head, chunk_at, low, high, w, keys);
         load_values(table, kv_head, chunk_at, w, values);
+        if (p.more_dim > 0) {
+            turn_values(values, w.keys);
+            load_keys<8, false>(table, kv_head, chunk_at, low, high, w.keys + p.head_dim / WIDTH * CHUNK, keys);
+            for (int g = 0; g < LANE_GROUPS; g++) keys.keys[g] = w.keys + 16 * g;
+        } else if (bs % 16 == 0) {
+            load_keys<16, F::IN_PLACE>(table, kv_head, chunk_at, low, high, w.keys, keys);
+        } else {
+            load_keys<8, false>(table, kv_head, chunk_at, low, high, w.keys, keys);
+        }
+    }
+
+    // The values of a chunk as keys: from a row of lanes per position (pair) to one per dimension (pair). Keys of positions
+    // that no query sees stay as they are.
+    void turn_values(const ValueChunk<Kind>& values, Lane* keys) const {
+        for (int j = values.begin; j < values.end; j++) {
+            const Lane* v = values.rows[j];
+            for (int d = 0; d < p.head_dim; d += WIDTH) {
+                Lane* to = keys + d / WIDTH * CHUNK + j * WIDTH;
+                if constexpr (WIDTH == 2) {
+                    to[0] = (v[d] & 0xffff) | v[d + 1] << 16;
+                    to[1] = v[d] >> 16 | (v[d + 1] & 0xffff0000);
+                } else {
+                    to[0] = v[d];
+                }
+            }
+        }
     }
 
     void load_scales(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high,
@@ -147,11 +169,10 @@ struct Context {
         keys.stride = bs;
     }
 
-    // STEP adjacent slots are in one block.
-    template <int STEP>
-    void load_keys(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high, const Workspace<Kind>& w,
+    // STEP adjacent slots are in one block.   DIRECT: keys are read where they are stored; else they are copied to `to`.
+    template <int STEP, bool DIRECT>
+    void load_keys(const int32_t* table, int64_t kv_head, int chunk_at, int low, int high, Lane* to,
                     KeyChunk<Kind>& keys) const {
-        constexpr bool DIRECT = F::IN_PLACE && STEP == 16;
         int bs = p.block_size, index = chunk_at / bs, slot = chunk_at % bs;
         int64_t seen_block = table[low / bs];  // used in place of blocks that no query sees
         keys.stride = DIRECT ? bs : CHUNK;
@@ -162,9 +183,9 @@ struct Context {
             if constexpr (DIRECT) {
                 keys.keys[i / 16] = reinterpret_cast<const Lane*>(k);
             } else {
-                keys.keys[i / 16] = w.keys + i / 16 * 16;
-                for (int d = 0; d < p.head_dim / WIDTH; d++, k += int64_t(bs) * WIDTH)
-                    F::template widen<STEP>(k, w.keys + d * CHUNK + i);
+                keys.keys[i / 16] = to + i / 16 * 16;
+                for (int d = 0; d < p.k_page_dim() / WIDTH; d++, k += int64_t(bs) * WIDTH)
+                    F::template widen<STEP>(k, to + d * CHUNK + i);
             }
             slot += STEP;
             if (slot == bs) slot = 0, index++;
@@ -196,9 +217,9 @@ struct Context {
         const int32_t* table = p.block_table + t.row * p.table_stride;
         int bs = p.block_size, low = std::max(chunk_at, t.first_visible(p)), high = std::min(chunk_at + CHUNK, t.end(p));
         for (int index = first_met ? low / bs : (low + bs - 1) / bs; index * bs < high; index++) {
-            int64_t slots = int64_t(heads.count) * bs, bytes = slots * p.head_dim * sizeof(Stored);
-            ahead.add(reinterpret_cast<const char*>(F::k_page(p, table[index], heads.first)), bytes);
-            ahead.add(reinterpret_cast<const char*>(F::v_page(p, table[index], heads.first)), bytes);
+            int64_t slots = int64_t(heads.count) * bs, bytes = slots * sizeof(Stored);
+            ahead.add(reinterpret_cast<const char*>(F::k_page(p, table[index], heads.first)), bytes * p.k_page_dim());
+            ahead.add(reinterpret_cast<const char*>(F::v_page(p, table[index], heads.first)), bytes * p.head_dim);
             if constexpr (F::SCALED) {
                 int64_t place = table[index] * p.scale_stride + heads.first * bs;
                 ahead.add(p.k_scale + place, slots * sizeof(float));

@@ -119,7 +119,7 @@ struct Bias {
 
 // Head sizes of a cache are multiples of 16, block sizes multiples of 8. seq_lens counts the tokens in the cache, this step's included.
 template <class Args>
-void attend_paged(const Args& a, float softcap, const void* sinks, const Bias& bias, int threads) {
+Problem paged_problem(const Args& a, int window, float softcap, const void* sinks) {
     const KVPages& cache = a.cache;
     const RowGroup& rows = *a.metadata;
     Problem p{a.q.dtype,
@@ -140,31 +140,46 @@ void attend_paged(const Args& a, float softcap, const void* sinks, const Bias& b
               static_cast<int>(rows.num_rows),
               static_cast<int>(a.q.heads),
               static_cast<int>(cache.kv_heads),
-              static_cast<int>(cache.head_dim),
+              static_cast<int>(cache.value_dim),
               static_cast<int>(cache.block_size),
-              a.window,
+              window,
               a.scale,
               softcap,
               true,
               sinks};
     p.last_seen = rows.last_seen;
-    bias.set(p);
-    auto run = cache.dtype == I8     ? attend<int8_t>
-               : cache.dtype == F32  ? attend<float>
-               : cache.dtype == BF16 ? attend<bf16>
-                                     : attend<f16>;
-    run(p, static_cast<int>(a.q.rows), threads);
+    return p;
+}
+
+void attend_paged(const Problem& p, int32_t dtype, int64_t num_tokens, int threads) {
+    auto run = dtype == I8     ? attend<int8_t>
+               : dtype == F32  ? attend<float>
+               : dtype == BF16 ? attend<bf16>
+                               : attend<f16>;
+    run(p, static_cast<int>(num_tokens), threads);
 }
 
 }  // namespace
 
 PAGODA_EXPORT void pagoda_attention(const AttentionArgs* a, int32_t threads) {
-    attend_paged(*a, a->softcap, nullptr, Bias(a->bias, a->first), threads);
+    Problem p = paged_problem(*a, a->window, a->softcap, nullptr);
+    Bias(a->bias, a->first).set(p);
+    attend_paged(p, a->cache.dtype, a->q.rows, threads);
 }
 
 PAGODA_EXPORT void pagoda_attention_with_sinks(const AttentionWithSinksArgs* a, int32_t threads) {
     int64_t element_bytes = a->q.dtype == F32 ? 4 : 2;
-    attend_paged(*a, 0.0f, static_cast<const char*>(a->sinks.data) + a->first * element_bytes, Bias(), threads);
+    const void* sinks = static_cast<const char*>(a->sinks.data) + a->first * element_bytes;
+    attend_paged(paged_problem(*a, a->window, 0.0f, sinks), a->cache.dtype, a->q.rows, threads);
+}
+
+// Not of an int8 cache: a key's two parts would have two scales.
+PAGODA_EXPORT void pagoda_latent_attention(const LatentAttentionArgs* a, int32_t threads) {
+    Problem p = paged_problem(*a, 0, 0.0f, nullptr);
+    p.more_dim = static_cast<int>(a->cache.head_dim);
+    p.q_more = a->q_rotated.data;
+    p.q_more_stride = a->q_rotated.stride;
+    attend_paged(p, a->cache.dtype, a->q.rows, threads);
 }
 
 PAGODA_EXPORT void pagoda_bidirectional_attention(const BidirectionalAttentionArgs* a, int32_t threads) {

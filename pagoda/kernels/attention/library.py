@@ -42,6 +42,14 @@ def attention_with_sinks(
     return _attention(q, cache, metadata, scale, window, 0.0, sinks[first : first + q.shape[1]])
 
 
+def latent_attention(
+    q: torch.Tensor, q_rotated: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata, scale: float
+) -> torch.Tensor:
+    """See reference.latent_attention."""
+    both = torch.cat((q, q_rotated), dim=-1)
+    return _attention(both, cache, metadata, scale, 0, 0.0, None, is_latent=True).view(q.shape)
+
+
 def _attention(
     q: torch.Tensor,
     cache: KVLayer,
@@ -51,11 +59,12 @@ def _attention(
     softcap: float,
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None = None,
+    is_latent: bool = False,
 ) -> torch.Tensor:
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    out = torch.empty(*q.shape[:2], cache.v.shape[3], dtype=q.dtype, device=q.device)
     for rows, tokens in _rows_by_query_len(metadata):
         seen = None if metadata.last_seen is None else metadata.last_seen[tokens]
-        part = _attend(q[tokens], cache, metadata, rows, seen, scale, window, softcap, sinks, bias)
+        part = _attend(q[tokens], cache, metadata, rows, seen, scale, window, softcap, sinks, bias, is_latent)
         out[tokens] = part.to(q.dtype)
     return out.view(q.shape[0], -1)
 
@@ -146,8 +155,12 @@ def _attend(
     softcap: float,
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None,
+    is_latent: bool,
 ) -> torch.Tensor:
-    """Online softmax over chunks of context. q [R, Q, H, D] -> float32 [R, Q, H, D].   seen: `last_seen`, [R, Q]."""
+    """Online softmax over chunks of context. q [R, Q, H, D] -> float32 [R, Q, H, D].
+
+    seen: `last_seen`, [R, Q].   is_latent: see `ForwardOps.latent_attention`; then q has both parts.
+    """
     num_rows, query_len, num_heads, head_dim = q.shape
     num_kv_heads = cache.k.shape[1]
     seq_lens = metadata.seq_lens[rows].long()
@@ -158,7 +171,8 @@ def _attend(
     grouped = grouped.reshape(num_rows, num_kv_heads, query_len * group, head_dim).float() * scale
     top = torch.full((*grouped.shape[:3], 1), float("-inf"), device=q.device)
     total = torch.zeros_like(top)
-    acc = torch.zeros_like(grouped)
+    value_dim = cache.v.shape[3]
+    acc = torch.zeros(*grouped.shape[:3], value_dim, device=q.device)
     last = int(seq_lens.max()) if num_rows < metadata.seq_lens.shape[0] else metadata.max_seq_len
     first = 0 if window == 0 else max(0, int(seq_lens.min()) - query_len - window + 1)
     for start in range(first - first % CHUNK_TOKENS, last, CHUNK_TOKENS):
@@ -167,6 +181,7 @@ def _attend(
         hidden = key_at > (query_at if seen is None else seen).unsqueeze(-1)
         if window:
             hidden |= key_at <= query_at.unsqueeze(-1) - window
+        k = torch.cat((v, k), dim=-1) if is_latent else k
         # 0 * NaN is NaN: values that no query of the row may see must not enter the product.
         v = v.masked_fill(hidden.all(dim=1)[:, None, :, None], 0.0)
         scores = grouped @ k.transpose(-1, -2)
@@ -187,8 +202,8 @@ def _attend(
     if sinks is not None:
         of_heads = sinks.float().view(num_kv_heads, 1, group).expand(-1, query_len, -1).reshape(num_kv_heads, -1, 1)
         total = total + torch.exp(of_heads - top)
-    out = (acc / total).view(num_rows, num_kv_heads, query_len, group, head_dim)
-    return out.permute(0, 2, 1, 3, 4).reshape(num_rows, query_len, num_heads, head_dim)
+    out = (acc / total).view(num_rows, num_kv_heads, query_len, group, value_dim)
+    return out.permute(0, 2, 1, 3, 4).reshape(num_rows, query_len, num_heads, value_dim)
 
 
 def _gather_chunk(

@@ -35,6 +35,14 @@ def attention_with_sinks(
     return _attention(q, cache, metadata, scale, window, 0.0, sinks[first : first + q.shape[1]])
 
 
+def latent_attention(
+    q: torch.Tensor, q_rotated: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata, scale: float
+) -> torch.Tensor:
+    """All heads to one whose key is (v, k), q [T, H, L] -> [T, H, L]; see `ForwardOps`."""
+    both = torch.cat((q, q_rotated), dim=-1)
+    return _attention(both, cache, metadata, scale, 0, 0.0, None, is_latent=True).view(q.shape)
+
+
 def _attention(
     q: torch.Tensor,
     cache: KVLayer,
@@ -44,15 +52,17 @@ def _attention(
     softcap: float,
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None = None,
+    is_latent: bool = False,
 ) -> torch.Tensor:
-    num_tokens, num_heads, head_dim = q.shape
-    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    num_tokens, num_heads, _ = q.shape
+    out = torch.zeros(num_tokens, num_heads, cache.v.shape[3], dtype=q.dtype, device=q.device)
     starts = metadata.query_start.tolist()
     for row, seq_len in enumerate(metadata.seq_lens.tolist()):
         begin, end = starts[row], starts[row + 1]
         first_read = 0 if window == 0 else max(0, seq_len - (end - begin) - window + 1)
         k, v = gather_context(cache, metadata.block_table[row], metadata.block_size, seq_len)
         k, v = k[:, first_read:], v[:, first_read:]
+        k = torch.cat((v, k), dim=-1) if is_latent else k
         group = num_heads // k.shape[0]
         k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
         scores = torch.einsum("qhd,hcd->hqc", q[begin:end].float(), k) * scale
@@ -71,7 +81,7 @@ def _attention(
             scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, end - begin, 1)), dim=-1)
         weights = scores.softmax(dim=-1)[..., : k.shape[1]]
         out[begin:end] = torch.einsum("hqc,hcd->qhd", weights, v).to(q.dtype)
-    return out.view(num_tokens, num_heads * head_dim)
+    return out.flatten(1)
 
 
 def bidirectional_attention(

@@ -99,12 +99,16 @@ struct Attention {
     template <class T>
     void load_queries_of(const Tile& t, int64_t kv_head, Word* to, const Workspace<Kind>& w) const {
         int group = p.group();
-        int64_t depth = p.head_dim / WIDTH, words = words_of<Kind>(depth);
-        Word* in_order = reinterpret_cast<Word*>(w.partials);  // used by no segment yet
+        int64_t depth = p.key_dim() / WIDTH, words = words_of<Kind>(depth);
+        Word* in_order = reinterpret_cast<Word*>(w.partials);  // used by no segment yet; more_dim is at most head_dim
         for (int r = 0; r < rows(t); r++) {
             int64_t token = t.first_token + r / group, head = kv_head * group + r % group;
             const T* from = static_cast<const T*>(p.q) + token * p.q_stride + head * p.head_dim;
             F::query(from, in_order + r * words, p.head_dim);
+            if (p.more_dim > 0) {
+                const T* more = static_cast<const T*>(p.q_more) + token * p.q_more_stride + head * p.more_dim;
+                F::query(more, in_order + r * words + words_of<Kind>(p.head_dim / WIDTH), p.more_dim);
+            }
         }
         order_by_tile<Kind>(to, rows(t), depth, [&](int r, int64_t i) { return in_order[r * words + i]; });
     }
@@ -137,7 +141,7 @@ struct Attention {
                 context.prefetch_chunk(*then, then->tile->first_visible(p) / CHUNK * CHUNK, true, ahead);
             for (int h = 0; h < heads.count; h++) {
                 context.load_chunk(table, heads.first + h, chunk_at, visible, end, w, keys, values);
-                scores_of<Kind>(w.queries_of(h), n, keys, hd / WIDTH, w.scores, ahead);
+                scores_of<Kind>(w.queries_of(h), n, keys, p.key_dim() / WIDTH, w.scores, ahead);
                 online_softmax(t, heads.first + h, chunk_at, keys.groups, w, part(h), w.sums_of(h));
                 outputs_of<Kind>(w.weights, n, values, hd, w.keep, part(h).acc, ahead);
             }

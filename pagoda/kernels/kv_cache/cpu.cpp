@@ -37,12 +37,12 @@ template <class T, class Stored>
 void write_token(const Write& w, int64_t t, const float* cos, const float* sin) {
     const KVPages& cache = w.cache;
     int64_t block = w.slot_mapping[t] / cache.block_size, slot = w.slot_mapping[t] % cache.block_size;
-    int64_t head_dim = cache.head_dim, page_elements = cache.block_size * head_dim;
+    int64_t head_dim = cache.head_dim, value_dim = cache.value_dim;
     for (int64_t h = 0; h < cache.kv_heads; h++) {
         const T* k = elements_of<const T>(w.k) + t * w.k.stride + h * head_dim;
-        const T* v = elements_of<const T>(w.v) + t * w.v.stride + h * head_dim;
-        Stored* k_page = static_cast<Stored*>(cache.k) + block * cache.k_stride + h * page_elements;
-        Stored* v_page = static_cast<Stored*>(cache.v) + block * cache.v_stride + h * page_elements;
+        const T* v = elements_of<const T>(w.v) + t * w.v.stride + h * value_dim;
+        Stored* k_page = static_cast<Stored*>(cache.k) + block * cache.k_stride + h * cache.block_size * head_dim;
+        Stored* v_page = static_cast<Stored*>(cache.v) + block * cache.v_stride + h * cache.block_size * value_dim;
         // Round to the compute dtype first, so that an int8 cache holds the same K with and without the fused op.
         T rotated[MAX_HEAD_DIM];
         if (cos != nullptr) {
@@ -54,11 +54,11 @@ void write_token(const Write& w, int64_t t, const float* cos, const float* sin) 
             int64_t scale_at = block * cache.scale_stride + h * cache.block_size + slot;
             cache.k_scale[scale_at] = quantize(k, narrow, head_dim);
             scatter_k<Stored>(narrow, k_page, slot, cache.block_size, head_dim);
-            cache.v_scale[scale_at] = quantize(v, narrow, head_dim);
-            scatter_v<Stored>(narrow, v_page, slot, head_dim);
+            cache.v_scale[scale_at] = quantize(v, narrow, value_dim);
+            scatter_v<Stored>(narrow, v_page, slot, value_dim);
         } else {
             scatter_k<Stored>(k, k_page, slot, cache.block_size, head_dim);
-            scatter_v<Stored>(v, v_page, slot, head_dim);
+            scatter_v<Stored>(v, v_page, slot, value_dim);
         }
     }
 }

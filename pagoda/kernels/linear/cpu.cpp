@@ -1,7 +1,11 @@
 // The linear layers' entry points; their definition is linear/reference.py.
+#include <algorithm>
+
 #include "gemm.h"
 
 namespace {
+
+constexpr int64_t MOST_CONVERTED_BYTES = 8 << 20;  // of rows of all heads, which are converted before they are multiplied
 
 void run(const Tensor& x, const PackedLinear* weight, const Tensor& out, Gate gate, int threads, bool gelu = false) {
     if (x.rows == 0) return;
@@ -31,6 +35,38 @@ PAGODA_EXPORT void pagoda_linear_gelu_mul(const LinearGeluMulArgs* a, int32_t th
 }
 PAGODA_EXPORT void pagoda_linear_gelu(const LinearGeluArgs* a, int32_t threads) {
     run(a->x, a->weight, a->out, GATE_NONE, threads, true);
+}
+
+// Head h of x times rows h * out .. of the weight: whole panels, each multiplied with the x of its head.
+PAGODA_EXPORT void pagoda_linear_by_head(const LinearByHeadArgs* a, int32_t threads) {
+    int64_t heads = a->x.heads, element_bytes = a->x.dtype == F32 ? 4 : 2;
+    auto job_of = [&](int64_t head, int64_t first, int64_t rows) -> LinearJob {
+        const char* x = static_cast<const char*>(a->x.data) + (first * a->x.stride + head * a->x.dim) * element_bytes;
+        char* out = static_cast<char*>(a->out.data) + first * a->out.stride * element_bytes;
+        return {a->weight, x, rows, a->x.stride, a->x.dtype, a->out.dtype, out, a->out.stride, GATE_NONE, nullptr};
+    };
+    int64_t per_row = static_cast<int64_t>(linear_scratch_bytes(job_of(0, 0, 1))), panels = linear_panels(job_of(0, 0, 1));
+    int64_t block = per_row > 0 ? std::max<int64_t>(1, MOST_CONVERTED_BYTES / (heads * per_row)) : a->x.rows;
+    for (int64_t first = 0; first < a->x.rows; first += block) {
+        int64_t rows = std::min(block, a->x.rows - first);
+        int64_t bytes = (static_cast<int64_t>(linear_scratch_bytes(job_of(0, first, rows))) + 63) / 64 * 64;
+        char* scratch = bytes > 0 ? static_cast<char*>(thread_scratch(bytes * heads, 3)) : nullptr;
+        auto with_scratch = [&](int64_t head) {
+            LinearJob job = job_of(head, first, rows);
+            if (scratch != nullptr) job.scratch = scratch + head * bytes;
+            return job;
+        };
+        if (scratch != nullptr)
+            parallel(threads_for(heads * rows * a->x.dim, threads), [&](int thread, int num_threads) {
+                Range mine = share_of(heads, thread, num_threads);
+                for (int64_t head = mine.begin; head < mine.end; head++) linear_convert(with_scratch(head), 0, rows);
+            });
+        std::atomic<int64_t> next{0};
+        parallel(threads_for(a->weight->out_features * a->x.dim, threads), [&](int, int) {
+            for (int64_t head; (head = next.fetch_add(1)) < heads;)
+                linear_multiply_part(with_scratch(head), 0, rows, panels * head / heads, panels * (head + 1) / heads);
+        });
+    }
 }
 
 PAGODA_EXPORT int64_t pagoda_linear_bytes(const PackedLinear* weight) {

@@ -36,6 +36,13 @@ def linear(x: torch.Tensor, weight: LibraryLinear) -> torch.Tensor:
     return F.linear(x, weight.weight, weight.bias)
 
 
+def linear_by_head(x: torch.Tensor, weight: LibraryLinear) -> torch.Tensor:
+    """[T, H, in] -> [T, H * out]: each head times its rows of the weight, in x's dtype."""
+    rows = weight.weight.to_dense() if weight.packed else weight.weight
+    of_heads = rows.view(x.shape[1], -1, x.shape[2])
+    return torch.bmm(x.transpose(0, 1), of_heads.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+
 def logits(x: torch.Tensor, weight: LibraryLinear) -> torch.Tensor:
     """[S, in] -> float32 [S, out]; the library rounds to x's dtype first."""
     return linear(x, weight).float()

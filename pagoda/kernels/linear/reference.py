@@ -48,6 +48,12 @@ def linear(x: torch.Tensor, weight: PlainLinear) -> torch.Tensor:
     return logits(x, weight).to(x.dtype)
 
 
+def linear_by_head(x: torch.Tensor, weight: PlainLinear) -> torch.Tensor:
+    """[T, H, in] -> [T, H * out]: each head times its rows of the weight, in x's dtype."""
+    of_heads = weight.weight.float().view(x.shape[1], -1, x.shape[2])
+    return torch.einsum("thi,hoi->tho", weight.inputs(x), of_heads).flatten(1).to(x.dtype)
+
+
 def logits(x: torch.Tensor, weight: PlainLinear) -> torch.Tensor:
     """[S, in] -> float32 [S, out]."""
     out = weight.inputs(x) @ weight.weight.float().T

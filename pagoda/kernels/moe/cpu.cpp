@@ -61,17 +61,84 @@ void route_token(float* logits, int64_t count, int64_t top_k, bool renormalize, 
         for (int64_t k = 0; k < top_k; k++) weights[k] /= chosen;
 }
 
-void route(const MoeArgs& a, int64_t first, int64_t tokens, const Routing& to, int threads) {
+// How experts are chosen in groups (grouped_moe); without one, by their logits alone.
+struct Groups {
+    const float* bias;
+    bool sigmoid;
+    int64_t count, top, best;
+    float factor;
+};
+
+// The sum of the `best` largest of `count` values.
+float sum_of_best(const float* values, int64_t count, int64_t best) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t larger = 0;
+        for (int64_t j = 0; j < count; j++) larger += values[j] > values[i] || (j < i && values[j] == values[i]);
+        if (larger < best) sum += values[i];
+    }
+    return sum;
+}
+
+// The top_k experts of one token by score + bias, in its best groups. logits: [count], become scores; choice: [count].
+void route_in_groups(float* logits, float* choice, int64_t count, int64_t top_k, bool renormalize, const Groups& groups,
+                     float* weights, int32_t* experts) {
+    if (groups.sigmoid) {
+        for_lanes(count, [&](int64_t i, int n) { store_lanes(logits + i, sigmoid(load_lanes(logits + i, n)), n); });
+    } else {
+        f32x16 top = splat(-INFINITY), sums = {};
+        for_lanes(count, [&](int64_t i, int n) { top = vmax(top, load_lanes_or(logits + i, n, -INFINITY)); });
+        f32x16 largest = splat(lane_max(top));
+        for_lanes(count, [&](int64_t i, int n) {
+            f32x16 weight = exp(load_lanes_or(logits + i, n, -INFINITY) - largest);
+            sums = sums + weight;
+            store_lanes(logits + i, weight, n);
+        });
+        float total = lane_sum(sums);
+        for (int64_t e = 0; e < count; e++) logits[e] /= total;
+    }
+    for (int64_t e = 0; e < count; e++) choice[e] = logits[e] + groups.bias[e];
+    int64_t size = count / groups.count;
+    auto* of_group = choice + count;
+    for (int64_t g = 0; g < groups.count; g++) of_group[g] = sum_of_best(choice + g * size, size, groups.best);
+    for (int64_t taken = groups.count; taken > groups.top; taken--) {  // leave out the worst, of equals the higher
+        int64_t worst = -1;
+        for (int64_t g = 0; g < groups.count; g++)
+            if (of_group[g] != INFINITY && (worst < 0 || of_group[g] <= of_group[worst])) worst = g;
+        if (worst < 0) break;
+        of_group[worst] = INFINITY;
+        std::fill(choice + worst * size, choice + (worst + 1) * size, -INFINITY);
+    }
+    float chosen = 0.0f;
+    for (int64_t k = 0; k < top_k; k++) {
+        int64_t best = -1;
+        for (int64_t e = 0; e < count; e++) {
+            bool taken = std::find(experts, experts + k, static_cast<int32_t>(e)) != experts + k;
+            if (!taken && (best < 0 || choice[e] > choice[best])) best = e;
+        }
+        experts[k] = static_cast<int32_t>(best);
+        weights[k] = logits[best];
+        chosen += weights[k];
+    }
+    for (int64_t k = 0; k < top_k; k++) weights[k] = (renormalize ? weights[k] / chosen : weights[k]) * groups.factor;
+}
+
+void route(const MoeArgs& a, const Groups* groups, int64_t first, int64_t tokens, const Routing& to, int threads) {
     int64_t count = a.router_logits.dim;
     by_dtype(a.router_logits.dtype, [&](auto element) {
         using T = decltype(element);
         parallel(threads_for(tokens * count * a.top_k, threads), [&](int thread, int num_threads) {
             Range mine = share_of(tokens, thread, num_threads);
-            auto* logits = static_cast<float*>(thread_scratch(sizeof(float) * count, 1));
+            auto* logits = static_cast<float*>(thread_scratch(sizeof(float) * 3 * count, 1));
             for (int64_t t = mine.begin; t < mine.end; t++) {
                 const T* from = elements_of<const T>(a.router_logits) + (first + t) * a.router_logits.stride;
                 for_lanes(count, [&](int64_t i, int n) { store_lanes(logits + i, load_lanes(from + i, n), n); });
-                route_token(logits, count, a.top_k, a.renormalize, to.weights + t * a.top_k, to.experts + t * a.top_k);
+                float* weights = to.weights + t * a.top_k;
+                int32_t* experts = to.experts + t * a.top_k;
+                if (groups == nullptr)
+                    route_token(logits, count, a.top_k, a.renormalize, weights, experts);
+                else
+                    route_in_groups(logits, logits + count, count, a.top_k, a.renormalize, *groups, weights, experts);
             }
         });
     });
@@ -133,7 +200,7 @@ void limited_gate(const T* gate, int64_t up, T* out, int64_t count, float alpha,
 }
 
 template <class T>
-void run_block(const MoeArgs& a, int64_t first, int64_t tokens, int threads) {
+void run_block(const MoeArgs& a, const Groups* groups, int64_t first, int64_t tokens, int threads) {
     int64_t pairs = tokens * a.top_k, hidden = a.x.dim, inner = a.down->experts[0]->in_features;
     bool fused = inner % PANEL == 0 && a.limit == 0.0f;
     int64_t up_width = fused ? inner : 2 * inner;
@@ -149,7 +216,7 @@ void run_block(const MoeArgs& a, int64_t first, int64_t tokens, int threads) {
     T *sorted = memory.take<T>(pairs * hidden), *up = memory.take<T>(pairs * up_width);
     T* active = fused ? up : memory.take<T>(pairs * inner);
     auto* results = memory.take<float>(pairs * hidden);
-    route(a, first, tokens, routing, threads);
+    route(a, groups, first, tokens, routing, threads);
     const T* x = elements_of<const T>(a.x) + first * a.x.stride;
     parallel(threads_for(pairs * hidden, threads), [&](int thread, int num_threads) {
         Range mine = share_of(pairs, thread, num_threads);
@@ -188,12 +255,19 @@ void run_block(const MoeArgs& a, int64_t first, int64_t tokens, int threads) {
     });
 }
 
+void run_blocks(const MoeArgs& a, const Groups* groups, int threads) {
+    int64_t block = std::max<int64_t>(1, MOST_PAIRS / a.top_k);
+    by_dtype(a.x.dtype, [&](auto element) {
+        for (int64_t first = 0; first < a.x.rows; first += block)
+            run_block<decltype(element)>(a, groups, first, std::min(block, a.x.rows - first), threads);
+    });
+}
+
 }  // namespace
 
-PAGODA_EXPORT void pagoda_moe(const MoeArgs* a, int32_t threads) {
-    int64_t block = std::max<int64_t>(1, MOST_PAIRS / a->top_k);
-    by_dtype(a->x.dtype, [&](auto element) {
-        for (int64_t first = 0; first < a->x.rows; first += block)
-            run_block<decltype(element)>(*a, first, std::min(block, a->x.rows - first), threads);
-    });
+PAGODA_EXPORT void pagoda_moe(const MoeArgs* a, int32_t threads) { run_blocks(*a, nullptr, threads); }
+
+PAGODA_EXPORT void pagoda_grouped_moe(const GroupedMoeArgs* a, int32_t threads) {
+    Groups groups{elements_of<const float>(a->bias), a->sigmoid != 0, a->groups, a->top_groups, a->best, a->factor};
+    run_blocks({a->x, a->router_logits, a->gate_up, a->down, a->top_k, a->renormalize, 1.0f, 0.0f, a->out}, &groups, threads);
 }

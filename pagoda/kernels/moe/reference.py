@@ -39,6 +39,30 @@ def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[t
     return experts, chosen / chosen.sum(dim=-1, keepdim=True) if renormalize else chosen
 
 
+def route_in_groups(
+    router_logits: torch.Tensor,
+    bias: torch.Tensor,
+    top_k: int,
+    renormalize: bool,
+    sigmoid: bool,
+    groups: int,
+    top_groups: int,
+    best: int,
+    factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `route`, with experts of the best groups only; see `ForwardOps.grouped_moe`."""
+    logits = router_logits.float()
+    scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
+    choice = (scores + bias).unflatten(-1, (groups, -1))
+    of_group = choice.sort(dim=-1, descending=True).values[..., :best].sum(dim=-1)
+    chosen_groups = of_group.sort(dim=-1, descending=True, stable=True).indices[:, :top_groups]
+    allowed = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, chosen_groups, True)
+    choice = choice.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(1)
+    experts = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    chosen = scores.gather(1, experts)
+    return experts, (chosen / chosen.sum(dim=-1, keepdim=True) if renormalize else chosen) * factor
+
+
 def activated(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """float32 [T, I] twice -> silu(gate) * up; with a limit, what GPT-OSS has instead (see `ForwardOps.moe`)."""
     if not limit:
@@ -61,7 +85,37 @@ def moe(
 
     Between up and down an expert's activation is rounded to x's dtype, as in a dense layer.
     """
-    experts, weights = route(router_logits, top_k, renormalize)
+    return _sum_of_experts(x, *route(router_logits, top_k, renormalize), gate_up, down, alpha, limit)
+
+
+def grouped_moe(
+    x: torch.Tensor,
+    router_logits: torch.Tensor,
+    bias: torch.Tensor,
+    gate_up: ExpertList[PlainLinear],
+    down: ExpertList[PlainLinear],
+    top_k: int,
+    renormalize: bool,
+    sigmoid: bool,
+    groups: int,
+    top_groups: int,
+    best: int,
+    factor: float,
+) -> torch.Tensor:
+    """`moe` with another choice of experts; see `ForwardOps`."""
+    chosen = route_in_groups(router_logits, bias, top_k, renormalize, sigmoid, groups, top_groups, best, factor)
+    return _sum_of_experts(x, *chosen, gate_up, down, 1.0, 0.0)
+
+
+def _sum_of_experts(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: ExpertList[PlainLinear],
+    down: ExpertList[PlainLinear],
+    alpha: float,
+    limit: float,
+) -> torch.Tensor:
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for token in range(x.shape[0]):
         for expert, weight in zip(experts[token].tolist(), weights[token], strict=True):

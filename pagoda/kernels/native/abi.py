@@ -119,10 +119,11 @@ Tensor = struct(
 KVPages = struct(
     "KVPages",
     "One layer's cache (KVLayer). num_blocks: the null block included. Strides: elements from block to block, which "
-    "are more than a block has where layers of other shapes share the memory. Scales are null unless dtype is I8.",
+    "are more than a block has where layers of other shapes share the memory. Scales are null unless dtype is I8. "
+    "head_dim: of K, and of V too unless value_dim is another.",
     k="void*", v="void*", k_scale="float*", v_scale="float*", k_stride="int64_t", v_stride="int64_t",
     scale_stride="int64_t", num_blocks="int64_t", kv_heads="int64_t",
-    block_size="int64_t", head_dim="int64_t", dtype="int32_t", unused="int32_t",
+    block_size="int64_t", head_dim="int64_t", value_dim="int64_t", dtype="int32_t", unused="int32_t",
 )  # fmt: skip
 RowGroup = struct(
     "RowGroup",

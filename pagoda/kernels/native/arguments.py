@@ -249,11 +249,12 @@ def _set_cache(call: Call, name: str, value: object) -> None:
         raise _wrong(call.op, name, "a KVLayer", value)
     cache: KVLayer = value  # of torch tensors: nothing else reaches these kernels
     num_blocks, kv_heads, block_size, head_dim = cache.k.shape
-    check_page_shape(head_dim, block_size)
+    value_dim = cache.v.shape[3]
     record = getattr(call.record, name)
     for pages in (cache.k, cache.v):
-        if pages.shape != cache.k.shape or not pages[0].is_contiguous():
-            raise ValueError(f"{call.op.name}: k and v of a cache must have one shape and blocks without gaps")
+        check_page_shape(pages.shape[3], block_size)
+        if pages.shape[:3] != cache.k.shape[:3] or not pages[0].is_contiguous():
+            raise ValueError(f"{call.op.name}: k and v of a cache must have as many slots and blocks without gaps")
     record.k, record.v = cache.k.data_ptr(), cache.v.data_ptr()
     record.k_stride, record.v_stride = cache.k.stride(0), cache.v.stride(0)
     dtype = DTYPE_CODES[cache.k.dtype]
@@ -263,14 +264,11 @@ def _set_cache(call: Call, name: str, value: object) -> None:
         record.k_scale, record.v_scale = cache.k_scale.data_ptr(), cache.v_scale.data_ptr()
         record.scale_stride = cache.k_scale.stride(0)
     for heads, shape in call.shapes.items():
-        if len(shape) == 3 and (shape[2] != head_dim or (dtype is not DType.I8 and call.dtypes[heads] != dtype)):
-            raise ValueError(
-                f"{call.op.name}: {heads} has heads of {shape[2]} elements of {call.dtypes[heads].name}, "
-                f"its cache of {head_dim} of {dtype.name}"
-            )
-    record.num_blocks, record.kv_heads, record.block_size, record.head_dim = num_blocks, kv_heads, block_size, head_dim
-    record.dtype = dtype
-    call.shapes[name] = (num_blocks, kv_heads, block_size, head_dim)
+        if len(shape) == 3 and dtype is not DType.I8 and call.dtypes[heads] != dtype:
+            raise ValueError(f"{call.op.name}: {heads} is {call.dtypes[heads].name}, its cache {dtype.name}")
+    record.num_blocks, record.kv_heads, record.block_size = num_blocks, kv_heads, block_size
+    record.head_dim, record.value_dim, record.dtype = head_dim, value_dim, dtype
+    call.shapes[name] = (num_blocks, kv_heads, block_size, head_dim, value_dim)
     call.kept.append(cache)
 
 

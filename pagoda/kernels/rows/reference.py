@@ -27,9 +27,9 @@ def split_qkv(
     return q, k, v
 
 
-def select_heads(x: torch.Tensor, first: int, num_heads: int, head_dim: int) -> torch.Tensor:
-    """[T, H, D] -> a view [T, num_heads, D] of the heads from `first` on."""
-    return x[:, first : first + num_heads]
+def select_heads(x: torch.Tensor, offset: int, num_heads: int, head_dim: int) -> torch.Tensor:
+    """A view [T, num_heads, head_dim] of each row of x, from element `offset` on."""
+    return x.flatten(1)[:, offset : offset + num_heads * head_dim].unflatten(1, (num_heads, head_dim))
 
 
 def select_rows(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
