@@ -32,7 +32,6 @@ from pagoda.ops.declare import (
 from pagoda.ops.shape_rules import (
     check_all_gather,
     check_by_head,
-    check_cache_heads,
     check_factors,
     check_gate_up,
     check_grouped_moe,

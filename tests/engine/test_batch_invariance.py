@@ -249,7 +249,7 @@ def test_latent_attention_and_groups_of_experts(tmp_path: Path) -> None:
     shape = {"vocab_size": VOCAB, "max_position_embeddings": MAX_MODEL_LEN, "eos_token_id": 2}
     model, options = save(make_model("deepseek-v3", **shape), tmp_path), {"dtype": "bfloat16"}
     expected = reference(model, tiny_watched(), options)
-    counts = check(model, tiny_watched(), expected, options, range(950, 956), VOCAB)
+    counts = check(model, tiny_watched(), expected, options, range(11, 16), VOCAB)
     missing = {"chunks", "swapped", "preempted", "prefix hits", "forks"} - set(+counts)
     assert not missing, counts
 
