@@ -22,6 +22,7 @@ from pagoda.base.outputs import (
     PoolingRequestOutput,
     RequestOutput,
     ScoringOutput,
+    TranscriptionOutput,
 )
 from pagoda.base.pooling import PoolingParams, PoolingTask
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
@@ -45,6 +46,10 @@ from pagoda.engine.outputs.results import (
 )
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.engine.transcription.piece import Question
+from pagoda.engine.transcription.run_job import run_job
+from pagoda.engine.transcription.sound import load_sound
+from pagoda.engine.transcription.transcriber import TranscriptionOptions
 from pagoda.engine.wire import EngineStats
 
 T = TypeVar("T")
@@ -254,6 +259,33 @@ class AsyncLLM:
             raise RequestError(f"params is {type(params).__name__}, expected BeamSearchParams", "params")
         sampling = params.sampling_params(logprobs=0)
         return await self._final(prompt, _Asked(sampling, request_id, priority, cache_salt, lora_request))
+
+    # ---- speech
+
+    async def transcribe(self, sound: Any, **options: Any) -> TranscriptionOutput:
+        """Return the text of a sound, with times; see LLM.transcribe. Cancelling the call aborts it.
+
+        sound: a path, the bytes of a file, or an array of samples. Raises RequestError for one that cannot be
+        transcribed, and for an option of the wrong kind.
+        """
+        running = await self._running()
+        name = str(sound) if isinstance(sound, str | os.PathLike) else "sound"
+        begun = await running.text.begin_transcription(
+            lambda limits: load_sound(sound, name, limits), TranscriptionOptions.of(options)
+        )
+
+        def ask(question: Question) -> AsyncGenerator[RequestOutput, None]:
+            now_s = running.engine.core.now()
+            request = running.inputs.make_request(
+                uuid.uuid4().hex, question.prompt, question.params, arrival_time_s=now_s
+            )
+            return running.stream(NewRequest(request, OutputKind.FINAL_ONLY))
+
+        jobs = run_job(begun.job(), running.text, ask, running.inputs.limits.max_num_seqs)
+        async with contextlib.aclosing(jobs) as outputs:
+            async for _ in outputs:
+                pass
+        return begun.output()
 
     # ---- LoRA adapters
 

@@ -1,5 +1,6 @@
 """LLM.transcribe with a tiny random Whisper: the same as the sans-IO transcriber answered by transformers."""
 
+import asyncio
 import io
 import wave
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagoda import LLM
+from pagoda import LLM, AsyncLLM
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput, TranscriptionOutput
 from pagoda.engine import calls
@@ -111,6 +112,23 @@ def test_a_file_is_transcribed_as_its_samples(llm: LLM, tmp_path: Path) -> None:
     (of_file,) = llm.transcribe(file.getvalue(), **options)
     (of_samples,) = llm.transcribe(codes.astype(np.float32) / 32768, **options)
     assert of_file.segments == of_samples.segments
+
+
+def test_async_llm_transcribes_sounds_at_once_as_llm_does(llm: LLM, folder: Path) -> None:
+    sounds = [noise(5, 1).samples, noise(64, 2).samples]
+    options = {"language": "en", "cut_at_silences": True, **GREEDY}
+
+    async def run() -> list[TranscriptionOutput]:
+        async with AsyncLLM(str(folder), dtype="float32", max_num_seqs=4, num_blocks=1024) as async_llm:
+            with pytest.raises(RequestError, match="missing.wav.* cannot be read"):
+                await async_llm.transcribe(folder / "missing.wav")
+            with pytest.raises(RequestError, match="no option 'langage'"):
+                await async_llm.transcribe(sounds[0], langage="en")
+            return await asyncio.gather(*[async_llm.transcribe(sound, **options) for sound in sounds])
+
+    found = asyncio.run(run())
+    expected = llm.transcribe(sounds, use_tqdm=False, **options)
+    assert [one.segments for one in found] == [one.segments for one in expected]
 
 
 def test_a_text_model_says_that_it_does_not_transcribe() -> None:

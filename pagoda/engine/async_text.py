@@ -160,7 +160,10 @@ class AsyncText:
         return await self._run_in(self._fetchers if has_remote_images(messages) else self._threads, render)
 
     async def begin_transcription(
-        self, read: Callable[[RequestLimits], Sound], options: TranscriptionOptions, hold: Callable[[int], None]
+        self,
+        read: Callable[[RequestLimits], Sound],
+        options: TranscriptionOptions,
+        hold: Callable[[int], None] | None = None,
     ) -> Transcription:
         """Decode a sound on a thread of its own.
 
@@ -178,7 +181,8 @@ class AsyncText:
 
         async with self._decoding:
             begun = await self._run_in(self._decoder, begin)
-            hold(begun.num_bytes)
+            if hold is not None:
+                hold(begun.num_bytes)
         return begun
 
     async def advance(self, job: Job, answer: CompletionOutput | None) -> "Question | list[Job] | None":
