@@ -210,7 +210,6 @@ def cli_page() -> str:
 
 def http_page() -> str:
     """The routes and the fields of their bodies, from the OpenAPI description that the server itself serves."""
-    from pagoda.server.answers import ANSWERS
     from pagoda.server.app import ENDPOINTS
     from pagoda.server.routing import describe_api
 
@@ -224,7 +223,8 @@ def http_page() -> str:
             text = operation.get("description") or operation["summary"]
             served.append((f"`{method.upper()} {path}`", _link(body), _link(answer), text))
     schemas = described["components"]["schemas"]
-    answers = [kind.__name__ for kind in ANSWERS]
+    kinds = [kind for one in ENDPOINTS for kind in (one.answer, one.chunk) if isinstance(kind, type)]
+    answers = ["ErrorResponse", *dict.fromkeys(kind.__name__ for kind in kinds)]
     for name in answers:  # grows while it is read
         answers += [ref for ref in dict.fromkeys(_references(schemas[name])) if ref not in answers]
     bodies = [name for name in bodies if name not in answers]

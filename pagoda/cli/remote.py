@@ -35,7 +35,7 @@ class RemoteSession:
             names = ", ".join(one["id"] for one in served)
             raise ConfigError(f"--url {url} does not serve {model!r:.80}; it has {names}") from None
         except (OSError, ValueError, LookupError, RequestError) as error:
-            raise ConfigError(f"--url {url}: cannot list its models ({error}); is the server running?") from None
+            raise ConfigError(f"{url}: cannot list its models ({error}); is the server running?") from None
         self.model_name = str(card["id"])
         self.max_model_len = int(card.get("max_model_len") or 1 << 30)
         self.given: set[str] = set()

@@ -279,24 +279,7 @@ class AbortResponse(Struct, frozen=True):
     aborted: list[str]
 
 
-# ---- the OpenAPI page
-
-ANSWERS: tuple[type[Struct], ...] = (
-    ErrorResponse,
-    CompletionResponse,
-    CompletionChunk,
-    ChatCompletionResponse,
-    ChatCompletionChunk,
-    TokenizeResponse,
-    DetokenizeResponse,
-    TokenizerInfo,
-    VersionResponse,
-    LoadResponse,
-    ModelCard,
-    ModelList,
-    AbortResponse,
-)
-"""The answers that are not part of another one."""
+# ---- pooled prompts
 
 
 class PoolingUsage(Struct, frozen=True):
@@ -385,15 +368,6 @@ class RerankResponse(Struct, kw_only=True):
     model: str
     usage: PoolingUsage
     results: list[RerankResult]
-
-
-POOLING_ANSWERS: tuple[type[Struct], ...] = (
-    EmbeddingResponse,
-    PoolingResponse,
-    ClassificationResponse,
-    ScoreResponse,
-    RerankResponse,
-)
 
 
 LogprobDicts = Sequence[dict[int, Logprob] | None]

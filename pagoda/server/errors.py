@@ -97,6 +97,8 @@ def _in_words(request: Request, error: HTTPException) -> str:
 
 async def on_known(request: Request, error: Exception) -> Response:
     """Return the response for an exception raised in a route."""
+    if isinstance(error, Refusal):
+        request.app.state.server.generator.metrics.on_refusal(error.reason)
     known = as_api_error(error)
     return error_response(known.status, known.message, known.param, known.retry_after_s)
 

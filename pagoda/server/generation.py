@@ -29,7 +29,7 @@ from pagoda.engine.inputs.prompts import Prompt, size_of
 from pagoda.engine.outputs.merged import PROMPTS_PER_TURN, merged
 from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
-from pagoda.server.admission import Admission, Place, Refusal
+from pagoda.server.admission import Admission, Place
 from pagoda.server.answers import CompletionTokensDetails, PromptTokensDetails, Timings, Usage
 from pagoda.server.errors import ApiError
 from pagoda.server.pooling_bodies import PoolingBody
@@ -270,26 +270,11 @@ class Generator:
         longest = num_prompts * self.llm.input_processor.limits.longest_prompt
         num_tokens = min(state["body_bytes"] // _BYTES_PER_TOKEN, longest)
         num_tokens += num_outputs * admission.expected_output(max_tokens)
-        with self._counted_refusals():
-            place = admission.enter(num_outputs or num_prompts, num_tokens, state["key"])
+        place = admission.enter(num_outputs or num_prompts, num_tokens, state["key"])
         with place.at_end:
             if place.turn is not None:
-                with self._counted_refusals():
-                    await cancel_on_disconnect(http, admission.wait_for_turn(place))
+                await cancel_on_disconnect(http, admission.wait_for_turn(place))
             yield place
-
-    def hold(self, place: Place, num_media_bytes: int) -> None:
-        """Count what encoders read for a request. Raises Refusal (429)."""
-        with self._counted_refusals():
-            place.hold(num_media_bytes)
-
-    @contextlib.contextmanager
-    def _counted_refusals(self) -> Iterator[None]:
-        try:
-            yield
-        except Refusal as refusal:
-            self.metrics.on_refusal(refusal.reason)
-            raise
 
     async def abort(self, request_ids: Sequence[str] | None, key: str | None) -> list[str]:
         """Abort running generations, or all if `request_ids` is None; return the ids of those that were running.
@@ -325,7 +310,7 @@ class Generator:
         is_long = asked.num_chars >= LONG_TEXT_CHARS or asked.has_grammar
         requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
         place.correct(sum(map(self._expected_tokens, requests)))
-        self.hold(place, sum(map(_media_bytes, requests)))
+        place.hold(sum(map(_media_bytes, requests)))
         return Generation(self, http, request_id, requests, place)
 
     def _expected_tokens(self, request: Request) -> int:

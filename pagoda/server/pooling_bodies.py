@@ -273,8 +273,5 @@ class RerankRequest(PairBody, kw_only=True, frozen=True):
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
 
-POOLING_BODIES = (EmbeddingRequest, PoolingRequest, ClassificationRequest, ScoreRequest, RerankRequest)
-
-
 def _as_list(texts: Texts) -> list[str]:
     return [texts] if isinstance(texts, str) else texts

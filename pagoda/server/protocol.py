@@ -374,14 +374,3 @@ class UnloadAdapterRequest(Body, kw_only=True, frozen=True):
 
     def check(self, limits: RequestLimits) -> None:
         limits.check_names(lora_name=self.lora_name)
-
-
-REQUEST_BODIES = (
-    ChatCompletionRequest,
-    CompletionRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    AbortRequest,
-    LoadAdapterRequest,
-    UnloadAdapterRequest,
-)

@@ -4,7 +4,7 @@ import html
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -15,13 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pagoda.server.answers import ANSWERS, POOLING_ANSWERS, ErrorResponse
+from pagoda.server.answers import ErrorResponse
 from pagoda.server.body import Body
-from pagoda.server.pooling_bodies import POOLING_BODIES, RerankDocument
-from pagoda.server.protocol import REQUEST_BODIES, ChatMessage, NamedTool, Tool, ToolFunction
+from pagoda.server.pooling_bodies import RerankDocument
+from pagoda.server.protocol import ChatMessage, NamedTool, Tool, ToolFunction
 from pagoda.server.sampling_body import StreamOptions
 from pagoda.server.structure import ResponseFormat
-from pagoda.server.transcription_bodies import TRANSCRIPTION_ANSWERS, TRANSCRIPTION_BODIES
+from pagoda.server.transcription_bodies import TranscriptionVerbose
 
 Handler = Callable[[Request], Awaitable[Response]]
 HEALTH_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
@@ -91,13 +91,13 @@ class Router:
         return declare
 
 
-def describe_api(endpoints: Iterable[Endpoint], has_keys: bool) -> dict[str, Any]:
+def describe_api(endpoints: Sequence[Endpoint], has_keys: bool) -> dict[str, Any]:
     """Return the OpenAPI description of the routes.   has_keys: most of them need a key."""
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         path = endpoint.path.replace(":path}", "}")
         paths.setdefault(path, {})[endpoint.method.lower()] = _describe(endpoint, path)
-    components: dict[str, Any] = {"schemas": json_schemas()}
+    components: dict[str, Any] = {"schemas": json_schemas(endpoints)}
     described: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {
@@ -117,10 +117,11 @@ def describe_api(endpoints: Iterable[Endpoint], has_keys: bool) -> dict[str, Any
     return described
 
 
-def json_schemas() -> dict[str, Any]:
-    """Return the OpenAPI schema components of all request bodies and answers, by name."""
-    bodies = (*REQUEST_BODIES, *POOLING_BODIES, *TRANSCRIPTION_BODIES)
-    kinds = [*bodies, ChatMessage, *ANSWERS, *POOLING_ANSWERS, *TRANSCRIPTION_ANSWERS]
+def json_schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+    """Return the OpenAPI schema components of the request bodies and answers of all routes, by name."""
+    bodies = list(dict.fromkeys(one.body for one in endpoints if one.body is not None))
+    answers = [kind for one in endpoints for kind in (one.answer, one.chunk) if isinstance(kind, type)]
+    kinds = [*bodies, ChatMessage, *dict.fromkeys(answers), ErrorResponse, TranscriptionVerbose]
     schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
     for kind in (*bodies, *PARTS_OF_BODIES):
         schema = schemas[kind.__name__]

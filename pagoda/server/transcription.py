@@ -134,7 +134,7 @@ async def _answer(
         reading = state.generator.llm.text.begin_transcription(
             lambda limits: read_sound(file.file.read(), name, limits),
             options,
-            lambda num_bytes: state.generator.hold(place, num_bytes),
+            place.hold,
         )
         sound = await cancel_on_disconnect(http, reading)
         http.scope["state"]["timings"]["audio_s"] = round(sound.sound.duration_s, 2)

@@ -96,7 +96,3 @@ class TranscriptionEvent(Struct):
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     usage: DurationUsage | UnsetType = UNSET
-
-
-TRANSCRIPTION_BODIES = (TranscriptionRequest, TranslationRequest)
-TRANSCRIPTION_ANSWERS = (TranscriptionResponse, TranscriptionVerbose, TranscriptionEvent)

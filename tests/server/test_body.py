@@ -14,10 +14,9 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.server import body as body_module
+from pagoda.server.app import ENDPOINTS
 from pagoda.server.body import Body, BodyReader, parse_body
-from pagoda.server.pooling_bodies import POOLING_BODIES
 from pagoda.server.protocol import (
-    REQUEST_BODIES,
     AbortRequest,
     ChatCompletionRequest,
     CompletionRequest,
@@ -156,15 +155,18 @@ def test_messages_keep_the_fields_that_templates_may_read() -> None:
 
 
 def test_every_reference_on_the_openapi_page_is_defined() -> None:
-    schemas = json_schemas()
+    schemas = json_schemas(ENDPOINTS)
     text = json.dumps(schemas)
     for name in text.split('"#/components/schemas/')[1:]:
         assert name.partition('"')[0] in schemas
 
 
-@pytest.mark.parametrize("kind", [*REQUEST_BODIES, *POOLING_BODIES, *PARTS_OF_BODIES])
+BODIES = dict.fromkeys(one.body for one in ENDPOINTS if one.body is not None)
+
+
+@pytest.mark.parametrize("kind", [*BODIES, *PARTS_OF_BODIES])
 def test_every_field_of_a_body_is_explained(kind: type[Body]) -> None:
-    fields = json_schemas()[kind.__name__]["properties"]
+    fields = json_schemas(ENDPOINTS)[kind.__name__]["properties"]
     assert [name for name, described in fields.items() if not described.get("description")] == []
 
 

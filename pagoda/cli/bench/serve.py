@@ -3,11 +3,10 @@
 import asyncio
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from pagoda.base.errors import ConfigError
 from pagoda.cli.bench.workload import note, random_workload, read_workload, report
 
 
@@ -41,14 +40,12 @@ def bench_serve(
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY")] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Timeout per request in seconds.")] = 600.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON line on standard output.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot of the run to this file.")] = None,
 ) -> None:
     """Load a running server; report throughput, TTFT, ITL, TPOT, E2E percentiles and goodput."""
     from pagoda.cli.bench import load
+    from pagoda.cli.remote import RemoteSession
 
     targets = load.parse_goodput(goodput or [])
-    if plot is not None:
-        load.check_plot(plot)
     if workload is not None:
         requests = read_workload(workload)
     else:
@@ -56,11 +53,11 @@ def bench_serve(
     if request_rate is not None:
         requests = load.poisson(requests, request_rate, seed)
     base_url = base_url.rstrip("/").removesuffix("/v1")
-    target = load.Target(base_url, model or _first_model(base_url, api_key), api_key, ignore_eos, timeout_s)
+    target = load.Target(
+        base_url, model or RemoteSession(base_url, None, api_key).model_name, api_key, ignore_eos, timeout_s
+    )
     records = asyncio.run(load.run_load(target, requests, max_concurrency))
     result = load.summarise(records, targets)
-    if plot is not None:
-        load.plot(records, plot)
     if as_json:
         print(json.dumps(result))
     else:
@@ -69,26 +66,12 @@ def bench_serve(
         raise typer.Exit(1)  # scripts must not take a run without a single answer for a measurement
 
 
-def _first_model(base_url: str, api_key: str | None) -> str:
-    import urllib.error
-    import urllib.request
-
-    request = urllib.request.Request(f"{base_url}/v1/models")
-    if api_key:
-        request.add_header("Authorization", f"Bearer {api_key}")
-    try:
-        with urllib.request.urlopen(request, timeout=10) as response:
-            return str(json.load(response)["data"][0]["id"])
-    except (OSError, ValueError, LookupError) as error:
-        raise ConfigError(f"--base-url {base_url}: cannot list its models ({error}); is the server running?") from error
-
-
-def _print_table(result: "load.LoadReport", errors: list[str]) -> None:  # type: ignore[name-defined]  # noqa: F821
+def _print_table(result: dict[str, Any], errors: list[str]) -> None:
     """Print the figures, then the distributions of times, then some errors."""
     from pagoda.cli.console import print_table
 
     report({name: value for name, value in result.items() if not isinstance(value, dict | None)}, False)
-    times = {name: result[f"{name}_ms"] for name in ("ttft", "itl", "tpot", "e2e")}  # type: ignore[literal-required]
+    times = {name: result[f"{name}_ms"] for name in ("ttft", "itl", "tpot", "e2e")}
     columns = ("mean", "p50", "p90", "p99")
     rows = [
         (name.upper(), *(f"{row[key]:,.1f}" for key in columns), "ms") for name, row in times.items() if row is not None
