@@ -149,6 +149,16 @@ def test_siblings_of_a_failed_leader_keep_their_place_before_a_newer_request_tha
     assert set(rig.run()) == {"a/1", "b"}
 
 
+def test_a_sibling_of_a_failed_leader_that_does_not_read_the_cache_fills_it() -> None:
+    rig = Rig(enable_prefix_caching=True, max_num_batched_tokens=8)
+    rig.add("a", PROMPT, n=2, skip_prefix_read=True)
+    step = rig.plan()
+    assert fail(rig, step, *step.output.rows.tolist()) == {"a/0": RequestStatus.FINISHED_ERROR}
+    assert rig.step().scheduled == {"a/1": 8}
+    assert rig.step().emitted == {"a/1": [FILL]}
+    assert cached_tokens(rig, PROMPT) == 8
+
+
 def test_siblings_of_a_row_that_fails_alone_continue() -> None:
     rig = overlapping()
     rig.add("a", 6, n=2)

@@ -83,7 +83,7 @@ class KVCacheManager:
     # A request enters
 
     def hash_prompt(self, request: RequestState) -> None:
-        """Hash a new request's tokens now, so that its admission need not."""
+        """Hash the tokens of a request without rows now, so that its admission need not."""
         if self._prefix_cache.enabled:
             for sequence in (request.unfinished[0], *request.followers):
                 self._prefix_cache.hash_tokens(sequence)
@@ -92,6 +92,7 @@ class KVCacheManager:
         """Return the cached prefix of the first sequence of a request without rows, as block ids per KV group."""
         # Its followers share its blocks, which a hit in a window group may not all have.
         if not request.spec.reads_prefix_cache or (self._tables.windows and request.followers):
+            self.hash_prompt(request)  # it fills the cache all the same; the sequence that was hashed may have failed
             return self._prefix_cache.nothing
         return self._prefix_cache.longest_prefix(request.unfinished[0])
 
