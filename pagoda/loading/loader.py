@@ -304,8 +304,8 @@ class Filler:
         for piece in pieces:
             self._check_shape(piece.name, piece.shape)
             is_enough = self._ops.packs_weights and self._order(piece.part) is None
-            view = self._weights.view(piece.name, piece.region) if is_enough else None
-            if view is None or view.dtype != self._dtype:
+            view = self._weights.view(piece.name, piece.region, self._dtype) if is_enough else None
+            if view is None:
                 return [self._stacked(pieces)]
             views.append(view)
         return views

@@ -45,8 +45,8 @@ class Weights(Protocol):
         """
         ...
 
-    def view(self, name: str, region: Region) -> torch.Tensor | None:
-        """Return a region as a view of the mapped file, in the type it is stored in; None where it needs converting."""
+    def view(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a region as a view of the mapped file; None where it is not stored in this type, or in pieces."""
         ...
 
     def has_codes(self, name: str) -> bool:
@@ -100,10 +100,9 @@ class GGUFWeights:
         except NotImplementedError:
             raise ConfigError(f"{self._file.path}: tensor {name!r}: {tensor.type.name} cannot be dequantised") from None
 
-    def view(self, name: str, region: Region) -> torch.Tensor | None:
+    def view(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor | None:
         tensor = self._file.tensors[name]
-        dtype = FLOATS.get(tensor.type)
-        if dtype is None:
+        if FLOATS.get(tensor.type) is not dtype:
             return None
         part = self._region(tensor, region)
         if not part.flags.c_contiguous:
@@ -189,7 +188,7 @@ class CTranslate2Weights:
         out.copy_(part)
         self.bytes_read += part.nbytes
 
-    def view(self, name: str, region: Region) -> torch.Tensor | None:
+    def view(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor | None:
         return None
 
     def has_codes(self, name: str) -> bool:
@@ -250,9 +249,9 @@ class SafetensorsWeights:
         out.copy_(part)
         self.bytes_read += part.nbytes
 
-    def view(self, name: str, region: Region) -> torch.Tensor | None:
+    def view(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor | None:
         part = _part_of(self.mapped(name), region)
-        if part.shape != region.shape or not part.is_contiguous():
+        if part.dtype is not dtype or part.shape != region.shape or not part.is_contiguous():
             return None
         self.bytes_read += part.nbytes
         return part
@@ -314,8 +313,8 @@ class PackedWeights:
             values = self._read(stem, stored).dequantize() if has_codes else self._read_floats(stem, stored)
             out.copy_(values if turned is None else values.T)
 
-    def view(self, name: str, region: Region) -> torch.Tensor | None:
-        return self._weights.view(name, region) if self._stem(name) is None else None
+    def view(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor | None:
+        return self._weights.view(name, region, dtype) if self._stem(name) is None else None
 
     def has_codes(self, name: str) -> bool:
         return self._stored.has_codes and not self._stored.ordered and self._stem(name) is not None
@@ -478,8 +477,8 @@ class MXFP4Weights:
         self._weights.bytes_read += blocks.nbytes + scales.nbytes
         return None
 
-    def view(self, name: str, region: Region) -> torch.Tensor | None:
-        return self._weights.view(name, region) if name in self._weights else None
+    def view(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor | None:
+        return self._weights.view(name, region, dtype) if name in self._weights else None
 
     def has_codes(self, name: str) -> bool:
         return False

@@ -122,6 +122,18 @@ def test_a_rank_holds_its_share_and_reads_no_more(case: str, tmp_path: Path, mon
     assert max(of_ranks) < 0.6 * of_whole
 
 
+def test_what_is_converted_counts_as_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = identify(save(make_model("llama-tied-biased"), tmp_path))
+    opened: list[Weights] = []
+    monkeypatch.setattr(
+        "pagoda.loading.loader.open_weights", lambda *args: opened.append(open_weights(*args)) or opened[-1]
+    )
+    for dtype in ("float32", "bfloat16"):
+        loaded(files, "native", PreparedAs(dtype, None, packed=True, num_positions=50))
+    as_stored, converted = (weights.bytes_read for weights in opened)
+    assert converted == as_stored
+
+
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "qwen3-moe-some-layers"])

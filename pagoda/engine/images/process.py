@@ -57,6 +57,21 @@ def process_image(image: "Image", config: ImageConfig, where: str) -> ProcessedI
             return _process_gemma3(image, config)
 
 
+def num_image_tokens(width: int, height: int, config: ImageConfig) -> int:
+    """Return how many image tokens `process_image` makes of an image of this size, without its work."""
+    match config:
+        case Idefics3Images():
+            edge, size = config.tile_size, _idefics3_size(width, height, config.longest_edge)
+            columns, rows = (length // edge for length in _in_tiles(*size, edge))
+            num_tiles = columns * rows if config.splits and max(columns, rows) > 1 else 0
+            return (num_tiles + 1) * config.tokens_per_tile
+        case Qwen2VLImages():
+            width, height = _qwen2_vl_size(width, height, config)
+            return width * height // (config.patch_size * config.merge_size) ** 2
+        case Gemma3Images():
+            return config.tokens_per_image
+
+
 # ---- Idefics3
 
 

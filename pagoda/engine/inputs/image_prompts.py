@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,10 +11,13 @@ from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.core.request import MediaItem
 from pagoda.engine.images.decode import PixelBudget, decode_image, is_pil_image, upright_rgb
-from pagoda.engine.images.process import ImageFeatures, ProcessedImage, process_image
+from pagoda.engine.images.process import ImageFeatures, num_image_tokens, process_image
 from pagoda.engine.images.source import ImageSource, SourcePolicy, read_bytes
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.models.image_config import ImageConfig
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 _TOKEN = re.compile(r"<[^<>\s]+>")
 
@@ -60,29 +64,29 @@ class ImagePrompts:
                 "messages",
             )
         budget = PixelBudget(self._limits.image_pixels)
-        parts, features = [around[0]], list[ImageFeatures]()
+        parts, features, num_tokens = [around[0]], list[ImageFeatures](), 0
         for source, after in zip(sources, around[1:], strict=True):
-            processed = self._process(source, budget, is_trusted)
-            written = processed.text
-            if is_marked:
-                written = self._marks.put_only(written, set(_TOKEN.findall(written)).intersection(self._marks.texts))
-            parts += written, after
-            features += processed.items
-            if (num_tokens := sum(item.length for item in features)) > max_tokens:
+            image = self._read(source, budget, is_trusted)
+            num_tokens += num_image_tokens(*image.size, self.config)
+            if num_tokens > max_tokens:  # before there are features, which take memory by their tokens
                 # Clients recognise OpenAI's words for it.
                 raise RequestError(
                     f"{source.where}: This model's maximum context length is {max_tokens} tokens. However, the images "
                     f"up to this one have {num_tokens}. Please send fewer, or smaller ones.",
                     source.where,
                 )
+            processed = process_image(image, self.config, source.where)
+            written = processed.text
+            if is_marked:
+                written = self._marks.put_only(written, set(_TOKEN.findall(written)).intersection(self._marks.texts))
+            parts += written, after
+            features += processed.items
         return "".join(parts), features
 
-    def _process(self, source: ImageSource, budget: PixelBudget, is_trusted: bool) -> ProcessedImage:
+    def _read(self, source: ImageSource, budget: PixelBudget, is_trusted: bool) -> "Image":
         if is_trusted and is_pil_image(source.given):
-            image = upright_rgb(source.given, source.where, budget)
-        else:
-            image = decode_image(read_bytes(source, self._policy, is_trusted), source.where, budget)
-        return process_image(image, self.config, source.where)
+            return upright_rgb(source.given, source.where, budget)
+        return decode_image(read_bytes(source, self._policy, is_trusted), source.where, budget)
 
     def media_of(self, token_ids: Sequence[int], features: Sequence[ImageFeatures]) -> tuple[MediaItem, ...]:
         """Return the MediaItems of a prompt: each stands for the next `length` image tokens, which are adjacent.

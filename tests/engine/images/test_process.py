@@ -11,7 +11,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from pagoda.base.errors import RequestError
-from pagoda.engine.images.process import process_image
+from pagoda.engine.images.process import num_image_tokens, process_image
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.image_config import read_image_config
 
@@ -59,6 +59,7 @@ def test_idefics3_tiles_are_those_of_transformers(kind, options, size):
     image = image_of(size)
     expected = processor(images=image, return_row_col_info=True, return_tensors="np")
     got = process_image(image, config, "image")
+    assert sum(item.length for item in got.items) == num_image_tokens(*size, config)
     assert [item.grid for item in got.items] == [(8, 8)] * len(got.items)
     features = np.stack([item.features for item in got.items])
     np.testing.assert_array_equal(features, patches_of(expected["pixel_values"][0], 8))
@@ -88,6 +89,7 @@ def test_qwen2_vl_patches_are_those_of_transformers(options, size):
     image = image_of(size)
     expected = processor(images=image, return_tensors="np")
     got = process_image(image, config, "image")
+    assert sum(item.length for item in got.items) == num_image_tokens(*size, config)
     assert len(got.items) == 1
     assert got.items[0].grid == tuple(expected["image_grid_thw"][0])
     np.testing.assert_array_equal(got.items[0].features, expected["pixel_values"])

@@ -225,6 +225,14 @@ def test_images_are_bounded_by_number_bytes_and_pixels_before_they_are_decoded()
         inputs.chats.render([{"role": "user", "content": [part(image_of(4, 4))] * 2}])
 
 
+def test_no_image_is_processed_beyond_the_models_context(monkeypatch):
+    """Its tokens follow from its size, so that no features are made that would be refused."""
+    monkeypatch.setattr("pagoda.engine.inputs.image_prompts.process_image", lambda *_: pytest.fail("it is processed"))
+    for family in FAMILIES:
+        message = refused(part(image_of(96, 96)), inputs_of(family, max_model_len=2))
+        assert "maximum context length is 2 tokens" in message, family
+
+
 def test_no_image_is_read_beyond_the_models_context():
     inputs = inputs_of("idefics3", max_model_len=16)
     broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
