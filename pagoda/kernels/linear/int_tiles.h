@@ -90,7 +90,7 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
         }
         const int8_t* bytes = x.bytes + g * GROUP;
         if constexpr (BITS == 6) prefetch.next();
-        for (int word = 0; word < GROUP / (4 * QUADS); word++) {
+        auto add_word = [&](int word) __attribute__((always_inline)) {
             prefetch.next();
 #pragma GCC unroll 4
             for (int part = 0; part < QUADS; part++) {
@@ -102,7 +102,8 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
                     if constexpr (BITS == 6) {
                         static_assert(GROUP == 16, "the high bits of a group are in one word");
                         u32x16 high = load_words(data + (v / 2) * panel_stride + GROUP / 8 * 4 * PANEL + (v % 2) * 64);
-                        w[v] |= (high >> (2 * (word * QUADS + part)) & 0x03030303u) << 4;
+                        int up = 4 - 2 * (word * QUADS + part);  // one shift, and one instruction for `and` and `or`
+                        w[v] |= (up >= 0 ? high << up : high >> -up) & 0x30303030u;
                     }
                 }
 #pragma GCC unroll 8
@@ -114,6 +115,12 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
                     for (int v = 0; v < VECTORS; v++) dot[r][v] = dot_quads<BITS>(dot[r][v], w[v], spread);
                 }
             }
+        };
+        if constexpr (BITS == 6) {  // constant shifts
+            add_word(0);
+            add_word(1);
+        } else {
+            for (int word = 0; word < GROUP / (4 * QUADS); word++) add_word(word);
         }
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) {
