@@ -15,6 +15,7 @@ from pagoda.cli.layouts import Layout, layouts_of, proposal
 from pagoda.cli.options import engine_config, engine_options
 
 if TYPE_CHECKING:
+    from pagoda.engine_setup import EngineSetup
     from pagoda.loading.model_files import ModelFiles
     from pagoda.worker.memory import EncoderMemory
 
@@ -174,7 +175,7 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
         adapters_memory=adapters_in_memory(setup),
         embeds_memory=embeds_in_memory(setup).total,
         encoder_memory=encoder_in_memory(setup),
-        media="sounds" if setup.crosses else "images",
+        media=_name_of_media(setup),
         largest_item=setup.largest_item,
         device=setup.device.summary(),
         memory_available=setup.device.free_bytes(),
@@ -260,3 +261,10 @@ def _print_layouts(layouts: Sequence[Layout]) -> None:
         sizes = str(one.tensor_parallel_size), str(one.pipeline_parallel_size)
         rows.append((*sizes, *memory, "yes" if one.fits else "no"))
     print_table(rows, headings, right=(0, 1, 2, 3))
+
+
+def _name_of_media(setup: "EngineSetup") -> str:
+    """Return what the model's encoder reads, if it has one."""
+    if not setup.crosses:
+        return "images"
+    return "texts" if setup.encoder is not None and setup.encoder.reads_text else "sounds"

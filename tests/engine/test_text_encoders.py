@@ -2,9 +2,10 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,26 @@ from transformers import (
 )
 
 from pagoda import LLM, RequestError, SamplingParams
+from pagoda.assemble import build_engine_core
+from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import BeamSearchOptions
+from pagoda.cli.plan import make_plan
 from pagoda.core.request import MediaItem
 from pagoda.loading.model_config import read_model
 from pagoda.loading.model_files import identify
 from tests.engine.byte_llama import VOCAB, write_byte_llama
-from tests.engine.random_schedules import Watched, alone, differences, make_engine, play, random_options, random_script
+from tests.engine.driver import drive, request
+from tests.engine.random_schedules import (
+    Trace,
+    Watched,
+    alone,
+    differences,
+    make_engine,
+    play,
+    random_options,
+    random_script,
+)
 
 START, EOS, MAX_LEN = 5, 2, 64
 PROMPTS = [[3, 20, 30, 40], [7], [9, 9, 200, 31, *range(60, 110)]]
@@ -53,6 +67,10 @@ _T5_SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
+def make_t5(**changes: Any) -> PreTrainedModel:
+    return T5ForConditionalGeneration(T5Config(**{**_T5_SHAPE, **changes}))
+
+
 def with_own_head(theirs: Any) -> PreTrainedModel:
     theirs.lm_head.weight = torch.nn.Parameter(torch.zeros(VOCAB, theirs.config.d_model))
     return theirs
@@ -60,13 +78,10 @@ def with_own_head(theirs: Any) -> PreTrainedModel:
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "bart": make_bart,
-    "t5": lambda: T5ForConditionalGeneration(T5Config(**_T5_SHAPE)),
-    "t5-gated": lambda: with_own_head(
-        T5ForConditionalGeneration(
-            T5Config(**_T5_SHAPE, feed_forward_proj="gated-gelu", tie_word_embeddings=False)  # type: ignore[call-arg]
-        )
-    ),
+    "t5": make_t5,
+    "t5-gated": lambda: with_own_head(make_t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False)),
     "mt5": lambda: with_own_head(MT5ForConditionalGeneration(MT5Config(**_T5_SHAPE))),
+    "t5-even": lambda: make_t5(num_heads=4),
 }
 
 
@@ -89,7 +104,7 @@ def write_model(name: str, folder: Path) -> Any:
     return theirs
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["bart", "t5", "t5-gated", "mt5"])
 def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("texts")
     return folder, write_model(request.param, folder)
@@ -171,6 +186,27 @@ def test_an_answer_begins_as_generation_config_says(model: tuple[Path, Any], tmp
     assert [[11, *output.outputs[0].token_ids]] == expected
 
 
+def test_an_answer_goes_on_where_an_engine_has_died(model: tuple[Path, Any]) -> None:
+    ids = np.array(PROMPTS[2], np.float32)[:, None]
+    media = (MediaItem("text", 0, len(ids), ids),)
+    params = SamplingParams(temperature=0.9, max_tokens=16, ignore_eos=True)
+    asked = replace(request(0, [START], params), media=media, encoder_len=len(ids))
+    options: dict[str, Any] = {"device": "cpu", "threads": 1, "num_blocks": 100, "block_size": 8}
+    found = []
+    for prior in ((), None):
+        core = build_engine_core(EngineConfig.from_options(model=str(model[0]), **options))
+        begun = (tuple(found[0][:7]),) if prior is None else prior
+        found.append(drive(core, [replace(asked, prior_output=begun)]).tokens["r0", 0])
+        core.shutdown()
+    whole, rest = found
+    assert whole[7:] == rest
+
+
+def test_a_plan_counts_texts(model: tuple[Path, Any]) -> None:
+    plan = make_plan(EngineConfig.from_options(model=str(model[0]), device="cpu"))
+    assert (plan.media, plan.largest_item) == ("texts", MAX_LEN)
+
+
 def watched() -> list[Watched]:
     kinds = [
         SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
@@ -186,20 +222,51 @@ def watched() -> list[Watched]:
     return found
 
 
+def agree(
+    folder: Path,
+    expected: Trace,
+    base: dict[str, object],
+    seed: int,
+    counts: Counter[str],
+    fixed: Mapping[str, object] = MappingProxyType({}),
+) -> None:
+    rng = np.random.default_rng(seed)
+    drawn = {**random_options(rng, MAX_LEN), **fixed}
+    drawn["num_blocks"] = 2 * int(drawn["num_blocks"])  # type: ignore[call-overload]
+    script = random_script(rng, watched(), VOCAB, 6, 12)
+    core, trace = make_engine(folder, counts, {**base, **drawn, "check_invariants": True})
+    play(core, trace, script)
+    counts["preempted"] += core.make_stats().preemptions
+    core.shutdown()
+    assert not differences(expected, trace, script.requests), (seed, drawn)
+
+
 def test_same_bits_in_any_schedule(model: tuple[Path, Any]) -> None:
+    """With chunks, preemptions, and branches and beams that share the blocks of cross attention."""
     base: dict[str, object] = {"dtype": "bfloat16"}
     expected = alone(model[0], watched(), base)
     counts: Counter[str] = Counter()
     for seed in range(6):
-        rng = np.random.default_rng(seed)
-        drawn = random_options(rng, MAX_LEN)
-        drawn["num_blocks"] = 2 * int(drawn["num_blocks"])  # type: ignore[call-overload]
-        script = random_script(rng, watched(), VOCAB, 6, 12)
-        core, trace = make_engine(model[0], counts, {**base, **drawn})
-        play(core, trace, script)
-        core.shutdown()
-        assert not differences(expected, trace, script.requests), (seed, drawn)
-    assert min(counts["forks"], counts["beams copied"]) > 0
+        agree(model[0], expected, base, seed, counts)
+    assert min(counts["forks"], counts["beams copied"], counts["preempted"]) > 0
+
+
+def test_ranks_that_share_the_heads_have_the_same_bits_in_any_schedule(tmp_path: Path) -> None:
+    """Each adds the bias of its own heads; and they answer as transformers does."""
+    theirs = write_model("t5-even", tmp_path)
+    base: dict[str, object] = {"dtype": "float32", "tensor_parallel_size": 2, "ranks_on_threads": True}
+    expected = alone(tmp_path, watched(), base)
+    fixed: dict[str, object] = {"pipeline_depth": 1, "async_scheduling": False}
+    for seed in range(2):
+        agree(tmp_path, expected, base, seed, Counter(), fixed)
+    source = watched()[0].media[0].features
+    assert source is not None
+    source_ids, ids = torch.from_numpy(source.T.astype(np.int64)), torch.tensor([watched()[0].prompt])
+    with torch.inference_mode():
+        for _ in expected.tokens[0]:
+            logits = theirs(input_ids=source_ids, decoder_input_ids=ids).logits
+            ids = torch.cat((ids, logits[:, -1:].argmax(-1)), 1)
+    assert expected.tokens[0] == ids[0, len(watched()[0].prompt) :].tolist()
 
 
 SETTINGS: dict[str, tuple[str, object]] = {
