@@ -52,6 +52,7 @@ ADAPTERS: dict[str, list[dict[str, object]]] = {
     "cohere": [{"r": 8, "target_modules": ["q_proj", "k_proj", "down_proj"]}],
     "gemma3": [{"r": 8, "target_modules": EVERYTHING}, {"r": 16}],
     "olmo2": [{"r": 8}],
+    "deepseek-v3": [{"r": 8, "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]}],
     "glm4": [{"r": 8, "target_modules": ["q_proj", "k_proj", "gate_up_proj"]}],
     "granite": [{"r": 8, "target_modules": EVERYTHING}],
     "gemma3-multimodal": [{"r": 8, "target_modules": r".*language_model.*(q_proj|down_proj)"}],

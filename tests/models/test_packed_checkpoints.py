@@ -109,6 +109,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Folders
     return made
 
 
+@pytest.mark.parametrize(
+    "packing", [Packing("fp8", block=(32, 32), keep=("mlp.gate",)), Packing("gptq", keep=("mlp.gate",))], ids=str
+)
+def test_latent_attention_reads_its_matrices_by_head(packing: Packing, tmp_path: Path) -> None:
+    packed, values = tmp_path / "packed", tmp_path / "values"
+    write_packed(save(make_model("deepseek-v3"), tmp_path / "floats"), packing, packed, values)
+    torch.testing.assert_close(logits(packed), logits(values), rtol=1e-4, atol=1e-4)
+
+
 def load(
     folder: Path, kernels: str = "torch", quantization: str | None = None, on: DeviceUnderTest = ON_CPU
 ) -> ForwardRunner:

@@ -1,0 +1,131 @@
+"""A config that is close to a known family and differs in one setting is refused by the name of that setting."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.base.config import EngineConfig
+from pagoda.base.errors import ConfigError
+from pagoda.engine_setup import resolve_engine
+from pagoda.loading.model_config import read_architecture, read_model
+from pagoda.loading.model_files import ModelFiles
+from pagoda.models.decoder_config import DecoderConfig
+from pagoda.worker.memory import kv_bytes_per_token
+from tests.models.tiny import CONFIGS, make_model, save
+
+DEEPSEEK_V3_AS_RELEASED: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}  # fmt: skip
+
+
+def write(folder: Path, settings: dict[str, Any]) -> ModelFiles:
+    (folder / "config.json").write_text(json.dumps(settings))
+    return ModelFiles("test", folder, "safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "said"),
+    [
+        ("deepseek-v2", "scoring_func", "sigmoid", "'sigmoid' is not supported"),
+        ("deepseek-v2", "topk_method", "noaux_tc", "'noaux_tc' is not supported"),
+        ("deepseek-v2", "norm_topk_prob", True, "not supported"),
+        ("deepseek-v2", "mlp_bias", True, "not supported"),
+        ("deepseek-v2", "num_experts_per_tok", 9, "more than"),
+        ("deepseek-v3", "scoring_func", "softmax", "'softmax' is not supported"),
+        ("deepseek-v3", "topk_method", "greedy", "'greedy' is not supported"),
+        ("deepseek-v3", "moe_layer_freq", 2, "not supported"),
+        ("deepseek-v3", "hidden_act", "gelu", "'gelu' is not supported"),
+        ("deepseek-v3", "kv_lora_rank", 72, "multiples of 32"),
+        ("deepseek-v3", "v_head_dim", 24, "multiples of 32"),
+        ("deepseek-v3", "qk_rope_head_dim", 24, "multiples of 16"),
+        ("deepseek-v3", "n_group", 3, "does not divide"),
+        ("deepseek-v3", "n_group", 8, "groups of 2 or more"),
+        ("deepseek-v3", "topk_group", 1, "does not fit"),
+        ("deepseek-v3", "n_shared_experts", 0, "a positive integer"),
+        ("llama", "hidden_act", "gelu_fancy", "'gelu_fancy' is not supported"),
+        ("gpt2", "scale_attn_by_inverse_layer_idx", True, "not supported"),
+        ("olmoe", "clip_qkv", 5.0, "not supported"),
+        ("cohere", "use_qk_norm", True, "not supported"),
+        ("stablelm", "qk_layernorm", True, "not supported"),
+        ("gemma2", "use_bidirectional_attention", True, "not supported"),
+        ("qwen2-moe", "use_sliding_window", True, "not supported"),
+    ],
+    ids=str,
+)
+def test_a_setting_that_is_not_supported_is_named(name: str, key: str, value: Any, said: str, tmp_path: Path):
+    config = CONFIGS[name]()
+    known = {**config.to_dict(), "architectures": [name_of_class(name)]}
+    read_architecture(write(tmp_path, known))
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_architecture(write(tmp_path, {**known, key: value}))
+    assert key in str(caught.value)
+
+
+def name_of_class(name: str) -> str:
+    return type(make_model(name)).__name__
+
+
+def test_deepseek_v3_as_released_keeps_576_numbers_per_token_and_layer(tmp_path: Path):
+    files = write(tmp_path, DEEPSEEK_V3_AS_RELEASED)
+    assert kv_bytes_per_token(read_model(files).kv_groups, "bfloat16") == 61 * 576 * 2
+    config = read_architecture(files)[1]
+    assert isinstance(config, DecoderConfig)
+    assert config.spec.max_position == 163840
+    assert config.dense_layers == {0, 1, 2}
+    assert config.attention_scale == pytest.approx(0.1352337788608801)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"kv_cache_dtype": "int8", "kernels": "native"},
+            "kv_cache_dtype='int8': models of .*'deepseek_v3'",
+        ),
+        ({"kernels": "triton"}, "latent attention, which does not run on a GPU or in Triton yet"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_latent_attention_is_refused_at_start(options: dict[str, Any], said: str, tmp_path: Path):
+    save(make_model("deepseek-v3"), tmp_path)
+
+    def resolve(**more: Any) -> None:
+        resolve_engine(EngineConfig.from_options(model=str(tmp_path), device="cpu", **more))
+
+    resolve(kernels="torch", kv_cache_dtype="int8")
+    with pytest.raises(ConfigError, match=said):
+        resolve(**options)
