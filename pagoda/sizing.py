@@ -92,15 +92,16 @@ def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCap
     """
     config, is_on_host, embeds = setup.config, setup.device.is_host, embeds_in_memory(setup)
     media = encoder_in_memory(setup)
+    is_fake = config.parallel.executor == "fake"
+    weights = 0 if capacities and (is_fake or not is_on_host) else weights_in_memory(setup)
     # Ranks on the host share its memory: this is about the part of one.
     sharing = config.parallel.world_size if is_on_host else 1
-    is_fake = config.parallel.executor == "fake"
     taken_by = "the weights and the largest step" if capacities else "the weights"
     on_device = adapters_in_memory(setup) + embeds.device + media.outputs + media.scratch
     on_host = (embeds.host + media.features) // sharing
     reserved = on_device + (on_host if is_on_host else 0)
     found: list[KVCapacity] = []
-    planned = [] if capacities else [(_free_before_loading(setup, sharing), _block_bytes(setup))]
+    planned = [] if capacities else [(_free_before_loading(setup, sharing, weights), _block_bytes(setup))]
     for free_bytes, block_bytes in _shares(capacities) or planned:
         free = max(0, free_bytes - reserved)
         found.append(
@@ -121,7 +122,7 @@ def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCap
     if not is_fake:
         limit = None if config.parallel.executor == "ray" else memory_limit()  # which is this machine's
         if is_on_host:
-            on_host += weights_in_memory(setup) + on_device
+            on_host += weights + on_device
         require_host_memory(capacity, config.cache, None if limit is None else limit // sharing, on_host, is_on_host)
     return capacity
 
@@ -165,15 +166,15 @@ def _block_bytes(setup: EngineSetup) -> int:
     return max(kv_block_bytes(share.kv_groups, setup.kv_dtype, config.cache.block_size) for share in shares)
 
 
-def _free_before_loading(setup: EngineSetup, sharing: int) -> int:
+def _free_before_loading(setup: EngineSetup, sharing: int, weights: int) -> int:
     """Return the bytes that the weights will leave to a rank. Raises CapacityError if a GPU is too small for them.
 
-    sharing: ranks that share the memory.
+    sharing: ranks that share the memory.   weights: their bytes.
     """
     free = max(0, setup.device.free_bytes() - setup.device.margin_bytes) // sharing
     if not setup.device.is_host:
-        _require_weights_fit(setup, free)
-    return free - weights_in_memory(setup)
+        _require_weights_fit(setup, free, weights)
+    return free - weights
 
 
 def _shares(capacities: Sequence[Capacity]) -> list[tuple[int, int]]:
@@ -185,9 +186,9 @@ def _shares(capacities: Sequence[Capacity]) -> list[tuple[int, int]]:
     return shares
 
 
-def _require_weights_fit(setup: EngineSetup, free_bytes: int) -> None:
+def _require_weights_fit(setup: EngineSetup, free_bytes: int, weights: int) -> None:
     """Raise CapacityError, with the quantizations that fit, if the weights are larger than what a GPU has for them."""
-    weights, model = weights_in_memory(setup), setup.config.model
+    model = setup.config.model
     if weights < free_bytes or setup.config.parallel.executor == "fake":
         return
     fits: list[str] = []
