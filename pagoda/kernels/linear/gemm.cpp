@@ -286,15 +286,18 @@ void linear_multiply(const LinearJob& job, int thread, int num_threads, std::ato
     }
 }
 
-void linear_run(LinearJob job, int threads) {
+void linear_convert_all(LinearJob& job, int scratch, int threads) {
     size_t bytes = linear_scratch_bytes(job);
-    if (bytes > 0) {
-        job.scratch = thread_scratch(bytes, 3);
-        parallel(threads_for(job.rows * job.weight->in_features, threads), [&](int thread, int num_threads) {
-            Range mine = share_of(job.rows, thread, num_threads);
-            linear_convert(job, mine.begin, mine.end);
-        });
-    }
+    if (bytes == 0) return;
+    job.scratch = thread_scratch(bytes, scratch);
+    parallel(threads_for(job.rows * job.weight->in_features, threads), [&](int thread, int num_threads) {
+        Range mine = share_of(job.rows, thread, num_threads);
+        linear_convert(job, mine.begin, mine.end);
+    });
+}
+
+void linear_run(LinearJob job, int threads) {
+    linear_convert_all(job, 3, threads);
     std::atomic<int64_t> claims{0};
     parallel(threads_for(job.weight->out_features * job.weight->in_features, threads),
              [&](int thread, int num_threads) { linear_multiply(job, thread, num_threads, claims); });

@@ -28,6 +28,8 @@ struct LinearJob {
 __attribute__((visibility("hidden"))) size_t linear_scratch_bytes(const LinearJob& job);
 // Convert rows begin .. end - 1; all rows must be converted before any thread multiplies.
 __attribute__((visibility("hidden"))) void linear_convert(const LinearJob& job, int64_t begin, int64_t end);
+// Convert all rows on `threads` threads, into the calling thread's memory of the number `scratch`.
+__attribute__((visibility("hidden"))) void linear_convert_all(LinearJob& job, int scratch, int threads);
 // Compute this thread's share of the product. `claims` starts at 0 and is shared by the threads.
 __attribute__((visibility("hidden"))) void linear_multiply(const LinearJob& job, int thread, int num_threads,
                                                            std::atomic<int64_t>& claims);

@@ -161,14 +161,7 @@ void multiply_experts(LinearJob job, const ExpertStack& stack, const Routing& ro
     int64_t count = 0;
     for (int64_t e = 0; e < stack.count; e++)
         if (routing.begin[e + 1] > routing.begin[e]) active[count++] = static_cast<int32_t>(e);
-    int64_t size = linear_scratch_bytes(job);
-    if (size > 0) {
-        job.scratch = thread_scratch(size, 2);
-        parallel(threads_for(job.rows * job.weight->in_features, threads), [&](int thread, int num_threads) {
-            Range mine = share_of(job.rows, thread, num_threads);
-            linear_convert(job, mine.begin, mine.end);
-        });
-    }
+    linear_convert_all(job, 2, threads);
     int64_t panels = linear_panels(job), all = count * panels;
     threads = threads_for(count * job.weight->out_features * job.weight->in_features, threads);
     int64_t pieces = threads == 1 ? 1 : job.rows < FEW_ROWS * count ? threads : std::min<int64_t>(8 * threads, all);
