@@ -17,6 +17,7 @@ from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.request import Request
 from pagoda.engine.engine_core import EngineCore
 from tests.engine.driver import Answers, drive, request
+from tests.engine.lora_adapters import write_adapter
 from tests.engine.random_schedules import Watched, alone, differences, make_engine, play, random_options, random_script
 from tests.models.tiny import VOCAB, save
 from tests.models.tiny_vision import CONFIGS, IMAGE, NEEDS_SEPARATORS, item, make_vision, num_tokens, picture_inputs
@@ -264,3 +265,19 @@ def test_ranks_and_stages_agree(model: Path, name: str, expected: list[list[int]
     answers = drive(core, [as_request(number, watched(name, number)) for number in range(len(PROMPTS))])
     core.shutdown()
     assert tokens_of(answers, len(PROMPTS)) == expected
+
+
+def test_an_adapter_changes_the_answer_about_a_picture_and_no_others(
+    model: Path, name: str, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """It adapts the text model; the picture's output is shared with requests that have none."""
+    if name != "qwen2.5-vl":
+        pytest.skip("random adapters are written under the names of a text model's layers")
+    adapter = write_adapter(tmp_path / "adapter", model, 8, 1)
+    core = engine(model, enable_lora=True, max_lora_rank=8, max_num_batched_tokens=10)
+    with_it, plain = replace(as_request(0, watched(name, 0)), lora=adapter), as_request(1, watched(name, 0))
+    together = drive(core, [with_it, plain])
+    by_itself = drive(core, [with_it])
+    core.shutdown()
+    assert together.tokens["r1", 0] == expected[0] != together.tokens["r0", 0]
+    assert by_itself.tokens["r0", 0] == together.tokens["r0", 0]
