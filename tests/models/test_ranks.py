@@ -166,8 +166,10 @@ def test_weights_of_every_form_are_divided(case: str, tmp_path: Path) -> None:
     files, quantization = form(*FORMS[case], tmp_path)
     assert_as_one(2, files, quantization=quantization)
     (expected,) = on_ranks(1, files, logits_of, "native", quantization=quantization)
+    # In the order of activations, a rank's part of a group is rounded with other inputs than the whole of it.
+    tolerance = 0.04 if getattr(FORMS[case][1], "ordered", False) else 0.02
     for logits in on_ranks(2, files, logits_of, "native", quantization=quantization):
-        assert (logits - expected).norm() < 0.02 * expected.norm()
+        assert (logits - expected).norm() < tolerance * expected.norm()
 
 
 @pytest.mark.parametrize("kernels", ["torch", "native"])
