@@ -411,7 +411,7 @@ class PackedWeights:
     def _group_of(self, stem: str, columns: range, group: int) -> torch.Tensor | None:
         """Return the groups of the columns where they are not in the order of the columns."""
         name = f"{stem}.{self._stored.layout.order}"
-        if name not in self._weights:
+        if name not in self._weights or self._stored.group is None:  # within one group, the order has no effect
             return None
         found = self._weights.mapped(name)
         if torch.equal(found.long(), torch.arange(len(found)) // group) and columns.start % group == 0:
