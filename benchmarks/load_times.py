@@ -3,8 +3,8 @@
 
 usage: load_times.py [NAME=MODEL ...] [--rounds 5] [--peer LLAMA_SERVER] [--json]
 
-MODEL: anything that `pagoda run` takes; without one, the default model. Each round runs `import torch` and then every
-model once, in a process of its own: from the start of `pagoda run MODEL "Say hi" --max-tokens 1` to the first byte of
+MODEL: anything that --model takes; without one, the default model. Each round runs `import torch` and then every
+model once, in a process of its own: from `pagoda generate "Say hi" --model MODEL --max-tokens 1` to the first byte of
 its answer. Model files are read once before, so they are in the page cache. Afterwards each model is loaded once more
 to read how much anonymous memory it takes while it loads and when it has answered. With --peer, llama-server loads the
 same files: from its start until it is ready, and until it has answered with one token. Make files of a size with
@@ -28,7 +28,19 @@ PROMPT = "Say hi"
 
 
 def pagoda(model: str, tokens: int = 1) -> list[str]:
-    return [sys.executable, "-m", "pagoda", "run", model, PROMPT, "--max-tokens", str(tokens), "--temperature", "0"]
+    return [
+        sys.executable,
+        "-m",
+        "pagoda",
+        "generate",
+        PROMPT,
+        "--model",
+        model,
+        "--max-tokens",
+        str(tokens),
+        "--temperature",
+        "0",
+    ]
 
 
 def first_token_s(model: str) -> float:
@@ -41,7 +53,7 @@ def first_token_s(model: str) -> float:
         took_s = time.perf_counter() - begin_s
         error = process.communicate()[1].decode()
     if not first or process.returncode:
-        sys.exit(f"pagoda run {model} failed: {error[-600:]}")
+        sys.exit(f"pagoda with {model} failed: {error[-600:]}")
     return took_s
 
 
