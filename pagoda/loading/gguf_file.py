@@ -326,6 +326,8 @@ class _Cursor:
         that was found this way is checked against the length of the one before it.
         """
         window = np.frombuffer(self._data, np.uint8, min(_WINDOW, len(self._data) - self.offset), self.offset)
+        if len(window) < _LENGTH_BYTES:
+            return np.array([self.offset])
         zero = window == 0
         is_length = zero[1 : len(zero) - 6].copy()
         for byte in range(2, _LENGTH_BYTES):

@@ -9,6 +9,8 @@ Values are scale * (code - zero), with a zero per group and output feature. Word
              scales [groups, out]; g_idx [in], the group of each element
     PACKED   weight_packed [out, in / 8], weight_zero_point [out / 8, groups], weight_scale [out, groups]; weight_g_idx
     BYTES    weight int8 [out, in], weight_zero_point int8 [out, groups], weight_scale [out, groups]: code + 128
+
+Of the last two, a matrix with one scale has one zero point, int8: zero - 8 of 4 bits, zero - 128 of 8.
 """
 
 from dataclasses import replace
@@ -45,12 +47,14 @@ def read_packed(
         zeros = None if zeros is None else _unpack_awq(zeros)
     elif stored.layout.words_along_in:
         codes = _unpack(codes, stored.bits)
-        zeros = None if zeros is None else _unpack(zeros.T, stored.bits).T
+        if zeros is not None and zeros.dtype is torch.int32:
+            zeros = _unpack(zeros.T, stored.bits).T
     else:
         codes = codes.view(torch.uint8) ^ 128
-        zeros = None if zeros is None else zeros.view(torch.uint8) ^ 128
     if zeros is not None:
-        zeros = zeros[: len(codes)].to(torch.int16) + stored.stored_zero  # codes do not wrap: 2^bits is possible
+        signed = middle if zeros.dtype is torch.int8 else 0
+        zeros = zeros[: len(codes)].to(torch.int16) + (signed + stored.stored_zero)  # do not wrap: 2^bits is possible
+        zeros = zeros.expand(len(codes), -1)
         if stored.symmetric:
             _check_symmetric(zeros, middle)
     scales = scales.expand(len(codes), -1)

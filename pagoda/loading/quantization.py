@@ -175,7 +175,8 @@ def _read_compressed_tensors(section: ConfigReader) -> PackedFormat:
         supported = "pack-quantized, int-quantized, float-quantized, naive-quantized"
         raise _unsupported(section, "format", stored, supported)
     for key in ("sparsity_config", "transform_config"):
-        if section.values.get(key):
+        found = section.values.get(key)
+        if found and not (isinstance(found, dict) and found.get("format") == "dense"):
             raise _unsupported(section, key, section.values[key], "none")
     groups = section.section("config_groups")
     if groups is None or not groups.values:

@@ -17,7 +17,7 @@ from pagoda.loading.gguf_file import open_gguf
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import choose_naming, weight_pieces
-from pagoda.loading.quantization import packed_format, resolve_quantization
+from pagoda.loading.quantization import PackedFormat, packed_format, resolve_quantization
 from pagoda.loading.safetensors_header import read_headers
 from pagoda.loading.shares import column_group, take_share
 from pagoda.models.architecture import Architecture
@@ -57,6 +57,8 @@ class SharesInMemory:
         self._architecture, self._config = read_architecture(files)
         self._whole = build_tree(files, self._architecture, self._config)
         self._held_as = _forms(files, self._architecture, self._whole, prepared)
+        stored = packed_format(files)
+        self._ordered = stored if stored is not None and stored.ordered else None
         self._is_made = resolve_quantization(files, prepared.quantization) in MADE_WHILE_LOADING
         self._group: int | None = None
 
@@ -75,6 +77,7 @@ class SharesInMemory:
     def weights(self, model: Model) -> int:
         """Return the bytes of a tree's parameters: exact for packed weights, except for the padding between them.
 
+        Of shares along columns of a weight whose groups are in the order of activations it is the most that they take.
         Of an outline of codes it is the tree's share of what all codes take.
 
         A tied embedding and output head share one copy, except where the head is quantised, or is packed by torch in
@@ -93,7 +96,7 @@ class SharesInMemory:
                 path = paths[id(declared.tied)]
                 if _shares_table(self._held_as(path, declared), self._is_made and declared.quantizable, self._prepared):
                     total -= _bytes(path, declared.tied, self._prepared, self._held_as)
-            total += _bytes(path, parameter, self._prepared, self._held_as)
+            total += _bytes(path, parameter, self._prepared, self._held_as, self._ordered)
         return total
 
 
@@ -109,8 +112,18 @@ _HeldAs = Callable[[str, Matrix | Table], Sequence[HeldAs]]
 """From a matrix or table and the path of its stored values to how its parts are held; one, if all are held alike."""
 
 
-def _bytes(path: str, parameter: Parameter[Any], prepared: PreparedAs, held_as: _HeldAs) -> int:
-    """Return the bytes of one parameter.   path: of the stored values (for a tied head, the table's)."""
+def _bytes(
+    path: str,
+    parameter: Parameter[Any],
+    prepared: PreparedAs,
+    held_as: _HeldAs,
+    ordered: PackedFormat | None = None,
+) -> int:
+    """Return the bytes of one parameter.
+
+    path: of the stored values (for a tied head, the table's).   ordered: the format of a checkpoint whose groups are in
+    the order of activations.
+    """
     element = DTYPE_BYTES[prepared.dtype]
     match parameter.declared:
         case Table(columns=columns, by_position=True):
@@ -130,6 +143,10 @@ def _bytes(path: str, parameter: Parameter[Any], prepared: PreparedAs, held_as: 
             count = max(1, matrix.num_experts)
             held = held_as(path, matrix)
             (rows, columns), has_bias = parameter.shard.shape, parameter.shard.bias
+            if ordered and ordered.group and columns < matrix.columns and [*held] == [ordered.held_as]:
+                # A share has some of each group, padded.
+                groups = -(-matrix.columns // ordered.group)
+                columns += min(groups, columns) * (ordered.held_as.group - 1)
             if prepared.packed:
                 parts = [(held[0], rows)]
                 if len(held) > 1 and matrix.num_experts:  # of which all are in one form

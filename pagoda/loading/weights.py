@@ -1,6 +1,7 @@
 """Read weights by name from safetensors, quantised or not, GGUF or CTranslate2: shapes first, then regions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -162,10 +163,16 @@ def reorder_rows(rows: torch.Tensor, order: tuple[int, ...] | None) -> None:
 
 
 def _reordered(weight: QuantizedWeight, order: tuple[int, ...] | None) -> QuantizedWeight:
-    for part in (weight.codes, weight.scales, weight.offsets):
-        if part is not None:
-            reorder_rows(part, order)
-    return weight
+    """Return new tensors: those of the weight may be views of the mapped file, or rows that share memory."""
+    if order is None:
+        return weight
+    parts = {"codes": weight.codes, "scales": weight.scales, "offsets": weight.offsets}
+    taken = {
+        name: part.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+        for name, part in parts.items()
+        if part is not None
+    }
+    return replace(weight, **taken)
 
 
 class CTranslate2Weights:
@@ -350,6 +357,8 @@ class PackedWeights:
         expected = {layout.codes: ([words], (codes_type,)), layout.scales: (scales, ("F16", "BF16", "F32"))}
         if stored.has_codes and (layout.transposed or not stored.symmetric):
             expected[layout.zeros] = [zeros], ("I32" if in_words else "I8",)
+            if len(scales) > 1 and weights.shape(f"{stem}.{layout.zeros}") in scales[2:]:  # never in words
+                expected[layout.zeros] = scales[2:], ("I8",)
         if layout.order and (stored.ordered or f"{stem}.{layout.order}" in weights):
             expected[layout.order] = [(columns,)], ("I32", "I64")
         for part, (shapes, dtypes) in expected.items():
@@ -369,8 +378,8 @@ class PackedWeights:
         name = f"{stem}.{layout.codes}"
         rows, columns = _ranges(region, out_features, in_features)
         group = stored.group or in_features
-        group_of = self._group_of(stem, columns, group)
-        is_cut = columns.start % group or (columns.stop % group and columns.stop != in_features)
+        is_cut = columns.start % group != 0 or (columns.stop % group != 0 and columns.stop != in_features)
+        group_of = self._group_of(stem, columns, group, is_cut)
         groups = slice(columns.start // group, -(-columns.stop // group))
         if group_of is not None or stored.group is None:
             groups = slice(None)
@@ -408,13 +417,17 @@ class PackedWeights:
         self._weights.bytes_read += part.nbytes
         return part
 
-    def _group_of(self, stem: str, columns: range, group: int) -> torch.Tensor | None:
-        """Return the groups of the columns where they are not in the order of the columns."""
+    def _group_of(self, stem: str, columns: range, group: int, is_cut: bool) -> torch.Tensor | None:
+        """Return the groups of the columns where they are not in the order of the columns.
+
+        is_cut: the columns begin or end within a group, which goes where each has its group.
+        """
         name = f"{stem}.{self._stored.layout.order}"
         if name not in self._weights or self._stored.group is None:  # within one group, the order has no effect
             return None
         found = self._weights.mapped(name)
-        if torch.equal(found.long(), torch.arange(len(found)) // group) and columns.start % group == 0:
+        is_in_order = torch.equal(found.long(), torch.arange(len(found)) // group)
+        if is_in_order and not (is_cut and self._stored.ordered):
             return None
         if not self._stored.ordered:
             raise ConfigError(

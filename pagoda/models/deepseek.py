@@ -73,9 +73,9 @@ def _read(
     for key, (size, unit) in multiples.items():
         if size % unit:
             raise ConfigError(f"{config.origin}: {key} = {size} is not supported; supported: multiples of {unit}")
-    if heads.rotated > heads.latent:
+    if heads.rotated >= heads.latent:
         raise ConfigError(
-            f"{config.origin}: qk_rope_head_dim = {heads.rotated} is not supported with a smaller kv_lora_rank, "
+            f"{config.origin}: qk_rope_head_dim = {heads.rotated} is not supported; supported: less than kv_lora_rank, "
             f"{heads.latent}"
         )
     num_dense = config.number("first_k_dense_replace")

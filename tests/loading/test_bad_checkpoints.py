@@ -293,6 +293,19 @@ def test_truncated_gguf_at_every_place(gguf_bytes: bytes, tmp_path: Path):
             load(path)
 
 
+@pytest.mark.parametrize("kept", range(10))
+def test_a_gguf_that_ends_after_a_string_of_an_array(kept: int, tmp_path: Path):
+    """kept: bytes of the length of the next string."""
+    key = b"tokens"
+    array = struct.pack("<Q", len(key)) + key + struct.pack("<IIQ", 9, 8, 3)  # of three strings
+    path = tmp_path / "model.gguf"
+    path.write_bytes(
+        b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + array + struct.pack("<Q", 99) + b"a" * 99 + bytes(8)[:kept]
+    )
+    with pytest.raises(ConfigError, match="truncated or corrupt"):
+        GGUFFile(path)
+
+
 def test_corrupt_gguf_header_is_a_clear_error_or_the_same_header(gguf_bytes: bytes, tmp_path: Path):
     """Any byte of the header overwritten: a ConfigError, or a file that still loads; never another exception."""
     path = tmp_path / "model.gguf"

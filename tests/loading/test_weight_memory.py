@@ -202,6 +202,18 @@ def test_quantised_checkpoints(
     assert weight_memory(files, prepared) == held(loaded(files, kernels, prepared))
 
 
+def test_shares_of_groups_in_the_order_of_activations_take_at_most_what_is_planned(tmp_path: Path) -> None:
+    """Each rank pads its part of every group."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 256}
+    folder = save(make_model("llama", **heads), tmp_path)
+    write_packed(folder, Packing("gptq", ordered=True), tmp_path / "packed", tmp_path / "values")
+    files, prepared = identify(tmp_path / "packed"), PreparedAs("float32", None, packed=True, num_positions=50)
+    for rank in range(2):
+        taken = held(loaded(files, "native", prepared, RankNumber(rank, 2)))
+        assert 0.6 * weight_memory(files, prepared, (RankPlace(rank, 2),)) < taken
+        assert taken <= weight_memory(files, prepared, (RankPlace(rank, 2),))
+
+
 @pytest.mark.parametrize("kind", [None, Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
 @pytest.mark.parametrize("name", ["llama-tied-biased", "mixtral"])
 def test_tiled(name: str, kind: Kind | None, tmp_path: Path, without_triton: Callable[[str], NoReturn]) -> None:

@@ -257,6 +257,12 @@ def test_without_an_order_of_groups(tmp_path: Path, on: DeviceUnderTest) -> None
     check_values(tmp_path / "packed", tmp_path / "values", on)
 
 
+def test_a_dense_sparsity_config_says_nothing(folders: Callable[[str], Folders], tmp_path: Path) -> None:
+    dense = {"format": "dense", "global_sparsity": 0.1, "ignore": [], "targets": []}
+    target = settings_of(folders("w4a16").packed, tmp_path / "model", sparsity_config=dense)
+    assert torch.equal(logits(target), logits(folders("w4a16").packed))
+
+
 def test_summary_counts_codes_as_parameters(folders: Callable[[str], Folders]) -> None:
     packed, values = (summarize_weights(identify(folder)) for folder in folders("gptq"))
     assert packed.num_parameters == values.num_parameters

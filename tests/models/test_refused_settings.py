@@ -72,6 +72,7 @@ def write(folder: Path, settings: dict[str, Any]) -> ModelFiles:
         ("deepseek-v3", "kv_lora_rank", 72, "multiples of 32"),
         ("deepseek-v3", "v_head_dim", 24, "multiples of 32"),
         ("deepseek-v3", "qk_rope_head_dim", 24, "multiples of 16"),
+        ("deepseek-v3", "qk_rope_head_dim", 64, "less than kv_lora_rank, 64"),
         ("deepseek-v3", "n_group", 3, "does not divide"),
         ("deepseek-v3", "n_group", 8, "groups of 2 or more"),
         ("deepseek-v3", "topk_group", 1, "does not fit"),
