@@ -271,7 +271,7 @@ class AsyncLLM:
         running = await self._running()
         name = str(sound) if isinstance(sound, str | os.PathLike) else "sound"
         begun = await running.text.begin_transcription(
-            lambda limits: load_sound(sound, name, limits), TranscriptionOptions.of(options)
+            lambda limits, is_left: load_sound(sound, name, limits, is_left), TranscriptionOptions.of(options)
         )
 
         def ask(question: Question) -> AsyncGenerator[RequestOutput, None]:

@@ -10,7 +10,7 @@ from pagoda.base.setting import Setting
 MAX_HELD_BODY_BYTES = 256 * 2**20
 """The most bytes of request bodies that a server holds at once; further requests get 429."""
 MAX_HELD_MEDIA_BYTES = 512 * 2**20
-"""The most bytes of processed images and audio of unfinished requests; further requests with either get 429."""
+"""The most bytes of processed images and audio of unfinished requests; further ones get 429, sounds after a wait."""
 
 
 @dataclass(frozen=True, slots=True)

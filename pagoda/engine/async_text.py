@@ -2,7 +2,8 @@
 
 import asyncio
 import copy
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -161,28 +162,37 @@ class AsyncText:
 
     async def begin_transcription(
         self,
-        read: Callable[[RequestLimits], Sound],
+        read: Callable[[RequestLimits, Callable[[], bool]], Sound],
         options: TranscriptionOptions,
-        hold: Callable[[int], None] | None = None,
+        claim: Callable[[RequestLimits], int] | None = None,
+        hold: Callable[[int], Awaitable[None]] | None = None,
     ) -> Transcription:
         """Decode a sound on a thread of its own.
 
-        read: returns the sound; called there.   hold: counts the bytes of a sound, before the next is decoded: a file
-        does not tell how many it becomes, so one at a time is all that is in memory uncounted.
-        Raises RequestError, and the errors of `read` and `hold`.
+        read: returns the sound; called there. It should stop once what it is given returns True: the call was
+        cancelled.   claim: returns about how many bytes that takes; called there.   hold: counts so many bytes, in all,
+        when there is room: those claimed before it is decoded, then those it has, before the next is decoded. A claim
+        may be wrong, so one at a time is all that is in memory uncounted.
+        Raises RequestError, and the errors of `read`, `claim` and `hold`.
         """
+        limits, left = self._inputs.limits.of_request, threading.Event()
 
         def begin() -> Transcription:
             transcriber = Transcriber(self._inputs)
             try:
-                return transcriber.begin(read(self._inputs.limits.of_request), options)
+                return transcriber.begin(read(limits, left.is_set), options)
             finally:
                 return_freed_memory()
 
         async with self._decoding:
-            begun = await self._run_in(self._decoder, begin)
+            if claim is not None and hold is not None:
+                await hold(await self._run_in(self._decoder, lambda: claim(limits)))
+            try:
+                begun = await self._run_in(self._decoder, begin)
+            finally:
+                left.set()
             if hold is not None:
-                hold(begun.num_bytes)
+                await hold(begun.num_bytes)
         return begun
 
     async def advance(self, job: Job, answer: CompletionOutput | None) -> "Question | list[Job] | None":

@@ -5,7 +5,7 @@ import math
 import random
 import time
 from collections import Counter, OrderedDict, defaultdict
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from pagoda.base.errors import RequestError
 from pagoda.base.server_config import MAX_HELD_MEDIA_BYTES, ServerLimits
@@ -29,12 +29,14 @@ class Place:
     """What one HTTP request counts for, from its admission until it is closed; for its key, from its creation.
 
     turn: done when it is admitted, if it was not at once.
+    arrived_s: when it came, by time.perf_counter.
     at_end: what is undone when the request ends, or if it never begins: first of all, the place is closed.
     """
 
     def __init__(self, admission: "Admission", key: str, num_requests: int, num_tokens: int) -> None:
         self._admission = admission
         self._key = key
+        self.arrived_s = time.perf_counter()
         self.num_requests = num_requests
         self.num_tokens = num_tokens
         self._num_waiting = self._num_media_bytes = 0
@@ -56,13 +58,14 @@ class Place:
         self.num_tokens = num_tokens
 
     def hold(self, num_media_bytes: int) -> None:
-        """Count what encoders read for it, until it is closed. Raises Refusal if others hold too much."""
-        held = self._admission.num_media_bytes
-        if num_media_bytes and held and held + num_media_bytes > MAX_HELD_MEDIA_BYTES:
-            full = f"the server is full: it holds {held} bytes of processed images and audio, of {MAX_HELD_MEDIA_BYTES}"
-            raise Refusal("media", full)
-        self._admission.count(0, 0, 0, num_media_bytes)
-        self._num_media_bytes += num_media_bytes
+        """Count what encoders read for it, in all, until it is closed. Raises Refusal if others hold too much."""
+        more = num_media_bytes - self._num_media_bytes
+        others = self._admission.num_media_bytes - self._num_media_bytes
+        if more > 0 and others and others + num_media_bytes > MAX_HELD_MEDIA_BYTES:
+            full = f"it holds {others} bytes of processed images and audio, of {MAX_HELD_MEDIA_BYTES}"
+            raise Refusal("media", f"the server is full: {full}")
+        self._num_media_bytes = num_media_bytes
+        self._admission.count(0, 0, 0, more)
 
     def start(self) -> None:
         """It has a first token, and so no longer waits. Idempotent."""
@@ -93,6 +96,7 @@ class Admission:
         self.num_waiting = 0
         self.num_tokens = 0
         self.num_media_bytes = 0
+        self._media_freed = asyncio.Event()
         self._mean_output = float(PRIOR_OUTPUT_TOKENS)
         self._num_outputs = _PRIOR_WEIGHT
         self._of_key: Counter[str] = Counter()
@@ -143,6 +147,24 @@ class Admission:
         if not place.turn.done():
             raise self._refusal(next(iter(self._line))) or Refusal("requests", "the server is full")
 
+    async def wait_to_hold(self, place: Place, num_media_bytes: int) -> None:
+        """Have a place hold what encoders read for it, once there is room.
+
+        Raises Refusal if there is none when the queue's timeout has passed since it came.
+        """
+        until_s = place.arrived_s + self._queue_timeout_s
+        while True:
+            try:
+                return place.hold(num_media_bytes)
+            except Refusal:
+                left_s = until_s - time.perf_counter()
+                if left_s <= 0:
+                    raise
+            self._media_freed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._media_freed.wait()
+
     def leave_line(self, place: Place) -> bool:
         """Return whether a place was in line; it no longer is. For Place."""
         is_found = place in self._line
@@ -163,6 +185,8 @@ class Admission:
         self.num_waiting += num_waiting
         self.num_tokens += num_tokens
         self.num_media_bytes += num_media_bytes
+        if num_media_bytes < 0:
+            self._media_freed.set()
         if num_waiting < 0 or num_tokens < 0:
             self._call_next()
 

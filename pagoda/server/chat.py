@@ -117,7 +117,6 @@ async def _prepare(http: Request, state: ServerState, body: ChatCompletionReques
     use = ToolUse.of(body, state, template)
     if body.documents and "documents" not in (template or ""):
         raise ApiError(400, "documents: this model's chat template does not support documents", "documents")
-    prompt = await state.render(http, body, body.template_kwargs, use.tools, body.truncate_prompt_tokens is None)
     top = (body.top_logprobs or 0) if body.logprobs else None
     inputs = state.generator.llm.input_processor
     plain = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs, inputs.default_sampling)
@@ -125,6 +124,8 @@ async def _prepare(http: Request, state: ServerState, body: ChatCompletionReques
     params = plain
     if use.has_grammar(body, plain):  # tools may have large schemas
         params = await state.generator.llm.text.write_grammar(lambda: use.constrain(body, plain, tokenizer))
+    # Nothing is awaited from here on: images are in memory uncounted, until `Generator.begin` counts them.
+    prompt = await state.render(http, body, body.template_kwargs, use.tools, body.truncate_prompt_tokens is None)
     parser = TOOL_PARSERS[use.parser] if use.parser is not None else None
     if parser is not None and parser.keeps_special_tokens:
         params = dataclasses.replace(params, skip_special_tokens=False)

@@ -11,7 +11,7 @@ import hmac
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from starlette.requests import Request as HttpRequest
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import Request
+from pagoda.core.request import MediaItem, Request
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
@@ -113,6 +113,11 @@ class PromptsToPrepare:
         first = self.params[0]
         words = first.bad_words if isinstance(first, SamplingParams) else ()
         return sum(map(len, words)) + sum(map(size_of, self.prompts))
+
+    @property
+    def media(self) -> list[MediaItem]:
+        """What encoders read, as far as it is there before the prompts are read: images of rendered chats."""
+        return [item for prompt in self.prompts if isinstance(prompt, Mapping) for item in prompt.get("media", ())]
 
     @property
     def has_grammar(self) -> bool:
@@ -219,9 +224,9 @@ class Generation:
         return noted
 
 
-def _media_bytes(request: Request) -> int:
-    """Return the bytes that encoders read for a request."""
-    return sum(item.features.nbytes for item in request.media if item.features is not None)
+def _media_bytes(media: Iterable[MediaItem]) -> int:
+    """Return the bytes that encoders read."""
+    return sum(item.features.nbytes for item in media if item.features is not None)
 
 
 class Generator:
@@ -234,6 +239,7 @@ class Generator:
         metrics.num_in_line = lambda: admission.num_in_line
         self._salt_secret = secrets.token_bytes(16)
         self._live = LiveIds()
+        self._is_job_aborted: dict[str, bool] = {}
 
     def is_free(self, key: str, request_id: str, num_prompts: int) -> bool:
         """Return whether a generation of this API key could have this id."""
@@ -242,12 +248,17 @@ class Generator:
     def reserve_job(self, key: str, request_id: str, place: Place) -> Callable[[], str]:
         """Reserve an id for requests that follow from one another; return what returns the engine's id for each.
 
-        An abort of the id aborts those that run. Raises ApiError (400) if it is in use.
+        An abort of the id aborts those that run, and what returns ids raises RequestError from then on.
+        Raises ApiError (400) if it is in use.
         """
         (first,) = place.at_end.enter_context(self._live.reserve(key, request_id, 1))
+        self._is_job_aborted[first] = False
+        place.at_end.callback(self._is_job_aborted.pop, first)
         numbers = itertools.count(1)
 
         def new_id() -> str:
+            if self._is_job_aborted[first]:
+                raise RequestError("the transcription was aborted")
             engine_id = f"{first}-{next(numbers)}"
             self._live.add(key, request_id, engine_id)
             return engine_id
@@ -282,7 +293,10 @@ class Generator:
         key: only abort generations of this API key; None: of every key.
         """
         found = self._live.find(request_ids, key)
-        running = set(await self.llm.abort([engine_id for _, engine_ids in found for engine_id in engine_ids]))
+        engine_ids = [engine_id for _, each in found for engine_id in each]
+        jobs = self._is_job_aborted.keys() & engine_ids
+        self._is_job_aborted.update(dict.fromkeys(jobs, True))
+        running = jobs.union(await self.llm.abort(engine_ids))
         return [request_id for request_id, engine_ids in found if not running.isdisjoint(engine_ids)]
 
     async def begin(
@@ -304,13 +318,14 @@ class Generator:
             text = f"truncate_prompt_tokens={truncate} is more than the model's context of {most} tokens"
             raise ApiError(400, text, "truncate_prompt_tokens")
         key = http.scope["state"]["key"]
+        place.hold(_media_bytes(asked.media))  # at once: prompts may queue for a thread behind others' images
         engine_ids = place.at_end.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
         preparing = self._prepare(asked, engine_ids, body.priority, self.salt(key, body.cache_salt))
         # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
         is_long = asked.num_chars >= LONG_TEXT_CHARS or asked.has_grammar
         requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
         place.correct(sum(map(self._expected_tokens, requests)))
-        place.hold(sum(map(_media_bytes, requests)))
+        place.hold(_media_bytes(item for request in requests for item in request.media))
         return Generation(self, http, request_id, requests, place)
 
     def _expected_tokens(self, request: Request) -> int:

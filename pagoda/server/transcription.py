@@ -1,6 +1,7 @@
 """POST /v1/audio/transcriptions, /v1/audio/translations"""
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.engine.transcription.formats import as_object, as_srt, as_vtt
 from pagoda.engine.transcription.piece import Decoding
-from pagoda.engine.transcription.sound import read_sound
+from pagoda.engine.transcription.sound import claimed_bytes, read_sound
 from pagoda.engine.transcription.transcriber import Transcription, TranscriptionOptions
 from pagoda.server.admission import Place
 from pagoda.server.body import parse_fields
@@ -132,9 +133,10 @@ async def _answer(
         key, name = http.scope["state"]["key"], file.filename or "upload"
         new_id = state.generator.reserve_job(key, state.request_id(http, None, "audio", 1), place)
         reading = state.generator.llm.text.begin_transcription(
-            lambda limits: read_sound(file.file.read(), name, limits),
+            lambda limits, is_left: read_sound(_content(file), name, limits, is_left),
             options,
-            place.hold,
+            lambda limits: claimed_bytes(_content(file), name, limits),
+            functools.partial(state.generator.admission.wait_to_hold, place),
         )
         sound = await cancel_on_disconnect(http, reading)
         http.scope["state"]["timings"]["audio_s"] = round(sound.sound.duration_s, 2)
@@ -147,6 +149,11 @@ async def _answer(
             return EventStream(_events(outputs, sound), at_end.close)
         await cancel_on_disconnect(http, _exhaust(outputs))
     return await run_sized(sum(len(segment.tokens) for segment in sound.segments), lambda: _whole(sound, options, form))
+
+
+def _content(file: UploadFile) -> bytes:
+    file.file.seek(0)
+    return file.file.read()
 
 
 async def _outputs(

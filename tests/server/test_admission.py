@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +14,15 @@ from prometheus_client import generate_latest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import CompletionOutput, RequestOutput
+from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.server_config import ServerLimits
-from pagoda.core.request import Request
+from pagoda.core.request import MediaItem, Request
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.admission import PRIOR_OUTPUT_TOKENS, Admission, Place, Refusal
 from pagoda.server.errors import ApiError
-from pagoda.server.generation import Generation
+from pagoda.server.generation import Generation, Generator, PromptsToPrepare
 from tests.server.live import FAKE_FLAGS, serving
 
 
@@ -61,6 +62,84 @@ def test_bytes_for_encoders_are_bounded_and_released(monkeypatch: pytest.MonkeyP
         second.hold(100)
         assert admission.num_media_bytes == 100
     assert admission.num_media_bytes == 0
+
+
+def test_what_is_held_is_replaced_by_what_is_known_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.server.admission.MAX_HELD_MEDIA_BYTES", 100)
+    admission = Admission(ServerLimits(), 0.0)
+    with admitted(admission, 1, 1) as first:
+        for size in (150, 170, 140, 60):
+            first.hold(size)
+            assert admission.num_media_bytes == size
+        with admitted(admission, 1, 1) as second:
+            second.hold(40)
+            first.hold(50)
+            with pytest.raises(Refusal, match="it holds 40 bytes"):
+                first.hold(61)
+            assert admission.num_media_bytes == 90
+
+
+def test_who_waits_to_hold_bytes_gets_those_that_are_freed_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.server.admission.MAX_HELD_MEDIA_BYTES", 100)
+
+    async def main(timeout_s: float) -> None:
+        admission = Admission(ServerLimits(), timeout_s)
+        first, second, third = (admission.enter(1, 1, "") for _ in range(3))
+        first.hold(80)
+        await admission.wait_to_hold(second, 10)
+        waiting = asyncio.create_task(admission.wait_to_hold(second, 60))
+        also = asyncio.create_task(admission.wait_to_hold(third, 40))
+        await asyncio.sleep(0.01)
+        assert waiting.done() == also.done() == (timeout_s < 1)
+        first.close()
+        await asyncio.gather(waiting, also)
+        assert admission.num_media_bytes == 100
+
+    asyncio.run(main(60.0))
+    with pytest.raises(Refusal, match="the server is full"):
+        asyncio.run(main(1e-6))
+
+
+def test_images_are_counted_before_their_prompt_queues_for_a_thread() -> None:
+    admission = Admission(ServerLimits(), 0.0)
+    item = MediaItem("a", 0, 1, np.zeros(25, np.float32))
+    counted: list[int] = []
+
+    async def prepare_params(params: object) -> object:
+        counted.append(admission.num_media_bytes)
+        raise RequestError("stop here", "prompt")
+
+    limits = SimpleNamespace(longest_prompt=10, max_model_len=10, of_request=None)
+    llm: Any = SimpleNamespace(
+        input_processor=SimpleNamespace(limits=limits), text=SimpleNamespace(prepare_params=prepare_params)
+    )
+    http: Any = SimpleNamespace(scope={"state": {"timings": {}, "key": ""}}, receive=lambda: asyncio.sleep(60))
+    body: Any = SimpleNamespace(priority=0, cache_salt=None)
+    prompts = PromptsToPrepare([{"prompt_token_ids": [1], "media": (item,)}, [1]], [PoolingParams()] * 2, (), None)
+    generator = Generator(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")))
+    with admitted(admission, 1, 1) as place, pytest.raises(RequestError, match="stop here"):
+        asyncio.run(generator.begin(http, place, body, prompts, "a"))
+    assert counted == [100]
+
+
+def test_an_abort_between_the_requests_of_a_job_ends_it() -> None:
+    async def abort(engine_ids: Sequence[str]) -> list[str]:
+        return []
+
+    llm: Any = SimpleNamespace(abort=abort)
+    admission = Admission(ServerLimits(), 0.0)
+    generator = Generator(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")))
+    with admission.enter(1, 1, "").at_end as at_end:
+        place: Any = SimpleNamespace(at_end=at_end)
+        new_id, other = (generator.reserve_job("k", name, place) for name in ("audio-1", "audio-2"))
+        new_id()
+        assert asyncio.run(generator.abort(["audio-1"], "another key")) == []
+        new_id()
+        assert asyncio.run(generator.abort(["audio-1"], "k")) == ["audio-1"]
+        with pytest.raises(RequestError, match="the transcription was aborted"):
+            new_id()
+        other()
+    assert asyncio.run(generator.abort(None, None)) == []
 
 
 def test_a_place_is_released_after_an_error() -> None:

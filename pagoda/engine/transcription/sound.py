@@ -4,8 +4,9 @@ PyAV (the extra "audio") decodes. The file's first bytes choose one demuxer from
 playlists, and formats that open other files, cannot be reached.
 """
 
+import contextlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from pagoda.base.request_limits import RequestLimits
 
 SAMPLING_RATE = 16_000
 """Samples per second, as Whisper models read them."""
+HELD_PER_SAMPLE = 8
+"""Bytes in memory while one is transcribed: itself, and spectrograms (80 or 128 rows of 100 frames for 16,000)."""
 FORMATS = ("wav", "mp3", "flac", "ogg", "m4a", "mp4", "webm")
 """What may be sent, by the usual endings of files."""
 
@@ -51,12 +54,40 @@ class Sound:
         return len(self.samples) / SAMPLING_RATE
 
 
-def read_sound(data: bytes | memoryview, name: str, limits: RequestLimits) -> Sound:
-    """Decode the first sound track of a file.   name: what errors call the file.
+def _never() -> bool:
+    return False
+
+
+def read_sound(
+    data: bytes | memoryview, name: str, limits: RequestLimits, is_left: Callable[[], bool] = _never
+) -> Sound:
+    """Decode the first sound track of a file.   name: what errors call the file.   is_left: nobody wants it any more.
 
     Raises RequestError that names the file, for one of another format, that is corrupt, empty or beyond
-    `limits.audio_s`, and if PyAV is not installed.
+    `limits.audio_s`, if PyAV is not installed, and once `is_left`.
     """
+    with _opened(data, name) as (av, container, label):
+        pieces = list(_samples(av, container, label, limits, is_left))
+    if not pieces:
+        raise RequestError(f"{label} has no sound in it", "file")
+    samples = np.concatenate(pieces)
+    _check_samples(samples, label)
+    return Sound(samples, name)
+
+
+def claimed_bytes(data: bytes | memoryview, name: str, limits: RequestLimits) -> int:
+    """Return how many bytes a file will take while it is transcribed, as it says itself; if it does not, its size.
+
+    Raises RequestError as `read_sound` does, for what can be seen without decoding.
+    """
+    with _opened(data, name) as (av, container, _):
+        seconds = _claimed_s(av, container, limits)
+    return len(data) if seconds is None else seconds * SAMPLING_RATE * HELD_PER_SAMPLE
+
+
+@contextlib.contextmanager
+def _opened(data: bytes | memoryview, name: str) -> Generator[tuple[Any, Any, str], None, None]:
+    """Open a file; yield PyAV, its container, and what errors call it. FFmpeg's errors become a RequestError."""
     label = f"file {abbreviate(name)}"
     demuxer = _demuxer(bytes(data[:64]))
     if demuxer is None:
@@ -71,24 +102,19 @@ def read_sound(data: bytes | memoryview, name: str, limits: RequestLimits) -> So
         ) from None
     try:
         with av.open(io.BytesIO(data), format=demuxer, options=_OPTIONS, metadata_errors="ignore") as container:
-            pieces = list(_samples(av, container, label, limits))
+            yield av, container, label
     except (FFmpegError, ValueError) as error:  # ValueError: its format changes within the track
         raise RequestError(f"{label} cannot be decoded as {demuxer}: {abbreviate(str(error))}", "file") from None
-    if not pieces:
-        raise RequestError(f"{label} has no sound in it", "file")
-    samples = np.concatenate(pieces)
-    _check_samples(samples, label)
-    return Sound(samples, name)
 
 
-def load_sound(given: Any, name: str, limits: RequestLimits) -> Sound:
-    """Return a sound that a program gives: a path, the bytes of a file, or samples. Raises RequestError."""
+def load_sound(given: Any, name: str, limits: RequestLimits, is_left: Callable[[], bool] = _never) -> Sound:
+    """Return a sound that a program gives: a path, the bytes of a file, or samples; see `read_sound`."""
     if isinstance(given, str | Path):
         try:
             given = Path(given).read_bytes()
         except OSError as error:
             raise RequestError(f"file {abbreviate(name)} cannot be read: {error.strerror}", "file") from None
-    return read_sound(given, name, limits) if isinstance(given, bytes) else as_sound(given, name, limits)
+    return read_sound(given, name, limits, is_left) if isinstance(given, bytes) else as_sound(given, name, limits)
 
 
 def as_sound(samples: Any, name: str, limits: RequestLimits) -> Sound:
@@ -126,7 +152,18 @@ def _demuxer(head: bytes) -> str | None:
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
 
 
-def _samples(av: Any, container: Any, label: str, limits: RequestLimits) -> Iterator[np.ndarray]:
+def _claimed_s(av: Any, container: Any, limits: RequestLimits) -> int | None:
+    """Return the seconds that a file says it has, if it does. Raises RequestError beyond `limits.audio_s`."""
+    if container.duration is None:
+        return None
+    seconds = max(-(-container.duration // av.time_base), 0)
+    limits.check("audio_s", seconds, "file")
+    return seconds
+
+
+def _samples(
+    av: Any, container: Any, label: str, limits: RequestLimits, is_left: Callable[[], bool]
+) -> Iterator[np.ndarray]:
     """Yield the track's samples, resampled. Raises RequestError beyond the bounds."""
     stream = next(iter(container.streams.audio), None)
     if stream is None:
@@ -141,13 +178,14 @@ def _samples(av: Any, container: Any, label: str, limits: RequestLimits) -> Iter
             f"{_RATES.start} to {_RATES.stop - 1} Hz are supported",
             "file",
         )
-    if container.duration is not None:  # a claim: what is decoded is counted, too
-        limits.check("audio_s", -(-container.duration // av.time_base), "file")
+    _claimed_s(av, container, limits)  # what is decoded is counted, too
     codec.thread_count = 1
     resampler = av.AudioResampler(format="fltp", rate=SAMPLING_RATE)
     num_samples = num_raw = 0
     most = limits.audio_s * SAMPLING_RATE
     for frame in container.decode(stream):
+        if is_left():
+            raise RequestError(f"{label}: nobody waits for it any more", "file")
         num_raw += frame.samples * codec.channels
         limits.check("audio_s", -(-num_raw // (_RAW_PER_SAMPLE * SAMPLING_RATE)), "file")
         for piece in resampler.resample(frame):

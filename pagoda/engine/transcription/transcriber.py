@@ -15,7 +15,7 @@ from pagoda.base.registry import nearest
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.transcription.log_mel import FRAMES_PER_S, HOP, WINDOW_S, log_mel
 from pagoda.engine.transcription.piece import Decoding, Job, Piece, detect_language
-from pagoda.engine.transcription.sound import SAMPLING_RATE, Sound
+from pagoda.engine.transcription.sound import HELD_PER_SAMPLE, SAMPLING_RATE, Sound
 from pagoda.engine.transcription.whisper_tokens import LANGUAGES, WhisperTokens
 
 _DEFAULT = Decoding()
@@ -194,8 +194,7 @@ class Transcription:
 
     @property
     def num_bytes(self) -> int:
-        """Return what it takes: samples, and spectrograms (80 or 128 rows of 100 frames for 16,000 samples)."""
-        return 2 * self.sound.samples.nbytes
+        return HELD_PER_SAMPLE * len(self.sound.samples)
 
     @property
     def done_s(self) -> float:

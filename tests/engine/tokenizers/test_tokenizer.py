@@ -392,6 +392,14 @@ def test_wordpieces_of_a_vocabulary_with_capital_letters_keep_them(tmp_path: Pat
         assert list(tokenizer.encode(text)) == reference(text)["input_ids"], text
 
 
+def test_names_in_brackets_are_no_capital_letters(tmp_path: Path) -> None:
+    """The Chinese vocabulary of small letters has <S> and <T>, of the type of words."""
+    stored = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "\u2581<S>", "\u2581<T>", "\u2581a"]
+    ids = {"unknown_token_id": 1, "cls_token_id": 2, "seperator_token_id": 3}
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", "bert", stored, [3] * 4 + [1] * 3, **ids))
+    assert list(tokenizer.encode("A")) == [2, 6, 3]
+
+
 def test_memory_that_runs_out_is_not_blamed_on_the_file() -> None:
     path = Path("a.gguf")
     ran_out = library_failure(MemoryError(), path, "inconsistent")

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 
 import numpy as np
@@ -107,16 +108,38 @@ async def test_a_sound_is_counted_before_the_next_is_decoded() -> None:
     events: list[str] = []
 
     def begin(name: str) -> "asyncio.Task[object]":
-        def read(limits: RequestLimits) -> Sound:
+        def read(limits: RequestLimits, is_left: Callable[[], bool]) -> Sound:
             events.append(f"read {name}")
             return silence(1)
 
-        def hold(num_bytes: int) -> None:
+        async def hold(num_bytes: int) -> None:
+            await asyncio.sleep(0.01)
             events.append(f"hold {name} {num_bytes}")
 
-        return asyncio.create_task(text.begin_transcription(read, OPTIONS, hold))
+        return asyncio.create_task(text.begin_transcription(read, OPTIONS, lambda limits: 7, hold))
 
     await asyncio.gather(*map(begin, "abc"))
     text.close()
     size = 2 * 4 * SAMPLING_RATE
-    assert events == [entry for name in "abc" for entry in (f"read {name}", f"hold {name} {size}")]
+    assert events == [entry for name in "abc" for entry in (f"hold {name} 7", f"read {name}", f"hold {name} {size}")]
+
+
+@in_loop
+async def test_a_cancelled_call_stops_its_decoding() -> None:
+    text, loop = AsyncText(inputs_of()), asyncio.get_running_loop()
+    begun, stopped = asyncio.Event(), asyncio.Event()
+
+    def read(limits: RequestLimits, is_left: Callable[[], bool]) -> Sound:
+        loop.call_soon_threadsafe(begun.set)
+        until_s = time.monotonic() + 30
+        while not is_left() and time.monotonic() < until_s:
+            time.sleep(0.001)
+        if is_left():
+            loop.call_soon_threadsafe(stopped.set)
+        return silence(1)
+
+    call = asyncio.create_task(text.begin_transcription(read, OPTIONS))
+    await begun.wait()
+    call.cancel()
+    await asyncio.wait_for(stopped.wait(), 20)
+    text.close()

@@ -8,7 +8,7 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
-from pagoda.engine.transcription.sound import SAMPLING_RATE, as_sound, read_sound
+from pagoda.engine.transcription.sound import HELD_PER_SAMPLE, SAMPLING_RATE, as_sound, claimed_bytes, read_sound
 from tests.engine.transcription.sounds import encoded, tone
 
 LIMITS = RequestLimits()
@@ -93,6 +93,29 @@ def test_a_file_that_hides_its_length_is_refused_while_it_is_decoded() -> None:
     stripped = data[data.index(b"\xff\xfb", 200) :]  # without the header that tells the duration
     with pytest.raises(RequestError, match=r"more than the limit of 3 \(audio_s\)"):
         read_sound(stripped, "long.mp3", RequestLimits(audio_s=3))
+
+
+def test_a_file_claims_its_bytes_before_it_is_decoded() -> None:
+    data = encoded(tone(2.5, rate=44_100), "mp3", "libmp3lame", 44_100)
+    assert claimed_bytes(data, "a.mp3", LIMITS) == 3 * SAMPLING_RATE * HELD_PER_SAMPLE
+    with pytest.raises(RequestError, match=r"more than the limit of 2 \(audio_s\)"):
+        claimed_bytes(data, "a.mp3", RequestLimits(audio_s=2))
+    with pytest.raises(RequestError, match="is not a sound file"):
+        claimed_bytes(b"#EXTM3U", "a.mp3", LIMITS)
+    stripped = encoded(tone(1, rate=48_000), "webm", "libopus", 48_000).replace(b"\x44\x89", b"\xec\x89")
+    assert claimed_bytes(stripped, "a.webm", LIMITS) == len(stripped), "it does not tell its duration"
+
+
+def test_nobody_decodes_for_those_who_left() -> None:
+    asked: list[None] = []
+
+    def is_left() -> bool:
+        asked.append(None)
+        return len(asked) == 3
+
+    with pytest.raises(RequestError, match="nobody waits"):
+        read_sound(wav_header(10**6), "a.wav", LIMITS, is_left)
+    assert len(asked) == 3
 
 
 def test_a_file_without_samples_has_no_sound() -> None:
