@@ -1,6 +1,7 @@
 """The `pagoda` command. Each subcommand is imported when it is called, and imports what it needs when it runs."""
 
 import importlib
+import itertools
 import logging
 import os
 import sys
@@ -138,9 +139,10 @@ def _run(arguments: list[str]) -> int:
 
 def _named(arguments: list[str]) -> str | None:
     """Return the command or group that a command line begins with, None if it has none or needs to know of all."""
-    word = next((one for one in arguments if not one.startswith("-")), None)
-    is_about_all = COMPLETE_VARIABLE in os.environ or word not in COMMANDS.keys() | GROUPS.keys()
-    return None if is_about_all else word
+    flags = list(itertools.takewhile(lambda one: one.startswith("-"), arguments))
+    word = next(iter(arguments[len(flags) :]), None)
+    is_about_all = COMPLETE_VARIABLE in os.environ or not {"-h", "--help"}.isdisjoint(flags)
+    return None if is_about_all or word not in COMMANDS.keys() | GROUPS.keys() else word
 
 
 def _fail(message: str, code: int) -> int:

@@ -118,6 +118,7 @@ class AsyncEngine:
         params: Params | PreparedParams,
         request_id: str | None = None,
         *,
+        arrival_time_s: float | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         lora: Adapter | None = None,
@@ -125,14 +126,14 @@ class AsyncEngine:
     ) -> Request:
         """Tokenise and validate a prompt. Raises RequestError; nothing runs until `stream`.
 
-        lora: a result of `find_adapter`.
+        arrival_time_s: on the engine's clock; None: now.   lora: a result of `find_adapter`.
         add_special_tokens: add the special tokens that the tokenizer puts around a text prompt.
         """
         request = await self.text.make_request(
             prompt,
             params,
             request_id if request_id is not None else uuid.uuid4().hex,
-            arrival_time_s=self._clock.now(),
+            arrival_time_s=self._clock.now() if arrival_time_s is None else arrival_time_s,
             priority=priority,
             cache_salt=cache_salt,
             lora=lora,

@@ -7,7 +7,7 @@ import time
 from collections import Counter, OrderedDict, defaultdict
 from contextlib import ExitStack, suppress
 
-from pagoda.base.errors import RequestError
+from pagoda.base.errors import RequestError, fresh
 from pagoda.base.server_config import MAX_HELD_MEDIA_BYTES, ServerLimits
 
 PRIOR_OUTPUT_TOKENS = 1024
@@ -28,25 +28,27 @@ class Refusal(Exception):
 class Place:
     """What one HTTP request counts for, from its admission until it is closed; for its key, from its creation.
 
-    turn: done when it is admitted, if it was not at once.
+    turn: done when it is admitted, if it was not at once; or with the error that ends its wait.
     arrived_s: when it came, by time.perf_counter.
     at_end: what is undone when the request ends, or if it never begins: first of all, the place is closed.
     """
 
     def __init__(self, admission: "Admission", key: str, num_requests: int, num_tokens: int) -> None:
         self._admission = admission
-        self._key = key
+        self.key = key
         self.arrived_s = time.perf_counter()
+        self._is_admitted = False
         self.num_requests = num_requests
         self.num_tokens = num_tokens
         self._num_waiting = self._num_media_bytes = 0
-        self.turn: asyncio.Future[None] | None = None
+        self.turn: asyncio.Future[Exception | None] | None = None
         self.at_end = ExitStack()
         self.at_end.callback(self.close)
         admission.count_key(key, num_requests)
 
     def admit(self) -> None:
         """Count it from now on. For Admission."""
+        self._is_admitted = True
         self._num_waiting = self.num_requests
         self._admission.count(self.num_requests, self.num_requests, self.num_tokens, 0)
         if self.turn is not None:
@@ -74,8 +76,10 @@ class Place:
 
     def close(self) -> None:
         """It counts no longer. Idempotent."""
-        self._admission.count_key(self._key, -self.num_requests)
-        if not self._admission.leave_line(self):
+        self._admission.count_key(self.key, -self.num_requests)
+        if not self._is_admitted:
+            self._admission.leave(self)
+        else:
             self._admission.count(-self.num_requests, -self._num_waiting, -self.num_tokens, -self._num_media_bytes)
         self.num_requests = self._num_waiting = self.num_tokens = self._num_media_bytes = 0
 
@@ -85,7 +89,8 @@ class Admission:
 
     A request that exceeds the limits of all keys waits in line for its turn, about `queue_timeout_s`: no newcomer
     overtakes it. One that exceeds those of its own key is refused at once.
-    A request whose tokens alone exceed max_queued_tokens is admitted if no other is running: it never would be else.
+    A request whose tokens alone exceed max_queued_tokens is admitted if no other is there: it never would be else. It
+    does not wait for that, because nobody would be admitted meanwhile.
     """
 
     def __init__(self, limits: ServerLimits, queue_timeout_s: float) -> None:
@@ -127,11 +132,15 @@ class Admission:
         self._check_size(num_requests)
         self._check_key(num_requests, key)
         place = Place(self, key, num_requests, num_tokens)
-        refusal = self._refusal(place)
+        refusal, most = self._refusal(place), self._limits.max_queued_tokens
         if refusal is None and not self._line:
             place.admit()
+        elif most and num_tokens > most:
+            place.close()
+            text = f"about {num_tokens} tokens are more than this server's {most}: it takes them when it has no other"
+            raise Refusal("tokens", text)
         elif refusal is not None and not self._queue_timeout_s:
-            self.count_key(key, -num_requests)
+            place.close()
             raise refusal
         else:
             place.turn = asyncio.get_running_loop().create_future()
@@ -139,13 +148,18 @@ class Admission:
         return place
 
     async def wait_for_turn(self, place: Place) -> None:
-        """Return once a place is admitted. Raises Refusal if that takes too long; it must be closed then."""
+        """Return once a place is admitted. It must be closed if this raises.
+
+        Raises Refusal if that takes too long, and the error of `end_line`.
+        """
         assert place.turn is not None
         # After equal times, the same clients would be served for ever: they are in line again before those refused.
         timeout_s = self._queue_timeout_s * random.uniform(0.5, 1.5)
         await asyncio.wait((place.turn,), timeout=timeout_s)
         if not place.turn.done():
             raise self._refusal(next(iter(self._line))) or Refusal("requests", "the server is full")
+        if (error := place.turn.result()) is not None:
+            raise fresh(error)
 
     async def wait_to_hold(self, place: Place, num_media_bytes: int) -> None:
         """Have a place hold what encoders read for it, once there is room.
@@ -165,13 +179,22 @@ class Admission:
                 async with asyncio.timeout(left_s):
                     await self._media_freed.wait()
 
-    def leave_line(self, place: Place) -> bool:
-        """Return whether a place was in line; it no longer is. For Place."""
-        is_found = place in self._line
-        if is_found:
+    def end_line(self, error: Exception, key: str | None = None) -> None:
+        """End the wait of all in line with an error.   key: only of those of this key."""
+        for place in [one for one in self._line if key in (None, one.key)]:
+            del self._line[place]
+            assert place.turn is not None
+            place.turn.set_result(error)
+        self._call_next()
+
+    def leave(self, place: Place) -> None:
+        """Forget a place that was never admitted: its key may start another instead. For Place."""
+        if self._limits.requests_per_minute_per_key:
+            level, at_s = self._bucket_of_key[place.key]
+            self._bucket_of_key[place.key] = (level + place.num_requests, at_s)
+        if place in self._line:
             del self._line[place]
             self._call_next()
-        return is_found
 
     def _call_next(self) -> None:
         """Admit those at the head of the line that fit now."""

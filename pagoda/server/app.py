@@ -156,7 +156,9 @@ class _Server(uvicorn.Server):
         if not await drain.wait_until_idle(self._drain_timeout_s):
             logger.warning("%d requests did not end in time and are aborted", drain.num_held)
             text = "the server is shutting down; the request was aborted before it was complete"
-            self._state.generator.llm.fail_running(ApiError(503, text, retry_after_s=RETRY_AFTER_S))
+            error = ApiError(503, text, retry_after_s=RETRY_AFTER_S)
+            self._state.generator.admission.end_line(error)  # first: they would be admitted in place of those that end
+            self._state.generator.llm.fail_running(error)
             if not await drain.wait_until_idle(LAST_ANSWERS_S):
                 # The remaining ones are streams whose clients do not read, and requests that have not started to run.
                 drain.cancel_rest()

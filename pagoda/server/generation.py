@@ -291,7 +291,10 @@ class Generator:
         """Abort running generations, or all if `request_ids` is None; return the ids of those that were running.
 
         key: only abort generations of this API key; None: of every key.
+        Of those in line, which have no id yet, all end with an ApiError (400), or none.
         """
+        if request_ids is None:  # first: they would be admitted in place of those that end
+            self.admission.end_line(ApiError(400, "the request was aborted while it waited in line"), key)
         found = self._live.find(request_ids, key)
         engine_ids = [engine_id for _, each in found for engine_id in each]
         jobs = self._is_job_aborted.keys() & engine_ids
@@ -320,7 +323,7 @@ class Generator:
         key = http.scope["state"]["key"]
         place.hold(_media_bytes(asked.media))  # at once: prompts may queue for a thread behind others' images
         engine_ids = place.at_end.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
-        preparing = self._prepare(asked, engine_ids, body.priority, self.salt(key, body.cache_salt))
+        preparing = self._prepare(asked, engine_ids, body.priority, self.salt(key, body.cache_salt), place.arrived_s)
         # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
         is_long = asked.num_chars >= LONG_TEXT_CHARS or asked.has_grammar
         requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
@@ -333,7 +336,12 @@ class Generator:
         return request.num_prompt_tokens + request.encoder_len + output * request.num_seqs
 
     async def _prepare(
-        self, asked: PromptsToPrepare, engine_ids: Sequence[str], priority: int, cache_salt: str | None
+        self,
+        asked: PromptsToPrepare,
+        engine_ids: Sequence[str],
+        priority: int,
+        cache_salt: str | None,
+        arrived_s: float,
     ) -> list[Request]:
         limits = self.llm.input_processor.limits.of_request
         requests: list[Request] = []
@@ -347,6 +355,7 @@ class Generator:
                     prompt,
                     prepared[id(params)],
                     request_id=engine_id,
+                    arrival_time_s=arrived_s,
                     priority=priority,
                     cache_salt=cache_salt,
                     lora=asked.lora,

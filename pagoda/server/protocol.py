@@ -331,7 +331,7 @@ class DetokenizeRequest(Body, kw_only=True, frozen=True):
 class AbortRequest(Body, kw_only=True, frozen=True):
     """POST /abort_requests
 
-    request_ids: Without ids: all requests (of the caller, unless it has the admin key).
+    request_ids: Without ids: all requests (of the caller, unless it has the admin key), also those that wait in line.
     """
 
     request_ids: list[str] | None = None

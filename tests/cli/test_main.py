@@ -19,8 +19,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(ended.value.code or 0), out, err
 
 
-def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "--help")
+@pytest.mark.parametrize("given", ["--help", "--help serve", "-v -h models"])
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str], given: str) -> None:
+    code, out, _ = run(capsys, *given.split())
     assert code == 0
     assert all(command in out for command in COMMANDS)
 

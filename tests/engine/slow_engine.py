@@ -6,11 +6,10 @@
 import functools
 import os
 
-import pagoda.assemble
 from pagoda.engine_process import main
-from pagoda.executors.fake import FakeExecutor
+from pagoda.executors import fake
 
 if __name__ == "__main__":
     step_s = float(os.environ.get("ENGINE_STEP_S", "0.003"))
-    pagoda.assemble.FakeExecutor = functools.partial(FakeExecutor, step_s=step_s)  # type: ignore[misc,assignment]
+    fake.FakeExecutor = functools.partial(fake.FakeExecutor, step_s=step_s)  # type: ignore[misc,assignment]
     main()

@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.admission import PRIOR_OUTPUT_TOKENS, Admission, Place, Refusal
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation, Generator, PromptsToPrepare
-from tests.server.live import FAKE_FLAGS, serving
+from tests.server.live import FAKE_ENGINE, FAKE_FLAGS, serving
 
 
 @contextlib.contextmanager
@@ -156,6 +157,20 @@ def test_one_request_larger_than_the_token_limit_runs_alone() -> None:
         assert refuse(admission, 1, 1) == "tokens"
 
 
+@pytest.mark.parametrize("queue_timeout_s", [0.0, 60.0])
+def test_one_request_larger_than_the_token_limit_is_refused_at_once_next_to_others(queue_timeout_s: float) -> None:
+    async def main() -> None:
+        admission = Admission(ServerLimits(max_queued_tokens=10), queue_timeout_s)
+        with admitted(admission, 1, 5):
+            with pytest.raises(Refusal, match="about 50 tokens are more than this server's 10"):
+                admission.enter(1, 50, "")
+            assert admission.num_in_line == 0
+            with admitted(admission, 1, 5) as small:
+                assert small.turn is None, "nobody waits in front of it"
+
+    asyncio.run(main())
+
+
 def test_keys_have_their_own_limits() -> None:
     admission = Admission(ServerLimits(max_requests_per_key=1), 0.0)
     with admitted(admission, 1, 1, "a"):
@@ -175,6 +190,22 @@ def test_the_rate_limit_of_a_key_names_the_time_to_retry() -> None:
     assert 1 <= caught.value.retry_after_s <= 30
     with admitted(admission, 1, 1, "b"):
         pass
+
+
+@pytest.mark.parametrize("queue_timeout_s", [0.0, 60.0])
+def test_a_full_server_uses_up_nothing_of_a_keys_rate(queue_timeout_s: float) -> None:
+    async def main() -> None:
+        admission = Admission(ServerLimits(max_queued_requests=1, requests_per_minute_per_key=2), queue_timeout_s)
+        with admitted(admission, 1, 1, "b"):
+            for _ in range(10):
+                with contextlib.suppress(Refusal), admitted(admission, 1, 1, "a") as place:
+                    assert place.turn is not None
+        for _ in range(2):
+            with admitted(admission, 1, 1, "a") as place:
+                assert place.turn is None
+        assert refuse(admission, 1, 1, "a") == "key_rate"
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("limit", ["max_queued_requests", "max_requests_per_key", "requests_per_minute_per_key"])
@@ -299,6 +330,23 @@ def test_who_waits_too_long_is_refused_and_leaves_nothing_behind() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("key", "num_left"), [(None, 0), ("a", 1)])
+def test_the_wait_in_line_can_be_ended_with_an_error(key: str | None, num_left: int) -> None:
+    async def main() -> None:
+        admission = Admission(ServerLimits(max_queued_requests=1), 60.0)
+        first, mine, other = (admission.enter(1, 1, one) for one in ("c", "a", "b"))
+        admission.end_line(ApiError(503, "it ends"), key)
+        assert admission.num_in_line == num_left
+        first.close()
+        with contextlib.closing(mine), pytest.raises(ApiError, match="it ends"):
+            await admission.wait_for_turn(mine)
+        with contextlib.closing(other), contextlib.nullcontext() if num_left else pytest.raises(ApiError):
+            await admission.wait_for_turn(other)
+        assert (admission.num_in_line, admission.num_requests, admission.num_tokens) == (0, 0, 0)
+
+    asyncio.run(main())
+
+
 def test_what_waits_in_line_is_among_the_waiting_requests_of_the_metrics() -> None:
     metrics = ServerMetrics("m", lambda: EngineStats(num_waiting=2), dict.fromkeys(CACHE_LABELS, ""))
     metrics.num_in_line = lambda: 3
@@ -307,6 +355,35 @@ def test_what_waits_in_line_is_among_the_waiting_requests_of_the_metrics() -> No
     for reason, count in (("capacity", 2.0), ("admission", 3.0)):
         labels = f'engine="0",model_name="m",reason="{reason}"'
         assert f"vllm:num_requests_waiting_by_reason{{{labels}}} {count}" in shown
+
+
+def test_times_begin_in_line_and_an_abort_of_all_reaches_those_in_it(tmp_path: Path) -> None:
+    body = {"prompt": [9] * 50, "max_tokens": 1000, "ignore_eos": True, "return_timings": True}
+    limits = ("--server-limits.max-queued-tokens", "1500")
+    with serving(tmp_path, *FAKE_ENGINE, *limits, stepped=True) as server, ThreadPoolExecutor(2) as threads:
+
+        def ask(request_id: str, num_held: int) -> "Future[tuple[int, Any]]":
+            asked = threads.submit(server.post, "/v1/completions", {**body, "request_id": request_id})
+            server.wait_load(num_held)
+            return asked
+
+        with server.steps.held_after(5):
+            first, in_line = ask("a", 1), ask("b", 2)
+            time.sleep(0.3)
+            server.steps.release()
+            assert in_line.result()[1]["timings"]["queue_ms"] >= 300
+            assert first.result()[0] == 200
+        server.wait_idle()
+        assert server.metric("request_queue_time_seconds_sum") >= 0.3
+        assert server.metric("time_to_first_token_seconds_sum") >= 0.3
+        with server.steps.held_after(5):
+            first, in_line = ask("a", 1), ask("b", 2)
+            assert server.post("/abort_requests", {})[1] == {"aborted": ["cmpl-a"]}
+            status, answer = in_line.result()
+            assert (status, answer["error"]["message"]) == (400, "the request was aborted while it waited in line")
+            assert first.result()[1]["choices"][0]["finish_reason"] == "abort"
+            server.steps.release()
+        server.wait_idle()
 
 
 def test_a_storm_beyond_the_line_serves_each_client() -> None:

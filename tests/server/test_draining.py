@@ -118,6 +118,28 @@ def test_at_the_deadline_every_request_gets_an_error(tmp_path: Path) -> None:
         assert len(re.findall(r" (?:GET|POST) \S+ 503 in ", log)) == 4
 
 
+def test_what_is_in_line_at_the_deadline_never_begins(tmp_path: Path) -> None:
+    async def main(server: LiveServer) -> None:
+        async with aiohttp.ClientSession(server.url) as session:
+            body = {**TEXT, "max_tokens": 1000, "stream": True}
+            begun = asyncio.create_task(lines(session, body))
+            await until_running(server, 1)
+            in_line = asyncio.create_task(reply(session, "/v1/completions", body))
+            await until_running(server, 2)
+            server.process.send_signal(signal.SIGTERM)
+            status, answer, headers = await in_line
+            assert (status, answer["error"]["code"], "Retry-After" in headers) == (503, 503, True)
+            *_, error, done = await begun
+            assert json.loads(error[6:])["error"]["code"] == 503
+            assert done == b"data: [DONE]\n"
+
+    flags = ("--server-timeouts.drain-timeout-s", "0.5", "--server-limits.max-queued-tokens", "1500")
+    with serving(tmp_path, *FAKE_ENGINE, *flags, env=NEVER_ENDING, engine=SLOW) as server:
+        asyncio.run(main(server))
+        assert server.process.wait(20) == 0
+        assert "Traceback" not in server.log.read_text()
+
+
 @pytest.mark.parametrize("timeout_s", ["30", "0"])
 def test_an_idle_server_ends_at_once(tmp_path: Path, timeout_s: str) -> None:
     async def main(server: LiveServer) -> None:
