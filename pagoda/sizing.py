@@ -82,16 +82,19 @@ def encoder_in_memory(setup: EngineSetup) -> EncoderMemory:
     return encoder_memory(setup.encoder, setup.dtype, setup.largest_item, options_of(setup))
 
 
-def size_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> KVCapacity:
+def size_cache(
+    setup: EngineSetup, capacities: Sequence[Capacity] = (), media: EncoderMemory | None = None
+) -> KVCapacity:
     """Return the number of KV blocks that will fit on every rank.
 
     capacities: what the ranks have measured next to their weights, those of a draft model too; none before they are
         loaded.
+    media: what images and audio may take; None for what `setup` says.
     Raises CapacityError if a sequence of max_model_len does not fit, or if the cache does not fit into the memory; the
     message says what does.
     """
     config, is_on_host, embeds = setup.config, setup.device.is_host, embeds_in_memory(setup)
-    media = encoder_in_memory(setup)
+    media = media or encoder_in_memory(setup)
     is_fake = config.parallel.executor == "fake"
     weights = 0 if capacities and (is_fake or not is_on_host) else weights_in_memory(setup)
     # Ranks on the host share its memory: this is about the part of one.
@@ -132,12 +135,13 @@ def fit_cache(setup: EngineSetup, capacities: Sequence[Capacity] = ()) -> tuple[
 
     Raises CapacityError if the option was given and does not fit, or if less than 1,024 tokens would be left.
     """
+    media = encoder_in_memory(setup)  # by what the model and the settings say, however short sequences will be
     try:
-        return setup, size_cache(setup, capacities)
+        return setup, size_cache(setup, capacities, media)
     except CapacityError:
         if "max_model_len" in (setup.config.given or ()):
             raise
-        capacity = size_cache(_with_max_model_len(setup, 1), capacities)
+        capacity = size_cache(_with_max_model_len(setup, 1), capacities, media)
         own, fits = setup.max_model_len, capacity.max_tokens
         if fits < min(own, _SHORTEST_FITTED):
             raise

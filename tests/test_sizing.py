@@ -1,6 +1,7 @@
 """What several ranks have room for: the smallest of what they measure, whichever rank it is in each respect."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,8 @@ import pytest
 from pagoda.base.config import EngineConfig
 from pagoda.core.executor import Capacity, StepSize
 from pagoda.engine_setup import options_of, resolve_engine
-from pagoda.sizing import encoder_in_memory, fit_measured, size_cache
-from pagoda.worker.memory import KVCapacity, smallest
+from pagoda.sizing import encoder_in_memory, fit_cache, fit_measured, size_cache, weights_in_memory
+from pagoda.worker.memory import KVCapacity, kv_block_bytes, smallest
 from tests.engine.driver import write_tiny_llama
 from tests.models.tiny import save
 from tests.models.tiny_vision import make_vision
@@ -61,3 +62,25 @@ def test_images_take_memory_by_the_largest_that_their_processing_makes(
     assert 100 <= small < 200
     assert small_scratch < large_scratch
     assert abs(all_of_it - as_much) < 1 << 17, "the KV cache has the rest, to a block"
+
+
+def test_a_lowered_max_model_len_leaves_the_encoder_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.sizing.memory_limit", lambda: 8 * GIB)
+    folder = save(make_vision("qwen2.5-vl"), tmp_path)
+    stated = json.loads((folder / "config.json").read_text())
+    for part in (stated, stated["text_config"]):
+        part["max_position_embeddings"] = 8192
+    (folder / "config.json").write_text(json.dumps(stated))
+    options: dict[str, object] = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "gpu_memory_utilization": 1.0}
+    setup = resolve_engine(EngineConfig.from_options(model=str(folder), device="cpu", **options))
+    assert setup.max_model_len == 8192
+    per_token = kv_block_bytes(setup.groups, setup.kv_dtype, 16) // 16
+    # It is sized without the tables of its positions.
+    free = weights_in_memory(replace(setup, max_model_len=1)) + encoder_in_memory(setup).total + 4096 * per_token
+    free += setup.device.margin_bytes
+    monkeypatch.setattr("pagoda.worker.devices.cpu.CpuDevice.free_bytes", lambda self: free)
+    fitted, capacity = fit_cache(setup)
+    assert capacity.pool_bytes <= 4096 * per_token
+    assert 4000 < fitted.max_model_len <= 4096

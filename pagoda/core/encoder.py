@@ -296,16 +296,17 @@ class EncoderInputs:
         """Return, by step, rows whose chunks read outputs of these runs, also rows that their sequences have left."""
         if not runs:
             return {}
-        hashes, holders = {run.content_hash for run in runs}, self.waiting_for(runs)
+        hashes = {run.content_hash for run in runs}
         readers: dict[int, set[int]] = {}
         for step in steps:
             ends = step.start + step.num_new
+            filled = {run.row for run in step.encoder_runs if run.content_hash in hashes}
             for row, start, end in zip(step.rows.tolist(), step.start.tolist(), ends.tolist(), strict=True):
                 sequence = self._table.sequence_of[row]
                 if sequence is None:
                     continue
                 if self.encoder_decoder:
-                    reads = sequence.request.request_id in holders
+                    reads = row in filled
                 else:
                     items = [item for item in sequence.request.spec.media if item.content_hash in hashes]
                     reads = any(item.offset < end and start < item.offset + item.length for item in items)

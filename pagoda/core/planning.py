@@ -88,6 +88,9 @@ def _place_row(state: SchedulerState, plan: StepPlan, request: RequestState, seq
                 return True  # its token in flight still counts: it ends when that is back
             message = f"the KV cache has {state.kv.num_blocks} blocks: too few for this request to continue"
             rows = set(request.rows)
+            ending = request.unfinished if request.spec.is_beam_search else [sequence]
+            for other in [other for other in ending if other.row >= 0]:
+                state.encoder.take_out(plan, other, state.requests)
             finishes = finish_one(state, sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)
             for other in rows.difference(request.rows):  # a beam search ends as a whole
                 plan.take_out(other)

@@ -276,5 +276,6 @@ def _has_events(output: SchedulerOutput) -> bool:
         or len(output.copies)
         or output.block_delta.rows.size
         or output.encoder_freed
+        or output.encoder_inputs
         or output.finished_ids
     )

@@ -29,6 +29,7 @@ class EncoderOutputs:
         self._forward, self._dtype, self._crosses = forward, dtype, crosses
         self._items: dict[int, tuple[MediaItem, ...]] = {}
         self._outputs: dict[str, torch.Tensor] = {}
+        self._lacking: set[str] = set()  # of steps that raised before they were computed
         self.num_computed = 0
         """Items that the encoder has computed so far."""
 
@@ -42,6 +43,9 @@ class EncoderOutputs:
                 self._items[init.row] = init.media
         for content_hash in output.encoder_freed:
             self._outputs.pop(content_hash, None)
+            self._lacking.discard(content_hash)
+        if not output.is_empty:  # until `run`; of an empty step that raises, the scheduler drops no output
+            self._lacking.update(item.content_hash for item in output.encoder_inputs)
 
     def run(self, output: SchedulerOutput) -> None:
         """Compute the step's `encoder_inputs`. `output` must have been applied."""
@@ -49,6 +53,7 @@ class EncoderOutputs:
         self._outputs.update(
             (item.content_hash, one) for item, one in zip(output.encoder_inputs, computed, strict=True)
         )
+        self._lacking.difference_update(item.content_hash for item in output.encoder_inputs)
         self.num_computed += len(computed)
 
     def compute(self, media: Sequence[MediaItem]) -> list[torch.Tensor]:
@@ -123,6 +128,8 @@ class EncoderOutputs:
         """Return the item's output; zeros if its run failed in an earlier step: then its tokens are computed again."""
         kept = self._outputs.get(item.content_hash)
         if kept is None:
+            if item.content_hash not in self._lacking:
+                raise RuntimeError(f"the encoder output {item.content_hash!r} was not computed, or dropped too early")
             kept = torch.zeros(item.length, self._encoder.output_size, dtype=self._dtype)
         return kept.to(self._forward.staging.device)
 

@@ -124,6 +124,9 @@ class ModelRunner:
             self._speculator.begin_step()
         self._apply(output)
         self.times.lap("events")
+        if self._encoders is not None and output.encoder_inputs:  # also for rows that run in a later step only
+            self._encoders.run(output)
+            self.times.lap("encoder")
         step = self._without_results(output, begin_s) if output.is_empty else self._submit(output, begin_s)
         if self._place.world_size > 1:
             step.checksum = self._table.checksum(output.rows)
@@ -140,9 +143,6 @@ class ModelRunner:
         slots = self._adapters.slots_of(output.rows) if self._adapters is not None else None
         embeds, states = self._embeds.take(output) if self._embeds is not None else None, None
         if (encoders := self._encoders) is not None:
-            if output.encoder_inputs:
-                encoders.run(output)
-                self.times.lap("encoder")
             embeds, states = join_embeds((embeds, encoders.embeds(output))), encoders.states(output)
         inputs = self._forward.staging.fill(
             self._table, output, slots, self._pooler.kind, embeds, self._steps.last_tokens, states=states

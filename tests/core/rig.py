@@ -72,7 +72,7 @@ class Rig:
         """prompt: tokens, or how many of the request's own.   facts: fields of Request and of SamplingParams."""
         number = len(self.requests) + 1
         tokens = [1000 * number + place for place in range(prompt)] if isinstance(prompt, int) else prompt
-        names = ("n", "min_tokens", "stop_token_ids", "ignore_eos", "prompt_logprobs")
+        names = ("n", "min_tokens", "stop_token_ids", "ignore_eos", "prompt_logprobs", "beam_search")
         sampling = SamplingParams(max_tokens=max_tokens, **{name: facts.pop(name) for name in names if name in facts})
         if "grammar" in facts:
             sampling = sampling.with_grammar(facts.pop("grammar"))

@@ -5,8 +5,10 @@ import numpy as np
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.encoder import EncoderCache, EncoderInputs
 from pagoda.core.request import MediaItem, Request
-from pagoda.core.request_state import RequestState
+from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.request_table import RequestTable
+from pagoda.core.scheduler_output import EncoderRun
+from tests.worker.hand_made import step as step_of
 
 
 def state(name: str, *items: tuple[str, int, int]) -> RequestState:
@@ -102,3 +104,15 @@ def test_siblings_hold_an_output_until_the_last_of_them_has_computed_its_item() 
     table._num_in_flight[:] = 0
     inputs.complete(both[1:])
     assert cache.num_reclaimable_tokens == 8
+
+
+def test_a_row_that_its_request_has_left_still_counts_as_a_reader_of_a_lost_cross_attention_input() -> None:
+    table = RequestTable(2, 40, track_in_flight=True)
+    inputs = EncoderInputs(table, 8, 8, encoder_decoder=True, whole_items=False)
+    request = state("r", ("x", 0, 3))
+    sequence = Sequence(request, 0, np.zeros(4, np.int32))
+    row = table.admit(sequence, 0)
+    step = step_of(2, [(row, 0, 4)], encoder_runs=(EncoderRun(row, 0, "x"),))
+    later = step_of(3, [(row, 4, 1)])
+    assert not inputs.waiting_for(step.encoder_runs), "it was preempted: it holds no outputs"
+    assert inputs.readers_of((EncoderRun(5, 0, "x"),), (step, later)) == {2: {row}}

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from pagoda.base.config import PreemptionMode
+from pagoda.base.config import PreemptionMode, SchedulingPolicy
+from pagoda.base.sampling_params import BeamSearchOptions
 from pagoda.core.request import MediaItem, RequestStatus
 from pagoda.core.scheduler_output import ModelRunnerOutput
 from tests.core.rig import FILL, PlannedStep, Rig
@@ -254,3 +255,29 @@ def test_a_row_that_outgrows_the_pool_ends_after_its_token_in_flight_with_the_sa
                 break
         outputs.append({"a": tokens})
     assert outputs[0] == outputs[1] == outputs[2] == {"a": [FILL] * 7}
+
+
+def test_an_encoder_run_that_passed_to_a_beam_search_which_ends_in_the_same_plan_is_not_counted_as_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(
+        max_num_batched_tokens=8,
+        scheduling_policy=SchedulingPolicy.PRIORITY,
+        encoder_budget=8,
+        encoder_cache_tokens=8,
+        long_prefill_token_threshold=4,
+    )
+    rig.add("v", 17, media=(MediaItem("x", 12, 4),), priority=1)
+    rig.step()
+    rig.add("b", 13, media=(MediaItem("x", 4, 4),), priority=0, n=2, beam_search=BeamSearchOptions())
+    rig.step()
+    manager, row = rig.scheduler._state.kv, next(row for row, name in rig.owners.items() if name == "b/0")
+    allocate = manager.allocate_slots_for
+    monkeypatch.setattr(manager, "allocate_slots_for", lambda at, end: at != row and allocate(at, end))
+    ended = rig.plan()  # v runs x and is preempted for b, which has outgrown the pool
+    assert (ended.scheduled, ended.output.encoder_runs, ended.output.encoder_inputs) == ({}, (), ())
+    monkeypatch.undo()
+    given: list[str] = []
+    while rig.scheduler.has_unfinished_requests():
+        given += [item.content_hash for item in rig.step().output.encoder_inputs]
+    assert given == ["x"]

@@ -138,8 +138,9 @@ def test_an_output_is_computed_once_until_it_is_freed(outputs: EncoderOutputs) -
 
 def test_a_step_in_flight_after_an_encoder_run_that_failed_computes_the_other_rows(outputs: EncoderOutputs) -> None:
     """The scheduler computes again what read the output; the step must not fail for those that did not."""
-    admitted = replace(row_init(0, [0] * 9, [1]), media=(image("a", 1, 5),))
-    failed = step(1, [(0, 0, 3)], admitted=(admitted,), encoder_runs=(EncoderRun(0, 0, "a"),))
+    a = image("a", 1, 5)
+    admitted = replace(row_init(0, [0] * 9, [1]), media=(without_features(a),))
+    failed = step(1, [(0, 0, 3)], admitted=(admitted,), encoder_runs=(EncoderRun(0, 0, "a"),), encoder_inputs=(a,))
     outputs.apply(failed)  # and then the run ran out of memory
     after = step(2, [(0, 3, 6), (1, 4, 1)])
     outputs.apply(after)
@@ -150,12 +151,24 @@ def test_a_step_in_flight_after_an_encoder_run_that_failed_computes_the_other_ro
 
 def test_a_step_in_flight_that_shares_the_output_of_a_run_that_failed_fills_its_cross_attention_with_zeros() -> None:
     outputs = make_outputs(CpuDevice().make_ops("native", 64, False), crosses=True)
-    admitted = replace(row_init(1, [0] * 3, [1]), media=(without_features(image("a", 0, 6)),), encoder_len=6)
+    a = image("a", 0, 6)
+    admitted = replace(row_init(1, [0] * 3, [1]), media=(without_features(a),), encoder_len=6)
+    outputs.apply(step(1, [(0, 0, 3)], encoder_inputs=(a,)))  # and then the run ran out of memory
     after = step(2, [(1, 0, 3)], admitted=(admitted,), encoder_runs=(EncoderRun(1, 0, "a"),))
     run(outputs, after)
     states = outputs.states(after)
     assert states is not None
     assert (states.positions.tolist(), states.values.any().item()) == ([0, 1, 2, 3, 4, 5], False)
+
+
+def test_an_output_that_is_missing_for_another_reason_fails_the_step(outputs: EncoderOutputs) -> None:
+    """Tokens computed from zeros would be sent: no step that raised has them computed again."""
+    a = image("a", 1, 5)
+    init = replace(row_init(0, [0] * 9, [1]), media=(without_features(a),))
+    outputs.apply(step(1, [(0, 0, 3)], admitted=(init,), encoder_inputs=(a,)))  # raised
+    outputs.apply(step(2, [], encoder_freed=("a",)))
+    with pytest.raises(RuntimeError, match="'a' was not computed"):
+        outputs.embeds(step(3, [(0, 3, 6)]))
 
 
 def test_states_of_encoder_decoder_rows_enter_the_cache_though_the_output_is_kept() -> None:
