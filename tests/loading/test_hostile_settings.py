@@ -282,9 +282,9 @@ def test_gguf_token_ids(tmp_path: Path, key: str, value: int, words: str) -> Non
 
 
 def test_gguf_tokens_of_absurd_length(tmp_path: Path) -> None:
-    """Rebuilding merges of a token takes time with the square of its length."""
+    """Finding the merges of a token takes time in proportion to its length, however long it is."""
     path = sentencepiece_gguf(tmp_path / "t.gguf", ["a", "b", "a" * 1_000_000])
-    assert "a token of 1000000 characters is not supported" in refusal(load_tokenizer, ModelFiles("m", path, "gguf"))
+    assert load_tokenizer(ModelFiles("m", path, "gguf")).facts.vocab_size == 3
 
 
 def sentencepiece_gguf(path: Path, tokens: list[str], **ids: int) -> Path:
