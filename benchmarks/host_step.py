@@ -21,7 +21,7 @@ from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingPlan
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.executor import Capacity, StepSize
-from pagoda.core.kv_specs import KVGroupSpec, KVShape
+from pagoda.core.kv import KVGroupSpec, KVShape
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions

@@ -14,7 +14,7 @@ from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import ModelTasks, PoolingKind
 from pagoda.base.ranks import RankPlace
 from pagoda.base.setting import describe_settings
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.loading.model_config import read_images
 from pagoda.loading.model_files import ModelFiles

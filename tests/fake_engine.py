@@ -4,7 +4,7 @@ from pagoda.base.clock import SystemClock
 from pagoda.base.config import CacheConfig
 from pagoda.base.request_limits import RequestLimits
 from pagoda.core.executor import Executor
-from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.kv import KVGroupSpec
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.engine.engine_core import EngineCore

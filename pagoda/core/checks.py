@@ -4,7 +4,7 @@ import numpy as np
 
 from pagoda.base.config import SchedulingMode
 from pagoda.base.errors import ConfigError, RequestError
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.scheduler_options import SchedulerOptions

@@ -19,7 +19,7 @@ from pagoda.core.committing import commit
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.failures import failed_result
 from pagoda.core.invariants import check_invariants
-from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.kv import KVGroupSpec
 from pagoda.core.lifecycle import add_request, finish_all, finish_one
 from pagoda.core.outbox import only_finishes
 from pagoda.core.planning import admit_waiting, finish_plan, resume_swapped, run_running

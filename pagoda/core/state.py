@@ -6,8 +6,7 @@ from pagoda.core.decision_log import DecisionLog
 from pagoda.core.drafts import Drafts
 from pagoda.core.encoder import EncoderInputs
 from pagoda.core.in_flight import StepsInFlight
-from pagoda.core.kv import KVCacheManager, KVSizing
-from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.kv import KVCacheManager, KVGroupSpec, KVSizing
 from pagoda.core.outbox import Outbox
 from pagoda.core.policy import POLICIES, CostModel, Policy, make_preemption_rule
 from pagoda.core.preparation import Preparations

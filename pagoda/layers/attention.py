@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pagoda.core.kv_specs import KVGroupKind, KVShape
+from pagoda.core.kv import KVGroupKind, KVShape
 from pagoda.layers.distance_bias import DistanceBias
 from pagoda.layers.kv import KVDeclaration, KVPlace
 from pagoda.layers.linear import Linear

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, KVShape
+from pagoda.core.kv import KVGroupKind, KVGroupSpec, KVShape
 from pagoda.layers.module import Module, walk
 
 _MAX_GROUPS = 8  # each group costs a block table; beyond this, unused places in the last groups cost less

@@ -12,7 +12,7 @@ from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import ModelTasks, PoolingPlan
 from pagoda.base.ranks import RankPlace
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import MediaItem, Request
 from pagoda.layers.linear import Linear
 from pagoda.layers.mlp import Activation, activate

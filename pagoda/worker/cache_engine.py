@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from pagoda.base.errors import ConfigError
-from pagoda.core.kv_specs import KVGroupSpec, KVShape
+from pagoda.core.kv import KVGroupSpec, KVShape
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import KVLayer
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks

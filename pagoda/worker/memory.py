@@ -13,8 +13,7 @@ from pagoda.base.config import CacheConfig, DebugConfig
 from pagoda.base.dtypes import DTYPE_BYTES, WITH_SCALES
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.server_config import MAX_HELD_BODY_BYTES, MAX_HELD_MEDIA_BYTES, ServerLimits
-from pagoda.core.kv import KVSizing, longest_request
-from pagoda.core.kv_specs import KVGroupSpec, KVShape, layers_per_block
+from pagoda.core.kv import KVGroupSpec, KVShape, KVSizing, layers_per_block, longest_request
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Matrix, Vector

@@ -7,7 +7,7 @@ import numpy as np
 
 from pagoda.base.config import CacheConfig, SchedulingMode, SchedulingPolicy
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import LoraRef, MediaItem, Request
 from pagoda.core.scheduler_options import SchedulerOptions
 

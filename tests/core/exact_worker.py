@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagoda.core.beam_search import num_beam_candidates
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import MediaItem
 from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, RowInit, SchedulerOutput
 

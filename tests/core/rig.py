@@ -8,7 +8,7 @@ import numpy as np
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.kv import KVGroupSpec
 from pagoda.core.preparation import Preparations
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler import Scheduler

@@ -3,7 +3,7 @@
 import pytest
 
 from pagoda.base.config import PreemptionMode
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import LoraRef, MediaItem, RequestStatus
 from tests.core.rig import Rig
 

@@ -3,7 +3,7 @@
 import pytest
 
 from pagoda.base.config import PreemptionMode, SchedulingMode, SchedulingPolicy
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import LoraRef, MediaItem, RequestStatus
 from pagoda.core.scheduler_output import AdmitKind
 from tests.core.rig import Rig

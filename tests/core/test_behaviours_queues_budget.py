@@ -4,7 +4,7 @@ import pytest
 
 from pagoda.base.config import PreemptionMode, SchedulingMode, SchedulingPolicy
 from pagoda.base.errors import ConfigError, RequestError
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import LoraRef
 from tests.core.rig import Rig
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from tests.core.exact_worker import ExactWorker
 from tests.core.rig import Rig
 

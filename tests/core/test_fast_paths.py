@@ -9,7 +9,7 @@ from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core import committing, planning
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import Request
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler import Scheduler

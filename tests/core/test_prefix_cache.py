@@ -2,10 +2,9 @@
 
 import numpy as np
 
-from pagoda.core.kv import KVSizing
+from pagoda.core.kv import KVGroupSpec, KVSizing
 from pagoda.core.kv.block_pool import BlockPool
 from pagoda.core.kv.prefix_cache import HashChain, PrefixCache, make_root
-from pagoda.core.kv_specs import KVGroupSpec
 from pagoda.core.request import LoraRef, MediaItem
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_options import SchedulerOptions

@@ -9,7 +9,7 @@ import numpy as np
 
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingPolicy
-from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.kv import KVGroupSpec
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions

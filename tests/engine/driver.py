@@ -12,7 +12,7 @@ from pagoda.base.config import CacheConfig
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.executor import Executor
-from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.kv import KVGroupSpec
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pagoda.core.kv_specs import KVGroupKind, KVShape, layers_per_block
+from pagoda.core.kv import KVGroupKind, KVShape, layers_per_block
 from pagoda.layers.kv import KVDeclaration, group_kv
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pagoda.base.model_spec import ModelSpec
-from pagoda.core.kv_specs import KVGroupKind, KVShape
+from pagoda.core.kv import KVGroupKind, KVShape
 from pagoda.kernels.batch import KVLayer
 from pagoda.layers.attention import Attention, Heads
 from pagoda.layers.kv import place_kv

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Hashable
 
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import Request
 from tests.twin.pool import NULL, Pool
 from tests.twin.state import TwinRequest, TwinSequence

@@ -6,7 +6,7 @@ from typing import Any
 from pagoda.base.clock import Clock, VirtualClock
 from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode, SchedulingPolicy
 from pagoda.base.errors import RequestError
-from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.kv import KVGroupSpec
 from pagoda.core.request import Request
 from pagoda.core.scheduler_options import SchedulerOptions
 from tests.twin.encoder import EncoderInputs

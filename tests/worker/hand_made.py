@@ -8,7 +8,7 @@ import torch
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingParams, PoolingPlan
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.kv_specs import KVGroupSpec, KVShape
+from pagoda.core.kv import KVGroupSpec, KVShape
 from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
 from pagoda.kernels.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps

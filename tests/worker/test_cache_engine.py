@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from pagoda.base.errors import ConfigError
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, KVShape
+from pagoda.core.kv import KVGroupKind, KVGroupSpec, KVShape
 from pagoda.worker.cache_engine import CacheEngine, HostBlocks
 from pagoda.worker.devices import Device
 from pagoda.worker.devices.cpu import CpuDevice

@@ -11,8 +11,7 @@ from pagoda.base.config import CacheConfig, DebugConfig
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.server_config import ServerLimits
-from pagoda.core.kv import KVSizing
-from pagoda.core.kv_specs import KVGroupKind, KVGroupSpec, KVShape
+from pagoda.core.kv import KVGroupKind, KVGroupSpec, KVShape, KVSizing
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions

@@ -13,7 +13,7 @@ import typer
 from pagoda.base.clock import SystemClock
 from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.kv_specs import KVGroupSpec
+from pagoda.core.kv import KVGroupSpec
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions

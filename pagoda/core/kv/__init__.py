@@ -5,7 +5,7 @@ block_tables.py   BlockTables: gives blocks to rows, shares them (copy-on-write)
 prefix_cache.py   PrefixCache: hashes of full blocks, and the blocks found by them
 host_tier.py      HostTier: KV that is parked in host memory
 block_pool.py     BlockPool: reference counts and free blocks of one memory tier
-sizing.py         how many blocks things need: pure functions
+sizing.py         KVGroupSpec: what layers ask for; how many blocks things need: pure functions
 
 The manager answers for requests, the tables for rows: as one class of 600 lines they would be harder to read.
 Nothing else in this folder is imported from outside.
@@ -13,6 +13,22 @@ Nothing else in this folder is imported from outside.
 
 from pagoda.core.kv.manager import KVCacheManager
 from pagoda.core.kv.prefix_cache import CachedPrefix
-from pagoda.core.kv.sizing import KVSizing, blocks_for, longest_request
+from pagoda.core.kv.sizing import (
+    KVGroupKind,
+    KVGroupSpec,
+    KVShape,
+    KVSizing,
+    layers_per_block,
+    longest_request,
+)
 
-__all__ = ["CachedPrefix", "KVCacheManager", "KVSizing", "blocks_for", "longest_request"]
+__all__ = [
+    "CachedPrefix",
+    "KVCacheManager",
+    "KVGroupKind",
+    "KVGroupSpec",
+    "KVShape",
+    "KVSizing",
+    "layers_per_block",
+    "longest_request",
+]
