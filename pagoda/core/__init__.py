@@ -1,7 +1,7 @@
 """The scheduler: which requests run in each step, with how many tokens, in which blocks of the KV cache.
 
 scheduler.py         the API, and the outline of a step on one screen
-state.py             SchedulerState: one attribute per owner; the modules below are functions that work on it
+state.py             SchedulerState: one attribute per owner, and what always holds; below: functions on it
 planning.py          the plan side: running, swapped, waiting requests, forks; preemption.py when blocks run out
 rules.py             what holds a request back, and what shortens a chunk; policy.py
 committing.py        the commit side: tokens, ends, the one place for failed steps (failures.py); extend_beams.py
@@ -9,5 +9,5 @@ lifecycle.py         requests move between waiting, running, swapped and ended
 request_table.py     tokens and counts of all sequences, as numpy columns; running_batch.py: the rows that run
 kv/                  KVCacheManager: blocks, block tables, prefix cache, host memory
 step_plan.py         StepPlan, and the output built from it; scheduler_output.py: what workers get and return
-in_flight.py         steps whose results are not back; invariants.py: what always holds
+in_flight.py         steps whose results are not back
 """

@@ -1,21 +1,68 @@
-"""Requests move between waiting, running, swapped and ended. The only place that takes a sequence from its row."""
+"""Requests are added, and move between waiting, running, swapped and ended.
+
+The only place that takes a sequence from its row.
+"""
 
 import logging
 
+import numpy as np
+
+from pagoda.base.errors import RequestError
 from pagoda.core.decision_log import Reason
-from pagoda.core.request import RequestStatus
+from pagoda.core.request import Request, RequestStatus
 from pagoda.core.request_state import RequestState, Sequence
 from pagoda.core.scheduler_output import AdmitKind, Finish
 from pagoda.core.state import SchedulerState
+from pagoda.core.stops import find_end
 
 logger = logging.getLogger("pagoda")
 
 
-def add_request(state: SchedulerState, request: RequestState) -> None:
-    """A new request waits."""
-    state.requests[request.request_id] = request
-    state.stops.add(request.spec)
-    state.waiting.push(request)
+def add_request(state: SchedulerState, request: Request) -> None:
+    """Let a new request wait. Raises RequestError for an id that is in use, or what could never be served."""
+    if request.request_id in state.requests:
+        raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
+    _check(state, request)
+    added = RequestState(request, state.policy.key(request), awaiting_fork=not request.prior_output)
+    prompt = np.ascontiguousarray(request.prompt_token_ids, np.int32)
+    for index in range(request.num_seqs):
+        prior = request.prior_output[index] if request.prior_output else ()
+        tokens = np.concatenate((prompt, np.array(prior, np.int32))) if prior else prompt
+        added.sequences.append(Sequence(added, index, tokens, end=_end_after(state, request, prior)))
+    if not added.unfinished:
+        raise RequestError("every sequence of prior_output has ended already", "prior_output")
+    state.kv.hash_prompt(added)
+    state.requests[request.request_id] = added
+    state.stops.add(request)
+    state.waiting.push(added)
+
+
+def _check(state: SchedulerState, request: Request) -> None:
+    num_tokens, longest = request.num_prompt_tokens, state.table.max_model_len
+    if num_tokens == 0:
+        raise RequestError("the prompt is empty", "prompt")
+    if (request.sampling is None) == (request.pooling is None):
+        raise RequestError("exactly one of sampling and pooling parameters must be given", "sampling")
+    if num_tokens + (request.sampling is not None) > longest:
+        room = "with at least one output token " if request.sampling else ""
+        raise RequestError(f"the prompt has {num_tokens} tokens; {room}max_model_len is {longest}", "prompt")
+    if request.prior_output and len(request.prior_output) != request.num_seqs:
+        raise RequestError(
+            f"prior_output must have one entry per sequence ({request.num_seqs}), not {len(request.prior_output)}",
+            "prior_output",
+        )
+    limit, most = state.encoder.largest_item, state.config.max_num_batched_tokens
+    for item in request.media:
+        if item.length > limit:
+            raise RequestError(f"a media item has {item.length} tokens; the encoder takes {limit}", "media")
+        if state.whole_items and item.length > most:
+            raise RequestError(f"a media item has {item.length} tokens; a step takes {most} of it whole", "media")
+
+
+def _end_after(state: SchedulerState, request: Request, prior: tuple[int, ...]) -> RequestStatus | None:
+    """Return how a sequence had ended before the engine died, if it had."""
+    end = find_end(request, 0, list(prior), state.table.limit_of(request)) if prior else None
+    return None if end is None else end.status
 
 
 def move_to_running(state: SchedulerState, request: RequestState, num_cached: int = 0) -> AdmitKind:
@@ -42,17 +89,14 @@ def move_to_running(state: SchedulerState, request: RequestState, num_cached: in
 
 def give_row(state: SchedulerState, sequence: Sequence, num_computed: int) -> int:
     """The sequence gets a row, without blocks. Return the row."""
-    return _joined(state, sequence, state.table.admit(sequence, num_computed))
+    state.batch.changed()
+    return state.table.admit(sequence, num_computed)
 
 
 def fork_row(state: SchedulerState, source: int, sequence: Sequence) -> int:
     """The sequence gets a row with the tokens of `source`, without blocks. Return the row."""
-    return _joined(state, sequence, state.table.fork(source, sequence))
-
-
-def _joined(state: SchedulerState, sequence: Sequence, row: int) -> int:
     state.batch.changed()
-    return row
+    return state.table.fork(source, sequence)
 
 
 # Out of the running batch

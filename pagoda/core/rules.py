@@ -58,6 +58,19 @@ def why_held(state: SchedulerState, request: RequestState, queue: RequestQueue, 
     return None
 
 
+def why_never(state: SchedulerState, request: RequestState) -> str | None:
+    """Return why a waiting request can never be served: too many blocks or sequences, or too long for a step."""
+    config, num_blocks, num_prompt = state.config, state.kv.num_blocks, request.spec.num_prompt_tokens
+    need, num_seqs, longest = state.kv.most_blocks(request), len(request.unfinished), config.max_num_batched_tokens
+    if need > num_blocks:
+        return f"needs {need} KV blocks of the {num_blocks} there are"
+    if num_seqs > config.max_num_seqs:
+        return f"asks for {num_seqs} sequences at once, max_num_seqs is {config.max_num_seqs}"
+    if state.is_phased and num_prompt > longest:
+        return f"has {num_prompt} tokens; a phased step takes {longest} (max_num_batched_tokens)"
+    return None
+
+
 def _has_room_for_sequences(state: SchedulerState, count: int) -> bool:
     """Whether `count` more sequences may run: at most `max_num_seqs`, and each has a row.
 

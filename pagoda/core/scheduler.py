@@ -13,23 +13,19 @@ import numpy as np
 
 from pagoda.base.clock import Clock
 from pagoda.base.config import CacheConfig
-from pagoda.base.errors import RequestError
-from pagoda.core.checks import check_config, make_request_state
 from pagoda.core.committing import commit
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.failures import failed_result
-from pagoda.core.invariants import check_invariants
 from pagoda.core.kv import KVGroupSpec
 from pagoda.core.lifecycle import add_request, finish_all, finish_one
 from pagoda.core.outbox import only_finishes
 from pagoda.core.planning import admit_waiting, finish_plan, resume_swapped, run_running
 from pagoda.core.preemption import preempt_all
-from pagoda.core.preparation import Preparations
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.rules import narrow_budgets
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput
-from pagoda.core.state import SchedulerState
+from pagoda.core.state import Preparations, SchedulerState
 from pagoda.core.stats import SchedulerStats
 from pagoda.core.step_plan import StepPlan
 
@@ -56,7 +52,6 @@ class Scheduler:
         encoder_decoder: bool = False,
         preparations: Preparations | None = None,
     ) -> None:
-        check_config(config, kv_groups, num_blocks, max_model_len)
         self.config = config
         self.max_model_len = max_model_len
         self.max_rows = config.max_rows
@@ -72,11 +67,7 @@ class Scheduler:
 
         Raises RequestError for an id that is in use, or what no engine of this size can serve.
         """
-        if request.request_id in self._state.requests:
-            raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
-        added = make_request_state(self._state, request)
-        self._state.kv.hash_prompt(added)
-        add_request(self._state, added)
+        add_request(self._state, request)
 
     def finish_requests(
         self, request_ids: str | Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
@@ -255,7 +246,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Check the contract's invariants. Raises InvariantBroken."""
-        check_invariants(self._state)
+        self._state.check()
 
 
 def _plan_mixed(state: SchedulerState, plan: StepPlan) -> None:

@@ -1,22 +1,46 @@
 """SchedulerState: the owners of all that a scheduler keeps, built from its settings. Plain functions work on it."""
 
+from typing import Protocol
+
+import numpy as np
+
 from pagoda.base.clock import Clock
 from pagoda.base.config import CacheConfig, SchedulingMode
-from pagoda.core.decision_log import DecisionLog
+from pagoda.base.errors import ConfigError, InvariantBroken
+from pagoda.core.decision_log import DecisionLog, Reason
 from pagoda.core.drafts import Drafts
 from pagoda.core.encoder import EncoderInputs
 from pagoda.core.in_flight import StepsInFlight
-from pagoda.core.kv import KVCacheManager, KVGroupSpec, KVSizing
+from pagoda.core.kv import KVCacheManager, KVGroupKind, KVGroupSpec, KVSizing
 from pagoda.core.outbox import Outbox
 from pagoda.core.policy import POLICIES, CostModel, Policy, make_preemption_rule
-from pagoda.core.preparation import Preparations
 from pagoda.core.queues import RequestQueue
+from pagoda.core.request import Request, RequestStatus
 from pagoda.core.request_state import RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.stats import SchedulerStats
 from pagoda.core.stops import StopTokens
+
+
+class Preparations(Protocol):
+    """Prepares what requests need on the workers (a compiled grammar, an adapter), and keeps it while they run."""
+
+    def why_not_ready(self, request: Request) -> Reason | None:
+        """Return None if the workers have what the request needs; otherwise begin to prepare it, say what is missing.
+
+        Raises RequestError that says why it cannot be had.
+        """
+        ...
+
+    def pin(self, request: Request) -> None:
+        """The request enters the running batch: keep what it needs until `unpin`. It was ready just before."""
+        ...
+
+    def unpin(self, request: Request) -> None:
+        """Undo one `pin`."""
+        ...
 
 
 class SchedulerState:
@@ -40,6 +64,7 @@ class SchedulerState:
         encoder_decoder: bool,
         preparations: Preparations | None,
     ) -> None:
+        _check_config(config, kv_groups, num_blocks, max_model_len)
         self.config = config
         self.clock = clock
         self.preparations = preparations
@@ -76,3 +101,86 @@ class SchedulerState:
         self.outbox = Outbox(config.max_rows)
         self.costs = CostModel()
         self.preemption_rule = make_preemption_rule(config.preemption_mode, self.costs)
+
+    # Invariants
+
+    def check(self) -> None:
+        """Check what must always hold (docs/reference/scheduler-contract.md). Raises InvariantBroken.
+
+        Python loops run over requests, rows and cached blocks: meant for tests, and for `check_invariants`.
+        """
+        batch, rows = self.batch, self.batch.running.rows
+        self.table.check()
+        self.kv.check(rows)
+        self._check_counts(rows)
+        self.stops.check(request.spec for request in self.requests.values())
+        active = set(rows.tolist())
+        kept = {"prefilling": batch.prefilling, "leaders": batch.leaders, "drafts": self.drafts.offered}
+        for name, by_row in kept.items():
+            if not by_row.keys() <= active:
+                raise InvariantBroken(f"{name} has rows {sorted(by_row.keys() - active)}, which have no sequence")
+        num_seqs = sum(self._check_place(request) for request in self.requests.values())
+        if len(self.waiting) + len(self.swapped) + len(batch.requests) != len(self.requests):
+            raise InvariantBroken("a queue holds a request that has ended")
+        most = self.config.max_num_seqs
+        if num_seqs != batch.num_seqs or num_seqs > most:
+            raise InvariantBroken(f"{batch.num_seqs} sequences are counted, {num_seqs} run of {most}")
+
+    def _check_counts(self, rows: np.ndarray) -> None:
+        """No row has computed more than is known or planned: its tokens, those in flight, and drafts in flight."""
+        table = self.table
+        known = table.num_known(np.arange(table.max_rows))
+        for row, num_drafts in self.in_flight.num_drafts().items():
+            known[row] += num_drafts
+        if (table.num_computed[rows] > known[rows]).any() or (table.num_pending[rows] < 0).any():
+            raise InvariantBroken("more tokens are computed than are known")
+
+    def _check_place(self, request: RequestState) -> int:
+        """The request is in the one queue that its status says; only running ones have rows.
+
+        Return its running sequences.
+        """
+        request_id = request.request_id
+        places = (request_id in self.waiting, request_id in self.swapped, request_id in self.batch.requests)
+        if places != _PLACES.get(request.status):
+            raise InvariantBroken(f"{request_id} is {request.status.name} but waits, is swapped, runs: {places}")
+        if request.rows and not places[2]:
+            raise InvariantBroken(f"{request_id} does not run but has rows {request.rows}")
+        if any(sequence.is_finished and sequence.row >= 0 for sequence in request.sequences):
+            raise InvariantBroken(f"{request_id}: a finished sequence has a row")
+        return len(request.unfinished) if places[2] else 0
+
+
+_PLACES = {
+    RequestStatus.WAITING: (True, False, False),
+    RequestStatus.PREEMPTED: (True, False, False),
+    RequestStatus.SWAPPED: (False, True, False),
+    RequestStatus.RUNNING: (False, False, True),
+}
+
+
+def _check_config(
+    config: SchedulerOptions, kv_groups: tuple[KVGroupSpec, ...], num_blocks: int, max_model_len: int
+) -> None:
+    """Raises ConfigError that names the setting, its value and the remedy."""
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens={config.max_num_batched_tokens} is below max_num_seqs={config.max_num_seqs}: "
+            "a decode step could not hold every sequence"
+        )
+    mixed = config.scheduling_mode is SchedulingMode.MIXED
+    if mixed and not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"without chunked prefill max_num_batched_tokens={config.max_num_batched_tokens} must be at least "
+            f"max_model_len={max_model_len}"
+        )
+    if config.prefill_beside_decodes and (not config.enable_chunked_prefill or config.no_partial_media):
+        raise ConfigError(
+            f"prefill_beside_decodes={config.prefill_beside_decodes} cuts prompts anywhere: leave "
+            "enable_chunked_prefill on and no_partial_media off, or prompts that must not be cut wait until nothing "
+            "decodes"
+        )
+    if num_blocks < 1:
+        raise ConfigError("the KV cache has no blocks; raise kv_cache_memory or num_blocks")
+    if kv_groups and all(group.kind is KVGroupKind.CROSS for group in kv_groups):
+        raise ConfigError("a model with KV needs at least one full or window KV group")
