@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from pagoda import LLM, RequestOutput, SamplingParams
 from pagoda.base.config import SchedulingPolicy
 from pagoda.core.policy import POLICIES
-from pagoda.core.request import Request
-from pagoda.core.request_state import RequestState, SortKey
+from pagoda.core.request import Request, RequestState, SortKey
 
 
 class ShortestPromptFirst:

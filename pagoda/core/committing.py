@@ -12,8 +12,7 @@ from pagoda.core.failures import find_spoiled
 from pagoda.core.lifecycle import finish_one, finish_sequence
 from pagoda.core.outbox import only_finishes
 from pagoda.core.preemption import recompute
-from pagoda.core.request import RequestStatus
-from pagoda.core.request_state import RequestState, Sequence
+from pagoda.core.request import RequestState, RequestStatus, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.state import SchedulerState

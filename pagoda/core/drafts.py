@@ -4,8 +4,7 @@ from collections import abc
 
 import numpy as np
 
-from pagoda.core.request import RequestStatus
-from pagoda.core.request_state import Sequence
+from pagoda.core.request import RequestStatus, Sequence
 from pagoda.core.request_table import RequestTable, readonly
 from pagoda.core.stats import SchedulerStats
 from pagoda.core.step_plan import StepPlan

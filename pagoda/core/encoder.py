@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagoda.core.request import MediaItem
-from pagoda.core.request_state import RequestState, Sequence
+from pagoda.core.request import MediaItem, RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import EncoderRun, SchedulerOutput
 from pagoda.core.step_plan import StepPlan

@@ -13,8 +13,7 @@ import numpy as np
 
 from pagoda.core.beam_search import BeamSearch, Candidates, Extension, columns_of, num_beam_candidates
 from pagoda.core.lifecycle import finish_all, finish_sequence
-from pagoda.core.request import RequestStatus
-from pagoda.core.request_state import RequestState, Sequence
+from pagoda.core.request import RequestState, RequestStatus, Sequence
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.state import SchedulerState
 

@@ -3,7 +3,7 @@
 from collections import deque
 
 from pagoda.base.clock import Clock
-from pagoda.core.request_state import RequestState, Sequence
+from pagoda.core.request import RequestState, Sequence
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from pagoda.base.errors import RequestError
 from pagoda.core.decision_log import Reason
-from pagoda.core.request import Request, RequestStatus
-from pagoda.core.request_state import RequestState, Sequence
+from pagoda.core.request import Request, RequestState, RequestStatus, Sequence
 from pagoda.core.scheduler_output import AdmitKind, Finish
 from pagoda.core.state import SchedulerState
 from pagoda.core.stops import find_end

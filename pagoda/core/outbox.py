@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pagoda.core.request_state import RequestState
+from pagoda.core.request import RequestState
 from pagoda.core.scheduler_output import NO_INTS, BeamRows, EngineCoreOutputs, Finish
 from pagoda.core.step_plan import StepPlan
 

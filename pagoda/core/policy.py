@@ -5,8 +5,7 @@ from itertools import count
 from typing import Protocol
 
 from pagoda.base.config import PreemptionMode, SchedulingPolicy
-from pagoda.core.request import Request
-from pagoda.core.request_state import RequestState, SortKey
+from pagoda.core.request import Request, RequestState, SortKey
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 

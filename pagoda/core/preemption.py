@@ -4,8 +4,7 @@ import numpy as np
 
 from pagoda.core.decision_log import Preempted, Reason
 from pagoda.core.lifecycle import park, requeue
-from pagoda.core.request import RequestStatus
-from pagoda.core.request_state import RequestState
+from pagoda.core.request import RequestState, RequestStatus
 from pagoda.core.state import SchedulerState
 from pagoda.core.step_plan import StepPlan
 

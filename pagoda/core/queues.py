@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Collection, Hashable, Iterator
 
-from pagoda.core.request_state import RequestState, SortKey
+from pagoda.core.request import RequestState, SortKey
 
 _Entry = tuple[SortKey, int, RequestState]  # (sort key, ticket, request)
 

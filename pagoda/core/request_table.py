@@ -10,8 +10,7 @@ from enum import IntEnum
 import numpy as np
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.core.request import Request
-from pagoda.core.request_state import RequestState, Sequence
+from pagoda.core.request import Request, RequestState, Sequence
 from pagoda.core.scheduler_output import NO_TOKENS, RowTokens
 
 _NO_LIMIT = np.iinfo(np.int32).max

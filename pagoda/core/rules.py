@@ -11,8 +11,7 @@ import numpy as np
 from pagoda.core.decision_log import Reason
 from pagoda.core.encoder import ChunkMedia
 from pagoda.core.queues import RequestQueue
-from pagoda.core.request import RequestStatus
-from pagoda.core.request_state import RequestState
+from pagoda.core.request import RequestState, RequestStatus
 from pagoda.core.state import SchedulerState
 from pagoda.core.step_plan import StepPlan
 

@@ -8,8 +8,7 @@ import numpy as np
 from pagoda.core.drafts import Drafts
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager
-from pagoda.core.request import LoraRef
-from pagoda.core.request_state import RequestState
+from pagoda.core.request import LoraRef, RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import NO_INTS
 from pagoda.core.step_plan import StepPlan

@@ -15,8 +15,7 @@ from pagoda.core.kv import KVCacheManager, KVGroupKind, KVGroupSpec, KVSizing
 from pagoda.core.outbox import Outbox
 from pagoda.core.policy import POLICIES, CostModel, Policy, make_preemption_rule
 from pagoda.core.queues import RequestQueue
-from pagoda.core.request import Request, RequestStatus
-from pagoda.core.request_state import RequestState
+from pagoda.core.request import Request, RequestState, RequestStatus
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_options import SchedulerOptions

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from pagoda.core.request import MediaItem
-from pagoda.core.request_state import RequestState
+from pagoda.core.request import MediaItem, RequestState
 from pagoda.core.scheduler_output import (
     NO_BEAMS,
     NO_INTS,

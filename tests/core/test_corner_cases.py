@@ -9,8 +9,7 @@ from pagoda.base.config import PreemptionMode
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core import preemption
 from pagoda.core.queues import RequestQueue
-from pagoda.core.request import Request, RequestStatus
-from pagoda.core.request_state import RequestState
+from pagoda.core.request import Request, RequestState, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput
 from pagoda.core.step_plan import StepPlan
 from tests.core.rig import FILL, PlannedStep, Rig

@@ -4,8 +4,7 @@ import numpy as np
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.encoder import EncoderCache, EncoderInputs
-from pagoda.core.request import MediaItem, Request
-from pagoda.core.request_state import RequestState, Sequence
+from pagoda.core.request import MediaItem, Request, RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import EncoderRun
 from tests.worker.hand_made import step as step_of

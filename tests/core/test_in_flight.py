@@ -3,8 +3,7 @@
 import numpy as np
 
 from pagoda.core.in_flight import StepsInFlight
-from pagoda.core.request import Request
-from pagoda.core.request_state import RequestState, Sequence
+from pagoda.core.request import Request, RequestState, Sequence
 from pagoda.core.scheduler_output import SchedulerOutput
 
 

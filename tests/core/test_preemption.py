@@ -5,8 +5,7 @@ import numpy as np
 from pagoda.base.config import PreemptionMode, SchedulingPolicy
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.policy import CostModel, make_preemption_rule
-from pagoda.core.request import Request, RequestStatus
-from pagoda.core.request_state import RequestState, Sequence
+from pagoda.core.request import Request, RequestState, RequestStatus, Sequence
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tests.core.rig import Rig
 

@@ -7,8 +7,7 @@ import numpy as np
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.queues import RequestQueue, key_of
-from pagoda.core.request import LoraRef, Request
-from pagoda.core.request_state import RequestState
+from pagoda.core.request import LoraRef, Request, RequestState
 
 
 def state(name: str, key: int, lora: LoraRef | None = None) -> RequestState:

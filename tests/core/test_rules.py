@@ -9,8 +9,7 @@ from pagoda.base.errors import RequestError
 from pagoda.core import planning
 from pagoda.core.decision_log import Held, Reason
 from pagoda.core.queues import RequestQueue
-from pagoda.core.request import LoraRef, Request, RequestStatus
-from pagoda.core.request_state import RequestState
+from pagoda.core.request import LoraRef, Request, RequestState, RequestStatus
 from pagoda.core.rules import Hold, Skip, why_held
 from pagoda.core.state import SchedulerState
 from pagoda.core.step_plan import StepPlan

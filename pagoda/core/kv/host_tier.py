@@ -6,7 +6,7 @@ from pagoda.base.errors import InvariantBroken
 from pagoda.core.kv.block_pool import BlockPool
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.sizing import KVSizing, blocks_for
-from pagoda.core.request_state import Sequence
+from pagoda.core.request import Sequence
 from pagoda.core.request_table import RequestTable
 
 _Parked = tuple[np.ndarray, np.ndarray]  # of one KV group, int32 each: table indices, the blocks there

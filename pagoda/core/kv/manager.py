@@ -11,7 +11,7 @@ from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.host_tier import HostTier
 from pagoda.core.kv.prefix_cache import CachedPrefix, PrefixCache
 from pagoda.core.kv.sizing import KVSizing, blocks_for
-from pagoda.core.request_state import RequestState, Sequence
+from pagoda.core.request import RequestState, Sequence
 from pagoda.core.request_table import RequestTable, readonly
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.stats import SchedulerStats

@@ -17,8 +17,7 @@ import numpy as np
 from pagoda.base.errors import InvariantBroken
 from pagoda.core.kv.block_pool import BlockPool
 from pagoda.core.kv.sizing import KVSizing
-from pagoda.core.request import LoraRef, MediaItem
-from pagoda.core.request_state import Sequence
+from pagoda.core.request import LoraRef, MediaItem, Sequence
 from pagoda.core.request_table import RequestTable
 
 _TOKEN_BYTES = 4
