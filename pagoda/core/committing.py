@@ -7,14 +7,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from pagoda.core.extend_beams import BeamResults, extend_beams, join_outputs, without_unscored
+from pagoda.core.beams import extend_beams, without_unscored
 from pagoda.core.failures import find_spoiled
 from pagoda.core.lifecycle import finish_one, finish_sequence
-from pagoda.core.outbox import only_finishes
+from pagoda.core.outbox import with_first_output
 from pagoda.core.preemption import recompute
 from pagoda.core.request import RequestState, RequestStatus, Sequence
 from pagoda.core.request_table import RequestTable
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.scheduler_output import (
+    EngineCoreOutputs,
+    Finish,
+    LogprobColumns,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    join_outputs,
+    only_finishes,
+)
 from pagoda.core.state import SchedulerState
 from pagoda.core.stops import find_end
 
@@ -32,22 +40,18 @@ def commit(
     state.table.complete(output.rows, output.num_new)
     state.costs.observe(output, result)
     result = without_unscored(state, output, result)
-    failures = _fail_rows(state, output, result, raised=raised) if result.failed else []
+    if result.failed:
+        _fail_rows(state, output, result, raised=raised)
     state.encoder.complete(output.rows)
-    beams = extend_beams(state, output, result)
-    if beams is not None:
-        by_client = _add_beams(state, _commit_any(state, output, beams.rest), beams)
-    else:
-        commit_tokens = _commit_plain if _is_plain(state, output, result) else _commit_any
-        by_client = commit_tokens(state, output, result)
-    for client, finish in failures:
-        by_client[client] = _with_finishes(by_client.get(client, NOTHING), (finish,))
+    rest = extend_beams(state, output, result)
+    commit_tokens = _commit_plain if rest is result and _is_plain(state, output, result) else _commit_any
+    by_client = commit_tokens(state, output, rest)
     if state.table.has_pinned_rows:
         state.table.free_pinned_rows(output.step)
         state.in_flight.stop_waiting_for(output.step)
     if state.outbox.has_deferred:
         for client, deferred in state.outbox.take_deferred().items():
-            by_client[client] = _with_finishes(by_client.get(client, NOTHING), deferred.finishes)
+            by_client[client] = join_outputs([by_client[client], deferred]) if client in by_client else deferred
     return by_client
 
 
@@ -87,7 +91,7 @@ def _commit_plain(
     outputs = EngineCoreOutputs(handles, indices, counts, tokens, logprobs=result.logprobs)
     first = state.outbox.take_first_outputs(rows) if state.outbox.awaiting_first_output else []
     finishes = _end_rows(state, rows, tokens, may_end) if np.count_nonzero(may_end) else []
-    return _by_client(state, outputs, clients, running.client, finishes, first)
+    return _by_client(outputs, clients, running.client, finishes, first)
 
 
 def _end_rows(
@@ -147,7 +151,7 @@ def _commit_any(
         pooled.setdefault(spec.client_index, {})[spec.handle] = vector
     state.stats.generation_tokens += int(num_kept.sum())
     outputs = _kept_outputs(table, rows, result, num_kept)
-    by_client = _by_client(state, outputs, clients[num_kept > 0], None, finishes, first)
+    by_client = _by_client(outputs, clients[num_kept > 0], None, finishes, first)
     for client, by_handle in prompt_logprobs.items():
         by_client[client] = replace(by_client.get(client, NOTHING), prompt_logprobs=by_handle)
     for client, vectors in pooled.items():
@@ -170,9 +174,7 @@ def _append(state: SchedulerState, sequence: Sequence, tokens: list[int]) -> tup
     return end.num_kept, finish_sequence(state, sequence, end.status, end.stop_token)
 
 
-def _fail_rows(
-    state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput, *, raised: bool
-) -> list[tuple[int, Finish]]:
+def _fail_rows(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput, *, raised: bool) -> None:
     """End the sequences of the rows that failed, and undo what was planned on top of them.
 
     No block that such a row should have filled stays in the prefix cache. Sequences that read one, or forked from
@@ -183,7 +185,6 @@ def _fail_rows(
     readers = state.encoder.readers_of(lost_runs, state.in_flight.outputs)
     rows, blocks = find_spoiled(result.failed, readers, output, state.in_flight.outputs, state.kv)
     sequences = [state.table.sequence_of[row] for row in rows]
-    finishes: list[tuple[int, Finish]] = []
     spoiled: set[RequestState] = set()
     for row, message in result.failed.items():
         sequence = state.table.sequence_of[row]
@@ -198,8 +199,7 @@ def _fail_rows(
             spoiled.add(request)  # its siblings, which wait for the row, start again in their turn
             state.batch.release_siblings(row)
         status = RequestStatus.FINISHED_IGNORED if row in result.refused else RequestStatus.FINISHED_ERROR
-        client = request.spec.client_index
-        finishes += [(client, finish) for finish in finish_one(state, sequence, status, message=message)]
+        state.outbox.post_finishes(request, finish_one(state, sequence, status, message))
     spoiled.update(one.request for one in sequences if one is not None and not one.is_finished)
     requests = state.requests
     spoiled.update(requests[request_id] for request_id in waiting if request_id in requests)
@@ -207,19 +207,6 @@ def _fail_rows(
         recompute(state, request)
     state.encoder.drop_outputs(lost_runs)
     state.kv.uncache_blocks(blocks)
-    return finishes
-
-
-def _add_beams(
-    state: SchedulerState, by_client: dict[int, EngineCoreOutputs], beams: BeamResults
-) -> dict[int, EngineCoreOutputs]:
-    """Add the outputs of beam searches that are done to the others of the step."""
-    added = _by_client(state, NOTHING, NOTHING.counts, None, beams.finishes, beams.first)
-    for client, outputs in added.items():
-        own = [part for of, part in zip(beams.clients, beams.outputs, strict=True) if of == client]
-        by_client[client] = join_outputs([*([by_client[client]] if client in by_client else []), *own, outputs])
-    state.stats.generation_tokens += sum(len(part.token_ids) for part in beams.outputs)
-    return by_client
 
 
 def _new_prompt_logprobs(
@@ -236,13 +223,12 @@ def _new_prompt_logprobs(
         num_sent = max(request.num_prompt_logprobs_sent - start, 0)
         request.num_prompt_logprobs_sent = max(request.num_prompt_logprobs_sent, start + count)
         if num_sent < count:
-            new = _select(columns, np.arange(count) >= num_sent)
+            new = columns[np.arange(count) >= num_sent]
             by_client.setdefault(request.spec.client_index, {})[request.spec.handle] = new
     return by_client
 
 
 def _by_client(
-    state: SchedulerState,
     outputs: EngineCoreOutputs,
     clients: np.ndarray | None,
     client: int | None,
@@ -260,19 +246,14 @@ def _by_client(
     else:
         by_client = {int(one): _of_client(outputs, clients == one) for one in np.unique(clients)}
     for request in first:
-        spec = request.spec
-        state.stats.prompt_tokens += spec.num_prompt_tokens
-        one = by_client.get(spec.client_index, NOTHING)  # a first token that failed leaves only an end to report
-        by_client[spec.client_index] = replace(
-            one,
-            num_cached_tokens=one.num_cached_tokens | {spec.handle: request.num_cached_tokens},
-            queue_s=one.queue_s | {spec.handle: request.queue_s},
-        )
+        client_index = request.spec.client_index  # a first token that failed leaves only an end to report
+        by_client[client_index] = with_first_output(by_client.get(client_index, NOTHING), request)
     ended: dict[int, list[Finish]] = {}
     for one_client, finish in finishes:
         ended.setdefault(one_client, []).append(finish)
     for one_client, of_client in ended.items():
-        by_client[one_client] = _with_finishes(by_client.get(one_client, NOTHING), tuple(of_client))
+        one = by_client.get(one_client, NOTHING)
+        by_client[one_client] = replace(one, finishes=one.finishes + tuple(of_client))
     return by_client
 
 
@@ -284,7 +265,7 @@ def _kept_outputs(
     kept, emitted = columns < num_kept[:, None], num_kept > 0
     logprobs = result.logprobs
     if logprobs is not None:
-        logprobs = _select(logprobs, kept[columns < result.num_sampled[:, None]])
+        logprobs = logprobs[kept[columns < result.num_sampled[:, None]]]
     return EngineCoreOutputs(
         table.handle[rows[emitted]],
         table.index[rows[emitted]],
@@ -294,14 +275,10 @@ def _kept_outputs(
     )
 
 
-def _with_finishes(outputs: EngineCoreOutputs, finishes: tuple[Finish, ...]) -> EngineCoreOutputs:
-    return replace(outputs, finishes=outputs.finishes + finishes)
-
-
 def _of_client(outputs: EngineCoreOutputs, mine: np.ndarray) -> EngineCoreOutputs:
     """Return the entries of the sequences in the mask."""
     tokens = np.repeat(mine, outputs.counts)
-    logprobs = _select(outputs.logprobs, tokens) if outputs.logprobs is not None else None
+    logprobs = outputs.logprobs[tokens] if outputs.logprobs is not None else None
     return EngineCoreOutputs(
         outputs.handles[mine],
         outputs.sequences[mine],
@@ -309,7 +286,3 @@ def _of_client(outputs: EngineCoreOutputs, mine: np.ndarray) -> EngineCoreOutput
         outputs.token_ids[tokens],
         logprobs=logprobs,
     )
-
-
-def _select(columns: LogprobColumns, mask: np.ndarray) -> LogprobColumns:
-    return LogprobColumns(columns.token_ids[mask], columns.logprobs[mask], columns.ranks[mask])

@@ -235,7 +235,7 @@ def finish_all(
 
 def fail_waiting(state: SchedulerState, request: RequestState, message: str) -> None:
     """The request ends with an error before it could run."""
-    state.outbox.post_deferred(request, finish_all(state, request, RequestStatus.FINISHED_ERROR, message))
+    state.outbox.post_finishes(request, finish_all(state, request, RequestStatus.FINISHED_ERROR, message))
 
 
 def refuse(state: SchedulerState, request: RequestState, why: str) -> None:
@@ -245,5 +245,5 @@ def refuse(state: SchedulerState, request: RequestState, why: str) -> None:
     status = RequestStatus.FINISHED_LENGTH_CAPPED if has_output else RequestStatus.FINISHED_IGNORED
     logger.warning("request %s is ignored: it %s", request.request_id, why)
     finishes = finish_all(state, request, status, f"request {request.request_id} {why}")
-    state.outbox.post_deferred(request, finishes)
+    state.outbox.post_finishes(request, finishes)
     state.log.held(request.request_id, Reason.NEVER, stops_queue=False)

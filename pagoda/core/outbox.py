@@ -1,14 +1,13 @@
 """Outbox: what the next SchedulerOutput and the next outputs of clients must still say."""
 
-from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
 from pagoda.core.request import RequestState
-from pagoda.core.scheduler_output import NO_INTS, BeamRows, EngineCoreOutputs, Finish
+from pagoda.core.scheduler_output import BeamRows, EngineCoreOutputs, Finish, join_outputs, only_finishes
+from pagoda.core.stats import SchedulerStats
 from pagoda.core.step_plan import StepPlan
-
-_NO_HANDLES = np.empty(0, np.int64)
 
 
 class Outbox:
@@ -17,14 +16,15 @@ class Outbox:
     awaiting_first_output: row -> request of which no token has been emitted yet.
     """
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, stats: SchedulerStats) -> None:
         self.awaiting_first_output: dict[int, RequestState] = {}
         self._awaits = np.zeros(max_rows, np.bool_)  # by row, the same: one lookup for a whole batch
         self._released: list[int] = []
         self._beams: list[tuple[int, int, int, int]] = []  # row, source, position, token
         self._preempted_ids: list[str] = []
         self._finished_ids: list[str] = []
-        self._deferred: dict[int, list[Finish]] = {}
+        self._deferred: dict[int, list[EngineCoreOutputs]] = {}
+        self._stats = stats
 
     # For workers, with the next SchedulerOutput
 
@@ -63,18 +63,22 @@ class Outbox:
 
     # For clients, with the next EngineCoreOutputs
 
-    def post_deferred(self, request: RequestState, finishes: list[Finish]) -> None:
-        """Sequences ended while a step was planned: the client gets that with the next outputs."""
-        self._deferred.setdefault(request.spec.client_index, []).extend(finishes)
+    def post(self, request: RequestState, outputs: EngineCoreOutputs) -> None:
+        """The request's client gets `outputs` with those of the step that is completed next."""
+        self._deferred.setdefault(request.spec.client_index, []).append(outputs)
+
+    def post_finishes(self, request: RequestState, finishes: list[Finish]) -> None:
+        """`post` that sequences of the request have ended."""
+        self.post(request, only_finishes(finishes))
 
     @property
     def has_deferred(self) -> bool:
         return bool(self._deferred)
 
     def take_deferred(self) -> dict[int, EngineCoreOutputs]:
-        """Return the deferred finishes by client."""
+        """Return what was posted, by client."""
         deferred, self._deferred = self._deferred, {}
-        return {client: only_finishes(finishes) for client, finishes in deferred.items()}
+        return {client: join_outputs(parts) for client, parts in deferred.items()}
 
     def await_first_output(self, row: int, request: RequestState) -> None:
         """Note `row`, unless the client has a token of the request already."""
@@ -90,13 +94,18 @@ class Outbox:
             first.append(self.note_first_output(self.awaiting_first_output.pop(row)))
         return first
 
-    @staticmethod
-    def note_first_output(request: RequestState) -> RequestState:
+    def note_first_output(self, request: RequestState) -> RequestState:
         """The request emits its first token. Return it."""
         request.has_output = True
+        self._stats.prompt_tokens += request.spec.num_prompt_tokens
         return request
 
 
-def only_finishes(finishes: Iterable[Finish]) -> EngineCoreOutputs:
-    """Return outputs without tokens."""
-    return EngineCoreOutputs(_NO_HANDLES, NO_INTS, NO_INTS, NO_INTS, tuple(finishes))
+def with_first_output(outputs: EngineCoreOutputs, request: RequestState) -> EngineCoreOutputs:
+    """Return the outputs with what is sent once, with the first token of the request."""
+    handle = request.spec.handle
+    return replace(
+        outputs,
+        num_cached_tokens=outputs.num_cached_tokens | {handle: request.num_cached_tokens},
+        queue_s=outputs.queue_s | {handle: request.queue_s},
+    )

@@ -92,7 +92,7 @@ def _place_row(state: SchedulerState, plan: StepPlan, request: RequestState, seq
             finishes = finish_one(state, sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)
             for other in rows.difference(request.rows):  # a beam search ends as a whole
                 plan.take_out(other)
-            state.outbox.post_deferred(request, finishes)
+            state.outbox.post_finishes(request, finishes)
             return request.request_id in state.batch.requests
         victim = next_victim(state)
         preempt(state, victim, plan, request)

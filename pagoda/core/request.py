@@ -10,7 +10,7 @@ from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from pagoda.core.beam_search import BeamSearch
+    from pagoda.core.beams import BeamSearch
 
 
 class RequestStatus(IntEnum):
@@ -155,6 +155,15 @@ class Request:
         return self.sampling is not None and self.sampling.beam_search is not None
 
 
+def num_beam_candidates(params: SamplingParams, eos_token_ids: tuple[int, ...]) -> int:
+    """Return how many of each beam's most likely tokens a step must return.
+
+    One beam may have to provide all of the next beams, and as many tokens that end it.
+    """
+    num_ends = 0 if params.ignore_eos else len(set(eos_token_ids))
+    return params.n + num_ends + len(params.stop_token_ids)
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One output sequence of a request.
@@ -195,7 +204,7 @@ class RequestState:
         arrival to its first admission.   has_output: its client was sent a first token.
     num_prompt_logprobs_sent: prompt positions whose logprobs were sent; a resumed request computes them again.
     num_draft_tokens, num_accepted_tokens: drafts verified for its sequences, and those that were right.
-    beams: of a beam search whose prompt is computed; else None. Written by extend_beams.py, dropped by lifecycle.py.
+    beams: of a beam search whose prompt is computed; else None. Written by beams.py, dropped by lifecycle.py.
     """
 
     spec: Request

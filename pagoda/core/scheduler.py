@@ -18,13 +18,12 @@ from pagoda.core.decision_log import DecisionLog
 from pagoda.core.failures import failed_result
 from pagoda.core.kv import KVGroupSpec
 from pagoda.core.lifecycle import add_request, finish_all, finish_one
-from pagoda.core.outbox import only_finishes
 from pagoda.core.planning import admit_waiting, finish_plan, resume_swapped, run_running
 from pagoda.core.preemption import preempt_all
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.rules import narrow_budgets
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput, only_finishes
 from pagoda.core.state import Preparations, SchedulerState
 from pagoda.core.stats import SchedulerStats
 from pagoda.core.step_plan import StepPlan

@@ -4,6 +4,7 @@ SchedulerOutput carries arrays for what every step has (rows that run) and tuple
 that applied every earlier SchedulerOutput needs nothing else: rows that it knows are named by number.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -14,6 +15,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import LoraRef, MediaItem, RequestStatus
 
 NO_INTS = np.empty(0, np.int32)
+NO_HANDLES = np.empty(0, np.int64)
 NO_PAIRS = np.empty((0, 2), np.int32)
 
 
@@ -280,3 +282,44 @@ class EngineCoreOutputs:
     pooled: dict[int, np.ndarray] = field(default_factory=dict)
     num_cached_tokens: dict[int, int] = field(default_factory=dict)
     queue_s: dict[int, float] = field(default_factory=dict)
+
+
+def only_finishes(finishes: Iterable[Finish]) -> EngineCoreOutputs:
+    """Return outputs without tokens."""
+    return EngineCoreOutputs(NO_HANDLES, NO_INTS, NO_INTS, NO_INTS, tuple(finishes))
+
+
+def join_outputs(parts: Iterable[EngineCoreOutputs]) -> EngineCoreOutputs:
+    """Return the outputs of several parts of one step for one client, one after the other."""
+    parts = list(parts)
+    if len(parts) == 1:
+        return parts[0]
+    return EngineCoreOutputs(
+        np.concatenate([part.handles for part in parts]),
+        np.concatenate([part.sequences for part in parts]),
+        np.concatenate([part.counts for part in parts]),
+        np.concatenate([part.token_ids for part in parts]),
+        tuple(finish for part in parts for finish in part.finishes),
+        _join_columns(parts),
+        {handle: value for part in parts for handle, value in part.prompt_logprobs.items()},
+        {handle: value for part in parts for handle, value in part.pooled.items()},
+        {handle: value for part in parts for handle, value in part.num_cached_tokens.items()},
+        {handle: value for part in parts for handle, value in part.queue_s.items()},
+    )
+
+
+def _join_columns(parts: list[EngineCoreOutputs]) -> LogprobColumns | None:
+    """Narrower columns, and tokens without any, are filled up with zeros; readers take what they asked for."""
+    width = max((part.logprobs.token_ids.shape[1] for part in parts if part.logprobs is not None), default=0)
+    if not width:
+        return None
+    count = sum(len(part.token_ids) for part in parts)
+    ids, values = np.zeros((count, width), np.int32), np.zeros((count, width), np.float32)
+    ranks, at = np.zeros(count, np.int32), 0
+    for part in parts:
+        rows, columns = slice(at, at + len(part.token_ids)), part.logprobs
+        if columns is not None:
+            filled = columns.token_ids.shape[1]
+            ids[rows, :filled], values[rows, :filled], ranks[rows] = columns.token_ids, columns.logprobs, columns.ranks
+        at = rows.stop
+    return LogprobColumns(ids, values, ranks)

@@ -97,7 +97,7 @@ class SchedulerState:
         )
         self.in_flight = StepsInFlight()
         self.batch = RunningBatch(self.table, self.kv, self.in_flight, self.drafts, async_scheduling=is_async)
-        self.outbox = Outbox(config.max_rows)
+        self.outbox = Outbox(config.max_rows, self.stats)
         self.costs = CostModel()
         self.preemption_rule = make_preemption_rule(config.preemption_mode, self.costs)
 

@@ -9,7 +9,7 @@ import zlib
 import numpy as np
 
 from pagoda.base.pooling import PoolingParams
-from pagoda.core.beam_search import num_beam_candidates
+from pagoda.core.request import num_beam_candidates
 from pagoda.core.scheduler_output import BeamRows, RowFork, RowInit, SchedulerOutput
 from pagoda.worker.constraints import RowConstraints, TokenCounts
 from pagoda.worker.rotary_positions import RotaryPositions

@@ -70,7 +70,8 @@ class PagodaSubject:
 
     def _ended_while_planning(self) -> set[tuple[str, int]]:
         deferred = self.scheduler._state.outbox._deferred
-        return {(finish.request_id, finish.sequence) for finishes in deferred.values() for finish in finishes}
+        finishes = [finish for parts in deferred.values() for part in parts for finish in part.finishes]
+        return {(finish.request_id, finish.sequence) for finish in finishes}
 
     def update(self, handle: tuple[SchedulerOutput, dict[int, str]], sampled: dict[str, list[int]]) -> Record:
         output, owner = handle

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagoda.core.beam_search import num_beam_candidates
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
-from pagoda.core.request import MediaItem
+from pagoda.core.request import MediaItem, num_beam_candidates
 from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, RowInit, SchedulerOutput
 
 Name = tuple[object, ...]

@@ -1,4 +1,4 @@
-"""Beam search as transformers' generate() does it, over plain lists: what core/beam_search.py is compared with."""
+"""Beam search as transformers' generate() does it, over plain lists: what core/beams.py is compared with."""
 
 from collections.abc import Callable, Sequence
 from itertools import count

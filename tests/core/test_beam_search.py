@@ -8,10 +8,10 @@ import pytest
 from pagoda.base.config import CacheConfig, PreemptionMode
 from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import BeamSearchOptions, BeamSearchParams, SamplingParams
-from pagoda.core.beam_search import BeamSearch, Candidates, columns_of, num_beam_candidates
+from pagoda.core.beams import BeamSearch, Candidates, columns_of
 from pagoda.core.grammar import MASKED_LOGPROB
 from pagoda.core.kv import KVGroupSpec
-from pagoda.core.request import Request, RequestStatus
+from pagoda.core.request import Request, RequestStatus, num_beam_candidates
 from pagoda.core.scheduler_options import SchedulerOptions
 from tests.core.plain_beam_search import plain_beam_search
 from tests.core.traffic import Setting, Traffic, make_request

@@ -53,7 +53,7 @@ ATTRIBUTES = {
     "admission": "lifecycle.py",
     "queue_s": "lifecycle.py",
     "awaiting_fork": "planning.py",
-    "beams": "extend_beams.py",
+    "beams": "beams.py",
     "has_output": "outbox.py",
     "num_preemptions": "preemption.py",
     "num_cached_tokens": "lifecycle.py",

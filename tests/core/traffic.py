@@ -194,7 +194,8 @@ class Traffic:
     def _ended_while_planning(self) -> set[tuple[str, int]]:
         """Sequences that ended while a step was planned, and whose clients do not know yet."""
         deferred = self.scheduler._state.outbox._deferred
-        return {(finish.request_id, finish.sequence) for finishes in deferred.values() for finish in finishes}
+        finishes = [finish for parts in deferred.values() for part in parts for finish in part.finishes]
+        return {(finish.request_id, finish.sequence) for finish in finishes}
 
     def _plan_twin(self, output: SchedulerOutput) -> None:
         """The twin decides the same."""

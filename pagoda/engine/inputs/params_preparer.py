@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pagoda.base.errors import RequestError
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.beam_search import num_beam_candidates
+from pagoda.core.request import num_beam_candidates
 from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.pooling_inputs import check_pooling

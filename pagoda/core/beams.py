@@ -1,0 +1,330 @@
+"""Beam search: which continuations of a request's beams survive a step, and what becomes of their rows and blocks.
+
+BeamSearch is bookkeeping over token ids and log-probabilities. `extend_beams` gives it the results of a step: each
+request's best beams continue, and searches that are done end.
+
+Nothing is scheduled for a beam's row until it is known which beams continue, so the beams of a request need not be
+computed in the same step. Nothing is emitted before the search is done. The number of rows stays the same: a beam with
+several continuations keeps its row for the best of them, and the others take the rows of beams that do not continue,
+sharing its blocks (copied when they are written to).
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pagoda.core.grammar import MASKED_LOGPROB
+from pagoda.core.lifecycle import finish_all, finish_sequence
+from pagoda.core.outbox import with_first_output
+from pagoda.core.request import Request, RequestState, RequestStatus, Sequence, num_beam_candidates
+from pagoda.core.scheduler_output import (
+    EngineCoreOutputs,
+    Finish,
+    LogprobColumns,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    join_outputs,
+    only_finishes,
+)
+from pagoda.core.state import SchedulerState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidates:
+    """The most likely next tokens of one beam, best first.   token_ids: int32 [k].   logprobs: float32 [k]."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BeamToken:
+    """A generated token and, linked, all that were generated before it.
+
+    rank: its place among `candidates`, which it was chosen from; 0 is the most likely.
+    """
+
+    before: "BeamToken | None"
+    rank: int
+    candidates: Candidates
+
+    @property
+    def token_id(self) -> int:
+        return int(self.candidates.token_ids[self.rank])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Beam:
+    """A beam that continues.   slot: index of the sequence that computes it.   score: sum of its log-probabilities.
+
+    source: index of the sequence that computed it up to its last token (which may be the same).   last: that token.
+    """
+
+    slot: int
+    source: int
+    score: float
+    last: BeamToken | None
+
+    @property
+    def token_id(self) -> int:
+        """The last token."""
+        assert self.last is not None, "the search has not chosen a token yet"
+        return self.last.token_id
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hypothesis:
+    """A beam that has ended.   score: sum of its log-probabilities / length ** length_penalty.
+
+    stop_token: the stop token id that ended it; None for eos and for the length.
+    """
+
+    score: float
+    last: BeamToken
+    status: RequestStatus
+    stop_token: int | None = None
+
+
+class BeamSearch:
+    """The beams of one request.
+
+    The rules are those of transformers' `generate(num_beams=width, do_sample=False)`. Of all continuations of all
+    beams, the `width` best that do not end continue. One that ends is kept if it is among the `width` best of the step.
+    The `width` best that were kept are the result. Sums are float64; of equal scores, the better beam's comes first.
+
+    live: beams that continue, best first.   finished: hypotheses, best first.
+    """
+
+    def __init__(self, request: Request, max_tokens: int) -> None:
+        """max_tokens: length at which every hypothesis ends."""
+        params = request.sampling
+        assert params is not None
+        assert params.beam_search is not None
+        self.live = [Beam(0, 0, 0.0, None)]
+        self.finished: list[Hypothesis] = []
+        self.is_done = False
+        self._width = params.n
+        self._length_penalty = params.beam_search.length_penalty
+        self._early_stopping = params.beam_search.early_stopping
+        self._max_tokens = max_tokens
+        self._eos = frozenset(() if params.ignore_eos else request.eos_token_ids)
+        self._stops = frozenset(params.stop_token_ids)
+        self._length = 0
+        self._arrived: dict[int, Candidates] = {}
+
+    def take(self, slot: int, candidates: Candidates) -> None:
+        """Take what may follow the beam of `slot`."""
+        self._arrived[slot] = candidates
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the candidates of every beam are there."""
+        return all(beam.slot in self._arrived for beam in self.live)
+
+    def extend(self) -> list[Beam]:
+        """Choose the next beams, best first; none if the search is done. It must be ready."""
+        places, scores = self._ranked()
+        self._length += 1
+        beams: list[tuple[Beam, float, BeamToken]] = []
+        ended: list[Hypothesis] = []
+        for nth, (parent, rank) in enumerate(places):
+            if nth >= self._width and len(beams) == self._width:
+                break
+            last = BeamToken(parent.last, rank, self._arrived[parent.slot])
+            status = self._end_of(last.token_id)
+            if status is None:
+                if len(beams) < self._width:
+                    beams.append((parent, scores[nth], last))
+            elif nth < self._width:
+                stop_token = last.token_id if last.token_id in self._stops - self._eos else None
+                ended.append(Hypothesis(self._normalised(scores[nth], self._length), last, status, stop_token))
+        self._arrived.clear()
+        self.finished = sorted([*self.finished, *ended], key=lambda one: -one.score)[: self._width]
+        self.live = self._assign_slots(beams)
+        self.is_done = not beams or self._cannot_improve()
+        return [] if self.is_done else self.live
+
+    def _ranked(self) -> tuple[list[tuple[Beam, int]], list[float]]:
+        """Return all continuations that a grammar allows as (beam, rank among its candidates), and their sums."""
+        parts = [self._arrived[beam.slot].logprobs.astype(np.float64) for beam in self.live]
+        allowed = np.concatenate(parts) > MASKED_LOGPROB
+        sums = np.concatenate([beam.score + part for beam, part in zip(self.live, parts, strict=True)])
+        places = [(beam, rank) for beam, part in zip(self.live, parts, strict=True) for rank in range(len(part))]
+        order = np.argsort(-sums, kind="stable")
+        order = order[allowed[order]]
+        return [places[at] for at in order.tolist()], sums[order].tolist()
+
+    def _end_of(self, token_id: int) -> RequestStatus | None:
+        """Return how a hypothesis ends with this token, or None if it continues."""
+        if token_id in self._eos or token_id in self._stops:
+            return RequestStatus.FINISHED_STOPPED
+        return RequestStatus.FINISHED_LENGTH_CAPPED if self._length >= self._max_tokens else None
+
+    def _normalised(self, score: float, length: int) -> float:
+        return score / float(length) ** self._length_penalty
+
+    def _assign_slots(self, beams: list[tuple[Beam, float, BeamToken]]) -> list[Beam]:
+        """Continue each beam in its own slot; its further continuations get slots of beams that do not continue."""
+        in_use = {parent.slot for parent, _, _ in beams}
+        spare = [slot for slot in range(self._width) if slot not in in_use]
+        assigned: list[Beam] = []
+        for parent, score, last in beams:
+            slot = parent.slot if parent.slot in in_use else spare.pop(0)
+            in_use.discard(parent.slot)
+            assigned.append(Beam(slot, parent.slot, score, last))
+        return assigned
+
+    def _cannot_improve(self) -> bool:
+        """Whether no beam that continues can become better than the hypotheses, as far as `early_stopping` looks."""
+        if len(self.finished) < self._width:
+            return False
+        if self._early_stopping is True:
+            return True
+        hopes_for_length = self._early_stopping == "never" and self._length_penalty > 0
+        length = self._max_tokens if hopes_for_length else self._length
+        return self._normalised(self.live[0].score, length) <= self.finished[-1].score
+
+
+def columns_of(hypothesis: Hypothesis) -> tuple[list[int], LogprobColumns]:
+    """Return a hypothesis's token ids, and their log-probabilities next to the candidates of each step."""
+    tokens: list[BeamToken] = []
+    last: BeamToken | None = hypothesis.last
+    while last is not None:
+        tokens.append(last)
+        last = last.before
+    tokens.reverse()
+    width = 1 + max(len(token.candidates.token_ids) for token in tokens)
+    columns = LogprobColumns(
+        np.zeros((len(tokens), width), np.int32),
+        np.zeros((len(tokens), width), np.float32),
+        np.array([token.rank + 1 for token in tokens], np.int32),
+    )
+    for row, token in enumerate(tokens):
+        of_step = token.candidates
+        for into, values in ((columns.token_ids, of_step.token_ids), (columns.logprobs, of_step.logprobs)):
+            into[row, 0] = values[token.rank]
+            into[row, 1 : 1 + len(values)] = values
+    return columns.token_ids[:, 0].tolist(), columns
+
+
+# What a step gave to beams
+
+
+def extend_beams(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
+    """Take the beams' part of a step's result. Return the rest: the result itself if the step has none of beams."""
+    if not state.table.may_have_beams:
+        return result
+    is_beam = state.table.is_beam[output.sample_rows]
+    if not is_beam.any():
+        return result
+    requests: dict[RequestState, None] = {}
+    first = np.cumsum(result.num_sampled) - result.num_sampled
+    for i in np.flatnonzero(is_beam & (result.num_sampled > 0)).tolist():
+        row = int(output.sample_rows[i])
+        sequence = state.table.sequence_of[row]
+        if sequence is None or sequence.is_finished or row in result.failed:
+            continue
+        if sequence.row != row:
+            _compute_again(state, sequence)
+        else:
+            assert result.logprobs is not None, "`without_unscored` has refused these rows"
+            _search_of(state, sequence.request).take(sequence.index, _candidates(sequence, result.logprobs, first[i]))
+            requests[sequence.request] = None
+    for request in requests:
+        search = request.beams
+        if search is not None and search.is_ready:
+            _extend(state, request, search)
+    return _without_samples(result, is_beam)
+
+
+def without_unscored(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
+    """Refuse the beams of a worker that returns no log-probabilities."""
+    if result.logprobs is not None or not state.table.may_have_beams:
+        return result
+    sampled = output.sample_rows[result.num_sampled > 0]
+    rows = sampled[state.table.is_beam[sampled]].tolist()
+    message = "this worker does not return log-probabilities, which beam search needs"
+    failed = dict.fromkeys(rows, message) | result.failed
+    return replace(result, failed=failed, refused=result.refused.union(rows)) if rows else result
+
+
+def _without_samples(result: ModelRunnerOutput, mask: np.ndarray) -> ModelRunnerOutput:
+    """Return the result with no token for the samples in the mask."""
+    logprobs = result.logprobs
+    if logprobs is not None:
+        logprobs = logprobs[~np.repeat(mask, result.num_sampled)]
+    num_sampled = np.where(mask, 0, result.num_sampled).astype(np.int32)
+    return replace(result, num_sampled=num_sampled, logprobs=logprobs)
+
+
+def _compute_again(state: SchedulerState, sequence: Sequence) -> None:
+    """The sequence left its row while its token was in flight: after a swap, it computes the last token again."""
+    if sequence.request.status is RequestStatus.SWAPPED:
+        state.table.roll_back(sequence, 1)
+
+
+def _search_of(state: SchedulerState, request: RequestState) -> BeamSearch:
+    if request.beams is None:
+        spec = request.spec
+        request.beams = BeamSearch(spec, state.table.limit_of(spec) - spec.num_prompt_tokens)
+    return request.beams
+
+
+def _candidates(sequence: Sequence, logprobs: LogprobColumns, at: int) -> Candidates:
+    """Return a copy of the entries that the request asked for, whatever its neighbours in the batch did."""
+    spec = sequence.request.spec
+    assert spec.sampling is not None
+    count = max(num_beam_candidates(spec.sampling, spec.eos_token_ids), spec.sampling.logprobs or 0)
+    columns = slice(1, 1 + count)  # the first one is the token that a request without beams would take
+    return Candidates(logprobs.token_ids[at, columns].copy(), logprobs.logprobs[at, columns].copy())
+
+
+def _extend(state: SchedulerState, request: RequestState, search: BeamSearch) -> None:
+    beams = search.extend()
+    if search.is_done:
+        _end(state, request, search)
+        return
+    for beam in beams:
+        if beam.source != beam.slot:
+            _copy(state, request.sequences[beam.source], request.sequences[beam.slot])
+    for beam in beams:
+        sequence, source = request.sequences[beam.slot], request.sequences[beam.source]
+        position = int(state.table.num_tokens[sequence.row])
+        state.table.append_tokens(sequence, [beam.token_id])
+        state.outbox.post_beam(sequence.row, source.row, position, beam.token_id)
+    state.batch.changed(rows=False)
+
+
+def _copy(state: SchedulerState, source: Sequence, sequence: Sequence) -> None:
+    """The beam of one row continues in another one too."""
+    state.kv.free(sequence.row)
+    state.kv.remove_sequence(sequence)
+    state.table.overwrite(source.row, sequence.row)
+    state.kv.fork(source.row, sequence.row, int(state.table.num_computed[source.row]))
+
+
+def _end(state: SchedulerState, request: RequestState, search: BeamSearch) -> None:
+    """Emit the hypotheses, best first. If a grammar allows too few, the last sequences end without a token."""
+    first = state.outbox.take_first_outputs(np.array(request.rows))
+    parts: list[EngineCoreOutputs] = []
+    finishes: list[Finish] = []
+    for sequence, hypothesis in zip(request.sequences, search.finished, strict=False):
+        token_ids, columns = columns_of(hypothesis)
+        state.stats.generation_tokens += len(token_ids)
+        parts.append(_output_of(sequence, token_ids, columns))
+        finishes.append(finish_sequence(state, sequence, hypothesis.status, hypothesis.stop_token))
+    finishes += finish_all(state, request, RequestStatus.FINISHED_STOPPED)
+    outputs = join_outputs([*parts, only_finishes(finishes)])
+    for one in first:
+        outputs = with_first_output(outputs, one)
+    state.outbox.post(request, outputs)
+
+
+def _output_of(sequence: Sequence, token_ids: list[int], columns: LogprobColumns) -> EngineCoreOutputs:
+    return EngineCoreOutputs(
+        np.array([sequence.request.spec.handle], np.int64),
+        np.array([sequence.index], np.int32),
+        np.array([len(token_ids)], np.int32),
+        np.array(token_ids, np.int32),
+        logprobs=columns,
+    )
