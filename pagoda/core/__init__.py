@@ -4,10 +4,10 @@ scheduler.py         the API, and the outline of a step on one screen
 state.py             SchedulerState: one attribute per owner, and what always holds; below: functions on it
 planning.py          the plan side: running, swapped, waiting requests, forks; preemption.py when blocks run out
 rules.py             what holds a request back, and what shortens a chunk; policy.py
-committing.py        the commit side: tokens, ends, the one place for failed steps (failures.py); beams.py
+committing.py        the commit side: tokens, ends, the one place for failed steps; beams.py
 lifecycle.py         requests move between waiting, running, swapped and ended
 request_table.py     tokens and counts of all sequences, as numpy columns; running_batch.py: the rows that run
 kv/                  KVCacheManager: blocks, block tables, prefix cache, host memory
 step_plan.py         StepPlan, and the output built from it; scheduler_output.py: what workers get and return
-in_flight.py         steps whose results are not back
+in_flight.py         steps whose results are not back, and what depends on one that fails
 """

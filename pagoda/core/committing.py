@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from pagoda.core.beams import extend_beams, without_unscored
-from pagoda.core.failures import find_spoiled
+from pagoda.core.in_flight import find_spoiled
 from pagoda.core.lifecycle import finish_one, finish_sequence
 from pagoda.core.outbox import with_first_output
 from pagoda.core.preemption import recompute
@@ -53,6 +53,18 @@ def commit(
         for client, deferred in state.outbox.take_deferred().items():
             by_client[client] = join_outputs([by_client[client], deferred]) if client in by_client else deferred
     return by_client
+
+
+def commit_failure(state: SchedulerState, output: SchedulerOutput, message: str) -> dict[int, EngineCoreOutputs]:
+    """Commit that a step raised: every row that it computes or samples has failed."""
+    num_samples = len(output.sample_rows)
+    failed = ModelRunnerOutput(
+        output.step,
+        sampled=np.full((num_samples, 1), -1, np.int32),
+        num_sampled=np.zeros(num_samples, np.int32),
+        failed=dict.fromkeys((*output.rows.tolist(), *output.sample_rows.tolist()), message),  # forks sample, too
+    )
+    return commit(state, output, failed, raised=True)
 
 
 def _is_plain(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput) -> bool:

@@ -13,9 +13,8 @@ import numpy as np
 
 from pagoda.base.clock import Clock
 from pagoda.base.config import CacheConfig
-from pagoda.core.committing import commit
+from pagoda.core.committing import commit, commit_failure
 from pagoda.core.decision_log import DecisionLog
-from pagoda.core.failures import failed_result
 from pagoda.core.kv import KVGroupSpec
 from pagoda.core.lifecycle import add_request, finish_all, finish_one
 from pagoda.core.planning import admit_waiting, finish_plan, resume_swapped, run_running
@@ -146,7 +145,7 @@ class Scheduler:
         """
         if scheduler_output.is_empty:
             return self._state.outbox.take_deferred()
-        outputs = commit(self._state, scheduler_output, failed_result(scheduler_output, message), raised=True)
+        outputs = commit_failure(self._state, scheduler_output, message)
         if self.config.check_invariants:
             self.check()
         return outputs
