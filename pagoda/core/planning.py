@@ -10,8 +10,8 @@ from pagoda.base.errors import RequestError
 from pagoda.core.decision_log import Admitted, Copied, Reason
 from pagoda.core.kv import CachedPrefix
 from pagoda.core.lifecycle import fail_waiting, finish_one, fork_row, give_row, move_to_running, refuse
+from pagoda.core.policy import RequestQueue, key_of
 from pagoda.core.preemption import next_victim, preempt, preempt_for
-from pagoda.core.queues import RequestQueue, key_of
 from pagoda.core.request import RequestState, RequestStatus, Sequence, without_features
 from pagoda.core.rules import Chunk, Skip, fit_chunk, fit_chunks, place_chunk, place_chunks, why_held, why_never
 from pagoda.core.scheduler_output import AdmitKind, RowFork, RowInit

@@ -1,12 +1,90 @@
-"""Policies: the order of the queues, which request is preempted, and whether its KV is swapped out or dropped."""
+"""The order in which requests wait: RequestQueue keeps it, a policy decides it, and which request is preempted."""
 
-from collections.abc import Callable, Iterable
+import heapq
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from itertools import count
 from typing import Protocol
 
-from pagoda.base.config import PreemptionMode, SchedulingPolicy
+from pagoda.base.config import SchedulingPolicy
 from pagoda.core.request import Request, RequestState, SortKey
-from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+_Entry = tuple[SortKey, int, RequestState]  # (sort key, ticket, request)
+
+
+def key_of(request: RequestState) -> Hashable:
+    """Return what Skip.KEY skips as a whole: the LoRA adapter, whichever gate asks. None: requests without one."""
+    return request.spec.lora.identity if request.spec.lora is not None else None
+
+
+class RequestQueue:
+    """Requests by `sort_key`, smallest first.
+
+    Inside, one heap per key: when a gate skips a key for the step, all its requests are passed over at once and keep
+    their places, so that a step never walks the queue. Removal from the middle leaves a tombstone.
+    Every operation is O(log n) in the requests and O(keys) in the keys that wait.
+    """
+
+    def __init__(self) -> None:
+        self._heaps: dict[Hashable, list[_Entry]] = {}
+        self._tickets: dict[str, int] = {}  # request id -> its valid entry
+        self._next_ticket = 0
+        self._arrivals: list[tuple[float, int, RequestState]] = []
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._tickets
+
+    def push(self, request: RequestState) -> None:
+        """Insert `request` at the place of its `sort_key`."""
+        self._next_ticket += 1
+        self._tickets[request.request_id] = self._next_ticket
+        heap = self._heaps.setdefault(key_of(request), [])
+        heapq.heappush(heap, (request.sort_key, self._next_ticket, request))
+        if len(self._arrivals) > 2 * len(self._tickets) + 16:  # skipped requests come back step after step
+            self._arrivals = [entry for entry in self._arrivals if self._is_valid(entry)]
+            heapq.heapify(self._arrivals)
+        heapq.heappush(self._arrivals, (request.spec.arrival_time_s, self._next_ticket, request))
+
+    def adapter_names(self) -> set[str]:
+        """Return a name of each LoRA adapter that requests wait with."""
+        return {heap[0][2].spec.lora.name for heap in self._heaps.values() if heap[0][2].spec.lora is not None}
+
+    def remove(self, request: RequestState) -> None:
+        """Remove `request` from any place."""
+        del self._tickets[request.request_id]
+        key = key_of(request)
+        self._drop_tombstones(key, self._heaps[key])
+        while self._arrivals and not self._is_valid(self._arrivals[0]):
+            heapq.heappop(self._arrivals)
+
+    def oldest_arrival_s(self) -> float:
+        """Return the earliest arrival time of its requests; it must not be empty."""
+        return self._arrivals[0][0]
+
+    def peek(self, skipped_keys: Collection[Hashable] = ()) -> RequestState | None:
+        """Return the first request whose key is not skipped, or None."""
+        best: _Entry | None = None
+        for key, heap in self._heaps.items():
+            if (best is None or heap[0] < best) and key not in skipped_keys:
+                best = heap[0]
+        return best[2] if best else None
+
+    def _is_valid(self, entry: _Entry | tuple[float, int, RequestState]) -> bool:
+        return self._tickets.get(entry[2].request_id) == entry[1]
+
+    def _drop_tombstones(self, key: Hashable, heap: list[_Entry]) -> None:
+        """Keep a valid entry at the top of the heap, or no heap."""
+        while heap and not self._is_valid(heap[0]):
+            heapq.heappop(heap)
+        if not heap:
+            del self._heaps[key]
+
+    def __iter__(self) -> Iterator[RequestState]:
+        """Return all requests in order. Sorts: for people and tests, not for steps."""
+        entries = [entry for heap in self._heaps.values() for entry in heap if self._is_valid(entry)]
+        return (entry[2] for entry in sorted(entries, key=lambda entry: entry[:2]))
 
 
 class Policy(Protocol):
@@ -72,48 +150,3 @@ POLICIES: dict[SchedulingPolicy, Callable[[], Policy]] = {
     SchedulingPolicy.FCFS: FirstComeFirstServed,
     SchedulingPolicy.PRIORITY: MostUrgentFirst,
 }
-
-
-class CostModel:
-    """What a computed token and a copied block cost, measured in completed steps (exponential averages).
-
-    prefill_s_per_token: seconds.   copy_s_per_block: seconds, one direction. Zero until measured.
-    """
-
-    _NEW_SHARE = 0.2
-    _MIN_PREFILL_TOKENS = 16  # smaller steps measure latency, not prefill speed
-
-    def __init__(self) -> None:
-        self.prefill_s_per_token = 0.0
-        self.copy_s_per_block = 0.0
-
-    def observe(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """Take the measurements of a completed step. Its duration_s includes swap_s."""
-        num_copied = len(output.swap_in) + len(output.swap_out)
-        if num_copied and result.swap_s > 0:
-            self.copy_s_per_block = self._mix(self.copy_s_per_block, result.swap_s / num_copied)
-        num_tokens, compute_s = output.total_num_scheduled_tokens, result.duration_s - result.swap_s
-        if num_tokens - len(output.rows) >= self._MIN_PREFILL_TOKENS and compute_s > 0:
-            self.prefill_s_per_token = self._mix(self.prefill_s_per_token, compute_s / num_tokens)
-
-    def _mix(self, old: float, new: float) -> float:
-        return new if old == 0 else (1 - self._NEW_SHARE) * old + self._NEW_SHARE * new
-
-    def swap_is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
-        """Whether copying `num_blocks` out and in beats computing `num_tokens` again. Unmeasured copies are tried."""
-        return 2 * num_blocks * self.copy_s_per_block < num_tokens * self.prefill_s_per_token
-
-
-PreemptionRule = Callable[[RequestState, int, int], bool]
-"""Whether to swap a request, with that many computed tokens in that many blocks, if the host has room."""
-
-
-def make_preemption_rule(mode: PreemptionMode, costs: CostModel) -> PreemptionRule:
-    rules: dict[PreemptionMode, PreemptionRule] = {
-        # While more than one sequence is unfinished: recomputing would compute each of them.
-        PreemptionMode.AUTO: lambda request, num_tokens, num_blocks: len(request.unfinished) > 1,
-        PreemptionMode.RECOMPUTE: lambda request, num_tokens, num_blocks: False,
-        PreemptionMode.SWAP: lambda request, num_tokens, num_blocks: True,
-        PreemptionMode.COST: lambda request, num_tokens, num_blocks: costs.swap_is_cheaper(num_tokens, num_blocks),
-    }
-    return rules[mode]

@@ -1,15 +1,30 @@
 """Preemption: which request leaves the running batch when blocks run out, and whether its KV is dropped or swapped."""
 
+from collections.abc import Callable
+
 import numpy as np
 
+from pagoda.base.config import PreemptionMode
 from pagoda.core.decision_log import Preempted, Reason
 from pagoda.core.lifecycle import park, requeue
 from pagoda.core.request import RequestState, RequestStatus
 from pagoda.core.state import SchedulerState
+from pagoda.core.stats import CostModel
 from pagoda.core.step_plan import StepPlan
 
 _NO_ROOM = (Reason.NUM_SEQS, Reason.BLOCKS, Reason.WATERMARK)
 """What a preemption can mend."""
+
+PreemptionRule = Callable[[RequestState, int, int, CostModel], bool]
+"""Whether to swap a request, with that many computed tokens in that many blocks, if the host has room."""
+
+PREEMPTION_RULES: dict[PreemptionMode, PreemptionRule] = {
+    # While more than one sequence is unfinished: recomputing would compute each of them.
+    PreemptionMode.AUTO: lambda request, num_tokens, num_blocks, costs: len(request.unfinished) > 1,
+    PreemptionMode.RECOMPUTE: lambda request, num_tokens, num_blocks, costs: False,
+    PreemptionMode.SWAP: lambda request, num_tokens, num_blocks, costs: True,
+    PreemptionMode.COST: lambda request, num_tokens, num_blocks, costs: costs.swap_is_cheaper(num_tokens, num_blocks),
+}
 
 
 def next_victim(state: SchedulerState) -> RequestState:
@@ -40,12 +55,13 @@ def preempt(state: SchedulerState, victim: RequestState, plan: StepPlan, for_req
 
 def _swaps(state: SchedulerState, victim: RequestState, rows: list[int], num_computed: int) -> bool:
     """Whether to swap. Not what would lose encoder outputs, nor a request whose sequences do not all have rows."""
+    prefers_swap = PREEMPTION_RULES[state.config.preemption_mode]
     return (
         not any(row in state.batch.leaders for row in rows)
         and not (victim.spec.is_beam_search and victim.beams is None)  # its rows may share the slot they write
         and not any(state.encoder.has_media_ahead(row) for row in rows)
         and state.kv.can_swap_out(rows)
-        and state.preemption_rule(victim, num_computed, _num_blocks(state, rows))
+        and prefers_swap(victim, num_computed, _num_blocks(state, rows), state.costs)
     )
 
 

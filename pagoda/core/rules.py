@@ -10,7 +10,7 @@ import numpy as np
 
 from pagoda.core.decision_log import Reason
 from pagoda.core.encoder import ChunkMedia
-from pagoda.core.queues import RequestQueue
+from pagoda.core.policy import RequestQueue
 from pagoda.core.request import RequestState, RequestStatus
 from pagoda.core.state import SchedulerState
 from pagoda.core.step_plan import StepPlan
@@ -22,7 +22,7 @@ class Skip(Enum):
     """What is held back in this step."""
 
     REQUEST = "this request"
-    KEY = "all requests with its key (queues.key_of: the LoRA adapter)"
+    KEY = "all requests with its key (policy.key_of: the LoRA adapter)"
     QUEUE = "this request and all after it"
 
 

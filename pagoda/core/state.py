@@ -13,13 +13,12 @@ from pagoda.core.encoder import EncoderInputs
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager, KVGroupKind, KVGroupSpec, KVSizing
 from pagoda.core.outbox import Outbox
-from pagoda.core.policy import POLICIES, CostModel, Policy, make_preemption_rule
-from pagoda.core.queues import RequestQueue
+from pagoda.core.policy import POLICIES, Policy, RequestQueue
 from pagoda.core.request import Request, RequestState, RequestStatus
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.core.stats import SchedulerStats
+from pagoda.core.stats import CostModel, SchedulerStats
 from pagoda.core.stops import StopTokens
 
 
@@ -99,7 +98,6 @@ class SchedulerState:
         self.batch = RunningBatch(self.table, self.kv, self.in_flight, self.drafts, async_scheduling=is_async)
         self.outbox = Outbox(config.max_rows, self.stats)
         self.costs = CostModel()
-        self.preemption_rule = make_preemption_rule(config.preemption_mode, self.costs)
 
     # Invariants
 

@@ -8,7 +8,7 @@ import pytest
 from pagoda.base.config import PreemptionMode
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core import preemption
-from pagoda.core.queues import RequestQueue
+from pagoda.core.policy import RequestQueue
 from pagoda.core.request import Request, RequestState, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput
 from pagoda.core.step_plan import StepPlan

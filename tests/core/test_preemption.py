@@ -4,9 +4,10 @@ import numpy as np
 
 from pagoda.base.config import PreemptionMode, SchedulingPolicy
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.policy import CostModel, make_preemption_rule
+from pagoda.core.preemption import PREEMPTION_RULES
 from pagoda.core.request import Request, RequestState, RequestStatus, Sequence
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.core.stats import CostModel
 from tests.core.rig import Rig
 
 
@@ -26,23 +27,22 @@ def observe(
 
 
 def test_auto_swaps_while_more_than_one_sequence_is_left() -> None:
-    rule = make_preemption_rule(PreemptionMode.AUTO, CostModel())
+    rule, costs = PREEMPTION_RULES[PreemptionMode.AUTO], CostModel()
     four = state(4)
-    assert rule(four, 10, 3)
+    assert rule(four, 10, 3, costs)
     for sequence in four.sequences[:3]:
         sequence.end = RequestStatus.FINISHED_STOPPED
-    assert not rule(four, 10, 3)
+    assert not rule(four, 10, 3, costs)
 
 
 def test_cost_compares_two_copies_with_one_computation() -> None:
-    costs = CostModel()
-    rule = make_preemption_rule(PreemptionMode.COST, costs)
-    assert not rule(state(1), 1000, 60)  # nothing is measured yet
+    rule, costs = PREEMPTION_RULES[PreemptionMode.COST], CostModel()
+    assert not rule(state(1), 1000, 60, costs)  # nothing is measured yet
     observe(costs, num_tokens=1000, num_rows=1, duration_s=1.0, num_copied_blocks=0, copy_s=0.0)
-    assert rule(state(1), 1000, 60)  # a copy that was never measured is tried
+    assert rule(state(1), 1000, 60, costs)  # a copy that was never measured is tried
     observe(costs, num_tokens=1, num_rows=1, duration_s=0.1, num_copied_blocks=10, copy_s=0.1)
-    assert not rule(state(1), 1000, 60)  # 1.2 s of copies against 1 s of prefill
-    assert rule(state(1), 1000, 40)
+    assert not rule(state(1), 1000, 60, costs)  # 1.2 s of copies against 1 s of prefill
+    assert rule(state(1), 1000, 40, costs)
 
 
 def test_small_steps_do_not_count_as_prefill_speed() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.queues import RequestQueue, key_of
+from pagoda.core.policy import RequestQueue, key_of
 from pagoda.core.request import LoraRef, Request, RequestState
 
 

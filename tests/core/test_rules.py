@@ -8,7 +8,7 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.core import planning
 from pagoda.core.decision_log import Held, Reason
-from pagoda.core.queues import RequestQueue
+from pagoda.core.policy import RequestQueue
 from pagoda.core.request import LoraRef, Request, RequestState, RequestStatus
 from pagoda.core.rules import Hold, Skip, why_held
 from pagoda.core.state import SchedulerState
