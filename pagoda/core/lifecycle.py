@@ -233,11 +233,6 @@ def finish_all(
     return [finish_sequence(state, sequence, status, message=message) for sequence in request.unfinished]
 
 
-def fail_waiting(state: SchedulerState, request: RequestState, message: str) -> None:
-    """The request ends with an error before it could run."""
-    state.outbox.post_finishes(request, finish_all(state, request, RequestStatus.FINISHED_ERROR, message))
-
-
 def refuse(state: SchedulerState, request: RequestState, why: str) -> None:
     """The request ends without being served. If it has output already, that stays, and it ends for its length."""
     num_prompt = request.spec.num_prompt_tokens

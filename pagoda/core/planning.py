@@ -9,11 +9,20 @@ import numpy as np
 from pagoda.base.errors import RequestError
 from pagoda.core.decision_log import Admitted, Copied, Reason
 from pagoda.core.kv import CachedPrefix
-from pagoda.core.lifecycle import fail_waiting, finish_one, fork_row, give_row, move_to_running, refuse
+from pagoda.core.lifecycle import finish_all, finish_one, fork_row, give_row, move_to_running, refuse
 from pagoda.core.policy import RequestQueue, key_of
 from pagoda.core.preemption import next_victim, preempt, preempt_for
 from pagoda.core.request import RequestState, RequestStatus, Sequence, without_features
-from pagoda.core.rules import Chunk, Skip, fit_chunk, fit_chunks, place_chunk, place_chunks, why_held, why_never
+from pagoda.core.rules import (
+    Chunk,
+    fit_chunk,
+    fit_chunks,
+    place_chunk,
+    place_chunks,
+    why_never,
+    why_skipped,
+    why_stopped,
+)
 from pagoda.core.scheduler_output import AdmitKind, RowFork, RowInit
 from pagoda.core.state import SchedulerState
 from pagoda.core.step_plan import StepPlan
@@ -225,25 +234,26 @@ def _offer(
 ) -> bool:
     """Offer the requests of `queue` in order while budget is left. Return False if one of them has to wait.
 
-    Strict queue order: only requests that a rule holds back alone, or with their adapter, are passed over.
+    Strict queue order: only requests that are skipped alone, or with their adapter, are passed over.
     offer: let the request in, or end it, and return None; or return why it waits.
     """
     skipped, skipped_keys, is_open = list[RequestState](), set[Hashable](), True
     while is_open and plan.budget > 0 and (request := queue.peek(skipped_keys)) is not None:
         try:
-            hold = why_held(state, request, queue, plan)
+            reason = why_skipped(state, request, queue)
         except RequestError as error:
-            fail_waiting(state, request, str(error))
+            finishes = finish_all(state, request, RequestStatus.FINISHED_ERROR, str(error))
+            state.outbox.post_finishes(request, finishes)
             continue
-        if hold is not None and hold.skip is not Skip.QUEUE:
-            state.log.held(request.request_id, hold.reason, stops_queue=False)
-            if hold.skip is Skip.KEY:
+        if reason is not None:
+            state.log.held(request.request_id, reason, stops_queue=False)
+            if reason is Reason.LORA:
                 skipped_keys.add(key_of(request))
             else:
                 queue.remove(request)
                 skipped.append(request)
             continue
-        reason = hold.reason if hold is not None else offer(state, request, plan)
+        reason = why_stopped(state, request, queue, plan) or offer(state, request, plan)
         may_preempt = queue is state.waiting
         if reason is not None and not (may_preempt and preempt_for(state, request, plan, reason)):
             state.log.held(request.request_id, reason, stops_queue=True)

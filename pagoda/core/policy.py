@@ -12,14 +12,14 @@ _Entry = tuple[SortKey, int, RequestState]  # (sort key, ticket, request)
 
 
 def key_of(request: RequestState) -> Hashable:
-    """Return what Skip.KEY skips as a whole: the LoRA adapter, whichever gate asks. None: requests without one."""
+    """Return what is skipped as a whole: the LoRA adapter. None: requests without one."""
     return request.spec.lora.identity if request.spec.lora is not None else None
 
 
 class RequestQueue:
     """Requests by `sort_key`, smallest first.
 
-    Inside, one heap per key: when a gate skips a key for the step, all its requests are passed over at once and keep
+    Inside, one heap per key: when a key is skipped for the step, all its requests are passed over at once and keep
     their places, so that a step never walks the queue. Removal from the middle leaves a tombstone.
     Every operation is O(log n) in the requests and O(keys) in the keys that wait.
     """

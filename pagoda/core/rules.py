@@ -1,10 +1,9 @@
 """Rules of a step: what holds a request back, and what shortens the chunk that a row computes.
 
-Both are ordered functions: to add a rule, add a branch at its place. The first rule that says no gives the reason.
+All are ordered functions: to add a rule, add a branch at its place. The first rule that says no gives the reason.
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
@@ -18,42 +17,32 @@ from pagoda.core.step_plan import StepPlan
 # What holds a request back
 
 
-class Skip(Enum):
-    """What is held back in this step."""
+def why_skipped(state: SchedulerState, request: RequestState, queue: RequestQueue) -> Reason | None:
+    """Return why the first request of `queue` is passed over in this step, or None.
 
-    REQUEST = "this request"
-    KEY = "all requests with its key (policy.key_of: the LoRA adapter)"
-    QUEUE = "this request and all after it"
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """A request does not enter in this step."""
-
-    reason: Reason
-    skip: Skip
-
-
-def why_held(state: SchedulerState, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Hold | None:
-    """Return None to let the first request of `queue` (waiting or swapped) pass, or what is held back and why.
-
-    A request that is held back keeps its place in the queue. Raises RequestError if it cannot have what it needs.
+    It keeps its place, and those after it may enter; with Reason.LORA, only those with another adapter or none. Raises
+    RequestError if it cannot have what it needs.
     """
-    config, batch, lora = state.config, state.batch, request.spec.lora
-    if config.max_loras and lora is not None and not batch.has_room_for_adapter(lora, config.max_loras):
-        return Hold(Reason.LORA, Skip.KEY)
-    if state.in_flight.has_late_tokens(request):  # they would be sampled twice
-        return Hold(Reason.IN_FLIGHT, Skip.REQUEST if queue is state.waiting else Skip.QUEUE)
-    if state.preparations is not None and (missing := state.preparations.why_not_ready(request.spec)) is not None:
-        return Hold(missing, Skip.REQUEST)
+    config, lora = state.config, request.spec.lora
+    if config.max_loras and lora is not None and not state.batch.has_room_for_adapter(lora, config.max_loras):
+        return Reason.LORA
+    if state.in_flight.has_late_tokens(request):  # they would be sampled twice; a swapped one stops its queue
+        return Reason.IN_FLIGHT if queue is state.waiting else None
+    return state.preparations.why_not_ready(request.spec) if state.preparations is not None else None
+
+
+def why_stopped(state: SchedulerState, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Reason | None:
+    """Return why neither the first request of `queue`, which is not skipped, nor any after it enters, or None."""
+    if state.in_flight.has_late_tokens(request):
+        return Reason.IN_FLIGHT
     if not _has_room_for_sequences(state, len(request.unfinished)):
-        return Hold(Reason.NUM_SEQS, Skip.QUEUE)
+        return Reason.NUM_SEQS
     if queue is state.waiting:
-        if config.scheduler_delay_factor and _lets_prompts_gather(state, plan):
-            return Hold(Reason.DELAY, Skip.QUEUE)
-        most = config.max_num_partial_prefills
+        if state.config.scheduler_delay_factor and _lets_prompts_gather(state, plan):
+            return Reason.DELAY
+        most = state.config.max_num_partial_prefills
         if most and _num_partial_prefills(state, plan) >= most:
-            return Hold(Reason.PARTIAL_PREFILLS, Skip.QUEUE)
+            return Reason.PARTIAL_PREFILLS
     return None
 
 

@@ -10,7 +10,7 @@ from pagoda.core import planning
 from pagoda.core.decision_log import Held, Reason
 from pagoda.core.policy import RequestQueue
 from pagoda.core.request import LoraRef, Request, RequestState, RequestStatus
-from pagoda.core.rules import Hold, Skip, why_held
+from pagoda.core.rules import why_skipped, why_stopped
 from pagoda.core.state import SchedulerState
 from pagoda.core.step_plan import StepPlan
 from tests.core.rig import Rig
@@ -83,19 +83,23 @@ def test_a_request_that_cannot_have_what_it_needs_ends_alone() -> None:
     assert (finish.status, finish.message) == (RequestStatus.FINISHED_ERROR, "no a")
 
 
-@pytest.mark.parametrize(("skip", "entered"), [(Skip.REQUEST, ["b", "d"]), (Skip.KEY, ["b"]), (Skip.QUEUE, [])])
+@pytest.mark.parametrize(
+    ("skipped", "stopped", "entered"),
+    [(Reason.GRAMMAR, None, ["b", "d"]), (Reason.LORA, None, ["b"]), (None, Reason.DELAY, [])],
+)
 def test_a_rule_holds_back_a_request_or_its_adapter_or_the_queue(
-    skip: Skip, entered: list[str], monkeypatch: pytest.MonkeyPatch
+    skipped: Reason | None, stopped: Reason | None, entered: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """a and d have an adapter: holding back a's adapter holds d back too; the queue: everything after a."""
-    rule = why_held
 
-    def only_even_handles(
-        state: SchedulerState, request: RequestState, queue: RequestQueue, plan: StepPlan
-    ) -> Hold | None:
-        return Hold(Reason.GRAMMAR, skip) if request.spec.handle % 2 else rule(state, request, queue, plan)
+    def skip(state: SchedulerState, request: RequestState, queue: RequestQueue) -> Reason | None:
+        return skipped if request.spec.handle % 2 else why_skipped(state, request, queue)
 
-    monkeypatch.setattr(planning, "why_held", only_even_handles)
+    def stop(state: SchedulerState, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Reason | None:
+        return stopped if request.spec.handle % 2 else why_stopped(state, request, queue, plan)
+
+    monkeypatch.setattr(planning, "why_skipped", skip)
+    monkeypatch.setattr(planning, "why_stopped", stop)
     rig = Rig()
     adapter = LoraRef("x")
     for name, lora in (("a", adapter), ("b", None), ("c", None), ("d", adapter)):
