@@ -2,14 +2,14 @@
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from pagoda.core.decision_log import Reason
 from pagoda.core.request import MediaItem, RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import EncoderRun, SchedulerOutput
-from pagoda.core.step_plan import StepPlan
+from pagoda.core.step_plan import Chunk, StepPlan
 
 
 class EncoderCache:
@@ -143,19 +143,6 @@ class EncoderCache:
         return None
 
 
-@dataclass(slots=True)
-class ChunkMedia:
-    """num_new: tokens the chunk may have.   to_encode: items to run first.   repeated: items equal to one of those.
-
-    num_found: items that begin in it and whose outputs are cached.
-    """
-
-    num_new: int
-    num_found: int = 0
-    to_encode: list[int] = field(default_factory=list)
-    repeated: list[int] = field(default_factory=list)
-
-
 class EncoderInputs:
     """The encoder's cache and budget, and the rows whose requests have media.
 
@@ -183,17 +170,15 @@ class EncoderInputs:
         """Whether a running row still needs the encoder: then rows are planned one by one."""
         return bool(self._rows)
 
-    def plan_chunk(
-        self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int
-    ) -> ChunkMedia | None:
-        """Return what a chunk needs, cut before the first item that finds no budget or no space; None without media.
+    def plan_chunk(self, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int) -> Chunk:
+        """Return a chunk of `num_new` tokens, cut before the first item that finds no budget or no space.
 
         Cached items are referenced at once. row: -1 for a request that would enter.
         """
         is_watched = request.spec.media and (row < 0 or row in self._rows)
-        return self._plan_chunk(plan, request, start, num_new) if is_watched else None
+        return self._plan_media(plan, request, start, num_new) if is_watched else Chunk(num_new)
 
-    def place(self, plan: StepPlan, request: RequestState, row: int, chunk: ChunkMedia) -> None:
+    def place(self, plan: StepPlan, request: RequestState, row: int, chunk: Chunk) -> None:
         """The chunk is placed: its items run in this step."""
         for item in chunk.to_encode:
             media = request.spec.media[item]
@@ -210,8 +195,8 @@ class EncoderInputs:
         """The chunk is not placed, or the request left the running batch: drop its references."""
         self._cache.drop_all(request)
 
-    def _plan_chunk(self, plan: StepPlan, request: RequestState, start: int, num_new: int) -> ChunkMedia:
-        chunk = ChunkMedia(num_new)
+    def _plan_media(self, plan: StepPlan, request: RequestState, start: int, num_new: int) -> Chunk:
+        chunk = Chunk(num_new, Reason.ENCODER)
         budget, planned = plan.encoder_budget, 0
         hashes: set[str] = set()
         for item, at in enumerate(request.spec.media):

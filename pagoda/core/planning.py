@@ -13,19 +13,10 @@ from pagoda.core.lifecycle import finish_all, finish_one, fork_row, give_row, mo
 from pagoda.core.policy import RequestQueue, key_of
 from pagoda.core.preemption import next_victim, preempt, preempt_for
 from pagoda.core.request import RequestState, RequestStatus, Sequence, without_features
-from pagoda.core.rules import (
-    Chunk,
-    fit_chunk,
-    fit_chunks,
-    place_chunk,
-    place_chunks,
-    why_never,
-    why_skipped,
-    why_stopped,
-)
+from pagoda.core.rules import fit_chunk, fit_chunks, place_chunk, place_chunks, why_never, why_skipped, why_stopped
 from pagoda.core.scheduler_output import AdmitKind, RowFork, RowInit
 from pagoda.core.state import SchedulerState
-from pagoda.core.step_plan import StepPlan
+from pagoda.core.step_plan import Chunk, StepPlan
 
 # Running rows
 

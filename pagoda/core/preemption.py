@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import numpy as np
-
 from pagoda.base.config import PreemptionMode
 from pagoda.core.decision_log import Preempted, Reason
 from pagoda.core.lifecycle import park, requeue
@@ -61,13 +59,8 @@ def _swaps(state: SchedulerState, victim: RequestState, rows: list[int], num_com
         and not (victim.spec.is_beam_search and victim.beams is None)  # its rows may share the slot they write
         and not any(state.encoder.has_media_ahead(row) for row in rows)
         and state.kv.can_swap_out(rows)
-        and prefers_swap(victim, num_computed, _num_blocks(state, rows), state.costs)
+        and prefers_swap(victim, num_computed, sum(state.kv.num_blocks_held(rows)), state.costs)
     )
-
-
-def _num_blocks(state: SchedulerState, rows: list[int]) -> int:
-    tables = [entries for row in rows for entries in state.kv.tables_of(row)]
-    return len(set(np.concatenate(tables).tolist()))
 
 
 def _count(state: SchedulerState, victim: RequestState) -> None:

@@ -5,7 +5,6 @@ tokens and its computed count are kept in the Sequence until it runs again.
 """
 
 from collections.abc import Mapping
-from enum import IntEnum
 
 import numpy as np
 
@@ -14,12 +13,6 @@ from pagoda.core.request import Request, RequestState, Sequence
 from pagoda.core.scheduler_output import NO_TOKENS, RowTokens
 
 _NO_LIMIT = np.iinfo(np.int32).max
-
-
-class RowState(IntEnum):
-    FREE = 0
-    ACTIVE = 1
-    PINNED = 2  # its sequence has left, but a step in flight names the row: not to be given out yet
 
 
 class RequestTable:
@@ -54,13 +47,13 @@ class RequestTable:
         self._index, self.index = _column(max_rows, np.int32)
         self._client, self.client = _column(max_rows, np.int32)
         self._order = np.zeros(max_rows, np.int64)
-        self._state = np.zeros(max_rows, np.int8)
+        self._is_active = np.zeros(max_rows, np.bool_)  # rows of running sequences
         self.sequence_of: list[Sequence | None] = [None] * max_rows
         self.has_pinned_rows = False
         self._track_in_flight = track_in_flight
         self._expect_tokens = expect_tokens
         self._free_rows = list(range(max_rows - 1, -1, -1))
-        self._pinned: list[tuple[int, int]] = []  # (row, step after which it is free)
+        self._pinned: list[tuple[int, int]] = []  # (row, step after which it is free): a late result may name it
 
     @property
     def num_free_rows(self) -> int:
@@ -120,7 +113,7 @@ class RequestTable:
     def _assign(self, row: int, sequence: Sequence) -> int:
         self._order[row] = (sequence.request.admission << 16) | sequence.index
         self._index[row] = sequence.index
-        self._state[row] = RowState.ACTIVE
+        self._is_active[row] = True
         self.sequence_of[row] = sequence
         sequence.row = row
         return row
@@ -141,8 +134,8 @@ class RequestTable:
         sequence.token_ids = self._token_ids[row, : self._num_tokens[row]].copy()
         sequence.num_computed = int(self._num_computed[row])
         sequence.row = -1
+        self._is_active[row] = False
         if last_step_in_flight:
-            self._state[row] = RowState.PINNED
             self._pinned.append((row, last_step_in_flight))
             self.has_pinned_rows = True
         else:
@@ -166,7 +159,6 @@ class RequestTable:
         self.has_pinned_rows = bool(self._pinned)
 
     def _free(self, row: int) -> None:
-        self._state[row] = RowState.FREE
         self.sequence_of[row] = None
         self._free_rows.append(row)
 
@@ -265,7 +257,7 @@ class RequestTable:
 
     def active_rows(self) -> np.ndarray:
         """int64 [n]: rows of running sequences, in running order."""
-        rows = (self._state == RowState.ACTIVE).nonzero()[0]
+        rows = self._is_active.nonzero()[0]
         return rows[np.argsort(self._order[rows], kind="stable")]
 
     def owner(self, row: int) -> Sequence:
@@ -277,9 +269,9 @@ class RequestTable:
     def check(self) -> None:
         """Check that each row has one sequence or none. Raises InvariantBroken."""
         for row, owner in enumerate(self.sequence_of):
-            if self._state[row] == RowState.ACTIVE and (owner is None or owner.row != row):
+            if self._is_active[row] and (owner is None or owner.row != row):
                 raise InvariantBroken(f"row {row} is active but its sequence has row {owner.row if owner else None}")
-        num_active = int(np.count_nonzero(self._state == RowState.ACTIVE))
+        num_active = int(np.count_nonzero(self._is_active))
         if len(self._free_rows) + len(self._pinned) + num_active != self.max_rows:
             raise InvariantBroken("a row is lost or counted twice")
 

@@ -3,16 +3,13 @@
 All are ordered functions: to add a rule, add a branch at its place. The first rule that says no gives the reason.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from pagoda.core.decision_log import Reason
-from pagoda.core.encoder import ChunkMedia
 from pagoda.core.policy import RequestQueue
 from pagoda.core.request import RequestState, RequestStatus
 from pagoda.core.state import SchedulerState
-from pagoda.core.step_plan import StepPlan
+from pagoda.core.step_plan import Chunk, StepPlan
 
 # What holds a request back
 
@@ -88,18 +85,6 @@ def _num_partial_prefills(state: SchedulerState, plan: StepPlan) -> int:
 # What shortens a chunk
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """What a row may compute in this step.
-
-    num_new: tokens; if 0, `reason` says why.   media: what it needs of the encoder.
-    """
-
-    num_new: int
-    reason: Reason = Reason.BUDGET
-    media: ChunkMedia | None = None
-
-
 def narrow_budgets(state: SchedulerState, plan: StepPlan) -> None:
     """Lower the budgets of a step that is opened, as far as the settings for stages and for long prompts say.
 
@@ -137,8 +122,7 @@ def fit_chunk(
         num_new = budget if _may_cut(state, request, start + num_new) else 0
     if num_new <= 0:
         return Chunk(0)
-    media = state.encoder.plan_chunk(plan, request, row, start, num_new)
-    return Chunk(num_new) if media is None else Chunk(media.num_new, Reason.ENCODER, media)
+    return state.encoder.plan_chunk(plan, request, row, start, num_new)
 
 
 def fit_chunks(state: SchedulerState, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> np.ndarray:
@@ -168,8 +152,7 @@ def place_chunk(
         plan.decodes.add(row)
     if plan.prompt_budget is not None and not _decodes(state, plan, row):
         plan.take_prompt_tokens(row, chunk.num_new)
-    if chunk.media is not None:
-        state.encoder.place(plan, request, row, chunk.media)
+    state.encoder.place(plan, request, row, chunk)
 
 
 def place_chunks(

@@ -1,7 +1,10 @@
 """StepPlan: one step while it is planned, and the builder of its SchedulerOutput."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
+from pagoda.core.decision_log import Reason
 from pagoda.core.request import MediaItem, RequestState
 from pagoda.core.scheduler_output import (
     NO_BEAMS,
@@ -17,6 +20,21 @@ from pagoda.core.scheduler_output import (
     RowTokens,
     SchedulerOutput,
 )
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What a row may compute in a step.
+
+    num_new: tokens; if 0, `reason` says why.   to_encode: media items to run first.   repeated: items equal to one of
+    those.   num_found: items that begin in it and whose outputs are cached.
+    """
+
+    num_new: int
+    reason: Reason = Reason.BUDGET
+    num_found: int = 0
+    to_encode: list[int] = field(default_factory=list[int])
+    repeated: list[int] = field(default_factory=list[int])
 
 
 class StepPlan:

@@ -5,7 +5,7 @@ import pytest
 from pagoda.base.config import PreemptionMode, SchedulingMode
 from pagoda.core import planning
 from pagoda.core.request import MediaItem
-from pagoda.core.rules import Chunk
+from pagoda.core.step_plan import Chunk
 from tests.core.rig import Rig
 from tests.core.test_corner_cases import preempt
 

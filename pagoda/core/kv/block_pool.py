@@ -87,6 +87,11 @@ class BlockPool:
         """Add `counts[i]` references to `blocks[i]`, which has one already. Distinct ids."""
         self.ref_count[blocks] += counts.astype(np.int32)
 
+    def _logged(self) -> np.ndarray:
+        """Return the free blocks with content, in the order of freeing."""
+        ids = self._log[self._head : self._tail]
+        return ids[self._place[ids] == np.arange(self._head + 1, self._tail + 1)]
+
     def _unlog(self, blocks: np.ndarray) -> None:
         self._num_logged -= int(np.count_nonzero(self._place[blocks]))
         self._place[blocks] = 0
@@ -121,9 +126,7 @@ class BlockPool:
 
     def drop_all_content(self) -> None:
         """No block can be found by hash any more."""
-        logged = self._log[self._head : self._tail]
-        valid = logged[self._place[logged] == np.arange(self._head + 1, self._tail + 1)]
-        self.drop_content(valid.copy())
+        self.drop_content(self._logged())
         self.has_content[:] = False
 
     def _push(self, blocks: np.ndarray) -> None:
@@ -142,8 +145,7 @@ class BlockPool:
 
     def _compact(self) -> None:
         """Move the valid entries of the log to its front. They are at most half of it, so this is rare."""
-        logged = self._log[self._head : self._tail]
-        valid = logged[self._place[logged] == np.arange(self._head + 1, self._tail + 1)]
+        valid = self._logged()
         self._head, self._tail = 0, len(valid)
         self._log[: self._tail] = valid
         self._place[valid] = np.arange(1, self._tail + 1)
@@ -151,8 +153,7 @@ class BlockPool:
     def check(self) -> None:
         """Check that every block is free or referenced, never both. Raises InvariantBroken."""
         stacked = self._stack[: self._num_stacked]
-        logged = self._log[self._head : self._tail]
-        logged = logged[self._place[logged] == np.arange(self._head + 1, self._tail + 1)]
+        logged = self._logged()
         free = np.concatenate((stacked, logged))
         if len(logged) != self._num_logged or len(np.unique(free)) != len(free):
             raise InvariantBroken("a block is free twice")
