@@ -1,7 +1,8 @@
 """DecisionLog: why each step was planned as it was, as small records in a ring. Off unless asked for."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -69,39 +70,29 @@ class Copied:
 Decision = Admitted | Held | Preempted | Copied
 
 
-@dataclass(slots=True)
-class StepDecisions:
-    """All decisions of one step, in the order they were made."""
-
-    step: int
-    decisions: list[Decision] = field(default_factory=list)
-
-
 class DecisionLog:
     """The decisions of the last `num_steps` steps. With 0 it is off."""
 
     def __init__(self, num_steps: int) -> None:
         self.enabled = num_steps > 0
-        self._steps: deque[StepDecisions] = deque(maxlen=max(num_steps, 1))
+        self._steps: deque[tuple[int, list[Decision]]] = deque(maxlen=max(num_steps, 1))
 
     def open_step(self, step: int) -> None:
-        self._steps.append(StepDecisions(step))
+        self._steps.append((step, []))
 
     def note(self, decision: Decision) -> None:
         """Add to the open step. Callers check `enabled` first, so that a log that is off costs one comparison."""
-        self._steps[-1].decisions.append(decision)
+        self._steps[-1][1].append(decision)
 
     def held(self, request_id: str, reason: Reason, *, stops_queue: bool) -> None:
         """The request did not enter."""
         if self.enabled:
             self.note(Held(request_id, reason, stops_queue))
 
-    def __iter__(self):
-        """Oldest step first."""
-        return iter(self._steps if self.enabled else ())
+    def __iter__(self) -> Iterator[tuple[int, Decision]]:
+        """Yield (step, decision), in the order in which they were made."""
+        return ((step, decision) for step, decisions in self._steps for decision in decisions)
 
     def of_request(self, request_id: str) -> list[tuple[int, Decision]]:
         """Return (step, decision) for everything that is still known of one request."""
-        return [
-            (step.step, decision) for step in self for decision in step.decisions if decision.request_id == request_id
-        ]
+        return [(step, decision) for step, decision in self if decision.request_id == request_id]
