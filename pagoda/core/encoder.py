@@ -9,6 +9,7 @@ from pagoda.core.decision_log import Reason
 from pagoda.core.request import MediaItem, RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import EncoderRun, SchedulerOutput
+from pagoda.core.stats import SchedulerStats
 from pagoda.core.step_plan import Chunk, StepPlan
 
 
@@ -148,18 +149,23 @@ class EncoderInputs:
 
     encoder_decoder: encoder inputs are run in a request's first step and read through cross-attention tables.
     whole_items: an item is never split over chunks.
-    num_queries, num_hits: items looked up for chunks that were placed, and those whose outputs were cached or are made
-        for another item of the step; a request that computes its prompt again looks them up again.
     """
 
     def __init__(
-        self, table: RequestTable, cache_tokens: int, budget_tokens: int, *, encoder_decoder: bool, whole_items: bool
+        self,
+        table: RequestTable,
+        stats: SchedulerStats,
+        cache_tokens: int,
+        budget_tokens: int,
+        *,
+        encoder_decoder: bool,
+        whole_items: bool,
     ) -> None:
         self.encoder_decoder = encoder_decoder
         self.largest_item = min(budget_tokens, cache_tokens)
-        self.num_queries = self.num_hits = 0
         self._cache = EncoderCache(cache_tokens)
         self._table = table
+        self._stats = stats
         self._whole_items = whole_items
         self._rows: dict[int, RequestState] = {}
 
@@ -182,14 +188,14 @@ class EncoderInputs:
         """The chunk is placed: its items run in this step."""
         for item in chunk.to_encode:
             media = request.spec.media[item]
-            self.num_hits += not self._cache.add(request, item)
+            self._stats.encoder_hits += not self._cache.add(request, item)
             plan.encoder_runs.setdefault(row, []).append(EncoderRun(row, item, media.content_hash))
             plan.encoder_budget -= media.length
         for item in chunk.repeated:
             self._cache.touch(request, item)
         found = len(chunk.repeated) + chunk.num_found
-        self.num_queries += len(chunk.to_encode) + found
-        self.num_hits += found
+        self._stats.encoder_queries += len(chunk.to_encode) + found
+        self._stats.encoder_hits += found
 
     def release(self, request: RequestState) -> None:
         """The chunk is not placed, or the request left the running batch: drop its references."""

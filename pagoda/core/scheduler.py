@@ -8,6 +8,7 @@ planning.py has these moves; the results are applied by committing.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -192,18 +193,19 @@ class Scheduler:
 
     def make_stats(self) -> SchedulerStats:
         """Return gauges and totals."""
-        loras = [request.spec.lora for request in self._state.batch.requests.values()]
-        return self._state.stats.snapshot(
-            encoder_queries=self._state.encoder.num_queries,
-            encoder_hits=self._state.encoder.num_hits,
-            num_running=len(self._state.batch.requests),
-            num_waiting=len(self._state.waiting),
-            num_swapped=len(self._state.swapped),
-            num_blocks=self._state.kv.num_blocks,
-            num_free_blocks=self._state.kv.num_free_blocks,
-            num_free_host_blocks=self._state.kv.num_free_host_blocks,
+        state = self._state
+        loras = [request.spec.lora for request in state.batch.requests.values()]
+        return replace(
+            state.stats,
+            accepted_tokens_per_pos=state.stats.accepted_tokens_per_pos.copy(),
+            num_running=len(state.batch.requests),
+            num_waiting=len(state.waiting),
+            num_swapped=len(state.swapped),
+            num_blocks=state.kv.num_blocks,
+            num_free_blocks=state.kv.num_free_blocks,
+            num_free_host_blocks=state.kv.num_free_host_blocks,
             running_adapters=tuple(sorted({lora.name for lora in loras if lora is not None})),
-            waiting_adapters=tuple(sorted(self._state.waiting.adapter_names() | self._state.swapped.adapter_names())),
+            waiting_adapters=tuple(sorted(state.waiting.adapter_names() | state.swapped.adapter_names())),
         )
 
     @property

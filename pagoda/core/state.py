@@ -89,6 +89,7 @@ class SchedulerState:
         self.drafts = Drafts(self.table, self.stats)
         self.encoder = EncoderInputs(
             self.table,
+            self.stats,
             config.encoder_cache_tokens,
             config.encoder_budget,
             encoder_decoder=encoder_decoder,

@@ -1,6 +1,6 @@
 """What a scheduler counts and measures: SchedulerStats for metrics, CostModel for the preemption rule."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
@@ -10,7 +10,8 @@ class SchedulerStats:
     """Totals since the start, and gauges at the moment of a snapshot.
 
     prefix_queries, prefix_hits: tokens looked up and found at first admissions; *_resumed: at later ones.
-    encoder_queries, encoder_hits: images and audio looked up and found in the encoder cache; see EncoderInputs.
+    encoder_queries, encoder_hits: images and audio looked up for chunks that were placed, and those whose outputs were
+    cached or are made for another item of the step; a request that computes its prompt again looks them up again.
     prompt_tokens: of requests that emitted a first token.   generation_tokens: sampled tokens that counted.
     drafts: sequences and steps in which drafts were verified.   accepted_tokens_per_pos: by position in the draft; as
     many positions as the longest draft had.
@@ -65,18 +66,6 @@ class SchedulerStats:
         per_pos.extend([0] * (num_drafted - len(per_pos)))
         for position in range(num_accepted):
             per_pos[position] += 1
-
-    def snapshot(
-        self, *, running_adapters: tuple[str, ...], waiting_adapters: tuple[str, ...], **gauges: int
-    ) -> "SchedulerStats":
-        """Return a copy of the totals, with these gauges."""
-        return replace(
-            self,
-            accepted_tokens_per_pos=self.accepted_tokens_per_pos.copy(),
-            running_adapters=running_adapters,
-            waiting_adapters=waiting_adapters,
-            **gauges,
-        )
 
 
 class CostModel:
