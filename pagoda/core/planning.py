@@ -225,7 +225,7 @@ def _offer(
 ) -> bool:
     """Offer the requests of `queue` in order while budget is left. Return False if one of them has to wait.
 
-    Strict queue order: only requests that are skipped alone, or with their adapter, are passed over.
+    Strict queue order: only requests that `why_skipped` holds back, alone or with their adapter, are passed over.
     offer: let the request in, or end it, and return None; or return why it waits.
     """
     skipped, skipped_keys, is_open = list[RequestState](), set[Hashable](), True
