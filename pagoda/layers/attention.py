@@ -51,6 +51,7 @@ class Attention(Module):
         caller's.
     q_norm, k_norm: applied before the rotary embedding; None where there are none. Of the size of a head: to each. As
         large as all heads: over all of them, so that every rank computes all of q, k and v.
+    v_norm: of each head of v.   k_is_v: there is no matrix for v, which is what k is before its norm.
     sinks: each head has a score of its own in the softmax, of no value.   distance_bias: added to scores, and shared by
         layers; it does not go with sinks.
     place: where in the cache; set when the model's layers are put into groups. Of one that is not causal: the group
@@ -74,6 +75,8 @@ class Attention(Module):
         out: str | None = "o_proj",
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
+        v_norm: RMSNorm | None = None,
+        k_is_v: bool = False,
         rotates: bool = True,
         sinks: bool = False,
         distance_bias: DistanceBias | None = None,
@@ -87,12 +90,14 @@ class Attention(Module):
             Part(k, kv_size, unit=dim, rotary=rope, replicated=True, alternates=by_head, has_bias=k_bias),
             Part(v, kv_size, unit=dim, replicated=True, alternates=by_head),
         )
+        if k_is_v:
+            parts = parts[:2]
         norms_all_heads = q_norm is not None and q_norm.size > dim
         self.qkv = Linear(hidden_size, parts, qkv_bias, None if norms_all_heads else Axis.OUT)
         self.o_proj: Linear | None = None
         if out is not None:
             self.o_proj = Linear(q_size, (Part(out, hidden_size),), out_bias, Axis.IN, unit=dim)
-        self.q_norm, self.k_norm = q_norm, k_norm
+        self.q_norm, self.k_norm, self.v_norm, self.k_is_v = q_norm, k_norm, v_norm, k_is_v
         self.rotary = rotary if rotates else None
         self.sinks = Parameter[Tensor](Vector(heads.num_heads)) if sinks else None
         self.distance_bias = distance_bias
@@ -134,12 +139,13 @@ class Attention(Module):
         Writes the K and V of all tokens, if it is causal. last: this is the model's last layer, after which only the
         batch's tail is needed.
         """
-        heads = self.computed_heads
-        q, k, v = ops.split_qkv(self.qkv(ops, x), heads.num_heads, heads.num_kv_heads, heads.dim)
+        q, k, v = self._project(ops, x)
         if self.q_norm is not None:
             q = self.q_norm(ops, q)
         if self.k_norm is not None:
             k = self.k_norm(ops, k)
+        if self.v_norm is not None:
+            v = self.v_norm(ops, v)
         if self.first_heads is not None:
             q, k, v = self._own_heads(ops, q, k, v, *self.first_heads)
         if self.kv is None:
@@ -158,6 +164,14 @@ class Attention(Module):
                 sinks = self.sinks.value, self.first_head
                 attended = ops.attention_with_sinks(q, cache, metadata, *sinks, self.scale, self.window)
         return attended if self.o_proj is None else self.o_proj(ops, attended), residual
+
+    def _project(self, ops: ForwardOps, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v of all heads that this rank computes."""
+        heads, y = self.computed_heads, self.qkv(ops, x)
+        if not self.k_is_v:
+            return ops.split_qkv(y, heads.num_heads, heads.num_kv_heads, heads.dim)
+        k = ops.select_heads(y, heads.num_heads * heads.dim, heads.num_kv_heads, heads.dim)
+        return ops.select_heads(y, 0, heads.num_heads, heads.dim), k, k
 
     def _own_heads(
         self, ops: ForwardOps, q: Tensor, k: Tensor, v: Tensor, first: int, first_kv: int
@@ -186,6 +200,56 @@ class Attention(Module):
         if self.rotary.query_factors is not None:
             q = ops.scale_rows(q, ops.embedding(batch.positions, self.rotary.query_factors))
         return ops.rotary_write_kv(q, k, v, batch.positions, self.rotary.cos, self.rotary.sin, cache, metadata)
+
+
+class SharedKVAttention(Module):
+    """Causal attention to what another attention keeps in the cache: it has queries of its own and no K and V.
+
+    heads, rotary, window: as the other's.   source: the other, which computes before it; set once both exist.
+    """
+
+    source: Attention
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: Heads,
+        rotary: Rotary,
+        window: int,
+        scale: float,
+        q_norm: RMSNorm,
+        bias: bool = False,
+        out_bias: bool = False,
+    ) -> None:
+        dim, size = heads.dim, heads.num_heads * heads.dim
+        self.q = Linear(hidden_size, (Part("q_proj", size, unit=dim, rotary=rotary.rope),), bias, Axis.OUT)
+        self.o_proj = Linear(size, (Part("o_proj", hidden_size),), out_bias, Axis.IN, unit=dim)
+        self.q_norm, self.rotary = q_norm, rotary
+        self.num_heads, self.dim, self.window, self.scale = heads.num_heads, dim, window, scale
+
+    def divide(self, ranks: RankGroup, group: int) -> None:
+        """Attend with some heads. See Attention.divide."""
+        self.num_heads = len(rows_of(_first_part(self.q), ranks.rank, ranks.size)) // self.dim
+
+    def __call__(
+        self,
+        ops: ForwardOps,
+        x: Tensor,
+        residual: Tensor,
+        batch: ForwardBatch,
+        kv: Sequence[KVLayer],
+        last: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """See Attention. Writes nothing to the cache."""
+        place = self.source.place
+        q = self.q_norm(ops, ops.select_heads(self.q(ops, x), 0, self.num_heads, self.dim))
+        # The op rotates keys, too, and there are none: one head stands for them.
+        q, _ = ops.rotary(q, ops.select_heads(q, 0, 1, self.dim), batch.positions, self.rotary.cos, self.rotary.sin)
+        metadata = batch.metadata[place.group]
+        if last:
+            metadata = batch.tail.metadata[place.group]
+            q, residual = (ops.select_rows(rows, batch.tail.index) for rows in (q, residual))
+        return self.o_proj(ops, ops.attention(q, kv[place.index], metadata, self.scale, self.window)), residual
 
 
 class CrossAttention(Module):

@@ -7,10 +7,13 @@ from pagoda.ops.tensor import Tensor
 
 
 class RMSNorm(Module):
-    """x / rms(x) * weight, over the last dimension.   unit_offset: times 1 + weight."""
+    """x / rms(x) * weight, over the last dimension.   unit_offset: times 1 + weight.
 
-    def __init__(self, size: int, eps: float, unit_offset: bool = False) -> None:
-        self.weight = Parameter[Tensor](Vector(size, unit_offset))
+    zeros: the checkpoint has no weight, it is 0.
+    """
+
+    def __init__(self, size: int, eps: float, unit_offset: bool = False, zeros: bool = False) -> None:
+        self.weight = Parameter[Tensor](Vector(size, unit_offset, zeros))
         self.size = size
         self.eps = eps
         self.unit_offset = unit_offset

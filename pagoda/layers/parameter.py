@@ -85,13 +85,14 @@ class Vector:
     """One value per element, in the compute dtype.
 
     unit_offset: the layer multiplies by 1 + value.   zeros: the checkpoint has none; all values are 0.
-    is_float32: in float32, whatever the compute dtype.
+    is_float32: in float32, whatever the compute dtype.   is_number: it has one element, and is held as a Python float.
     """
 
     size: int
     unit_offset: bool = False
     zeros: bool = False
     is_float32: bool = False
+    is_number: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ class RopeType(Enum):
     LLAMA3 = "llama3"
     YARN = "yarn"
     LONGROPE = "longrope"
+    PROPORTIONAL = "proportional"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class RopeConfig:
     short_factors, long_factors: divide the frequencies; long ones if sequences may be longer than
     original_max_position (longrope).
     query_beta: queries are multiplied by 1 + query_beta * log(1 + position // original_max_position), 0 is off (yarn).
+    proportion: the share of the pairs that have an angle, the first ones; the others have the angle 0 (proportional).
     rotated: the share of a head's elements that it turns, the first ones.   interleaved: the pairs that it turns are
     neighbours in the checkpoint (0 and 1, 2 and 3, ...), not one from each half of the turned elements.
     axes: the pairs are so many equal runs, each with the frequencies of a head of its size and a position of its own
@@ -41,6 +43,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()  # longrope
     long_factors: tuple[float, ...] = ()  # longrope
     query_beta: float = 0.0  # yarn
+    proportion: float = 1.0  # proportional
     rotated: float = 1.0
     interleaved: bool = False
     axes: int = 1

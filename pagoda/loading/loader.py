@@ -200,15 +200,15 @@ class Filler:
         codes = self._weights.read_codes(name, region)
         return None if codes is None else self._ops.table_of(self._ops.prepare_quantized_linear(codes, self._dtype))
 
-    def _vector(self, path: str, declared: Vector) -> torch.Tensor:
-        """Return the vector in compute dtype, without the 1 of a unit offset."""
+    def _vector(self, path: str, declared: Vector) -> torch.Tensor | float:
+        """Return the vector in compute dtype, without the 1 of a unit offset; a number rounded to it."""
         dtype = torch.float32 if declared.is_float32 else self._dtype
         if declared.zeros:
             return torch.zeros(declared.size, dtype=dtype, device=self._device)
         out = self._tensor(path, (declared.size,), torch.float32)
         if declared.unit_offset and self._naming.unit_offset_stored:
             out -= 1.0  # in float32: 1 + weight has lost nothing yet
-        return out.to(dtype)
+        return float(out.to(dtype)) if declared.is_number else out.to(dtype)
 
     def _rotary_tables(self, declared: RotaryTable) -> RotaryTables:
         name, factors = self._naming.rope_factors, None

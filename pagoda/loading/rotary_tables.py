@@ -50,6 +50,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, longest: int = 0) -> to
     plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
     if rope.rope_type is RopeType.LINEAR:
         return plain / rope.factor
+    if rope.rope_type is RopeType.PROPORTIONAL:
+        turned = torch.arange(len(plain)) < int(rope.proportion * head_dim // 2)
+        return torch.where(turned, plain / rope.factor, 0.0)
     if rope.rope_type is RopeType.LLAMA3:
         return _llama3(plain, rope)
     if rope.rope_type is RopeType.YARN:

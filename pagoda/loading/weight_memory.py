@@ -133,6 +133,8 @@ def _bytes(
             [held] = held_as(path, table)
             coded = prepared.packed and held.form is not FLOATS[prepared.dtype]
             return held.packed_bytes(rows, columns) if coded else rows * columns * element
+        case Vector(is_number=True):
+            return 0
         case Vector(size, is_float32=is_float32):
             return size * (4 if is_float32 else element)
         case BiasTable(num_heads=num_heads, buckets=buckets):

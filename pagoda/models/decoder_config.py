@@ -49,6 +49,8 @@ class DecoderConfig:
     embedding_scale, input_scale: see Embedding.
     layer_norms: norms are LayerNorms rather than RMSNorms.   norm_bias: of LayerNorms.   unit_offset_norms: RMSNorms
     multiply by 1 + weight.
+    v_norm: heads of v are normed, too, without a weight.
+    full_heads: of layers with full attention, None if they are as those of the others.   full_k_is_v: see Attention.
     unrotated_layers: indices of the layers whose attention has no rotary embedding.
     learned_positions: a table has an embedding of each position, which is added to that of the token.
     parallel: the MLP computes from the state in front of the attention.
@@ -75,6 +77,9 @@ class DecoderConfig:
     norm_bias: bool = True
     unit_offset_norms: bool = False
     qk_norm: QKNorm = QKNorm.NONE
+    v_norm: bool = False
+    full_heads: Heads | None = None
+    full_k_is_v: bool = False
     unrotated_layers: frozenset[int] = frozenset()
     attention_sinks: bool = False
     learned_positions: bool = False
@@ -97,6 +102,10 @@ class DecoderConfig:
     @property
     def heads(self) -> Heads:
         return Heads(self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim)
+
+    def heads_of(self, index: int) -> Heads:
+        """Return the heads of layer `index`."""
+        return self.heads if self.spec.layer_windows[index] else self.full_heads or self.heads
 
     def norm(self) -> RMSNorm | LayerNorm:
         """Return a norm of the hidden states."""

@@ -158,8 +158,8 @@ def read(config: ConfigReader) -> DecoderConfig:
         spec=spec,
         norm_eps=config.not_negative("rms_norm_eps", 1e-6),
         activation=read_activation(config, "hidden_activation", "gelu_pytorch_tanh"),
-        rope_full=_read_rope(config, FULL, "rope_theta", 1_000_000.0),
-        rope_window=_read_rope(config, SLIDING, "rope_local_base_freq", 10_000.0),
+        rope_full=read_layer_rope(config, FULL, "rope_theta", 1_000_000.0),
+        rope_window=read_layer_rope(config, SLIDING, "rope_local_base_freq", 10_000.0),
         attention_scale=config.positive("query_pre_attn_scalar") ** -0.5,
         attention_softcap=config.not_negative("attn_logit_softcapping", 0.0),
         logit_softcap=config.not_negative("final_logit_softcapping", 0.0),
@@ -182,7 +182,7 @@ def _layer_windows(config: ConfigReader, bidirectional: bool) -> tuple[int, ...]
     return windows_by_layer_types(config, config.texts("layer_types") or by_pattern, window)
 
 
-def _read_rope(config: ConfigReader, layer_type: str, theta_key: str, default_theta: float) -> RopeConfig:
+def read_layer_rope(config: ConfigReader, layer_type: str, theta_key: str, default_theta: float) -> RopeConfig:
     """The newer form has a set of parameters per layer type; in the older one `rope_scaling` is of the full layers."""
     nested = config.section("rope_parameters")
     parameters = nested.section(layer_type) if nested else None

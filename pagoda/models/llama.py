@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.ranks import WHOLE, RankPlace
-from pagoda.layers.attention import FUSED_Q_K_V, Q_K_V, Attention
+from pagoda.layers.attention import FUSED_Q_K_V, Q_K_V, Attention, SharedKVAttention
 from pagoda.layers.kv import place_kv, place_kv_of_stage
 from pagoda.layers.latent_attention import LatentAttention
 from pagoda.layers.linear import Embedding, LMHead
@@ -30,26 +30,30 @@ def attention_of(config: DecoderConfig, index: int, rotary: Rotary) -> Attention
             config.spec.hidden_size, config.latent, rotary, config.attention_scale, config.attention_out_bias
         )
 
+    heads, window = config.heads_of(index), config.spec.layer_windows[index]
+
     def norm(num_heads: int) -> RMSNorm | None:
         if config.qk_norm is QKNorm.NONE:
             return None
-        size = config.heads.dim * (num_heads if config.qk_norm is QKNorm.ALL_HEADS else 1)
+        size = heads.dim * (num_heads if config.qk_norm is QKNorm.ALL_HEADS else 1)
         return RMSNorm(size, config.norm_eps, config.unit_offset_norms)
 
     return Attention(
         config.spec.hidden_size,
-        config.heads,
+        heads,
         rotary,
         causal=not config.bidirectional,
-        window=config.spec.layer_windows[index],
+        window=window,
         scale=config.attention_scale,
         softcap=config.attention_softcap,
         qkv_bias=config.qkv_bias,
         out_bias=config.attention_out_bias,
         names=FUSED_Q_K_V if config.fused_qkv else Q_K_V,
         by_head=config.qkv_by_head,
-        q_norm=norm(config.heads.num_heads),
-        k_norm=norm(config.heads.num_kv_heads),
+        q_norm=norm(heads.num_heads),
+        k_norm=norm(heads.num_kv_heads),
+        v_norm=RMSNorm(heads.dim, config.norm_eps, unit_offset=True, zeros=True) if config.v_norm else None,
+        k_is_v=config.full_k_is_v and not window,
         rotates=index not in config.unrotated_layers,
         sinks=config.attention_sinks,
     )
@@ -72,7 +76,7 @@ class LlamaLayer(Module):
 
     def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
         self.input_layernorm = config.norm()
-        self.self_attn = attention_of(config, index, rotary)
+        self.self_attn: Attention | LatentAttention | SharedKVAttention = attention_of(config, index, rotary)
         self.post_attention_layernorm = config.norm()
         self.mlp = mlp_of(config, index)
 
@@ -97,8 +101,9 @@ class LlamaModel(Module):
 
     def __init__(self, config: DecoderConfig, layer: type[LlamaLayer]) -> None:
         spec = config.spec
-        full = window = Rotary(config.rope_full, spec.head_dim)
-        if config.rope_window != config.rope_full:
+        full_dim = (config.full_heads or config.heads).dim
+        full = window = Rotary(config.rope_full, full_dim)
+        if config.rope_window != config.rope_full or full_dim != spec.head_dim:
             window = Rotary(config.rope_window, spec.head_dim, scaled_by_checkpoint=False)
         self.embed_tokens = Embedding(
             spec.vocab_size, spec.hidden_size, config.embedding_scale, input_scale=config.input_scale
@@ -127,6 +132,10 @@ class LlamaModel(Module):
             self.embed_positions.is_elsewhere = not place.is_first_stage
         self.norm.is_elsewhere = not place.is_last_stage
 
+    def with_layer_inputs(self, ops: ForwardOps, x: Tensor, batch: ForwardBatch) -> ForwardBatch:
+        """Return the batch with what layers read besides the hidden states.   x: [T, hidden], the embeddings."""
+        return batch
+
     def __call__(self, ops: ForwardOps, batch: ForwardBatch, kv: Sequence[KVLayer]) -> Tensor:
         """[num_tail, hidden], normed. Of a stage that is not the last: [T, hidden], part of what the next one gets."""
         layers = [layer for layer in self.layers if not layer.is_elsewhere]
@@ -136,6 +145,7 @@ class LlamaModel(Module):
             x = self.embed_tokens.of_batch(ops, batch)
             if self.embed_positions is not None:
                 residual = self.embed_positions(ops, batch.positions)
+            batch = self.with_layer_inputs(ops, x, batch)
         else:
             assert self.ranks is not None
             like = layers[0].post_attention_layernorm.weight.value
@@ -152,15 +162,16 @@ class LlamaModel(Module):
 
 
 class Llama(Model):
-    """The model and its head. Models that differ in their layers name another layer class."""
+    """The model and its head. Models that differ in their layers name another layer class; `body`: what holds them."""
 
     layer: type[LlamaLayer] = LlamaLayer
+    body: type[LlamaModel] = LlamaModel
     takes_embeds = True
 
     def __init__(self, config: DecoderConfig) -> None:
         spec = config.spec
         self.spec = spec
-        self.model = LlamaModel(config, self.layer)
+        self.model = self.body(config, self.layer)
         tied = self.model.embed_tokens if spec.tie_embeddings else None
         self.lm_head = LMHead(
             spec.hidden_size, spec.vocab_size, tied, config.logit_softcap, config.logit_scale, config.head_bias

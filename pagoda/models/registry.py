@@ -9,6 +9,7 @@ from pagoda.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from pagoda.models.exaone4 import EXAONE4
 from pagoda.models.gemma2 import GEMMA2
 from pagoda.models.gemma3 import GEMMA3
+from pagoda.models.gemma4 import GEMMA4
 from pagoda.models.glm4 import GLM4
 from pagoda.models.gpt2 import GPT2
 from pagoda.models.gpt_neox import GPT_NEOX
@@ -37,6 +38,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     QWEN3,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     OLMO2,
     SMOLLM3,
     EXAONE4,

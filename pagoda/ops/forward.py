@@ -42,6 +42,7 @@ from pagoda.ops.shape_rules import (
     check_moe,
     check_norm,
     check_paged,
+    check_product,
     check_put_rows,
     check_rotary_write,
     check_sinks,
@@ -163,6 +164,11 @@ class ForwardOps(Protocol):
     @op("rows", x=Rows(contiguous=True), factor=Scalar.F32, out=like("x"))
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """x * factor."""
+        ...
+
+    @op("rows", check_product, x=Rows(), y=Rows("x"), out=like("x"))
+    def multiply(self, x: Tensor, y: Tensor) -> Tensor:
+        """x * y, element by element: x [T, D], y [T, D] or one head of it, [T, 1, D]."""
         ...
 
     @op("rows", check_factors, x=Rows(), factors=Rows(contiguous=True), out=like("x"))

@@ -60,6 +60,11 @@ def check_factors(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         raise ValueError(f"factors {shapes['factors']} are not one per row")
 
 
+def check_product(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    if prod(shapes["x"][1:]) != prod(shapes["y"][1:]):
+        raise ValueError(f"rows of x {shapes['x']} and y {shapes['y']} have not as many elements")
+
+
 def check_gate_up(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     if shapes["gate_up"][1] % 2:
         raise ValueError(f"gate_up of {shapes['gate_up'][1]} columns has no halves")

@@ -245,11 +245,17 @@ def test_windows_and_several_groups(mixed: Path) -> None:
     check(mixed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(100, 106), VOCAB, num_groups=3)
 
 
-def test_latent_attention_and_groups_of_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "seeds", "num_groups"), [("deepseek-v3", range(11, 16), 1), ("gemma4-shared", range(11, 16), 3)]
+)
+def test_other_ways_to_attend(name: str, seeds: range, num_groups: int, tmp_path: Path) -> None:
+    """Latent attention and groups of experts; heads of two sizes, and layers that share K and V."""
     shape = {"vocab_size": VOCAB, "max_position_embeddings": MAX_MODEL_LEN, "eos_token_id": 2}
-    model, options = save(make_model("deepseek-v3", **shape), tmp_path), {"dtype": "bfloat16"}
-    expected = reference(model, tiny_watched(), options)
-    counts = check(model, tiny_watched(), expected, options, range(11, 16), VOCAB)
+    if name == "gemma4-shared":
+        shape["vocab_size_per_layer_input"] = VOCAB
+    model, options = save(make_model(name, **shape), tmp_path), {"dtype": "bfloat16"}
+    expected = reference(model, tiny_watched(), {**options, "num_blocks": 100 * num_groups})
+    counts = check(model, tiny_watched(), expected, options, seeds, VOCAB, num_groups=num_groups)
     missing = {"chunks", "swapped", "preempted", "prefix hits", "forks"} - set(+counts)
     assert not missing, counts
 

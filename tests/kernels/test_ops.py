@@ -226,6 +226,20 @@ def test_scaled_rows(fast: Ops, reference: ReferenceOps, dtype: torch.dtype) -> 
     close(reference.scale_rows(heads, torch.arange(37.0).unsqueeze(1))[5], 5 * heads[5])
 
 
+@DTYPES
+def test_products(fast: Ops, reference: ReferenceOps, dtype: torch.dtype) -> None:
+    x, y = draw(37, 99, dtype=dtype), draw(37, 4, 99, dtype=dtype, seed=1)
+    for other in (y[:, 2:3], y[:, 0], x):
+        got = fast.multiply(x, other)
+        assert got.shape == x.shape
+        close(got, reference.multiply(x, other))
+
+
+def test_factors_of_a_product_have_as_many_elements(native: NativeOps) -> None:
+    with pytest.raises(ValueError, match=r"rows of x \(3, 4\) and y \(3, 2\) have not as many"):
+        native.multiply(draw(3, 4, dtype=F32), draw(3, 2, dtype=F32))
+
+
 def test_a_factor_is_needed_for_each_row(native: NativeOps) -> None:
     with pytest.raises(ValueError, match=r"factors \(3, 2\) are not one per row"):
         native.scale_rows(draw(3, 4, dtype=F32), draw(3, 2, dtype=F32))
@@ -289,6 +303,7 @@ def test_bits_depend_on_the_row_alone(native: NativeOps, dtype: torch.dtype) -> 
         lambda o, rows: o.tanh(x[rows]),
         lambda o, rows: o.sigmoid(x[rows]),
         lambda o, rows: o.scale(x[rows], 0.3),
+        lambda o, rows: o.multiply(x[rows], residual[rows]),
         lambda o, rows: o.scale_rows(x[rows], residual[rows, :1].contiguous()),
         lambda o, rows: o.layer_norm(x[rows], weight, weight, 1e-5),
         lambda o, rows: o.add_layer_norm(x[rows], residual[rows], weight, weight, 1e-5)[0],

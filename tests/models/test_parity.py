@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from pagoda.loading.loader import load_model
@@ -69,7 +70,9 @@ def test_greedy_tokens_equal_in_every_chunking(name: str, folders, on: DeviceUnd
 
 
 @pytest.mark.parametrize("kernels", ["reference", "native"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3-softcap-scaled", "deepseek-v2-groups", "deepseek-v3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gemma3-softcap-scaled", "gemma4-shared", "deepseek-v2-groups", "deepseek-v3"]
+)
 def test_greedy_tokens_equal_on_other_kernels(name: str, kernels: str, folders, on: DeviceUnderTest):
     model = load(folders(name), on, kernels)
     runner = PagedRunner(model, len(prompts()), 40, torch.float32, block_size=8, device=on.device)
@@ -83,6 +86,21 @@ def test_logits_close(name: str, folders, on: DeviceUnderTest):
     ours = torch.cat([runner.logits([(0, at, [token])]) for at, token in enumerate(prompt)])
     theirs = reference(name)(torch.tensor([prompt])).logits[0]
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_gemma_4_is_read_from_a_checkpoint_with_towers(tmp_path: Path, on: DeviceUnderTest):
+    """Their weights are left out."""
+    config = transformers.Gemma4Config(
+        text_config=CONFIGS["gemma4"]().to_dict(),
+        vision_config={"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                       "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 8},
+        audio_config=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.Gemma4ForConditionalGeneration(config).float().eval()
+    runner = PagedRunner(load(save(theirs, tmp_path), on), 1, 40, torch.float32, device=on.device)
+    ours = runner.logits([(0, 0, prompts()[2])])[0]
+    torch.testing.assert_close(ours, theirs(torch.tensor([prompts()[2]])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +152,7 @@ def test_longrope_follows_the_longest_sequence_that_may_come(
     torch.testing.assert_close(ours, theirs(torch.tensor([prompts()[prompt]])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "gemma4-shared"])
 def test_bf16_stays_near_fp32(name: str, folders, on: DeviceUnderTest):
     """As near as transformers' own bfloat16, times two."""
     prompt = prompts()[2]

@@ -93,7 +93,7 @@ def test_two_ranks_compute_what_one_computes(name: str, folders: Folders) -> Non
     assert_as_one(2, identify(folders(name)))
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "mixtral", "olmoe"])
+@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "gemma4-shared", "mixtral", "olmoe"])
 def test_recorded_ranks_in_shared_memory_compute_what_one_computes(name: str, folders: Folders) -> None:
     assert_as_one(2, identify(folders(name)), kernels="native")
 

@@ -9,6 +9,7 @@ import pytest
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
 from pagoda.engine_setup import resolve_engine
+from pagoda.layers.attention import Heads
 from pagoda.loading.model_config import read_architecture, read_model
 from pagoda.loading.model_files import ModelFiles
 from pagoda.models.decoder_config import DecoderConfig
@@ -84,6 +85,14 @@ def write(folder: Path, settings: dict[str, Any]) -> ModelFiles:
         ("stablelm", "qk_layernorm", True, "not supported"),
         ("gemma2", "use_bidirectional_attention", True, "not supported"),
         ("qwen2-moe", "use_sliding_window", True, "not supported"),
+        ("gemma4", "enable_moe_block", True, "not supported"),
+        ("gemma4", "use_bidirectional_attention", "all", "not supported"),
+        ("gemma4", "sliding_window", 64, "at most 63"),
+        ("gemma4", "per_layer_config", {"1": {"head_dim": 48, "intermediate_size": 8}}, "intermediate_size = 8 is not"),
+        ("gemma4", "per_layer_config", {"1": {"head_dim": 48}}, "layers of one type differ"),
+        ("gemma4", "per_layer_config", {"4": {}}, "a layer, 0 to 3"),
+        ("gemma4-shared", "num_kv_shared_layers", 4, "leaves no layer"),
+        ("gemma4-shared", "vocab_size_per_layer_input", 100, "less than vocab_size = 131"),
     ],
     ids=str,
 )
@@ -94,6 +103,17 @@ def test_a_setting_that_is_not_supported_is_named(name: str, key: str, value: An
     with pytest.raises(ConfigError, match=said) as caught:
         read_architecture(write(tmp_path, {**known, key: value}))
     assert key in str(caught.value)
+
+
+def test_both_ways_of_saying_how_layers_of_gemma_4_differ_are_read(tmp_path: Path):
+    written = {**CONFIGS["gemma4"]().to_dict(), "architectures": ["Gemma4ForCausalLM"]}
+    released = {**written, "global_head_dim": 48, "num_global_key_value_heads": 1}
+    assert written["per_layer_config"] == {layer: {"head_dim": 48, "num_key_value_heads": 1} for layer in "13"}
+    del released["per_layer_config"]
+    configs = [read_architecture(write(tmp_path, settings))[1] for settings in (written, released)]
+    assert configs[0] == configs[1]
+    assert isinstance(configs[0], DecoderConfig)
+    assert configs[0].full_heads == Heads(4, 1, 48)
 
 
 def name_of_class(name: str) -> str:
@@ -130,3 +150,9 @@ def test_what_does_not_go_with_latent_attention_is_refused_at_start(options: dic
     resolve(kernels="torch", kv_cache_dtype="int8")
     with pytest.raises(ConfigError, match=said):
         resolve(**options)
+
+
+def test_embeddings_in_place_of_tokens_are_refused_where_layers_look_up_tokens(tmp_path: Path):
+    options: dict[str, Any] = {"model": str(save(make_model("gemma4-shared"), tmp_path)), "device": "cpu"}
+    with pytest.raises(ConfigError, match="enable_prompt_embeds"):
+        resolve_engine(EngineConfig.from_options(**options, enable_prompt_embeds=True))

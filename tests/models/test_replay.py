@@ -116,7 +116,7 @@ def test_same_bits_on_an_int8_cache(library, folders, name: str) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma4-shared"])
 def test_a_row_has_the_same_bits_in_any_batch(library, folders, name: str, quantization: str | None) -> None:
     """Compare a prompt in one chunk and alone with chunks next to other rows and another number of threads."""
     alone = both(folders(name), NativeOps(library, threads=1), torch.bfloat16, quantization)[1]

@@ -107,7 +107,7 @@ def on_ranks(files: ModelFiles, kernels: str, size: int, stages: int, steps: lis
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize(
     "name",
-    ["llama", "llama-tied-biased", "qwen3", "gemma3", "qwen3-moe", "olmoe", "gpt2", "olmo2", "granite"],
+    ["llama", "llama-tied-biased", "qwen3", "gemma3", "qwen3-moe", "olmoe", "gpt2", "olmo2", "granite", "gemma4"],
 )
 def test_stages_compute_the_bits_of_one_rank(name: str, kernels: str, folder: Folder) -> None:
     files = identify(folder(name))
@@ -170,6 +170,11 @@ def test_blocks_of_a_stage_are_as_small_as_its_layers(folder: Folder) -> None:
 def test_more_stages_than_layers_are_refused(folder: Folder) -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size=4 is more than the 3 layers"):
         load(identify(folder("llama")), "torch", RankPlace(num_stages=4))
+
+
+def test_layers_that_read_what_another_stage_has_are_refused(folder: Folder) -> None:
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2: a model with num_kv_shared_layers = 3 cannot"):
+        load(identify(folder("gemma4-shared")), "torch", RankPlace(num_stages=2))
 
 
 def test_a_rank_is_planned_with_the_layers_of_its_stage(folder: Folder) -> None:

@@ -15,6 +15,7 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     Glm4Config,
     GPT2Config,
     GPTNeoXConfig,
@@ -103,6 +104,27 @@ def _gemma2(**more: object) -> PretrainedConfig:
     return Gemma2Config(**{**shape, **caps, "sliding_window": 5, "query_pre_attn_scalar": 40, **more})
 
 
+def _gemma4(**more: object) -> PretrainedConfig:
+    shape = {
+        **_SHAPE, "num_hidden_layers": 4, "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "global_head_dim": 48,
+        "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 3.0,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": VOCAB,
+    }  # fmt: skip
+    return Gemma4TextConfig(**{**shape, **more})
+
+
+_GEMMA4_SHARED: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "attention_k_eq_v": False,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 16,
+}
+
+
 _GRANITE = {
     "embedding_multiplier": 12.0,
     "attention_multiplier": 0.2,
@@ -184,6 +206,8 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         },
     ),
     "gemma3-multimodal": _gemma3_multimodal,
+    "gemma4": _gemma4,
+    "gemma4-shared": lambda: _gemma4(**_GEMMA4_SHARED),
     "olmo2": lambda: Olmo2Config(**_SHAPE),
     "smollm3": lambda: SmolLM3Config(**{**_SHAPE, "num_hidden_layers": 4}),
     "exaone4": lambda: Exaone4Config(**_SHAPE, sliding_window=6, sliding_window_pattern=2),
@@ -229,7 +253,7 @@ def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     kind = kind or transformers.AutoModelForCausalLM
     model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
     model = model.float().eval()
-    around = 0.0 if name.startswith("gemma") else 1.0
+    around = 0.0 if name.startswith(("gemma2", "gemma3")) else 1.0
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight", "final_layernorm.weight")):
@@ -242,6 +266,8 @@ def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.normal_(0, 0.2)
+            elif key.endswith("layer_scalar"):
+                buffer.uniform_(0.6, 1.4)
     return model
 
 

@@ -19,6 +19,24 @@ PAGODA_EXPORT void pagoda_scale(const ScaleArgs* a, int32_t threads) {
     });
 }
 
+PAGODA_EXPORT void pagoda_multiply(const MultiplyArgs* a, int32_t threads) {
+    int64_t width = a->x.heads * a->x.dim;
+    by_dtype(a->x.dtype, [&](auto element) {
+        using T = decltype(element);
+        parallel(threads_for(num_elements(a->x), threads), [&](int thread, int num_threads) {
+            Range mine = share_of(a->x.rows, thread, num_threads);
+            for (int64_t row = mine.begin; row < mine.end; row++) {
+                const T* x = elements_of<const T>(a->x) + row * a->x.stride;
+                const T* y = elements_of<const T>(a->y) + row * a->y.stride;
+                T* to = elements_of<T>(a->out) + row * width;
+                for_lanes(width, [&](int64_t i, int n) {
+                    store_lanes(to + i, load_lanes(x + i, n) * load_lanes(y + i, n), n);
+                });
+            }
+        });
+    });
+}
+
 PAGODA_EXPORT void pagoda_scale_rows(const ScaleRowsArgs* a, int32_t threads) {
     int64_t width = a->x.heads * a->x.dim;
     by_dtype(a->factors.dtype, [&](auto of_factors) {

@@ -13,6 +13,11 @@ def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
     return (x.float() * factor).to(x.dtype)
 
 
+def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x * y [T, D], or y [T, 1, D], rounded once."""
+    return x * y.reshape(x.shape)
+
+
 def scale_rows(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """x [T, D] or [T, H, D] times a factor per row, [T, 1], rounded once."""
     return (x.float() * factors.float().view(-1, *[1] * (x.dim() - 1))).to(x.dtype)
