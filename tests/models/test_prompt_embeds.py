@@ -21,7 +21,6 @@ from tests.device_under_test import DeviceUnderTest
 from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import CONFIGS, VOCAB, make_model, save
 
-
 TAKE_EMBEDS = [name for name in CONFIGS if name != "gemma4-shared"]
 """Its layers look up the tokens that embeddings replace, so they are refused (test_refused_settings.py)."""
 
