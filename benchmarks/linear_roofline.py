@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pagoda.kernels.linear.forms import Q4, Q4_MIN, Q4_ZERO, Q6, Q8, WeightForm
+from pagoda.kernels.linear.forms import IQ4, MXFP4, Q4, Q4_MIN, Q4_ZERO, Q6, Q8, WeightForm
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.native import library
 from pagoda.kernels.native.huge_pages import huge_zeros
@@ -35,6 +35,8 @@ FORMS: dict[str, tuple[WeightForm, int] | torch.dtype] = {
     "Q4_0": (Q4, 32),
     "Q4_1": (Q4_MIN, 32),
     "Q4_K": (Q4_MIN, 32),
+    "IQ4_NL": (IQ4, 32),
+    "MXFP4": (MXFP4, 32),
     "AWQ": (Q4_ZERO, 32),
     "GPTQ": (Q4, 32),
 }
@@ -69,7 +71,7 @@ def prepare(ops: NativeOps, name: str, shape: tuple[int, int], copies: int) -> l
     kind, group = form
     rows, columns = shape
     codes = torch.randint(0, 1 << kind.bits, shape, dtype=torch.uint8)
-    scales = torch.full((rows, columns // group), 0.01, dtype=torch.float16)
+    scales = torch.full((rows, columns // group), 2**-7)
     offsets = {Q4_MIN: scales, Q4_ZERO: torch.full_like(scales, 7, dtype=torch.uint8)}.get(kind)
     coded = QuantizedWeight(kind, codes, scales, offsets, columns, group)
     return [ops.prepare_quantized_linear(coded, torch.bfloat16) for _ in range(copies)]

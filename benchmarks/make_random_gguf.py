@@ -4,7 +4,7 @@
 usage: make_random_gguf.py SHAPE KIND FILE.gguf [--seed 0]
 
 SHAPE: a Llama of make_random_model.py (llama-3.2-1b, llama-3.1-8b, tiny, ...).   KIND: Q4_K_M (Q4_K with the Q6_K that
-llama.cpp gives this name), Q8_0, Q6_K, Q5_K, Q4_0, Q4_1, BF16 or F16.
+llama.cpp gives this name), Q8_0, Q6_K, Q5_K, Q4_0, Q4_1, IQ4_NL, MXFP4, BF16 or F16.
 
 Blocks have random codes and scales that are small enough for finite logits; pagoda and llama.cpp load the file. The
 tokenizer is byte-level BPE with as many tokens and merges as a Llama's of that vocabulary. Equal arguments give equal
@@ -22,7 +22,7 @@ from make_random_model import SHAPES, Shape
 
 from pagoda.engine.tokenizers.token_length import BYTE_LETTERS
 
-KINDS = ("Q4_K_M", "Q8_0", "Q6_K", "Q5_K", "Q4_0", "Q4_1", "BF16", "F16")
+KINDS = ("Q4_K_M", "Q8_0", "Q6_K", "Q5_K", "Q4_0", "Q4_1", "IQ4_NL", "MXFP4", "BF16", "F16")
 SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
@@ -76,6 +76,10 @@ def blocks(count: int, kind: GGMLQuantizationType, spread: float, generator: np.
         case "Q4_1":
             put(0, spread / 4.6)
             put(2, -7.5 * spread / 4.6)
+        case "IQ4_NL":  # levels -127 .. 113, of which the mean is -2.7
+            put(0, spread / 70)
+        case "MXFP4":  # an exponent, and levels that are twice -6 .. 6
+            found[:, 0] = 127 + round(np.log2(spread / 2.9))
         case "Q8_0":
             put(0, spread / 74)
         case "Q4_K":  # scales and minima of 0 .. 63 for each 32 codes

@@ -18,6 +18,7 @@ from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.loading.model_config import read_images
 from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.resolve import resolve_model
 from pagoda.loading.shares import read_share
 from pagoda.models.base import Encoder, Model
@@ -100,9 +101,10 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     check_settings(config)
     config = note_given(config)
     files = files or resolve_model(config.model)
-    if files.format == "gguf" and config.model.quantization is None:
+    own = resolve_quantization(files, None) if config.model.quantization is None else None
+    if own in ("gguf", "mxfp4"):
         # Written down, because ranks resolve settings again in which the dtype is filled in.
-        chosen = "gguf" if config.model.dtype == "auto" else "none"
+        chosen = own if config.model.dtype == "auto" else "none"
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, quantization=chosen))
     model = read_share(files, config.model.quantization, RankPlace(0, config.parallel.tensor_parallel_size))
     if config.parallel.pipeline_parallel_size > 1:

@@ -61,9 +61,9 @@ class ModelConfig:
     quantization: Annotated[
         str | None,
         Setting(
-            "int8, fp8 (GPUs): quantize the weights while loading; gguf, awq, gptq, compressed-tensors: compute with "
-            "the checkpoint's own codes; none: with floats of dtype.",
-            unset="the checkpoint's own codes, if it has any; floats for a GGUF with an explicit dtype",
+            "int8, fp8 (GPUs): quantize the weights while loading; gguf, awq, gptq, compressed-tensors, mxfp4: compute "
+            "with the checkpoint's own codes; none: with floats of dtype.",
+            unset="the checkpoint's own codes, if it has any; floats for a GGUF or MXFP4 with an explicit dtype",
             words=("none", *QUANTIZATIONS),
         ),
     ] = None

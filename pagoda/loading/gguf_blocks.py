@@ -15,8 +15,8 @@ import torch
 from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from pagoda.kernels.linear.forms import GGUF_TYPES, Offset
-from pagoda.kernels.linear.quantize import QuantizedWeight
+from pagoda.kernels.linear.forms import GGUF_TYPES, IQ4, MXFP4, Offset
+from pagoda.kernels.linear.quantize import QuantizedWeight, scales_of
 
 _FLOAT_PIECE = 1 << 18  # values made floats at a time: 1 MiB of float32
 _CODE_PIECE = 1 << 22  # values taken as codes at a time
@@ -26,19 +26,21 @@ GGUFType: TypeAlias = GGMLQuantizationType
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Blocks:
-    """n blocks of m values in g groups: scale * (code - zero), or with minima scale * code + minimum.
+    """n blocks of m values in g groups: scale * (code - zero), scale * level, or with minima scale * code + minimum.
 
-    codes: uint8 [n, m].   scales, minima: float32 [n, g].   zero: of all codes.
+    codes: uint8 [n, m].   scales, minima: float32 [n, g].   zero: of all codes.   levels: by code.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     minima: torch.Tensor | None = None
     zero: int = 0
+    levels: tuple[int, ...] = ()
 
     def values(self) -> torch.Tensor:
         """float32 [n, m]."""
-        values = self.codes.float().unflatten(1, (self.scales.shape[1], -1))
+        values = torch.tensor(self.levels).float()[self.codes.int()] if self.levels else self.codes.float()
+        values = values.unflatten(1, (self.scales.shape[1], -1))
         if self.zero:
             values.sub_(self.zero)
         values.mul_(self.scales.unsqueeze(-1))
@@ -81,9 +83,10 @@ def read_codes(data: memoryview, kind: GGUFType, rows: int, columns: int) -> Qua
     found = [_READERS[kind](piece) for piece in pieces]
     groups = columns // held.group
     codes = torch.cat([blocks.codes for blocks in found]).view(rows, columns)
-    if held.form.offset is Offset.MIDDLE:
-        codes += (1 << (held.form.bits - 1)) - found[0].zero
-    scales = torch.cat([blocks.scales for blocks in found]).view(rows, groups).half()
+    if held.form.offset is Offset.MIDDLE and not held.form.levels:
+        codes += held.form.middle - found[0].zero
+    scales = torch.cat([blocks.scales for blocks in found]).view(rows, groups)
+    scales = scales.half() if held.form.scale_bits == 16 else scales
     minima = [blocks.minima for blocks in found if blocks.minima is not None]
     offsets = torch.cat(minima).half().view(rows, groups) if minima else None
     return QuantizedWeight(held.form, codes, scales, offsets, columns, held.group)
@@ -190,7 +193,7 @@ def _q3_k(blocks: torch.Tensor) -> _Blocks:
 
 
 def _iq4_nl(blocks: torch.Tensor) -> _Blocks:
-    return _Blocks(_IQ4_CODES[_nibbles(blocks[:, 2:]).int()], _halves(blocks, 0, 2), zero=128)
+    return _Blocks(_nibbles(blocks[:, 2:]), _halves(blocks, 0, 2), levels=IQ4.levels)
 
 
 def _iq4_xs(blocks: torch.Tensor) -> _Blocks:
@@ -199,12 +202,12 @@ def _iq4_xs(blocks: torch.Tensor) -> _Blocks:
     high = blocks[:, 2:4].contiguous().view(torch.int16).int()
     high = (high >> torch.arange(0, 16, 2, dtype=torch.int32)) & 3
     scales = _halves(blocks, 0, 2) * ((low | high << 4) - 32)
-    codes = _nibbles(blocks[:, 8:].reshape(-1, 16)).view(-1, 256)
-    return _Blocks(_IQ4_CODES[codes.int()], scales, zero=128)
+    return _Blocks(_nibbles(blocks[:, 8:].reshape(-1, 16)).view(-1, 256), scales, levels=IQ4.levels)
 
 
-_IQ4_CODES = torch.tensor(quants.IQ4_NL.kvalues).add(128).to(torch.uint8)
-"""The values of 4-bit codes that are not evenly spaced, as codes of 8 bits."""
+def _mxfp4(blocks: torch.Tensor) -> _Blocks:
+    return _Blocks(_nibbles(blocks[:, 1:]), scales_of(blocks[:, :1]), levels=MXFP4.levels)
+
 
 FLOATS: dict[GGUFType, torch.dtype] = {
     GGUFType.F32: torch.float32,
@@ -225,4 +228,5 @@ _READERS: dict[GGUFType, Callable[[torch.Tensor], _Blocks]] = {
     GGUFType.Q3_K: _q3_k,
     GGUFType.IQ4_NL: _iq4_nl,
     GGUFType.IQ4_XS: _iq4_xs,
+    GGUFType.MXFP4: _mxfp4,
 }

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pagoda.base.errors import ConfigError
+from pagoda.kernels.linear.forms import MXFP4
 from pagoda.loading.ctranslate2 import CTranslate2File
 from pagoda.loading.gguf_file import GGUFFile, open_gguf
 from pagoda.loading.model_files import ModelFiles, read_json_object
-from pagoda.loading.quantization import MXFP4, MXFP4_BLOCKS, MXFP4_SCALES, packed_format, read_format
+from pagoda.loading.quantization import MXFP4_BLOCKS, MXFP4_SCALES, packed_format, read_format
 from pagoda.loading.safetensors_header import read_headers
 from pagoda.loading.sentence_transformers import MODULES, read_pooling
 from pagoda.loading.token_ids import end_token_ids, find_token_ids
@@ -102,7 +103,7 @@ def summarize_weights(files: ModelFiles) -> WeightSummary:
                 sizes[stored.method.upper()] += entry.num_bytes
                 num_parameters += _count(entry.shape) * stored.codes_per_word if part == stored.layout.codes else 0
             elif name.endswith((MXFP4_BLOCKS, MXFP4_SCALES)) and entry.dtype == "U8":
-                sizes[MXFP4.upper()] += entry.num_bytes
+                sizes[MXFP4.name] += entry.num_bytes
                 num_parameters += _count(entry.shape) * 2 if name.endswith(MXFP4_BLOCKS) else 0
             else:
                 sizes[entry.dtype] += entry.num_bytes

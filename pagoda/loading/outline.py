@@ -12,7 +12,7 @@ from pagoda.layers.parameter import BiasTable, Matrix, Table, Vector, whole_of
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import bias_pieces, weight_pieces
-from pagoda.loading.quantization import packed_format
+from pagoda.loading.quantization import MXFP4_BLOCKS, MXFP4_SCALES, STACKED, packed_format
 from pagoda.models.base import Model
 from pagoda.models.naming import Naming
 
@@ -27,16 +27,22 @@ def outline(config: Mapping[str, object], name: str, folder: Path, codes_bytes: 
     """
     (folder / "config.json").write_text(json.dumps(config))
     files = ModelFiles(name, folder, "safetensors", codes_bytes=codes_bytes)
-    if packed_format(files) is not None:
+    stored = packed_format(files)
+    if stored is not None and stored.layout is not STACKED:
         raise ConfigError(f"model {name}: the size of packed weights is not known from config.json; fetch the model")
     architecture, tree_config = read_architecture(files)
     model = build_tree(files, architecture, tree_config)
-    dtype, item_bytes = _DTYPES.get(model.spec.torch_dtype, ("BF16", 2))
     entries: dict[str, object] = {}
     end = 0
     for tensor, shape in dict(_tensors(model, architecture.hf[0])).items():
-        begin, end = end, end + item_bytes * math.prod(shape)
-        entries[tensor] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+        (dtype, item_bytes), parts = _DTYPES.get(model.spec.torch_dtype, ("BF16", 2)), {tensor: shape}
+        if stored is not None and len(shape) == 3:
+            experts, columns, rows = shape
+            blocks = experts, rows, columns // 32
+            dtype, item_bytes, parts = "U8", 1, {tensor + MXFP4_BLOCKS: (*blocks, 16), tensor + MXFP4_SCALES: blocks}
+        for part, size in parts.items():
+            begin, end = end, end + item_bytes * math.prod(size)
+            entries[part] = {"dtype": dtype, "shape": size, "data_offsets": (begin, end)}
     header = json.dumps(entries).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)

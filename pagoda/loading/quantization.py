@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.dtypes import QUANTIZATIONS
 from pagoda.base.errors import ConfigError
-from pagoda.kernels.linear.forms import MADE_WHILE_LOADING, Q4, Q4_ZERO, Q8, Q8_ZERO, HeldAs
+from pagoda.kernels.linear.forms import MADE_WHILE_LOADING, MXFP4, Q4, Q4_ZERO, Q8, Q8_ZERO, HeldAs
 from pagoda.loading.model_files import ModelFiles, read_json_object
 from pagoda.models.config_reader import ConfigReader
 
 _WORD_BITS = 32
 _LEAST_GROUP = 32
-MXFP4 = "mxfp4"
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
 """What the names of the two tensors of a stack of matrices in MXFP4 end in."""
 _WEIGHT = ".weight"
@@ -52,6 +51,8 @@ PACKED = Layout("weight_packed", "weight_scale", "weight_zero_point", "weight_g_
 BYTES = Layout("weight", "weight_scale", "weight_zero_point")
 """Signed bytes, or 8-bit floats, in place of the matrix of floats."""
 INVERSE = Layout("weight", "weight_scale_inv", "")
+STACKED = Layout(MXFP4_BLOCKS, MXFP4_SCALES, "")
+"""The experts of a layer in MXFP4 (loading/mxfp4.py): these ends follow their name without a dot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +87,19 @@ class PackedFormat:
     @property
     def held_as(self) -> HeldAs:
         """Return the form of its codes in memory; elements that share a scale are `group`, or a part of it."""
+        if self.layout is STACKED:
+            return HeldAs(MXFP4, _LEAST_GROUP)
         group = next(size for size in (128, 64, 32) if self.group is None or self.group % size == 0)
         forms = {4: (Q4_ZERO, Q4), 8: (Q8_ZERO, Q8)}[self.bits]
         return HeldAs(forms[self.symmetric], _LEAST_GROUP if self.ordered else group)
 
     def stem(self, name: str, names: Container[str]) -> str | None:
-        """Return `layer` for the tensor `layer.weight` if the checkpoint, which has `names`, has it quantised."""
+        """Return `layer` for the tensor `layer.weight` if the checkpoint, which has `names`, has it quantised.
+
+        Of stacked experts it is the name itself.
+        """
+        if self.layout is STACKED:
+            return name if name + self.layout.codes in names else None
         return packed_stem(name, names, self.layout.marker)
 
 
@@ -112,11 +120,9 @@ def read_format(config: ConfigReader) -> PackedFormat | None:
     if section is None:
         return None
     method = section.values.get("quant_method")
-    if method == MXFP4:  # becomes floats while loading
-        return None
     read = _METHODS.get(method) if isinstance(method, str) else None
     if read is None:
-        raise _unsupported(section, "quant_method", method, ", ".join((*_METHODS, MXFP4)))
+        raise _unsupported(section, "quant_method", method, ", ".join(_METHODS))
     return read(section)
 
 
@@ -228,7 +234,17 @@ def _read_fp8(section: ConfigReader) -> PackedFormat:
     return PackedFormat("fp8", INVERSE, None, True, 0, block=_block(section, "weight_block_size"))
 
 
-_METHODS = {"awq": _read_awq, "gptq": _read_gptq, "compressed-tensors": _read_compressed_tensors, "fp8": _read_fp8}
+def _read_mxfp4(section: ConfigReader) -> PackedFormat:
+    return PackedFormat("mxfp4", STACKED, _LEAST_GROUP, True)
+
+
+_METHODS = {
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "compressed-tensors": _read_compressed_tensors,
+    "fp8": _read_fp8,
+    "mxfp4": _read_mxfp4,
+}
 
 
 def _bits(section: ConfigReader, key: str, supported: tuple[int, ...] = (4, 8)) -> int:
@@ -259,9 +275,9 @@ def _block(section: ConfigReader, key: str) -> tuple[int, int]:
 def resolve_quantization(files: ModelFiles, quantization: str | None) -> str | None:
     """Return how weights are held, given the setting; None for floats of the compute dtype.
 
-    "int8" and "fp8" are made while loading; "gguf", "awq", "gptq" and "compressed-tensors" are the checkpoint's own
-    codes, which it keeps without a setting too; "none" is floats. Raises ConfigError for other words, and for codes
-    that are not there.
+    "int8" and "fp8" are made while loading; "gguf", "awq", "gptq", "compressed-tensors" and "mxfp4" are the
+    checkpoint's own codes, which it keeps without a setting too; "none" is floats. Raises ConfigError for other words,
+    and for codes that are not there.
     """
     stored = packed_format(files)
     own = "gguf" if files.format == "gguf" else stored.method if stored and stored.has_codes else None
@@ -280,6 +296,6 @@ def resolve_quantization(files: ModelFiles, quantization: str | None) -> str | N
         )
     raise ConfigError(
         f"quantization={quantization!r} is not supported; take 'int8' or 'fp8' (8 bits, made while loading), 'gguf', "
-        "'awq', 'gptq' or 'compressed-tensors' (the codes of such a checkpoint as they are), 'none' (floats), or leave "
-        "it out"
+        "'awq', 'gptq', 'compressed-tensors' or 'mxfp4' (the codes of such a checkpoint as they are), 'none' (floats), "
+        "or leave it out"
     )

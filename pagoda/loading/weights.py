@@ -12,16 +12,16 @@ from safetensors import SafetensorError, safe_open
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
-from pagoda.kernels.linear.forms import GGUF_TYPES
+from pagoda.kernels.linear.forms import GGUF_TYPES, MXFP4, HeldAs
 from pagoda.kernels.linear.quantize import BlockRows, BlockWeight, QuantizedWeight
 from pagoda.loading.ctranslate2 import CTranslate2File
 from pagoda.loading.gguf_blocks import FLOATS, dequantize, read_codes
 from pagoda.loading.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from pagoda.loading.model_files import ModelFiles
-from pagoda.loading.mxfp4 import BLOCK_VALUES, dequantize_mxfp4
+from pagoda.loading.mxfp4 import BLOCK_VALUES, read_mxfp4
 from pagoda.loading.packed_codes import read_packed, scaled_floats
 from pagoda.loading.pieces import Region
-from pagoda.loading.quantization import MXFP4_BLOCKS, MXFP4_SCALES, PackedFormat, packed_format, packed_stem
+from pagoda.loading.quantization import MXFP4_BLOCKS, MXFP4_SCALES, STACKED, PackedFormat, packed_format, packed_stem
 from pagoda.loading.safetensors_header import read_headers
 
 
@@ -74,9 +74,9 @@ def open_weights(files: ModelFiles, subfolders: Sequence[str] = ()) -> Weights:
     if files.format == "ctranslate2":
         return CTranslate2Weights(CTranslate2File(files.path))
     weights, stored = SafetensorsWeights(files.path, subfolders), packed_format(files)
-    if stored is not None:
-        return PackedWeights(weights, stored)
-    return MXFP4Weights(weights) if weights.has_mxfp4 else weights
+    if stored is None:
+        return weights
+    return MXFP4Weights(weights) if stored.layout is STACKED else PackedWeights(weights, stored)
 
 
 class GGUFWeights:
@@ -230,11 +230,6 @@ class SafetensorsWeights:
                 )
             raise missing_tensor(name, list(self._entries), self._folder)
         return self._entries[name].shape
-
-    @property
-    def has_mxfp4(self) -> bool:
-        """Return whether there are matrices of 4-bit floats."""
-        return any(name.endswith(MXFP4_BLOCKS) and entry.dtype == "U8" for name, entry in self._entries.items())
 
     def dtype(self, name: str) -> str:
         """Return the type of a tensor that exists, as safetensors names it."""
@@ -453,7 +448,10 @@ def _ranges(region: Region | None, out_features: int, in_features: int) -> tuple
 
 
 class MXFP4Weights:
-    """Stacked matrices of 4-bit floats, `X_blocks` and `X_scales`, as a tensor X [experts, in, out] of floats."""
+    """Stacked matrices of 4-bit floats, `X_blocks` and `X_scales`, as a tensor X [experts, in, out] of floats.
+
+    Regions of X are of one matrix, and their columns are whole blocks.
+    """
 
     def __init__(self, weights: SafetensorsWeights) -> None:
         self._weights = weights
@@ -467,34 +465,46 @@ class MXFP4Weights:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See Weights. Raises ConfigError as well if blocks and scales do not fit together."""
-        if name + MXFP4_BLOCKS not in self._weights:
+        if not self.has_codes(name):
             return self._weights.shape(name)
         blocks, scales = self._weights.shape(name + MXFP4_BLOCKS), self._weights.shape(name + MXFP4_SCALES)
         if len(blocks) != 4 or blocks[3] * 2 != BLOCK_VALUES or scales != blocks[:3]:
             raise ConfigError(f"tensor {name + MXFP4_BLOCKS!r} of the shape {blocks} does not fit scales of {scales}")
+        for stored in (name + MXFP4_BLOCKS, name + MXFP4_SCALES):
+            if (dtype := self._weights.dtype(stored)) != "U8":
+                raise ConfigError(f"tensor {stored!r} is {dtype}, expected U8")
         return blocks[0], blocks[2] * BLOCK_VALUES, blocks[1]
 
     def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
-        if name + MXFP4_BLOCKS not in self._weights:
+        if not self.has_codes(name):
             return self._weights.read_into(name, out, region)
         assert region is not None, "experts are read one by one"
-        assert region.columns is not None
-        rows, columns = region.rows, region.columns
-        covering = slice(columns.start // BLOCK_VALUES, -(-columns.stop // BLOCK_VALUES))
-        blocks, scales = (
-            self._weights.mapped(name + part)[region.index, rows.start : rows.stop : rows.step, covering]
-            for part in (MXFP4_BLOCKS, MXFP4_SCALES)
-        )
-        first = columns.start - covering.start * BLOCK_VALUES
-        out.copy_(dequantize_mxfp4(blocks, scales)[:, first : first + len(columns)])
-        self._weights.bytes_read += blocks.nbytes + scales.nbytes
+        out.copy_(read_mxfp4(*self._blocks(name, region)).dequantize())
         return None
 
     def view(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor | None:
         return self._weights.view(name, region, dtype) if name in self._weights else None
 
     def has_codes(self, name: str) -> bool:
-        return False
+        return name + MXFP4_BLOCKS in self._weights
 
-    def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> QuantizedWeight | None:
-        return None
+    def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> BlockWeight | None:
+        if not self.has_codes(name):
+            return None
+        blocks, exponents = self._blocks(name, region)
+        stored = BlockRows("MXFP4", blocks.flatten(1).numpy(), order, exponents.numpy())
+        held = HeldAs(MXFP4, BLOCK_VALUES)
+        return BlockWeight(held, (stored,), region.shape[1], lambda: _reordered(read_mxfp4(blocks, exponents), order))
+
+    def _blocks(self, name: str, region: Region) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a region's blocks and their exponents, as views of the mapped file."""
+        rows, columns = region.rows, region.columns
+        assert columns is not None
+        assert columns.start % BLOCK_VALUES == columns.stop % BLOCK_VALUES == 0, "ranks share whole blocks"
+        at = slice(columns.start // BLOCK_VALUES, columns.stop // BLOCK_VALUES)
+        blocks, exponents = (
+            self._weights.mapped(name + part)[region.index, rows.start : rows.stop : rows.step, at]
+            for part in (MXFP4_BLOCKS, MXFP4_SCALES)
+        )
+        self._weights.bytes_read += blocks.nbytes + exponents.nbytes
+        return blocks, exponents

@@ -27,7 +27,7 @@ def test_gguf_types_are_held_in_forms_that_the_native_kernels_have() -> None:
 
 
 def test_every_setting_is_made_while_loading_or_of_a_checkpoint() -> None:
-    assert set(QUANTIZATIONS) - set(MADE_WHILE_LOADING) == {"gguf", "awq", "gptq", "compressed-tensors"}
+    assert set(QUANTIZATIONS) - set(MADE_WHILE_LOADING) == {"gguf", "awq", "gptq", "compressed-tensors", "mxfp4"}
     weight = torch.randn(3, 64)
     for held in MADE_WHILE_LOADING.values():
         assert (quantize_to(held, weight).dequantize() - weight).abs().max() < 0.2

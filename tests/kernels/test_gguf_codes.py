@@ -26,6 +26,9 @@ def stored(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     values, num_bytes = GGML_QUANT_SIZES[Kind[kind]]
     blocks = rng.integers(0, 256, (rows * columns // values, num_bytes), dtype=np.uint8)
+    if kind == "MXFP4":  # an exponent
+        blocks[:, 0] = rng.integers(110, 130, len(blocks))
+        return blocks.reshape(rows, -1)
     for at in SCALES.get(kind, (0, 2) if kind.endswith("_1") else (0,)):
         scales = rng.normal(0, 0.01, len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)

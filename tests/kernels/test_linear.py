@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from pagoda.kernels.linear.forms import Q4, Q4_MIN, Q4_ZERO
+from pagoda.kernels.linear.forms import IQ4, MXFP4, Q4, Q4_MIN, Q4_ZERO
 from pagoda.kernels.linear.packed import PackedWeight
-from pagoda.kernels.linear.quantize import QuantizedWeight, quantize, quantize_rows
+from pagoda.kernels.linear.quantize import QuantizedWeight, exponents_of, quantize, quantize_rows, scales_of
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.ops.tensor import LinearWeight
@@ -16,7 +16,7 @@ from tests.device_under_test import DeviceUnderTest
 
 SHAPES = [(576, 960), (1536, 576), (100, 17), (17, 100), (1, 1), (33, 65), (130, 49)]  # in, out
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-QUANTIZED = ["q8", "q8_32", "q4", "q4_min", "q4_zero"]
+QUANTIZED = ["q8", "q8_32", "q4", "q4_min", "q4_zero", "iq4", "mxfp4"]
 
 
 def with_threads(native: Any, threads: int) -> Any:
@@ -34,6 +34,10 @@ def quantized(kind: str, out_features: int, in_features: int) -> QuantizedWeight
         form, offsets = Q4_MIN, (torch.randn(out_features, groups) / 10).half()
     elif kind == "q4_zero":
         form, offsets = Q4_ZERO, torch.randint(0, 17, (out_features, groups), dtype=torch.uint8)
+    elif kind == "iq4":
+        form = IQ4
+    elif kind == "mxfp4":
+        form, scales = MXFP4, scales_of(torch.randint(117, 131, (out_features, groups), dtype=torch.uint8))
     return QuantizedWeight(form, codes, scales, offsets, in_features, 32)
 
 
@@ -99,6 +103,13 @@ def test_zero_points_in_the_middle_give_the_bits_of_symmetric_codes(native: Any)
         native.logits(x, native.prepare_quantized_linear(weight, torch.float32)) for weight in (middle, symmetric)
     )
     assert torch.equal(ours, theirs)
+
+
+def test_scales_of_exponents_are_exact_and_exponents_of_scales_are_theirs() -> None:
+    exponents = torch.arange(256, dtype=torch.uint8)
+    scales = scales_of(exponents)
+    assert scales.tolist() == [2.0 ** (exponent - 128) for exponent in range(256)]
+    assert torch.equal(exponents_of(scales), exponents)
 
 
 def test_quantize_keeps_values_within_half_a_step(on: DeviceUnderTest) -> None:

@@ -9,8 +9,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 
 from pagoda.base.errors import ConfigError
-from pagoda.kernels.linear.forms import Q4, Q4_MIN
-from pagoda.kernels.linear.quantize import QuantizedWeight, quantize
+from pagoda.kernels.linear.forms import MXFP4, Q4, Q4_MIN
+from pagoda.kernels.linear.quantize import QuantizedWeight, quantize, scales_of
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
 from pagoda.kernels.reference_ops import ReferenceOps
@@ -169,12 +169,15 @@ def codes(kind: str, weight: torch.Tensor, seed: int) -> QuantizedWeight:
     out_features, in_features = weight.shape
     groups = -(-in_features // 32)
     drawn = torch.randint(0, 16, (out_features, 32 * groups), generator=generator, dtype=torch.uint8)
+    if kind == "mxfp4":
+        exponents = torch.randint(118, 124, (out_features, groups), generator=generator, dtype=torch.uint8)
+        return QuantizedWeight(MXFP4, drawn, scales_of(exponents), None, in_features, 32)
     scales = (torch.rand(out_features, groups, generator=generator) / 40).half()
     minima = (-8 * scales.float()).half() if kind == "q4_min" else None
     return QuantizedWeight(Q4 if minima is None else Q4_MIN, drawn, scales, minima, in_features, 32)
 
 
-@pytest.mark.parametrize("kind", ["q8", "q8_32", "q4", "q4_min"])
+@pytest.mark.parametrize("kind", ["q8", "q8_32", "q4", "q4_min", "mxfp4"])
 @pytest.mark.parametrize(("hidden", "inner"), [(96, 64), (100, 33)])
 def test_quantised_experts_are_those_of_linear_layers(native: NativeOps, kind: str, hidden: int, inner: int) -> None:
     """Quantised weights have no reference of their own: an expert alone is the linear layers it is made of."""
@@ -198,7 +201,7 @@ def test_quantised_experts_are_those_of_linear_layers(native: NativeOps, kind: s
     torch.testing.assert_close(got.float(), want, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("kind", [F32, BF16, F16, "q8", "q4_min"], ids=str)
+@pytest.mark.parametrize("kind", [F32, BF16, F16, "q8", "q4_min", "mxfp4"], ids=str)
 @pytest.mark.parametrize("inner", [64, 33], ids=["fused gate", "gate of its own"])
 def test_a_tokens_bits_are_its_own(native: NativeOps, kind: torch.dtype | str, inner: int) -> None:
     """Alone, in any batch, at any place in it, on any number of threads."""

@@ -21,16 +21,16 @@ void dequantize_from_panels(const PackedLinear& w, int64_t row, T* to) {
     constexpr int MOST = 64;
     int64_t column = row % PANEL, record = quantized_record_bytes(w.kind, w.group), header = header_bytes(w.kind);
     const auto* at = static_cast<const uint8_t*>(w.panels) + row / PANEL * panel_bytes(w);
-    WeightForm form = WEIGHT_FORMS[w.kind];
+    int64_t scales = scales_bytes(w.kind);
+    const WeightForm& form = WEIGHT_FORMS[w.kind];
     for (int64_t begin = 0; begin < w.in_features; begin += w.group, at += record) {
         uint8_t codes[MOST];
         unpack_group(w.kind, w.group, at + header, column, codes);
-        f32x16 scale = splat(load_lanes(reinterpret_cast<const f16*>(at) + column, 1)[0]);
-        const uint8_t* second = at + 2 * PANEL + 2 * column;
-        f32x16 minimum = {}, zero = splat(static_cast<float>(1 << (form.bits - 1)));
+        f32x16 scale = splat(load_scales(w.kind, at + column / 16 * scales / 2)[column % 16]);
+        const uint8_t* second = at + scales + 2 * column;
+        f32x16 minimum = {}, zero = splat(static_cast<float>(form.middle));
         if (form.offset == OFFSET_MINIMUM) {
             minimum = splat(load_lanes(reinterpret_cast<const f16*>(second), 1)[0]);
-            zero = f32x16{};
         } else if (form.offset == OFFSET_ZERO_POINT) {
             zero = splat(static_cast<float>(second[0] | second[1] << 8));
         }

@@ -1,5 +1,5 @@
-// Packs the blocks of GGUF tensors straight from the mapped file. What a type's blocks mean is in
-// loading/gguf_blocks.py, how its codes are held in linear/forms.py.
+// Packs the blocks of tensors straight from the mapped file. What those of a GGUF type mean is in
+// loading/gguf_blocks.py, those of GPT-OSS in loading/mxfp4.py; how their codes are held in linear/forms.py.
 #include "packed.h"
 #include "parallel.h"
 #include "simd.h"
@@ -11,7 +11,7 @@ constexpr int MOST_VALUES = 256, MOST_GROUPS = 16;
 // Values that are next to each other in a row: codes, and by group what makes values of them.
 struct Codes {
     uint8_t codes[MOST_VALUES];
-    uint16_t scales[MOST_GROUPS], offsets[MOST_GROUPS];  // float16
+    uint16_t scales[MOST_GROUPS], offsets[MOST_GROUPS];  // float16, or scales as exponents
 };
 
 inline uint16_t word_at(const uint8_t* p) {
@@ -36,7 +36,6 @@ inline void add_fifth_bits(const uint8_t* bits, uint8_t* codes) {
     memcpy(&word, bits, 4);
     for (int i = 0; i < 32; i++) codes[i] = static_cast<uint8_t>(codes[i] | (word >> i & 1) << 4);
 }
-constexpr uint8_t IQ4_CODES[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
 // ---- blocks of 32 values in one group: at `group` of `to` ----
 
@@ -66,11 +65,17 @@ void q8_0(const uint8_t* block, Codes& to, int group) {
     to.scales[group] = word_at(block);
     for (int i = 0; i < 32; i++) to.codes[32 * group + i] = block[2 + i] ^ 128;
 }
-void iq4_nl(const uint8_t* block, Codes& to, int group) {
+void mxfp4(const uint8_t* block, Codes& to, int group) {
+    to.scales[group] = block[0];
+    nibbles(block + 1, 16, to.codes + 32 * group);
+}
+// Neighbours in one byte, exponents elsewhere.
+void mxfp4_pairs(const uint8_t* block, Codes& to, int group) {
     uint8_t* codes = to.codes + 32 * group;
-    to.scales[group] = word_at(block);
-    nibbles(block + 2, 16, codes);
-    for (int i = 0; i < 32; i++) codes[i] = IQ4_CODES[codes[i]];
+    for (int i = 0; i < 16; i++) {
+        codes[2 * i] = block[i] & 15;
+        codes[2 * i + 1] = block[i] >> 4;
+    }
 }
 
 // ---- blocks of 256 values ----
@@ -147,7 +152,6 @@ void iq4_xs(const uint8_t* block, Codes& to, int) {
         nibbles(block + 8 + 16 * group, 16, to.codes + 32 * group);
     }
     store_halves(scales, to.scales);
-    for (uint8_t& code : to.codes) code = IQ4_CODES[code];
 }
 
 struct BlockType {
@@ -157,14 +161,19 @@ struct BlockType {
 };
 constexpr BlockType TYPES[] = {{2, 18, 32, q4_0},     {3, 20, 32, q4_1},     {6, 22, 32, q5_0},    {7, 24, 32, q5_1},
                                {8, 34, 32, q8_0},     {10, 84, 256, q2_k},   {11, 110, 256, q3_k}, {12, 144, 256, q4_k},
-                               {13, 176, 256, q5_k},  {14, 210, 256, q6_k},  {20, 18, 32, iq4_nl}, {23, 136, 256, iq4_xs}};
+                               {13, 176, 256, q5_k},  {14, 210, 256, q6_k},  {20, 18, 32, q4_0},   {23, 136, 256, iq4_xs},
+                               {39, 17, 32, mxfp4}};
+constexpr BlockType PAIRS = {39, 16, 32, mxfp4_pairs};
 
 // A row in the file, from its next block on.
 struct Row {
     const BlockType* type;
-    const uint8_t* at;
+    const uint8_t *at, *exponents;
     void next(int64_t values, Codes& to) {
-        for (int group = 0; values > 0; values -= type->values, at += type->bytes, group++) type->decode(at, to, group);
+        for (int group = 0; values > 0; values -= type->values, at += type->bytes, group++) {
+            type->decode(at, to, group);
+            if (exponents != nullptr) to.scales[group] = *exponents++;
+        }
     }
 };
 
@@ -178,7 +187,9 @@ const BlockType* type_of(int32_t number) {
 Row row_of(const BlockRows* piece, int64_t row) {
     while (row >= piece->rows) row -= piece++->rows;
     if (piece->order != nullptr) row = row / piece->unit * piece->unit + piece->order[row % piece->unit];
-    return {type_of(piece->type), static_cast<const uint8_t*>(piece->data) + row * piece->row_bytes};
+    const auto* at = static_cast<const uint8_t*>(piece->data) + row * piece->row_bytes;
+    if (piece->exponents == nullptr) return {type_of(piece->type), at, nullptr};
+    return {&PAIRS, at, piece->exponents + row * piece->exponents_row};
 }
 
 }  // namespace
@@ -187,6 +198,7 @@ PAGODA_EXPORT void pagoda_pack_blocks(const PackedLinear* weight, const BlockRow
     const PackedLinear w = *weight;
     int64_t groups = (w.in_features + w.group - 1) / w.group, panels = (w.out_features + PANEL - 1) / PANEL;
     int64_t record = quantized_record_bytes(w.kind, w.group), header = header_bytes(w.kind);
+    bool has_exponents = WEIGHT_FORMS[w.kind].scale_bits == 8;
     int64_t step = w.in_features % MOST_VALUES == 0 ? MOST_VALUES : 32;
     auto* to = static_cast<uint8_t*>(const_cast<void*>(w.panels));
     parallel(threads, [&](int thread, int num_threads) {
@@ -201,7 +213,10 @@ PAGODA_EXPORT void pagoda_pack_blocks(const PackedLinear* weight, const BlockRow
                 for (int c = 0; c < columns; c++) rows[c].next(step, codes[c]);
                 for (int64_t g = 0; g < step / w.group; g++, at += record) {
                     auto* shared = reinterpret_cast<uint16_t*>(at);
-                    for (int c = 0; c < PANEL; c++) shared[c] = codes[c].scales[g];
+                    if (has_exponents)
+                        for (int c = 0; c < PANEL; c++) at[c] = static_cast<uint8_t>(codes[c].scales[g]);
+                    else
+                        for (int c = 0; c < PANEL; c++) shared[c] = codes[c].scales[g];
                     if (header > 2 * PANEL)
                         for (int c = 0; c < PANEL; c++) shared[PANEL + c] = codes[c].offsets[g];
                     pack_group(w.kind, w.group, at + header, [&](int c) { return codes[c].codes + g * w.group; });

@@ -104,13 +104,14 @@ PAGODA_EXPORT void pagoda_pack_words(int32_t word_bytes, const void* from, void*
 // Of columns that pad a panel.
 constexpr uint8_t NO_CODES[64] = {};
 
-// Codes uint8 [out, groups * group] and scales f16 [out, groups] to panels of records; `offsets` are f16 minima or u16
-// zero points, [out, groups], for the forms that have them.
-PAGODA_EXPORT void pagoda_pack_codes(const PackedLinear* weight, const uint8_t* codes, const uint16_t* scales,
+// Codes uint8 [out, groups * group] and scales [out, groups], f16 or exponents, to panels of records; `offsets` are f16
+// minima or u16 zero points, [out, groups], for the forms that have them.
+PAGODA_EXPORT void pagoda_pack_codes(const PackedLinear* weight, const uint8_t* codes, const uint8_t* scales,
                                      const uint16_t* offsets, int32_t threads) {
     const PackedLinear w = *weight;
     int64_t groups = (w.in_features + w.group - 1) / w.group, panels = (w.out_features + PANEL - 1) / PANEL;
     int64_t record = quantized_record_bytes(w.kind, w.group), header = header_bytes(w.kind);
+    int64_t second = scales_bytes(w.kind), each = second / PANEL;
     auto* to = static_cast<uint8_t*>(const_cast<void*>(w.panels));
     parallel(threads, [&](int thread, int num_threads) {
         Range mine = share_of(panels, thread, num_threads);
@@ -120,8 +121,11 @@ PAGODA_EXPORT void pagoda_pack_codes(const PackedLinear* weight, const uint8_t* 
                 uint8_t* at = to + (p * groups + g) * record;
                 auto row_at = [&](int64_t c) { return (p * PANEL + c) * groups + g; };
                 for (int64_t c = 0; c < columns; c++) {
-                    memcpy(at + 2 * c, scales + row_at(c), 2);
-                    if (header > 2 * PANEL) memcpy(at + 2 * PANEL + 2 * c, offsets + row_at(c), 2);
+                    if (each == 2)
+                        memcpy(at + 2 * c, scales + 2 * row_at(c), 2);
+                    else
+                        at[c] = scales[row_at(c)];
+                    if (header > second) memcpy(at + second + 2 * c, offsets + row_at(c), 2);
                 }
                 pack_group(w.kind, w.group, at + header,
                            [&](int c) { return c < columns ? codes + row_at(c) * w.group : NO_CODES; });

@@ -30,17 +30,33 @@ class WeightForm:
     bits: per element.   offset: of codes; NONE for floats.
     native_groups: how many elements along a row the native kernels take together: those that share a scale; of floats,
         those that are stored side by side. Empty where they have no such kernel.
+    levels: what each code stands for, int8, in place of the code less the middle.
+    scale_bits: 16 for a float16; 8 for e, where the scale is 2^(e - 128).
     """
 
     name: str
     bits: int
     offset: Offset = Offset.NONE
     native_groups: tuple[int, ...] = ()
+    levels: tuple[int, ...] = ()
+    scale_bits: int = 16
 
     @property
     def kind(self) -> int:
         """Return the number by which the native kernels know the form."""
         return NATIVE_FORMS.index(self)
+
+    @property
+    def middle(self) -> int:
+        """Return what Offset.MIDDLE takes off: a code; of levels, what makes all of them positive."""
+        if self.offset is not Offset.MIDDLE:
+            return 0
+        return max(map(abs, self.levels)) if self.levels else 1 << (self.bits - 1)
+
+    @property
+    def evenly_spaced(self) -> "WeightForm":
+        """Return the form that has the same values as codes of 8 bits; itself if it has no levels."""
+        return Q8 if self.levels else self
 
     @property
     def groups_per_record(self) -> int:
@@ -49,8 +65,8 @@ class WeightForm:
 
     def record_bytes(self, group: int) -> int:
         """Return the bytes of a group and of what it shares, for the native kernels: see packed.h."""
-        shared = {Offset.NONE: 0, Offset.MIDDLE: 2, Offset.MINIMUM: 4, Offset.ZERO_POINT: 4}[self.offset]
-        return shared + group * self.bits // 8
+        scale, second = self.scale_bits // 8, 0 if self.offset is Offset.MIDDLE else 2
+        return (0 if self.offset is Offset.NONE else scale + second) + group * self.bits // 8
 
 
 FLOAT32 = WeightForm("F32", 32, native_groups=(1,))
@@ -63,10 +79,16 @@ Q6 = WeightForm("Q6", 6, Offset.MIDDLE, (16,))
 Q4 = WeightForm("Q4", 4, Offset.MIDDLE, (16, 32))
 Q4_MIN = WeightForm("Q4_MIN", 4, Offset.MINIMUM, (16, 32))
 Q4_ZERO = WeightForm("Q4_ZERO", 4, Offset.ZERO_POINT, (32,))
+_IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+IQ4 = WeightForm("IQ4", 4, Offset.MIDDLE, (32,), _IQ4_LEVELS)
+"""Codes of levels that are closer together near 0, as of GGUF's IQ4_NL."""
+_E2M1_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12)
+MXFP4 = WeightForm("MXFP4", 4, Offset.MIDDLE, (32,), (*_E2M1_LEVELS, *(-level for level in _E2M1_LEVELS)), 8)
+"""4-bit floats (e2m1), of which the levels are twice the values, and an exponent (e8m0) per group."""
 FP8 = WeightForm("FP8", 8)
 """8-bit floats (e4m3) with a float32 scale per output feature."""
 
-FORMS = (FLOAT32, BFLOAT16, FLOAT16, Q8, Q8_MIN, Q8_ZERO, Q6, Q4, Q4_MIN, Q4_ZERO, FP8)
+FORMS = (FLOAT32, BFLOAT16, FLOAT16, Q8, Q8_MIN, Q8_ZERO, Q6, Q4, Q4_MIN, Q4_ZERO, IQ4, MXFP4, FP8)
 NATIVE_FORMS = tuple(form for form in FORMS if form.native_groups)
 FLOATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 """By the name of the compute dtype."""
@@ -103,7 +125,7 @@ class HeldAs:
 
     def tiled_bytes(self, out_features: int, in_features: int) -> int:
         """Return the bytes of a weight for Triton's kernels: its floats, or codes, scales and what is per group."""
-        form, group = self.form, self.group
+        form, group = self.form.evenly_spaced, self.group
         if form in FLOATS.values():
             return out_features * in_features * form.bits // 8
         if not group:
@@ -126,8 +148,8 @@ MADE_WHILE_LOADING = {"int8": HeldAs(Q8, 64), "fp8": HeldAs(FP8)}
 GGUF_TYPES = {
     "Q8_0": HeldAs(Q8, 32),
     "Q5_0": HeldAs(Q8, 32),
-    "IQ4_NL": HeldAs(Q8, 32),
-    "IQ4_XS": HeldAs(Q8, 32),
+    "IQ4_NL": HeldAs(IQ4, 32),
+    "IQ4_XS": HeldAs(IQ4, 32),
     "Q5_1": HeldAs(Q8_MIN, 32),
     "Q5_K": HeldAs(Q8_MIN, 32),
     "Q6_K": HeldAs(Q6, 16),
@@ -136,6 +158,7 @@ GGUF_TYPES = {
     "Q2_K": HeldAs(Q4_MIN, 16),
     "Q4_1": HeldAs(Q4_MIN, 32),
     "Q4_K": HeldAs(Q4_MIN, 32),
+    "MXFP4": HeldAs(MXFP4, 32),
 }
 """How the codes of GGUF types are held: with as many bits as they have, or more. Tensors of other types are floats.
 

@@ -60,18 +60,37 @@ inline i32x16 dot_quads(i32x16 acc, u32x16 w, u32x16 x) {
 #endif
 }
 
+// table[byte] for each byte, all below 16.
+inline u32x16 look_up(const uint8_t (&table)[16], u32x16 bytes) {
+#if defined(PAGODA_AVX512)
+    __m512i tables = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
+    return (u32x16)_mm512_shuffle_epi8(tables, (__m512i)bytes);
+#elif defined(PAGODA_AVX2)
+    __m256i tables = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
+    using Half = decltype(bytes.low);
+    return {(Half)_mm256_shuffle_epi8(tables, (__m256i)bytes.low),
+            (Half)_mm256_shuffle_epi8(tables, (__m256i)bytes.high)};
+#else
+    uint8_t found[64];
+    store_lanes_of(found, bytes);
+    for (uint8_t& byte : found) byte = table[byte];
+    return load_words(found);
+#endif
+}
+
 // out [ROWS][PANELS * 32] (out_stride apart) = x (rows `groups` scales and sums apart) times PANELS panels
 // (panel_stride bytes apart).
 template <int32_t KIND, int GROUP, int ROWS, int PANELS>
 inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* panel, int64_t panel_stride, float* out,
                      int64_t out_stride, Prefetch prefetch) {
     constexpr int VECTORS = 2 * PANELS;
-    constexpr int64_t HEADER = header_bytes(KIND);
+    constexpr int64_t HEADER = header_bytes(KIND), SCALES = scales_bytes(KIND);
     constexpr int64_t RECORD = quantized_record_bytes(KIND, GROUP);
-    constexpr int BITS = WEIGHT_FORMS[KIND].bits, LOW = BITS == 6 ? 4 : BITS;  // bits of the first plane
-    constexpr int QUADS = 8 / LOW;                                              // quads that share their bytes
-    constexpr Offset OFFSET = WEIGHT_FORMS[KIND].offset;
-    constexpr int32_t ZERO_POINT = OFFSET == OFFSET_MIDDLE ? 1 << (BITS - 1) : 0;
+    constexpr const WeightForm& FORM = WEIGHT_FORMS[KIND];
+    constexpr int BITS = FORM.bits, LOW = BITS == 6 ? 4 : BITS;  // bits of the first plane
+    constexpr int QUADS = 8 / LOW;                               // quads that share their bytes
+    constexpr int MULTIPLIED_BITS = !FORM.has_levels ? BITS : FORM.middle < 64 ? 7 : 8;
+    constexpr Offset OFFSET = FORM.offset;
     f32x16 acc[ROWS][VECTORS] = {};
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t* record = panel + g * RECORD;
@@ -81,11 +100,11 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
         for (int v = 0; v < VECTORS; v++) {
             i32x16 zero_points = {};
             if constexpr (OFFSET == OFFSET_ZERO_POINT)
-                zero_points = (i32x16)load_halfwords(record + (v / 2) * panel_stride + 2 * PANEL + (v % 2) * 32);
+                zero_points = (i32x16)load_halfwords(record + (v / 2) * panel_stride + SCALES + (v % 2) * 32);
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
                 int32_t sum = x.sums[r * groups + g];
-                dot[r][v] = OFFSET == OFFSET_ZERO_POINT ? zero_points * -sum : i32x16{} - ZERO_POINT * sum;
+                dot[r][v] = OFFSET == OFFSET_ZERO_POINT ? zero_points * -sum : i32x16{} - FORM.middle * sum;
             }
         }
         const int8_t* bytes = x.bytes + g * GROUP;
@@ -99,6 +118,7 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
                 for (int v = 0; v < VECTORS; v++) {
                     w[v] = load_words(data + (v / 2) * panel_stride + word * 4 * PANEL + (v % 2) * 64);
                     if constexpr (QUADS > 1) w[v] = (w[v] >> (part * LOW)) & (0x01010101u * ((1u << LOW) - 1));
+                    if constexpr (FORM.has_levels) w[v] = look_up(FORM.levels, w[v]);
                     if constexpr (BITS == 6) {
                         static_assert(GROUP == 16, "the high bits of a group are in one word");
                         u32x16 high = load_words(data + (v / 2) * panel_stride + GROUP / 8 * 4 * PANEL + (v % 2) * 64);
@@ -112,7 +132,8 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
                     memcpy(&quad, bytes + r * groups * GROUP + (word * QUADS + part) * 4, 4);
                     u32x16 spread = u32x16{} + quad;
 #pragma GCC unroll 8
-                    for (int v = 0; v < VECTORS; v++) dot[r][v] = dot_quads<BITS>(dot[r][v], w[v], spread);
+                    for (int v = 0; v < VECTORS; v++)
+                        dot[r][v] = dot_quads<MULTIPLIED_BITS>(dot[r][v], w[v], spread);
                 }
             }
         };
@@ -124,10 +145,11 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
         }
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) {
-            const uint8_t* header = record + (v / 2) * panel_stride + (v % 2) * 32;
-            f32x16 scale = load(reinterpret_cast<const f16*>(header));
+            const uint8_t* header = record + (v / 2) * panel_stride;
+            f32x16 scale = load_scales(KIND, header + (v % 2) * SCALES / 2);
             f32x16 minimum = {};
-            if constexpr (OFFSET == OFFSET_MINIMUM) minimum = load(reinterpret_cast<const f16*>(header + 2 * PANEL));
+            if constexpr (OFFSET == OFFSET_MINIMUM)
+                minimum = load(reinterpret_cast<const f16*>(header + SCALES + (v % 2) * 32));
 #pragma GCC unroll 8
             for (int r = 0; r < ROWS; r++) {
                 float x_scale = x.scales[r * groups + g];

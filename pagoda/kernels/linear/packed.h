@@ -4,26 +4,33 @@
 // reads the panel as one stream:
 //
 //   F32, F16   [K][32]                          BF16      [K / 2][32][2], pairs of adjacent elements along K
-//   codes      [K / group] of records: scale f16[32], of some a minimum f16[32] or a zero point u16[32], and the codes
-//              [group * bits / 32][32][4 bytes]. Of a quad, four elements along K, each code has a byte. Of 8 / bits
-//              quads, the first has the lowest bits of the bytes; of 6 bits, the low four of all quads come before the
-//              high two.
+//   codes      [K / group] of records: scale f16[32] or its exponent u8[32], of some a minimum f16[32] or a zero point
+//              u16[32], and the codes [group * bits / 32][32][4 bytes]. Of a quad, four elements along K, each code has
+//              a byte. Of 8 / bits quads, the first has the lowest bits of the bytes; of 6 bits, the low four of all
+//              quads come before the high two.
 #pragma once
 
 #include <cstring>
 #include <type_traits>
 
 #include "abi.h"
+#include "simd.h"
 
 constexpr bool is_quantized(int32_t kind) { return WEIGHT_FORMS[kind].offset != OFFSET_NONE; }
 inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
-// Bytes in front of a record's codes: scales, and minima or zero points.
+// Bytes of a record's scales, and of all in front of its codes: scales, and minima or zero points.
+constexpr int64_t scales_bytes(int32_t kind) { return WEIGHT_FORMS[kind].scale_bits / 8 * PANEL; }
 constexpr int64_t header_bytes(int32_t kind) {
-    return WEIGHT_FORMS[kind].offset == OFFSET_MIDDLE ? 2 * PANEL : 4 * PANEL;
+    return scales_bytes(kind) + (WEIGHT_FORMS[kind].offset == OFFSET_MIDDLE ? 0 : 2 * PANEL);
 }
 constexpr int64_t quantized_record_bytes(int32_t kind, int64_t group) {
     return header_bytes(kind) + group * WEIGHT_FORMS[kind].bits / 8 * PANEL;
+}
+// The scales of 16 columns. (That of exponent 0 is 0, since it is far below all others.)
+inline f32x16 load_scales(int32_t kind, const uint8_t* at) {
+    if (WEIGHT_FORMS[kind].scale_bits == 8) return (f32x16)(load_bytes(at) << 23) * 0.5f;
+    return load(reinterpret_cast<const f16*>(at));
 }
 // Pack the codes of a group, a byte each, of all columns of a panel. codes: from a column to them.
 template <class CodesOf>
@@ -47,9 +54,10 @@ void pack_group(int32_t kind, int64_t group, uint8_t* to, CodesOf&& codes) {
     plane(4, 0x0f0f0f0fu, 0);
     if (bits == 6) plane(2, 0x03030303u, 4);
 }
-// The codes of a group of one column, a byte each.
+// The codes of a group of one column, a byte each, or the levels that they stand for.
 inline void unpack_group(int32_t kind, int64_t group, const uint8_t* from, int64_t column, uint8_t* codes) {
-    int bits = WEIGHT_FORMS[kind].bits;
+    const WeightForm& form = WEIGHT_FORMS[kind];
+    int bits = form.bits;
     memset(codes, 0, static_cast<size_t>(group));
     auto plane = [&](int width, int shift) {
         int quads = 8 / width, mask = (1 << width) - 1;
@@ -62,6 +70,8 @@ inline void unpack_group(int32_t kind, int64_t group, const uint8_t* from, int64
     if (bits == 8) return plane(8, 0);
     plane(4, 0);
     if (bits == 6) plane(2, 4);
+    if (form.has_levels)
+        for (int64_t i = 0; i < group; i++) codes[i] = form.levels[codes[i]];
 }
 // Call f with the index into CODE_GROUPS of a quantised weight, as a constant.
 template <int AT = 0, class F>

@@ -14,7 +14,14 @@ from gguf.constants import GGMLQuantizationType
 
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.forms import FLOATS, PANEL, WeightForm
-from pagoda.kernels.linear.quantize import BlockWeight, CodedWeight, Fp8Weight, QuantizedWeight, StackedWeight
+from pagoda.kernels.linear.quantize import (
+    BlockWeight,
+    CodedWeight,
+    Fp8Weight,
+    QuantizedWeight,
+    StackedWeight,
+    exponents_of,
+)
 from pagoda.kernels.moe.reference import ExpertList
 from pagoda.kernels.native.abi import BlockRows, ExpertStack, PackedLinear, Shared
 from pagoda.kernels.native.huge_pages import huge_zeros
@@ -179,7 +186,8 @@ class PackedLinears:
         if order is not None:
             packed.record.order = order.data_ptr()
             packed = replace(packed, in_features=weight.in_features, order=order)
-        codes, scales, offsets = weight.codes.contiguous(), weight.scales.half().contiguous(), weight.offsets
+        codes, scales, offsets = weight.codes.contiguous(), weight.scales, weight.offsets
+        scales = (scales.half() if weight.form.scale_bits == 16 else exponents_of(scales)).contiguous()
         if offsets is not None:
             offsets = offsets.to(torch.float16 if offsets.is_floating_point() else torch.int16).contiguous()
         offsets_pointer = None if offsets is None else offsets.data_ptr()
@@ -198,6 +206,8 @@ class PackedLinears:
             if piece.order is not None:
                 orders.append(np.array(piece.order, np.int64))
                 record.order, record.unit = orders[-1].ctypes.data, len(piece.order)
+            if piece.exponents is not None:
+                record.exponents, record.exponents_row = piece.exponents.ctypes.data, piece.exponents.strides[0]
         self._library["pack_blocks"](packed.address, addressof(records), self._threads)
         return packed
 

@@ -22,7 +22,8 @@ _PIECE_ROWS = 4096  # rows quantised at a time, so that the float32 copy stays s
 class QuantizedWeight:
     """Codes in groups along `in` that share a scale. Kernels keep scales and minima in float16, zero points exactly.
 
-    codes: uint8 [out, in padded to `group`].   scales: float16 or float32 [out, groups].
+    codes: uint8 [out, in padded to `group`].   scales: float16 or float32 [out, groups], powers of two if the form
+    keeps exponents.
     offsets: as `form.offset` says, minima like scales, zero points uint8 or int16 [out, groups], or None.
     order: int32 [in padded], which element of the input each code is multiplied with, -1 for padding; None if it is
     its own. `in_features` counts the elements of the input.
@@ -65,10 +66,20 @@ class QuantizedWeight:
         assert scales is not None
         return replace(self, codes=self.codes[:, : groups * group], scales=scales, offsets=offsets, group=group)
 
+    def evenly_spaced(self) -> "QuantizedWeight":
+        """Return the same values as codes of 8 bits if the form has levels."""
+        if not self.form.levels:
+            return self
+        form = self.form.evenly_spaced
+        levels = torch.tensor(self.form.levels, device=self.codes.device).add_(form.middle).to(torch.uint8)
+        return replace(self, form=form, codes=levels[self.codes.int()])
+
     def dequantize(self) -> torch.Tensor:
         """float32 [out, in]."""
+        if self.form.levels:
+            return self.evenly_spaced().dequantize()
         codes, scales = self.codes.float().unflatten(1, (-1, self.group)), self.scales.float().unsqueeze(-1)
-        offsets = 1 << (self.form.bits - 1) if self.offsets is None else self.offsets.float().unsqueeze(-1)
+        offsets = self.form.middle if self.offsets is None else self.offsets.float().unsqueeze(-1)
         values = codes * scales + offsets if self.form.offset is Offset.MINIMUM else (codes - offsets) * scales
         values = values.flatten(1)
         if self.order is None:
@@ -77,6 +88,16 @@ class QuantizedWeight:
         out = torch.empty(len(values), self.in_features)
         out[:, self.order[stored].long()] = values[:, stored]
         return out
+
+
+def scales_of(exponents: torch.Tensor) -> torch.Tensor:
+    """Return the scales of uint8 exponents (WeightForm.scale_bits = 8): float32, exact."""
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents.int() - 128)
+
+
+def exponents_of(scales: torch.Tensor) -> torch.Tensor:
+    """Return the uint8 exponents of float32 scales that are powers of two."""
+    return (torch.frexp(scales).exponent + 127).to(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,20 +117,22 @@ class Fp8Weight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockRows:
-    """Rows of blocks as a GGUF file has them.
+    """Rows of blocks as a file has them.
 
-    type: its name.   data: uint8 [rows, bytes of a row], rows any distance apart, in the mapped file.
+    type: its name in GGUF files.   data: uint8 [rows, bytes of a row], rows any distance apart, in the mapped file.
     order: in which the rows of a head are taken; None: as they are.
+    exponents: uint8 [rows, blocks] of MXFP4 as GPT-OSS has it, in the mapped file (loading/mxfp4.py).
     """
 
     type: str
     data: np.ndarray
     order: tuple[int, ...] | None = None
+    exponents: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockWeight:
-    """A weight in GGUF blocks of types that are held alike: the native kernels pack it straight from the file.
+    """A weight in blocks of types that are held alike: the native kernels pack it straight from the file.
 
     pieces: stacked row-wise.   read: returns their codes, for other kernels.
     """
@@ -183,6 +206,7 @@ def values_of(weight: CodedWeight) -> torch.Tensor:
 def stack_codes(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Stack parts row-wise; 8 bits in groups of 32 if they are of different forms."""
     if not all(_is_alike(parts[0], part) for part in parts):
+        parts = [part.evenly_spaced() for part in parts]
         fits = [part.held_as == HeldAs(Q8, 32) and part.order is None for part in parts]
         parts = [part if fit else quantize(part.dequantize(), 32) for part, fit in zip(parts, fits, strict=True)]
     codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))

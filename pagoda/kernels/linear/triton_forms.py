@@ -76,7 +76,7 @@ def prepare(weight: CodedWeight, bias: torch.Tensor | None) -> TiledLinear:
     if isinstance(weight, Fp8Weight):
         codes = weight.codes.contiguous().view(torch.uint8)
         return TiledLinear("fp8", codes, weight.scales, None, bias, *codes.shape)
-    weight = codes_of(weight)
+    weight = codes_of(weight).evenly_spaced()
     if weight.order is not None or weight.form is Q8_ZERO:
         what = "groups in the order of activations (desc_act)" if weight.order is not None else "8 bits and zero points"
         raise ConfigError(f"weights of {what} have no kernel on a GPU; take quantization='none', or 'int8'")

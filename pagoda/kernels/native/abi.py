@@ -142,9 +142,10 @@ PackedLinear = struct(
 )  # fmt: skip
 BlockRows = struct(
     "BlockRows",
-    "Rows of blocks in a GGUF file, `row_bytes` apart. type: its number in the file.   order: in which the `unit` rows "
-    "of a head are taken, or null.",
+    "Rows of blocks in a file, `row_bytes` apart. type: its number in GGUF files.   order: in which the `unit` rows of "
+    "a head are taken, or null.   exponents: of MXFP4 blocks that do not contain them, of rows `exponents_row` apart.",
     data="const void*", row_bytes="int64_t", rows="int64_t", order="const int64_t*", type="int32_t", unit="int32_t",
+    exponents="const uint8_t*", exponents_row="int64_t",
 )  # fmt: skip
 ExpertStack = struct(
     "ExpertStack", "Packed weights of equal shape, one per expert.",
@@ -292,7 +293,7 @@ FUNCTIONS: dict[str, Function] = {
         threads="int32_t",
     ),
     "pagoda_pack_codes": _function(
-        "void", weight="const PackedLinear*", codes="const uint8_t*", scales="const uint16_t*",
+        "void", weight="const PackedLinear*", codes="const uint8_t*", scales="const uint8_t*",
         offsets="const uint16_t*", threads="int32_t",
     ),
     "pagoda_pack_blocks": _function(

@@ -3,7 +3,7 @@
 from ctypes import sizeof
 
 from pagoda.base.ranks import MAX_RANKS
-from pagoda.kernels.linear.forms import NATIVE_FORMS, PANEL, Offset
+from pagoda.kernels.linear.forms import NATIVE_FORMS, PANEL, Offset, WeightForm
 from pagoda.kernels.native.abi import ENUMS, FUNCTIONS, KERNEL_OPS, NO_CACHE, STRUCTS, Shared
 from pagoda.ops.declare import Domain
 
@@ -42,19 +42,28 @@ def header() -> str:
 
 
 def _weight_forms() -> list[str]:
-    forms = ", ".join(f"{{{form.bits}, OFFSET_{form.offset.name}}}" for form in NATIVE_FORMS)
+    forms = ", ".join(map(_weight_form, NATIVE_FORMS))
     kinds = ", ".join(f"KIND_{form.name} = {form.kind}" for form in NATIVE_FORMS)
     coded = [form for form in NATIVE_FORMS if form.offset is not Offset.NONE]
     groups = ", ".join(f"{{KIND_{form.name}, {group}}}" for form in coded for group in form.native_groups)
     return [
         f"enum Kind : int32_t {{ {kinds} }};",
-        "// Weight forms by kind: bits of an element; what makes a value of a code, besides its scale.",
-        "struct WeightForm { int32_t bits; Offset offset; };",
+        "// Weight forms by kind: bits of an element and of a scale; what makes a value of a code, besides its scale;",
+        "// the middle, which OFFSET_MIDDLE takes off; levels with the middle added, of forms that have them.",
+        "struct WeightForm {",
+        "    int32_t bits, scale_bits; Offset offset; int32_t middle; bool has_levels; uint8_t levels[16];",
+        "};",
         f"constexpr WeightForm WEIGHT_FORMS[] = {{{forms}}};",
         "// Forms of codes, and how many of them share a scale, for which there are kernels.",
         "struct CodeGroup { Kind kind; int32_t size; };",
         f"constexpr CodeGroup CODE_GROUPS[] = {{{groups}}};",
     ]
+
+
+def _weight_form(form: WeightForm) -> str:
+    levels = ", ".join(str(level + form.middle) for level in form.levels)
+    has_levels = str(bool(form.levels)).lower()
+    return f"{{{form.bits}, {form.scale_bits}, OFFSET_{form.offset.name}, {form.middle}, {has_levels}, {{{levels}}}}}"
 
 
 def _struct(shared: type[Shared]) -> list[str]:

@@ -177,6 +177,20 @@ inline u32x16 load_halfwords(const void* p) {
     return converted<u32x16>(load_as<u16x16>(p));
 #endif
 }
+// 16 unsigned bytes as words.
+inline u32x16 load_bytes(const void* p) {
+#if defined(PAGODA_AVX512)
+    return (u32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(PAGODA_AVX2)
+    __m128i bytes = _mm_loadu_si128((const __m128i*)p);
+    using Half = decltype(u32x16::low);
+    return {(Half)_mm256_cvtepu8_epi32(bytes), (Half)_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+#else
+    uint32_t words[16];
+    for (int i = 0; i < 16; i++) words[i] = static_cast<const uint8_t*>(p)[i];
+    return load_words(words);
+#endif
+}
 // The low halves of words.
 inline void store_halfwords(void* p, u32x16 v) {
 #if defined(PAGODA_AVX2)
