@@ -1,5 +1,6 @@
 """GPT-OSS: experts with biases and a limited activation, sinks in attention, a window in every other layer."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.models.architecture import Architecture
@@ -13,7 +14,7 @@ from pagoda.models.decoder_config import (
     windows_by_layer_types,
 )
 from pagoda.models.llama import Llama
-from pagoda.models.naming import Naming
+from pagoda.models.naming import Naming, gguf_naming
 
 
 def read(config: ConfigReader) -> DecoderConfig:
@@ -36,9 +37,20 @@ def read(config: ConfigReader) -> DecoderConfig:
             bias=True,
             alpha=config.positive("swiglu_alpha", 1.702),
             limit=config.positive("swiglu_limit", 7.0),
-            alternates=True,
+            alternates=config.flag(_ALTERNATES, True),
         ),
     )
+
+
+_ALTERNATES = "gate_and_up_alternate"
+"""Not in config.json: whether an expert's gate and up are one tensor, as in safetensors."""
+
+
+def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
+    """Set what llama.cpp does not store: the bounds of YaRN are fractions, as in every GPT-OSS."""
+    scaling = values["rope_scaling"]
+    assert scaling is None or isinstance(scaling, dict)
+    return {_ALTERNATES: False, "rope_scaling": scaling and {**scaling, "truncate": False}}
 
 
 GPT_OSS = Architecture(
@@ -56,4 +68,10 @@ GPT_OSS = Architecture(
             transposed=r"\.experts\.\w+_proj$",
         ),
     ),
+    gguf_name="gpt-oss",
+    experts=True,
+    gguf=gguf_naming(
+        {"post_attention_layernorm": "post_attention_norm", "self_attn.sinks": "attn_sinks.weight"},
+    ),
+    gguf_settings=_gguf_settings,
 )

@@ -24,7 +24,8 @@ class Naming:
     """From a tree's paths to a checkpoint's tensors.
 
     names: paths (numbers as `*`) to names, None if they are equal. The first number of a path goes where the name has a
-        `*`; a further one (an expert) counts the matrices stacked in the tensor.
+        `*`; a further one (an expert) counts the matrices stacked in the tensor. `.weight` and `.bias` are left out of
+        both, except for a path that ends in another word.
     substitutions: regular expressions and replacements that turn paths into names, if there is no table. A number in
         brackets in what they make is the place of the matrix (an expert) in a tensor of stacked ones.
     interleaved_rotary: rows that the rotary embedding turns are stored in llama.cpp's order, pairs (0, D/2),
@@ -47,7 +48,7 @@ class Naming:
         return self.transposed is not None and re.search(self.transposed, name) is not None
 
     def find(self, path: str) -> StoredTensor:
-        """Return the tensor of a path that ends in `.weight` or `.bias`; it may not exist."""
+        """Return the tensor of a parameter's path; it may not exist."""
         if self.names is None:
             for pattern, replacement in self.substitutions:
                 path = re.sub(pattern, replacement, path)
@@ -59,12 +60,14 @@ class Naming:
             if word.isdigit():
                 numbers.append(int(word))
         *layer, suffix = words
-        name = self.names.get(".".join(layer))
+        name = self.names.get(".".join(words))
+        if name is None and ".".join(layer) in self.names:
+            name = f"{self.names['.'.join(layer)]}.{suffix}"
         if name is None:
             raise ConfigError(f"checkpoints of this kind have no name for {path!r}")
         if numbers:
             name = name.replace("*", str(numbers[0]))
-        return StoredTensor(f"{name}.{suffix}", numbers[1] if len(numbers) > 1 else None)
+        return StoredTensor(name, numbers[1] if len(numbers) > 1 else None)
 
 
 HF = Naming()

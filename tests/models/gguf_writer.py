@@ -32,6 +32,7 @@ _ARCHITECTURES = {
     "cohere": gguf.MODEL_ARCH.COMMAND_R,
     "granite": gguf.MODEL_ARCH.GRANITE,
     "granitemoe": gguf.MODEL_ARCH.GRANITE_MOE,
+    "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 _FACTORS = {"factors": "rope_freqs", **{name: name for name in ("rope_factors_long", "rope_factors_short")}}
 _INTERLEAVED = ("llama", "smollm3", "granite", "granitemoe")
@@ -76,29 +77,34 @@ def write_gguf(
     for key, tensor in state.items():
         is_router = key.endswith(("mlp.gate.weight", ".router.weight"))
         stored_as = GGMLQuantizationType.F32
-        if tensor.dim() > 1 and not is_router:
+        if tensor.dim() > 1 and not is_router and not key.endswith("_bias"):
             stored_as = kind(key) if callable(kind) else kind
         transposed = name == "gpt2" and tensor.dim() > 1 and ".c_" in key
-        tensor = tensor.T if transposed else tensor
+        transposed |= name == "gpt-oss" and tensor.dim() == 3
+        tensor = tensor.transpose(-1, -2) if transposed else tensor
         values = _round_trip(np.ascontiguousarray(tensor.numpy()), stored_as)
         tensor.copy_(torch.from_numpy(values))
         if ".query_key_value." in key:  # from head by head to part by part
             by_head = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
             values = np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(values.shape)
         if ".experts." in key:
-            for part, matrices in _expert_parts(key.replace("block_sparse_moe", "mlp"), values).items():
+            whole, suffix = (key.removesuffix("_bias"), "bias") if key.endswith("_bias") else (key, "weight")
+            parts = _expert_parts(whole.replace("block_sparse_moe", "mlp"), values, alternate=name == "gpt-oss")
+            for part, matrices in parts.items():
                 stored = names.get_name(part)
                 assert stored is not None, part
-                of_part = kind(part) if callable(kind) else stored_as
-                writer.add_tensor(f"{stored}.weight", _quantize(matrices, of_part), raw_dtype=of_part)
+                of_part = kind(part) if callable(kind) and suffix == "weight" else stored_as
+                writer.add_tensor(f"{stored}.{suffix}", _quantize(matrices, of_part), raw_dtype=of_part)
             continue
         if name in _INTERLEAVED and (".q_proj." in key or ".k_proj." in key):
             heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
             values = _interleave(values, heads)
         if name.startswith("gemma") and key.endswith("norm.weight"):
             values = values + 1
-        stored = names.get_name(key.replace(".router.", ".router.layer."), try_suffixes=(".weight", ".bias"))
+        key = key if name == "gpt-oss" else key.replace(".router.", ".router.layer.")
+        stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert stored is not None, key
+        stored += ".weight" if key.endswith(".sinks") else ""
         writer.add_tensor(stored, _quantize(values, stored_as), raw_dtype=stored_as)
     for key, values in factors.items():
         writer.add_tensor(f"{key}.weight", values)
@@ -140,9 +146,11 @@ def _add_settings(writer: gguf.GGUFWriter, config) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
         if hasattr(config, "moe_intermediate_size"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if config.model_type == "gpt_oss":
+            writer.add_expert_feed_forward_length(config.intermediate_size)
     if config.model_type == "glm4":
         writer.add_rope_dimension_count(head_dim // 2)
-    if config.model_type in ("gemma2", "gemma3_text", "starcoder2"):
+    if config.model_type in ("gemma2", "gemma3_text", "starcoder2", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -156,12 +164,15 @@ def _add_settings(writer: gguf.GGUFWriter, config) -> None:
     writer.add_eos_token_id(2)
 
 
-def _expert_parts(key: str, values: np.ndarray) -> dict[str, np.ndarray]:
-    """transformers keeps all experts in two tensors, gate and up in one of them; llama.cpp in three."""
+def _expert_parts(key: str, values: np.ndarray, alternate: bool) -> dict[str, np.ndarray]:
+    """transformers keeps all experts in two tensors, gate and up in one of them; llama.cpp in three.
+
+    alternate: rows of gate and up take turns.
+    """
     layer, _, name = key.rpartition(".")
     if name == "down_proj":
         return {key: values}
-    gate, up = np.split(values, 2, axis=1)
+    gate, up = (values[:, 0::2], values[:, 1::2]) if alternate else np.split(values, 2, axis=1)
     return {f"{layer}.gate_proj": np.ascontiguousarray(gate), f"{layer}.up_proj": np.ascontiguousarray(up)}
 
 

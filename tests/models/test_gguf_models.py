@@ -75,6 +75,17 @@ def test_same_bits_from_gguf_and_safetensors(name: str, kind: Kind, tmp_path: Pa
     assert shapes(spec) == shapes(other)
 
 
+def test_gpt_oss_with_experts_in_mxfp4(tmp_path: Path, on: DeviceUnderTest):
+    """As published: with YaRN, and without the limit of the experts' activation, which is always the same."""
+    model = make_model("gpt-oss", swiglu_limit=7.0)
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 16, "yarn_beta_fast": 8.0}
+    metadata: dict[str, Any] = {f"rope__scaling__{key}": value for key, value in scaling.items()}
+    path = tmp_path / "model.gguf"
+    write_gguf(model, path, lambda name: Kind.MXFP4 if ".experts." in name else Kind.Q8_0, **metadata)
+    assert torch.equal(logits(path, on), logits(save(model, tmp_path / "folder"), on))
+    assert {"MXFP4", "Q8_0"} < set(summarize_weights(identify(path)).bytes_by_type)
+
+
 def shapes(spec: ModelSpec) -> tuple[object, ...]:
     """What must not depend on the format (a Mistral in a GGUF calls itself llama)."""
     return (
