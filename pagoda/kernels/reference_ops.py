@@ -102,5 +102,6 @@ class ReferenceOps:
         best = logits.max(-1)
         return best.values, best.indices
 
-    def sample(self, logits: torch.Tensor, params: DrawParams, best: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    @staticmethod
+    def sample(logits: torch.Tensor, params: DrawParams, best: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return sampling.sample(without_nonfinite(logits, best)[0], params)

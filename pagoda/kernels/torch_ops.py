@@ -1,23 +1,19 @@
 """TorchOps: reasonable speed on any device that torch supports, without compiling anything."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 
 from pagoda.kernels.constraints import library as constraints
-from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.kernels.linear import library as linear
 from pagoda.kernels.linear.quantize import CodedWeight, values_of
-from pagoda.kernels.low_rank.table import PlainLowRank
-from pagoda.kernels.moe.reference import ExpertList
-from pagoda.kernels.reference_ops import implementation, reference_of
+from pagoda.kernels.reference_ops import ReferenceOps, implementation, reference_of
 from pagoda.kernels.sampling import library as sampling
-from pagoda.kernels.sampling import logprobs
 from pagoda.ops.declare import Op
 from pagoda.ops.forward import FORWARD_OPS
-from pagoda.ops.tensor import ExpertWeights, LinearWeight, Tensor
+from pagoda.ops.tensor import LinearWeight, Tensor
 
 
 def torch_version_of(op: Op) -> Callable[..., object]:
@@ -27,18 +23,14 @@ def torch_version_of(op: Op) -> Callable[..., object]:
     return implementation(op, module) if hasattr(module, op.name) else reference_of(op)  # type: ignore[arg-type]
 
 
-class TorchOps:
-    """`Ops` on torch's own kernels."""
+class TorchOps(ReferenceOps):
+    """`Ops` on torch's own kernels, where `library.py` has them; else the references."""
 
     name = "torch"
-    packs_weights = False
 
-    make_device_blocks = DeviceBlocks
     constrain = staticmethod(constraints.constrain)
     sample = staticmethod(sampling.sample)
-    top_logprobs = staticmethod(logprobs.top_logprobs)
     mask_logits = staticmethod(sampling.mask_logits)
-    make_low_rank_table = PlainLowRank
 
     def __init__(self) -> None:
         for op in FORWARD_OPS.values():
@@ -47,9 +39,6 @@ class TorchOps:
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return linear.prepare(weight, bias)
 
-    def prepare_stacked(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> LinearWeight:
-        return self.prepare_linear(parts[0] if len(parts) == 1 else torch.cat([*parts]), bias)
-
     def prepare_quantized_linear(
         self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> LinearWeight:
@@ -57,10 +46,3 @@ class TorchOps:
 
     def table_of(self, weight: LinearWeight) -> Tensor | None:
         return weight.weight if isinstance(weight, linear.LibraryLinear) and not weight.packed else None
-
-    def prepare_experts(self, experts: Sequence[LinearWeight]) -> ExpertWeights:
-        return ExpertList(tuple(experts))
-
-    def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        best = logits.max(-1)
-        return best.values, best.indices

@@ -2,9 +2,18 @@
 one chunk of queries at a time.
 """
 
+from functools import partial
+
 import torch
 
-from pagoda.kernels.attention.reference import by_distance
+from pagoda.kernels.attention.reference import (
+    Scoring,
+    attention_by,
+    attention_with_sinks_by,
+    bidirectional_attention_by,
+    by_distance,
+    latent_attention_by,
+)
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
 
 CHUNK_TOKENS = 512
@@ -14,75 +23,21 @@ CHUNK_SCORES = 1 << 22
 """Scores per head that bidirectional attention holds at once."""
 
 
-def attention(
-    q: torch.Tensor,
-    cache: KVLayer,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    bias: torch.Tensor | None = None,
-    first: int = 0,
-) -> torch.Tensor:
-    """Causal attention, q [T, H, D] -> [T, H * D]; rows with the same number of new tokens are computed together."""
-    own = None if bias is None else bias[first : first + q.shape[1]]
-    return _attention(q, cache, metadata, scale, window, softcap, None, own)
-
-
-def attention_with_sinks(
-    q: torch.Tensor,
-    cache: KVLayer,
-    metadata: AttentionMetadata,
-    sinks: torch.Tensor,
-    first: int,
-    scale: float,
-    window: int = 0,
-) -> torch.Tensor:
-    """See reference.attention_with_sinks."""
-    return _attention(q, cache, metadata, scale, window, 0.0, sinks[first : first + q.shape[1]])
-
-
-def latent_attention(
-    q: torch.Tensor, q_rotated: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata, scale: float
-) -> torch.Tensor:
-    """See reference.latent_attention."""
-    both = torch.cat((q, q_rotated), dim=-1)
-    return _attention(both, cache, metadata, scale, 0, 0.0, None, is_latent=True).view(q.shape)
-
-
-def _attention(
-    q: torch.Tensor,
-    cache: KVLayer,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None = None,
-    is_latent: bool = False,
-) -> torch.Tensor:
+def _attend_paged(q: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata, how: Scoring) -> torch.Tensor:
+    """Compute rows with the same number of new tokens together."""
     out = torch.empty(*q.shape[:2], cache.v.shape[3], dtype=q.dtype, device=q.device)
     for rows, tokens in _rows_by_query_len(metadata):
         seen = None if metadata.last_seen is None else metadata.last_seen[tokens]
-        part = _attend(q[tokens], cache, metadata, rows, seen, scale, window, softcap, sinks, bias, is_latent)
-        out[tokens] = part.to(q.dtype)
+        out[tokens] = _attend(q[tokens], cache, metadata, rows, seen, how).to(q.dtype)
     return out.view(q.shape[0], -1)
 
 
-def bidirectional_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    bias: torch.Tensor | None = None,
-    first: int = 0,
+def _attend_bidirectionally(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata, how: Scoring
 ) -> torch.Tensor:
-    """Every token to all tokens of its row, q [T, H, D] -> [T, H * D]; rows of one length are computed together."""
+    """Compute rows of one length together."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    own = None if bias is None else bias[first : first + q.shape[1]]
+    window = how.window
     for _, tokens in _rows_by_query_len(metadata):
         length = tokens.shape[1]
         queries = min(length, max(1, CHUNK_SCORES // length))
@@ -90,39 +45,28 @@ def bidirectional_attention(
             for begin in range(0, length, queries):
                 end = min(length, begin + queries)
                 low, high = (max(0, begin - window + 1), min(length, end + window - 1)) if window else (0, length)
-                part = _attend_both_ways(
-                    q[some[:, begin:end]], k[some[:, low:high]], v[some[:, low:high]], begin - low,
-                    scale, window, softcap, own,
-                )  # fmt: skip
+                keys = some[:, low:high]
+                part = _attend_both_ways(q[some[:, begin:end]], k[keys], v[keys], begin - low, how)
                 out[some[:, begin:end]] = part.to(q.dtype)
     return out.view(q.shape[0], -1)
 
 
-def _attend_both_ways(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    offset: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+def _attend_both_ways(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offset: int, how: Scoring) -> torch.Tensor:
     """q [R, Q, H, D] over k, v [R, C, K, D] -> float32 [R, Q, H, D].   offset: of the first query among the keys."""
     num_rows, query_len, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[2]
     # [R, K, G, Q, D]: the G query heads of one KV head are scored together.
-    grouped = q.float().view(num_rows, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4) * scale
+    grouped = q.float().view(num_rows, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4) * how.scale
     keys, values = (x.float().transpose(1, 2).unsqueeze(2) for x in (k, v))
     scores = grouped @ keys.transpose(-1, -2)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+    if how.softcap:
+        scores = how.softcap * torch.tanh(scores / how.softcap)
     query_at = (offset + torch.arange(query_len, device=q.device)).unsqueeze(1)
     key_at = torch.arange(k.shape[1], device=q.device)
-    if bias is not None:
-        scores += by_distance(bias, query_at, key_at).unflatten(0, (num_kv_heads, -1))
-    if window:
-        scores.masked_fill_((query_at - key_at).abs() >= window, float("-inf"))
+    if how.bias is not None:
+        scores += by_distance(how.bias, query_at, key_at).unflatten(0, (num_kv_heads, -1))
+    if how.window:
+        scores.masked_fill_((query_at - key_at).abs() >= how.window, float("-inf"))
     attended = scores.softmax(dim=-1) @ values
     return attended.permute(0, 3, 1, 2, 4).reshape(num_rows, query_len, num_heads, head_dim)
 
@@ -150,17 +94,13 @@ def _attend(
     metadata: AttentionMetadata,
     rows: torch.Tensor,
     seen: torch.Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    is_latent: bool,
+    how: Scoring,
 ) -> torch.Tensor:
     """Online softmax over chunks of context. q [R, Q, H, D] -> float32 [R, Q, H, D].
 
-    seen: `last_seen`, [R, Q].   is_latent: see `ForwardOps.latent_attention`; then q has both parts.
+    seen: `last_seen`, [R, Q].
     """
+    window = how.window
     num_rows, query_len, num_heads, head_dim = q.shape
     num_kv_heads = cache.k.shape[1]
     seq_lens = metadata.seq_lens[rows].long()
@@ -168,7 +108,7 @@ def _attend(
     # [R, K, Q * G, D]: the G query heads of one KV head are scored together.
     grouped = q.view(num_rows, query_len, num_kv_heads, -1, head_dim).permute(0, 2, 1, 3, 4)
     group = grouped.shape[3]
-    grouped = grouped.reshape(num_rows, num_kv_heads, query_len * group, head_dim).float() * scale
+    grouped = grouped.reshape(num_rows, num_kv_heads, query_len * group, head_dim).float() * how.scale
     top = torch.full((*grouped.shape[:3], 1), float("-inf"), device=q.device)
     total = torch.zeros_like(top)
     value_dim = cache.v.shape[3]
@@ -181,14 +121,14 @@ def _attend(
         hidden = key_at > (query_at if seen is None else seen).unsqueeze(-1)
         if window:
             hidden |= key_at <= query_at.unsqueeze(-1) - window
-        k = torch.cat((v, k), dim=-1) if is_latent else k
+        k = torch.cat((v, k), dim=-1) if how.is_latent else k
         # 0 * NaN is NaN: values that no query of the row may see must not enter the product.
         v = v.masked_fill(hidden.all(dim=1)[:, None, :, None], 0.0)
         scores = grouped @ k.transpose(-1, -2)
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        if bias is not None:  # [H, R, Q, C] -> [R, K, Q * G, C]
-            added = by_distance(bias, query_at.unsqueeze(-1), key_at).unflatten(0, (num_kv_heads, group))
+        if how.softcap:
+            scores = how.softcap * torch.tanh(scores / how.softcap)
+        if how.bias is not None:  # [H, R, Q, C] -> [R, K, Q * G, C]
+            added = by_distance(how.bias, query_at.unsqueeze(-1), key_at).unflatten(0, (num_kv_heads, group))
             scores += added.permute(2, 0, 3, 1, 4).flatten(2, 3)
         scores.masked_fill_(hidden.repeat_interleave(group, dim=1).unsqueeze(1), float("-inf"))
         new_top = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
@@ -199,8 +139,8 @@ def _attend(
         total = total * keep + weights.sum(dim=-1, keepdim=True)
         acc = acc * keep + weights @ v
         top = new_top
-    if sinks is not None:
-        of_heads = sinks.float().view(num_kv_heads, 1, group).expand(-1, query_len, -1).reshape(num_kv_heads, -1, 1)
+    if how.sinks is not None:
+        of_heads = how.sinks.float().view(num_kv_heads, 1, group).expand(-1, query_len, -1).reshape(num_kv_heads, -1, 1)
         total = total + torch.exp(of_heads - top)
     out = (acc / total).view(num_rows, num_kv_heads, query_len, group, value_dim)
     return out.permute(0, 2, 1, 3, 4).reshape(num_rows, query_len, num_heads, value_dim)
@@ -220,3 +160,9 @@ def _gather_chunk(
             chunk = chunk * scales[blocks, :, offsets].unsqueeze(-1)
         pair.append(chunk.transpose(1, 2))
     return pair[0], pair[1]
+
+
+attention = partial(attention_by, _attend_paged)
+attention_with_sinks = partial(attention_with_sinks_by, _attend_paged)
+latent_attention = partial(latent_attention_by, _attend_paged)
+bidirectional_attention = partial(bidirectional_attention_by, _attend_bidirectionally)

@@ -1,13 +1,41 @@
 """The definition of attention, paged and bidirectional: score a row's whole context in float32, one softmax."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from typing import TypeAlias
 
 import torch
 
 from pagoda.kernels.batch import AttentionMetadata, KVLayer
 
 
-def attention(
+@dataclass(frozen=True, slots=True, eq=False)
+class Scoring:
+    """How products of queries and keys become weights; see `ForwardOps.attention`.
+
+    bias, sinks: of q's heads.   is_latent: keys are (v, k), as in `ForwardOps.latent_attention`.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    bias: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    is_latent: bool = False
+
+
+AttendPaged: TypeAlias = Callable[[torch.Tensor, KVLayer, AttentionMetadata, Scoring], torch.Tensor]
+"""q [T, H, D] over a cache -> [T, H * D], in q's dtype."""
+AttendBothWays: TypeAlias = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata, Scoring], torch.Tensor
+]
+"""q, k, v -> [T, H * D], in q's dtype."""
+
+
+def attention_by(
+    attend: AttendPaged,
     q: torch.Tensor,
     cache: KVLayer,
     metadata: AttentionMetadata,
@@ -17,12 +45,13 @@ def attention(
     bias: torch.Tensor | None = None,
     first: int = 0,
 ) -> torch.Tensor:
-    """Causal attention, q [T, H, D] -> [T, H * D] in q's dtype; see `ForwardOps`."""
+    """Compute `ForwardOps.attention`."""
     own = None if bias is None else bias[first : first + q.shape[1]]
-    return _attention(q, cache, metadata, scale, window, softcap, None, own)
+    return attend(q, cache, metadata, Scoring(scale, window, softcap, own))
 
 
-def attention_with_sinks(
+def attention_with_sinks_by(
+    attend: AttendPaged,
     q: torch.Tensor,
     cache: KVLayer,
     metadata: AttentionMetadata,
@@ -31,60 +60,24 @@ def attention_with_sinks(
     scale: float,
     window: int = 0,
 ) -> torch.Tensor:
-    """`attention` with a further score per head, sinks[first + head], whose value is 0; see `ForwardOps`."""
-    return _attention(q, cache, metadata, scale, window, 0.0, sinks[first : first + q.shape[1]])
+    """Compute `ForwardOps.attention_with_sinks`."""
+    return attend(q, cache, metadata, Scoring(scale, window, sinks=sinks[first : first + q.shape[1]]))
 
 
-def latent_attention(
-    q: torch.Tensor, q_rotated: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata, scale: float
-) -> torch.Tensor:
-    """All heads to one whose key is (v, k), q [T, H, L] -> [T, H, L]; see `ForwardOps`."""
-    both = torch.cat((q, q_rotated), dim=-1)
-    return _attention(both, cache, metadata, scale, 0, 0.0, None, is_latent=True).view(q.shape)
-
-
-def _attention(
+def latent_attention_by(
+    attend: AttendPaged,
     q: torch.Tensor,
+    q_rotated: torch.Tensor,
     cache: KVLayer,
     metadata: AttentionMetadata,
     scale: float,
-    window: int,
-    softcap: float,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None = None,
-    is_latent: bool = False,
 ) -> torch.Tensor:
-    num_tokens, num_heads, _ = q.shape
-    out = torch.zeros(num_tokens, num_heads, cache.v.shape[3], dtype=q.dtype, device=q.device)
-    starts = metadata.query_start.tolist()
-    for row, seq_len in enumerate(metadata.seq_lens.tolist()):
-        begin, end = starts[row], starts[row + 1]
-        first_read = 0 if window == 0 else max(0, seq_len - (end - begin) - window + 1)
-        k, v = gather_context(cache, metadata.block_table[row], metadata.block_size, seq_len)
-        k, v = k[:, first_read:], v[:, first_read:]
-        k = torch.cat((v, k), dim=-1) if is_latent else k
-        group = num_heads // k.shape[0]
-        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
-        scores = torch.einsum("qhd,hcd->hqc", q[begin:end].float(), k) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        query_at = torch.arange(seq_len - (end - begin), seq_len, device=q.device).unsqueeze(1)
-        key_at = torch.arange(first_read, seq_len, device=q.device).unsqueeze(0)
-        if bias is not None:
-            scores = scores + by_distance(bias, query_at, key_at)
-        last = query_at if metadata.last_seen is None else metadata.last_seen[begin:end].unsqueeze(1)
-        hidden = key_at > last
-        if window:
-            hidden |= key_at <= query_at - window
-        scores = scores.masked_fill(hidden, float("-inf"))
-        if sinks is not None:
-            scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, end - begin, 1)), dim=-1)
-        weights = scores.softmax(dim=-1)[..., : k.shape[1]]
-        out[begin:end] = torch.einsum("hqc,hcd->qhd", weights, v).to(q.dtype)
-    return out.flatten(1)
+    """Compute `ForwardOps.latent_attention`."""
+    return attend(torch.cat((q, q_rotated), dim=-1), cache, metadata, Scoring(scale, is_latent=True)).view(q.shape)
 
 
-def bidirectional_attention(
+def bidirectional_attention_by(
+    attend: AttendBothWays,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -95,20 +88,59 @@ def bidirectional_attention(
     bias: torch.Tensor | None = None,
     first: int = 0,
 ) -> torch.Tensor:
-    """Every token to all tokens of its row, q [T, H, D] -> [T, H * D] in q's dtype; see `ForwardOps`."""
+    """Compute `ForwardOps.bidirectional_attention`."""
+    own = None if bias is None else bias[first : first + q.shape[1]]
+    return attend(q, k, v, metadata, Scoring(scale, window, softcap, own))
+
+
+def _attend(q: torch.Tensor, cache: KVLayer, metadata: AttentionMetadata, how: Scoring) -> torch.Tensor:
+    window = how.window
+    num_tokens, num_heads, _ = q.shape
+    out = torch.zeros(num_tokens, num_heads, cache.v.shape[3], dtype=q.dtype, device=q.device)
+    starts = metadata.query_start.tolist()
+    for row, seq_len in enumerate(metadata.seq_lens.tolist()):
+        begin, end = starts[row], starts[row + 1]
+        first_read = 0 if window == 0 else max(0, seq_len - (end - begin) - window + 1)
+        k, v = gather_context(cache, metadata.block_table[row], metadata.block_size, seq_len)
+        k, v = k[:, first_read:], v[:, first_read:]
+        k = torch.cat((v, k), dim=-1) if how.is_latent else k
+        group = num_heads // k.shape[0]
+        k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
+        scores = torch.einsum("qhd,hcd->hqc", q[begin:end].float(), k) * how.scale
+        if how.softcap:
+            scores = how.softcap * torch.tanh(scores / how.softcap)
+        query_at = torch.arange(seq_len - (end - begin), seq_len, device=q.device).unsqueeze(1)
+        key_at = torch.arange(first_read, seq_len, device=q.device).unsqueeze(0)
+        if how.bias is not None:
+            scores = scores + by_distance(how.bias, query_at, key_at)
+        last = query_at if metadata.last_seen is None else metadata.last_seen[begin:end].unsqueeze(1)
+        hidden = key_at > last
+        if window:
+            hidden |= key_at <= query_at - window
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if how.sinks is not None:
+            scores = torch.cat((scores, how.sinks.float().view(-1, 1, 1).expand(-1, end - begin, 1)), dim=-1)
+        weights = scores.softmax(dim=-1)[..., : k.shape[1]]
+        out[begin:end] = torch.einsum("hqc,hcd->qhd", weights, v).to(q.dtype)
+    return out.flatten(1)
+
+
+def _attend_both_ways(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata, how: Scoring
+) -> torch.Tensor:
     num_tokens, num_heads, head_dim = q.shape
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     for begin, end in pairwise(metadata.query_start.tolist()):
         group = num_heads // k.shape[1]
         keys, values = (x[begin:end].float().repeat_interleave(group, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,chd->hqc", q[begin:end].float(), keys) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = torch.einsum("qhd,chd->hqc", q[begin:end].float(), keys) * how.scale
+        if how.softcap:
+            scores = how.softcap * torch.tanh(scores / how.softcap)
         at = torch.arange(end - begin, device=q.device)
-        if bias is not None:
-            scores = scores + by_distance(bias[first : first + num_heads], at.unsqueeze(1), at)
-        if window:
-            scores = scores.masked_fill((at.unsqueeze(1) - at).abs() >= window, float("-inf"))
+        if how.bias is not None:
+            scores = scores + by_distance(how.bias, at.unsqueeze(1), at)
+        if how.window:
+            scores = scores.masked_fill((at.unsqueeze(1) - at).abs() >= how.window, float("-inf"))
         out[begin:end] = torch.einsum("hqc,chd->qhd", scores.softmax(dim=-1), values).to(q.dtype)
     return out.view(num_tokens, num_heads * head_dim)
 
@@ -131,3 +163,9 @@ def gather_context(
             context = context * scales[used].unsqueeze(-1)
         pair.append(context.transpose(0, 1).flatten(1, 2)[:, :seq_len])
     return pair[0], pair[1]
+
+
+attention = partial(attention_by, _attend)
+attention_with_sinks = partial(attention_with_sinks_by, _attend)
+latent_attention = partial(latent_attention_by, _attend)
+bidirectional_attention = partial(bidirectional_attention_by, _attend_both_ways)

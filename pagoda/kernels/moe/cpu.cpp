@@ -35,26 +35,41 @@ struct Routing {
     int32_t* begin;    // [experts + 1], first sorted pair of an expert
 };
 
-// The top_k experts of one token, the largest logit first and the lower id among equals, with their softmax weights.
-// logits: [count], overwritten.
-void route_token(float* logits, int64_t count, int64_t top_k, bool renormalize, float* weights, int32_t* experts) {
-    f32x16 top = splat(-INFINITY), sums = {};
-    for_lanes(count, [&](int64_t i, int n) {
-        top = vmax(top, load_lanes_or(logits + i, n, -INFINITY));
-    });
-    f32x16 largest = splat(lane_max(top));
-    for_lanes(count, [&](int64_t i, int n) {
-        sums = sums + exp(load_lanes_or(logits + i, n, -INFINITY) - largest);
-    });
-    float total = lane_sum(sums), chosen = 0.0f;
+// The softmax over the logits of one token.
+struct Softmax {
+    f32x16 largest;
+    float total;
+    Softmax(const float* logits, int64_t count) {
+        f32x16 top = splat(-INFINITY), sums = {};
+        for_lanes(count, [&](int64_t i, int n) { top = vmax(top, load_lanes_or(logits + i, n, -INFINITY)); });
+        largest = splat(lane_max(top));
+        for_lanes(count, [&](int64_t i, int n) {
+            sums = sums + exp(load_lanes_or(logits + i, n, -INFINITY) - largest);
+        });
+        total = lane_sum(sums);
+    }
+    f32x16 of(f32x16 logits) const { return exp(logits - largest) / total; }
+};
+
+// The top_k experts of one token, the largest choice first and the lower id among equals.
+void choose(const float* choice, int64_t count, int64_t top_k, int32_t* experts) {
     for (int64_t k = 0; k < top_k; k++) {
         int64_t best = -1;
         for (int64_t e = 0; e < count; e++) {
             bool taken = std::find(experts, experts + k, static_cast<int32_t>(e)) != experts + k;
-            if (!taken && (best < 0 || logits[e] > logits[best])) best = e;
+            if (!taken && (best < 0 || choice[e] > choice[best])) best = e;
         }
         experts[k] = static_cast<int32_t>(best);
-        weights[k] = exp(splat(logits[best]) - largest)[0] / total;
+    }
+}
+
+// The top_k experts of one token by their logits, with their softmax weights.
+void route_token(const float* logits, int64_t count, int64_t top_k, bool renormalize, float* weights, int32_t* experts) {
+    Softmax softmax(logits, count);
+    choose(logits, count, top_k, experts);
+    float chosen = 0.0f;
+    for (int64_t k = 0; k < top_k; k++) {
+        weights[k] = softmax.of(splat(logits[experts[k]]))[0];
         chosen += weights[k];
     }
     if (renormalize)
@@ -86,16 +101,8 @@ void route_in_groups(float* logits, float* choice, int64_t count, int64_t top_k,
     if (groups.sigmoid) {
         for_lanes(count, [&](int64_t i, int n) { store_lanes(logits + i, sigmoid(load_lanes(logits + i, n)), n); });
     } else {
-        f32x16 top = splat(-INFINITY), sums = {};
-        for_lanes(count, [&](int64_t i, int n) { top = vmax(top, load_lanes_or(logits + i, n, -INFINITY)); });
-        f32x16 largest = splat(lane_max(top));
-        for_lanes(count, [&](int64_t i, int n) {
-            f32x16 weight = exp(load_lanes_or(logits + i, n, -INFINITY) - largest);
-            sums = sums + weight;
-            store_lanes(logits + i, weight, n);
-        });
-        float total = lane_sum(sums);
-        for (int64_t e = 0; e < count; e++) logits[e] /= total;
+        Softmax softmax(logits, count);
+        for_lanes(count, [&](int64_t i, int n) { store_lanes(logits + i, softmax.of(load_lanes(logits + i, n)), n); });
     }
     for (int64_t e = 0; e < count; e++) choice[e] = logits[e] + groups.bias[e];
     int64_t size = count / groups.count;
@@ -109,15 +116,10 @@ void route_in_groups(float* logits, float* choice, int64_t count, int64_t top_k,
         of_group[worst] = INFINITY;
         std::fill(choice + worst * size, choice + (worst + 1) * size, -INFINITY);
     }
+    choose(choice, count, top_k, experts);
     float chosen = 0.0f;
     for (int64_t k = 0; k < top_k; k++) {
-        int64_t best = -1;
-        for (int64_t e = 0; e < count; e++) {
-            bool taken = std::find(experts, experts + k, static_cast<int32_t>(e)) != experts + k;
-            if (!taken && (best < 0 || choice[e] > choice[best])) best = e;
-        }
-        experts[k] = static_cast<int32_t>(best);
-        weights[k] = logits[best];
+        weights[k] = logits[experts[k]];
         chosen += weights[k];
     }
     for (int64_t k = 0; k < top_k; k++) weights[k] = (renormalize ? weights[k] / chosen : weights[k]) * groups.factor;

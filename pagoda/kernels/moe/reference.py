@@ -1,7 +1,9 @@
-"""The definition of the mixture-of-experts op: one token and one expert at a time, in float32."""
+"""The definition of the mixture-of-experts ops: one token and one expert at a time, in float32."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -71,29 +73,32 @@ def activated(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) 
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
-def moe(
+SumOfExperts: TypeAlias = Callable[..., torch.Tensor]
+"""(x, experts [T, top_k], weights [T, top_k], gate_up, down, alpha, limit) -> [T, hidden], in x's dtype."""
+
+
+def moe_by(
+    sum_of_experts: SumOfExperts,
     x: torch.Tensor,
     router_logits: torch.Tensor,
-    gate_up: ExpertList[PlainLinear],
-    down: ExpertList[PlainLinear],
+    gate_up: ExpertList[WeightT],
+    down: ExpertList[WeightT],
     top_k: int,
     renormalize: bool,
     alpha: float = 1.0,
     limit: float = 0.0,
 ) -> torch.Tensor:
-    """[T, hidden] -> [T, hidden]: the gated MLPs of each token's top_k experts, summed by weight, rounded once.
-
-    Between up and down an expert's activation is rounded to x's dtype, as in a dense layer.
-    """
-    return _sum_of_experts(x, *route(router_logits, top_k, renormalize), gate_up, down, alpha, limit)
+    """Compute `ForwardOps.moe`."""
+    return sum_of_experts(x, *route(router_logits, top_k, renormalize), gate_up, down, alpha, limit)
 
 
-def grouped_moe(
+def grouped_moe_by(
+    sum_of_experts: SumOfExperts,
     x: torch.Tensor,
     router_logits: torch.Tensor,
     bias: torch.Tensor,
-    gate_up: ExpertList[PlainLinear],
-    down: ExpertList[PlainLinear],
+    gate_up: ExpertList[WeightT],
+    down: ExpertList[WeightT],
     top_k: int,
     renormalize: bool,
     sigmoid: bool,
@@ -102,9 +107,9 @@ def grouped_moe(
     best: int,
     factor: float,
 ) -> torch.Tensor:
-    """`moe` with another choice of experts; see `ForwardOps`."""
+    """Compute `ForwardOps.grouped_moe`."""
     chosen = route_in_groups(router_logits, bias, top_k, renormalize, sigmoid, groups, top_groups, best, factor)
-    return _sum_of_experts(x, *chosen, gate_up, down, 1.0, 0.0)
+    return sum_of_experts(x, *chosen, gate_up, down, 1.0, 0.0)
 
 
 def _sum_of_experts(
@@ -116,6 +121,10 @@ def _sum_of_experts(
     alpha: float,
     limit: float,
 ) -> torch.Tensor:
+    """Sum the gated MLPs of each token's experts by weight, rounded once.
+
+    Between up and down an expert's activation is rounded to x's dtype, as in a dense layer.
+    """
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for token in range(x.shape[0]):
         for expert, weight in zip(experts[token].tolist(), weights[token], strict=True):
@@ -123,3 +132,6 @@ def _sum_of_experts(
             active = activated(gate.float(), up.float(), alpha, limit).to(x.dtype)
             out[token] += weight * logits(active, down.weights[expert])[0]
     return out.to(x.dtype)
+
+
+moe, grouped_moe = partial(moe_by, _sum_of_experts), partial(grouped_moe_by, _sum_of_experts)
