@@ -41,30 +41,6 @@ def route(router_logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[t
     return experts, chosen / chosen.sum(dim=-1, keepdim=True) if renormalize else chosen
 
 
-def route_in_groups(
-    router_logits: torch.Tensor,
-    bias: torch.Tensor,
-    top_k: int,
-    renormalize: bool,
-    sigmoid: bool,
-    groups: int,
-    top_groups: int,
-    best: int,
-    factor: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `route`, with experts of the best groups only; see `ForwardOps.grouped_moe`."""
-    logits = router_logits.float()
-    scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
-    choice = (scores + bias).unflatten(-1, (groups, -1))
-    of_group = choice.sort(dim=-1, descending=True).values[..., :best].sum(dim=-1)
-    chosen_groups = of_group.sort(dim=-1, descending=True, stable=True).indices[:, :top_groups]
-    allowed = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, chosen_groups, True)
-    choice = choice.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(1)
-    experts = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
-    chosen = scores.gather(1, experts)
-    return experts, (chosen / chosen.sum(dim=-1, keepdim=True) if renormalize else chosen) * factor
-
-
 def activated(gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """float32 [T, I] twice -> silu(gate) * up; with a limit, what GPT-OSS has instead (see `ForwardOps.moe`)."""
     if not limit:
@@ -108,8 +84,17 @@ def grouped_moe_by(
     factor: float,
 ) -> torch.Tensor:
     """Compute `ForwardOps.grouped_moe`."""
-    chosen = route_in_groups(router_logits, bias, top_k, renormalize, sigmoid, groups, top_groups, best, factor)
-    return sum_of_experts(x, *chosen, gate_up, down, 1.0, 0.0)
+    logits = router_logits.float()
+    scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
+    choice = (scores + bias).unflatten(-1, (groups, -1))
+    of_group = choice.sort(dim=-1, descending=True).values[..., :best].sum(dim=-1)
+    chosen_groups = of_group.sort(dim=-1, descending=True, stable=True).indices[:, :top_groups]
+    allowed = torch.zeros_like(of_group, dtype=torch.bool).scatter(1, chosen_groups, True)
+    choice = choice.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(1)
+    experts = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    chosen = scores.gather(1, experts)
+    weights = (chosen / chosen.sum(dim=-1, keepdim=True) if renormalize else chosen) * factor
+    return sum_of_experts(x, experts, weights, gate_up, down, 1.0, 0.0)
 
 
 def _sum_of_experts(
