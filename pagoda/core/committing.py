@@ -39,11 +39,13 @@ def commit(
     state.in_flight.completed(output, result, state.clock)
     state.table.complete(output.rows, output.num_new)
     state.costs.observe(output, result)
-    result = without_unscored(state, output, result)
+    may_have_beams = state.table.may_have_beams
+    if may_have_beams:
+        result = without_unscored(state, output, result)
     if result.failed:
         _fail_rows(state, output, result, raised=raised)
     state.encoder.complete(output.rows)
-    rest = extend_beams(state, output, result)
+    rest = extend_beams(state, output, result) if may_have_beams else result
     commit_tokens = _commit_plain if rest is result and _is_plain(state, output, result) else _commit_any
     by_client = commit_tokens(state, output, rest)
     if state.table.has_pinned_rows:

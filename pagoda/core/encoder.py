@@ -121,9 +121,10 @@ class EncoderCache:
 
         One that was evicted for another item of the same chunk may run again in this step.
         """
-        evicted = tuple(dict.fromkeys(self._evicted))
-        self._evicted.clear()
-        return evicted
+        if not self._evicted:
+            return ()
+        evicted, self._evicted = self._evicted, []
+        return tuple(dict.fromkeys(evicted))
 
     def take_new(self) -> set[str]:
         """Return hashes of outputs that workers do not have yet; each once."""
@@ -315,7 +316,10 @@ class EncoderInputs:
     def drain_into(self, plan: StepPlan) -> None:
         """Tell workers which outputs to drop, and give them the items whose outputs they lack."""
         plan.encoder_freed = self._cache.take_evicted()
-        new, inputs = self._cache.take_new(), list[MediaItem]()
+        new = self._cache.take_new()
+        if not new:
+            return
+        inputs = list[MediaItem]()
         for run in plan.runs:
             if run.content_hash in new:
                 new.discard(run.content_hash)
