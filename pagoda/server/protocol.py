@@ -2,8 +2,7 @@
 
 msgspec checks the types of single values while decoding, and stops at the first error (body.py). `check` does what
 types cannot: it checks fields against each other, and counts and sizes against RequestLimits. What several bodies share
-is apart: body.py (what a body is, and its types of values), sampling_body.py (how text is generated) and structure.py
-(the form of the output).
+is apart: body.py (what a body is, and its types of values) and sampling_body.py (how text is generated, in which form).
 """
 
 from typing import TYPE_CHECKING, Annotated, Any

@@ -19,8 +19,7 @@ from pagoda.server.answers import ErrorResponse
 from pagoda.server.body import Body
 from pagoda.server.pooling_bodies import RerankDocument
 from pagoda.server.protocol import ChatMessage, NamedTool, Tool, ToolFunction
-from pagoda.server.sampling_body import StreamOptions
-from pagoda.server.structure import ResponseFormat
+from pagoda.server.sampling_body import ResponseFormat, StreamOptions
 from pagoda.server.transcription_bodies import TranscriptionVerbose
 
 Handler = Callable[[Request], Awaitable[Response]]

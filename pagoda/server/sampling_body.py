@@ -1,4 +1,4 @@
-"""SamplingBody: the fields of a request body that say how text is generated, common to chat and text completions.
+"""SamplingBody: the fields of chat and text completions that say how text is generated, and in which form.
 
 Fields of OpenAI's and vLLM's APIs that are known but not supported are declared first: clients send many of them with a
 neutral value, which is accepted. Any other value is rejected with an explanation.
@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from msgspec import UNSET, Meta, Struct, defstruct
 
 from pagoda.base.errors import RequestError
+from pagoda.base.registry import nearest
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
+from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.server.body import (
     Body,
     Flag,
@@ -25,7 +27,6 @@ from pagoda.server.body import (
     TokenId,
     one_of,
 )
-from pagoda.server.structure import ResponseFormat, structure_of, structure_values
 
 _TEXT_TOKENS = 16  # of a text completion that says nothing, as in OpenAI's API
 Unserved = Annotated[Any, Meta(description="Not served: only a neutral value", extra_json_schema={"enum": [None]})]
@@ -114,6 +115,23 @@ class StreamOptions(Body, kw_only=True, frozen=True):
 
     include_usage: Flag = False
     continuous_usage_stats: Flag = False
+
+
+class ResponseFormat(Body, kw_only=True, frozen=True):
+    """The form of the output.
+
+    type: Text, any JSON object, JSON by a schema, or text with JSON in tags.
+    json_schema: Of type json_schema: an object whose `schema` is the schema.
+    structures: Of type structural_tag: the tags, each with begin, schema and end.
+    triggers: Of type structural_tag: what begins a tag.
+    format: Of type structural_tag: vLLM's newer form of both, of type triggered_tags.
+    """
+
+    type: Annotated[str, one_of("text", "json_object", "json_schema", "structural_tag")]
+    json_schema: dict[str, Any] | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
 
 
 if TYPE_CHECKING:
@@ -215,7 +233,7 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
         check_unserved(self)
         limits.check_lists(self)
         limits.check_names(model=self.model, user=self.user, cache_salt=self.cache_salt)
-        limits.check_values(structure_values(self))
+        limits.check_values(_structure_values(self))
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: needs stream to be true", "stream_options")
         if self.use_beam_search and self.stream:
@@ -287,7 +305,7 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
             skip_special_tokens=self.skip_special_tokens,
             spaces_between_special_tokens=self.spaces_between_special_tokens,
             truncate_prompt_tokens=self.truncate_prompt_tokens,
-            structured_outputs=structure_of(self),
+            structured_outputs=_structure_of(self),
             beam_search=self._beam_search,
         )
 
@@ -307,3 +325,67 @@ def _token_bias(bias: dict[str, float]) -> dict[int, float]:
         except ValueError:
             raise RequestError(f"logit_bias: the key {token!r:.80} is not a token id", "logit_bias") from None
     return known
+
+
+# ---- the form of the output: OpenAI's `response_format`, vLLM's `structured_outputs` and its older `guided_*`
+
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+_KNOWN = ("json", "regex", "choice", "grammar", "json_object", "structural_tag", *_OPTIONS)
+_IGNORED = ("disable_fallback",)  # of vLLM: there is one backend here, and so nothing to fall back to
+
+
+def _structure_values(body: SamplingBody) -> dict[str, Any]:
+    """Return the fields that hold JSON of any size, for RequestLimits.check_values."""
+    given = body.response_format
+    return {
+        "response_format": [given.json_schema, given.structures, given.format] if given is not None else None,
+        "structured_outputs": body.structured_outputs,
+        "guided_json": body.guided_json,
+    }
+
+
+def _structure_of(body: SamplingBody) -> StructuredOutputsParams | None:
+    """Return the form that a request asks for, or None. Raises RequestError for more than one."""
+    asked: dict[str, dict[str, Any]] = {}
+    if body.response_format is not None and body.response_format.type != "text":
+        asked["response_format"] = _of_response_format(body.response_format)
+    given = {name: value for name, value in (body.structured_outputs or {}).items() if value is not None}
+    if set(given) - {*_OPTIONS, *_IGNORED}:
+        asked["structured_outputs"] = _known_only(given)
+    for name in _GUIDED:
+        value = getattr(body, name)
+        if value is not None:
+            asked[name] = {name.removeprefix("guided_"): value, "whitespace_pattern": body.guided_whitespace_pattern}
+    if not asked:
+        return None
+    source, fields = next(iter(asked.items()))
+    if len(asked) > 1:
+        raise RequestError(f"{' and '.join(asked)} exclude each other: give one of them", source)
+    try:
+        return StructuredOutputsParams(**fields, source=source)
+    except RequestError as error:
+        raise RequestError(str(error).replace("structured_outputs", source, 1), source) from None
+
+
+def _known_only(given: dict[str, Any]) -> dict[str, Any]:
+    for name in given:
+        if name not in (*_KNOWN, *_IGNORED):
+            raise RequestError(
+                f"structured_outputs: unknown field {name!r:.80}{nearest(name, list(_KNOWN))}", "structured_outputs"
+            )
+    return {name: value for name, value in given.items() if name in _KNOWN}
+
+
+def _of_response_format(given: ResponseFormat) -> dict[str, Any]:
+    if given.type == "json_object":
+        return {"json_object": True}
+    if given.type == "structural_tag":
+        tag = {"structures": given.structures, "triggers": given.triggers, "format": given.format}
+        return {"structural_tag": tag}
+    schema = (given.json_schema or {}).get("schema")
+    if not isinstance(schema, dict | bool):
+        raise RequestError(
+            'response_format: type "json_schema" needs json_schema.schema, a JSON schema', "response_format"
+        )
+    return {"json": schema}
