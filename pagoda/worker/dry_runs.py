@@ -112,11 +112,11 @@ class DryRuns:
     Rows without blocks write to the null block, which no sequence reads.
     """
 
-    def __init__(self, forward: ForwardRunner, table: TableMirror, cache: CacheEngine, sampler: Sampler) -> None:
+    def __init__(self, forward: ForwardRunner, table: TableMirror, cache: CacheEngine) -> None:
         self._forward = forward
         self._table = table
         self._cache = cache
-        self._sampler = sampler
+        self._sampler = Sampler(forward.ops)
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> None:
@@ -125,11 +125,8 @@ class DryRuns:
         inputs, (hidden, logits) = self._computed(output)
         if logits is None:
             return
-        logits = logits[: inputs.num_logits]
-        if inputs.draw_logits is not None:
-            logits = logits.index_select(0, inputs.draw_logits)
-        rows, positions = inputs.draw_rows, inputs.draw_positions
-        self._sampler.draw(logits, self._table, rows, positions, None, inputs.draw_params)
+        draws = inputs.draw_rows, inputs.draw_positions
+        self._sampler.draw(inputs.logits_of_draws(logits), self._table, *draws, None, inputs.draw_params)
         del logits
         if inputs.prompt_rows:
             states = self._forward.states_of(inputs, hidden)

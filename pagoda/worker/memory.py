@@ -13,7 +13,7 @@ from pagoda.base.config import CacheConfig, DebugConfig
 from pagoda.base.dtypes import DTYPE_BYTES, WITH_SCALES
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.server_config import MAX_HELD_BODY_BYTES, MAX_HELD_MEDIA_BYTES, ServerLimits
-from pagoda.core.kv import KVGroupSpec, KVShape, KVSizing, layers_per_block, longest_request
+from pagoda.core.kv import KVGroupSpec, KVSizing, layers_per_block, longest_request
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Matrix, Vector
@@ -262,24 +262,16 @@ def kv_slots(groups: tuple[KVGroupSpec, ...]) -> tuple[KVSlot, ...]:
     )
 
 
-def kv_bytes_per_slot(slot: KVSlot, kv_dtype: str) -> int:
-    """Return the bytes per token in one slot: K and V, and the scales of a cache of 8 bits."""
-    scales = 2 * slot.scales * _SCALE_BYTES if kv_dtype in WITH_SCALES else 0
-    return (slot.keys + slot.values) * DTYPE_BYTES[kv_dtype] + scales
-
-
 def kv_bytes_per_token(groups: tuple[KVGroupSpec, ...], kv_dtype: str) -> int:
     """Return the bytes of a token's K and V in all layers, without padding between unequal groups."""
-    return sum(len(group.layers) * kv_bytes_per_slot(_alone(group.shape), kv_dtype) for group in groups)
+    return sum(kv_block_bytes((group,), kv_dtype, 1) for group in groups)
 
 
 def kv_block_bytes(groups: tuple[KVGroupSpec, ...], kv_dtype: str, block_size: int) -> int:
-    """Return the bytes per block, in all slots."""
-    return block_size * sum(kv_bytes_per_slot(slot, kv_dtype) for slot in kv_slots(groups))
-
-
-def _alone(shape: KVShape) -> KVSlot:
-    return KVSlot(shape.num_heads * shape.key_dim, shape.num_heads * shape.value_dim, shape.num_heads)
+    """Return the bytes per block, in all slots: K and V, and the scales of a cache of 8 bits."""
+    slots, scale_bytes = kv_slots(groups), _SCALE_BYTES if kv_dtype in WITH_SCALES else 0
+    of_token = ((slot.keys + slot.values) * DTYPE_BYTES[kv_dtype] + 2 * slot.scales * scale_bytes for slot in slots)
+    return block_size * sum(of_token)
 
 
 _HOST_BYTES = 2 * DTYPE_BYTES["float32"]

@@ -40,7 +40,6 @@ class ModelRunner:
         table: TableMirror,
         cache: CacheEngine,
         device: Device,
-        sampler: Sampler | None = None,
         speculator: Speculator | None = None,
         grammars: GrammarRows | None = None,
         adapters: Adapters | None = None,
@@ -61,7 +60,7 @@ class ModelRunner:
         self._table = table
         self._cache = cache
         self._device = device
-        self._sampler = sampler or Sampler()
+        self._sampler = Sampler(forward.ops)
         self._speculator = speculator
         self._grammars = grammars
         self._adapters = adapters
@@ -87,7 +86,7 @@ class ModelRunner:
         A speculator measures steps over several tokens, so that it knows their cost before the first draft; with
         several ranks it learns it from the first steps, for the others would have to compute the same ones.
         """
-        runs = DryRuns(self._forward, self._table, self._cache, self._sampler)
+        runs = DryRuns(self._forward, self._table, self._cache)
         runs.run_tokens(1, 1, 0)
         if self._speculator is not None and self._place.world_size == 1:
             # The first step of a size compiles kernels, and the second captures a graph: neither says what it costs.
@@ -206,16 +205,12 @@ class ModelRunner:
 
     def _draw(self, inputs: StepInputs, logits: torch.Tensor, pending_masks: "Future[GrammarMasks] | None") -> Drawn:
         """Sample the step's draws. There is at least one."""
-        logits = logits[: inputs.num_logits]
-        if inputs.draw_logits is not None:
-            logits = logits.index_select(0, inputs.draw_logits)
         masks = None
         if pending_masks is not None:
             masks = pending_masks.result()
             self.times.lap("masks")
-        return self._sampler.draw(
-            logits, self._table, inputs.draw_rows, inputs.draw_positions, masks, inputs.draw_params
-        )
+        draws = inputs.draw_rows, inputs.draw_positions
+        return self._sampler.draw(inputs.logits_of_draws(logits), self._table, *draws, masks, inputs.draw_params)
 
     def shutdown(self) -> None:
         """End the thread that fills masks. Idempotent."""

@@ -87,6 +87,11 @@ class StepInputs:
     states_index: torch.Tensor | None
     states_adapters: torch.Tensor | None
 
+    def logits_of_draws(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits of each draw.   logits: of the batch, see Computed."""
+        logits = logits[: self.num_logits]
+        return logits if self.draw_logits is None else logits.index_select(0, self.draw_logits)
+
 
 class StagingBatch:
     """Makes the inputs of one model's steps, one after the other.

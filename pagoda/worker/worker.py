@@ -12,7 +12,7 @@ from pagoda.base.errors import CapacityError, PagodaError, RequestError, StepToo
 from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Capacity, StepProfile, StepSize
 from pagoda.core.request import LoraRef
-from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.layers.sharding import ALONE
 from pagoda.models.base import Model
 from pagoda.ops.tensor import RankGroup
@@ -25,12 +25,10 @@ from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.loaded_model import DTYPES, LoadedModel, WorkerConfig, load
 from pagoda.worker.memory import kv_block_bytes
 from pagoda.worker.model_runner import ModelRunner
-from pagoda.worker.rotary_positions import RotaryPositions
-from pagoda.worker.sampler import Sampler
 from pagoda.worker.speculation.loaded_draft import speculator_of
 from pagoda.worker.staging import PromptEmbeds
 from pagoda.worker.steps_in_flight import LaunchedStep
-from pagoda.worker.table_mirror import TableMirror
+from pagoda.worker.table_mirror import RotaryPositions, TableMirror
 
 logger = logging.getLogger("pagoda")
 
@@ -124,7 +122,7 @@ class Worker:
         """
         # Rows without blocks: all of their tokens are in the null block.
         table = self._make_table(forward.model, loaded.max_len)
-        runs = DryRuns(forward, table, cache, Sampler(loaded.ops))
+        runs = DryRuns(forward, table, cache)
         for step in steps:
             runs.run(step)
         padding = forward.staging.padding
@@ -176,7 +174,7 @@ class Worker:
         return EncoderOutputs(loaded.encoder, loaded.dtype, bool(loaded.model.cross_groups))
 
     def _make_runner(self, loaded: LoadedModel, cache: CacheEngine) -> ModelRunner:
-        config, model, ops, device = self._config, loaded.model, loaded.ops, loaded.device
+        config, model, device = self._config, loaded.model, loaded.device
         table = self._make_table(model, loaded.max_len)
         adapters = Adapters(loaded.store, config.max_rows) if loaded.store is not None else None
         samples, grammars, speculator = config.place.samples, None, None
@@ -189,7 +187,6 @@ class Worker:
                 loaded.forward,
                 table,
                 cache,
-                ops,
                 config.max_model_len,
                 loaded.draft,
                 grammars,
@@ -200,7 +197,6 @@ class Worker:
             table,
             cache,
             device,
-            Sampler(ops),
             speculator,
             grammars,
             adapters,
@@ -215,10 +211,6 @@ class Worker:
         if self._runner is None:
             raise WorkerDied("the worker is not running")
         return self._runner.launch(output)
-
-    def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Execute one step. Raises as `launch`."""
-        return self.launch(output).result()
 
     def call(self, name: str, args: Sequence[object]) -> object:
         """Run one of core.executor.CALLS between steps; return its result, or a future of it. Raises its errors."""

@@ -15,7 +15,6 @@ from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.drafters.lookup import NgramDrafter
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.model_runner import ModelRunner
-from pagoda.worker.sampler import Sampler
 from pagoda.worker.speculation.speculator import Speculator
 from pagoda.worker.table_mirror import TableMirror
 from tests.device_under_test import ON_CPU
@@ -30,7 +29,7 @@ def runner(place: RankPlace, speculator: Speculator | None = None) -> ModelRunne
     cache = CacheEngine(model.kv_groups, BLOCK, NUM_BLOCKS, NUM_HOST_BLOCKS, torch.float32, device)
     forward = ForwardRunner(cast("Any", model), ops, ON_CPU.device)
     table = TableMirror(NUM_ROWS, MAX_LEN + 8, BLOCK, 1)
-    return ModelRunner(forward, table, cache, device, Sampler(ops), speculator, place=place)
+    return ModelRunner(forward, table, cache, device, speculator, place=place)
 
 
 SAMPLES, FOLLOWS = RankPlace(0, 2), RankPlace(1, 2)

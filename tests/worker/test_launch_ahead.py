@@ -19,7 +19,6 @@ from pagoda.worker import staging as staging_module
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.model_runner import ModelRunner
-from pagoda.worker.sampler import Sampler
 from pagoda.worker.table_mirror import TableMirror
 from tests.worker.hand_made import GREEDY, VOCAB, PagedSumModel, expected_next, i32, row_init, step
 from tests.worker.lagging_device import LaggingDevice
@@ -35,7 +34,7 @@ def make(broken_token: int = -1, ops: Any = None) -> tuple[ModelRunner, TableMir
     cache = CacheEngine(model.kv_groups, BLOCK, 60, 10, torch.float32, device)
     table = TableMirror(8, 64, BLOCK, 1)
     forward = ForwardRunner(cast(Any, model), ops or cast(Any, TorchOps()))
-    return ModelRunner(forward, table, cache, device, Sampler(ops)), table, device
+    return ModelRunner(forward, table, cache, device), table, device
 
 
 def continued(prompt: list[int], count: int) -> list[int]:

@@ -16,7 +16,6 @@ from pagoda.worker.drafters.drafter import Draft
 from pagoda.worker.drafters.lookup import NgramDrafter
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.model_runner import ModelRunner
-from pagoda.worker.sampler import Sampler
 from pagoda.worker.speculation.speculator import NEVER_DRAFTS, Speculator
 from pagoda.worker.table_mirror import TableMirror
 from tests.device_under_test import ON_CPU, DeviceUnderTest
@@ -30,7 +29,7 @@ def runner(on: DeviceUnderTest, broken_token: int = -1, speculator: Speculator |
     make_blocks = ops.make_device_blocks
     cache = CacheEngine(model.kv_groups, BLOCK, 30, 10, torch.float32, device, make_blocks)
     forward = ForwardRunner(cast("Any", model), ops, on.device)
-    return ModelRunner(forward, TableMirror(8, 64, BLOCK, 1), cache, device, Sampler(ops), speculator)
+    return ModelRunner(forward, TableMirror(8, 64, BLOCK, 1), cache, device, speculator)
 
 
 def continued(prompt: list[int], count: int) -> list[int]:

@@ -33,20 +33,20 @@ def test_it_runs_between_set_pools_and_shutdown(tmp_path: Path) -> None:
     worker = Worker(config(write_tiny_llama(tmp_path)))
     first = step(1, [(0, 0, 3)], admitted=(row_init(0, [5, 6, 7], [1]),))
     with pytest.raises(WorkerDied):
-        worker.run(first)
+        worker.launch(first).result()
     worker.load()
     capacity = worker.measure([])
     assert capacity.free_bytes > 2**20
     assert (capacity.memory.startswith("host of "), capacity.num_too_large) == (True, 0)
     assert capacity.block_bytes == 2 * 2 * 8 * 2 * 16 * 4  # K and V, layers, tokens, heads, elements, float32
     with pytest.raises(WorkerDied):
-        worker.run(first)
+        worker.launch(first).result()
     worker.set_pools(10, 0)
-    assert worker.run(first).num_sampled.tolist() == [1]
+    assert worker.launch(first).result().num_sampled.tolist() == [1]
     worker.shutdown()
     worker.shutdown()
     with pytest.raises(WorkerDied):
-        worker.run(first)
+        worker.launch(first).result()
 
 
 def test_unsupported_settings_of_the_kernels_are_an_error_at_start(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ found with vector instructions instead of an index: no memory, no upkeep.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
@@ -80,20 +79,6 @@ _POOL_TOKENS = 1 << 18
 _MOST_VOTES = 8  # occurrences whose continuations are counted, latest first
 
 
-@dataclass(frozen=True, slots=True)
-class SuffixSettings:
-    """max_depth: longest match looked for, in tokens.   max_cached_requests: finished outputs kept, 0 for none.
-
-    max_spec_factor: most draft tokens per token of the match.   min_token_prob: stop the draft where the
-    share of continuations that agree with it falls below this.
-    """
-
-    max_depth: int = 24
-    max_cached_requests: int = 10_000
-    max_spec_factor: float = 1.0
-    min_token_prob: float = 0.1
-
-
 class SuffixDrafter:
     """Continue the longest suffix that occurred before, in the row's own text or in outputs with the same cache salt.
 
@@ -104,9 +89,22 @@ class SuffixDrafter:
 
     runs_model = False
 
-    def __init__(self, settings: SuffixSettings, pool_tokens: int = _POOL_TOKENS) -> None:
-        self._settings = settings
-        self._pool = OutputPool(pool_tokens, settings.max_cached_requests)
+    def __init__(
+        self,
+        max_depth: int = 24,
+        max_cached_requests: int = 10_000,
+        max_spec_factor: float = 1.0,
+        min_token_prob: float = 0.1,
+    ) -> None:
+        """max_depth: longest match looked for, in tokens.   max_cached_requests: finished outputs kept, 0 for none.
+
+        max_spec_factor: most draft tokens per token of the match.   min_token_prob: stop the draft where the
+        share of continuations that agree with it falls below this.
+        """
+        self._max_depth = max_depth
+        self._max_spec_factor = max_spec_factor
+        self._min_token_prob = min_token_prob
+        self._pool = OutputPool(_POOL_TOKENS, max_cached_requests)
         self._owners: dict[int, int] = {}  # by row
         self._request_ids: dict[int, str] = {}  # by row
 
@@ -115,7 +113,7 @@ class SuffixDrafter:
         for row in output.released.tolist():
             owner = self._owners.pop(row, None)
             if owner is not None and self._request_ids.pop(row) not in output.preempted_ids:
-                begin = max(0, int(table.num_prompt[row]) - self._settings.max_depth)
+                begin = max(0, int(table.num_prompt[row]) - self._max_depth)
                 self._pool.add(table.token_ids[row, begin : table.num_tokens[row]], owner)
         for init in output.admitted:
             if init.sampling is not None:
@@ -129,11 +127,11 @@ class SuffixDrafter:
         return [self._draft(table, row, count) for row, count in zip(rows.tolist(), most.tolist(), strict=True)]
 
     def _draft(self, table: TableMirror, row: int, most: int) -> Draft:
-        depth = self._settings.max_depth
+        depth = self._max_depth
         tokens = table.token_ids[row, : table.num_tokens[row]]
         ends, length = longest_suffix_matches(tokens, depth)
         pooled, pooled_length = self._pool.longest_matches(tokens, self._owners.get(row, 0), depth)
-        count = min(most, int(self._settings.max_spec_factor * max(length, pooled_length)))
+        count = min(most, int(self._max_spec_factor * max(length, pooled_length)))
         if count < 1:
             return NO_DRAFT
         if pooled_length > length:
@@ -143,7 +141,7 @@ class SuffixDrafter:
         else:
             latest = ends[-_MOST_VOTES:][::-1]
             following = [continue_from(tokens, end, count).tolist() for end in latest.tolist()]
-        voted = _most_common_path(following, count, self._settings.min_token_prob)
+        voted = _most_common_path(following, count, self._min_token_prob)
         return Draft(np.array(voted, np.int32), grade_of_match(max(length, pooled_length)))
 
 

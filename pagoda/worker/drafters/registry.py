@@ -1,7 +1,6 @@
 """Which drafters there are, how they are made from the settings, and what comes first with all of them."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,77 +8,52 @@ import numpy as np
 from pagoda.base.speculative_config import SpeculativeConfig
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.worker.drafters.drafter import NO_DRAFT, NUM_GRADES, Draft, Drafter
-from pagoda.worker.drafters.lookup import NgramDrafter, SuffixDrafter, SuffixSettings
+from pagoda.worker.drafters.lookup import NgramDrafter, SuffixDrafter
 from pagoda.worker.table_mirror import TableMirror
 
 if TYPE_CHECKING:
     from pagoda.worker.drafters.models import DraftForward
     from pagoda.worker.grammar_rows import GrammarRows
-    from pagoda.worker.sampler import Sampler
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DraftParts:
-    """What a drafter that runs a model needs.
-
-    draft: that model's forward pass.   num_blocks: of its own KV cache, 0 if it uses the target's.
-    """
-
-    draft: "DraftForward"
-    sampler: "Sampler"
-    num_blocks: int = 0
-
-
-def _ngram(config: SpeculativeConfig, _: DraftParts | None) -> Drafter:
-    return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
-
-
-def _suffix(config: SpeculativeConfig, _: DraftParts | None) -> Drafter:
-    settings = SuffixSettings(
-        max_depth=config.suffix_decoding_max_tree_depth,
-        max_cached_requests=config.suffix_decoding_max_cached_requests,
-        max_spec_factor=config.suffix_decoding_max_spec_factor,
-        min_token_prob=config.suffix_decoding_min_token_prob,
-    )
-    return SuffixDrafter(settings)
-
-
-def _draft_model(_: SpeculativeConfig, parts: DraftParts | None) -> Drafter:
-    from pagoda.worker.drafters.models import DraftModelDrafter
-
-    assert parts is not None
-    return DraftModelDrafter(parts.draft, parts.sampler, parts.num_blocks)
-
-
-def _layer_skip(_: SpeculativeConfig, parts: DraftParts | None) -> Drafter:
-    from pagoda.worker.drafters.models import LayerSkipDrafter
-
-    assert parts is not None
-    return LayerSkipDrafter(parts.draft, parts.sampler)
-
-
-def _none(_: SpeculativeConfig, __: DraftParts | None) -> None:
-    return None
-
-
-_DRAFTERS: Mapping[str, Callable[[SpeculativeConfig, DraftParts | None], Drafter | None]] = {
-    "ngram": _ngram,
-    "suffix": _suffix,
-    "draft_model": _draft_model,
-    "layer_skip": _layer_skip,
-    "forced": _none,
-}
 
 
 def make_drafter(
-    config: SpeculativeConfig, parts: DraftParts | None = None, grammars: "GrammarRows | None" = None
+    config: SpeculativeConfig,
+    draft: "DraftForward | None" = None,
+    num_blocks: int = 0,
+    grammars: "GrammarRows | None" = None,
 ) -> Drafter:
     """Return the drafter of a configuration whose method is set. What grammars force comes first with any method.
 
-    parts: for the methods that run a model.   grammars: of the worker's rows.
+    draft: of the methods that run a model: its forward pass.   num_blocks: of its own KV cache, 0 if it uses the
+    target's.   grammars: of the worker's rows.
     """
-    assert config.method is not None
-    return ForcedDrafter(grammars, _DRAFTERS[config.method](config, parts))
+    return ForcedDrafter(grammars, _drafter_of(config, draft, num_blocks))
+
+
+def _drafter_of(config: SpeculativeConfig, draft: "DraftForward | None", num_blocks: int) -> Drafter | None:
+    """Return the drafter of a method; None if only what grammars force is drafted."""
+    match config.method:
+        case "ngram":
+            return NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+        case "suffix":
+            return SuffixDrafter(
+                config.suffix_decoding_max_tree_depth,
+                config.suffix_decoding_max_cached_requests,
+                config.suffix_decoding_max_spec_factor,
+                config.suffix_decoding_min_token_prob,
+            )
+        case "forced":
+            return None
+    # Imported here because the others need no torch.
+    from pagoda.worker.drafters.models import DraftModelDrafter, LayerSkipDrafter
+    from pagoda.worker.sampler import Sampler
+
+    assert draft is not None
+    sampler = Sampler(draft.forward.ops)
+    if config.method == "draft_model":
+        return DraftModelDrafter(draft, sampler, num_blocks)
+    assert config.method == "layer_skip"
+    return LayerSkipDrafter(draft, sampler)
 
 
 class ForcedDrafter:

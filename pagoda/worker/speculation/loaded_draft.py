@@ -6,17 +6,15 @@ import torch
 
 from pagoda.kernels.ops import Ops
 from pagoda.loading.loader import load_model
-from pagoda.models.base import Model
 from pagoda.worker.adapters import Adapters
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices import Device
 from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS
 from pagoda.worker.drafters.models import DraftForward
-from pagoda.worker.drafters.registry import DraftParts, make_drafter
+from pagoda.worker.drafters.registry import make_drafter
 from pagoda.worker.dry_runs import LargestSteps
 from pagoda.worker.forward_runner import ForwardRunner, make_forward
 from pagoda.worker.grammar_rows import GrammarRows
-from pagoda.worker.sampler import Sampler
 from pagoda.worker.speculation.setup import DraftSetup
 from pagoda.worker.speculation.speculator import Speculator, make_speculator
 from pagoda.worker.table_mirror import TableMirror
@@ -27,21 +25,20 @@ _MAX_QUERY_LEN = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedDraft:
-    """A draft model, the pass that computes it, and its KV cache of `num_blocks` blocks."""
+    """A draft model, and its KV cache."""
 
-    model: Model
     forward: ForwardRunner
     cache: CacheEngine
-    num_blocks: int
 
     def largest_steps(self, max_rows: int, max_len: int) -> LargestSteps:
         """Return the largest steps in which it drafts.   max_rows: sequences that run at once.   max_len: of one."""
+        model = self.forward.model
         return LargestSteps(
             min(max_rows, MAX_DRAFT_STEP_TOKENS),
             MAX_DRAFT_STEP_TOKENS,
             max_len,
-            self.model.spec.vocab_size,
-            len(self.model.kv_groups),
+            model.spec.vocab_size,
+            len(model.kv_groups),
             _MAX_QUERY_LEN - 1,
         )
 
@@ -63,8 +60,7 @@ def load_draft(
         return None
     model = load_model(setup.files, ops, dtype, device.device, setup.config.quantization, max_len)
     forward = make_forward(model, ops, device, max_rows, max_len, _MAX_QUERY_LEN)
-    cache = CacheEngine(model.kv_groups, block_size, setup.num_blocks, 0, dtype, device)
-    return LoadedDraft(model, forward, cache, setup.num_blocks)
+    return LoadedDraft(forward, CacheEngine(model.kv_groups, block_size, setup.num_blocks, 0, dtype, device))
 
 
 def speculator_of(
@@ -72,7 +68,6 @@ def speculator_of(
     forward: ForwardRunner,
     table: TableMirror,
     cache: CacheEngine,
-    ops: Ops,
     max_model_len: int,
     draft: LoadedDraft | None = None,
     grammars: GrammarRows | None = None,
@@ -83,12 +78,12 @@ def speculator_of(
     forward, table, cache: of the model whose tokens are drafted.   draft: the draft model, if there is one.
     grammars: of the worker's rows; what they force is drafted first.   adapters: of its rows; a draft model has none.
     """
-    parts: DraftParts | None = None
+    drafting, num_blocks = None, 0
     if setup.num_layers:
-        parts = DraftParts(DraftForward(forward, table, cache.layers, setup.num_layers, adapters), Sampler(ops))
+        drafting = DraftForward(forward, table, cache.layers, setup.num_layers, adapters)
     elif draft is not None:
-        own_table = TableMirror(*table.token_ids.shape, table.block_size, len(draft.model.kv_groups))
-        drafting = DraftForward(draft.forward, own_table, draft.cache.layers)
-        parts = DraftParts(drafting, Sampler(ops), draft.num_blocks)
-    drafter = make_drafter(setup.config, parts, grammars)
+        num_groups = len(draft.forward.model.kv_groups)
+        own_table = TableMirror(*table.token_ids.shape, table.block_size, num_groups)
+        drafting, num_blocks = DraftForward(draft.forward, own_table, draft.cache.layers), draft.cache.num_blocks
+    drafter = make_drafter(setup.config, drafting, num_blocks, grammars)
     return make_speculator(setup, drafter, max_model_len, len(table.num_tokens), grammars)

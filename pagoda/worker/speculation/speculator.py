@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,16 +25,6 @@ _PROFILE_S = 0.5
 
 NEVER_DRAFTS = 2**62
 """`no_drafts_until` of a worker that drafts nothing any more."""
-
-
-@dataclass(slots=True)
-class _Step:
-    """When the current step began, and what came before it.   gap_s, draft_s: since, and in, the last `finish_step`."""
-
-    begin_s: float = 0.0
-    gap_s: float = 0.0
-    draft_s: float = 0.0
-    end_s: float = 0.0
 
 
 class Speculator:
@@ -71,7 +60,8 @@ class Speculator:
         self._length_limit = np.zeros(max_rows, np.int32)  # num_tokens at which a row ends; 0: it may not draft
         self._grades: dict[int, int] = {}  # of the drafts offered last, by row
         self._now = now
-        self._step = _Step()
+        self._begin_s = self._end_s = 0.0  # of the current step, and of the last `finish_step`
+        self._gap_s = self._draft_s = 0.0  # since, and in, the last `finish_step`
         self._num_steps_ahead = num_steps_ahead
         self._num_fruitless = 0  # steps in a row without a draft
         self.no_drafts_until = 0
@@ -104,9 +94,8 @@ class Speculator:
 
     def begin_step(self) -> None:
         """Start timing a step."""
-        step = self._step
-        step.begin_s = self._now()
-        step.gap_s = step.begin_s - step.end_s
+        self._begin_s = self._now()
+        self._gap_s = self._begin_s - self._end_s
 
     def apply(self, output: SchedulerOutput, table: TableMirror) -> None:
         """Note the step's events; call it before they are applied to `table`."""
@@ -151,9 +140,9 @@ class Speculator:
         self, output: SchedulerOutput, table: TableMirror, num_sampled: np.ndarray, failed: Mapping[int, str]
     ) -> dict[int, np.ndarray]:
         # A step without drafts should lose next to nothing here: arrays of one element are slow, right after a forward.
-        step, now_s = self._step, self._now()
+        now_s = self._now()
         if self._controller is not None:
-            self._learn(self._controller, output, num_sampled, now_s - step.begin_s)
+            self._learn(self._controller, output, num_sampled, now_s - self._begin_s)
         rows = output.sample_rows
         # A step with k drafts samples up to k + 1 tokens.
         room = self._length_limit[rows] - table.num_tokens[rows] - 1
@@ -168,14 +157,14 @@ class Speculator:
         self._num_fruitless = 0 if has_drafts else self._num_fruitless + 1
         if self._num_fruitless >= _PATIENCE:
             self.no_drafts_until = output.step + self._num_steps_ahead
-        step.end_s = self._now()
-        step.draft_s = step.end_s - now_s
+        self._end_s = self._now()
+        self._draft_s = self._end_s - now_s
         return drafts
 
     def _learn(
         self, controller: DraftController, output: SchedulerOutput, num_sampled: np.ndarray, duration_s: float
     ) -> None:
-        drafts, step = output.drafts, self._step
+        drafts = output.drafts
         num_rows, num_drafts, num_emitted = len(output.rows), 0, len(num_sampled)
         if drafts:
             for row, emitted in zip(output.sample_rows.tolist(), num_sampled.tolist(), strict=True):
@@ -186,8 +175,8 @@ class Speculator:
         decodes_only = len(num_sampled) == num_rows and output.total_num_scheduled_tokens == num_rows + num_drafts
         if not decodes_only or output.admitted:
             return
-        is_busy = step.gap_s < _SAME_BUSY_PERIOD * duration_s
-        before_s = step.draft_s + step.gap_s if is_busy else step.draft_s
+        is_busy = self._gap_s < _SAME_BUSY_PERIOD * duration_s
+        before_s = self._draft_s + self._gap_s if is_busy else self._draft_s
         controller.observe_step(num_rows, num_drafts, num_emitted, duration_s + before_s)
 
     def _would_draft(self, table: TableMirror, rows: np.ndarray, room: np.ndarray) -> bool:

@@ -12,7 +12,6 @@ from pagoda.worker.drafters.lookup import (
     NgramDrafter,
     OutputPool,
     SuffixDrafter,
-    SuffixSettings,
     continue_from,
     longest_suffix_matches,
 )
@@ -74,11 +73,11 @@ def test_ngram_copies_what_followed_the_last_occurrence() -> None:
 def test_suffix_takes_the_most_common_continuation_and_stops_at_rare_ones() -> None:
     text = [1, 2, 3, 10, 1, 2, 3, 10, 4, 1, 2, 3, 11, 1, 2, 3]
     table = table_of(text)
-    drafter = SuffixDrafter(SuffixSettings(max_spec_factor=9, min_token_prob=0.6))
+    drafter = SuffixDrafter(max_spec_factor=9, min_token_prob=0.6)
     assert proposed(drafter, table, [0], 4) == [[10]]  # two of three go on with 10, then they part
-    drafter = SuffixDrafter(SuffixSettings(max_spec_factor=9, min_token_prob=0.1))
+    drafter = SuffixDrafter(max_spec_factor=9, min_token_prob=0.1)
     assert proposed(drafter, table, [0], 4) == [[10, 4, 1, 2]]
-    drafter = SuffixDrafter(SuffixSettings(max_spec_factor=1))
+    drafter = SuffixDrafter(max_spec_factor=1)
     assert proposed(drafter, table, [0], 9) == [[10, 4, 1]]  # a match of three tokens drafts three
 
 
@@ -95,7 +94,7 @@ def begin(drafter: SuffixDrafter, table: TableMirror, row: int, tokens: list[int
 
 
 def test_finished_outputs_are_found_by_the_same_salt_only() -> None:
-    drafter, table = SuffixDrafter(SuffixSettings()), TableMirror(8, 256, 16, 1)
+    drafter, table = SuffixDrafter(), TableMirror(8, 256, 16, 1)
     begin(drafter, table, 0, [1, 2, 3, 4, 5, 6, 7, 8], "a")
     begin(drafter, table, 1, [1, 2, 3, 4, 5, 16, 17, 18], None)
     finish(drafter, table, 0)
@@ -107,7 +106,7 @@ def test_finished_outputs_are_found_by_the_same_salt_only() -> None:
 
 
 def test_drafting_survives_preemption_and_forks() -> None:
-    drafter, table = SuffixDrafter(SuffixSettings()), TableMirror(8, 256, 16, 1)
+    drafter, table = SuffixDrafter(), TableMirror(8, 256, 16, 1)
     begin(drafter, table, 0, [1, 2, 3, 4, 5, 6], "a")
     fork = step(2, [], [], forks=(RowFork(0, 1, 1, 1),))
     drafter.apply(fork, table)
@@ -167,7 +166,7 @@ def test_without_a_pool_no_output_is_kept() -> None:
     assert pool.longest_matches(i32(1, 2, 3), 0, 8)[1] == 0
 
 
-@pytest.mark.parametrize("drafter", [NgramDrafter(2, 16), SuffixDrafter(SuffixSettings())], ids=["ngram", "suffix"])
+@pytest.mark.parametrize("drafter", [NgramDrafter(2, 16), SuffixDrafter()], ids=["ngram", "suffix"])
 def test_a_lookup_is_fast(drafter: Drafter) -> None:
     """The aim is below 50 us per row; the bound here allows for a busy machine."""
     rng = np.random.default_rng(0)

@@ -10,7 +10,7 @@ from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.executors.fake import FakeExecutor
 from pagoda.worker.drafters.drafter import GRADE_OF_MODEL, Draft, Drafter
-from pagoda.worker.drafters.lookup import NgramDrafter, SuffixDrafter, SuffixSettings
+from pagoda.worker.drafters.lookup import NgramDrafter, SuffixDrafter
 from pagoda.worker.speculation.controller import DraftController
 from pagoda.worker.speculation.speculator import Speculator
 from pagoda.worker.table_mirror import TableMirror
@@ -32,7 +32,7 @@ class Clock:
 
 DRAFTERS: dict[str, Drafter] = {
     "ngram": NgramDrafter(1, 4),
-    "suffix": SuffixDrafter(SuffixSettings(max_spec_factor=4)),
+    "suffix": SuffixDrafter(max_spec_factor=4),
 }
 
 
