@@ -3,17 +3,16 @@
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import llguidance
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from pagoda.base.errors import PagodaError
 from pagoda.core.grammar import GrammarMatcher, MaskWork
 from pagoda.engine.grammars.grammar_text import library_form
-from pagoda.engine.grammars.vocabulary import LibraryVocabulary, Vocabulary
+from pagoda.engine.grammars.vocabulary import GrammarVocabulary
 from pagoda.engine.tokenizers.tokenizer import Tokenizer, is_panic
 
 logger = logging.getLogger("pagoda")
@@ -29,12 +28,6 @@ _STACK_BYTES = 256 * 2**20  # of address space; memory is used as far as a gramm
 _STACK_SIZE_LOCK = threading.Lock()  # the stack size of new threads is a setting of the process
 LIMITS = LLParserLimits(initial_lexer_fuel=300_000, max_lexer_states=50_000, verbose_errors=False)
 """Bounds on the work and memory of one grammar. Every process compiles with the same ones."""
-
-
-def library_tokenizer(vocabulary: Vocabulary, encode: Callable[[str], list[int]]) -> LLTokenizer:
-    """Build the library's form of a tokenizer; takes a tenth of a second for 50,000 tokens."""
-    wrapper = llguidance.TokenizerWrapper(LibraryVocabulary(vocabulary, encode))
-    return LLTokenizer(wrapper, n_vocab=len(vocabulary.tokens), eos_token=list(vocabulary.eos_ids))
 
 
 def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
@@ -112,12 +105,15 @@ def _shorten(message: str) -> str:
 
 
 class LlguidanceMatcher:
-    """See core.grammar.GrammarMatcher. The library reports errors by `get_error`, but it may also panic."""
+    """See core.grammar.GrammarMatcher. The library reports errors by `get_error`, but it may also panic.
 
-    def __init__(self, matcher: LLMatcher, eos_ids: Sequence[int]) -> None:
+    has_ended: an end token was taken; only end tokens may follow it.
+    """
+
+    def __init__(self, matcher: LLMatcher, eos_ids: Collection[int]) -> None:
         self.inner = matcher
         self._eos_ids = frozenset(eos_ids)
-        self._has_ended = False
+        self.has_ended = False
         self._failure = ""
 
     @property
@@ -132,18 +128,13 @@ class LlguidanceMatcher:
     def is_grammars_fault(self) -> bool:
         return not self._failure and _WRONG_TOKEN not in self.inner.get_error()
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether an end token was taken; only end tokens may follow it."""
-        return self._has_ended
-
     def advance(self, token_ids: Sequence[int]) -> None:
         try:
             for token_id in token_ids:
-                if self._has_ended or self._failure:
+                if self.has_ended or self._failure:
                     return
                 # Any end token ends the output; the library knows several, but takes each once.
-                self._has_ended = token_id in self._eos_ids
+                self.has_ended = token_id in self._eos_ids
                 if not self.inner.consume_token(token_id):
                     return
         except BaseException as error:
@@ -151,13 +142,13 @@ class LlguidanceMatcher:
 
     def before_end(self, drafts: Sequence[int]) -> list[int]:
         """Return the drafts in front of the first end token; none after the output has ended."""
-        if self._has_ended:
+        if self.has_ended:
             return []
         end = next((i for i, draft in enumerate(drafts) if draft in self._eos_ids), len(drafts))
         return list(drafts[:end])
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
-        if self._has_ended or self._failure:
+        if self.has_ended or self._failure:
             return 0
         try:
             return self.inner.validate_tokens(list(token_ids))
@@ -167,7 +158,7 @@ class LlguidanceMatcher:
 
     def forced(self) -> Sequence[int]:
         # The library's masks allow only these where the tokenizer is canonical; otherwise it returns none.
-        if self._has_ended or self._failure:
+        if self.has_ended or self._failure:
             return ()
         try:
             return self.inner.compute_ff_tokens()
@@ -179,10 +170,10 @@ class LlguidanceMatcher:
         if self._failure:
             return FailedGrammar(self._failure)
         try:
-            copied = LlguidanceMatcher(self.inner.deep_copy(), ())
+            copied = LlguidanceMatcher(self.inner.deep_copy(), self._eos_ids)
         except BaseException as error:
             return FailedGrammar(_library_error(error))
-        copied._eos_ids, copied._has_ended = self._eos_ids, self._has_ended
+        copied.has_ended = self.has_ended
         return copied
 
 
@@ -228,14 +219,10 @@ class LlguidanceBackend:
     """
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int, threads: int) -> None:
-        self._load_tokenizer = load_tokenizer
-        self._vocab_size = vocab_size
+        self._vocabulary = GrammarVocabulary(load_tokenizer, vocab_size)
         self._threads = threads
         self._compiled: dict[str, GrammarMatcher] = {}
         self._pool: ThreadPoolExecutor | None = None
-        self._tokenizer: LLTokenizer | None = None
-        self._tokenizer_lock = threading.Lock()
-        self._eos_ids: tuple[int, ...] = ()
         self._executor: LLExecutor | None = None
 
     def prepare(self, grammar: str) -> "Future[None]":
@@ -292,7 +279,7 @@ class LlguidanceBackend:
     def _end_mask(self, num_words: int) -> np.ndarray:
         """Return the mask after an end token: only end tokens may follow."""
         mask = np.zeros(num_words, np.uint32)
-        for token_id in self._eos_ids:
+        for token_id in self._vocabulary.eos_ids:
             mask[token_id // 32] |= np.uint32(1 << (token_id % 32))
         return mask.view(np.int32)
 
@@ -303,20 +290,11 @@ class LlguidanceBackend:
     def _compile(self, grammar: str) -> GrammarMatcher:
         """Compile a grammar. One that fails is a matcher with an error: its requests must not wait for ever."""
         try:
-            tokenizer = self._library_tokenizer()
+            tokenizer = self._vocabulary.get()
             inner = compile_grammar(tokenizer, grammar)
             error = inner.get_error()
-            return FailedGrammar(error, True) if error else LlguidanceMatcher(inner, self._eos_ids)
+            return FailedGrammar(error, True) if error else LlguidanceMatcher(inner, self._vocabulary.eos_ids)
         except PagodaError as error:
             return FailedGrammar(str(error))
         except BaseException as error:
             return FailedGrammar(_library_error(error))
-
-    def _library_tokenizer(self) -> LLTokenizer:
-        with self._tokenizer_lock:
-            if self._tokenizer is None:
-                tokenizer = self._load_tokenizer()
-                vocabulary = Vocabulary.of(tokenizer, self._vocab_size)
-                self._eos_ids = vocabulary.eos_ids
-                self._tokenizer = library_tokenizer(vocabulary, lambda text: tokenizer.encode(text, False))
-            return self._tokenizer

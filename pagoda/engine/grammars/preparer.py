@@ -4,14 +4,12 @@ import contextlib
 import threading
 from collections import OrderedDict
 
-from llguidance import LLTokenizer
-
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.grammars.grammar_text import grammar_text
-from pagoda.engine.grammars.llguidance_backend import error_of_grammar, library_tokenizer
-from pagoda.engine.grammars.vocabulary import Vocabulary
+from pagoda.engine.grammars.llguidance_backend import error_of_grammar
+from pagoda.engine.grammars.vocabulary import GrammarVocabulary
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
 _MAX_KNOWN = 256
@@ -26,12 +24,10 @@ class GrammarPreparer:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, sizes: RequestLimits) -> None:
         """vocab_size: of the model's logits.   sizes: bounds what a request may ask for."""
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
+        self._vocabulary = GrammarVocabulary(lambda: tokenizer, vocab_size)
         self._sizes = sizes
         self._known: OrderedDict[StructuredOutputsParams, str] = OrderedDict()
         self._lock = threading.Lock()
-        self._library_tokenizer: LLTokenizer | None = None
-        self._tokenizer_lock = threading.Lock()
 
     def known(self, params: StructuredOutputsParams) -> str | None:
         """Return the text of a grammar that was prepared before, without any work."""
@@ -54,7 +50,7 @@ class GrammarPreparer:
         text = grammar_text(params, source)
         if not self._tokenizer.facts.eos_token_ids:
             raise RequestError("structured output needs an end token, which this model's tokenizer lacks", source)
-        error = error_of_grammar(self._get_library_tokenizer(), text)
+        error = error_of_grammar(self._vocabulary.get(), text)
         if error:
             raise RequestError(f"{source}: {error}", source)
         with self._lock:
@@ -69,12 +65,4 @@ class GrammarPreparer:
         That holds the interpreter: for a tenth of a second with 50,000 tokens, half a second with 150,000.
         """
         with contextlib.suppress(RequestError):  # a tokenizer without an end token; the request will say so
-            self._get_library_tokenizer()
-
-    def _get_library_tokenizer(self) -> LLTokenizer:
-        with self._tokenizer_lock:
-            if self._library_tokenizer is None:
-                vocabulary = Vocabulary.of(self._tokenizer, self._vocab_size)
-                encode = self._tokenizer.encode
-                self._library_tokenizer = library_tokenizer(vocabulary, lambda text: encode(text, False))
-            return self._library_tokenizer
+            self._vocabulary.get()

@@ -18,10 +18,10 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.grammars.json_schema import rewrite_schema
-from pagoda.engine.grammars.llguidance_backend import compile_grammar, library_tokenizer
+from pagoda.engine.grammars.llguidance_backend import compile_grammar
 from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.grammars.tool_grammar import CALL_FORMATS, Tool
-from pagoda.engine.grammars.vocabulary import Vocabulary
+from pagoda.engine.grammars.vocabulary import GrammarVocabulary
 from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
 
 Rng = random.Random
@@ -164,7 +164,7 @@ def random_output(matcher: LLMatcher, rng: Rng) -> str | None:
 )
 def test_what_a_grammar_lets_through_conforms_to_the_schema(first: int, count: int) -> None:
     preparer = GrammarPreparer(ByteTokenizer(), 258, RequestLimits())
-    tokenizer = library_tokenizer(Vocabulary.of(ByteTokenizer(), 258), lambda text: list(text.encode()))
+    tokenizer = GrammarVocabulary(ByteTokenizer, 258).get()
     num_outputs = 0
     for seed in range(first, first + count):
         rng = Rng(seed)
