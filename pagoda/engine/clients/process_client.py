@@ -6,6 +6,7 @@ a time (suspects.py). If no engine can be started any more, every caller gets Wo
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ from pagoda.base.errors import WorkerDied, fresh
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
-from pagoda.engine.clients.engine_calls import AdapterCalls, CacheResets
+from pagoda.engine.clients.adapter_calls import AdapterCalls
 from pagoda.engine.clients.journal import Journal, JournalEntry, error_outputs
 from pagoda.engine.clients.supervisor import Supervisor
 from pagoda.engine.clients.suspects import Suspects
@@ -41,7 +42,8 @@ class ProcessClient:
         self._outputs: asyncio.Queue[EngineCoreOutputs | WorkerDied] = asyncio.Queue()
         self._suspects = Suspects(self._journal)
         self._adapters = AdapterCalls(self._send)
-        self._resets = CacheResets(self._send)
+        self._resets: dict[int, asyncio.Future[bool]] = {}  # by call id, until their reply
+        self._reset_ids = itertools.count(1)
         self._stats = wire.EngineStats()
         self.on_step: Callable[[int], object] = lambda _: None
         """Called with the number of tokens of each step."""
@@ -90,7 +92,10 @@ class ProcessClient:
             raise fresh(self.died)
         if not self.is_up:
             return True
-        return await self._resets.reset(preempt_running)
+        call_id = next(self._reset_ids)
+        reply = self._resets[call_id] = asyncio.get_running_loop().create_future()
+        self._send(wire.ResetPrefixCache(call_id, preempt_running))
+        return await reply
 
     async def load_adapter(self, lora: LoraRef) -> None:
         if self.died is not None:
@@ -164,8 +169,8 @@ class ProcessClient:
                 if entry is not None:
                     self._end_entry(entry, text, status)
                 self._send_next()
-            case wire.ResetReply():
-                self._resets.on_reply(message)
+            case wire.ResetReply(call_id, succeeded):
+                _settle(self._resets.pop(call_id), succeeded)
             case wire.AdapterReply():
                 self._adapters.on_reply(message)
             case wire.Ready() | wire.StartFailed():
@@ -175,7 +180,7 @@ class ProcessClient:
         self._stats = msgspec.structs.replace(
             self._stats, num_running=0, num_swapped=0, kv_usage=0.0, num_waiting=len(self._journal)
         )
-        self._resets.end()
+        self._end_resets()
         self._adapters.end()
 
     def on_death(self, flight: FlightRecord, killed_from_outside: bool) -> None:
@@ -183,7 +188,7 @@ class ProcessClient:
             self._outputs.put_nowait(error_outputs(entry, "this request crashed the engine process repeatedly"))
 
     def on_give_up(self, error: WorkerDied) -> None:
-        self._resets.end()
+        self._end_resets()
         self._adapters.give_up(error)
         self._outputs.put_nowait(error)
 
@@ -248,3 +253,14 @@ class ProcessClient:
         """Send a message that is not a request, if an engine is up; a failure is logged."""
         if self._supervisor.link is not None:
             self._supervisor.link.send(message)
+
+    def _end_resets(self) -> None:
+        """End the resets that wait for a reply: the cache has gone with the engine."""
+        for reply in self._resets.values():
+            _settle(reply, True)
+        self._resets.clear()
+
+
+def _settle(reply: "asyncio.Future[bool]", succeeded: bool) -> None:
+    if not reply.done():  # the caller may have been cancelled
+        reply.set_result(succeeded)

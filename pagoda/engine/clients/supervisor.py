@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import logging
 import signal
-from dataclasses import dataclass
 from typing import Protocol
 
 import zmq.asyncio
@@ -43,14 +42,6 @@ class Supervised(Protocol):
     def on_give_up(self, error: WorkerDied) -> None:
         """No engine can be started any more."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class _ProcessEnd:
-    """How an engine process ended."""
-
-    was_ready: bool
-    was_hung: bool
 
 
 class Supervisor:
@@ -126,7 +117,7 @@ class Supervisor:
             num_oom_kills_before = num_oom_kills()
             engine = await self._spawn()
             try:
-                end = await self._run_until_death(engine)
+                link = await self._run_until_death(engine)
             except asyncio.CancelledError:
                 self._unclosed = engine
                 raise
@@ -134,19 +125,19 @@ class Supervisor:
                 self.link = None
                 await asyncio.to_thread(engine.close)
                 raise
-            self.link = None
+            was_ready, self.link = self.link is link, None
             self._user.on_lost()
             flight = engine.recorder.read()
             code = await asyncio.to_thread(engine.close)
             self.num_deaths += 1
-            failed_starts = 0 if end.was_ready else failed_starts + 1
+            failed_starts = 0 if was_ready else failed_starts + 1
             if failed_starts >= MAX_FAILED_STARTS:
                 return self._give_up(WorkerDied(_failed_start(failed_starts, code, self._start_error)))
             logger.error("engine process %d %s; starting another", engine.process.pid, describe_exit(code))
-            if end.was_ready:
+            if was_ready:
                 # Linux kills a process with SIGKILL, too, when memory runs out: then a request may be the cause.
                 ran_out_of_memory = num_oom_kills() > num_oom_kills_before
-                is_outside = code == -signal.SIGKILL and not end.was_hung and not ran_out_of_memory
+                is_outside = code == -signal.SIGKILL and not link.was_hung and not ran_out_of_memory
                 self._user.on_death(flight, killed_from_outside=is_outside)
             else:
                 await asyncio.sleep(START_PAUSE_S * failed_starts)
@@ -164,8 +155,11 @@ class Supervisor:
                 await asyncio.sleep(pause_s)
         raise AssertionError
 
-    async def _run_until_death(self, engine: EngineProcess) -> _ProcessEnd:
-        """Handle the messages of an engine process until it dies or hangs. Raises ConfigError for invalid settings."""
+    async def _run_until_death(self, engine: EngineProcess) -> EngineLink:
+        """Handle the messages of an engine process until it dies or hangs; return the link that it had.
+
+        Raises ConfigError for invalid settings.
+        """
         link = EngineLink(engine, self._codec, self._step_timeout_s)
         try:
             while (message := await link.receive()) is not None:
@@ -179,7 +173,7 @@ class Supervisor:
                         logger.error("the engine could not start: %s", text)
                     case _:
                         self._user.on_message(message)
-            return _ProcessEnd(was_ready=self.link is link, was_hung=link.was_hung)
+            return link
         finally:
             link.close()
 

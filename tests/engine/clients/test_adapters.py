@@ -19,7 +19,7 @@ from pagoda.core.request import LoraRef, Request
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.clients.engine_calls import AdapterCalls
+from pagoda.engine.clients.adapter_calls import AdapterCalls
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.flight_recorder import FlightRecord
 from tests.engine.byte_llama import write_byte_llama
