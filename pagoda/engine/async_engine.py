@@ -3,12 +3,11 @@
 import asyncio
 import dataclasses
 import logging
-import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self
 
-from pagoda.base.clock import Clock, SystemClock
+from pagoda.base.clock import SystemClock
 from pagoda.base.errors import RequestError, WorkerDied, fresh
 from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import RequestOutput
@@ -17,25 +16,17 @@ from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine.async_text import AsyncText
 from pagoda.engine.inputs.adapters import Adapter, AdapterUses
 from pagoda.engine.inputs.input_processor import InputProcessor
-from pagoda.engine.inputs.params_preparer import Params, PreparedParams
-from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import PROMPT_LOGPROBS, OutputKind, OutputProcessor, PromptLogprobs
 from pagoda.engine.transcription.piece import Job, Question
 from pagoda.engine.transcription.run_job import run_job
-from pagoda.engine.wire import EngineFacts, EngineStats
+from pagoda.engine.wire import EngineStats
 
 logger = logging.getLogger("pagoda")
 
-T = TypeVar("T")
-
 
 class EngineCoreClient(Protocol):
-    """The way to one engine core, in any process. All methods are called from one event loop and do not block it."""
-
-    async def start(self) -> EngineFacts:
-        """Start the engine; return when it can serve requests. Raises ConfigError or WorkerDied if it cannot start."""
-        ...
+    """The way to one engine core that has started, in any process. Called from one event loop, which it does not block."""
 
     def add_request(self, request: Request) -> None:
         """Queue a request; its outputs, or its rejection, are returned by next_outputs."""
@@ -73,17 +64,12 @@ class EngineCoreClient(Protocol):
 class AsyncEngine:
     """Prompts in, texts out, for one event loop. The server is built on it."""
 
-    def __init__(
-        self,
-        client: EngineCoreClient,
-        input_processor: InputProcessor,
-        clock: Clock | None = None,
-    ) -> None:
-        """client: already started; `shutdown` shuts it down.   clock: the engine's clock."""
+    def __init__(self, client: EngineCoreClient, input_processor: InputProcessor) -> None:
+        """client: already started; `shutdown` shuts it down."""
         self.input_processor = input_processor
         self.text = AsyncText(input_processor)
         self._client = client
-        self._clock = clock if clock is not None else SystemClock()
+        self._clock = SystemClock()
         self._outputs = OutputProcessor(input_processor.tokenizer, is_lazy=True)
         self._readers: dict[str, Mailbox] = {}
         self._adapter_uses = AdapterUses()
@@ -111,36 +97,6 @@ class AsyncEngine:
         await self.shutdown()
 
     # ---- requests
-
-    async def prepare(
-        self,
-        prompt: Prompt,
-        params: Params | PreparedParams,
-        request_id: str | None = None,
-        *,
-        arrival_time_s: float | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        lora: Adapter | None = None,
-        add_special_tokens: bool = True,
-    ) -> Request:
-        """Tokenise and validate a prompt. Raises RequestError; nothing runs until `stream`.
-
-        arrival_time_s: on the engine's clock; None: now.   lora: a result of `find_adapter`.
-        add_special_tokens: add the special tokens that the tokenizer puts around a text prompt.
-        """
-        request = await self.text.make_request(
-            prompt,
-            params,
-            request_id if request_id is not None else uuid.uuid4().hex,
-            arrival_time_s=self._clock.now() if arrival_time_s is None else arrival_time_s,
-            priority=priority,
-            cache_salt=cache_salt,
-            lora=lora,
-            add_special_tokens=add_special_tokens,
-        )
-        self._check_is_new(request.request_id)
-        return request
 
     def run_job(
         self, job: Job, new_id: Callable[[], str], cache_salt: str | None = None
@@ -170,7 +126,8 @@ class AsyncEngine:
         if self._died is not None:
             raise fresh(self._died)
         request_id = request.request_id
-        self._check_is_new(request_id)
+        if request_id in self._outputs:
+            raise RequestError(f"request id {request_id!r} is in use", "request_id")
         if request.lora is not None:
             self._adapter_uses.begin(request.lora)
         try:
@@ -223,10 +180,6 @@ class AsyncEngine:
         """Fail every running request: its reader gets the pending output, then `error`."""
         for mailbox in self._readers.values():
             mailbox.fail(error)
-
-    def _check_is_new(self, request_id: str) -> None:
-        if request_id in self._outputs:
-            raise RequestError(f"request id {request_id!r} is in use", "request_id")
 
     async def _pump_outputs(self) -> None:
         """Deliver outputs from the engine to the readers until the engine dies."""

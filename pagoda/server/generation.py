@@ -351,10 +351,10 @@ class Generator:
             if id(params) not in prepared:
                 prepared[id(params)] = await self.llm.text.prepare_params(params)
             try:
-                request = await self.llm.prepare(
+                request = await self.llm.text.make_request(
                     prompt,
                     prepared[id(params)],
-                    request_id=engine_id,
+                    engine_id,
                     arrival_time_s=arrived_s,
                     priority=priority,
                     cache_salt=cache_salt,

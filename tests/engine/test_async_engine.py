@@ -22,7 +22,7 @@ from pagoda.engine.outputs.output_processor import OutputKind, PromptLogprobs
 from pagoda.executors.fake import FakeExecutor
 from pagoda.llm import LLM
 from tests.fake_engine import MAX_LEN, byte_inputs, fake_core
-from tests.generate import generate
+from tests.generate import generate, prepare
 from tests.inline_client import InlineClient
 
 SHORT = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
@@ -140,11 +140,11 @@ def test_bad_requests_are_refused_before_they_run() -> None:
             await collect(llm, "")
         with pytest.raises(RequestError, match="vocabulary"):
             await collect(llm, "x", SamplingParams(stop_token_ids=[999]))  # type: ignore[arg-type]
-        request = await llm.prepare("x", LONG, "same")
+        request = await prepare(llm, "x", LONG, "same")
         stream = llm.stream(request)
         await anext(stream)
         with pytest.raises(RequestError, match="'same' is in use"):
-            await llm.prepare("y", SHORT, "same")
+            await anext(llm.stream(await prepare(llm, "y", SHORT, "same")))
         await stream.aclose()
         assert (await collect(llm, "y", request_id="same"))[-1].finished
 

@@ -26,7 +26,7 @@ from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.outputs.output_processor import OutputKind
 from tests.engine.clients.engine_in_process import Work, run_engine
 from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S, HurriedClock
-from tests.generate import generate
+from tests.generate import generate, prepare
 
 OPTIONS = {"distributed_executor_backend": "fake", "num_blocks": 256, "max_model_len": 512, "max_num_seqs": 16}
 
@@ -288,7 +288,7 @@ def test_aborts_reach_every_restarted_engine() -> None:
 async def pool(llm: AsyncEngine, name: str, number: int) -> RequestOutput:
     """Return the last output of a prompt of 20 to 219 tokens that is pooled and shares no cached prefix."""
     prompt = [10 + (number * 7 + i) % 90 for i in range(20 + number * 37 % 200)]
-    request = await llm.prepare(prompt, PoolingParams(task="embed"), name, cache_salt=name)
+    request = await prepare(llm, prompt, PoolingParams(task="embed"), name, cache_salt=name)
     return [output async for output in llm.stream(request, OutputKind.FINAL_ONLY)][-1]
 
 

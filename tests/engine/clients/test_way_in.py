@@ -25,7 +25,7 @@ from pagoda.llm import LLM
 from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S, HurriedClock
 from tests.engine.clients.test_process_client import collect, run, tokens
 from tests.fake_engine import byte_inputs, fake_core
-from tests.generate import generate
+from tests.generate import generate, prepare
 from tests.inline_client import InlineClient
 
 MODULE = "tests.engine.faulty_engine"
@@ -39,7 +39,7 @@ def unencodable(request: Request) -> Request:
 
 async def ask(llm: AsyncEngine, name: str, spoil: Callable[[Request], Request] = lambda request: request) -> str:
     """Run one request; the error it ended with."""
-    request = await llm.prepare([5] * 20, SamplingParams(max_tokens=30, n=2, ignore_eos=True), name)
+    request = await prepare(llm, [5] * 20, SamplingParams(max_tokens=30, n=2, ignore_eos=True), name)
     try:
         last = [output async for output in llm.stream(spoil(request))][-1]
     except Exception as error:
