@@ -27,6 +27,7 @@ from pagoda.base.outputs import (
 from pagoda.base.pooling import PoolingParams, PoolingTask
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
 from pagoda.core.request import LoraRef
+from pagoda.core.scheduler import SchedulerStats
 from pagoda.engine.async_text import AsyncText
 from pagoda.engine.engine_thread import EngineThread, NewRequest, Reply
 from pagoda.engine.inputs.adapters import Adapter
@@ -50,7 +51,6 @@ from pagoda.engine.transcription.piece import Question
 from pagoda.engine.transcription.run_job import run_job
 from pagoda.engine.transcription.sound import load_sound
 from pagoda.engine.transcription.transcriber import TranscriptionOptions
-from pagoda.engine.wire import EngineStats
 
 T = TypeVar("T")
 
@@ -240,9 +240,9 @@ class AsyncLLM:
         """Empty the prefix cache. Return False if blocks are in use and preempt_running is False."""
         return await (await self._running()).call(lambda engine: engine.core.reset_prefix_cache(preempt_running))
 
-    async def stats(self) -> EngineStats:
+    async def stats(self) -> SchedulerStats:
         """Return the engine's gauges and counters."""
-        return EngineStats.of(await (await self._running()).call(lambda engine: engine.core.make_stats()))
+        return await (await self._running()).call(lambda engine: engine.core.make_stats())
 
     async def beam_search(
         self,

@@ -4,6 +4,7 @@ It blocks while there is no work, handles messages between steps, and exits when
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
@@ -126,8 +127,8 @@ class EngineServer:
         return self._make_stats()
 
     def _make_stats(self) -> wire.EngineStats:
-        stats = self._core.make_stats()
-        return wire.EngineStats.of(stats, self._num_steps, self._step_s, self._core.scheduler_s)
+        times = {"num_steps": self._num_steps, "step_s": self._step_s, "scheduler_s": self._core.scheduler_s}
+        return wire.EngineStats(**dataclasses.asdict(self._core.make_stats()), **times)
 
 
 def main() -> None:

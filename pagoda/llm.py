@@ -56,23 +56,22 @@ from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.engine.transcription.sound import load_sound
 from pagoda.engine.transcription.transcriber import Transcriber, Transcription, TranscriptionOptions
-from pagoda.engine.wire import EngineStats
 
 _METRICS: dict[str, tuple[str, Literal["gauge", "counter"]]] = {
     "num_requests_running": ("num_running", "gauge"),
     "num_requests_waiting": ("num_waiting", "gauge"),
     "num_requests_swapped": ("num_swapped", "gauge"),
     "kv_cache_usage_perc": ("kv_usage", "gauge"),
-    "num_preemptions": ("num_preemptions", "counter"),
+    "num_preemptions": ("preemptions", "counter"),
     "prefix_cache_queries": ("prefix_queries", "counter"),
     "prefix_cache_hits": ("prefix_hits", "counter"),
     "mm_cache_queries": ("encoder_queries", "counter"),
     "mm_cache_hits": ("encoder_hits", "counter"),
-    "spec_decode_num_drafts": ("num_drafts", "counter"),
-    "spec_decode_num_draft_tokens": ("num_draft_tokens", "counter"),
-    "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "counter"),
+    "spec_decode_num_drafts": ("drafts", "counter"),
+    "spec_decode_num_draft_tokens": ("drafted_tokens", "counter"),
+    "spec_decode_num_accepted_tokens": ("accepted_tokens", "counter"),
 }
-"""Name without prefix -> field of EngineStats, and what it is."""
+"""Name without prefix -> field of SchedulerStats, and what it is."""
 
 
 class LLM:
@@ -134,7 +133,7 @@ class LLM:
 
     def get_metrics(self) -> list[Metric]:
         """Return the gauges and counters of the engine, by their Prometheus names."""
-        stats = self._thread.call(lambda engine: EngineStats.of(engine.core.make_stats()))
+        stats = self._thread.call(lambda engine: engine.core.make_stats())
         return [Metric(f"vllm:{name}", float(getattr(stats, field)), kind) for name, (field, kind) in _METRICS.items()]
 
     def close(self) -> None:

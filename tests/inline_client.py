@@ -1,6 +1,7 @@
 """An engine core on the event loop of a test: AsyncEngine without a second process."""
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable
 
@@ -63,7 +64,7 @@ class InlineClient:
         self._core.unload_adapter(lora)
 
     def stats(self) -> wire.EngineStats:
-        return wire.EngineStats.of(self._core.make_stats())
+        return wire.EngineStats(**dataclasses.asdict(self._core.make_stats()))
 
     async def shutdown(self) -> None:
         task, self._task = self._task, None

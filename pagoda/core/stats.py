@@ -46,7 +46,7 @@ class SchedulerStats:
 
     @property
     def kv_usage(self) -> float:
-        return 1.0 - self.num_free_blocks / self.num_blocks
+        return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
     def count_lookup(self, num_tokens: int, num_cached: int, *, resumed: bool) -> None:
         """A request entered with `num_tokens` tokens, of which the prefix cache had `num_cached`."""

@@ -6,6 +6,7 @@ side copies: an event loop sends them.
 """
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -107,61 +108,17 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
     config: bool
 
 
-class EngineStats(msgspec.Struct, frozen=True):
+@dataclass(slots=True)
+class EngineStats(SchedulerStats):
     """A snapshot of the scheduler's gauges and counters; counters start at 0 with each engine process.
 
     num_steps, step_s: steps, and the time that the engine spent in them.   scheduler_s: that of it which the scheduler
     took.
     """
 
-    num_running: int = 0
-    num_waiting: int = 0
-    num_swapped: int = 0
-    kv_usage: float = 0.0
-    num_free_blocks: int = 0
-    num_preemptions: int = 0
-    num_swap_outs: int = 0
     num_steps: int = 0
     step_s: float = 0.0
     scheduler_s: float = 0.0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    encoder_queries: int = 0
-    encoder_hits: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_tokens_per_pos: tuple[int, ...] = ()
-    running_adapters: tuple[str, ...] = ()
-    waiting_adapters: tuple[str, ...] = ()
-
-    @classmethod
-    def of(
-        cls, stats: SchedulerStats, num_steps: int = 0, step_s: float = 0.0, scheduler_s: float = 0.0
-    ) -> "EngineStats":
-        """Select the statistics that are exported as metrics."""
-        return cls(
-            num_steps=num_steps,
-            step_s=step_s,
-            scheduler_s=scheduler_s,
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_swapped=stats.num_swapped,
-            kv_usage=stats.kv_usage,
-            num_free_blocks=stats.num_free_blocks,
-            num_preemptions=stats.preemptions,
-            num_swap_outs=stats.swap_outs,
-            prefix_queries=stats.prefix_queries,
-            prefix_hits=stats.prefix_hits,
-            encoder_queries=stats.encoder_queries,
-            encoder_hits=stats.encoder_hits,
-            num_drafts=stats.drafts,
-            num_draft_tokens=stats.drafted_tokens,
-            num_accepted_tokens=stats.accepted_tokens,
-            accepted_tokens_per_pos=tuple(stats.accepted_tokens_per_pos),
-            running_adapters=stats.running_adapters,
-            waiting_adapters=stats.waiting_adapters,
-        )
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):

@@ -164,15 +164,15 @@ class ServerMetrics:
             ("engine_steps", "Steps of the engine.", stats.num_steps),
             ("engine_step_seconds", "Time that the engine spent in steps.", stats.step_s),
             ("engine_scheduler_seconds", "Time that planning and committing of steps took.", stats.scheduler_s),
-            ("num_preemptions", "Preemptions.", stats.num_preemptions),
-            ("num_swap_outs", "Requests whose KV was moved to host memory.", stats.num_swap_outs),
+            ("num_preemptions", "Preemptions.", stats.preemptions),
+            ("num_swap_outs", "Requests whose KV was moved to host memory.", stats.swap_outs),
             ("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries),
             ("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits),
             ("mm_cache_queries", "Images and audio looked up in the encoder cache.", stats.encoder_queries),
             ("mm_cache_hits", "Images and audio found there, not encoded again.", stats.encoder_hits),
-            ("spec_decode_num_drafts", "Drafts verified.", stats.num_drafts),
-            ("spec_decode_num_draft_tokens", "Draft tokens verified.", stats.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.num_accepted_tokens),
+            ("spec_decode_num_drafts", "Drafts verified.", stats.drafts),
+            ("spec_decode_num_draft_tokens", "Draft tokens verified.", stats.drafted_tokens),
+            ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens),
         ):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
             counter.add_metric(self._values, count)

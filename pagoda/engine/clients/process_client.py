@@ -6,11 +6,10 @@ a time (suspects.py). If no engine can be started any more, every caller gets Wo
 """
 
 import asyncio
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable
-
-import msgspec
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import WorkerDied, fresh
@@ -177,8 +176,12 @@ class ProcessClient:
                 raise AssertionError(f"the supervisor's: {message}")
 
     def on_lost(self) -> None:
-        self._stats = msgspec.structs.replace(
-            self._stats, num_running=0, num_swapped=0, kv_usage=0.0, num_waiting=len(self._journal)
+        self._stats = dataclasses.replace(
+            self._stats,
+            num_running=0,
+            num_waiting=len(self._journal),
+            num_swapped=0,
+            num_free_blocks=self._stats.num_blocks,
         )
         self._end_resets()
         self._adapters.end()
