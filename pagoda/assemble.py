@@ -86,7 +86,6 @@ def build_engine_core(
         block_size=capacity.block_size,
         num_blocks=capacity.num_blocks,
         num_host_blocks=capacity.num_host_blocks,
-        load_s=load_s,
         max_num_seqs=setup.config.scheduler.max_num_seqs,
         max_num_batched_tokens=setup.config.scheduler.max_num_batched_tokens,
     )

@@ -106,7 +106,7 @@ class EngineServer:
             logger.exception("request %s could not be queued", message.request_id)
             reason = f"the engine could not queue this request: {type(error).__name__}: {error}"
             status = RequestStatus.FINISHED_ERROR
-        self._send(wire.RequestRefused(message.request_id, message.handle, reason, status))
+        self._send(wire.RequestRefused(message.handle, reason, status))
 
     def _load_adapter(self, lora: LoraRef) -> str | None:
         """Load an adapter; return why it cannot be used, or None."""
@@ -143,7 +143,6 @@ def main() -> None:
     socket = zmq.Context().socket(zmq.PAIR)
     socket.connect(place.address(SOCKET))
     codec = wire.Codec(wire.ToEngine)
-    began_s = time.monotonic()
     config = msgspec.msgpack.decode(data, type=EngineConfig)
     configure_logging("engine", config.server.logs.log_level, config.server.logs.log_format)
     try:
@@ -157,8 +156,7 @@ def main() -> None:
         socket.close(linger=1000)
         sys.exit(1)
     keep_objects()
-    facts = msgspec.structs.replace(core.facts, load_s=time.monotonic() - began_s)
-    socket.send(codec.encode(wire.Ready(facts)))
+    socket.send(codec.encode(wire.Ready(core.facts)))
     EngineServer(core, executor, socket).run()
 
 

@@ -31,7 +31,7 @@ def fake_core(
     executor = executor or FakeExecutor(scheduler.max_rows, MAX_LEN, vocab_size=258, step_s=step_s)
     executor.start()
     executor.set_pools(NUM_BLOCKS, 0)
-    return EngineCore(scheduler, executor, clock, EngineFacts(MAX_LEN, 16, NUM_BLOCKS, 0, 0.0), 258, depth)
+    return EngineCore(scheduler, executor, clock, EngineFacts(MAX_LEN, 16, NUM_BLOCKS, 0), 258, depth)
 
 
 def byte_inputs(of_request: RequestLimits = DEFAULT_LIMITS) -> InputProcessor:

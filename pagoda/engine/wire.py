@@ -72,7 +72,6 @@ class EngineFacts(msgspec.Struct, frozen=True):
     block_size: int
     num_blocks: int
     num_host_blocks: int
-    load_s: float
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
 
@@ -148,7 +147,6 @@ class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
     status: FINISHED_IGNORED where the request is at fault, FINISHED_ERROR where the engine is.
     """
 
-    request_id: str
     handle: int
     message: str
     status: RequestStatus = RequestStatus.FINISHED_IGNORED

@@ -117,7 +117,7 @@ def make_core(
     executor = executor_for(scheduler.max_rows)
     executor.start()
     executor.set_pools(num_blocks, num_host_blocks)
-    facts = EngineFacts(max_model_len, 4, num_blocks, num_host_blocks, 0.0)
+    facts = EngineFacts(max_model_len, 4, num_blocks, num_host_blocks)
     return EngineCore(
         scheduler,
         executor,

@@ -163,7 +163,7 @@ class ProcessClient:
             case wire.IdleReport(stats, num_handled):
                 self._stats = stats
                 self._note_idle(num_handled)
-            case wire.RequestRefused(_, handle, text, status):
+            case wire.RequestRefused(handle, text, status):
                 entry = self._journal.by_handle(handle)
                 if entry is not None:
                     self._end_entry(entry, text, status)

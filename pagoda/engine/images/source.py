@@ -37,11 +37,6 @@ class ImageSource:
     def is_remote(self) -> bool:
         return isinstance(self.given, str) and self.given[:8].lower().startswith(("http://", "https://"))
 
-    @property
-    def num_bytes(self) -> int:
-        """About how many bytes of the request it takes."""
-        return len(self.given) if isinstance(self.given, str | bytes) else 0
-
 
 def take_images(messages: Sequence[Any]) -> tuple[Sequence[Any], list[ImageSource]]:
     """Return the messages with {"type": "image"} for each image, and the images. Looks at no text and no pixel.
@@ -97,34 +92,24 @@ def _given_in(where: str, kind: str, part: Mapping[str, Any]) -> object:
     raise RequestError(f"{where}: the part has no image; send it as image_url: {{'url': 'data:...'}}", where)
 
 
-@dataclass(frozen=True, slots=True)
-class SourcePolicy:
-    """What callers may send.
+def read_bytes(source: ImageSource, most: int, allowed_domains: tuple[str, ...], is_trusted: bool) -> bytes:
+    """Return an image's bytes, at most `most`.   allowed_domains: of the http(s) URLs that callers may name.
 
-    max_bytes: of an encoded image.   allowed_domains: of http(s) URLs.
-    """
-
-    max_bytes: int
-    allowed_domains: tuple[str, ...] = ()
-
-
-def read_bytes(source: ImageSource, policy: SourcePolicy, is_trusted: bool) -> bytes:
-    """Return an image's bytes, at most `max_bytes`.   is_trusted: the caller may name files of this machine.
-
+    is_trusted: the caller may name files of this machine.
     Raises RequestError, which names the image.
     """
     given, where = source.given, source.where
     if isinstance(given, str) and given[:5].lower() == "data:":
-        return _bytes_of_data_url(given, where, policy.max_bytes)
+        return _bytes_of_data_url(given, where, most)
     if isinstance(given, str) and source.is_remote:
         from pagoda.engine.images.fetch import fetch  # its library takes a tenth of a second to import
 
-        return fetch(given, where, policy.allowed_domains, policy.max_bytes)
+        return fetch(given, where, allowed_domains, most)
     if is_trusted and isinstance(given, bytes):
-        _check_size(len(given), policy.max_bytes, where)
+        _check_size(len(given), most, where)
         return given
     if is_trusted and isinstance(given, str | os.PathLike):
-        return _bytes_of_file(given, where, policy.max_bytes)
+        return _bytes_of_file(given, where, most)
     shown = abbreviate(given[:64]) if isinstance(given, str) else type(given).__name__
     raise RequestError(
         f"{where}: {shown} is not an image that this server takes: send a data URL (data:image/png;base64,...)", where

@@ -12,7 +12,7 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.core.request import MediaItem
 from pagoda.engine.images.decode import PixelBudget, decode_image, is_pil_image, upright_rgb
 from pagoda.engine.images.process import ImageFeatures, num_image_tokens, process_image
-from pagoda.engine.images.source import ImageSource, SourcePolicy, read_bytes
+from pagoda.engine.images.source import ImageSource, read_bytes
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.models.image_config import ImageConfig
 
@@ -36,7 +36,7 @@ class ImagePrompts:
         self.config = config
         self._marks = tokenizer.facts.marks
         self._limits = limits
-        self._policy = SourcePolicy(limits.image_bytes, allowed_domains)
+        self._allowed_domains = allowed_domains
         for token in (config.placeholder, config.image_token):
             if token not in self._marks.texts:
                 raise ConfigError(f"the tokenizer has no special token {token!r}, which this model needs for images")
@@ -86,7 +86,8 @@ class ImagePrompts:
     def _read(self, source: ImageSource, budget: PixelBudget, is_trusted: bool) -> "Image":
         if is_trusted and is_pil_image(source.given):
             return upright_rgb(source.given, source.where, budget)
-        return decode_image(read_bytes(source, self._policy, is_trusted), source.where, budget)
+        data = read_bytes(source, self._limits.image_bytes, self._allowed_domains, is_trusted)
+        return decode_image(data, source.where, budget)
 
     def media_of(self, token_ids: Sequence[int], features: Sequence[ImageFeatures]) -> tuple[MediaItem, ...]:
         """Return the MediaItems of a prompt: each stands for the next `length` image tokens, which are adjacent.

@@ -1,8 +1,9 @@
 """Scoring: which prompts give the scores of pairs of texts, and how their vectors become scores."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,6 +27,9 @@ class PairOptions:
     template: str | None = None
     instruction: str | None = None
 
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 PLAIN_PAIRS = PairOptions()
 _CUTS = 8  # a text that is cut may have other tokens at its end, so that it is cut again
@@ -51,7 +55,6 @@ class Scoring:
 
         Tokenises the pairs of a cross-encoder. Raises RequestError.
         """
-        self._names = names
         if len(first) not in (1, len(second)) or not second:
             raise RequestError(
                 f"{names[0]}: {len(first)} texts cannot be paired with {len(second)}: give one, or as many", names[0]
@@ -61,6 +64,8 @@ class Scoring:
         given = params or PoolingParams()
         if given.task not in (None, "score"):
             raise RequestError(f"task: score computes scores, not {given.task}; leave it out", "task")
+        self._inputs, self._params, self._names = inputs, dataclasses.replace(given, task="score"), names
+        self._most = inputs.num_kept(given)  # tokens of a pair
         self._num_first = len(first)
         self._num_pairs = len(second)
         self._is_joint = len(tasks.plan.labels) == 1
@@ -75,69 +80,50 @@ class Scoring:
                     param = "chat_template" if name == "template" else name
                     raise RequestError(f"{param}: this model {what}; leave it out", param)
         if self._is_joint and template:
-            self._render(first, second, given, inputs, PairOptions(template, options.instruction))
+            self._render(first, second, PairOptions(template, options.instruction))
         elif self._is_joint:
-            first_ids = self._tokenized(first, given, inputs, names[0])
-            second_ids = self._tokenized(second, given, inputs, names[1])
-            self._join(first_ids, second_ids, given, inputs)
+            sides = zip((first, second), names, strict=True)
+            self._join(*(self._each(texts, name, self._encoded) for texts, name in sides))
 
-    def _tokenized(
-        self, texts: Sequence[str], params: PoolingParams, inputs: InputProcessor, name: str
-    ) -> list[list[int]]:
-        found: list[list[int]] = []
+    def _each(self, texts: Sequence[T], name: str, read: Callable[[T], U]) -> list[U]:
+        """Return what `read` makes of each text; its errors name the text."""
+        found: list[U] = []
         for index, text in enumerate(texts):
             try:
-                inputs.check_before_tokenising(text, params)
-                found.append(inputs.prompts.encode(text, False))
+                found.append(read(text))
             except RequestError as error:
-                raise _of_text(error, name, index if len(texts) > 1 else None) from None
+                where = f"{name}[{index}]" if len(texts) > 1 else name
+                raise RequestError(f"{where}: {str(error).removeprefix('prompt: ')}", where) from None
         return found
 
-    def _render(
-        self,
-        first: Sequence[str],
-        second: Sequence[str],
-        params: PoolingParams,
-        inputs: InputProcessor,
-        options: PairOptions,
-    ) -> None:
+    def _encoded(self, text: str) -> list[int]:
+        self._inputs.check_before_tokenising(text, self._params)
+        return self._inputs.prompts.encode(text, False)
+
+    def _render(self, first: Sequence[str], second: Sequence[str], options: PairOptions) -> None:
         """Put each pair into the template."""
-        self.prompts, self.params = [], [dataclasses.replace(params, task="score")] * len(second)
         if options.instruction is not None:
-            inputs.prompts.check_length(options.instruction, num_output=0)
-        queries = self._shortened(first, params, inputs, self._names[0])
-        documents = self._shortened(second, params, inputs, self._names[1])
-        most = inputs.num_kept(params)
-        for index, document in enumerate(documents):
-            try:
-                query = queries[index if len(first) > 1 else 0]
-                self.prompts.append(self._rendered(query, document, inputs, options, most))
-            except RequestError as error:
-                raise _of_text(error, self._names[1], index if len(second) > 1 else None) from None
+            self._inputs.prompts.check_length(options.instruction, num_output=0)
+        queries, documents = (
+            self._each(texts, name, self._shortened) for texts, name in zip((first, second), self._names, strict=True)
+        )
+        pairs = list(zip(queries * (len(second) // len(first)), documents, strict=True))
+        self.prompts = self._each(pairs, self._names[1], lambda pair: self._rendered(*pair, options))
+        self.params = [self._params] * len(second)
 
-    def _shortened(
-        self, texts: Sequence[str], params: PoolingParams, inputs: InputProcessor, name: str
-    ) -> Sequence[str]:
-        """Return texts of which none is longer than the prompt that is to be cut; checked, if none is to be cut."""
-        most = inputs.num_kept(params)
-        if most is not None:
-            each = self._tokenized(texts, params, inputs, name)
-            decode = inputs.tokenizer.decode
-            return [
-                decode(ids[:most], skip_special_tokens=False) if len(ids) > most else text
-                for text, ids in zip(texts, each, strict=True)
-            ]
-        for index, text in enumerate(texts):
-            try:
-                inputs.check_before_tokenising(text, params)
-            except RequestError as error:
-                raise _of_text(error, name, index if len(texts) > 1 else None) from None
-        return texts
+    def _shortened(self, text: str) -> str:
+        """Return a text that is no longer than the prompt that is to be cut; checked, if none is to be cut."""
+        if self._most is None:
+            self._inputs.check_before_tokenising(text, self._params)
+            return text
+        token_ids = self._encoded(text)
+        if len(token_ids) <= self._most:
+            return text
+        return self._inputs.tokenizer.decode(token_ids[: self._most], skip_special_tokens=False)
 
-    def _rendered(
-        self, query: str, document: str, inputs: InputProcessor, options: PairOptions, most: int | None
-    ) -> list[int]:
-        """Return the tokens of one pair, at most `most`: the document is cut, not the template around it."""
+    def _rendered(self, query: str, document: str, options: PairOptions) -> list[int]:
+        """Return the tokens of one pair, at most as many as are kept: the document is cut, not the template around."""
+        inputs, most = self._inputs, self._most
         for _ in range(_CUTS):
             messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
             if options.instruction is not None:
@@ -156,15 +142,12 @@ class Scoring:
             document = inputs.tokenizer.decode(kept, skip_special_tokens=False)
         raise RequestError(f"prompt: without its document, the pair has more than {most} tokens", "prompt")
 
-    def _join(
-        self, first: list[list[int]], second: list[list[int]], params: PoolingParams, inputs: InputProcessor
-    ) -> None:
-        added, most = inputs.tokenizer.facts.added, inputs.num_kept(params)
+    def _join(self, first: list[list[int]], second: list[list[int]]) -> None:
         self.prompts, self.params = [], []
         for index, own in enumerate(second):
-            pair = join_pair(first[index if len(first) > 1 else 0], own, added, most)
+            pair = join_pair(first[index if len(first) > 1 else 0], own, self._inputs.tokenizer.facts.added, self._most)
             self.prompts.append(pair.token_ids)
-            self.params.append(dataclasses.replace(params, task="score", pair_start=pair.pair_start))
+            self.params.append(dataclasses.replace(self._params, pair_start=pair.pair_start))
 
     def prompts_of(self, pair: int) -> tuple[int, ...]:
         """Return the indices of the prompts that a pair consists of."""
@@ -178,9 +161,3 @@ class Scoring:
             return [float(vector[0]) for vector in vectors]
         exact = [vector.astype(np.float64) for vector in vectors]
         return [float(np.dot(*(exact[at] for at in self.prompts_of(pair)))) for pair in range(self._num_pairs)]
-
-
-def _of_text(error: RequestError, name: str, index: int | None) -> RequestError:
-    """Return an error that names the text it is about.   index: None if there is only one text."""
-    where = name if index is None else f"{name}[{index}]"
-    return RequestError(f"{where}: {str(error).removeprefix('prompt: ')}", where)

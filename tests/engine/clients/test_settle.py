@@ -9,7 +9,7 @@ from pagoda.engine_setup import resolve_engine
 from pagoda.sizing import fit_cache
 from tests.cached_models import cached_model
 
-FACTS = EngineFacts(1024, 16, 100, 7, 1.0, 4, 64)
+FACTS = EngineFacts(1024, 16, 100, 7, 4, 64)
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_memory": "64MiB"}, {"max_num_seqs": 8, "max_model_len": 2000}])
