@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import typing
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
@@ -58,13 +59,18 @@ class Body(Struct, kw_only=True, frozen=True):
     def __post_init__(self) -> None:
         for name, words in _words(type(self)):
             if isinstance(value := getattr(self, name), str) and value not in words:
-                raise ValueError(f"`{name}`: expected {_either(words)}, got {value!r}")  # msgspec adds the place
+                raise ValueError(f"`{name}`: expected {_either(map(repr, words))}, got {value!r}")  # msgspec adds the place
         for name, default in _defaults(type(self)):
             if getattr(self, name) is None:
                 msgspec.structs.force_setattr(self, name, default)
 
     def check(self, limits: RequestLimits) -> None:
         """Raise RequestError for fields that contradict each other, and for counts and sizes beyond `limits`."""
+
+
+def as_list(prompts: str | list[Any]) -> list[Any]:
+    """Return a text, token ids, or several of either, as a list."""
+    return [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts
 
 
 _PROMPT_KINDS: dict[type, str] = {str: "a string", int: "a token id", list: "a list of token ids"}
@@ -103,9 +109,9 @@ def _words(kind: type[Body]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple(found)
 
 
-def _either(words: tuple[str, ...]) -> str:
-    """Return the words as a message lists them: 'a', 'b' or 'c'."""
-    *most, last = map(repr, words)
+def _either(words: Iterable[str]) -> str:
+    """Return words as a message lists them: a, b or c."""
+    *most, last = words
     return f"{', '.join(most)} or {last}" if most else last
 
 
@@ -327,12 +333,9 @@ def _lone_surrogate(value: Any, path: str) -> str | None:
 
 def _plain(message: str) -> str:
     """Replace msgspec's type names with those of JSON, and begin in lower case."""
-
-    def in_words(match: re.Match[str]) -> str:
-        *most, last = [_TYPE_NAMES.get(name, name) for name in match[1].split(" | ")]
-        return f"{', '.join(most)} or {last}" if most else last
-
-    message = _TYPE_LIST.sub(in_words, _clip(message))
+    message = _TYPE_LIST.sub(
+        lambda match: _either(_TYPE_NAMES.get(name, name) for name in match[1].split(" | ")), _clip(message)
+    )
     return message[:1].lower() + message[1:]
 
 

@@ -9,7 +9,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.pooling import TASKS, PoolingParams, PoolingTask
 from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.inputs.scoring import PairOptions
-from pagoda.server.body import Body, Flag, Priority, RequestId, TokenId, check_alike, one_of
+from pagoda.server.body import Body, Flag, Priority, RequestId, TokenId, as_list, check_alike, one_of
 from pagoda.server.protocol import DESCRIBED_MESSAGES, Messages, check_chat
 
 Texts = str | list[str]
@@ -92,11 +92,7 @@ class InputBody(PoolingBody, kw_only=True, frozen=True):
 
     def inputs(self) -> list[str | list[int]]:
         """The inputs as a list, in order; none if there are messages."""
-        if self.input is None:
-            return []
-        if isinstance(self.input, str) or isinstance(self.input[0], int):
-            return [self.input]  # type: ignore[list-item]
-        return self.input  # type: ignore[return-value]
+        return as_list(self.input) if self.input is not None else []
 
     def names(self) -> list[str]:
         """What errors call each input."""
@@ -233,7 +229,7 @@ class ScoreRequest(PairBody, kw_only=True, frozen=True):
     def texts(self) -> tuple[list[str], list[str]]:
         """The texts of both sides, as lists."""
         first, second = (getattr(self, name) for name in self.names)
-        return _as_list(first), _as_list(second)
+        return as_list(first), as_list(second)
 
 
 _PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
@@ -271,7 +267,3 @@ class RerankRequest(PairBody, kw_only=True, frozen=True):
     def texts(self) -> list[str]:
         """The documents as texts."""
         return [one if isinstance(one, str) else one.text for one in self.documents]
-
-
-def _as_list(texts: Texts) -> list[str]:
-    return [texts] if isinstance(texts, str) else texts

@@ -26,6 +26,7 @@ from pagoda.server.body import (
     PromptOnlyCount,
     TokenCount,
     TokenId,
+    as_list,
     check_alike,
     one_of,
 )
@@ -270,13 +271,7 @@ class CompletionRequest(_TextBody, kw_only=True, frozen=True):
         return [{"prompt_embeds": EncodedEmbeds(data, f"prompt_embeds[{index}]")} for index, data in enumerate(given)]
 
     def _texts(self) -> list[str | list[int]]:
-        if not self.prompt:
-            return []
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return self.prompt  # type: ignore[return-value]
+        return as_list(self.prompt) if self.prompt else []
 
 
 class TokenizeRequest(Body, kw_only=True, frozen=True):

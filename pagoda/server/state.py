@@ -152,8 +152,7 @@ async def build_state(
     client.on_step = metrics.iteration_tokens.observe
     asyncio.get_running_loop().run_in_executor(None, inputs.grammars.load)  # before clients could wait for it
     template = inputs.tokenizer.facts.chat_template
-    sources = template.sources if template is not None else {}
-    source = sources.get("default") or next(iter(sources.values()), None)
+    source = template.source if template is not None else None
     parser = server.tool_call_parser
     if parser not in ("auto", "none"):
         parser = parser_named(parser)  # raises for an unknown name, before the first request needs it
@@ -166,7 +165,7 @@ async def build_state(
         model_names=tuple(names),
         max_model_len=facts.max_model_len,
         chat_template=source,
-        tool_template=sources.get("tool_use", source),
+        tool_template=source if template is None else template.sources.get("tool_use", source),
         tool_parser=parser,
         trusts_templates=server.trust_request_chat_template,
         template_kwargs=server.default_chat_template_kwargs,

@@ -36,8 +36,7 @@ class CallersTokenizer:
         self.bos_token, self.eos_token = (facts.special_names.get(name) for name in ("bos_token", "eos_token"))
         self.all_special_ids = sorted(facts.special_token_ids)
         self.vocab_size = facts.vocab_size
-        sources = facts.chat_template.sources if facts.chat_template is not None else {}
-        self.chat_template = sources.get("default") or next(iter(sources.values()), None)
+        self.chat_template = facts.chat_template.source if facts.chat_template is not None else None
 
     @property
     def model_max_length(self) -> int:

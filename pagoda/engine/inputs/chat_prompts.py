@@ -157,9 +157,8 @@ class ChatPrompts:
             raise RequestError(
                 "this model has no chat template: pass one (chat_template), or use plain prompts", "messages"
             )
-        source = template.sources.get("default") or next(iter(template.sources.values()))
-        if "tool_use" not in template.sources and lacks_tools(source):
-            messages, tools = with_generic_tools(messages, tools, source), None
+        if "tool_use" not in template.sources and lacks_tools(template.source):
+            messages, tools = with_generic_tools(messages, tools, template.source), None
         try:
             return template.render(
                 messages,

@@ -43,6 +43,11 @@ class ChatTemplate:
         self._tool_history: dict[str, tuple[bool, bool]] = {}
         self._forms: dict[str, ContentForm] = {}
 
+    @property
+    def source(self) -> str:
+        """The text of the default template."""
+        return self.sources.get("default") or next(iter(self.sources.values()))
+
     # Compiled when it is first rendered: many models are never used for chats.
 
     @functools.cached_property
