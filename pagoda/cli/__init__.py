@@ -3,7 +3,8 @@
 main.py registers the commands and turns errors into one line and an exit code. options.py makes a flag of every setting
 of the engine, and help_format.py the help. Commands that run a model in this process (generate.py, chat.py,
 transcribe.py) share session.py, and console.py for the terminal. serve.py starts an engine process and the HTTP server;
-plan.py says what would fit; doctor.py and gpus.py report what the machine has; models.py lists and fetches models.
+plan.py says what would fit (layouts.py: divided among workers); doctor.py reports what the machine has; models.py lists
+and fetches models.
 bench/ measures: the engine in this process, a running server, a start, the scheduler alone. A command imports what it
 needs when it runs, so that `pagoda --help` is fast.
 """

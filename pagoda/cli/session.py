@@ -32,13 +32,8 @@ class Session:
 
     def __init__(self, llm: "LLM", model_name: str = "") -> None:
         self._llm = llm
-        self._model_name = model_name
+        self.model_name = model_name  # what the user called it
         self.given: set[str] = set()
-
-    @property
-    def model_name(self) -> str:
-        """What the user called the model."""
-        return self._model_name
 
     @property
     def max_model_len(self) -> int:

@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pagoda.cli.bench.scheduler import measure, measure_curves, register
+from pagoda.cli.bench.scheduler import bench_scheduler, measure, measure_curves
 
 KEYS = ["engine", "num_seqs", "prefix_caching", "schedule_us", "update_us", "per_seq_us", "add_request_us"]
 
@@ -14,7 +14,7 @@ KEYS = ["engine", "num_seqs", "prefix_caching", "schedule_us", "update_us", "per
 @pytest.fixture(scope="module")
 def app() -> typer.Typer:
     app = typer.Typer()
-    register(app)
+    app.command("scheduler")(bench_scheduler)
     app.command("other")(lambda: None)  # a lone command would lose its name
     return app
 

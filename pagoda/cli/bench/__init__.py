@@ -14,11 +14,11 @@ app = typer.Typer(
 command(app, "throughput")(throughput.throughput)
 command(app, "latency")(throughput.latency)
 command(app, "startup")(startup.startup)
-serve.register(app)
+app.command("serve")(serve.bench_serve)
 
 
 def mount_scheduler() -> None:
     """Add `bench scheduler`. Apart from the others: it imports the scheduler, which `--help` need not."""
     from pagoda.cli.bench import scheduler
 
-    scheduler.register(app)
+    app.command("scheduler")(scheduler.bench_scheduler)

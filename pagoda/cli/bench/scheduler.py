@@ -50,11 +50,6 @@ class CurvePoint:
     step_us: float
 
 
-def register(app: typer.Typer) -> None:
-    """Mount the command on `app`."""
-    app.command("scheduler")(bench_scheduler)
-
-
 def bench_scheduler(
     num_seqs: Annotated[list[int] | None, typer.Option(help="Running sequences. May be repeated.")] = None,
     prompt: Annotated[int, typer.Option(help="Prompt tokens of each request.")] = 512,

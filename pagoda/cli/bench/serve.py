@@ -10,11 +10,6 @@ import typer
 from pagoda.cli.bench.workload import note, random_workload, read_workload, report
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `pagoda bench`."""
-    app.command("serve")(bench_serve)
-
-
 def bench_serve(
     base_url: Annotated[str, typer.Option(help="URL of the server, without /v1.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Model name (default: the first that the server lists).")] = None,
