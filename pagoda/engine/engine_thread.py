@@ -1,7 +1,7 @@
 """EngineThread: run an LLMEngine on a thread of its own, for all threads or tasks of a program.
 
 Callers post commands: requests, aborts, adapters. The thread runs them between two steps, so that the requests of all
-callers share one batch, and hands each step's outputs to the listeners that own them. Callers only wait. Everything
+callers share one batch, and passes each step's outputs to the listeners that own them. Callers only wait. Everything
 that they share with the thread is a SimpleQueue or a single dict operation: a signal handler, a finalizer or a fork may
 interrupt a caller anywhere without leaving a lock behind.
 """

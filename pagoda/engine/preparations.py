@@ -89,7 +89,7 @@ class _Kept(Generic[T]):
         self._known: OrderedDict[Hashable, tuple[T, Future[Any]]] = OrderedDict()
 
     def ask(self, item: T) -> "Future[Any] | None":
-        """Return when the ranks have it; begin to prepare it if nobody has. None: there is no room yet."""
+        """Return when the ranks have it; begin to prepare it if that has not begun. None: there is no room yet."""
         key = self._key(item)
         known = self._known.get(key)
         if known is not None:
@@ -113,9 +113,9 @@ class _Kept(Generic[T]):
         if future is None or not future.done():
             return False
         error = future.exception()
-        if error is None or isinstance(error, WorkerDied):  # the next step says so, too
+        if error is None or isinstance(error, WorkerDied):  # the next step raises it, too
             return True
-        self.drop(item)  # some ranks may have it; who asks again tries again
+        self.drop(item)  # some ranks may have it; the next request for it tries again
         logger.warning("%s cannot be used: %s", what, error)
         raise RequestError(f"{what} cannot be used: {error}") from error
 

@@ -484,7 +484,7 @@ def address_of(bound: "zmq.Socket[bytes]") -> str:
 
 
 def _failed_alone(asked: _Asked) -> RankDied:
-    """Return the error for a step or call that one rank could not do; one whose peers have died only says so."""
+    """Return the error for a step or call that one rank could not do. It names the cause, not one whose peers died."""
     failures = [(number, reply.failure) for number, reply in asked.replies.items() if reply.failure is not None]
     number, failure = min(failures, key=lambda one: one[1].kind == "WorkerDied")
     return RankDied(f"rank {number} failed: {failure.message}")

@@ -190,7 +190,7 @@ def kernels_of(setup: EngineSetup) -> str:
     if name == "native":
         try:
             return f"native for {library.load().isa}"
-        except build.NativeUnavailable:  # and if other kernels do not do, loading says so
+        except build.NativeUnavailable:  # if other kernels cannot be used either, loading fails
             name = "torch"
     return f"{name} on {(best or ['portable'])[0]}"
 

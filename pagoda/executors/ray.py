@@ -41,7 +41,7 @@ HANDSHAKE_TIMEOUT_S = 5
 def callers_group() -> PlacementGroup | None:
     """Return the placement group that Ray has put the calling task or actor into, if any.
 
-    In a task, only its own thread is told.
+    In a task, Ray returns it on the task's own thread alone.
     """
     return ray.util.get_current_placement_group() if ray.is_initialized() else None
 
@@ -93,7 +93,7 @@ class RankActor:
     def listen(self, engine: bytes) -> tuple[str, bytes]:
         """Return an address and a public key, with which the engine can send this rank its RankStart, encrypted.
 
-        engine: its public key. Ray sends what it is asked to in clear, unless it is told to use TLS: so nothing secret.
+        engine: its public key. Ray sends messages in clear unless it is set to use TLS: so nothing secret.
         """
         public, secret = zmq.curve_keypair()
         self._guard = admit_only(self._context, engine)

@@ -33,7 +33,7 @@ _PREEMPTIONS = (0, 1, 2, 5, 10)
 
 
 class Histogram:
-    """Counts values by bucket. Cheaper than the library's, which walks the buckets and takes locks for each value."""
+    """Counts values by bucket. The library's goes through the buckets and takes locks for each value."""
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
         self.name = name

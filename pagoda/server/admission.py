@@ -90,7 +90,7 @@ class Admission:
     A request that exceeds the limits of all keys waits in line for its turn, about `queue_timeout_s`: no newcomer
     overtakes it. One that exceeds those of its own key is refused at once.
     A request whose tokens alone exceed max_queued_tokens is admitted if no other is there: it never would be else. It
-    does not wait for that, because nobody would be admitted meanwhile.
+    does not wait for that, because no other would be admitted meanwhile.
     """
 
     def __init__(self, limits: ServerLimits, queue_timeout_s: float) -> None:
@@ -153,7 +153,7 @@ class Admission:
         Raises Refusal if that takes too long, and the error of `end_line`.
         """
         assert place.turn is not None
-        # After equal times, the same clients would be served for ever: they are in line again before those refused.
+        # After equal times, the same clients would always be served: they are in line again before those refused.
         timeout_s = self._queue_timeout_s * random.uniform(0.5, 1.5)
         await asyncio.wait((place.turn,), timeout=timeout_s)
         if not place.turn.done():

@@ -37,7 +37,7 @@ class ToolFunction(Body, kw_only=True, frozen=True):
     """A function that the model may call.
 
     name: What calls name.
-    description: What the model is told of it.
+    description: What it does, for the model to read.
     parameters: JSON schema of its arguments.
     strict: The arguments obey the schema by construction.
     """
@@ -78,7 +78,7 @@ class NamedTool(Body, kw_only=True, frozen=True):
 class ChatMessage(Struct, kw_only=True, frozen=True):
     """A message. Other fields go to the chat template.
 
-    role: Who speaks, as the template knows it: system, user, assistant, tool.
+    role: Who wrote it, by a name of the template: system, user, assistant, tool.
     content: A text, or a list of parts of type text or image_url.
     name: For the template.
     tool_calls: Of an assistant: the calls that it made.

@@ -139,8 +139,8 @@ _MEANING = re.compile(r"^(\w+(?:, \w+)*): (.+)", re.MULTILINE)
 def _meanings(kind: type[Struct]) -> dict[str, str]:
     """Return what the docstrings of a body and its bases say of its fields: a line each."""
     texts = [inspect.cleandoc(base.__dict__.get("__doc__") or "") for base in reversed(kind.__mro__)]
-    told = [(names, text) for doc in texts for names, text in _MEANING.findall(doc)]
-    return {name: text for names, text in told for name in names.split(", ") if name in kind.__struct_fields__}
+    found = [(names, text) for doc in texts for names, text in _MEANING.findall(doc)]
+    return {name: text for names, text in found for name in names.split(", ") if name in kind.__struct_fields__}
 
 
 def _describe(endpoint: Endpoint, path: str) -> dict[str, Any]:

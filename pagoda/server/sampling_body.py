@@ -107,7 +107,7 @@ def check_unserved(body: Struct, fields: Mapping[str, UnservedField] = UNSERVED,
 
 
 class StreamOptions(Body, kw_only=True, frozen=True):
-    """What a stream tells besides.
+    """What a stream contains besides.
 
     include_usage: A last chunk has the token counts.
     continuous_usage_stats: Every chunk has those so far.
@@ -151,7 +151,7 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
     seed: Makes the output repeatable.
     stop: Texts that end the output; they are cut off.
     stream: Send the answer in chunks, as it is generated.
-    stream_options: What a stream tells besides.
+    stream_options: What a stream contains besides.
     temperature: How random the output is: 0 takes the most likely token.
     top_p: Sample from the most likely tokens that have this probability together.
     user: Has no effect.

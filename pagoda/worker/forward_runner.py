@@ -58,7 +58,7 @@ class Recorder(Protocol):
 
     @property
     def padding(self) -> Padding | None:
-        """Which batches it wants padded; None: none."""
+        """Which batches have to be padded for it; None: none."""
         ...
 
     def run(

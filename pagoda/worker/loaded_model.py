@@ -129,7 +129,7 @@ def load(config: WorkerConfig, ranks: RankGroup = ALONE) -> LoadedModel:
     if config.drafting is not None and config.place.samples:
         draft = load_draft(config.drafting, ops, dtype, device, max_rows, max_len, config.block_size)
     if isinstance(ops, NativeOps):
-        # The native kernels have their own threads. torch's threads, woken for a small op in between, would
+        # The native kernels have their own threads. torch's threads, started for a small op in between, would
         # busy-wait for milliseconds on the same cores.
         torch.set_num_threads(1)
         _settle_threads(ops, config.pin_threads)

@@ -1,7 +1,7 @@
 """Sampler: turn the logits of a step's draws into tokens and log-probabilities.
 
 Order: grammar masks; logit bias, penalties, allowed and forbidden tokens (kernels/constraints); then kernels/sampling.
-Each is one call for the whole batch, and a row only pays for what it uses. Log-probabilities are taken
+Each is one call for the whole batch, and a row takes time only for the settings it uses. Log-probabilities are taken
 after the grammar masks and before everything else; those of rows with rules for speech, after these.
 """
 

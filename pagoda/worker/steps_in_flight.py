@@ -155,7 +155,7 @@ class StepsInFlight:
             step = self._launched.popleft()
             try:
                 step.outcome = self._results_of(step)
-            except Exception as error:  # raised to whom asks for this step's results
+            except Exception as error:  # raised when this step's results are read
                 step.outcome = cause_of(error, self._device)
 
     def _results_of(self, step: LaunchedStep) -> ModelRunnerOutput:

@@ -38,7 +38,7 @@ _NO_PAIR = 2**31 - 1
 class TableMirror:
     """The worker's state of each row, by row number.
 
-    token_ids: int32 [max_rows, max_len], prompt, then sampled tokens (the worker's own, or those that it is told of),
+    token_ids: int32 [max_rows, max_len], prompt, then sampled tokens (the worker's own, or those that steps bring),
         then drafts of the current step.
     block_tables: per KV group, int32 [max_rows, max_blocks].   seeds: uint64 [max_rows].
     num_tokens: int32 [max_rows], known tokens in token_ids (without drafts).

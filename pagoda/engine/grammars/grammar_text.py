@@ -15,7 +15,7 @@ from pagoda.engine.grammars.json_schema import Schema, parse_schema, rewrite_sch
 
 WHITESPACE = r" |\n[ \t]{0,32}"
 """White space in JSON: a space, or a line break and its indentation. Its length is bounded, so that a model cannot
-write white space for ever."""
+write white space without end."""
 MAX_REGEX_CHARS = 16_384
 """In the regular expressions of one grammar together: compiling one takes time that is quadratic in its length."""
 MAX_GBNF_CHARS = 65_536

@@ -22,13 +22,13 @@ MAX_DEPTH = 100
 _MAX_EXACT = 2**53  # the library's numbers are floats
 _MAX_MULTIPLE = 10_000  # a grammar has a state for each remainder
 _MAX_POINTER_CHARS = 200
-_MAX_TAGS = 8  # properties that are tried as what tells alternatives apart
+_MAX_TAGS = 8  # properties that are tried as the one that distinguishes alternatives
 _UNSUPPORTED = frozenset(
     {"not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "contains", "minContains"}
     | {"maxContains", "uniqueItems", "propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef"}
     | {"$recursiveRef", "extends", "disallow", "divisibleBy"}
 )
-"""Keywords of any draft that restrict values and that the library does not know; some it would ignore in silence."""
+"""Keywords of any draft that restrict values and that the library does not support; it would ignore some of them."""
 _NO_EFFECT = {"uniqueItems": False, "unevaluatedProperties": True, "unevaluatedItems": True}
 _DROPPED = frozenset({"$schema", "$id", "id", "$anchor", "$defs", "definitions", "x-guidance", "default", "examples"})
 _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})

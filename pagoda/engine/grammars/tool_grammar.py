@@ -38,7 +38,7 @@ class Tool:
     """A function that a model may call.
 
     parameters: JSON schema of its arguments, or None for no arguments.   field: of the request, for errors.
-    Raises RequestError for keywords of a wrong type that are read here; of the others, the library says so.
+    Raises RequestError for keywords of a wrong type that are read here; the library checks the others.
     """
 
     name: str

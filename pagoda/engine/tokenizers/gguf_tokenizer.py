@@ -133,8 +133,8 @@ def _wordpiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     unknown, first, last = marks
     vocab = dict(zip(names, range(len(names)), strict=True))
     backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=unknown, max_input_chars_per_word=100))
-    # A vocabulary that knows capital letters is one of a model that tells them from small ones.
-    # Names such as [UNK] and <S>, which BERT's Chinese vocabulary of small letters has, tell nothing.
+    # If the vocabulary has capital letters, the model distinguishes them from small ones.
+    # Names such as [UNK] and <S>, which BERT's Chinese vocabulary of small letters has, do not count.
     words = "".join(name for name in names if name[:1] + name[-1:] not in ("[]", "<>"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=words == words.lower())
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

@@ -1,9 +1,9 @@
 """Devices that a worker can run on.
 
-A device is one class, a subclass of `Device` (device.py): it answers for memory, for copies to and from the host, for
-kernels and for graphs. Nothing else asks what kind of device there is.
+A device is one class, a subclass of `Device` (device.py): it has what depends on the device: memory, copies to and from
+the host, kernels and graphs. No other code tests what kind of device there is.
 
-device.py   Device, with what suits any device that torch knows; HostCopy and Capture, which it gives out
+device.py   Device, with what suits any device that torch knows; HostCopy and Capture, which it returns
 cpu.py      CpuDevice: the host itself
 cuda.py     CudaDevice: pinned memory, a stream for KV blocks, CUDA graphs, and what `pagoda doctor` says of GPUs
 

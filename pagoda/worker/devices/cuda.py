@@ -43,7 +43,7 @@ class CudaDevice(Device):
     ray_resource: ClassVar[str | None] = "GPU"
 
     def __init__(self, threads: int | None = None, index: int = 0) -> None:
-        super().__init__(1, index)  # the host only feeds the GPU
+        super().__init__(1, index)  # the host only starts the GPU's work
 
     @classmethod
     def is_available(cls) -> bool:
@@ -59,7 +59,7 @@ class CudaDevice(Device):
 
     def fit_dtype(self, dtype: str, asked: str) -> str:
         """A GPU without bfloat16 computes in float16."""
-        if dtype != "bfloat16" or not torch.cuda.is_available():  # without a GPU, loading says so
+        if dtype != "bfloat16" or not torch.cuda.is_available():  # without a GPU, loading fails
             return dtype
         capability = torch.cuda.get_device_capability(self.index)
         if capability >= _BF16_SINCE:
@@ -185,7 +185,7 @@ class _EventCopy:
     def is_done(self) -> bool:
         try:
             return self._event.query()
-        except RuntimeError:  # the GPU failed: `wait` says so
+        except RuntimeError:  # the GPU failed: `wait` raises that
             return True
 
     def wait(self) -> list[np.ndarray]:

@@ -199,7 +199,7 @@ class OutputPool:
         self._links = np.full(capacity, -1, np.int64)
         self._heads = np.full(1 << _HEAD_BITS, -1, np.int64)
         self._begins: deque[int] = deque()
-        self._end = 0  # positions count up for ever; position p is at p % capacity
+        self._end = 0  # positions are never used again; position p is at p % capacity
         self._oldest = 0
 
     def add(self, tokens: np.ndarray, owner: int) -> None:

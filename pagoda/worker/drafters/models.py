@@ -255,7 +255,7 @@ class LayerSkipDrafter:
         self._forked: set[int] = set()
 
     def apply(self, output: SchedulerOutput, table: TableMirror) -> None:
-        """Follow how many blocks each row has: entries after them in the table are leftovers of other rows."""
+        """Follow how many blocks each row has: entries after them in the table are of earlier rows."""
         held = self._num_blocks
         held[:, output.released] = 0
         for init in output.admitted:

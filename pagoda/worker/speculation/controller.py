@@ -32,9 +32,9 @@ _KEPT = 7  # measurements of a kind; their median is used, so that one slow step
 _PROFILE_WEIGHT = 2  # measurements of steps with drafts that the profile counts as
 _GUESSED_SLOPE = 0.15  # of a plain step, per draft, if steps of several tokens were not measured at start
 _MIN_PLAIN_STEPS = 2  # measured before the first draft at a batch size
-_PLAIN_EVERY = 64  # steps with drafts between two plain ones, which keep the measurement of plain steps fresh
+_PLAIN_EVERY = 64  # steps with drafts between two plain ones, which keep the measurement of plain steps up to date
 _MOST_IN_A_STEP = 256  # drafts
-_JUDGED_EVERY = 8  # steps: whether drafts could pay off changes slowly
+_JUDGED_EVERY = 8  # steps: whether drafts could save time changes slowly
 
 _FIRST_PROBE_AFTER = 8  # steps
 _MOST_BETWEEN_PROBES = 64
