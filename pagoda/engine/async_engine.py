@@ -26,7 +26,7 @@ logger = logging.getLogger("pagoda")
 
 
 class EngineCoreClient(Protocol):
-    """The way to one engine core that has started, in any process. Called from one event loop, which it does not block."""
+    """The way to one engine core that has started, in any process. One event loop calls it, which it does not block."""
 
     def add_request(self, request: Request) -> None:
         """Queue a request; its outputs, or its rejection, are returned by next_outputs."""

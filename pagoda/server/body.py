@@ -59,7 +59,8 @@ class Body(Struct, kw_only=True, frozen=True):
     def __post_init__(self) -> None:
         for name, words in _words(type(self)):
             if isinstance(value := getattr(self, name), str) and value not in words:
-                raise ValueError(f"`{name}`: expected {_either(map(repr, words))}, got {value!r}")  # msgspec adds the place
+                # msgspec adds the place
+                raise ValueError(f"`{name}`: expected {_either(map(repr, words))}, got {value!r}")
         for name, default in _defaults(type(self)):
             if getattr(self, name) is None:
                 msgspec.structs.force_setattr(self, name, default)

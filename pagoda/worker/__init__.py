@@ -4,7 +4,7 @@ It decides nothing: a step is a SchedulerOutput, and what came of it a ModelRunn
 
 loaded_model.py, worker.py   load the model, measure what its steps take (dry_runs.py), make the pools, start
 model_runner.py    a step: apply its events, stage its inputs, run the forward, sample, begin the copy to the host
-table_mirror.py    the rows: tokens, block tables, rotary positions, sampling columns (constraints.py: penalties, bad words, ...)
+table_mirror.py    the rows: tokens, block tables, positions, sampling columns (constraints.py: penalties, bad words)
 staging.py         the inputs of a forward, in one copy to the device; batch_rows.py: its rows, and their padded sizes
 forward_runner.py  a model: op by op, as a recorded program, or as graphs
 encoders.py        images and audio: encoder runs, their outputs by content, and where they go in a step

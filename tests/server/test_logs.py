@@ -82,7 +82,9 @@ def test_a_line_tells_the_load_while_there_is_any(caplog: pytest.LogCaptureFixtu
         await asyncio.sleep(0.2)
         assert caplog.messages == []  # idle
         metrics.num_output_tokens += 10
-        stats = EngineStats(prefix_queries=8, prefix_hits=4, num_running=2, num_waiting=1, num_blocks=4, num_free_blocks=3)
+        stats = EngineStats(
+            prefix_queries=8, prefix_hits=4, num_running=2, num_waiting=1, num_blocks=4, num_free_blocks=3
+        )
         while not caplog.messages:
             await asyncio.sleep(0.01)
         task.cancel()
