@@ -53,6 +53,13 @@ MODES: dict[str, dict[str, object]] = {
     "int8 kv": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "int8, int8 kv": {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
 }
+SAMPLED_MODES = [
+    "bf16",
+    "int8, int8 kv",
+    pytest.param("int8", marks=pytest.mark.slow),
+    pytest.param("int8 kv", marks=pytest.mark.slow),
+]
+"""Those of a quick run have each kind of weights and of cache; the other pairs of them are slow."""
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 KINDS = [
     GREEDY,
@@ -164,7 +171,7 @@ def tiny_reference(model: Path, mode: str) -> Trace:
     return reference(model, tiny_watched(), MODES[mode])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SAMPLED_MODES)
 def test_a_sample_of_schedules(llama: Path, mode: str) -> None:
     expected = tiny_reference(llama, mode)
     counts = check(llama, tiny_watched(), expected, MODES[mode], range(6, 16), VOCAB)
@@ -172,7 +179,7 @@ def test_a_sample_of_schedules(llama: Path, mode: str) -> None:
     assert not missing, counts
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SAMPLED_MODES)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_batches_of_all_sizes(llama: Path, mode: str, threads: int) -> None:
     """Four requests of one row each, at random places of batches of 4 to 64."""
@@ -274,7 +281,7 @@ def test_checkpoints_of_4_bits(llama: Path, packing: Packing, tmp_path: Path) ->
     assert counts["accepted"] > 0  # two schedules: it may be all of them
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SAMPLED_MODES)
 def test_a_sample_of_schedules_with_drafts(llama: Path, mode: str) -> None:
     """Every method, in all kinds of schedules: the bits are those without drafts."""
     expected = tiny_reference(llama, mode)
@@ -434,7 +441,7 @@ def test_a_hundred_schedules_of_prompt_embeddings(llama: Path, mixed: Path, mode
     check(mixed, watched, expected, options, range(first + 20, first + 25), VOCAB, num_groups=3)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SAMPLED_MODES)
 def test_experts(experts: Path, mode: str) -> None:
     expected = tiny_reference(experts, mode)
     check(experts, tiny_watched(), expected, MODES[mode], range(300, 304), VOCAB)
@@ -474,7 +481,7 @@ def test_schedules_of_a_real_model(mode: str) -> None:
     print(mode, dict(counts))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SAMPLED_MODES)
 def test_decoding_gives_the_same_bits_as_prefilling(llama: Path, mode: str) -> None:
     """The logits of a decode step are those of a prompt that ends there, in one piece or in several."""
     decoded_is_prefilled(llama, [each for each in tiny_watched() if len(each.prompt) in (7, 75, 250)], MODES[mode])

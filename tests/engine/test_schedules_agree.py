@@ -6,6 +6,7 @@ SPEC section 10, rule 6.
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +57,10 @@ Engines = Callable[..., EngineCore]
 """A model's folder and options give an engine."""
 
 
-@pytest.fixture(scope="module", params=["full", "window", "mixed"])
+MODELS = ["full", "window", "mixed"]
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     return write_tiny_llama(folder, 3, window=0 if request.param == "full" else 12, mixed=request.param == "mixed")
@@ -252,21 +256,35 @@ def speculative(model: Path, method: str, tmp_path: Path, **more: object) -> dic
     return {"speculative_config": config}
 
 
+DRAFTED: list[dict[str, object]] = [
+    {},
+    {"max_num_batched_tokens": 16, "max_num_seqs": 7},
+    {"enable_prefix_caching": False, "prefill": {"prefill_beside_decodes": 2}},
+    {"num_blocks": 24, "preemption_mode": "recompute"},
+    {"num_blocks": 24, "preemption_mode": "swap", "num_host_blocks": 50},
+    {"scheduling_mode": "phased", "num_blocks": 26, "max_num_batched_tokens": 128},
+    {"pipeline_depth": 2},
+    {"async_scheduling": True},
+    {"async_scheduling": True, "pipeline_depth": 3, "num_blocks": 24, "num_host_blocks": 50},
+]
+
+
+def on_models(schedules: list[dict[str, object]]) -> list[Any]:
+    """All schedules on the model with both kinds of layers; on the others the first and the last, the rest is slow."""
+    quick = (schedules[0], schedules[-1])
+    return [
+        pytest.param(model, each, marks=[] if model == "mixed" or each in quick else pytest.mark.slow)
+        for model in MODELS
+        for each in schedules
+    ]
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_num_batched_tokens": 16, "max_num_seqs": 7},
-        {"enable_prefix_caching": False, "prefill": {"prefill_beside_decodes": 2}},
-        {"num_blocks": 24, "preemption_mode": "recompute"},
-        {"num_blocks": 24, "preemption_mode": "swap", "num_host_blocks": 50},
-        {"scheduling_mode": "phased", "num_blocks": 26, "max_num_batched_tokens": 128},
-        {"pipeline_depth": 2},
-        {"async_scheduling": True},
-        {"async_scheduling": True, "pipeline_depth": 3, "num_blocks": 24, "num_host_blocks": 50},
-    ],
-    ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()) or "roomy",
+    ("model", "options"),
+    on_models(DRAFTED),
+    indirect=["model"],
+    ids=lambda value: value if isinstance(value, str) else " ".join(f"{k}={v}" for k, v in value.items()) or "roomy",
 )
 def test_drafters_change_no_token(
     model: Path,

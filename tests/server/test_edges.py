@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
 from pathlib import Path
@@ -58,6 +60,14 @@ def metric(server: LiveServer, name: str, **labels: str) -> float:
         if line.startswith(f"vllm:{name}{{") and all(one in line for one in wanted):
             return float(line.rsplit(" ", 1)[1])
     return 0.0
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """For everyone, with few connections and room for few tokens in line. Tests may limit its steps, or kill its engine."""
+    limits = ("--server-limits.max-connections", "8", "--server-limits.max-queued-tokens", "8000")
+    with serving(tmp_path_factory.mktemp("limited"), *FLAGS, "--host", "0.0.0.0", *limits, stepped=True) as server:
+        yield server
 
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -109,16 +119,16 @@ def test_a_body_above_the_limit_is_413_with_or_without_content_length(fake_serve
     assert b" 413 " in talk(fake_server, HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunks, until=b" 413 ")
 
 
-def test_requests_on_too_many_connections_get_503_and_others_are_served(tmp_path: Path) -> None:
-    with serving(tmp_path, *FLAGS, "--server-limits.max-connections", "8") as server, contextlib.ExitStack() as crowd:
+def test_requests_on_too_many_connections_get_503_and_others_are_served(limited: LiveServer) -> None:
+    with contextlib.ExitStack() as crowd:
         for _ in range(9):
-            slow = crowd.enter_context(socket.create_connection(("127.0.0.1", port_of(server)), 5))
+            slow = crowd.enter_context(socket.create_connection(("127.0.0.1", port_of(limited)), 5))
             slow.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
         end = time.monotonic() + 10
-        while server.get("/health")[0] != 503:
+        while limited.get("/health")[0] != 503:
             assert time.monotonic() < end, "one too many"
         crowd.close()
-        while server.get("/health")[0] != 200:
+        while limited.get("/health")[0] != 200:
             assert time.monotonic() < end, "closed connections still count"
 
 
@@ -184,17 +194,16 @@ def test_a_request_id_header_makes_way_for_the_prompts_of_another_request(fake_s
         assert (first.result()[0], both.result()[0]) == (200, 200)
 
 
-def test_chats_without_max_tokens_do_not_count_as_the_whole_context(tmp_path: Path) -> None:
+def test_chats_without_max_tokens_do_not_count_as_the_whole_context(limited: LiveServer) -> None:
     """As many fit as are expected to, not as many as could fill the model's context of 2,048 tokens."""
-    limit = ("--server-limits.max-queued-tokens", "8000")
     body = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
-    with serving(tmp_path, *FLAGS, *limit, stepped=True) as server, ThreadPoolExecutor(6) as pool:
-        with server.steps.held_after(5):
+    with ThreadPoolExecutor(6) as pool:
+        with limited.steps.held_after(5):
             asked = [
-                pool.submit(server.post, "/v1/chat/completions", body) for _ in range(6)
+                pool.submit(limited.post, "/v1/chat/completions", body) for _ in range(6)
             ]  # 2,048 tokens of context
-            server.wait_load(6)
-            server.steps.release()
+            limited.wait_load(6)
+            limited.steps.release()
         assert [one.result()[0] for one in asked] == [200] * 6
 
 
@@ -212,22 +221,26 @@ def test_a_full_server_refuses_before_it_renders(tmp_path: Path) -> None:
             assert first.result()[0] == 200
 
 
-def test_the_metrics_count_http_statuses_and_engine_restarts(tmp_path: Path) -> None:
-    with serving(tmp_path, *FLAGS) as server:
-        assert server.post("/v1/completions", TEXT)[0] == 200
-        assert server.post("/v1/completions", {**TEXT, "n": 0})[0] == 400
-        assert server.get("/nowhere")[0] == 404
-        assert metric(server, "engine_restarts_total") == 0
-        text = server.get("/metrics")[1]
-        for labels in (
-            'handler="/v1/completions",method="POST",status="200"',
-            'handler="/v1/completions",method="POST",status="400"',
-            'handler="none",method="GET",status="404"',
-        ):
-            assert f"http_requests_total{{{labels}}} 1.0" in text
-        server.kill_engine()
-        server.wait_restarts(1)
-        assert metric(server, "engine_restarts_total") == 1
+def test_the_metrics_count_http_statuses_and_engine_restarts(limited: LiveServer) -> None:
+    def counts() -> dict[str, float]:
+        text = limited.get("/metrics")[1]
+        found = re.findall(r"^http_requests_total\{(.*?)\} (\S+)$", text, re.MULTILINE)
+        return {labels: float(count) for labels, count in found}
+
+    before, restarts = counts(), metric(limited, "engine_restarts_total")
+    assert limited.post("/v1/completions", TEXT)[0] == 200
+    assert limited.post("/v1/completions", {**TEXT, "n": 0})[0] == 400
+    assert limited.get("/nowhere")[0] == 404
+    after = counts()
+    for labels in (
+        'handler="/v1/completions",method="POST",status="200"',
+        'handler="/v1/completions",method="POST",status="400"',
+        'handler="none",method="GET",status="404"',
+    ):
+        assert after[labels] == before.get(labels, 0) + 1
+    limited.kill_engine()
+    limited.wait_restarts(int(restarts) + 1)
+    assert metric(limited, "engine_restarts_total") == restarts + 1
 
 
 def test_the_documentation_needs_no_key_and_everything_else_does(keyed_server: LiveServer) -> None:
@@ -235,11 +248,8 @@ def test_the_documentation_needs_no_key_and_everything_else_does(keyed_server: L
         assert keyed_server.get(path)[0] == status, path
 
 
-def test_a_server_for_everyone_says_so(tmp_path: Path) -> None:
-    with serving(tmp_path, *FLAGS, "--host", "0.0.0.0") as server:
-        assert "anyone who can reach 0.0.0.0 may use this server: set --api-key" in server.log.read_text()
-    with serving(tmp_path, *FLAGS, "--host", "0.0.0.0", "--api-key", "one") as server:
-        assert "anyone" not in server.log.read_text()
+def test_a_server_for_everyone_says_so(limited: LiveServer) -> None:
+    assert "anyone who can reach 0.0.0.0 may use this server: set --api-key" in limited.log.read_text()
 
 
 def test_the_metrics_count_every_end_once(fake_server: LiveServer) -> None:
@@ -313,9 +323,12 @@ def test_a_preflight_request_needs_no_key(keyed_server: LiveServer) -> None:
 
 
 def test_a_browser_can_read_refusals(tmp_path: Path) -> None:
+    """On a server that asks for a key, which is not one for everyone."""
     limits = ("--server-limits.max-body-bytes", "2000", "--server-limits.requests-per-minute-per-key", "1")
     key = {"Authorization": "Bearer one"}
-    with serving(tmp_path, *FLAGS, "--api-key", "one", "--cors-origins", "https://a.example", *limits) as server:
+    flags = ("--host", "0.0.0.0", "--api-key", "one", "--cors-origins", "https://a.example")
+    with serving(tmp_path, *FLAGS, *flags, *limits) as server:
+        assert "anyone" not in server.log.read_text()
 
         def ask(origin: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, Message]:
             sent = {"Content-Type": "application/json", "Origin": origin, **headers}

@@ -254,8 +254,9 @@ def test_real_tokenizers(model: str, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATES[kind][0])
 
+    tokenizer = load_tokenizer(cached_model(model), None, str(template))
+
     def made(parses: bool) -> InputProcessor:
-        tokenizer = load_tokenizer(cached_model(model), None, str(template))
         return InputProcessor(tokenizer, InputLimits(tokenizer.facts.vocab_size, 4096, 8), None, parses)
 
     inputs, plain = made(False), made(True)
@@ -369,8 +370,7 @@ def test_text_of_two_messages_never_becomes_a_special_token() -> None:
 
 
 @pytest.mark.parametrize("model", ["smollm2-135m", "gemma3-270m"])
-@pytest.mark.parametrize("cut", ["<think>", "</think>", "\n", " ", "<|im_start|>"])
-def test_real_templates_never_join_text_into_a_special_token(model: str, cut: str) -> None:
+def test_real_templates_never_join_text_into_a_special_token(model: str) -> None:
     tokenizer = load_tokenizer(cached_model(model), None, None)
     inputs = InputProcessor(tokenizer, InputLimits(tokenizer.facts.vocab_size, 4096, 8))
     if tokenizer.facts.chat_template is None:
@@ -378,8 +378,9 @@ def test_real_templates_never_join_text_into_a_special_token(model: str, cut: st
     expected = specials_in(inputs, inputs.chats.render(chat("x")).token_ids)
     for special in dict.fromkeys(expected):
         head, tail = special[: len(special) // 2], special[len(special) // 2 :]
-        got = inputs.chats.render(chat(f"{head}{cut}{tail}"))
-        assert specials_in(inputs, got.token_ids) == expected
+        for cut in ("<think>", "</think>", "\n", " ", "<|im_start|>"):
+            got = inputs.chats.render(chat(f"{head}{cut}{tail}"))
+            assert specials_in(inputs, got.token_ids) == expected, (special, cut)
 
 
 def test_the_longest_text_keeps_the_gil_from_other_threads_for_short_times_only() -> None:
