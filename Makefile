@@ -38,10 +38,11 @@ demo: $(VENV)/.installed
 # The tests start hundreds of processes, which read compiled modules even where the environment says not to write them.
 test test-slow: export PYTHONDONTWRITEBYTECODE :=
 
-# Each worker runs whole files, so that the servers and references of a file are made once.
+# Each worker begins with one half of the files in their order, so that nearly all servers and references of a file are made
+# once; one that is done takes over half of what is left to the other, so that none waits at the end.
 test: lint $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed $(WHEEL_VENV)/.installed
 	$(BIN)/pagoda models pull smollm2-135m minilm-l6
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
 
 test-slow: $(VENV)/.installed-test $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed
 	$(BIN)/pagoda models pull smollm2-135m gemma3-270m minilm-l6

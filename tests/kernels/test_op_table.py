@@ -73,7 +73,7 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def compile_one(compiler: build.Compiler, tmp_path: Path) -> Callable[[], Path]:
-    return lambda: build.build(tmp_path / "cache", compiler)
+    return lambda: build.build(tmp_path / "cache", compiler, extra_flags=("-O0",))
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def metric(server: LiveServer, name: str, **labels: str) -> float:
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """For everyone, with few connections and room for few tokens in line. Tests may limit its steps, or kill its engine."""
+    """For everyone, with few connections and few tokens in line. Tests may limit its steps, or kill its engine."""
     limits = ("--server-limits.max-connections", "8", "--server-limits.max-queued-tokens", "8000")
     with serving(tmp_path_factory.mktemp("limited"), *FLAGS, "--host", "0.0.0.0", *limits, stepped=True) as server:
         yield server
