@@ -17,7 +17,10 @@ _MEAN_OVER = 1000  # outputs
 
 
 class Refusal(Exception):
-    """The request exceeds a limit now.   reason: requests, tokens, media, key_concurrency or key_rate."""
+    """The request exceeds a limit now.   reason: one of REJECTION_REASONS.
+
+    retry_after_s: 1 if the server is full: whoever asks again waits in line there, and not outside.
+    """
 
     def __init__(self, reason: str, message: str, retry_after_s: int = 1) -> None:
         super().__init__(message)

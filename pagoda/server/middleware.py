@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda.base.logs import FIELDS
 from pagoda.base.server_config import MAX_HELD_BODY_BYTES, ServerConfig
+from pagoda.server.admission import Refusal
 from pagoda.server.errors import error_response
 from pagoda.server.routing import HEALTH_PATHS, OPEN_PATHS
 
@@ -227,7 +228,10 @@ class _Body:
         self.num_bytes = 0
 
     async def receive(self) -> Message:
-        """Return the next message. Raises HTTPException for a body that is too large, or whose client left."""
+        """Return the next message.
+
+        Raises HTTPException for a body that is too large, or whose client left; Refusal if all bodies are too large.
+        """
         message = await self._receive()
         if self._is_complete:
             return message
@@ -240,7 +244,7 @@ class _Body:
             raise HTTPException(413, f"the body is larger than {self._gate.max_body_bytes} bytes")
         if self._gate.held_bytes > MAX_HELD_BODY_BYTES and self._gate.held_bytes > self.num_bytes:
             full = f"the server is full: it holds request bodies of {MAX_HELD_BODY_BYTES} bytes"
-            raise HTTPException(429, full, {"Retry-After": "1"})
+            raise Refusal("bodies", full)
         self._is_complete = not message.get("more_body", False)
         return message
 

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pagoda.base.logs import FIELDS
 from pagoda.base.server_config import ServerConfig, ServerLimits
 from pagoda.server import middleware
+from pagoda.server.admission import Refusal
 from pagoda.server.app import create_app
 from pagoda.server.errors import on_http_error
 from pagoda.server.middleware import AccessLog, Drain, Gate
@@ -90,7 +91,11 @@ def test_the_bodies_held_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
             await may_end.wait()
         await JSONResponse({})(scope, receive, send)
 
-    app = AccessLog(Gate(ExceptionMiddleware(hold, {HTTPException: on_http_error}), CONFIG, Drain()), lambda *_: None)  # type: ignore[dict-item]
+    def refuse(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, Refusal)
+        return JSONResponse({}, 429, {"Retry-After": str(error.retry_after_s)})
+
+    app = AccessLog(Gate(ExceptionMiddleware(hold, {Refusal: refuse}), CONFIG, Drain()), lambda *_: None)  # type: ignore[dict-item]
 
     async def main() -> None:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -124,7 +124,7 @@ def test_prometheus_reads_what_was_served(fake_server: LiveServer, tmp_path: Pat
             assert counted >= NUM_REQUESTS
 
         reasons = {labels["reason"] for labels, _ in prometheus.query("vllm:admission_rejections_total")}
-        assert {"requests", "tokens", "connections"} <= reasons  # a series appears before its first refusal
+        assert {"requests", "tokens", "media"} <= reasons  # a series appears before its first refusal
 
         kinds = {name: {one["type"] for one in about} for name, about in prometheus.api("metadata").items()}
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):

@@ -319,7 +319,7 @@ def test_series_of_rare_events_exist_from_the_start(keyed_server: LiveServer) ->
     request = urllib.request.Request(f"{keyed_server.url}/metrics", headers={"Authorization": "Bearer one"})
     with urllib.request.urlopen(request, timeout=10) as response:
         lines = response.read().decode().splitlines()
-    for reason in ("requests", "tokens", "media", "key_concurrency", "key_rate"):
+    for reason in ("requests", "tokens", "media", "bodies", "key_concurrency", "key_rate"):
         series = 'vllm:admission_rejections_total{engine="0",model_name="smollm2-135m",reason="%s"} 0.0'
         assert series % reason in lines
     for reason in ("stop", "length", "abort", "error"):
