@@ -7,7 +7,7 @@ import pytest
 
 from pagoda.base.config import ModelConfig
 from pagoda.loading.catalog import CATALOG
-from pagoda.loading.fetch_wheel import WheelRequirement, default_cache_dir, find_cached
+from pagoda.loading.fetch_wheel import default_cache_dir, find_cached
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.resolve import resolve_model
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def cached_model(name: str) -> ModelFiles:
     """The files of a catalog model; skips the test when they are not on this machine."""
-    if find_cached(WheelRequirement.parse(CATALOG[name].requirement), default_cache_dir()) is None:
+    if find_cached(CATALOG[name].wheel, default_cache_dir()) is None:
         pytest.skip(f"{name} is not in the cache; fetch it with: pagoda models pull {name}")
     return resolve_model(ModelConfig(model=name))
 

