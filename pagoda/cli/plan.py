@@ -31,6 +31,8 @@ class Plan:
     adapters_memory: reserved for LoRA adapters.   embeds_memory: for prompt embeddings, with a server's default limits.
     encoder_memory: for what `media` names, with a server's limits.   largest_item: of those, in tokens of the encoder's
         output; 0 for a model of text.
+    is_largest_known: of images, whether a file of the model says how large they get; else largest_item is what the
+        encoder can read.
     device: "cpu", or the GPU's name and memory.   memory_available: free on the device, before anything is loaded.
     is_measured: the worker makes kv_cache smaller by what the largest step takes of a GPU, measured at its start.
     requests_by_length: prompt + output tokens of a request -> how many such requests the KV cache holds at once; empty
@@ -54,6 +56,7 @@ class Plan:
     encoder_memory: "EncoderMemory"
     media: str
     largest_item: int
+    is_largest_known: bool
     device: str
     memory_available: int
     kv_bytes_per_token: int
@@ -85,10 +88,10 @@ def plan(
     """
     from pagoda.cli.console import fetching
     from pagoda.loading.outline import outline
-    from pagoda.loading.resolve import config_without_weights, require_cached
+    from pagoda.loading.resolve import require_cached, settings_without_weights
 
     config = engine_config(options)
-    described = config_without_weights(config.model) if not pull else None
+    described = settings_without_weights(config.model) if not pull else None
     if described is not None:
         stored, codes = _size_of(config)
         if codes:
@@ -149,7 +152,7 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
     """
     from pagoda.core.kv import KVSizing
     from pagoda.engine_setup import options_of, resolve_engine
-    from pagoda.loading.model_config import summarize_weights
+    from pagoda.loading.model_config import read_images, summarize_weights
     from pagoda.loading.quantization import resolve_quantization
     from pagoda.sizing import adapters_in_memory, embeds_in_memory, encoder_in_memory, fit_cache, weights_in_memory
     from pagoda.worker.memory import kv_bytes_per_token
@@ -177,6 +180,7 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
         encoder_memory=encoder_in_memory(setup),
         media=_name_of_media(setup),
         largest_item=setup.largest_item,
+        is_largest_known=setup.encoder is None or setup.crosses or read_images(setup.files) is not None,
         device=setup.device.summary(),
         memory_available=setup.device.free_bytes(),
         kv_bytes_per_token=kv_bytes_per_token(setup.groups, setup.kv_dtype),
@@ -218,7 +222,8 @@ def _print(made: Plan) -> None:
         rows.append(("prompt embeddings", f"up to {human_bytes(made.embeds_memory)}, with a server's default limits"))
     if (media := made.encoder_memory).total:
         outputs, scratch, held = (human_bytes(size) for size in (media.outputs, media.scratch, media.features))
-        rows.append((made.media, f"{scratch} to compute one of up to {human_count(made.largest_item)} tokens"))
+        why = "" if made.is_largest_known else ", the encoder's most: there is no preprocessor_config.json"
+        rows.append((made.media, f"{scratch} to compute one of up to {human_count(made.largest_item)} tokens{why}"))
         rows.append(("", f"{outputs} for computed ones that are kept"))
         if media.features:
             rows.append(("", f"up to {held} for those of requests that wait, on a server"))

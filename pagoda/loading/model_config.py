@@ -8,7 +8,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.forms import MXFP4
 from pagoda.loading.ctranslate2 import CTranslate2File
 from pagoda.loading.gguf_file import GGUFFile, open_gguf
-from pagoda.loading.model_files import ModelFiles, read_json_object
+from pagoda.loading.model_files import PROCESSORS, ModelFiles, read_json_object
 from pagoda.loading.quantization import MXFP4_BLOCKS, MXFP4_SCALES, packed_format, read_format
 from pagoda.loading.safetensors_header import read_headers
 from pagoda.loading.sentence_transformers import MODULES, read_pooling
@@ -77,7 +77,7 @@ def read_images(files: ModelFiles) -> ImageConfig | None:
     folder = files.path
     config, processor, stated = (
         ConfigReader(read_json_object(path) if path.is_file() else {}, str(path))
-        for path in (folder / name for name in ("config.json", "processor_config.json", "preprocessor_config.json"))
+        for path in (folder / name for name in ("config.json", *PROCESSORS))
     )
     preprocessor = processor.section("image_processor") or stated
     return read_image_config(config, processor, preprocessor) if preprocessor.values else None

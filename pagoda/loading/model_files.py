@@ -28,6 +28,8 @@ def is_file(path: Path) -> bool:
 
 
 MAX_JSON_BYTES = 64 << 20
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+"""Files that say how images and sounds are prepared, where a model reads any."""
 
 
 def read_json_object(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, object]:

@@ -19,13 +19,15 @@ from pagoda.models.naming import Naming
 _DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
 
 
-def outline(config: Mapping[str, object], name: str, folder: Path, codes_bytes: int = 0) -> ModelFiles:
-    """Write config.json and a safetensors file of the size that the weights would have, with a hole for their values.
+def outline(settings: Mapping[str, Mapping[str, object]], name: str, folder: Path, codes_bytes: int = 0) -> ModelFiles:
+    """Write a model's settings and a safetensors file of the size that its weights would have, with a hole for them.
 
+    settings: what config.json says, and further files, by name.
     folder: an empty one; it takes some KiB of the disk.   codes_bytes: see ModelFiles.
     Raises ConfigError for an architecture that is not supported, and for weights that are packed.
     """
-    (folder / "config.json").write_text(json.dumps(config))
+    for file_name, values in settings.items():
+        (folder / file_name).write_text(json.dumps(values))
     files = ModelFiles(name, folder, "safetensors", codes_bytes=codes_bytes)
     stored = packed_format(files)
     if stored is not None and stored.layout is not STACKED:

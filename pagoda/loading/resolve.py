@@ -20,7 +20,7 @@ from pagoda.loading.fetch_wheel import (
     find_cached,
     is_weights,
 )
-from pagoda.loading.model_files import ModelFiles, exists, identify, read_json_object
+from pagoda.loading.model_files import PROCESSORS, ModelFiles, exists, identify, read_json_object
 
 WHEEL_PREFIX = "pypi:"
 
@@ -102,22 +102,25 @@ def require_cached(config: ModelConfig, remedy: str) -> None:
             )
 
 
-def config_without_weights(config: ModelConfig) -> Mapping[str, object] | None:
-    """Return what a model's config.json says if its weights are not on this machine, else None.
+def settings_without_weights(config: ModelConfig) -> dict[str, Mapping[str, object]] | None:
+    """Return what config.json and the processors' files say if a model's weights are not on this machine, else None.
 
-    It is that of a folder or of an incomplete snapshot of a hub, or for a model of the catalog the catalog's.
+    By name of the file, those of a folder or of an incomplete snapshot of a hub; a model of the catalog has the
+    catalog's config.json alone.
     """
     model = config.model
     if model in CATALOG:
-        return CATALOG[model].config if find_cached(CATALOG[model].wheel, cache_dir_of(config)) is None else None
+        is_there = find_cached(CATALOG[model].wheel, cache_dir_of(config)) is not None
+        return None if is_there else {"config.json": CATALOG[model].config}
     folder: Path | None = _expanded(model)
     if _is_hub_id(model) and ":" not in model:
         hub_model = HubModel.parse(model, config.revision)
         folder = find_cached_hub(hub_model, config.source, _hub_cache(config), complete=False)
     if folder is None or not exists(folder / "config.json"):
         return None
-    has_weights = any(next(folder.glob(f"*{suffix}"), None) for suffix in (*WEIGHT_SUFFIXES, ".bin", ".pt"))
-    return None if has_weights else read_json_object(folder / "config.json")
+    if any(next(folder.glob(f"*{suffix}"), None) for suffix in (*WEIGHT_SUFFIXES, ".bin", ".pt")):
+        return None
+    return {name: read_json_object(folder / name) for name in ("config.json", *PROCESSORS) if (folder / name).is_file()}
 
 
 def _hub_cache(config: ModelConfig) -> Path | None:

@@ -12,6 +12,7 @@ from pagoda.cli.console import print_table
 from pagoda.cli.main import main
 from pagoda.cli.plan import make_plan
 from tests.cached_models import cached_model
+from tests.engine.images.families import write_model
 
 SMALL = {"max_model_len": 256, "kv_cache_memory": "64MiB"}
 FLAGS = ("--max-model-len", "256", "--kv-cache-memory", "64MiB", "--json")
@@ -117,6 +118,24 @@ def test_a_folder_with_only_config_json(capsys: pytest.CaptureFixture[str], tmp_
     with pytest.raises(SystemExit):
         main(["plan", str(tmp_path)])
     assert "packed weights is not known from config.json" in capsys.readouterr().err
+
+
+def test_a_folder_without_weights_has_images_of_the_size_that_it_says(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    write_model("qwen2_vl", tmp_path)
+    there = make_plan(EngineConfig.from_options(model=str(tmp_path), **SMALL))
+    (tmp_path / "model.safetensors").unlink()
+    without = plan(capsys, str(tmp_path))
+    assert without["largest_item"] == there.largest_item
+    assert without["is_largest_known"]
+    (tmp_path / "preprocessor_config.json").unlink()
+    bare = plan(capsys, str(tmp_path))
+    assert bare["largest_item"] > there.largest_item
+    assert not bare["is_largest_known"]
+    with pytest.raises(SystemExit):
+        main(["plan", str(tmp_path), *FLAGS[:-1]])
+    assert "tokens, the encoder's most: there is no preprocessor_config.json\n" in capsys.readouterr().out
 
 
 def test_piped_output_is_neither_wrapped_nor_padded(capsys: pytest.CaptureFixture[str]) -> None:
