@@ -417,7 +417,7 @@ class AsyncLLM:
         running = await self._running()
         request = await running.text.make_request(
             prompt,
-            asked.params if asked.params is not None else SamplingParams(**running.inputs.default_sampling),  # type: ignore[arg-type]
+            asked.params if asked.params is not None else SamplingParams.of_model(running.inputs.default_sampling),
             asked.request_id if asked.request_id is not None else uuid.uuid4().hex,
             arrival_time_s=running.engine.core.now(),
             priority=asked.priority,

@@ -39,9 +39,11 @@ def build_input_processor(setup: EngineSetup) -> InputProcessor:
     if model.lora.enable_lora:
         targets = AdapterTargets(read_architecture(files)[0], read_model(files))
         adapters = KnownAdapters(targets, model.lora.max_lora_rank, setup.embeds_size)
+    start: tuple[int, ...] = ()
     images = None
     if setup.encoder is not None and setup.encoder.reads_text:
-        limits.source = SourceFacts(_answer_start(setup, setup.encoder), setup.encoder.largest_item().length)
+        start = _answer_start(setup, setup.encoder)
+        limits.source = SourceFacts(start, setup.encoder.largest_item().length)
     if setup.encoder is not None and not setup.crosses:
         images = _image_prompts(setup, tokenizer)
     speech = None
@@ -58,7 +60,7 @@ def build_input_processor(setup: EngineSetup) -> InputProcessor:
         model.parse_special_tokens_in_chat,
         adapters,
         score_template,
-        default_sampling(model, files),
+        default_sampling(model, files, len(start)),
         images=images,
         model_name=(*model.served_model_name, setup.files.name)[0],
         speech=speech,

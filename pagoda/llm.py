@@ -205,7 +205,7 @@ class LLM:
         It comes from the model's generation_config.json, its GGUF file or the catalog (see the setting
         generation_config).
         """
-        return SamplingParams(**self.engine.input_processor.default_sampling)  # type: ignore[arg-type]
+        return SamplingParams.of_model(self.engine.input_processor.default_sampling)
 
     def _generate(
         self,

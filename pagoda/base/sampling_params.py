@@ -153,6 +153,8 @@ _READERS: Mapping[str, Reader] = {
     "presence_penalty": partial(read_number, low=-2.0, high=2.0),
     "frequency_penalty": partial(read_number, low=-2.0, high=2.0),
     "repetition_penalty": partial(read_number, low=0.0, low_open=True),
+    "no_repeat_ngram_size": partial(read_integer, low=0, high=64),
+    "forced_eos_token_id": partial(read_optional_integer, low=0),
     "logprobs": partial(read_optional_integer, low=-1),
     "prompt_logprobs": partial(read_optional_integer, low=-1),
     "truncate_prompt_tokens": _read_truncation,
@@ -209,6 +211,9 @@ class SamplingParams:
     structured_outputs: constrains the output; StructuredOutputsParams or a mapping of its fields. The engine replaces
         it by `grammar`, its own representation.
     beam_search: search for the `n` best outputs with `n` beams, instead of sampling; see BeamSearchParams.
+    no_repeat_ngram_size: no sequence of so many tokens, of prompt and output, occurs twice; at most 64, 0 is off.
+    forced_eos_token_id: the last token of an output that reaches max_tokens, without structured_outputs; a model's
+        generation_config.json sets it.
     speech: rules of a speech model's output; transcriptions set them.
     output_kind: what AsyncLLM.generate yields; None: CUMULATIVE.
     """
@@ -234,6 +239,8 @@ class SamplingParams:
     repetition_penalty: Annotated[
         float, Setting("Above 1, make tokens of prompt and output less likely; 1 is off.")
     ] = 1.0
+    no_repeat_ngram_size: int = 0
+    forced_eos_token_id: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
@@ -248,6 +255,18 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self.check_together()
+
+    @classmethod
+    def of_model(cls, defaults: Mapping[str, object], **given: Any) -> "SamplingParams":
+        """Return the given parameters, and a model's defaults for others. Its min_tokens is at most max_tokens."""
+        values: dict[str, Any] = {**defaults, **given}
+        least = values.pop("min_tokens", 0)
+        params = cls(**values)
+        params.min_tokens = least
+        if "min_tokens" not in given and params.max_tokens is not None:
+            params.min_tokens = min(params.min_tokens, params.max_tokens)
+        params.check_together()
+        return params
 
     def clone(self) -> "SamplingParams":
         """Return a copy, to change some fields of."""
@@ -302,6 +321,8 @@ _NEUTRAL_IN_BEAM_SEARCH: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),
     "repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "forced_eos_token_id": (None,),
     "speech": (None,),
 }
 

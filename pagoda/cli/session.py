@@ -44,7 +44,7 @@ class Session:
         from pagoda.cli.options import CLI_SAMPLING
 
         of_model = self._llm.engine.input_processor.default_sampling
-        return SamplingParams(**{**CLI_SAMPLING, "max_tokens": max_tokens, **of_model, **given, "seed": seed})
+        return SamplingParams.of_model({**CLI_SAMPLING, "max_tokens": max_tokens, **of_model}, **given, seed=seed)
 
     def encode(self, text: str) -> list[int]:
         """A text to continue, as token ids."""

@@ -1,8 +1,10 @@
 """What a model's publisher recommends for its output, from its files or the catalog."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
+from pagoda.base.abbreviate import shorten
 from pagoda.base.config import ModelConfig
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.sampling_params import SamplingParams
@@ -10,13 +12,37 @@ from pagoda.loading.catalog import CATALOG
 from pagoda.loading.ctranslate2 import suppressed_tokens
 from pagoda.loading.gguf_file import open_gguf
 from pagoda.loading.model_files import ModelFiles, exists, read_json_object
+from pagoda.models.config_reader import ConfigReader
+
+logger = logging.getLogger("pagoda")
 
 FILE = "generation_config.json"
+_SAME_NAME = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("no_repeat_ngram_size", "forced_eos_token_id"),
+)
 _IN_FILE = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    **{name: name for name in _SAME_NAME},
     "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
 }
-"""Name in generation_config.json -> sampling parameter. Others, such as num_beams, are left out, as vLLM does."""
+"""Name in generation_config.json -> sampling parameter."""
+_UNUSED: Mapping[str, object] = {
+    "num_beams": 1,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "exponential_decay_length_penalty": None,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "guidance_scale": 1.0,
+    "penalty_alpha": 0.0,
+    "typical_p": 1.0,
+}
+"""Names of others that change what transformers generates -> values with which they do not."""
 _IN_GGUF = {
     "temp": "temperature",
     "top_p": "top_p",
@@ -27,32 +53,33 @@ _IN_GGUF = {
 """GGUF key after "general.sampling." -> sampling parameter."""
 
 
-def default_sampling(config: ModelConfig, files: ModelFiles) -> dict[str, object]:
+def default_sampling(config: ModelConfig, files: ModelFiles, num_start: int = 0) -> dict[str, object]:
     """Return the sampling parameters of requests that do not set them, by name; what is missing is SamplingParams' own.
 
+    num_start: with how many tokens an encoder-decoder model's answers begin, which its lengths count; 0 for others.
     Raises ConfigError for a file that cannot be read, or whose values are out of range.
     """
     found: dict[str, object] = {}
     origin = "override_generation_config"
     if config.generation_config == "auto":
-        found, origin = _of_model(config, files)
+        found, origin = _of_model(config, files, num_start)
     elif config.generation_config != "vllm":
         path = Path(config.generation_config).expanduser()
         path = path / FILE if path.is_dir() else path
         if not exists(path):
             raise ConfigError(f"generation_config={config.generation_config}: there is no {path}")
-        found, origin = _named(read_json_object(path), _IN_FILE), str(path)
+        found, origin = _of_file(path, num_start), str(path)
     _check(found, origin)
     overrides = {_IN_FILE.get(name, name): value for name, value in config.override_generation_config.items()}
     _check(overrides, "override_generation_config")
     return found | overrides
 
 
-def _of_model(config: ModelConfig, files: ModelFiles) -> tuple[dict[str, object], str]:
+def _of_model(config: ModelConfig, files: ModelFiles, num_start: int) -> tuple[dict[str, object], str]:
     """Return what a model's files say, else the catalog, and where that stands."""
     folder = files.path if files.path.is_dir() else files.path.parent
     if (folder / FILE).is_file():
-        return _named(read_json_object(folder / FILE), _IN_FILE), str(folder / FILE)
+        return _of_file(folder / FILE, num_start), str(folder / FILE)
     if files.format == "gguf":
         file = open_gguf(files.path)
         stated = {key: file.get(f"general.sampling.{key}", int if key == "top_k" else float) for key in _IN_GGUF}
@@ -69,12 +96,42 @@ def generation_settings(files: ModelFiles) -> Mapping[str, object]:
     return read_json_object(path) if files.path.is_dir() and path.is_file() else {}
 
 
+def _of_file(path: Path, num_start: int) -> dict[str, object]:
+    """Return what a file says. Log what else it says that transformers would use."""
+    values = read_json_object(path)
+    ignored = [
+        f"{name}={values[name]}"
+        for name, neutral in _UNUSED.items()
+        if values.get(name) is not None and values[name] != neutral
+    ]
+    if ignored:
+        listed = shorten(", ".join(ignored), 300)
+        logger.warning("%s: not used: %s; beam searches are asked for by request (use_beam_search)", path, listed)
+    found = _named(values, _IN_FILE)
+    return found | _answer_lengths(ConfigReader(values, str(path)), num_start) if num_start else found
+
+
+def _answer_lengths(settings: ConfigReader, num_start: int) -> dict[str, object]:
+    """Return the lengths of an encoder-decoder model's answers after what they begin with.
+
+    max_length and min_length count all of that, max_new_tokens and min_new_tokens all but its first token.
+    """
+    found: dict[str, object] = {}
+    for kind in ("max", "min"):
+        is_new = settings.has(f"{kind}_new_tokens")
+        name = f"{kind}_new_tokens" if is_new else f"{kind}_length"
+        if settings.has(name):
+            length = int(settings.not_negative(name)) + is_new - num_start
+            found[f"{kind}_tokens"] = length if kind == "max" else max(length, 0)
+    return found
+
+
 def _named(values: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:
     return {own: values[name] for name, own in names.items() if values.get(name) is not None}
 
 
 def _check(values: Mapping[str, object], origin: str) -> None:
     try:
-        SamplingParams(**values)  # type: ignore[arg-type]
+        SamplingParams.of_model(values)
     except (RequestError, TypeError) as error:
         raise ConfigError(f"{origin}: {error}; --generation-config vllm ignores a model's values") from None

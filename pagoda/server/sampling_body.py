@@ -158,6 +158,7 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
     top_k: Sample from so many most likely tokens; 0 or -1 is off.
     min_p: Sample from tokens with at least this share of the most likely one's probability.
     repetition_penalty: Above 1, makes tokens that the prompt or the output has less likely.
+    no_repeat_ngram_size: No sequence of so many tokens, of prompt and output, occurs twice; 0 is off, at most 64.
     min_tokens: Least tokens of an output, unless the context ends it.
     stop_token_ids: Tokens that end the output.
     ignore_eos: Go on after the token that ends a text.
@@ -202,6 +203,7 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
     top_k: Int32 | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    no_repeat_ngram_size: Int32 | None = None
     min_tokens: Int32 | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: Flag = False
@@ -275,8 +277,9 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
 
         defaults: of fields that are not set; a beam search has none.
         """
-        given = {
+        given: dict[str, Any] = {
             "n": self.num_outputs,
+            "max_tokens": max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
@@ -290,13 +293,11 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
+            "no_repeat_ngram_size": self.no_repeat_ngram_size,
         }
-        base = {} if self.use_beam_search else {**defaults}
-        base |= {name: value for name, value in given.items() if value is not None}
-        if max_tokens is not None:
-            base.pop("max_tokens", None)
-        return SamplingParams(
-            **{"max_tokens": max_tokens, **base},  # type: ignore[arg-type]
+        return SamplingParams.of_model(
+            {"max_tokens": None, **({} if self.use_beam_search else defaults)},
+            **{name: value for name, value in given.items() if value is not None},
             ignore_eos=self.ignore_eos,
             include_stop_str_in_output=self.include_stop_str_in_output,
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),

@@ -18,6 +18,8 @@ class RowConstraints:
         only allowed ids, or None.
     bad_words: token sequences that must not appear in the output, or None.
     min_tokens: while the output is shorter, `end_ids` (int32, EOS and stop tokens) are forbidden.
+    ngram_size: no sequence of so many tokens, of prompt and output, may occur twice; 0 is off.
+    last_token: bool [its id + 1], the only token that may be number `max_tokens` of the output, or None.
     has_penalty: the presence, frequency or repetition penalty is not neutral.   speech: its rules, or None.
     """
 
@@ -28,6 +30,9 @@ class RowConstraints:
     min_tokens: int
     end_ids: np.ndarray
     has_penalty: bool
+    ngram_size: int = 0
+    max_tokens: int = 0
+    last_token: np.ndarray | None = None
     speech: "SpeechConstraints | None" = None
 
     @classmethod
@@ -35,12 +40,16 @@ class RowConstraints:
         """Return the constraints of `params`, or None if they do not change any logit."""
         has_penalty = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
         ends = sorted({*eos_token_ids, *params.stop_token_ids}) if params.min_tokens > 0 else []
+        # A grammar decides about ends itself.
+        last = params.forced_eos_token_id if params.grammar is None else None
         if not (
             has_penalty
             or ends
             or params.logit_bias
             or params.bad_words_token_ids
             or params.allowed_token_ids is not None
+            or params.no_repeat_ngram_size
+            or last is not None
             or params.speech is not None
         ):
             return None
@@ -52,6 +61,9 @@ class RowConstraints:
             min_tokens=params.min_tokens,
             end_ids=np.array(ends, np.int32),
             has_penalty=has_penalty,
+            ngram_size=params.no_repeat_ngram_size,
+            max_tokens=params.max_tokens or 0,
+            last_token=None if last is None else _mask_of((last,)),
             speech=SpeechConstraints(params.speech) if params.speech is not None else None,
         )
 
@@ -59,23 +71,51 @@ class RowConstraints:
     def reads_output(self) -> bool:
         """Return whether they depend on the tokens of the output, and not on their number alone."""
         has_timestamps = self.speech is not None and self.speech.rules.first_timestamp is not None
-        return self.has_penalty or self.bad_words is not None or has_timestamps
+        return self.has_penalty or self.bad_words is not None or self.ngram_size > 0 or has_timestamps
 
     def names(self, num_output: int) -> list[str]:
         """Return which parameters of the request may forbid the token after `num_output` tokens of output."""
         found = ["allowed_token_ids"] if self.allowed is not None else []
         found += ["bad_words"] if self.bad_words is not None else []
+        found += ["no_repeat_ngram_size"] if self.ngram_size else []
         found += ["speech"] if self.speech is not None else []
         return [*found, f"min_tokens={self.min_tokens}"] if num_output < self.min_tokens else found
 
-    def forbidden(self, output_token_ids: np.ndarray) -> np.ndarray:
-        """Return the ids (int32) that must not follow this output: early end tokens and last tokens of bad words."""
-        banned = self.bad_words.after(output_token_ids) if self.bad_words is not None else []
-        if len(output_token_ids) < self.min_tokens:
+    def allowed_after(self, num_output: int) -> np.ndarray | None:
+        """Return a mask of the only ids that may follow `num_output` tokens of output, None for all."""
+        return self.last_token if self._is_last(num_output) else self.allowed
+
+    def forbidden(self, token_ids: np.ndarray, num_prompt: int) -> np.ndarray:
+        """Return the ids (int32) that must not follow these tokens, of which the first `num_prompt` are the prompt's:
+        early end tokens, last tokens of bad words and of sequences that are there already.
+        """
+        output = token_ids[num_prompt:]
+        if self._is_last(len(output)):
+            return _NO_IDS
+        banned = self.bad_words.after(output) if self.bad_words is not None else []
+        if len(output) < self.min_tokens:
             banned = [*banned, self.end_ids]
+        if self.ngram_size:
+            banned = [*banned, ends_of_repeats(token_ids, self.ngram_size)]
         if self.speech is not None:
-            banned = [*banned, self.speech.suppressed if len(output_token_ids) else self.speech.suppressed_first]
+            banned = [*banned, self.speech.suppressed if len(output) else self.speech.suppressed_first]
         return np.concatenate(banned) if banned else _NO_IDS
+
+    def _is_last(self, num_output: int) -> bool:
+        """Return whether the token after `num_output` tokens of output is one that is given."""
+        return self.last_token is not None and num_output + 1 == self.max_tokens
+
+
+def ends_of_repeats(token_ids: np.ndarray, size: int) -> np.ndarray:
+    """Return the ids (int32) with which the last tokens would become a sequence of `size` tokens that is there already.
+
+    token_ids: int32 [n].
+    """
+    num_sequences = max(len(token_ids) - size + 1, 0)
+    is_repeated = np.ones(num_sequences, np.bool_)
+    for at in range(size - 1 if num_sequences else 0):
+        is_repeated &= token_ids[at : at + num_sequences] == token_ids[num_sequences + at]
+    return np.unique(token_ids[size - 1 :][is_repeated])
 
 
 class SpeechConstraints:

@@ -155,12 +155,14 @@ def batch_constraints(
 
     penalized, counts = _penalized(table, rows, positions)
     values = [constraints.bias for constraints in of_row if constraints.bias.size]
+    num_prompt = table.num_prompt[rows]
     forbidden = [
-        constraints.forbidden(table.token_ids[row, num_prompt:position])
-        for constraints, row, num_prompt, position in zip(
-            of_row, rows.tolist(), table.num_prompt[rows].tolist(), positions.tolist(), strict=True
+        constraints.forbidden(table.token_ids[row, :position], num_before)
+        for constraints, row, num_before, position in zip(
+            of_row, rows.tolist(), num_prompt.tolist(), positions.tolist(), strict=True
         )
     ]
+    num_output = (positions - num_prompt).tolist()
     return BatchConstraints(
         rows=draws,
         bias=TokenLists.of([constraints.bias_ids for constraints in of_row]),
@@ -170,7 +172,7 @@ def batch_constraints(
         repetition=table.repetition[rows],
         frequency=table.frequency[rows],
         presence=table.presence[rows],
-        allowed=[constraints.allowed for constraints in of_row],
+        allowed=[one.allowed_after(count) for one, count in zip(of_row, num_output, strict=True)],
         forbidden=TokenLists.of(forbidden),
     )
 

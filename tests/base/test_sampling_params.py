@@ -90,6 +90,8 @@ def test_parameters_are_normalised(given: dict[str, object], kept: dict[str, obj
         ("presence_penalty", 2.1, r"\[-2, 2\]"),
         ("frequency_penalty", -2.1, r"\[-2, 2\]"),
         ("repetition_penalty", 0, "above 0"),
+        ("no_repeat_ngram_size", 65, r"\[0, 64\]"),
+        ("forced_eos_token_id", -1, "at least 0"),
         ("logprobs", -2, "at least -1"),
         ("prompt_logprobs", 1.5, "an integer"),
         ("truncate_prompt_tokens", 0, "at least 1"),
@@ -146,3 +148,13 @@ def test_fields_are_checked_when_they_are_assigned_and_together_when_they_are_us
 def test_pooling_params(name: str, value: object) -> None:
     with pytest.raises(RequestError, match=name):
         PoolingParams(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_models_defaults_give_way_to_what_is_given() -> None:
+    defaults = {"max_tokens": 100, "min_tokens": 40, "top_k": 5}
+    assert SamplingParams.of_model(defaults) == SamplingParams(max_tokens=100, min_tokens=40, top_k=5)
+    assert SamplingParams.of_model(defaults, max_tokens=10).min_tokens == 10
+    assert SamplingParams.of_model({"min_tokens": 40}).min_tokens == 16
+    assert SamplingParams.of_model(defaults, max_tokens=None, min_tokens=50).min_tokens == 50
+    with pytest.raises(RequestError, match="min_tokens=50"):
+        SamplingParams.of_model(defaults, max_tokens=10, min_tokens=50)

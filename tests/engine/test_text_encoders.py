@@ -172,18 +172,25 @@ def test_a_source_has_a_limit_of_its_own_and_may_be_cut(model: tuple[Path, Any])
             answer("x" * 3000)
 
 
-def test_an_answer_begins_as_generation_config_says(model: tuple[Path, Any], tmp_path: Path) -> None:
+def test_an_answer_begins_and_ends_as_generation_config_says(model: tuple[Path, Any], tmp_path: Path) -> None:
     for file in model[0].iterdir():
         (tmp_path / file.name).symlink_to(file)
-    settings = {"decoder_start_token_id": 9, "forced_bos_token_id": 11}
+    start = {"decoder_start_token_id": 9, "forced_bos_token_id": 11}
+    settings = {**start, "forced_eos_token_id": EOS, "min_length": 9, "max_length": 14, "no_repeat_ngram_size": 2}
     (tmp_path / "generation_config.json").unlink()
-    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    (tmp_path / "generation_config.json").write_text(json.dumps({**settings, "num_beams": 4}))
     options: dict[str, Any] = {"dtype": "float32", "threads": 1, "num_blocks": 200, "block_size": 8, "device": "cpu"}
     with LLM(str(tmp_path), **options) as llm:
         output = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0]
+        own = replace(llm.get_default_sampling_params(), temperature=0)
+        answers = [[11, *one.outputs[0].token_ids] for one in llm.generate(PROMPTS, own)]
     assert output.prompt_token_ids == [9, 11]
-    expected = generate(model[1], PROMPTS[0], **settings, max_new_tokens=13, min_new_tokens=13, eos_token_id=[])
+    expected = generate(model[1], PROMPTS[0], **start, max_new_tokens=13, min_new_tokens=13, eos_token_id=[])
     assert [[11, *output.outputs[0].token_ids]] == expected
+    assert (own.max_tokens, own.min_tokens) == (12, 7)
+    assert answers == [generate(model[1], prompt, **settings, eos_token_id=EOS)[0] for prompt in PROMPTS]
+    assert {answer[-1] for answer in answers if len(answer) == 13} <= {EOS}
+    assert min(map(len, answers)) >= 8
 
 
 def test_an_answer_goes_on_where_an_engine_has_died(model: tuple[Path, Any]) -> None:
@@ -210,7 +217,15 @@ def test_a_plan_counts_texts(model: tuple[Path, Any]) -> None:
 def watched() -> list[Watched]:
     kinds = [
         SamplingParams(temperature=0, max_tokens=24, ignore_eos=True),
-        SamplingParams(temperature=1.1, top_k=20, max_tokens=20, n=2, ignore_eos=True),
+        SamplingParams(
+            temperature=1.1,
+            top_k=5,
+            max_tokens=20,
+            n=2,
+            no_repeat_ngram_size=1,
+            forced_eos_token_id=EOS,
+            ignore_eos=True,
+        ),
         SamplingParams(n=2, max_tokens=16, ignore_eos=True, beam_search=BeamSearchOptions()),
     ]
     rng = np.random.default_rng(4)

@@ -76,11 +76,11 @@ HOSTILE: tuple[Any, ...] = (None, True, False, *_NUMBERS, *_STRINGS, *_ARRAYS, *
 
 _SAMPLING = (
     "model frequency_penalty logit_bias logit_bias.5 n presence_penalty seed stop stop.0 stream stream_options "
-    "stream_options.include_usage temperature top_p user top_k min_p repetition_penalty min_tokens stop_token_ids "
-    "stop_token_ids.0 ignore_eos bad_words bad_words.0 allowed_token_ids prompt_logprobs truncate_prompt_tokens "
-    "priority cache_salt request_id return_token_ids response_format response_format.type structured_outputs "
-    "max_tokens max_completion_tokens logprobs echo suffix best_of use_beam_search length_penalty kv_transfer_params "
-    "no_such_field"
+    "stream_options.include_usage temperature top_p user top_k min_p repetition_penalty no_repeat_ngram_size "
+    "min_tokens stop_token_ids stop_token_ids.0 ignore_eos bad_words bad_words.0 allowed_token_ids prompt_logprobs "
+    "truncate_prompt_tokens priority cache_salt request_id return_token_ids response_format response_format.type "
+    "structured_outputs max_tokens max_completion_tokens logprobs echo suffix best_of use_beam_search length_penalty "
+    "kv_transfer_params no_such_field"
 )
 _CHAT = (
     "messages messages.0 messages.0.role messages.0.content messages.0.content.0 messages.0.content.0.text "

@@ -61,3 +61,26 @@ def test_a_gguf_file_s_defaults_come_before_the_catalog_s(tmp_path: Path) -> Non
 def test_unusable_defaults_name_where_they_stand(tmp_path: Path, config: ModelConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         default_sampling(config, folder_with(tmp_path, temperature=-1))
+
+
+def test_lengths_of_an_answer_count_what_it_begins_with(tmp_path: Path) -> None:
+    """As transformers counts them: max_length whole answers, max_new_tokens all but the first token."""
+    files = folder_with(tmp_path, max_length=142, min_length=56, no_repeat_ngram_size=3, forced_eos_token_id=2)
+    rules = {"no_repeat_ngram_size": 3, "forced_eos_token_id": 2}
+    assert default_sampling(ModelConfig(), files, 2) == {"max_tokens": 140, "min_tokens": 54, **rules}
+    assert default_sampling(ModelConfig(), files) == rules
+    files = folder_with(tmp_path, max_new_tokens=20, max_length=142, min_new_tokens=1, min_length=56)
+    assert default_sampling(ModelConfig(), files, 2) == {"max_tokens": 19, "min_tokens": 0}
+    with pytest.raises(ConfigError, match=r"generation_config.json: max_tokens=-1 is not allowed"):
+        default_sampling(ModelConfig(), folder_with(tmp_path, max_length=1), 2)
+
+
+def test_what_transformers_would_use_and_is_not_used_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", "pagoda"):
+        default_sampling(ModelConfig(), folder_with(tmp_path, num_beams=4, length_penalty=2.0, early_stopping=False))
+        assert "num_beams=4, length_penalty=2.0;" in caplog.text
+        caplog.clear()
+        default_sampling(ModelConfig(), folder_with(tmp_path, num_beams=1, early_stopping=None))
+    assert not caplog.text

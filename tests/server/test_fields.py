@@ -42,6 +42,7 @@ NEUTRAL: dict[str, list[Any]] = {
     "stream_options": [None],
     "priority": [None],
     "min_tokens": [None, 0],
+    "no_repeat_ngram_size": [None, 0],
     "truncate_prompt_tokens": [None, -1],
     "session_id": [None, "s"],
     **{name: [None] for name in ("temperature", "top_p", "top_k", "min_p", "seed", "user", "cache_salt", "request_id")},

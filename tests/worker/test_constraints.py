@@ -1,11 +1,11 @@
-"""Bad words: the trie against the definition, and its cost, which does not grow with the number of words."""
+"""What may not follow an output: bad words and repeated sequences, against their definitions."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda.worker.constraints import BadWords
+from pagoda.worker.constraints import BadWords, ends_of_repeats
 
 WORDS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=8)
 
@@ -15,6 +15,14 @@ def test_a_token_that_would_complete_a_bad_word_is_banned(words: list[list[int]]
     found = BadWords(words).after(np.array(output, np.int32))
     banned = {int(token) for ids in found for token in ids}
     assert banned == {word[-1] for word in words if len(word) == 1 or output[-len(word) + 1 :] == word[:-1]}
+
+
+@given(st.lists(st.integers(0, 2), max_size=12), st.integers(1, 5))
+def test_a_token_that_would_complete_a_sequence_again_is_banned(tokens: list[int], size: int) -> None:
+    there = {tuple(tokens[at : at + size]) for at in range(len(tokens) - size + 1)}
+    last = tuple(tokens[len(tokens) - size + 1 :])
+    expected = [token for token in range(3) if len(last) == size - 1 and (*last, token) in there]
+    assert ends_of_repeats(np.array(tokens, np.int32), size).tolist() == expected
 
 
 class CountedLookups(dict[tuple[int, int], int]):

@@ -77,6 +77,8 @@ class ParamsPreparer:
             self._check_beams(params)
         limits.check_ids("stop_token_ids", params.stop_token_ids)
         limits.check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        forced = params.forced_eos_token_id
+        limits.check_ids("forced_eos_token_id", () if forced is None else (forced,))
         limits.check_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
         limits.check_ids("speech", params.speech.token_ids if params.speech is not None else ())
         params = self._tokenize_bad_words(params)
