@@ -203,7 +203,7 @@ class Bench:
         if not (model / "complete").exists():
             for other in (self.folder / "models").glob("*/*"):
                 other.unlink()
-            self.run([sys.executable, str(HERE / "make_random_model.py"), shape, str(model)])
+            self.run([sys.executable, str(HERE / "make_random_model.py"), shape, str(model), "--device", self.device])
             (model / "complete").touch()
         return model
 
@@ -237,7 +237,7 @@ def estimated_s(name: str) -> float:
         return {"ceilings": 30, "host": 60, "compile": 300}[name]
     if name.startswith("tests:"):
         return 150
-    making = {"llama-3.1-8b": 160, "qwen3-30b-a3b": 400}.get(name.partition(":")[0], 30)
+    making = {"llama-3.1-8b": 40, "qwen3-30b-a3b": 150}.get(name.partition(":")[0], 30)
     working = 200 if kind in ("vllm", "transformers") else 120 if kind in ("nano256", "chat") else 60
     return min(LIMIT_S, making + working)
 

@@ -234,6 +234,7 @@ def _linears() -> dict[str, Callable[[], object]]:
     few, many = torch.zeros(8, 4096, dtype=BF16), torch.zeros(512, 4096, dtype=BF16)
     plain = ops.prepare_linear(torch.zeros(6144, 4096, dtype=BF16))
     made: dict[str, Callable[[], object]] = {
+        "linear, one row": lambda: ops.linear(few[:1], plain),
         "linear, batch-invariant": lambda: steady.linear(few, plain),
         "logits, batch-invariant": lambda: steady.logits(few, plain),
     }

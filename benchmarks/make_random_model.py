@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Write a checkpoint of a known shape with random weights: for measuring speed at sizes without a download.
 
-usage: make_random_model.py SHAPE FOLDER [--seed 0]
+usage: make_random_model.py SHAPE FOLDER [--seed 0] [--device cpu]
 
 The folder is one as Hugging Face writes them: config.json, model.safetensors (bf16) and a tokenizer whose tokens are
-bytes, so every engine loads it. Equal shapes and seeds give equal weights. What it says means nothing; its logits are
-finite and never equal, so greedy decoding is well defined.
+bytes, so every engine loads it. Equal shapes, seeds and devices give equal weights. What it says means nothing; its
+logits are finite and never equal, so greedy decoding is well defined.
 """
 
 import argparse
@@ -134,15 +134,16 @@ def config_of(shape: Shape) -> dict[str, object]:
     }
 
 
-def weights_of(shape: Shape, seed: int) -> dict[str, torch.Tensor]:
+def weights_of(shape: Shape, seed: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Normal weights scaled to keep the size of what passes through; the residual grows by one layer's share at a time.
 
-    The order in which the tensors are drawn is part of what a seed means.
+    The order in which the tensors are drawn, and the device, are part of what a seed means.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def drawn(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * (gain / columns**0.5)).bfloat16()
+        values = torch.randn(rows, columns, generator=generator, device=device)
+        return (values * (gain / columns**0.5)).bfloat16().cpu()
 
     hidden, inner, depth = shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers
     q_size = shape.num_attention_heads * shape.head_dim
@@ -195,13 +196,13 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(facts, indent=2))
 
 
-def make(shape: Shape, folder: Path, seed: int = 0) -> None:
+def make(shape: Shape, folder: Path, seed: int = 0, device: str = "cpu") -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(shape), indent=2))
     ending = {"bos_token_id": BOS, "eos_token_id": EOS}
     (folder / "generation_config.json").write_text(json.dumps(ending, indent=2))
     write_tokenizer(folder)
-    save_file(weights_of(shape, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights_of(shape, seed, device), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def main() -> None:
@@ -209,8 +210,9 @@ def main() -> None:
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="draws the numbers; a GPU is faster")
     given = parser.parse_args()
-    make(SHAPES[given.shape], given.folder, given.seed)
+    make(SHAPES[given.shape], given.folder, given.seed, given.device)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def answered(command: list[str], timeout_s: float, environment: Mapping[str, str
     assert 0 < timeout_s <= gpu.LIMIT_S
     script = next(word for word in command[1:] if word not in ("-m", "bench"))
     if script.endswith("make_random_model.py"):
-        folder = Path(command[-1])
+        folder = Path(command[command.index("--device") - 1])
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "model.safetensors").write_bytes(bytes(64))
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim")

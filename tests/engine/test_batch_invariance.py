@@ -255,8 +255,11 @@ def test_windows_and_several_groups(mixed: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "seeds", "num_groups"), [("deepseek-v3", range(11, 16), 1), ("gemma4-shared", range(11, 16), 3)]
 )
-def test_other_ways_to_attend(name: str, seeds: range, num_groups: int, tmp_path: Path) -> None:
+def test_other_ways_to_attend(
+    name: str, seeds: range, num_groups: int, tmp_path: Path, on_the_device: DeviceUnderTest
+) -> None:
     """Latent attention and groups of experts; heads of two sizes, and layers that share K and V."""
+    on_the_device.must_compute(name)
     shape = {"vocab_size": VOCAB, "max_position_embeddings": MAX_MODEL_LEN, "eos_token_id": 2}
     if name == "gemma4-shared":
         shape["vocab_size_per_layer_input"] = VOCAB

@@ -81,6 +81,13 @@ def store_of(llm: LLM) -> AdapterStore:
     return executor.worker.store
 
 
+def loaded(llm: LLM) -> set[str]:
+    """Return the digests of the adapters with a slot, once the worker has done what it was told so far."""
+    executor = llm.engine.core._executor
+    assert isinstance(executor, InProcessExecutor)
+    return executor._on_thread(lambda: set(store_of(llm)._slots))
+
+
 def test_each_prompt_of_a_call_has_its_own_adapter(
     llm: LLM, folders: dict[str, Path], expected: dict[str, list[int]]
 ) -> None:
@@ -232,23 +239,22 @@ def test_a_file_that_changes_under_a_waiting_request_fails_only_that(
 def test_an_adapter_is_unloaded_after_the_rows_that_use_it(
     llm: LLM, folders: dict[str, Path], expected: dict[str, list[int]]
 ) -> None:
-    store = store_of(llm)
     assert llm.add_lora(LoRARequest("a", 7, str(folders["a"])))
     digest = llm.engine.input_processor.find_adapter(ask(folders["a"])).digest
-    assert digest in store._slots
+    assert digest in loaded(llm)
     stream = llm.stream(PROMPT, GREEDY, lora_request=ask(folders["a"]))
     got = list(next(stream).outputs[0].token_ids)
     assert llm.remove_lora(7)
     assert not llm.remove_lora(7)
-    assert digest in store._slots
+    assert digest in loaded(llm)
     got += [token for delta in stream for token in delta.outputs[0].token_ids]
     assert got == expected["a"]
     tokens(llm, "another step, which frees the row", None)
-    assert digest not in store._slots
+    assert digest not in loaded(llm)
     llm.add_lora(LoRARequest("a", 7, str(folders["a"])))
     assert tokens(llm, PROMPT, ask(folders["a"])) == expected["a"]
     llm.remove_lora(7)  # of an idle engine, at once
-    assert digest not in store._slots
+    assert digest not in loaded(llm)
     assert tokens(llm, PROMPT, ask(folders["a"])) == expected["a"]
 
 
@@ -259,14 +265,13 @@ def test_tables_that_a_step_made_are_written_between_steps(
     if find_spec("triton") is None:
         without_triton("Triton is not installed")
     with LLM(str(model), **on.engine({**OPTIONS, "kernels": "triton", "num_blocks": 16})) as llm:
-        store = store_of(llm)
         one = SamplingParams(temperature=0, max_tokens=1)
         llm.generate("a", one, lora_request=ask(folders["a"]))
         for number, name in ((2, "b"), (3, "c")):
             llm.add_lora(LoRARequest(name, number, str(folders[name])))
-        assert len(store._slots) == 2
+        assert len(loaded(llm)) == 2
         llm.remove_lora(3)
-        assert len(store._slots) == 1
+        assert len(loaded(llm)) == 1
 
 
 def test_async_requests_finish_when_their_adapter_and_its_files_are_removed(

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from pagoda.kernels.linear import triton_vector
 from pagoda.kernels.linear.forms import Q4, Q4_MIN, Q4_ZERO, Q6, Q8, HeldAs
 from pagoda.kernels.linear.quantize import CodedWeight, QuantizedWeight, quantize, quantize_fp8, quantize_vectors
 
@@ -211,3 +212,21 @@ def test_what_cannot_be_prepared(triton_ops: Any) -> None:
         triton_ops.prepare_quantized_linear(
             QuantizedWeight(Q8, weight.codes, weight.scales, None, 64, 24), BF16
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(6, 1024), (7, 330), (16, 2048), (70, 24)])
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_one_row_times_floats(
+    triton_ops: Any, reference: Any, out_features: int, in_features: int, dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A kernel of its own: two or four output features per program, with and without a rest."""
+    monkeypatch.setattr(triton_vector, "_FEW", 10)
+    weight, bias = draw(out_features, in_features, dtype=dtype), draw(out_features, dtype=dtype, seed=1)
+    x = draw(1, in_features, dtype=dtype, seed=2) / in_features**0.5
+    for of_bias in (None, bias):
+        ours, theirs = (ops.prepare_linear(weight, of_bias) for ops in (triton_ops, reference))
+        for name in ("linear", "logits"):
+            got, want = getattr(triton_ops, name)(x, ours), getattr(reference, name)(x, theirs)
+            assert got.dtype == want.dtype
+            torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

@@ -92,6 +92,7 @@ class Adapted:
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_batch_of_all_adapters_and_none_equals_peft(name: str, tmp_path: Path, on: DeviceUnderTest) -> None:
+    on.must_compute(name)
     adapted = Adapted(name, tmp_path)
     forward, store = adapted.load(on.ops("auto"), on.device)
     users = [None, *adapted.adapters, None, *adapted.adapters]

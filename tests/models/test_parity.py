@@ -63,6 +63,7 @@ def expected(name: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_tokens_equal_in_every_chunking(name: str, folders, on: DeviceUnderTest):
+    on.must_compute(name)
     model = load(folders(name), on)
     for chunk in (1, 3, 7, 64):
         runner = PagedRunner(model, len(prompts()), 40, torch.float32, device=on.device)
@@ -74,6 +75,8 @@ def test_greedy_tokens_equal_in_every_chunking(name: str, folders, on: DeviceUnd
     "name", ["llama", "qwen3", "gemma3-softcap-scaled", "gemma4-shared", "deepseek-v2-groups", "deepseek-v3"]
 )
 def test_greedy_tokens_equal_on_other_kernels(name: str, kernels: str, folders, on: DeviceUnderTest):
+    if kernels != "reference":
+        on.must_compute(name)
     model = load(folders(name), on, kernels)
     runner = PagedRunner(model, len(prompts()), 40, torch.float32, block_size=8, device=on.device)
     assert generate(runner, prompts(), NUM_TOKENS, 9) == expected(name)
@@ -81,6 +84,7 @@ def test_greedy_tokens_equal_on_other_kernels(name: str, kernels: str, folders, 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_close(name: str, folders, on: DeviceUnderTest):
+    on.must_compute(name)
     prompt = prompts()[2]
     runner = PagedRunner(load(folders(name), on), 1, 40, torch.float32, device=on.device)
     ours = torch.cat([runner.logits([(0, at, [token])]) for at, token in enumerate(prompt)])

@@ -60,8 +60,13 @@ def prefill_tiles(head_dim: int, group: int, itemsize: int, few_registers: bool 
 
 
 def decode_tiles(head_dim: int, group: int, itemsize: int) -> Tiles:
-    """Return the tiles of rows with few queries: as small as a matrix product may be."""
-    return _tiles(max(16, triton.next_power_of_2(group)), head_dim, itemsize)
+    """Return the tiles of rows with few queries: as small as a matrix product may be.
+
+    A chunk is found through the block table, which is loaded a stage before it: with two stages nothing of the chunk
+    itself would be loaded ahead.
+    """
+    tiles = _tiles(max(16, triton.next_power_of_2(group)), head_dim, itemsize)
+    return replace(tiles, stages=max(tiles.stages, 3)) if itemsize < 4 else tiles
 
 
 def _tiles(vectors: int, head_dim: int, itemsize: int) -> Tiles:

@@ -44,5 +44,7 @@ def linear_by_head(x: torch.Tensor, weight: LibraryLinear) -> torch.Tensor:
 
 
 def logits(x: torch.Tensor, weight: LibraryLinear) -> torch.Tensor:
-    """[S, in] -> float32 [S, out]; the library rounds to x's dtype first."""
+    """[S, in] -> float32 [S, out]; on a CPU, and with a bias, the library rounds to x's dtype first."""
+    if x.is_cuda and x.dtype != torch.float32 and weight.bias is None:
+        return torch.mm(x, weight.weight.t(), out_dtype=torch.float32)
     return linear(x, weight).float()

@@ -1,4 +1,4 @@
-"""Linear layers in Triton: of quantised weights, and of floats where results must not depend on the batch.
+"""Linear layers in Triton: of quantised weights, and of floats for one row or where bits must not depend on the batch.
 
 Every output element is summed along `in` in steps of one size, in order, within each of the parts that the sum is
 divided into. With `batch_invariant`, tiles and parts follow from the weight's shape alone; a library's product chooses
@@ -15,6 +15,7 @@ from pagoda.kernels.linear import library
 from pagoda.kernels.linear.library import LibraryLinear
 from pagoda.kernels.linear.triton_forms import TiledLinear, plain, step_size
 from pagoda.kernels.linear.triton_product import product, scaled
+from pagoda.kernels.linear.triton_vector import multiply_vector
 from pagoda.kernels.triton_support import jit, jit_for_any, to_e4m3
 
 _PROGRAMS = 256  # a decode step's products are divided until there are so many programs: about two for each processor
@@ -100,13 +101,17 @@ class TritonLinear:
     def linear(self, x: torch.Tensor, weight: LibraryLinear | TiledLinear) -> torch.Tensor:
         """See reference.linear. weight: not packed."""
         if isinstance(weight, LibraryLinear):
-            return self._run(x, plain(weight), x.dtype) if self._batch_invariant else library.linear(x, weight)
+            if self._batch_invariant:
+                return self._run(x, plain(weight), x.dtype)
+            return multiply_vector(x, weight, x.dtype) if x.shape[0] == 1 else library.linear(x, weight)
         return self._run(x, weight, x.dtype)
 
     def logits(self, x: torch.Tensor, weight: LibraryLinear | TiledLinear) -> torch.Tensor:
         """See reference.logits. weight: not packed."""
         if isinstance(weight, LibraryLinear):
-            return self._run(x, plain(weight), torch.float32) if self._batch_invariant else library.logits(x, weight)
+            if self._batch_invariant:
+                return self._run(x, plain(weight), torch.float32)
+            return multiply_vector(x, weight, torch.float32) if x.shape[0] == 1 else library.logits(x, weight)
         return self._run(x, weight, torch.float32)
 
     def _run(self, x: torch.Tensor, weight: TiledLinear, dtype: torch.dtype) -> torch.Tensor:
