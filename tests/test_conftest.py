@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.getcwd(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""Without plugins, which take longer to import than these tests to run."""
+
 
 @pytest.mark.parametrize(("ci", "outcome"), [("true", "1 failed"), ("", "1 skipped")])
 def test_in_ci_a_missing_compiler_is_a_failure(ci: str, outcome: str, tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text("def test_one(without_native):\n    without_native('no compiler: g++')\n")
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-rA", "test_one.py"]
-    env = {**os.environ, "CI": ci, "PYTHONPATH": os.getcwd()}
+    env = {**ENVIRONMENT, "CI": ci}
     run = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert outcome in run.stdout
     assert "no compiler: g++" in run.stdout
@@ -26,7 +29,7 @@ def test_without_a_gpu_the_device_cuda_is_refused(tmp_path: Path) -> None:
         "@pytest.mark.gpu\ndef test_of_a_card():\n    assert 0\n"
     )
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-rs", "test_two.py"]
-    env = {**os.environ, "PYTHONPATH": os.getcwd(), "CUDA_VISIBLE_DEVICES": ""}
+    env = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run([*command, "--device", "cuda"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--device cuda: torch sees no CUDA GPU here; leave it out to run on the CPU" in run.stderr
