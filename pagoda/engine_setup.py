@@ -190,7 +190,7 @@ def _check_encoder(config: EngineConfig, model: Model, is_on_host: bool, drafts:
             "attend to each other (Gemma 3); take tensor_parallel_size"
         )
     if model.cross_groups and config.parallel.executor == "fake":
-        raise ConfigError("distributed_executor_backend='fake' does not go with an encoder-decoder model")
+        raise ConfigError("distributed_executor_backend='fake' does not go with an encoder-decoder model; leave it out")
     if model.cross_groups and config.model.lora.enable_lora:
         raise ConfigError("enable_lora does not go with an encoder-decoder model yet; leave it out")
     if model.cross_groups and drafts:
@@ -221,6 +221,8 @@ def largest_ranks(parallel: ParallelConfig) -> list[RankPlace]:
 
 def _tasks(config: EngineConfig, model: Model) -> ModelTasks:
     """Return what the model can be asked for, with the pooling that the settings choose."""
+    if model.cross_groups:  # what its decoder has read by the end of a prompt is not a vector of the encoder's input
+        return dataclasses.replace(model.tasks, plan=dataclasses.replace(model.tasks.plan, embeds=False))
     plan, given = model.tasks.plan, config.model.hf_overrides
     if given.pooling_type != "auto":
         plan = dataclasses.replace(plan, kind=PoolingKind(given.pooling_type))

@@ -9,16 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
+from transformers import PreTrainedModel
 
 from pagoda.assemble import build_engine_core, resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
-from pagoda.core.request import Request
+from pagoda.core.request import LoraRef, Request
 from pagoda.engine.engine_core import EngineCore
+from pagoda.loading.adapters.files import digest_of
 from tests.engine.driver import Answers, drive, request
-from tests.engine.lora_adapters import write_adapter
 from tests.engine.random_schedules import Watched, alone, differences, make_engine, play, random_options, random_script
+from tests.models.adapters import LINEAR, add_adapter, save_adapters
 from tests.models.tiny import VOCAB, save
 from tests.models.tiny_vision import CONFIGS, IMAGE, NEEDS_SEPARATORS, item, make_vision, num_tokens, picture_inputs
 
@@ -92,30 +95,33 @@ def model(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(make_vision(name), tmp_path_factory.mktemp(name))
 
 
+def generate(theirs: PreTrainedModel | PeftModel, name: str, number: int) -> list[int]:
+    """transformers' answer to PROMPTS[number], greedily."""
+    of = watched(name, number)
+    pictures = [int(part) for part in parts_of(name, number) if isinstance(part, str)]
+    ids = torch.tensor([of.prompt])
+    more = picture_inputs(name, pictures) if pictures else {}
+    if pictures and name == "qwen2.5-vl":
+        more["mm_token_type_ids"] = (ids == IMAGE).int()
+    if name == "gemma3":
+        more["token_type_ids"] = (ids == IMAGE).long()
+    with torch.inference_mode():
+        got = theirs.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            **more,
+        )
+    return got[0, ids.shape[1] :].tolist()
+
+
 @pytest.fixture(scope="module")
 def expected(name: str) -> list[list[int]]:
     """transformers' answer to each of PROMPTS, greedily."""
     theirs = make_vision(name)
-    answers: list[list[int]] = []
-    for number in range(len(PROMPTS)):
-        of = watched(name, number)
-        pictures = [int(part) for part in parts_of(name, number) if isinstance(part, str)]
-        ids = torch.tensor([of.prompt])
-        more = picture_inputs(name, pictures) if pictures else {}
-        if pictures and name == "qwen2.5-vl":
-            more["mm_token_type_ids"] = (ids == IMAGE).int()
-        if name == "gemma3":
-            more["token_type_ids"] = (ids == IMAGE).long()
-        with torch.inference_mode():
-            got = theirs.generate(  # type: ignore[operator]
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=NUM_TOKENS,
-                do_sample=False,
-                eos_token_id=None,
-                **more,
-            )
-        answers.append(got[0, ids.shape[1] :].tolist())
+    answers = [generate(theirs, name, number) for number in range(len(PROMPTS))]
     assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
     return answers
 
@@ -270,10 +276,11 @@ def test_ranks_and_stages_agree(model: Path, name: str, expected: list[list[int]
 def test_an_adapter_changes_the_answer_about_a_picture_and_no_others(
     model: Path, name: str, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    """It adapts the text model; the picture's output is shared with requests that have none."""
-    if name in ("smolvlm", "idefics3"):
-        pytest.skip("random adapters are written under the names of a text model's layers")
-    adapter = write_adapter(tmp_path / "adapter", model, 8, 1)
+    """It adapts the text model; the picture's output is shared with requests that have none. PEFT's answer."""
+    part = "text_model" if name in ("smolvlm", "idefics3") else "language_model"
+    adapted = add_adapter(make_vision(name), "a", seed=1, r=8, target_modules=rf".*{part}.*({'|'.join(LINEAR)})")
+    folder = save_adapters(adapted, tmp_path)["a"]
+    adapter = LoraRef("a", str(folder), digest_of(folder))
     core = engine(model, enable_lora=True, max_lora_rank=8, max_num_batched_tokens=10)
     asked = replace(watched(name, 0), params=replace(GREEDY, logprobs=0))
     with_it, plain = replace(as_request(0, asked), lora=adapter), as_request(1, asked)
@@ -281,6 +288,7 @@ def test_an_adapter_changes_the_answer_about_a_picture_and_no_others(
     by_itself = drive(core, [with_it])
     core.shutdown()
     assert together.tokens["r1", 0] == expected[0]
+    assert together.tokens["r0", 0] == generate(adapted, name, 0)
     assert together.logprobs["r1", 0] != together.logprobs["r0", 0]  # Gemma's tokens repeat the last one in any case
     assert by_itself.tokens["r0", 0] == together.tokens["r0", 0]
     assert by_itself.logprobs["r0", 0] == together.logprobs["r0", 0]

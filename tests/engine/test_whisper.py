@@ -12,12 +12,11 @@ from transformers import WhisperForConditionalGeneration
 
 from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
-from pagoda.base.errors import ConfigError, RequestError
+from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.cli.plan import make_plan
 from pagoda.core.request import Request
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine_setup import resolve_engine
 from tests.engine.driver import drive, request
 from tests.engine.random_schedules import (
     Trace,
@@ -162,23 +161,6 @@ def test_a_sound_that_is_heard_again_is_computed_once(model: tuple[Path, Whisper
     encoders = core._executor.worker._runner._encoders  # type: ignore[attr-defined]
     assert encoders.num_computed == len(PROMPTS)
     core.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config"),
-        ({"enable_lora": True}, "enable_lora"),
-        ({"enable_prompt_embeds": True}, "enable_prompt_embeds"),
-        ({"distributed_executor_backend": "fake"}, "distributed_executor_backend='fake'"),
-    ],
-)
-def test_what_it_does_not_go_with_is_refused(
-    model: tuple[Path, WhisperForConditionalGeneration], options: dict[str, object], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        resolve_engine(EngineConfig.from_options(model=str(model[0]), device="cpu", **options))
 
 
 def test_a_plan_counts_the_blocks_of_what_the_encoder_gives(

@@ -154,10 +154,15 @@ def write_checkpoint(folder: Path, seed: int = 0) -> WhisperForConditionalGenera
     """Write such a model with a tokenizer like LetterTokenizer; return it."""
     model = make_model(seed)
     model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return model
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer like LetterTokenizer."""
     letters = ["Ġ", *map(chr, range(33, 127)), *"ĀāĂăĄ"]
     backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: at for at, letter in enumerate(letters)}, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL))
     backend.save(str(folder / "tokenizer.json"))
-    return model
