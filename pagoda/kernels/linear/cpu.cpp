@@ -73,24 +73,31 @@ PAGODA_EXPORT int64_t pagoda_linear_bytes(const PackedLinear* weight) {
     return panel_bytes(*weight) * ((weight->out_features + PANEL - 1) / PANEL);
 }
 
-// Weights [out, steps] of 2- or 4-byte words to panels [steps][32].
+// Weights [out, steps] of 2- or 4-byte words to panels [steps][32]. Rows are read a cache line at a time: 32 of them are
+// more streams than the processor fetches ahead by itself.
 template <class Word>
 static void pack_words(const Word* from, Word* to, int64_t out_features, int64_t steps, int threads) {
+    constexpr int64_t LINE = 64 / sizeof(Word), AHEAD = 4 * LINE;
     int64_t panels = (out_features + PANEL - 1) / PANEL;
     parallel(threads, [&](int thread, int num_threads) {
         Range mine = share_of(panels, thread, num_threads);
+        alignas(64) Word tile[LINE * PANEL];
         for (int64_t p = mine.begin; p < mine.end; p++) {
             int64_t columns = out_features - p * PANEL < PANEL ? out_features - p * PANEL : PANEL;
-            Word* panel = to + p * PANEL * steps;
-            if (columns < PANEL) memset(static_cast<void*>(panel), 0, sizeof(Word) * PANEL * steps);
-            for (int64_t begin = 0; begin < steps; begin += 16) {
-                int64_t end = begin + 16 < steps ? begin + 16 : steps;
+            if (columns < PANEL) memset(tile, 0, sizeof(tile));
+            auto pack_tile = [&](int64_t begin, auto count) {
                 for (int64_t c = 0; c < columns; c++) {
-                    const Word* row = from + (p * PANEL + c) * steps;
-                    for (int64_t s = begin; s < end; s++) memcpy(panel + s * PANEL + c, row + s, sizeof(Word));
+                    const Word* row = from + (p * PANEL + c) * steps + begin;
+                    __builtin_prefetch(reinterpret_cast<const char*>(row) + AHEAD * sizeof(Word), 0, 0);
+                    for (int64_t s = 0; s < count; s++) memcpy(tile + s * PANEL + c, row + s, sizeof(Word));
                 }
-            }
+                store_past_caches(to + (p * steps + begin) * PANEL, tile, count * PANEL * sizeof(Word));
+            };
+            int64_t begin = 0;
+            for (; begin + LINE <= steps; begin += LINE) pack_tile(begin, std::integral_constant<int64_t, LINE>());
+            if (begin < steps) pack_tile(begin, steps - begin);
         }
+        end_stores_past_caches();
     });
 }
 PAGODA_EXPORT void pagoda_pack_words(int32_t word_bytes, const void* from, void* to, int64_t out_features,

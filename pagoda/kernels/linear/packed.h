@@ -13,6 +13,10 @@
 #include <cstring>
 #include <type_traits>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include "abi.h"
 #include "simd.h"
 
@@ -92,6 +96,23 @@ inline int64_t panel_bytes(const PackedLinear& w) {
         case KIND_F16: return w.in_features * PANEL * 2;
         default: return (w.in_features + w.group - 1) / w.group * quantized_record_bytes(w.kind, w.group);
     }
+}
+
+// Copy `bytes`, a multiple of 16, between addresses that are, too. What is packed is not read before all of it is: going
+// through the caches, every line would first be read from memory.
+inline void store_past_caches(void* to, const void* from, int64_t bytes) {
+#if defined(__SSE2__)
+    for (int64_t i = 0; i < bytes / 16; i++)
+        _mm_stream_si128(static_cast<__m128i*>(to) + i, _mm_load_si128(static_cast<const __m128i*>(from) + i));
+#else
+    memcpy(to, from, static_cast<size_t>(bytes));
+#endif
+}
+// Other threads see stores past the caches only after this.
+inline void end_stores_past_caches() {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
 }
 
 // The panels that a tile prefetches, some bytes per step, so that they arrive while the tile computes instead of all at
