@@ -11,6 +11,7 @@ from pagoda.kernels.batch import AttentionMetadata
 from pagoda.kernels.collectives.shared_memory import check_groups
 from pagoda.kernels.constraints.native import NativeConstraints
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
+from pagoda.kernels.kv_cache.native_pages import plain_keys
 from pagoda.kernels.linear.packed import PackedLinears
 from pagoda.kernels.low_rank.packed import PackedLowRank
 from pagoda.kernels.native.abi import NO_CACHE, Bad, Shared
@@ -33,6 +34,7 @@ class NativeOps:
     name = "native"
     packs_weights = True
     make_device_blocks = DeviceBlocks
+    plain_keys = staticmethod(plain_keys)
 
     def __init__(self, library: NativeLibrary, threads: int) -> None:
         self.library = library

@@ -72,10 +72,14 @@ class PrepareOps(Protocol):
 
 
 class CacheOps(Protocol):
-    """Moving whole blocks of the KV cache."""
+    """Moving whole blocks of the KV cache, and reading keys where a kernel's layout is not known."""
 
     def make_device_blocks(self, planes: Sequence[torch.Tensor]) -> DeviceBlocks:
         """Return what moves the blocks of these planes, [num_blocks, elements per block] each."""
+        ...
+
+    def plain_keys(self, pages: torch.Tensor) -> torch.Tensor:
+        """Return pages of K, [n, K, block_size, D], with each element where the shape says that it is."""
         ...
 
 

@@ -81,6 +81,9 @@ class ReferenceOps:
         for op in FORWARD_OPS.values():
             setattr(self, op.name, reference_of(op))
 
+    def plain_keys(self, pages: torch.Tensor) -> torch.Tensor:
+        return pages
+
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return linear.PlainLinear(weight, bias)
 

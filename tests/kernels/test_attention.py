@@ -359,3 +359,15 @@ def test_memory_outside_a_row_is_never_read(fast: Ops, dtype: torch.dtype, int8_
     last = clean.step([(0, 1)], 0.1, window=20), dirty.step([(0, 1)], 0.1, window=20)
     assert torch.equal(*last)
     assert not last[0].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8], ids=str)
+def test_keys_are_read_back_whatever_the_layout(dtype: torch.dtype, native: Ops) -> None:
+    is_int8 = dtype == torch.int8
+    geometry = Geometry(2, 2, 48, dtype=torch.float32 if is_int8 else dtype, int8_cache=is_int8)
+    row, metadata = Sequence.random(geometry, 21, 0), make_metadata(geometry, [(0, 21)], [[3, 1]])
+    caches = [geometry.new_cache(3), geometry.new_cache(3)]
+    native.write_kv(row.k, row.v, caches[0], metadata)
+    ReferenceOps().write_kv(row.k, row.v, caches[1], metadata)
+    assert not torch.equal(caches[0].k, caches[1].k)
+    assert torch.equal(native.plain_keys(caches[0].k), caches[1].k)
