@@ -9,6 +9,7 @@ from pagoda.engine.inputs.input_limits import InputLimits, SourceFacts, SpeechFa
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.engine.transcription.words import alignment_heads
 from pagoda.engine_setup import EngineSetup
 from pagoda.loading.adapters.files import AdapterTargets
 from pagoda.loading.generation_config import default_sampling, generation_settings
@@ -51,6 +52,9 @@ def build_input_processor(setup: EngineSetup) -> InputProcessor:
         item = setup.encoder.largest_item()
         assert item.features is not None
         speech = SpeechFacts(len(item.features), item.length, generation_settings(files))
+        if setup.config.parallel.world_size == 1:  # else no rank has all heads of all layers
+            heads = setup.spec.num_layers, setup.spec.num_heads
+            limits.alignment_heads = alignment_heads(speech.settings, *heads)
     own = tokenizer.facts.chat_template if model.chat_template is not None else None
     score_template = own.sources["default"] if own is not None else setup.tasks.plan.score_template
     return InputProcessor(

@@ -58,6 +58,28 @@ def test_several_sounds_at_once_have_the_segments_of_transformers_each(llm: LLM,
             assert (ours.start, ours.end, ours.id, ours.seek) == (theirs.start, theirs.end, theirs.id, theirs.seek)
 
 
+def test_words_have_the_times_of_transformers_in_any_company_and_change_no_segment(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.engine.transcription.piece.UNSPACED", ("en",))  # each letter is a word
+    sounds = [noise(12, 1), noise(40, 2)]
+    options = {"language": "en", **GREEDY}
+    plain = llm.transcribe([sound.samples for sound in sounds], use_tqdm=False, **options)
+    options["word_timestamps"] = True
+    found = llm.transcribe([sound.samples for sound in sounds], use_tqdm=False, **options)
+    assert [one.segments for one in found] == [one.segments for one in plain]
+    assert [one.words for one in plain] == [None] * 2
+    (alone,) = llm.transcribe(sounds[1].samples, use_tqdm=False, **options)
+    assert alone.words == found[1].words
+    for output, sound in zip(found, sounds, strict=True):
+        wanted = expected(sound, options).words
+        assert output.words
+        assert wanted
+        assert [one.word for one in output.words] == [one.word for one in wanted]
+        times, theirs = ([(one.start, one.end) for one in words] for words in (output.words, wanted))
+        np.testing.assert_allclose(times, theirs, atol=0.021)
+
+
 def test_all_sounds_together_have_no_more_requests_than_sequences_run(llm: LLM, monkeypatch: Any) -> None:
     most = 0
     thread, adding = llm._thread, llm._thread.adding

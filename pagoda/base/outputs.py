@@ -168,10 +168,20 @@ class TranscriptionSegment:
 
 
 @dataclass(slots=True)
+class TranscriptionWord:
+    """A word, with its punctuation, between two times in seconds."""
+
+    word: str
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
 class TranscriptionOutput:
     """The text of a sound.
 
     language: English name, such as "english".   duration: of the sound, in seconds.   name: of the file.
+    words: None if they were not asked for.
     error: why it could not be transcribed, or None.
     """
 
@@ -181,6 +191,7 @@ class TranscriptionOutput:
     segments: list[TranscriptionSegment] = field(default_factory=list)
     name: str = ""
     error: str | None = None
+    words: list[TranscriptionWord] | None = None
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Literal
 
 from pagoda.base.errors import RequestError
-from pagoda.base.param_values import Reader, checked, read_optional_flag, read_optional_integer, refuse
+from pagoda.base.param_values import Reader, checked, read_integer, read_optional_flag, read_optional_integer, refuse
 
 PoolingTask = Literal["embed", "classify", "score", "token_embed", "token_classify"]
 TASKS: tuple[PoolingTask, ...] = ("embed", "classify", "score", "token_embed", "token_classify")
@@ -98,6 +98,19 @@ class ModelTasks:
         return is_last and self.is_causal and not params.skip_reading_prefix_cache
 
 
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Where each token of a prompt looks in what the encoder read; transcriptions ask for it.
+
+    heads: of cross attention, (layer, head): those of the model.   first: the first of these tokens.
+    num_frames: at so many of the encoder's tokens, from the first one on.
+    """
+
+    heads: tuple[tuple[int, int], ...]
+    first: int
+    num_frames: int
+
+
 def _read_task(name: str, value: Any) -> PoolingTask | None:
     if value is not None and value not in TASKS:
         raise refuse(name, value, "one of " + ", ".join(map(repr, TASKS)))
@@ -110,8 +123,18 @@ def _read_truncation(name: str, value: Any) -> int | None:
     return read_optional_integer(name, value, -1)
 
 
+def _read_alignment(name: str, value: Any) -> Alignment | None:
+    if value is not None and not isinstance(value, Alignment):
+        raise refuse(name, value, "an Alignment or None")
+    if value is not None:
+        read_integer("alignment.first", value.first, 0)
+        read_integer("alignment.num_frames", value.num_frames, 1)
+    return value
+
+
 _READERS: Mapping[str, Reader] = {
     "task": _read_task,
+    "alignment": _read_alignment,
     **dict.fromkeys(("normalize", "use_activation", "skip_reading_prefix_cache"), read_optional_flag),
     "dimensions": partial(read_optional_integer, low=1),
     "truncate_prompt_tokens": _read_truncation,
@@ -133,6 +156,7 @@ class PoolingParams:
     truncate_prompt_tokens: keep this many tokens from the start of the prompt (-1: as many as fit).
     skip_reading_prefix_cache: compute the whole prompt.
     pair_start: index of the first token of the second text of a pair; set by `score`.
+    alignment: compute this of a prompt in place of vectors, with the task "token_embed"; set by transcriptions.
     """
 
     task: PoolingTask | None = None
@@ -142,3 +166,4 @@ class PoolingParams:
     truncate_prompt_tokens: int | None = None
     skip_reading_prefix_cache: bool | None = None
     pair_start: int | None = None
+    alignment: Alignment | None = None

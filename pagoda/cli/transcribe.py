@@ -51,6 +51,9 @@ def transcribe(
     cut: Annotated[
         bool, typer.Option("--cut-at-silences", help="Cut long sounds where they are quiet; the pieces run at once.")
     ] = False,
+    words: Annotated[
+        bool, typer.Option("--word-timestamps", help="Find when each word is said, too (with --format json).")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Write down what is said in sound files.
@@ -59,6 +62,8 @@ def transcribe(
     """
     if len(files) > 1 and output_dir is None and form in (Format.SRT, Format.VTT):
         raise ConfigError(f"--format {form.value} of several files needs --output-dir: subtitles are a file each")
+    if words and form is not Format.JSON:
+        raise ConfigError(f"--word-timestamps needs --format json: {form.value} has no place for words")
     for name in files:
         if not Path(name).is_file():  # before a model is loaded
             raise RequestError(f"file {name!r:.200} does not exist, or is not a file", "file")
@@ -73,6 +78,7 @@ def transcribe(
         "prompt": prompt_text,
         "condition_on_previous_text": condition,
         "cut_at_silences": cut,
+        "word_timestamps": words,
         **({"temperature": tuple(temperature)} if temperature else {}),
     }
     with load({"model": DEFAULT_MODEL, **options}) as llm:

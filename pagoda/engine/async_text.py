@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pagoda.base.allocator import return_freed_memory
 from pagoda.base.errors import RequestError, UsageError
-from pagoda.base.outputs import CompletionOutput
+from pagoda.base.outputs import RequestOutput
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
@@ -195,7 +195,7 @@ class AsyncText:
                 await hold(begun.num_bytes)
         return begun
 
-    async def advance(self, job: Job, answer: CompletionOutput | None) -> "Question | list[Job] | None":
+    async def advance(self, job: Job, answer: RequestOutput | None) -> "Question | list[Job] | None":
         """Send an answer to a job, on a thread; return its next question, or None at its end. Raises RequestError."""
 
         def advance() -> "Question | list[Job] | None":

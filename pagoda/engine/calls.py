@@ -250,7 +250,7 @@ class _Transcribing:
             if self._num_jobs[index]:
                 self._advance(index, job, None)
 
-    def _advance(self, index: int, job: Job, answer: CompletionOutput | None) -> None:
+    def _advance(self, index: int, job: Job, answer: RequestOutput | None) -> None:
         """Run a job until it asks the next question, or ends."""
         try:
             asked = job.send(answer) if answer is not None else next(job)
@@ -309,7 +309,7 @@ class _Transcribing:
             if output.error is not None:
                 self._fail(index, RequestError(output.error, "file"))
             else:
-                self._advance(index, job, output.outputs[0])
+                self._advance(index, job, output)
         self._start_waiting()
 
 

@@ -191,9 +191,13 @@ class CTranslate2File:
 _STACKS = ("encoder", "decoder")
 
 
-def suppressed_tokens(folder: Path) -> dict[str, object]:
-    """Return what `config.json` next to a model says of tokens, with the names of a generation_config.json."""
+def token_settings(folder: Path) -> dict[str, object]:
+    """Return what `config.json` next to a model says, with the names of a generation_config.json."""
     path = folder / "config.json"
     values = read_json_object(path) if path.is_file() else {}
-    names = {"suppress_tokens": "suppress_ids", "begin_suppress_tokens": "suppress_ids_begin"}
+    names = {
+        "suppress_tokens": "suppress_ids",
+        "begin_suppress_tokens": "suppress_ids_begin",
+        "alignment_heads": "alignment_heads",
+    }
     return {ours: values[theirs] for ours, theirs in names.items() if theirs in values}

@@ -9,7 +9,7 @@ from pagoda.base.config import ModelConfig
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.loading.catalog import CATALOG
-from pagoda.loading.ctranslate2 import suppressed_tokens
+from pagoda.loading.ctranslate2 import token_settings
 from pagoda.loading.gguf_file import open_gguf
 from pagoda.loading.model_files import ModelFiles, exists, read_json_object
 from pagoda.models.config_reader import ConfigReader
@@ -91,7 +91,7 @@ def _of_model(config: ModelConfig, files: ModelFiles, num_start: int) -> tuple[d
 def generation_settings(files: ModelFiles) -> Mapping[str, object]:
     """Return all settings of generation_config.json, by name, or what a file of another format has of them."""
     if files.format == "ctranslate2":
-        return suppressed_tokens(files.path)
+        return token_settings(files.path)
     path = files.path / FILE
     return read_json_object(path) if files.path.is_dir() and path.is_file() else {}
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import UNSET
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
@@ -57,6 +58,7 @@ async def create_transcription(http: Request) -> Response:
             temperature=_temperatures(form.temperature),
             cut_at_silences=form.chunking_strategy is not None,
             reports_no_speech=form.response_format == "verbose_json",
+            word_timestamps="word" in form.granularities,
         )
         return await _answer(http, file, options, form.model, form.response_format, form.stream)
 
@@ -196,7 +198,15 @@ def _whole(sound: Transcription, options: TranscriptionOptions, form: str) -> Re
         fields = as_object(output)
         language = "english" if options.task == "translate" else output.language  # of the text, as at OpenAI
         return json_response(
-            TranscriptionVerbose(output.text, language, output.duration, fields["segments"], usage, options.task)
+            TranscriptionVerbose(
+                output.text,
+                language,
+                output.duration,
+                fields["segments"],
+                usage,
+                options.task,
+                fields.get("words", UNSET),
+            )
         )
     writers: dict[str, Callable[[], str]] = {
         "text": lambda: output.text + "\n",

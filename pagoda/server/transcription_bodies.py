@@ -40,7 +40,7 @@ class TranscriptionRequest(_SoundForm, kw_only=True, frozen=True):
     language: Code or English name; detected if it is not given.
     stream: Send the text of each segment as a server-sent event.
     chunking_strategy: auto cuts a long sound where it is quiet, into pieces that run at once.
-    granularities: Which times `verbose_json` has: segment.
+    granularities: Which times `verbose_json` has: segment, which it always has, and word.
     include: More to return; there is nothing yet.
     """
 
@@ -54,10 +54,8 @@ class TranscriptionRequest(_SoundForm, kw_only=True, frozen=True):
 
     def check(self, limits: RequestLimits) -> None:
         name = "timestamp_granularities[]"
-        if "word" in self.granularities:
-            raise RequestError(f"{name}: segments have times, words do not yet; ask for segment alone", name)
-        if unknown := [one for one in self.granularities if one != "segment"]:
-            raise RequestError(f"timestamp_granularities[]: expected segment, got {unknown[0]!r}", name)
+        if unknown := [one for one in self.granularities if one not in ("segment", "word")]:
+            raise RequestError(f"{name}: expected segment or word, got {unknown[0]!r}", name)
         if self.granularities and self.response_format != "verbose_json":
             raise RequestError("timestamp_granularities[] needs response_format=verbose_json", "response_format")
         if self.include:
@@ -79,7 +77,10 @@ class TranscriptionResponse(Struct):
 
 
 class TranscriptionVerbose(Struct):
-    """language: English name.   duration: in seconds.   segments: see TranscriptionSegment in the Python API."""
+    """language: English name.   duration: in seconds.   segments: see TranscriptionSegment in the Python API.
+
+    words: with `word`, `start` and `end`, if they were asked for.
+    """
 
     text: str
     language: str
@@ -87,6 +88,7 @@ class TranscriptionVerbose(Struct):
     segments: list[dict[str, Any]]
     usage: DurationUsage
     task: str = "transcribe"
+    words: list[dict[str, Any]] | UnsetType = UNSET
 
 
 class TranscriptionEvent(Struct):

@@ -12,6 +12,7 @@ from pagoda.base.pooling import PoolingPlan
 from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.worker.adapters import Adapters
+from pagoda.worker.alignment import CrossQueries
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices import Device
 from pagoda.worker.dry_runs import DryRuns
@@ -150,7 +151,11 @@ class ModelRunner:
         if self._grammars is not None:  # filled while the forward runs
             masks = self._grammars.begin(self._table, inputs.draw_rows, inputs.draw_positions)
         self.times.lap("inputs")
-        hidden, logits = self._forward.run(inputs.batch, self._cache.layers, inputs.size)
+        queries = CrossQueries.of(self._forward.ops, inputs, self._table.pooling, self._table.cross_groups)
+        if queries is None:
+            hidden, logits = self._forward.run(inputs.batch, self._cache.layers, inputs.size)
+        else:
+            hidden, logits = self._forward.run_op_by_op(inputs.batch, self._cache.layers, queries)
         self.times.lap("forward")
         drawn, owners = None, None
         if inputs.num_logits and self._place.samples:
@@ -167,7 +172,9 @@ class ModelRunner:
             states = self._forward.states_of(inputs, hidden)
             counts, pieces = prompt_logprobs(inputs, states, self._table, self._sampler, self._forward)
             first = sum(count for _, _, count in inputs.prompt_rows)
-            pooled, without_result = self._pooler.run(inputs.pooled, self._table.pooling, states[first:], slots)
+            pooled, without_result = self._pooler.run(
+                inputs.pooled, self._table.pooling, states[first:], slots, queries
+            )
             failed |= without_result
         if not self._place.samples:
             return self._without_results(output, begin_s)

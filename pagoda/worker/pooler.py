@@ -11,6 +11,7 @@ import torch
 
 from pagoda.base.pooling import PER_TOKEN, PoolingKind, PoolingParams, PoolingPlan
 from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.worker.alignment import CrossQueries
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.staging import PooledChunk
 
@@ -46,13 +47,15 @@ class Pooler:
         pooling: Sequence[PoolingParams | None],
         hidden: torch.Tensor,
         adapters: np.ndarray | None = None,
+        queries: CrossQueries | None = None,
     ) -> tuple[dict[int, np.ndarray], dict[int, str]]:
         """Return the results of the rows whose prompts end in this step, and the errors of those that have none.
 
         pooling: parameters by row.   hidden: [n, hidden size], the states that the chunks need, in their order.
         adapters: int32, the slot of each row's adapter; None if no row of the step has one.
+        queries: of the same tokens, if some are to be aligned.
         A result is float32: [size] of an embedding, [labels] of a class; of tasks per token, [prompt tokens, size or
-        labels].
+        labels]; of an alignment, [tokens, encoder tokens].
         """
         pooled: dict[int, np.ndarray] = {}
         failed: dict[int, str] = {}
@@ -60,13 +63,20 @@ class Pooler:
         for chunk in chunks:
             params = pooling[chunk.row]
             assert params is not None
-            states = hidden[at : at + chunk.count].float().cpu().numpy()
+            alignment = params.alignment
+            if queries is not None and alignment is not None:
+                states = queries.kept(at, chunk.count, alignment)
+            else:
+                states = hidden[at : at + chunk.count].float().cpu().numpy()
             at += chunk.count
             vectors = self._collect(chunk, params, states)
             if not chunk.ends:
                 continue
             if not np.isfinite(vectors).all():
                 failed[chunk.row] = NOT_FINITE
+                continue
+            if queries is not None and alignment is not None:
+                pooled[chunk.row] = queries.matrix(vectors, at - 1, alignment)
                 continue
             pooled[chunk.row] = self._finish(
                 vectors, params, hidden, 0 if adapters is None else int(adapters[chunk.row])

@@ -18,3 +18,11 @@ def test_files_whose_outputs_would_overwrite_each_other_are_refused_before_a_mod
     message = capsys.readouterr().err
     assert "same file" in message
     assert "talk.mp3" in message
+
+
+def test_words_need_a_format_that_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "talk.wav").touch()
+    with pytest.raises(SystemExit) as exit:
+        main(["transcribe", str(tmp_path / "talk.wav"), "--word-timestamps", "-f", "srt"])
+    assert exit.value.code == 2
+    assert "--word-timestamps needs --format json" in capsys.readouterr().err

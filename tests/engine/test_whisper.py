@@ -8,11 +8,13 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+import torch
 from transformers import WhisperForConditionalGeneration
 
 from pagoda.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
+from pagoda.base.pooling import Alignment, PoolingParams
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.cli.plan import make_plan
 from pagoda.core.request import Request
@@ -28,6 +30,7 @@ from tests.engine.random_schedules import (
     random_options,
     random_script,
 )
+from tests.engine.transcription.speech_model import aligned as attention_of
 from tests.models.tiny_whisper import EOS, MAX_LEN, POSITIONS, VOCAB, answer, beams, sound, write_whisper
 
 PROMPTS = [[1, 5, 9], [1, 5, 9], [1], [1, 7, 7, 7, *range(30, 50)]]
@@ -94,6 +97,42 @@ def watched() -> list[Watched]:
     ]
 
 
+HEADS = ((1, 0), (1, 5), (2, 3))
+
+
+def aligned() -> list[Watched]:
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(3, VOCAB, length).tolist() for length in (40, 7)]
+    params = PoolingParams("token_embed", alignment=Alignment(HEADS, 2, POSITIONS - 3))
+    return [
+        Watched(prompt, params, 80 + 10 * i, skips_prefix=True, media=(sound(i),), crosses=True)
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kernels": "torch"}, {"max_num_batched_tokens": 8}, {"pipeline_depth": 2, "async_scheduling": True}],
+    ids=str,
+)
+def test_tokens_look_where_those_of_transformers_do(
+    model: tuple[Path, WhisperForConditionalGeneration], options: dict[str, object]
+) -> None:
+    folder, theirs = model
+    core, each = engine(folder, **options), aligned()
+    added = [replace(request(i, one.prompt, one.params), skip_prefix_read=True) for i, one in enumerate(each)]
+    added.append(request(2, [1, 5], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)))
+    found = drive(core, [replace(one, media=(sound(i),), encoder_len=POSITIONS) for i, one in enumerate(added)])
+    core.shutdown()
+    assert found.tokens["r2", 0] == answer(theirs, sound(2), [1, 5], 20)
+    for i, one in enumerate(each):
+        assert isinstance(one.params, PoolingParams)
+        with torch.no_grad():
+            encoded = theirs.get_encoder()(torch.from_numpy(sound(i).features)[None])
+            expected = attention_of(theirs, encoded, one.prompt, one.params)
+        np.testing.assert_allclose(found.pooled[f"r{i}"], expected, atol=2e-3)
+
+
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8", "quantization": "int8"}], ids=str)
 def test_same_bits_in_any_schedule(
     model: tuple[Path, WhisperForConditionalGeneration], options: dict[str, object]
@@ -101,10 +140,10 @@ def test_same_bits_in_any_schedule(
     """With chunks, preemption by recomputing and by swapping, branches, beams, and sounds that are kept or not."""
     folder, _ = model
     base: dict[str, object] = {"dtype": "bfloat16", **options}
-    expected = alone(folder, watched(), base)
+    expected = alone(folder, [*watched(), *aligned()], base)
     counts: Counter[str] = Counter()
     for seed in range(14):
-        agree(folder, expected, base, seed, counts)
+        agree(folder, expected, base, seed, counts, each=[*watched(), *aligned()])
     assert counts["preempted"] > 5
     assert min(counts["swapped in"], counts["forks"], counts["beams copied"]) > 0
 
@@ -116,12 +155,13 @@ def agree(
     seed: int,
     counts: Counter[str],
     fixed: Mapping[str, object] = MappingProxyType({}),
+    each: Sequence[Watched] = (),
 ) -> None:
     rng = np.random.default_rng(seed)
     drawn = {**random_options(rng, MAX_LEN), **fixed}
     cross_blocks = -(-POSITIONS // int(drawn["block_size"]))  # type: ignore[call-overload]
     drawn["num_blocks"] = int(drawn["num_blocks"]) + 2 * cross_blocks  # type: ignore[call-overload]
-    script = random_script(rng, watched(), VOCAB, 8, 12)
+    script = random_script(rng, each or watched(), VOCAB, 8, 12)
     core, trace = make_engine(folder, counts, {**base, **drawn, "check_invariants": True})
     play(core, trace, script)
     counts["preempted"] += core.make_stats().preemptions

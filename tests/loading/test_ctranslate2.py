@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagoda.base.errors import ConfigError
-from pagoda.loading.ctranslate2 import CTranslate2File, suppressed_tokens
+from pagoda.loading.ctranslate2 import CTranslate2File, token_settings
 from pagoda.loading.model_config import summarize_weights
 from pagoda.loading.model_files import identify
 from pagoda.loading.pieces import Region
@@ -59,7 +59,7 @@ def write(folder: Path, found: dict[str, np.ndarray], spec: str = "WhisperSpec",
     (folder / "model.bin").write_bytes(data + struct.pack("<I", 0))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "config.json").write_text(
-        json.dumps({"suppress_ids": [1, 2], "suppress_ids_begin": [3], "lang_ids": [4]})
+        json.dumps({"suppress_ids": [1, 2], "suppress_ids_begin": [3], "lang_ids": [4], "alignment_heads": [[1, 0]]})
     )
 
 
@@ -127,7 +127,11 @@ def test_the_settings_are_read_from_shapes(tmp_path: Path) -> None:
     assert (settings["max_source_positions"], settings["max_target_positions"]) == (6, 5)
     assert (settings["vocab_size"], settings["num_mel_bins"], settings["decoder_ffn_dim"]) == (VOCAB, MELS, FFN)
     assert settings["encoder_attention_heads"] == 2
-    assert suppressed_tokens(tmp_path) == {"suppress_tokens": [1, 2], "begin_suppress_tokens": [3]}
+    assert token_settings(tmp_path) == {
+        "suppress_tokens": [1, 2],
+        "begin_suppress_tokens": [3],
+        "alignment_heads": [[1, 0]],
+    }
     assert summarize_weights(identify(tmp_path)).bytes_by_type["float32"] > 0
 
 

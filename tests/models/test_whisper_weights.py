@@ -17,7 +17,7 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.transcription.log_mel import log_mel
 from pagoda.engine.transcription.sound import read_sound
-from pagoda.loading.ctranslate2 import CTranslate2File, suppressed_tokens
+from pagoda.loading.ctranslate2 import CTranslate2File, token_settings
 from tests.cached_models import cached_model
 
 TEXTS = (
@@ -45,7 +45,7 @@ def transformers_whisper(folder: Path) -> WhisperForConditionalGeneration:
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
     model.generation_config = GenerationConfig(
-        **suppressed_tokens(folder),
+        **token_settings(folder),
         **ends,
         max_length=448,
         no_timestamps_token_id=end + 106,
@@ -110,3 +110,31 @@ def test_the_command_line_writes_subtitles(speech: list[Path], tmp_path: Path) -
     found = json.loads((tmp_path / "0.json").read_text())
     assert found["duration"] > 25
     assert found["segments"][0]["start"] == 0
+
+
+@pytest.mark.slow
+def test_words_are_said_when_transformers_says(speech: list[Path]) -> None:
+    files = cached_model("whisper-tiny.en")
+    model = transformers_whisper(files.path)
+    options = {"temperature": 0.0, "logprob_threshold": None, "compression_ratio_threshold": None}
+    with LLM("whisper-tiny.en", dtype="float32") as llm:
+        found = llm.transcribe(speech, use_tqdm=False, no_speech_threshold=None, word_timestamps=True, **options)
+    for output, file, text in zip(found, speech, TEXTS, strict=True):
+        sound = read_sound(file.read_bytes(), file.name, RequestLimits())
+        expected = model.generate(
+            torch.from_numpy(log_mel(sound.samples, 80))[None],
+            attention_mask=torch.ones(1, -(-len(sound.samples) // 160), dtype=torch.int64),
+            return_timestamps=True,
+            return_segments=True,
+            return_token_timestamps=True,
+        )["segments"][0]
+        assert output.words is not None
+        assert [word.word for word in output.words] == output.text.split()
+        assert abs(len(output.words) - len(text.split())) <= 3
+        times = [time for word in output.words for time in (word.start, word.end)]
+        assert times == sorted(times)
+        ends = np.array([time for segment in expected for time in segment["token_timestamps"].tolist()])
+        inner = np.array(times[1:-1])  # the first and the last are cut to their segment
+        assert np.quantile(np.abs(ends[None] - inner[:, None]).min(axis=1), 0.9) <= 0.021
+        durations = np.array([word.end - word.start for word in output.words])
+        assert 0.1 < np.median(durations) < 0.8

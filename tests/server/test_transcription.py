@@ -71,6 +71,16 @@ def test_all_formats_tell_the_same(client: openai.OpenAI) -> None:
     assert vtt.startswith("WEBVTT\n\n00:00:0")
 
 
+def test_words_have_times_in_order(client: openai.OpenAI) -> None:
+    verbose = asked(client, "verbose_json", timestamp_granularities=["word", "segment"])
+    assert verbose.segments == asked(client, "verbose_json").segments
+    assert "".join(word.word for word in verbose.words) == "".join(verbose.text.split())
+    times = [time for word in verbose.words for time in (word.start, word.end)]
+    assert times == sorted(times)
+    assert 0 <= times[0] < times[-1] <= 40
+    assert asked(client, "verbose_json").words is None
+
+
 def test_metrics_show_that_a_repeated_file_is_encoded_once(client: openai.OpenAI, server: LiveServer) -> None:
     counts = []
     for _ in range(2):
@@ -112,7 +122,8 @@ def test_errors_name_the_field(client: openai.OpenAI, server: LiveServer) -> Non
         return str(caught.value)
 
     assert "response_format" in message("mp3")
-    assert "words do not yet" in message("verbose_json", timestamp_granularities=["word"])
+    assert "expected segment or word, got 'line'" in message("verbose_json", timestamp_granularities=["line"])
+    assert "take json" in message("verbose_json", timestamp_granularities=["word"], stream=True)
     assert "needs response_format=verbose_json" in message(timestamp_granularities=["segment"])
     assert "include[]" in message(include=["logprobs"])
     assert "take json" in message("srt", stream=True)

@@ -36,6 +36,7 @@ class InputLimits:
     max_num_seqs: largest n.   of_request: bounds of the counts and sizes that callers control.
     tasks: what the model can be asked for.   embeds_size: elements of a prompt embedding; 0: prompts cannot be those.
     source: of an encoder-decoder model of text, whose encoder reads the prompts; None: its decoder reads them.
+    alignment_heads: (layer, head) of the cross attention of a speech model whose tokens can be aligned, else ().
     """
 
     vocab_size: int
@@ -46,6 +47,7 @@ class InputLimits:
     tasks: ModelTasks = field(default_factory=ModelTasks)
     embeds_size: int = 0
     source: SourceFacts | None = None
+    alignment_heads: tuple[tuple[int, int], ...] = ()
 
     @property
     def longest_prompt(self) -> int:

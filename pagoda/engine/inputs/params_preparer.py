@@ -61,6 +61,12 @@ class ParamsPreparer:
         self.check_lists(params)
         limits = self._limits
         if isinstance(params, PoolingParams):
+            if params.alignment is not None and (
+                params.alignment.heads != limits.alignment_heads or params.task != "token_embed"
+            ):
+                raise RequestError(
+                    "alignment: it is for transcriptions to set, by a model that can; leave it out", "alignment"
+                )
             return PreparedParams(check_pooling(params, limits.tasks))
         limits.tasks.check("generate")
         params.check_together()

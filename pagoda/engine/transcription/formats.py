@@ -41,8 +41,10 @@ def as_json(output: TranscriptionOutput) -> str:
 def as_object(output: TranscriptionOutput) -> dict[str, Any]:
     """Return the fields as JSON values. Times are rounded to hundredths of a second."""
     found = dataclasses.asdict(output)
-    for segment in found["segments"]:
-        segment |= {name: round(segment[name], 2) for name in ("start", "end")}
+    if output.words is None:
+        del found["words"]
+    for timed in [*found["segments"], *found.get("words", ())]:
+        timed |= {name: round(timed[name], 2) for name in ("start", "end")}
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Protocol
 
 from pagoda.base.errors import RequestError
-from pagoda.base.outputs import CompletionOutput, RequestOutput
+from pagoda.base.outputs import RequestOutput
 from pagoda.engine.outputs.merged import merged
 from pagoda.engine.transcription.piece import Job, Question
 
@@ -14,7 +14,7 @@ from pagoda.engine.transcription.piece import Job, Question
 class JobThreads(Protocol):
     """What advances a job without blocking the event loop: AsyncText."""
 
-    def advance(self, job: Job, answer: CompletionOutput | None) -> Awaitable["Question | list[Job] | None"]: ...
+    def advance(self, job: Job, answer: RequestOutput | None) -> Awaitable["Question | list[Job] | None"]: ...
 
 
 async def run_job(
@@ -43,7 +43,7 @@ async def run_job(
                         raise RequestError(output.error, "file")
                     if output.outputs[0].finish_reason == "abort":
                         raise RequestError("the transcription was aborted")
-                    asked = await text.advance(job, output.outputs[0])
+                    asked = await text.advance(job, output)
                     yield output
 
 

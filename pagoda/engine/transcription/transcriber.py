@@ -34,6 +34,7 @@ class TranscriptionOptions:
     cut_at_silences: cut a long sound where it is quiet, into pieces of up to 30 s that run at once, each as a sound of
         its own: faster, but no piece sees the text of another.
     seed: of the temperatures above 0.
+    word_timestamps: find when each word is said: one more request for each window, with its text.
     """
 
     language: str | None = None
@@ -48,14 +49,13 @@ class TranscriptionOptions:
     cut_at_silences: bool = False
     seed: int = 0
     reports_no_speech: bool = False
+    word_timestamps: bool = False
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "TranscriptionOptions":
         """Return options by name. Raises RequestError for an unknown name."""
         known = [item.name for item in dataclasses.fields(cls)]
         for name in given:
-            if name in ("word_timestamps", "timestamp_granularities"):
-                raise RequestError(f"{name}: segments have times, words do not yet; leave it out", name)
             if name not in known:
                 raise RequestError(f"transcribe has no option {name!r:.80}{nearest(name, known)}", name[:80])
         return cls(**given)
@@ -94,7 +94,21 @@ class Transcriber:
             before=self._before(options.prompt),
             seed=read_integer("seed", options.seed, 0),
             reports_no_speech=read_flag("reports_no_speech", options.reports_no_speech),
+            alignment_heads=self._alignment_heads(options),
         )
+
+    def _alignment_heads(self, options: TranscriptionOptions) -> tuple[tuple[int, int], ...]:
+        """Return the heads that tell when words are said, () if that is not asked for. Raises RequestError."""
+        if not read_flag("word_timestamps", options.word_timestamps):
+            return ()
+        if options.timestamps is False:
+            raise RequestError("word_timestamps: not with timestamps=False; leave one of them out", "word_timestamps")
+        if not self._inputs.limits.alignment_heads:
+            raise RequestError(
+                "word_timestamps: not with tensor_parallel_size or pipeline_parallel_size above 1; leave it out",
+                "word_timestamps",
+            )
+        return self._inputs.limits.alignment_heads
 
     def _before(self, prompt: str | None) -> tuple[int, ...]:
         """Return the ids of a caller's text. Raises RequestError for one that has special tokens, as transformers."""
@@ -154,7 +168,7 @@ class Transcription:
             head = log_mel(samples[: WINDOW_S * SAMPLING_RATE], num_mels) if whole is None else whole
             answer = yield detect_language(head, encoder_len, transcriber.tokens)
             codes = {token: code for code, token in transcriber.tokens.languages.items()}
-            self.language = codes[answer.token_ids[0]]
+            self.language = codes[answer.outputs[0].token_ids[0]]
         spans = quiet_spans(samples) if self._cuts else [(0, len(samples))]
         self._pieces = [
             Piece(
@@ -209,6 +223,7 @@ class Transcription:
             language=LANGUAGES.get(self.language or "", ""),
             duration=self.sound.duration_s,
             segments=segments,
+            words=[word for piece in self._pieces for word in piece.words] if self._decoding.alignment_heads else None,
             name=self.sound.name,
         )
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 import torch
 from transformers import GenerationConfig, WhisperConfig, WhisperForConditionalGeneration
@@ -12,8 +13,10 @@ from transformers.generation.logits_process import (
     SuppressTokensLogitsProcessor,
     WhisperTimeStampLogitsProcessor,
 )
+from transformers.models.whisper.generation_whisper import _median_filter
 
-from pagoda.base.outputs import CompletionOutput
+from pagoda.base.outputs import CompletionOutput, RequestOutput
+from pagoda.base.pooling import PoolingParams
 from pagoda.engine.inputs.input_limits import InputLimits, SpeechFacts
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.tokenizers.tokenizer import TokenizerFacts
@@ -25,6 +28,7 @@ SPECIAL += ("<|startoflm|>", "<|startofprev|>", "<|nospeech|>", "<|notimestamps|
 FIRST = END + len(SPECIAL)
 VOCAB = FIRST + 1501
 SUPPRESSED, SUPPRESSED_FIRST = [1, 2, *range(95, END), FIRST - 3], [5, END]  # from 95 on, letters are not ASCII
+HEADS = ((0, 0), (0, 1))
 
 
 class LetterTokenizer:
@@ -51,7 +55,7 @@ def inputs_of(is_multilingual: bool = True) -> InputProcessor:
         "begin_suppress_tokens": SUPPRESSED_FIRST,
     }
     speech = SpeechFacts(MELS, 1500, settings)
-    return InputProcessor(LetterTokenizer(), InputLimits(VOCAB, MAX_LEN, 8), speech=speech)  # type: ignore[arg-type]
+    return InputProcessor(LetterTokenizer(), InputLimits(VOCAB, MAX_LEN, 8, alignment_heads=HEADS), speech=speech)  # type: ignore[arg-type]
 
 
 def make_model(seed: int = 0) -> WhisperForConditionalGeneration:
@@ -79,6 +83,9 @@ def make_model(seed: int = 0) -> WhisperForConditionalGeneration:
         weight = model.get_decoder().embed_tokens.weight  # so that there is text between timestamps
         weight[:END] *= 1.3
         weight[FIRST:] *= 0.7
+        cross = model.get_decoder().layers[0].encoder_attn
+        cross.q_proj.weight *= 0.2  # so that several places of the sound are looked at
+        cross.v_proj.weight *= 3
     model.generation_config = GenerationConfig(
         max_length=MAX_LEN,
         eos_token_id=END,
@@ -93,19 +100,22 @@ def make_model(seed: int = 0) -> WhisperForConditionalGeneration:
         task_to_id={"translate": END + 4, "transcribe": END + 5},
         suppress_tokens=SUPPRESSED,
         begin_suppress_tokens=SUPPRESSED_FIRST,
+        alignment_heads=[list(pair) for pair in HEADS],
     )
     return model
 
 
-def answers_of(model: WhisperForConditionalGeneration) -> Callable[[Question], CompletionOutput]:
+def answers_of(model: WhisperForConditionalGeneration) -> Callable[[Question], CompletionOutput | RequestOutput]:
     """Return what answers questions greedily, one forward for each token."""
 
     @torch.no_grad()
-    def answer(question: Question) -> CompletionOutput:
+    def answer(question: Question) -> CompletionOutput | RequestOutput:
         params, prompt = question.params, list(question.prompt.token_ids)
         (item,) = question.prompt.media
         assert item.features is not None
         encoded = model.get_encoder()(torch.from_numpy(item.features)[None])
+        if isinstance(params, PoolingParams):
+            return RequestOutput("", pooled=aligned(model, encoded, prompt, params), finished=True)
         ids, total = list(prompt), 0.0
         for _ in range(min(params.max_tokens or MAX_LEN, MAX_LEN - len(prompt))):
             logits = model(encoder_outputs=encoded, decoder_input_ids=torch.tensor([ids])).logits[:, -1].float()
@@ -133,7 +143,22 @@ def answers_of(model: WhisperForConditionalGeneration) -> Callable[[Question], C
     return answer
 
 
-def run(job: Job, answer: Callable[[Question], CompletionOutput]) -> list[Question]:
+def aligned(
+    model: WhisperForConditionalGeneration, encoded: object, token_ids: list[int], params: PoolingParams
+) -> np.ndarray:
+    """What the tokens look at, by transformers' own attention, at once."""
+    alignment = params.alignment
+    assert alignment is not None
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([token_ids])
+    layers = model(encoder_outputs=encoded, decoder_input_ids=ids, output_attentions=True).cross_attentions
+    weights = torch.stack([layers[layer][0, head] for layer, head in alignment.heads])
+    weights = weights[:, alignment.first :, : alignment.num_frames]
+    std, mean = torch.std_mean(weights, dim=1, correction=0, keepdim=True)
+    return _median_filter((weights - mean) / std, 7).mean(0).numpy()
+
+
+def run(job: Job, answer: Callable[[Question], CompletionOutput | RequestOutput]) -> list[Question]:
     """Run a job to its end, one question after the other; return the questions."""
     questions: list[Question] = []
     try:
@@ -145,7 +170,8 @@ def run(job: Job, answer: Callable[[Question], CompletionOutput]) -> list[Questi
                 asked = next(job)
             else:
                 questions.append(asked)
-                asked = job.send(answer(asked))
+                found = answer(asked)
+                asked = job.send(found if isinstance(found, RequestOutput) else RequestOutput("", outputs=[found]))
     except StopIteration:
         return questions
 

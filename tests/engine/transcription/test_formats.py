@@ -1,6 +1,7 @@
 import json
+from dataclasses import replace
 
-from pagoda.base.outputs import TranscriptionOutput, TranscriptionSegment
+from pagoda.base.outputs import TranscriptionOutput, TranscriptionSegment, TranscriptionWord
 from pagoda.engine.transcription.formats import as_json, as_srt, as_text, as_vtt
 
 OUTPUT = TranscriptionOutput(
@@ -34,4 +35,9 @@ def test_json_has_everything() -> None:
         "start": 0.0, "end": 1.23, "text": "Hello.", "tokens": [], "id": 0, "seek": 0, "temperature": 0.0,
         "avg_logprob": 0.0, "compression_ratio": 0.0, "no_speech_prob": None,
     }  # fmt: skip
+    assert "words" not in found
+    words = [TranscriptionWord("Hello.", 0.123, 0.456)]
+    assert json.loads(as_json(replace(OUTPUT, words=words)))["words"] == [
+        {"word": "Hello.", "start": 0.12, "end": 0.46}
+    ]
     assert (found["language"], found["duration"], found["name"], found["error"]) == ("english", 3700.5, "a.wav", None)

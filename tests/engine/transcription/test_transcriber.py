@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from pagoda.base.errors import RequestError
-from pagoda.base.outputs import CompletionOutput
+from pagoda.base.outputs import CompletionOutput, TranscriptionWord
 from pagoda.engine.transcription.log_mel import log_mel
 from pagoda.engine.transcription.piece import Question, compression_ratio
 from pagoda.engine.transcription.sound import SAMPLING_RATE, Sound
 from pagoda.engine.transcription.transcriber import Transcriber, Transcription, TranscriptionOptions, quiet_spans
+from pagoda.engine.transcription.words import split_words, time_words
 from tests.engine.transcription.speech_model import (
     END,
     FIRST,
@@ -66,6 +67,38 @@ def test_segments_are_those_of_transformers(seconds: float, conditions: bool, pr
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.start == pytest.approx(min(float(theirs["start"]), sound.duration_s))
         assert ours.end == pytest.approx(min(float(theirs["end"]), sound.duration_s))
+
+
+@pytest.mark.parametrize("seed", [0, 2])  # in windows that are cut, and in one that ends
+def test_words_are_those_of_transformers(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.engine.transcription.piece.UNSPACED", ("de",))  # each letter is a word
+    model, sound, inputs = make_model(seed), noise(40, seed), inputs_of()
+    options = TranscriptionOptions.of({"language": "de", "word_timestamps": True, **GREEDY})
+    transcription = Transcriber(inputs).begin(sound, options)
+    run(transcription.job(), answers_of(model))
+    features = torch.from_numpy(log_mel(sound.samples, MELS))[None]
+    expected = model.generate(
+        features,
+        attention_mask=torch.ones(1, features.shape[2], dtype=torch.int64),
+        return_timestamps=True,
+        return_segments=True,
+        return_token_timestamps=True,
+        language="de",
+        task="transcribe",
+    )["segments"][0]
+    words: list[TranscriptionWord] = []
+    for ours, theirs in zip(transcription.segments, expected, strict=True):
+        ids, ends = theirs["tokens"].tolist(), theirs["token_timestamps"].tolist()
+        text = [at for at, token in enumerate(ids) if token < END]
+        split = split_words([ids[at] for at in text], inputs.tokenizer.decode, False)
+        timed = [(word, ends[text[own[0]] - 1], ends[text[own[-1]]]) for word, own in split]
+        words += time_words(timed, ours, words[-1].end if words else 0.0, 40.0)
+    found = transcription.output().words
+    assert found is not None
+    assert len(found) > 20
+    assert [word.word for word in found] == [word.word for word in words]
+    for word, other in zip(found, words, strict=True):
+        assert (word.start, word.end) == (pytest.approx(other.start, abs=0.021), pytest.approx(other.end, abs=0.021))
 
 
 def test_text_without_timestamps_is_transformers() -> None:
@@ -209,7 +242,8 @@ def test_times_stay_within_the_piece_and_in_order_whatever_the_model_hears_in_th
         ({"task": "sing"}, "task='sing' is not supported; expected one of transcribe, translate"),
         ({"temperature": []}, "temperature: expected at least one"),
         ({"temperature": -1}, "temperature"),
-        ({"word_timestamps": True}, "word_timestamps: segments have times, words do not yet"),
+        ({"word_timestamps": 1}, "word_timestamps"),
+        ({"word_timestamps": True, "timestamps": False}, "word_timestamps: not with timestamps=False"),
         ({"langage": "en"}, "no option 'langage'; did you mean 'language'"),
         ({"timestamps": "yes"}, "timestamps"),
         ({"timestamps": False}, "noise.wav has 31 s, and without timestamps"),
@@ -236,3 +270,10 @@ def test_the_compression_ratio_is_that_of_transformers() -> None:
     for ids in ([1, 2, 3], [7] * 100, list(range(90))):
         expected = WhisperGenerationMixin._retrieve_compression_ratio(torch.tensor(ids), VOCAB)
         assert compression_ratio(ids, VOCAB) == pytest.approx(expected)
+
+
+def test_ranks_that_have_some_heads_each_refuse_the_times_of_words() -> None:
+    inputs = inputs_of()
+    inputs.limits.alignment_heads = ()
+    with pytest.raises(RequestError, match="word_timestamps: not with tensor_parallel_size"):
+        Transcriber(inputs).begin(noise(1), TranscriptionOptions.of({**ENGLISH, "word_timestamps": True}))
