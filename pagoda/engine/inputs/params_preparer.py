@@ -61,13 +61,13 @@ class ParamsPreparer:
         self.check_lists(params)
         limits = self._limits
         if isinstance(params, PoolingParams):
-            if params.alignment is not None and (
-                params.alignment.heads != limits.alignment_heads or params.task != "token_embed"
-            ):
+            if params.alignment is None:
+                return PreparedParams(check_pooling(params, limits.tasks))
+            if params.alignment.heads != limits.alignment_heads or params.task != "token_embed":
                 raise RequestError(
                     "alignment: it is for transcriptions to set, by a model that can; leave it out", "alignment"
                 )
-            return PreparedParams(check_pooling(params, limits.tasks))
+            return PreparedParams(params)  # what is computed is no embedding, which the model need not have
         limits.tasks.check("generate")
         params.check_together()
         params = self._bound_logprobs(params)
