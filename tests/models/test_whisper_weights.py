@@ -96,7 +96,7 @@ def test_text_and_times_are_transformers(speech: list[Path], name: str) -> None:
     assert "train station" in found[0].text
     assert "cold day in April" in found[1].text
     if is_multilingual:
-        assert "andén siete" in found[2].text.lower()
+        assert "en el andén 7" in found[2].text.lower()
     assert [output.language for output in found] == ["english", "english", "spanish"][: len(found)]
 
 
@@ -115,7 +115,7 @@ def test_the_command_line_writes_subtitles(speech: list[Path], tmp_path: Path) -
 @pytest.mark.slow
 def test_words_are_said_when_transformers_says(speech: list[Path]) -> None:
     files = cached_model("whisper-tiny.en")
-    model = transformers_whisper(files.path)
+    model, speech = transformers_whisper(files.path), speech[:2]
     options = {"temperature": 0.0, "logprob_threshold": None, "compression_ratio_threshold": None}
     with LLM("whisper-tiny.en", dtype="float32") as llm:
         found = llm.transcribe(speech, use_tqdm=False, no_speech_threshold=None, word_timestamps=True, **options)
