@@ -165,11 +165,14 @@ constexpr BlockType TYPES[] = {{2, 18, 32, q4_0},     {3, 20, 32, q4_1},     {6,
                                {39, 17, 32, mxfp4}};
 constexpr BlockType PAIRS = {39, 16, 32, mxfp4_pairs};
 
-// A row in the file, from its next block on.
+// A row in the file, from its next block on. Blocks further on are fetched ahead: the rows of a panel are more streams
+// than the processor follows by itself.
 struct Row {
     const BlockType* type;
     const uint8_t *at, *exponents;
     void next(int64_t values, Codes& to) {
+        int64_t bytes = values / type->values * type->bytes;
+        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + 2 * bytes + line, 0, 0);
         for (int group = 0; values > 0; values -= type->values, at += type->bytes, group++) {
             type->decode(at, to, group);
             if (exponents != nullptr) to.scales[group] = *exponents++;

@@ -40,8 +40,8 @@ inline f32x16 load_scales(int32_t kind, const uint8_t* at) {
 template <class CodesOf>
 void pack_group(int32_t kind, int64_t group, uint8_t* to, CodesOf&& codes) {
     int bits = WEIGHT_FORMS[kind].bits;
-    auto plane = [&](int width, uint32_t mask, int shift) {  // `width` bits of each code, from bit `shift` on
-        int quads = 8 / width;
+    auto plane = [&](auto width, uint32_t mask, int shift) {  // `width` bits of each code, from bit `shift` on
+        constexpr int quads = 8 / width;
         for (int64_t word = 0; word < group / (4 * quads); word++, to += 4 * PANEL)
             for (int c = 0; c < PANEL; c++) {
                 const uint8_t* from = codes(c) + word * 4 * quads;
@@ -54,9 +54,9 @@ void pack_group(int32_t kind, int64_t group, uint8_t* to, CodesOf&& codes) {
                 memcpy(to + 4 * c, &packed, 4);
             }
     };
-    if (bits == 8) return plane(8, 0xffffffffu, 0);
-    plane(4, 0x0f0f0f0fu, 0);
-    if (bits == 6) plane(2, 0x03030303u, 4);
+    if (bits == 8) return plane(std::integral_constant<int, 8>(), 0xffffffffu, 0);
+    plane(std::integral_constant<int, 4>(), 0x0f0f0f0fu, 0);
+    if (bits == 6) plane(std::integral_constant<int, 2>(), 0x03030303u, 4);
 }
 // The codes of a group of one column, a byte each, or the levels that they stand for.
 inline void unpack_group(int32_t kind, int64_t group, const uint8_t* from, int64_t column, uint8_t* codes) {
