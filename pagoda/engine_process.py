@@ -24,9 +24,9 @@ from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Executor
 from pagoda.core.request import LoraRef, RequestStatus
 from pagoda.engine import wire
-from pagoda.engine.clients.engine_link import RECORDER, RECORDER_ROWS, SOCKET
+from pagoda.engine.clients.engine_link import SOCKET, open_recorder
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine.flight_recorder import FlightRecorder, RecordedExecutor
+from pagoda.engine.flight_recorder import RecordedExecutor
 from pagoda.executors.multi_process import RankDied
 
 logger = logging.getLogger("pagoda.engine")
@@ -161,7 +161,7 @@ def main() -> None:
 
 
 def _build(config: EngineConfig, place: RendezvousDir) -> tuple[EngineCore, RecordedExecutor]:
-    recorder = FlightRecorder(place.path(RECORDER), RECORDER_ROWS)
+    recorder = open_recorder(place, config)
     recorded: list[RecordedExecutor] = []
 
     def record(executor: Executor, max_rows: int) -> Executor:

@@ -10,5 +10,5 @@ one thread   llm_engine.py has all three, stepped by its caller; engine_thread.p
 a server     async_engine.py has text in and out on the event loop (async_text.py), and reaches a core in another
              process through clients/: ProcessClient sends requests, Journal keeps what a replay needs, Supervisor
              starts the next process after a death, Suspects finds the request at fault
-between them wire.py: the messages; flight_recorder.py: which requests are in the step that a dead process ran
+between them wire.py: the messages; flight_recorder.py: which requests are in the steps that a dead process ran
 """

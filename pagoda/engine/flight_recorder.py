@@ -20,9 +20,7 @@ from pagoda.core.executor import Capacity, Executor, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 _HEADER = struct.Struct("<qq")  # steps begun, steps ended
-_COUNTS_AT = 32  # number of keys of each slot
-_KEYS_AT = 64
-_NUM_SLOTS = 4  # the latest steps whose requests are kept: as many as are ever in flight
+_SLOTS_AT = _HEADER.size  # of each slot: the number of its keys; then the keys of each
 
 
 def request_key(request_id: str) -> int:
@@ -36,8 +34,8 @@ class FlightRecord:
     """A snapshot of the recorder.
 
     steps_begun - steps_ended: steps in flight.
-    keys: int64, `request_key` of every request in the step that runs, the oldest in flight; if there is none, in the
-        last one.
+    keys: int64, `request_key` of every request in the steps that may be running: with one stage the oldest in flight.
+        If there is none, of every request in the last step.
     """
 
     steps_begun: int
@@ -46,25 +44,29 @@ class FlightRecord:
 
 
 class FlightRecorder:
-    """The mapped file, for one writer (the engine) and one reader (the supervisor). max_rows: most rows per step.
+    """The mapped file, for one writer (the engine) and one reader (the supervisor). Both give the same sizes.
 
+    max_rows: most rows per step.   num_slots: most steps in flight; of more, the requests of the oldest are lost.
+    num_stages: most steps that run at once, each in another pipeline stage: the oldest in flight.
     Steps may be submitted while others are in flight; they end in order. `end_step` may be called by another thread.
     """
 
-    def __init__(self, path: Path, max_rows: int, create: bool = False) -> None:
-        size = _KEYS_AT + 8 * max_rows * _NUM_SLOTS
+    def __init__(self, path: Path, max_rows: int, num_slots: int, num_stages: int = 1, create: bool = False) -> None:
+        size = _SLOTS_AT + 8 * num_slots * (1 + max_rows)
         if create:
             path.write_bytes(bytes(size))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), size)
-        self._counts = np.frombuffer(self._map, np.int64, _NUM_SLOTS, _COUNTS_AT)
-        self._keys = np.frombuffer(self._map, np.int64, max_rows * _NUM_SLOTS, _KEYS_AT).reshape(_NUM_SLOTS, max_rows)
+        self._counts = np.frombuffer(self._map, np.int64, num_slots, _SLOTS_AT)
+        keys = np.frombuffer(self._map, np.int64, max_rows * num_slots, _SLOTS_AT + self._counts.nbytes)
+        self._keys = keys.reshape(num_slots, max_rows)
+        self._num_slots, self._num_stages = num_slots, num_stages
         self._begun = 0
         self._ended = 0
 
     def begin_step(self, keys: np.ndarray) -> None:
         """Record that a step begins. keys: int64 [num_rows], may contain duplicates."""
-        slot = self._begun % _NUM_SLOTS
+        slot = self._begun % self._num_slots
         count = min(len(keys), self._keys.shape[1])
         self._keys[slot, :count] = keys[:count]
         self._counts[slot] = count
@@ -78,9 +80,9 @@ class FlightRecorder:
     def read(self) -> FlightRecord:
         """Return a snapshot: exact once the writer is dead, possibly torn while it runs (fine for a watchdog)."""
         begun, ended = _HEADER.unpack_from(self._map, 0)
-        running = min(max(ended, begun - _NUM_SLOTS), max(begun - 1, 0))
-        slot = running % _NUM_SLOTS
-        return FlightRecord(begun, ended, np.unique(self._keys[slot, : self._counts[slot]]))
+        first = max(min(max(ended, begun - self._num_slots), begun - 1), 0)
+        slots = [step % self._num_slots for step in range(first, max(min(first + self._num_stages, begun), 1))]
+        return FlightRecord(begun, ended, np.unique(np.concatenate([self._keys[i, : self._counts[i]] for i in slots])))
 
     def close(self) -> None:
         del self._keys, self._counts

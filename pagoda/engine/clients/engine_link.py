@@ -10,6 +10,7 @@ import zmq.asyncio
 
 from pagoda.base.child_process import RendezvousDir, children_of, cpu_s_of, end_child, start_child
 from pagoda.base.config import EngineConfig
+from pagoda.base.config_fit import pipeline_depth
 from pagoda.base.watchdog import SLOW_STEPS, Watchdog
 from pagoda.engine import wire
 from pagoda.engine.flight_recorder import FlightRecorder
@@ -21,11 +22,16 @@ STUCK_AFTER_S = 30.0  # without progress an engine is reported as stuck, before 
 FINAL_MESSAGES_S = 0.05  # a dead engine's last messages may still be on their way
 
 # More rows than any scheduler has. Too few would only mean missing suspects after a crash.
-RECORDER_ROWS = 65536
+_RECORDER_ROWS = 65536
 
-# In the rendezvous folder.
-SOCKET = "engine"
-RECORDER = "flight"
+SOCKET = "engine"  # in the rendezvous folder
+
+
+def open_recorder(place: RendezvousDir, config: EngineConfig, create: bool = False) -> FlightRecorder:
+    """Return the flight recorder in a rendezvous folder.   create: make its file."""
+    num_slots = max(pipeline_depth(config), 2)  # whether steps are scheduled ahead may not be known yet
+    num_stages = config.parallel.pipeline_parallel_size
+    return FlightRecorder(place.path("flight"), _RECORDER_ROWS, num_slots, num_stages, create)
 
 
 class EngineProcess:
@@ -34,7 +40,7 @@ class EngineProcess:
     def __init__(self, config: EngineConfig, module: str, context: zmq.asyncio.Context) -> None:
         """Raises OSError if no process can be started, for lack of memory, say."""
         self.place = RendezvousDir()
-        self.recorder = FlightRecorder(self.place.path(RECORDER), RECORDER_ROWS, create=True)
+        self.recorder = open_recorder(self.place, config, create=True)
         self.socket = context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the journal, which admission bounds

@@ -36,7 +36,7 @@ class Supervised(Protocol):
         ...
 
     def on_death(self, flight: FlightRecord, killed_from_outside: bool) -> None:
-        """The process of an engine that had been ready has ended.   flight: the requests in its last step."""
+        """The process of an engine that had been ready has ended.   flight: the requests in its last steps."""
         ...
 
     def on_give_up(self, error: WorkerDied) -> None:

@@ -1,9 +1,9 @@
 """Suspects: find the request that kills engine processes, and reject only that one.
 
-One rule. A SIGKILL from outside blames no request. After any other death the requests of the last step are suspects:
-the next engine gets them one at a time, each after the previous one has emitted two tokens per sequence, and nothing
-else until all have: no other request, and no adapter to load. A suspect that kills an engine which was sent nothing
-else is rejected, and so is a request in the last steps of MAX_DEATHS engines. All others continue.
+One rule. A SIGKILL from outside blames no request. After any other death the requests of the steps that ran are
+suspects: the next engine gets them one at a time, each after the previous one has emitted two tokens per sequence, and
+nothing else until all have: no other request, and no adapter to load. A suspect that kills an engine which was sent
+nothing else is rejected, and so is a request in the last steps of MAX_DEATHS engines. All others continue.
 """
 
 import logging
@@ -59,7 +59,7 @@ class Suspects:
         return self._next_to_send()
 
     def assign_blame(self, flight: FlightRecord, killed_from_outside: bool) -> list[JournalEntry]:
-        """Make the requests in the step of a death suspects. Remove and return those that are rejected.
+        """Make the requests in the steps of a death suspects. Remove and return those that are rejected.
 
         flight: of the dead engine.
         killed_from_outside: by a SIGKILL that neither this server nor a lack of memory caused.
@@ -67,7 +67,7 @@ class Suspects:
         if killed_from_outside:
             return []
         rejected: list[JournalEntry] = []
-        for entry in self._in_last_step(flight):
+        for entry in self._in_last_steps(flight):
             entry.num_deaths += 1
             if (entry.is_suspect and self._num_sent == 1) or entry.num_deaths >= MAX_DEATHS:
                 self._journal.close(entry.request.request_id)
@@ -91,8 +91,8 @@ class Suspects:
         self._probe = None
         return [entry for entry in self._journal if entry.entered_process != self._process_number]
 
-    def _in_last_step(self, flight: FlightRecord) -> list[JournalEntry]:
-        """Return the requests in the step of a death: all that the engine was sent, if none of them is known."""
+    def _in_last_steps(self, flight: FlightRecord) -> list[JournalEntry]:
+        """Return the requests in the steps of a death: all that the engine was sent, if none of them is known."""
         sent = [entry for entry in self._journal if entry.entered_process == self._process_number]
         keys = set(flight.keys.tolist()) if flight.steps_begun else set()
         found = [e for e in sent if any(request_key(i) in keys for i in self._journal.engine_ids(e.request.request_id))]

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
 from pagoda.engine.clients.journal import Journal, JournalEntry
 from pagoda.engine.clients.suspects import MAX_DEATHS, Suspects
-from pagoda.engine.flight_recorder import FlightRecord, request_key
+from pagoda.engine.flight_recorder import FlightRecord, FlightRecorder, request_key
 
 NEVER = 99
 
@@ -237,3 +238,20 @@ def test_an_id_used_again_is_not_sent_twice() -> None:
     server._enter(server.journal.get("request 1"))  # type: ignore[arg-type]
     server.run_to_the_end()
     assert set(server.ends.values()) == {"answered"}
+
+
+def test_with_two_stages_the_request_in_the_younger_step_is_found(tmp_path: Path) -> None:
+    """Both steps ran when the engine died: that of the other requests is older."""
+    server = Server()
+    for kind in (Kind(), Kind(), Kind(fatal_step=0)):
+        server.add(kind)
+    recorder = FlightRecorder(tmp_path / "flight", 8, 2, 2, create=True)
+    for names in (["request 0", "request 1"], ["request 2"]):
+        recorder.begin_step(np.array([request_key(name) for name in names]))
+    assert server.suspects.assign_blame(recorder.read(), killed_from_outside=False) == []
+    recorder.close()
+    assert [entry.request.request_id for entry in server.journal if entry.is_suspect] == list(server.kinds)
+    server._start()
+    server.run_to_the_end()
+    assert server.ends == {"request 0": "answered", "request 1": "answered", "request 2": "rejected"}
+    assert server.num_deaths == 2, "it was probed after others, then alone"
