@@ -169,19 +169,23 @@ class ProcessClient:
                     self._end_entry(entry, text, status)
                 self._send_next()
             case wire.ResetReply(call_id, succeeded):
-                _settle(self._resets.pop(call_id), succeeded)
+                if (reply := self._resets.pop(call_id, None)) is not None:
+                    _settle(reply, succeeded)
             case wire.AdapterReply():
                 self._adapters.on_reply(message)
             case wire.Ready() | wire.StartFailed():
                 raise AssertionError(f"the supervisor's: {message}")
 
     def on_lost(self) -> None:
+        loras = [entry.request.lora for entry in self._journal]
         self._stats = dataclasses.replace(
             self._stats,
             num_running=0,
             num_waiting=len(self._journal),
             num_swapped=0,
             num_free_blocks=self._stats.num_blocks,
+            running_adapters=(),
+            waiting_adapters=tuple(sorted({lora.name for lora in loras if lora is not None})),
         )
         self._end_resets()
         self._adapters.end()

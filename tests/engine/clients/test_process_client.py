@@ -9,8 +9,10 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagoda.base.config import EngineConfig
@@ -19,6 +21,8 @@ from pagoda.base.outputs import RequestOutput
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.core.request import LoraRef, Request
+from pagoda.engine import wire
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients import supervisor
 from pagoda.engine.clients.engine_link import EngineProcess
@@ -387,3 +391,25 @@ def test_a_reset_while_the_engine_starts_again_is_done_at_once() -> None:
         assert client.died is None
 
     run(work)
+
+
+def test_a_lost_engine_runs_nothing() -> None:
+    """What it ran waits for the next one, and /metrics says so; a reply that nobody waits for is ignored."""
+
+    async def work() -> None:
+        client = ProcessClient(EngineConfig.from_options(**OPTIONS), STEP_TIMEOUT_S)
+        link: Any = SimpleNamespace(is_up=True, send=lambda message: None, send_bytes=lambda *frames: None)
+        client._supervisor.link, client._supervisor.process_number = link, 1
+        client.on_ready()
+        lora = LoraRef("one", "/one", "one")
+        client.add_request(Request("a", np.arange(4, dtype=np.int32), SamplingParams(), handle=1, lora=lora))
+        stats = wire.EngineStats(num_running=2, num_blocks=8, running_adapters=("gone", "one"))
+        client.on_message(wire.StepReport((4,), stats))
+        client.on_message(wire.ResetReply(99, succeeded=True))
+        client._supervisor.link = None
+        client.on_lost()
+        lost = client.stats()
+        assert (lost.num_running, lost.num_waiting, lost.num_free_blocks) == (0, 1, 8)
+        assert (lost.running_adapters, lost.waiting_adapters) == ((), ("one",))
+
+    asyncio.run(work())
