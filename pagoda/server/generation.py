@@ -259,7 +259,7 @@ class Generator:
         def new_id() -> str:
             if self._is_job_aborted[first]:
                 raise RequestError("the transcription was aborted")
-            engine_id = f"{first}-{next(numbers)}"
+            engine_id = f"{first} {next(numbers)}"  # no id of a caller has a space
             self._live.add(key, request_id, engine_id)
             return engine_id
 

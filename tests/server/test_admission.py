@@ -143,6 +143,23 @@ def test_an_abort_between_the_requests_of_a_job_ends_it() -> None:
     assert asyncio.run(generator.abort(None, None)) == []
 
 
+def test_an_abort_of_a_job_ends_no_other_whose_id_begins_alike() -> None:
+    async def abort(engine_ids: Sequence[str]) -> list[str]:
+        return list(engine_ids)
+
+    llm: Any = SimpleNamespace(abort=abort)
+    admission = Admission(ServerLimits(), 0.0)
+    generator = Generator(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")))
+    with admission.enter(1, 1, "").at_end as at_end:
+        place: Any = SimpleNamespace(at_end=at_end)
+        new_id, other = (generator.reserve_job("k", name, place) for name in ("audio-X", "audio-X-1"))
+        assert new_id() != other()
+        assert asyncio.run(generator.abort(["audio-X"], "k")) == ["audio-X"]
+        other()
+        with pytest.raises(RequestError, match="the transcription was aborted"):
+            new_id()
+
+
 def test_a_place_is_released_after_an_error() -> None:
     admission = Admission(ServerLimits(max_queued_requests=1), 0.0)
     with pytest.raises(KeyError), admitted(admission, 1, 1, ""):
