@@ -265,7 +265,9 @@ class DebugConfig:
     pipeline_depth: Annotated[
         int | None,
         Setting(
-            "Steps scheduled before the first result is back.", unset="2 with async_scheduling, else 1", at_least=1
+            "Steps scheduled before the first result is back.",
+            unset="2 with async_scheduling, else pipeline_parallel_size",
+            at_least=1,
         ),
     ] = None
     num_lookahead_slots: Annotated[int, Setting("KV slots reserved ahead of each sequence.", at_least=0)] = 0

@@ -124,7 +124,7 @@ async def _prepare(http: Request, state: ServerState, body: ChatCompletionReques
     params = plain
     if use.has_grammar(body, plain):  # tools may have large schemas
         params = await state.generator.llm.text.write_grammar(lambda: use.constrain(body, plain, tokenizer))
-    # Nothing is awaited from here on: images are in memory uncounted, until `Generator.begin` counts them.
+    # Nothing is awaited after this: its images are in memory, uncounted until `Generator.begin` counts them.
     prompt = await state.render(http, body, body.template_kwargs, use.tools, body.truncate_prompt_tokens is None)
     parser = TOOL_PARSERS[use.parser] if use.parser is not None else None
     if parser is not None and parser.keeps_special_tokens:
