@@ -91,7 +91,8 @@ class ModelConfig:
         ),
     ] = "auto"
     override_generation_config: Annotated[
-        dict[str, Any], Setting("Default sampling parameters that replace the model's.", unset="none")
+        dict[str, Any],
+        Setting("Sampling parameters of requests that do not set them, in place of the model's.", unset="none"),
     ] = field(default_factory=dict[str, Any])
     served_model_name: Annotated[
         tuple[str, ...], Setting("Name that clients use for the model.", unset="the value of model")

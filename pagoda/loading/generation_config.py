@@ -7,6 +7,7 @@ from pathlib import Path
 from pagoda.base.abbreviate import shorten
 from pagoda.base.config import ModelConfig
 from pagoda.base.errors import ConfigError, RequestError
+from pagoda.base.registry import closest
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.loading.catalog import CATALOG
 from pagoda.loading.ctranslate2 import token_settings
@@ -27,6 +28,11 @@ _IN_FILE = {
     "min_new_tokens": "min_tokens",
 }
 """Name in generation_config.json -> sampling parameter."""
+DEFAULTS = (
+    *_IN_FILE.values(),
+    *("presence_penalty", "frequency_penalty", "seed", "stop", "stop_token_ids", "bad_words", "logit_bias"),
+)
+"""Parameters that may have another default. The others are of each request: HTTP always sends their values."""
 _UNUSED: Mapping[str, object] = {
     "num_beams": 1,
     "length_penalty": 1.0,
@@ -71,6 +77,12 @@ def default_sampling(config: ModelConfig, files: ModelFiles, num_start: int = 0)
         found, origin = _of_file(path, num_start), str(path)
     _check(found, origin)
     overrides = {_IN_FILE.get(name, name): value for name, value in config.override_generation_config.items()}
+    for name in overrides:
+        if name not in DEFAULTS:
+            raise ConfigError(
+                f"override_generation_config: {name!r:.80} cannot have another default{closest(name, list(DEFAULTS))}; "
+                f"take one of {', '.join(DEFAULTS)}, and give others with each request"
+            )
     _check(overrides, "override_generation_config")
     return found | overrides
 

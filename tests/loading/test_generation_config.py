@@ -53,7 +53,11 @@ def test_a_gguf_file_s_defaults_come_before_the_catalog_s(tmp_path: Path) -> Non
         (ModelConfig(generation_config="/no/folder"), "generation_config=/no/folder: there is no /no/folder"),
         (
             ModelConfig(generation_config="vllm", override_generation_config={"temprature": 1}),
-            "override_generation_config: .*temprature",
+            "override_generation_config: .*temprature.*did you mean 'temperature'",
+        ),
+        (
+            ModelConfig(generation_config="vllm", override_generation_config={"ignore_eos": True}),
+            "override_generation_config: 'ignore_eos' cannot have another default; take one of temperature, .*request",
         ),
     ],
     ids=str,

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.loading.generation_config import DEFAULTS
 from pagoda.server import body as body_module
 from pagoda.server.app import ENDPOINTS
 from pagoda.server.body import Body, BodyReader, parse_body
@@ -188,6 +189,18 @@ def test_ordinary_large_bodies_are_not_taken_for_slow_ones() -> None:
         {"prompt": "Well, that is 1e5 or 2e300: so what? " * 9_000},
     ):
         parse_body(json.dumps(body).encode(), CompletionRequest, LIMITS)
+
+
+def test_no_default_that_may_be_set_is_lost() -> None:
+    values: dict[str, Any] = {
+        "temperature": 0.3, "top_p": 0.4, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.5, "max_tokens": 9,
+        "no_repeat_ngram_size": 3, "forced_eos_token_id": 2, "min_tokens": 4, "presence_penalty": 0.5, "seed": 7,
+        "frequency_penalty": 0.6, "stop": ("x",), "stop_token_ids": (8,), "bad_words": ("y",),
+        "logit_bias": ((5, 1.0),),
+    }  # fmt: skip
+    assert set(values) == set(DEFAULTS)
+    params = parse_body(b'{"prompt": "x"}', CompletionRequest, LIMITS).sampling_params(None, None, None, values)
+    assert {name: getattr(params, name) for name in values} == values
 
 
 def test_the_models_defaults_fill_what_a_request_leaves_open() -> None:
