@@ -85,9 +85,11 @@ class RowConstraints:
         """Return a mask of the only ids that may follow `num_output` tokens of output, None for all."""
         return self.last_token if self._is_last(num_output) else self.allowed
 
-    def forbidden(self, token_ids: np.ndarray, num_prompt: int) -> np.ndarray:
+    def forbidden(self, token_ids: np.ndarray, num_prompt: int, num_embeds: int) -> np.ndarray:
         """Return the ids (int32) that must not follow these tokens, of which the first `num_prompt` are the prompt's:
         early end tokens, last tokens of bad words and of sequences that are there already.
+
+        num_embeds: first positions that are given as embeddings; their ids stand for no token.
         """
         output = token_ids[num_prompt:]
         if self._is_last(len(output)):
@@ -96,7 +98,7 @@ class RowConstraints:
         if len(output) < self.min_tokens:
             banned = [*banned, self.end_ids]
         if self.ngram_size:
-            banned = [*banned, ends_of_repeats(token_ids, self.ngram_size)]
+            banned = [*banned, ends_of_repeats(token_ids[num_embeds:], self.ngram_size)]
         if self.speech is not None:
             banned = [*banned, self.speech.suppressed if len(output) else self.speech.suppressed_first]
         return np.concatenate(banned) if banned else _NO_IDS

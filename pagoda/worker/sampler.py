@@ -157,9 +157,14 @@ def batch_constraints(
     values = [constraints.bias for constraints in of_row if constraints.bias.size]
     num_prompt = table.num_prompt[rows]
     forbidden = [
-        constraints.forbidden(table.token_ids[row, :position], num_before)
-        for constraints, row, num_before, position in zip(
-            of_row, rows.tolist(), num_prompt.tolist(), positions.tolist(), strict=True
+        constraints.forbidden(table.token_ids[row, :position], num_before, num_embeds)
+        for constraints, row, num_before, num_embeds, position in zip(
+            of_row,
+            rows.tolist(),
+            num_prompt.tolist(),
+            table.num_embeds[rows].tolist(),
+            positions.tolist(),
+            strict=True,
         )
     ]
     num_output = (positions - num_prompt).tolist()
