@@ -88,6 +88,12 @@ def _with_draft_model(
     if files.format == "gguf" and speculative.quantization is None and own.quantization == "none":
         speculative = replace(speculative, quantization="none")
     model = read_model(files)
+    if not model.generates or model.media_encoder is not None:  # drafts are made of token ids alone
+        wrong = "has an encoder" if model.generates else "does not generate text"
+        raise ConfigError(
+            f"speculative_config.model={speculative.model!r} ({model.spec.architecture}) {wrong}: take a decoder of "
+            "text alone, with the same vocabulary"
+        )
     if model.spec.vocab_size != spec.vocab_size:
         raise ConfigError(
             f"speculative_config.model={speculative.model!r} has {model.spec.vocab_size} token ids, the model "

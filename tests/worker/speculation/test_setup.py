@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import T5Config
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
 from pagoda.engine_setup import resolve_engine
 from pagoda.sizing import weights_in_memory
 from tests.engine.driver import write_tiny_llama
+from tests.models.tiny_vision import CONFIGS
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +28,24 @@ def test_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
     settings = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**settings, "vocab_size": 161}))
     with pytest.raises(ConfigError, match="161 token ids, the model 160"):
+        resolve_engine(config(model, {"model": str(other)}))
+
+
+_T5 = T5Config(vocab_size=160, d_model=48, d_ff=96, num_layers=1, num_heads=3)
+WRONG: dict[str, tuple[dict[str, object], str]] = {
+    "Qwen2_5_VLForConditionalGeneration": (CONFIGS["qwen2.5-vl"]().to_dict(), "has an encoder"),
+    "T5ForConditionalGeneration": ({**_T5.to_dict(), "decoder_start_token_id": 5}, "has an encoder"),
+    "LlamaForSequenceClassification": ({}, "does not generate text"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_model_that_cannot_draft_is_refused(model: Path, tmp_path: Path, kind: str) -> None:
+    other = write_tiny_llama(tmp_path / "other")
+    settings, message = WRONG[kind]
+    own = settings or json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**own, "architectures": [kind]}))
+    with pytest.raises(ConfigError, match=rf"speculative_config.model='.*other' \(.*\) {message}"):
         resolve_engine(config(model, {"model": str(other)}))
 
 
