@@ -239,6 +239,8 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
         "stop_token_ids": params.stop_token_ids,
         "logit_bias": tuple(token for token, _ in params.logit_bias),
         "bad_words_token_ids": tuple(token for word in params.bad_words_token_ids for token in word),
+        "forced_eos_token_id": () if params.forced_eos_token_id is None else (params.forced_eos_token_id,),
+        "speech": () if params.speech is None else params.speech.token_ids,
     }
     for name, ids in named.items():
         if ids and not 0 <= (worst := min(ids) if min(ids) < 0 else max(ids)) < vocab_size:

@@ -7,7 +7,7 @@ import pytest
 
 from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode
 from pagoda.base.errors import PagodaError, RequestError, WorkerDied
-from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.sampling_params import SamplingParams, SpeechRules
 from pagoda.core.request import RequestStatus
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.executors.fake import FakeExecutor, fake_token
@@ -115,6 +115,8 @@ def test_token_ids_outside_the_vocabulary_are_refused() -> None:
             ([5], SamplingParams(logit_bias=((2000, 1.0),)), "logit_bias: id 2000"),
             ([5], SamplingParams(bad_words_token_ids=((1, 3000),)), "bad_words_token_ids: id 3000"),
             ([5], SamplingParams(stop_token_ids=(4000,)), "stop_token_ids: id 4000"),
+            ([5], SamplingParams(forced_eos_token_id=5000), "forced_eos_token_id: id 5000"),
+            ([5], SamplingParams(speech=SpeechRules(suppressed=(1, 6000))), "speech: id 6000"),
         ]
     ):
         with pytest.raises(RequestError, match=what):
