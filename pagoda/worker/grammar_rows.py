@@ -74,7 +74,7 @@ class GrammarRows:
     def begin(self, table: TableMirror, rows: np.ndarray, positions: np.ndarray) -> "Future[GrammarMasks] | None":
         """Begin to fill the masks of a step's draws on another thread; None if no row has a grammar.
 
-        rows, positions: as Sampler.sample takes them. The table must not change before the result is there.
+        rows, positions: as Sampler.draw takes them. The table must not change before the result is there.
         """
         if not self.has_any(rows):
             self._filling = None  # `apply` has waited for it; its masks take memory

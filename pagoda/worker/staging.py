@@ -121,7 +121,8 @@ class StagingBatch:
         """Return the step's inputs. `output` must not be empty and must have been applied to `table`.
 
         Everything is moved to the device in one copy, for which the host does not wait. A step of few tokens per row is
-        padded if it has neither prompt embeddings nor cross attention nor forks.
+        padded if it has neither prompt embeddings nor forks, and its model neither token types nor cross attention nor
+        positions of several kinds.
         adapters: int32 [max_rows], the slot of each row's adapter; None if no row of the step has one.
         pooling: which hidden states pooled rows need.   embeds: prompt embeddings among the step's tokens.
         last_tokens: may have tokens that `table` does not have yet.   num_layers: see ForwardBatch.

@@ -40,7 +40,7 @@ class Drafter(Protocol):
 
     @property
     def runs_model(self) -> bool:
-        """Whether proposals take forward passes and are never empty; otherwise they are looked up."""
+        """Whether proposals take forward passes; otherwise they are looked up."""
         ...
 
     def apply(self, output: SchedulerOutput, table: TableMirror) -> None:

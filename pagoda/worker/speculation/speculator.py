@@ -28,7 +28,7 @@ NEVER_DRAFTS = 2**62
 
 
 class Speculator:
-    """The executor calls `begin_step`, `apply` and, once the step's tokens are in the table, `finish_step`.
+    """Of each step are called `begin_step`, `apply` and, once the step's tokens are in the table, `finish_step`.
 
     is_on: there may be drafts; an error in making them ends that.
     no_drafts_until: the last step that is certain to propose no drafts. With asynchronous scheduling, steps after it
@@ -182,7 +182,7 @@ class Speculator:
     def _would_draft(self, table: TableMirror, rows: np.ndarray, room: np.ndarray) -> bool:
         """Return whether there would be drafts after this step, which was promised to have none.
 
-        A drafter that runs a model finds some whenever it is asked.
+        A drafter that runs a model mostly finds some, and is not asked: that takes forward passes.
         """
         rows, most = self._asked(rows, room)
         if not rows.size or self._drafter.runs_model:
