@@ -172,10 +172,6 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> None:
 
 def _admit(state: SchedulerState, request: RequestState, plan: StepPlan) -> Reason | None:
     """Let the request in, or end it, or return why it waits."""
-    why = why_never(state, request)
-    if why is not None:
-        refuse(state, request, why)
-        return None
     prefix = state.kv.get_computed_blocks(request)
     num_lacking = len(request.unfinished[0].token_ids) - prefix.num_tokens
     chunk = fit_chunk(state, plan, request, -1, prefix.num_tokens, num_lacking)
@@ -244,8 +240,14 @@ def _offer(
                 queue.remove(request)
                 skipped.append(request)
             continue
-        reason = why_stopped(state, request, queue, plan) or offer(state, request, plan)
         may_preempt = queue is state.waiting
+        # One that can never run delays no other.
+        if may_preempt and not state.in_flight.has_late_tokens(request):
+            never = why_never(state, request)
+            if never is not None:
+                refuse(state, request, never)
+                continue
+        reason = why_stopped(state, request, queue, plan) or offer(state, request, plan)
         if reason is not None and not (may_preempt and preempt_for(state, request, plan, reason)):
             state.log.held(request.request_id, reason, stops_queue=True)
             is_open = False

@@ -497,3 +497,12 @@ def test_a_repeated_image_is_held_to_its_last_place() -> None:
     assert list(rig.step().scheduled) == ["a"]
     rig.step()
     assert "b" in rig.step().scheduled
+
+
+def test_sequences_that_come_back_need_no_more_of_a_window_than_they_hold() -> None:
+    rig = Rig(groups=(window(8),), num_blocks=10, max_num_seqs=4, max_num_batched_tokens=4)
+    rig.add("a", 4, max_tokens=40, n=2)
+    while not rig.computed("a") >= 32:
+        rig.step()
+    rig.scheduler.reset_prefix_cache(preempt_running=True)
+    assert {len(rest) for rest in rig.run().values()} == {40 - 29}

@@ -288,3 +288,14 @@ def test_after_everything_ends_the_pool_is_full(policy: SchedulingPolicy, preemp
     rig.run()
     assert rig.free == 14
     assert rig.scheduler.num_free_host_blocks == 6
+
+
+def test_a_request_that_can_never_run_delays_no_other() -> None:
+    rig = Rig(scheduling_mode=SchedulingMode.PHASED, max_num_seqs=4, max_num_batched_tokens=8)
+    for name in ("a", "b"):
+        rig.add(name, 4)
+    rig.step()
+    rig.add("too long for a step", 12, n=4)
+    rig.add("c", 4)
+    assert list(rig.plan().cached) == ["c"]
+    assert rig.waiting == []

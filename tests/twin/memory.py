@@ -139,10 +139,14 @@ class Memory:
             want = max(blocks_for(tokens, self.block_size) - len(hits[group]), 0)
             want += len({block for block in hits[group] if block != NULL and self.pool.is_free(block)})
             if capped and spec.kind is KVGroupKind.WINDOW:
-                most = min(spec.window - 1 + self.max_in_flight, self.max_model_len)
-                want = min(want, blocks_for(most, self.block_size) + 1)
+                want = min(want, self._most_held(spec))
             need += want
         return need
+
+    def _most_held(self, spec: KVGroupSpec) -> int:
+        """Blocks that a sequence holds at once in a window group."""
+        most = min(spec.window - 1 + self.max_in_flight, self.max_model_len)
+        return blocks_for(most, self.block_size) + 1
 
     def growth_need(self, sequence: TwinSequence, upto: int) -> int:
         """New blocks so that the sequence has slots for `upto` tokens, with a copy of a shared block it writes to."""
@@ -210,10 +214,15 @@ class Memory:
     def sibling_need(self, state: TwinRequest) -> int:
         """Blocks of the other sequences than the first, after the full prompt blocks that all share."""
         shared = state.request.num_prompt_tokens // self.block_size
-        growing = sum(spec.kind is not KVGroupKind.CROSS for spec in self.groups)
-        return sum(
-            (blocks_for(len(sequence.tokens), self.block_size) - shared) * growing for sequence in state.alive[1:]
-        )
+        need = 0
+        for sequence in state.alive[1:]:
+            own = blocks_for(len(sequence.tokens), self.block_size) - shared
+            for spec in self.groups:
+                if spec.kind is KVGroupKind.WINDOW:
+                    need += min(own, self._most_held(spec))
+                elif spec.kind is not KVGroupKind.CROSS:
+                    need += own
+        return need
 
     # Host memory ----------------------------------------------------------------------------------------------
 

@@ -373,7 +373,7 @@ class TwinScheduler:
             if state.stale_steps or self._has_too_many_adapters(state):
                 skipped.append(self.waiting.pop(0))
                 continue
-            answer = self._why_held(state) or self._admit(state)
+            answer = self._why_never(state) or self._why_held(state) or self._admit(state)
             if answer == "never":
                 self._never(state)
             elif answer != "ok" and not (answer == "no room" and self._make_way(state)):
@@ -414,19 +414,19 @@ class TwinScheduler:
             return self.config.enable_chunked_prefill
         return len(state.alive[0].tokens) > self.config.max_num_batched_tokens
 
+    def _why_never(self, state: TwinRequest) -> str | None:
+        nothing: list[list[int]] = [[] for _ in self.memory.groups]
+        ahead = min(len(state.alive[0].tokens) + self.config.num_lookahead_slots, self.max_model_len)
+        need = self.memory.admission_need(state.request, ahead, nothing, capped=True) + self._sibling_need(state)
+        phased = self.config.scheduling_mode is SchedulingMode.PHASED
+        is_too_long = phased and state.request.num_prompt_tokens > self.config.max_num_batched_tokens
+        return "never" if need > len(self.pool) or state.num_seqs > self.config.max_num_seqs or is_too_long else None
+
     def _admit(self, state: TwinRequest) -> str:
         request, sequence = state.request, state.alive[0]
         known = len(sequence.tokens)
         nothing: list[list[int]] = [[] for _ in self.memory.groups]
         siblings = self._sibling_need(state)
-        ahead = min(known + self.config.num_lookahead_slots, self.max_model_len)
-        if self.memory.admission_need(request, ahead, nothing, capped=True) + siblings > len(self.pool):
-            return "never"
-        if state.num_seqs > self.config.max_num_seqs:
-            return "never"
-        phased = self.config.scheduling_mode is SchedulingMode.PHASED
-        if phased and request.num_prompt_tokens > self.config.max_num_batched_tokens:
-            return "never"
         # Sequences that return share the first one's prompt blocks; a hit would not hold those that a window has left.
         whole = len(state.alive) > 1 and state.forked and self.memory.has_windows
         cached, hits = (0, nothing) if whole else self.memory.hit(request, sequence.tokens)

@@ -134,10 +134,10 @@ class KVSizing:
         )
 
     def blocks_for_siblings(self, lengths: list[int], num_prompt_tokens: int) -> int:
-        """Blocks of sequences of `lengths` tokens that share the full prompt blocks of a sibling."""
-        shared = num_prompt_tokens // self.block_size
-        num_growing = sum(group.grows for group in self.groups)
-        return sum((blocks_for(length, self.block_size) - shared) * num_growing for length in lengths)
+        """Most blocks of their own that sequences of `lengths` tokens hold, which share full prompt blocks."""
+        shared = num_prompt_tokens // self.block_size * self.block_size
+        growing = [group for group in self.groups if group.grows]
+        return sum(group.num_required(length - shared, capped=True) for group in growing for length in lengths)
 
 
 def longest_request(
