@@ -1,15 +1,17 @@
 """The scheduler: which requests run in each step, with how many tokens, in which blocks of the KV cache.
 
-scheduler.py         the API, and the outline of a step on one screen
+scheduler.py         the API, and the outline of a step on one screen; scheduler_options.py: SchedulerOptions
 request.py           Request; RequestState and Sequence: what changes while it is served
 state.py             SchedulerState: one attribute per owner, and what always holds; planning to lifecycle work on it
 planning.py          the plan side: running, swapped, waiting requests, forks; preemption.py when blocks run out
 rules.py             what skips a request or stops its queue, what shortens a chunk; policy.py: the queues, and victims
-committing.py        the commit side: tokens, ends, the one place for failed steps; beams.py: beam search
+committing.py        the commit side: tokens, ends, failed rows; stops.py: where an end is; beams.py: beam search
+drafts.py            draft tokens: offered, placed in a step, verified
 lifecycle.py         requests are added, and move between waiting, running, swapped and ended
 request_table.py     tokens and counts of all sequences, as numpy columns; running_batch.py: the rows that run
 kv/                  KVCacheManager: blocks, block tables, prefix cache, host memory; encoder.py: encoder outputs
 step_plan.py         StepPlan, and the output built from it; scheduler_output.py: what workers get and return
 in_flight.py         steps whose results are not back, and what depends on one that fails; outbox.py: notifications
+stats.py             counts for metrics, and measured costs; decision_log.py: why each step was planned as it was
 executor.py          where steps run, and grammar.py: what masks tokens, as the engine and the workers implement them
 """

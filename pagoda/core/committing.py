@@ -1,6 +1,7 @@
 """The commit side: apply the results of a step: append tokens, find ends, free what ended, and group by client.
 
-A step that raised, and a row that failed, are handled in `_fail_rows`, and nowhere else.
+A step that raised, and a row that failed, are undone in `_fail_rows`, and nowhere else: `without_unscored` only adds
+rows to those that failed, and whatever takes results passes over them.
 """
 
 from dataclasses import replace

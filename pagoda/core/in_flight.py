@@ -23,7 +23,7 @@ class StepsInFlight:
         self.last_prompt_step_s = 0.0
 
     def opened(self, output: SchedulerOutput, prompts_planned_at_s: float | None) -> None:
-        """Record a submitted step. prompts_planned_at_s: when it was planned, if it computes prompt tokens."""
+        """Record a planned step. prompts_planned_at_s: when it was planned, if it computes prompt tokens."""
         self.outputs.append(output)
         if prompts_planned_at_s is not None:
             self._prompt_steps[output.step] = prompts_planned_at_s

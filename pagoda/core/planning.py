@@ -111,7 +111,7 @@ def _has_outgrown_pool(state: SchedulerState, request: RequestState, end: int) -
 
 
 def resume_swapped(state: SchedulerState, plan: StepPlan) -> bool:
-    """Bring parked requests back while gates, blocks and budget allow.
+    """Bring parked requests back while rules, blocks and budget allow.
 
     Return False if one of them has to wait: then no waiting request may enter before it.
     """
@@ -163,7 +163,7 @@ def _num_lacking(sequence: Sequence) -> int:
 
 
 def admit_waiting(state: SchedulerState, plan: StepPlan) -> None:
-    """Admit in queue order while gates, blocks and budget allow."""
+    """Admit in queue order while rules, blocks and budget allow."""
     # What running rows fill, in this step too, must be found by the lookups below: decoding does not insert it.
     rows, ends = state.batch.running.rows, plan.ends_of(state.table.num_computed)
     state.kv.cache_blocks(rows, ends[rows])

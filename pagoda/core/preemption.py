@@ -83,7 +83,7 @@ def preempt_for(state: SchedulerState, head: RequestState, plan: StepPlan, reaso
 
 
 def preempt_all(state: SchedulerState) -> None:
-    """Take all requests out, newest first, so that the queue keeps their order. Tokens in flight are lost."""
+    """Take all running requests out, newest first, so that the queue keeps their order. Tokens in flight are lost."""
     for request in reversed(list(state.batch.requests.values())):
         recompute(state, request)
 

@@ -174,7 +174,7 @@ def _cap_of(state: SchedulerState, plan: StepPlan, request: RequestState, row: i
 
 
 def _decodes(state: SchedulerState, plan: StepPlan, row: int) -> bool:
-    """Whether the row was running and lacked its last token only."""
+    """Whether the row was running before this step, and is not in `prefilling`."""
     return row >= 0 and row not in state.batch.prefilling and row not in plan.entering
 
 

@@ -183,9 +183,11 @@ class Scheduler:
         return len(self._state.batch.requests), len(self._state.waiting) + len(self._state.swapped)
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Forget all cached content. Return False while blocks are in use. preempt_running: preempt all requests first.
+        """Forget the content of all device blocks. Return False while any is in use.
 
-        Their tokens in flight are dropped when they come back; they are computed again in the very next step.
+        preempt_running: preempt all running requests first. Their tokens in flight are dropped when they come back, so
+        that the next step may compute them again.
+        Swapped requests keep their KV in host memory; its full blocks are cached again when they come back.
         """
         if preempt_running:
             preempt_all(self._state)

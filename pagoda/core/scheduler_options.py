@@ -1,4 +1,4 @@
-"""SchedulerOptions: all options of a scheduler, including features that no executor offers yet."""
+"""SchedulerOptions: all options of a scheduler."""
 
 from dataclasses import dataclass
 
@@ -16,8 +16,9 @@ class SchedulerOptions:
     steps can be in flight.
     has_followers: some workers do not sample: steps carry the tokens that earlier ones decided.
     num_lookahead_slots: KV slots reserved ahead of each sequence.
-    max_loras: distinct adapters per step.   encoder_budget, encoder_cache_tokens: encoder tokens computed per step, and
-    cached.   no_partial_media: a media item is never split over chunks.
+    max_loras: distinct adapters over the running requests.
+    encoder_budget, encoder_cache_tokens: encoder tokens computed per step, and cached.
+    no_partial_media: a media item is never split over chunks.
     max_encoder_len: most encoder tokens of a request of an encoder-decoder model, for which the cache must have room.
     check_invariants: check everything after each step.   decision_log_steps: steps whose decisions are kept.
     The other fields are settings of the same names (`SchedulerConfig`, `PrefillConfig`).

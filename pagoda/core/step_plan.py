@@ -38,7 +38,7 @@ class Chunk:
 
 
 class StepPlan:
-    """What has been decided so far. Passes write the first part; the second is filled in when they are done.
+    """What has been decided so far. Planning writes the first part; `finish_plan` fills in the second.
 
     budget, encoder_budget: tokens left.   now_s: when it was opened.
     row_cap: most tokens of a prompt that one row gets, 0 for no cap.

@@ -1,4 +1,4 @@
-"""KVCacheManager: the one owner of block tables, pools and the prefix cache. Passes ask it; workers get its deltas."""
+"""KVCacheManager: the one owner of block tables, pools and the prefix cache. Plans ask it; workers get its deltas."""
 
 from collections.abc import Iterable
 
