@@ -36,7 +36,7 @@ class TwinScheduler:
         self.clock = clock or VirtualClock()
         self.pool = Pool(num_blocks)
         self.host = Pool(num_host_blocks)
-        in_flight = config.max_num_batched_tokens * config.pipeline_depth
+        in_flight = config.max_num_batched_tokens * config.pipeline_depth + config.num_lookahead_slots
         self.memory = Memory(
             kv_groups,
             self.pool,

@@ -107,8 +107,8 @@ class KVSizing:
     def of(
         cls, specs: tuple[KVGroupSpec, ...], block_size: int, max_model_len: int, scheduler: SchedulerOptions
     ) -> "KVSizing":
-        # Tokens that can be planned before an earlier step is complete: a window row holds their blocks as well.
-        in_flight = scheduler.max_num_batched_tokens * max(scheduler.pipeline_depth, 1)
+        # Slots that can be planned before an earlier step is complete: a window row holds their blocks as well.
+        in_flight = scheduler.max_num_batched_tokens * max(scheduler.pipeline_depth, 1) + scheduler.num_lookahead_slots
         groups: list[KVGroup] = []
         for index, spec in enumerate(specs):
             max_held = 0
