@@ -107,7 +107,7 @@ def test_an_engine_takes_the_placement_group_of_the_task_or_actor_that_makes_it(
         found = ray.remote(Caller).options(**options).remote().two_ranks.remote()
     else:
         found = ray.remote(two_ranks).options(**options).remote()
-    assert ray.get(found, timeout=120) == expected
+    assert ray.get(found, timeout=300) == expected
     remove_placement_group(group)
     cluster.remove_node(node)
 
