@@ -19,7 +19,7 @@ _MEAN_OVER = 1000  # outputs
 class Refusal(Exception):
     """The request exceeds a limit now.   reason: one of REJECTION_REASONS.
 
-    retry_after_s: 1 if the server is full: whoever asks again waits in line there, and not outside.
+    retry_after_s: 1 if the server is full: a request that is sent again soon waits in the server's queue.
     """
 
     def __init__(self, reason: str, message: str, retry_after_s: int = 1) -> None:

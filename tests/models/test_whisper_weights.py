@@ -73,7 +73,7 @@ def speech(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["whisper-tiny.en", "whisper-base"])
 def test_text_and_times_are_transformers(speech: list[Path], name: str) -> None:
-    """A model of several languages detects which one it hears."""
+    """A model of several languages detects which one is spoken."""
     files = cached_model(name)
     is_multilingual = name == "whisper-base"
     speech = speech if is_multilingual else speech[:2]

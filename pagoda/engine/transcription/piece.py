@@ -223,8 +223,8 @@ class Piece:
     def _add(self, window: Window, ids: list[int], at: int, begin: int, end: int) -> None:
         """Add a segment, unless it is empty and in the silence that pads the piece.
 
-        at: of its first token among the window's.   begin, end: in steps from the window's start. What the model hears
-        in the padding is cut off.
+        at: index of its first token in the window's.   begin, end: in steps of STEP_S from the window's start. Times in
+        the padding are cut off.
         """
         self.text_ids += ids[:-1] if len(ids) > 2 and ids[-2] >= self.tokens.first_timestamp else ids
         text = self.decode([token for token in ids if token < self.tokens.end])

@@ -394,7 +394,7 @@ def test_a_reset_while_the_engine_starts_again_is_done_at_once() -> None:
 
 
 def test_a_lost_engine_runs_nothing() -> None:
-    """What it ran waits for the next one, and /metrics says so; a reply that nobody waits for is ignored."""
+    """Its requests count as waiting for the next engine; a reply that nobody waits for is ignored."""
 
     async def work() -> None:
         client = ProcessClient(EngineConfig.from_options(**OPTIONS), STEP_TIMEOUT_S)
