@@ -2,10 +2,12 @@
 
     python benchmarks/transcription.py MODEL FILES --at-once 1 16 --peer-python PEER/bin/python
 
-MODEL: a folder with a CTranslate2 Whisper (model.bin, tokenizer.json), which both read. FILES: a sound file, or a
+MODEL: a folder with a CTranslate2 Whisper (model.bin, tokenizer.json), which both read. FILES: a WAV file, or a
 folder of them, each with what is said in a file of the same name that ends in .txt. Greedy on both sides, with
-timestamps, no fallback. The peer runs in an environment of its own that has `faster_whisper`, on as many of its workers
-as there are threads where several files are at once (it batches within a file only); its best type counts.
+timestamps, no fallback. Every round hears copies that begin with a few more samples of silence: pagoda keeps what it
+encoded by content, so a file heard before would not be encoded again.
+The peer runs in an environment of its own that has `faster_whisper`, on as many of its workers as there are threads
+where several files are at once (it batches within a file only); its best type counts.
 Each engine and type is a process of its own. They take turns, round after round, while the others wait; the median of
 the rounds after the first is printed, one JSON line per engine, type and number of files.
 `jiwer` computes the word error rate where it is installed.
@@ -18,7 +20,9 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+import wave
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -128,9 +132,11 @@ def measure(files: Sequence[Path], at_once: int, arguments: argparse.Namespace) 
             contestants.append(Contestant(engine, dtype, at_end.enter_context(process)))
             assert process.stdin is not None
             at_end.callback(process.stdin.close)  # which ends it
-        for _ in range(arguments.rounds + 1):
+        folder = Path(at_end.enter_context(tempfile.TemporaryDirectory()))
+        for turn in range(arguments.rounds + 1):
+            unheard = [delayed(file, folder / f"{at}.wav", 1 + turn * at_once + at) for at, file in enumerate(chosen)]
             for one in contestants:
-                one.run(chosen)
+                one.run(unheard)
     for one in contestants:
         took_s = statistics.median(one.seconds[1:])
         line = {
@@ -146,11 +152,18 @@ def measure(files: Sequence[Path], at_once: int, arguments: argparse.Namespace) 
         print(json.dumps(line), flush=True)
 
 
-def duration_s(file: Path) -> float:
-    import av  # pyright: ignore[reportMissingImports]
+def delayed(file: Path, copy: Path, samples: int) -> Path:
+    """Write `file` as `copy` with `samples` samples of silence before it; return `copy`."""
+    with wave.open(str(file), "rb") as sound, wave.open(str(copy), "wb") as later:
+        later.setparams(sound.getparams())
+        silence = bytes(samples * sound.getsampwidth() * sound.getnchannels())
+        later.writeframes(silence + sound.readframes(sound.getnframes()))
+    return copy
 
-    with av.open(str(file)) as container:
-        return (container.duration or 0) / av.time_base
+
+def duration_s(file: Path) -> float:
+    with wave.open(str(file), "rb") as sound:
+        return sound.getnframes() / sound.getframerate()
 
 
 def word_error_rate(files: Sequence[Path], texts: Sequence[str]) -> float | None:
