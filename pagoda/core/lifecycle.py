@@ -127,7 +127,8 @@ def _restart_search(state: SchedulerState, request: RequestState) -> None:
     for sequence in request.sequences:
         state.table.restart(sequence)
         state.kv.remove_sequence(sequence)
-    request.beams, request.awaiting_fork = None, True
+    state.searches.pop(request, None)
+    request.awaiting_fork = True
     state.kv.hash_prompt(request)
 
 
@@ -207,6 +208,7 @@ def _remove(state: SchedulerState, request: RequestState, status: RequestStatus)
         state.waiting.remove(request)
     request.status = status
     del state.requests[request.request_id]
+    state.searches.pop(request, None)
     state.stops.remove(request.spec)
     state.outbox.post_finished(request)
 

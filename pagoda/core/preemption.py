@@ -56,7 +56,7 @@ def _swaps(state: SchedulerState, victim: RequestState, rows: list[int], num_com
     prefers_swap = PREEMPTION_RULES[state.config.preemption_mode]
     return (
         not any(row in state.batch.leaders for row in rows)
-        and not (victim.spec.is_beam_search and victim.beams is None)  # its rows may share the slot they write
+        and not (victim.spec.is_beam_search and victim not in state.searches)  # its rows may share the slot they write
         and not any(state.encoder.has_media_ahead(row) for row in rows)
         and state.kv.can_swap_out(rows)
         and prefers_swap(victim, num_computed, sum(state.kv.num_blocks_held(rows)), state.costs)

@@ -2,15 +2,11 @@
 
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from pagoda.core.beams import BeamSearch
 
 
 class RequestStatus(IntEnum):
@@ -204,7 +200,6 @@ class RequestState:
         arrival to its first admission.   has_output: its client was sent a first token.
     num_prompt_logprobs_sent: prompt positions whose logprobs were sent; a resumed request computes them again.
     num_draft_tokens, num_accepted_tokens: drafts verified for its sequences, and those that were right.
-    beams: of a beam search whose prompt is computed; else None. Written by beams.py, dropped by lifecycle.py.
     """
 
     spec: Request
@@ -220,7 +215,6 @@ class RequestState:
     num_prompt_logprobs_sent: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    beams: "BeamSearch | None" = None
 
     request_id: str = field(init=False)
 

@@ -7,6 +7,7 @@ import numpy as np
 from pagoda.base.clock import Clock
 from pagoda.base.config import CacheConfig, SchedulingMode
 from pagoda.base.errors import ConfigError, InvariantBroken
+from pagoda.core.beams import BeamSearch
 from pagoda.core.decision_log import DecisionLog, Reason
 from pagoda.core.drafts import Drafts
 from pagoda.core.encoder import EncoderInputs
@@ -45,6 +46,7 @@ class SchedulerState:
     """One attribute per owner (docs/internals/scheduler.md). Only its own methods change what an owner keeps.
 
     requests: all that have not ended, by id; written by lifecycle.py.   num_admissions: so far; also written there.
+    searches: of beam searches whose prompt is computed; written by committing.py, dropped by lifecycle.py.
     waiting, swapped: requests without KV, and with KV in host memory.
     preparations: of grammars and adapters; None if no request needs any.
     is_phased, cuts_prompts: what the settings say of steps and of prompts.   whole_items: media items are never split.
@@ -73,6 +75,7 @@ class SchedulerState:
         has_windows, is_async = any(group.is_window for group in sizing.groups), config.async_scheduling
 
         self.requests: dict[str, RequestState] = {}
+        self.searches: dict[RequestState, BeamSearch] = {}
         self.num_admissions = 0
         self.waiting, self.swapped = RequestQueue(), RequestQueue()
         self.policy: Policy = POLICIES[config.scheduling_policy]()
@@ -117,6 +120,8 @@ class SchedulerState:
         for name, by_row in kept.items():
             if not by_row.keys() <= active:
                 raise InvariantBroken(f"{name} has rows {sorted(by_row.keys() - active)}, which have no sequence")
+        if not self.searches.keys() <= set(self.requests.values()):
+            raise InvariantBroken("a request that has ended still has a beam search")
         num_seqs = sum(self._check_place(request) for request in self.requests.values())
         if len(self.waiting) + len(self.swapped) + len(batch.requests) != len(self.requests):
             raise InvariantBroken("a queue holds a request that has ended")

@@ -43,6 +43,7 @@ COLUMNS = {
     "prefilling": "running_batch.py",
     "leaders": "running_batch.py",
     "requests": "lifecycle.py",
+    "searches": "committing.py",
 }
 
 # Written as attributes of an object that was built elsewhere: request.status = ...
@@ -53,7 +54,6 @@ ATTRIBUTES = {
     "admission": "lifecycle.py",
     "queue_s": "lifecycle.py",
     "awaiting_fork": "planning.py",
-    "beams": "beams.py",
     "has_output": "outbox.py",
     "num_preemptions": "preemption.py",
     "num_cached_tokens": "lifecycle.py",
@@ -72,13 +72,11 @@ ATTRIBUTES = {
     "last_prompt_step_s": "in_flight.py",
 }
 
-# StepPlan takes back what it was given, lifecycle.py takes a beam search back to its beginning, outbox.py fills in
-# the plan's beams, and two owners keep a dict of the same name for themselves.
+# StepPlan takes back what it was given, lifecycle.py takes a beam search back to its beginning, and two owners keep a
+# dict of the same name for themselves.
 EXCEPTIONS = {
     ("is_steady", "step_plan.py"),
     ("awaiting_fork", "lifecycle.py"),
-    ("beams", "lifecycle.py"),
-    ("beams", "outbox.py"),
 }
 SAME_NAME = {("requests", "running_batch.py")}  # batch.requests
 
