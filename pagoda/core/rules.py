@@ -57,15 +57,10 @@ def why_never(state: SchedulerState, request: RequestState) -> str | None:
 
 
 def _has_room_for_sequences(state: SchedulerState, count: int) -> bool:
-    """Whether `count` more sequences may run: at most `max_num_seqs`, and each has a row.
-
-    A request with more than that would wait for ever: it passes, for admission to end it.
-    """
-    most, batch, table = state.config.max_num_seqs, state.batch, state.table
-    if count > most:
-        return True
+    """Whether `count` more sequences may run: at most `max_num_seqs`, and each has a row."""
+    batch, table = state.batch, state.table
     num_without_row = batch.num_seqs - table.num_active_rows
-    return batch.num_seqs + count <= most and table.num_free_rows >= num_without_row + count
+    return batch.num_seqs + count <= state.config.max_num_seqs and table.num_free_rows >= num_without_row + count
 
 
 def _lets_prompts_gather(state: SchedulerState, plan: StepPlan) -> bool:

@@ -383,7 +383,7 @@ class TwinScheduler:
 
     def _why_held(self, state: TwinRequest) -> str | None:
         if self._num_seqs_running() + state.num_seqs > self.config.max_num_seqs:
-            return "no room" if state.num_seqs <= self.config.max_num_seqs else None
+            return "no room"
         factor = self.config.scheduler_delay_factor
         oldest = min(other.request.arrival_time_s for other in self.waiting)
         if self.running and factor > 0 and self.clock.now() - oldest <= factor * self.last_prompt_step_s:
