@@ -70,16 +70,31 @@ def _count(state: SchedulerState, victim: RequestState) -> None:
 
 
 def preempt_for(state: SchedulerState, head: RequestState, plan: StepPlan, reason: Reason) -> bool:
-    """Preempt the policy's victim if `head`, held back for `reason`, outranks it. Return whether it was done."""
+    """Preempt the policy's victim if `head`, held back for `reason`, outranks it. Return whether it was done.
+
+    Nobody is preempted if `head` could not enter even without all that it outranks.
+    """
     if not state.config.evict_for_priority or plan.entering or not state.batch.requests:
         return False  # a request that entered in this step may use blocks that a running row fills in it
     if reason not in _NO_ROOM:
         return False
     worst = next_victim(state)
-    if not state.policy.outranks(head, worst):
+    outranked = [request for request in state.batch.requests.values() if state.policy.outranks(head, request)]
+    if worst not in outranked or not _has_room_without(state, outranked, head):
         return False
     preempt(state, worst, plan, head)
     return True
+
+
+def _has_room_without(state: SchedulerState, leaving: list[RequestState], head: RequestState) -> bool:
+    """Whether `head` would find sequences and blocks, for one token at least, if these requests did not run."""
+    num_left = state.batch.num_seqs - sum(len(request.unfinished) for request in leaving)
+    if num_left + len(head.unfinished) > state.config.max_num_seqs:
+        return False
+    prefix = state.kv.get_computed_blocks(head)
+    freed = state.kv.num_freed_with([row for request in leaving for row in request.rows], prefix)
+    others_run = len(leaving) < len(state.batch.requests)
+    return state.kv.why_no_blocks(head, prefix, 1, others_run=others_run, num_freed=freed) is None
 
 
 def preempt_all(state: SchedulerState) -> None:

@@ -450,6 +450,28 @@ def test_urgent_requests_preempt_only_with_evict_for_priority() -> None:
         assert rig.running == running
 
 
+def test_nobody_is_preempted_for_an_urgent_request_that_would_not_fit_all_the_same() -> None:
+    for num_tokens, preempted in ((21, ()), (20, ("slow",))):
+        rig = Rig(num_blocks=8, scheduling_policy=PRIORITY, evict_for_priority=True)
+        rig.add("fast", 10, priority=1)
+        rig.add("slow", 6, priority=9)
+        rig.step()
+        rig.add("head", num_tokens, priority=5)
+        step = rig.step()
+        assert step.output.preempted_ids == preempted, "three of eight blocks are those of fast"
+        assert "head" in (rig.running if preempted else rig.waiting)
+
+
+def test_sequences_of_more_urgent_requests_count_before_anybody_is_preempted() -> None:
+    for num_seqs, preempted in ((3, ()), (2, ("slow",))):
+        rig = Rig(max_num_seqs=4, scheduling_policy=PRIORITY, evict_for_priority=True)
+        rig.add("fast", 4, n=2, priority=1)
+        rig.add("slow", 4, priority=9)
+        rig.step()
+        rig.add("head", 4, n=num_seqs, priority=5)
+        assert rig.step().output.preempted_ids == preempted
+
+
 def test_a_victim_is_requeued_by_its_urgency() -> None:
     rig = Rig(num_blocks=6, scheduling_policy=PRIORITY)
     rig.add("a", 8, max_tokens=9, priority=1)

@@ -425,11 +425,8 @@ class TwinScheduler:
     def _admit(self, state: TwinRequest) -> str:
         request, sequence = state.request, state.alive[0]
         known = len(sequence.tokens)
-        nothing: list[list[int]] = [[] for _ in self.memory.groups]
         siblings = self._sibling_need(state)
-        # Sequences that return share the first one's prompt blocks; a hit would not hold those that a window has left.
-        whole = len(state.alive) > 1 and state.forked and self.memory.has_windows
-        cached, hits = (0, nothing) if whole else self.memory.hit(request, sequence.tokens)
+        cached, hits = self._hit(state)
         want = self._capped(state, cached, known - cached)
         if self.prompt_budget is not None:
             want = min(want, self.prompt_budget)
@@ -460,6 +457,13 @@ class TwinScheduler:
         self.encoder.encode(state, items, repeats)
         return "ok"
 
+    def _hit(self, state: TwinRequest) -> tuple[int, list[list[int]]]:
+        """Tokens of its first sequence that are cached, and their blocks."""
+        # Sequences that return share the first one's prompt blocks; a hit would not hold those that a window has left.
+        if len(state.alive) > 1 and state.forked and self.memory.has_windows:
+            return 0, [[] for _ in self.memory.groups]
+        return self.memory.hit(state.request, state.alive[0].tokens)
+
     def _sibling_need(self, state: TwinRequest) -> int:
         """Blocks of the sequences that resume with the first, after the full prompt blocks that they share with it."""
         return 0 if len(state.alive) == 1 or not state.forked else self.memory.sibling_need(state)
@@ -478,11 +482,27 @@ class TwinScheduler:
             return False  # who entered in this step may read blocks that the victim was to fill
         candidates = self.running
         worst = self._victim(candidates)
-        if worst.place <= head.place:
+        leaving = [state for state in candidates if state.place > head.place]
+        if worst not in leaving or not self._has_room_without(leaving, head):
             return False
         self._take_out(worst)
         self._preempt(worst)
         return True
+
+    def _has_room_without(self, leaving: list[TwinRequest], head: TwinRequest) -> bool:
+        """Whether `head` could compute a token if those did not run."""
+        staying = [state for state in self.running if state not in leaving]
+        if sum(state.num_seqs for state in staying) + head.num_seqs > self.config.max_num_seqs:
+            return False
+        cached, hits = self._hit(head)
+        upto = min(cached + 1 + self.config.num_lookahead_slots, self.max_model_len)
+        need = self.memory.admission_need(head.request, upto, hits, capped=False)
+        if self.config.admit_whole_prompt:
+            whole = self.memory.admission_need(head.request, len(head.alive[0].tokens), hits, capped=True)
+            need = max(need, whole + self._sibling_need(head))
+        held = {block for state in staying for one in state.alive for table in one.tables for block in table}
+        held |= {block for table in hits for block in table if not self.pool.is_free(block)}
+        return need <= len(self.pool) - len(held - {NULL}) - (self.watermark if staying else 0)
 
     def _place(self, state: TwinRequest, sequence: TwinSequence, new: int, *, enters: bool = False) -> None:
         self.budget -= new

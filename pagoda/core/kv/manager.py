@@ -6,7 +6,7 @@ import numpy as np
 
 from pagoda.base.config import CacheConfig
 from pagoda.core.decision_log import Reason
-from pagoda.core.kv.block_pool import BlockPool
+from pagoda.core.kv.block_pool import NO_BLOCKS, BlockPool
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.host_tier import HostTier
 from pagoda.core.kv.prefix_cache import CachedPrefix, PrefixCache
@@ -102,11 +102,12 @@ class KVCacheManager:
         return self.sizing.blocks_for_request(num_tokens, encoder_len) + self._blocks_of_followers(request)
 
     def why_no_blocks(
-        self, request: RequestState, prefix: CachedPrefix, num_new: int, *, others_run: bool
+        self, request: RequestState, prefix: CachedPrefix, num_new: int, *, others_run: bool, num_freed: int = 0
     ) -> Reason | None:
         """Return why a request without rows may not compute `num_new` tokens after `prefix`; None: it may.
 
         With `admit_whole_prompt`, blocks for all its known tokens must be free (a check, not a reservation).
+        num_freed: blocks that would be free, too.
         """
         encoder_len = request.spec.encoder_len
         need = self._blocks_to_admit(self.sizing.slots_up_to(prefix.num_tokens + num_new), prefix, encoder_len)
@@ -114,7 +115,14 @@ class KVCacheManager:
             num_known = len(request.unfinished[0].token_ids)
             whole = self._blocks_to_admit(num_known, prefix, encoder_len, capped=True)
             need = max(need, whole + self._blocks_of_followers(request))
-        return self._why_short(need, others_run=others_run)
+        return self._why_short(need - num_freed, others_run=others_run)
+
+    def num_freed_with(self, rows: list[int], prefix: CachedPrefix) -> int:
+        """Return how many blocks only `rows` reference, those of `prefix` not counted: a hit would take them again."""
+        entries = [entries for row in rows for entries in self.tables_of(row)]
+        blocks, counts = np.unique(np.concatenate(entries or [NO_BLOCKS]), return_counts=True)
+        alone = blocks[(self._pool.ref_count[blocks] == counts) & (blocks != 0)]
+        return len(np.setdiff1d(alone, [block for group in prefix.blocks for block in group]))
 
     def _blocks_of_followers(self, request: RequestState) -> int:
         lengths = [len(sequence.token_ids) for sequence in request.followers]
