@@ -14,7 +14,7 @@ _NO_ROOM = (Reason.NUM_SEQS, Reason.BLOCKS, Reason.WATERMARK)
 """What a preemption can mend."""
 
 PreemptionRule = Callable[[RequestState, int, int, CostModel], bool]
-"""Whether to swap a request, with that many computed tokens in that many blocks, if the host has room."""
+"""Whether to swap a request, which would lose so many computed tokens, in so many blocks, if the host has room."""
 
 PREEMPTION_RULES: dict[PreemptionMode, PreemptionRule] = {
     # While more than one sequence is unfinished: recomputing would compute each of them.
@@ -33,7 +33,7 @@ def next_victim(state: SchedulerState) -> RequestState:
 def preempt(state: SchedulerState, victim: RequestState, plan: StepPlan, for_request: RequestState) -> None:
     """Take `victim` out of the batch and out of the step; its KV is dropped or swapped out."""
     rows, free_before = victim.rows, state.kv.num_free_blocks
-    lost = sum(int(state.table.num_computed[row]) for row in rows)
+    lost = _num_to_recompute(state, victim)
     for sequence in [sequence for sequence in victim.sequences if sequence.row >= 0]:
         plan.take_out(sequence.row)
         state.encoder.take_out(plan, sequence, state.requests)
@@ -51,7 +51,14 @@ def preempt(state: SchedulerState, victim: RequestState, plan: StepPlan, for_req
         state.log.note(Preempted(victim.request_id, for_request.request_id, mode, 0 if swap else lost, freed))
 
 
-def _swaps(state: SchedulerState, victim: RequestState, rows: list[int], num_computed: int) -> bool:
+def _num_to_recompute(state: SchedulerState, victim: RequestState) -> int:
+    """Return the tokens that are lost with its KV. Full prompt blocks, which its sequences share, are computed once."""
+    counts = [int(state.table.num_computed[row]) for row in victim.rows]
+    shared = min([victim.spec.num_prompt_tokens, *counts]) // state.kv.block_size * state.kv.block_size
+    return sum(counts) - len(counts[1:]) * shared
+
+
+def _swaps(state: SchedulerState, victim: RequestState, rows: list[int], num_lost: int) -> bool:
     """Whether to swap. Not what would lose encoder outputs, nor a request whose sequences do not all have rows."""
     prefers_swap = PREEMPTION_RULES[state.config.preemption_mode]
     return (
@@ -59,7 +66,7 @@ def _swaps(state: SchedulerState, victim: RequestState, rows: list[int], num_com
         and not (victim.spec.is_beam_search and victim not in state.searches)  # its rows may share the slot they write
         and not any(state.encoder.has_media_ahead(row) for row in rows)
         and state.kv.can_swap_out(rows)
-        and prefers_swap(victim, num_computed, sum(state.kv.num_blocks_held(rows)), state.costs)
+        and prefers_swap(victim, num_lost, sum(state.kv.num_blocks_held(rows)), state.costs)
     )
 
 

@@ -4,6 +4,7 @@ import numpy as np
 
 from pagoda.base.config import PreemptionMode, SchedulingPolicy
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.decision_log import Preempted
 from pagoda.core.preemption import PREEMPTION_RULES
 from pagoda.core.request import Request, RequestState, RequestStatus, Sequence
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -49,6 +50,23 @@ def test_small_steps_do_not_count_as_prefill_speed() -> None:
     costs = CostModel()
     observe(costs, num_tokens=8, num_rows=8, duration_s=1.0, num_copied_blocks=0, copy_s=0.0)
     assert costs.prefill_s_per_token == 0.0
+
+
+def test_a_prompt_that_sequences_share_is_lost_once() -> None:
+    rig = Rig(
+        num_blocks=5,
+        preemption_mode=PreemptionMode.RECOMPUTE,
+        scheduling_policy=SchedulingPolicy.PRIORITY,
+        evict_for_priority=True,
+        decision_log_steps=4,
+    )
+    rig.add("a", 10, n=3, priority=2)
+    rig.step()
+    rig.step()
+    rig.add("b", 4, priority=1)
+    rig.step()
+    [lost] = [one.lost_tokens for _, one in rig.scheduler.explain.of_request("a") if isinstance(one, Preempted)]
+    assert lost == 8 + 3 * 3, "two full prompt blocks, and three tokens of each sequence after them"
 
 
 def test_a_model_without_kv_can_be_preempted_for_a_more_urgent_request() -> None:
