@@ -139,6 +139,8 @@ def _resume(state: SchedulerState, request: RequestState, plan: StepPlan) -> Rea
         row, start = sequence.row, sequence.num_computed
         plan.introduce_row(row, kind, start)
         state.encoder.add_row(request, row)
+        if len(sequence.token_ids) - start > 1:
+            state.batch.start_prefill(row)
         if chunk.num_new:
             state.kv.allocate_slots_swapped_in(row, end)
             place_chunk(state, plan, request, row, start, chunk)

@@ -55,7 +55,8 @@ class RunningBatch:
     """The running requests, by id in order of admission.
 
     num_seqs: their unfinished sequences, those that wait for a fork included.
-    prefilling: rows whose last chunk did not reach the end of their known tokens; of joined rows also before the first.
+    prefilling: rows whose last chunk did not reach the end of their known tokens; of rows that join or come
+        back from host memory also before the first.
     leaders: row -> request whose other sequences wait for this row: to fork from it when the prompt is computed
         (awaiting_fork), or to share its prompt blocks when the request was resumed.
     """
@@ -120,7 +121,7 @@ class RunningBatch:
         del self.leaders[row]
 
     def start_prefill(self, row: int) -> None:
-        """The row joins, and is to compute tokens: one at least."""
+        """The row, which is new, is to compute tokens of its prompt."""
         self.prefilling[row] = None
 
     def remove_row(self, row: int) -> None:

@@ -7,7 +7,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.decision_log import Preempted
 from pagoda.core.preemption import PREEMPTION_RULES
 from pagoda.core.request import Request, RequestState, RequestStatus, Sequence
-from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.core.scheduler_output import AdmitKind, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.stats import CostModel
 from tests.core.rig import Rig
 
@@ -83,3 +83,24 @@ def test_a_model_without_kv_can_be_preempted_for_a_more_urgent_request() -> None
     rig.add("b", 6, priority=1)
     assert rig.plan().output.preempted_ids == ("a",)
     rig.deliver(first)
+
+
+def test_a_prompt_that_was_swapped_out_half_computed_is_a_prompt_when_it_comes_back() -> None:
+    rig = Rig(
+        num_blocks=8,
+        num_host_blocks=8,
+        max_num_batched_tokens=16,
+        long_prefill_token_threshold=8,
+        preemption_mode=PreemptionMode.SWAP,
+        scheduling_policy=SchedulingPolicy.PRIORITY,
+        evict_for_priority=True,
+    )
+    rig.add("a", 24, priority=2)
+    rig.step(duration_s=1.0)
+    rig.add("b", 20, max_tokens=1, priority=1)
+    while "b" in (*rig.waiting, *rig.running):
+        rig.step(duration_s=1.0)
+    step = rig.step(duration_s=3.0)
+    assert step.kinds == {"a": AdmitKind.SWAPPED_IN}
+    assert step.scheduled == {"a": 8}
+    assert rig.scheduler._state.in_flight.last_prompt_step_s == 3.0

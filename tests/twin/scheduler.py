@@ -349,6 +349,7 @@ class TwinScheduler:
             self.memory.swap_in(state.alive, self.host)
             for sequence, want, upto in zip(state.alive, wants, uptos, strict=True):
                 sequence.started = True
+                sequence.mid_prefill = len(sequence.tokens) - sequence.computed > 1
                 self.memory.record(state.request, sequence, sequence.computed)
                 self.admitted.append(
                     {"id": self._name(state, sequence), "kind": "resumed", "cached": sequence.computed}
