@@ -146,7 +146,7 @@ class AsyncLLM:
 
     # ---- whole outputs
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -167,11 +167,9 @@ class AsyncLLM:
         closed, WorkerDied if the engine ended. A request that the engine ends after some tokens has `error` set.
         """
         asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
-        async with self._outputs(prompt, asked, _kind_of(asked.params)) as outputs:
-            async for output in outputs:
-                yield output
+        return self._run(prompt, asked, _kind_of(asked.params))
 
-    async def chat(
+    def chat(
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
@@ -184,14 +182,11 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like `generate`, for the assistant's next turn in a conversation; template_options as in LLM.chat."""
         asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
-        prompt = await self._render(messages, template_options)
-        async with self._outputs(prompt, asked, _kind_of(asked.params)) as outputs:
-            async for output in outputs:
-                yield output
+        return self._chat(messages, template_options, asked, _kind_of(asked.params))
 
     # ---- deltas
 
-    async def stream(
+    def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -203,11 +198,9 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the new part of the request's output as it arrives; arguments and errors as in `generate`."""
         asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
-        async with self._outputs(prompt, asked, OutputKind.DELTA) as outputs:
-            async for output in outputs:
-                yield output
+        return self._run(prompt, asked, OutputKind.DELTA)
 
-    async def stream_chat(
+    def stream_chat(
         self,
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
@@ -220,10 +213,7 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like `stream`, for the assistant's next turn in a conversation."""
         asked = _Asked(sampling_params, request_id, priority, cache_salt, lora_request)
-        prompt = await self._render(messages, template_options)
-        async with self._outputs(prompt, asked, OutputKind.DELTA) as outputs:
-            async for output in outputs:
-                yield output
+        return self._chat(messages, template_options, asked, OutputKind.DELTA)
 
     # ---- the engine
 
@@ -292,7 +282,7 @@ class AsyncLLM:
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter now, so that the first request that uses it need not wait; as LLM.add_lora."""
         running = await self._running()
-        lora = await running.find_adapter(lora_request)
+        lora = await running.text.find_adapter(lora_request)
         if isinstance(lora, LoraRef):  # the engine does not know of prompt adapters
             await running.call(lambda engine: engine.core.load_adapter(lora))
         self._added[lora_request.lora_int_id] = lora
@@ -394,20 +384,19 @@ class AsyncLLM:
 
     # ---- inside
 
-    async def _render(self, messages: Sequence[Message], template_options: dict[str, Any]) -> Prompt:
+    async def _chat(
+        self, messages: Sequence[Message], template_options: dict[str, Any], asked: _Asked, kind: OutputKind
+    ) -> AsyncGenerator[RequestOutput, None]:
         check_conversation(messages, None)
         rendered = await (await self._running()).text.render_chat(messages, chat_options(template_options))
-        return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text, "media": rendered.media}
-
-    def _outputs(
-        self, prompt: Prompt, asked: _Asked, kind: OutputKind
-    ) -> contextlib.aclosing[AsyncGenerator[RequestOutput, None]]:
-        """Return the request's outputs; leaving the block aborts it."""
-        return contextlib.aclosing(self._run(prompt, asked, kind))
+        prompt: Prompt = {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text, "media": rendered.media}
+        async with contextlib.aclosing(self._run(prompt, asked, kind)) as outputs:
+            async for output in outputs:
+                yield output
 
     async def _final(self, prompt: Prompt, asked: _Asked) -> RequestOutput:
         """Return the finished output of a request."""
-        async with self._outputs(prompt, asked, OutputKind.FINAL_ONLY) as outputs:
+        async with contextlib.aclosing(self._run(prompt, asked, OutputKind.FINAL_ONLY)) as outputs:
             async for output in outputs:
                 return output
         raise AssertionError("a request ends with an output")
@@ -422,7 +411,7 @@ class AsyncLLM:
             arrival_time_s=running.engine.core.now(),
             priority=asked.priority,
             cache_salt=asked.cache_salt,
-            lora=await running.find_adapter(asked.lora_request) if asked.lora_request is not None else None,
+            lora=await running.text.find_adapter(asked.lora_request) if asked.lora_request is not None else None,
         )
         has_tokens = False
         async with contextlib.aclosing(running.stream(NewRequest(request, kind, text_of(prompt)))) as outputs:
@@ -468,11 +457,6 @@ class _Running:
         self.text = AsyncText(engine.input_processor)
         self._ids: set[str] = set()  # of requests that have a reader
         self._listener = _Mailboxes(loop)
-
-    async def find_adapter(self, given: LoRARequest) -> Adapter:
-        """Return the adapter that a caller names, after checking its files on a thread. Raises RequestError."""
-        known = self.inputs.remembered_adapter(given)
-        return known if known is not None else await asyncio.to_thread(self.inputs.find_adapter, given)
 
     async def call(self, run: Callable[[LLMEngine], T]) -> T:
         """Run a command between two steps. Raises its errors, and the engine's."""

@@ -9,7 +9,6 @@ from typing import Protocol, Self
 
 from pagoda.base.clock import SystemClock
 from pagoda.base.errors import RequestError, WorkerDied, fresh
-from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import RequestOutput
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
@@ -233,11 +232,6 @@ class AsyncEngine:
         return await self._client.reset_prefix_cache(preempt_running)
 
     # ---- LoRA adapters
-
-    async def find_adapter(self, given: LoRARequest) -> Adapter:
-        """Return the adapter that a caller names, after checking its files on a thread. Raises RequestError."""
-        known = self.input_processor.remembered_adapter(given)
-        return known if known is not None else await asyncio.to_thread(self.input_processor.find_adapter, given)
 
     async def load_adapter(self, lora: Adapter) -> None:
         """Load an adapter, so that the first request that uses it need not wait.

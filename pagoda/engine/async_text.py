@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pagoda.base.allocator import return_freed_memory
 from pagoda.base.errors import RequestError, UsageError
+from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.request_limits import RequestLimits
@@ -124,6 +125,11 @@ class AsyncText:
             cache_salt=cache_salt,
             lora=lora,
         )
+
+    async def find_adapter(self, given: LoRARequest) -> Adapter:
+        """Return the adapter that a caller names, after checking its files on a thread. Raises RequestError."""
+        known = self._inputs.remembered_adapter(given)
+        return known if known is not None else await asyncio.to_thread(self._inputs.find_adapter, given)
 
     async def plan_scores(
         self,

@@ -108,7 +108,7 @@ class ServedAdapters:
             self._free(self._by_name.pop(name).lora)
 
     async def _load(self, module: LoRAModule) -> None:
-        lora = await self._llm.find_adapter(LoRARequest(module.name, 1, module.path))
+        lora = await self._llm.text.find_adapter(LoRARequest(module.name, 1, module.path))
         await self._llm.load_adapter(lora)
         before = self._by_name.get(module.name)
         self._by_name[module.name] = ServedAdapter(lora, module.parent or self._model_names[0])

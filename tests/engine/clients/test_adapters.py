@@ -64,10 +64,10 @@ def test_requests_and_adapters_outlive_a_killed_engine(tmp_path: Path) -> None:
 
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         with pytest.raises(RequestError, match="does not name as a target"):
-            await llm.find_adapter(LoRARequest("bad", 1, str(tmp_path / "bad")))
+            await llm.text.find_adapter(LoRARequest("bad", 1, str(tmp_path / "bad")))
         with pytest.raises(RequestError, match="its files have changed"):
             await llm.load_adapter(LoraRef("a", str(tmp_path / "a"), "00"))
-        loras = {name: await llm.find_adapter(LoRARequest(name, 1, str(tmp_path / name))) for name in "ab"}
+        loras = {name: await llm.text.find_adapter(LoRARequest(name, 1, str(tmp_path / name))) for name in "ab"}
         await llm.load_adapter(loras["a"])
         undisturbed = {name: await collect(llm, f"first {name}", loras.get(name), 250) for name in ("a", "b", "")}
         assert len({str(tokens) for tokens in undisturbed.values()}) == 3
