@@ -1,31 +1,33 @@
 #!/usr/bin/env python3
-"""Draws results/throughput.jsonl, lines of `compare.py --json`, as bars: results/throughput.svg.
+"""Draws the measurements in results/ as results/throughput.svg, the README's picture.
 
-usage: draw.py [RESULTS.jsonl] [PICTURE.svg]
+usage: draw.py [RESULTS_FOLDER] [PICTURE.svg]
 
-One group per workload, one bar per engine: its output tokens per second as a multiple of those of the first engine
-that is not pagoda: workloads of very different speeds then share one scale. A bar's whisker spans its runs.
+Three parts, each from the JSON lines of one script; a part without a file is left out:
+  throughput.jsonl  compare.py --json: one group per workload, one bar per engine, as a multiple of the output tokens
+                    per second of the first engine that is not pagoda. A bar's whisker spans its runs.
+  gguf_speed.jsonl  gguf_speed.py --json: pagoda's tokens per second as a multiple of llama.cpp's, for each file
+  load_times.jsonl  load_times.py --json: seconds from the command to the first token
 """
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 
 RESULTS = Path(__file__).parent / "results"
+MEASURES = {"decode": "one stream", "prefill": "prompt of 512", "streams": "16 streams"}
 
 
-def main() -> None:
-    source = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "throughput.jsonl"
-    target = Path(sys.argv[2]) if len(sys.argv) > 2 else RESULTS / "throughput.svg"
-    comparisons = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
+def draw_throughput(axes: Axes, comparisons: list[dict[str, Any]]) -> None:
     names = list(dict.fromkeys(row["engine"] for one in comparisons for row in one["engines"]))
-    matplotlib.rcParams["svg.hashsalt"] = "pagoda"  # the same figures give the same file
-    figure, axes = plt.subplots(figsize=(1.6 + 1.5 * len(comparisons), 3.6), layout="constrained")
     at = 0.0
     middles: list[float] = []
     for one in comparisons:
@@ -44,9 +46,63 @@ def main() -> None:
     axes.axhline(1.0, color="black", linewidth=0.6, linestyle=":")
     axes.set_xticks(middles, [one["workload"].replace(", ", "\n") for one in comparisons])
     axes.set_ylabel("speed relative to the first peer")
-    axes.set_title(f"output tokens/s, {comparisons[0]['date']}, {comparisons[0]['machine']}", fontsize=8)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=f"C{index}") for index in range(len(names))]
+    axes.set_title(f"output tokens/s\n{comparisons[0]['date']}, {comparisons[0]['machine']}", fontsize=8)
+    handles = [Rectangle((0, 0), 1, 1, color=f"C{index}") for index in range(len(names))]
     axes.legend(handles, names, fontsize=6, loc="upper left")
+
+
+def draw_gguf(axes: Axes, files: list[dict[str, Any]]) -> None:
+    for number, (measure, label) in enumerate(MEASURES.items()):
+        places = [file + number * 0.28 for file in range(len(files))]
+        axes.bar(places, [row[measure] for row in files], 0.26, label=label)
+        for place, row in zip(places, files, strict=True):
+            axes.text(place, row[measure], f"{row[f'{measure} pagoda']:.0f}", ha="center", va="bottom", fontsize=6)
+    axes.axhline(1.0, color="black", linewidth=0.6, linestyle=":")
+    axes.set_xticks([file + 0.28 for file in range(len(files))], [row["file"] for row in files], fontsize=7)
+    axes.set_ylabel("speed relative to llama.cpp")
+    axes.set_title(f"GGUF files, tokens/s\n{files[0]['date']}, {files[0]['machine']}", fontsize=8)
+    axes.margins(y=0.3)
+    axes.legend(fontsize=6, loc="upper left")
+
+
+def draw_load_times(axes: Axes, models: list[dict[str, Any]]) -> None:
+    for place, row in enumerate(models):
+        torch_s, first_s = row["import_torch_s"], row["first_token_s"]
+        axes.bar(place, torch_s, 0.38, color="C7")
+        axes.bar(place, first_s - torch_s, 0.38, bottom=torch_s, color="C0")
+        axes.text(place, first_s, f"{first_s:.1f}", ha="center", va="bottom", fontsize=6)
+        if peer_s := row.get("llama_server_first_token_s"):
+            axes.bar(place + 0.4, peer_s, 0.38, color="C1")
+            axes.text(place + 0.4, peer_s, f"{peer_s:.1f}", ha="center", va="bottom", fontsize=6)
+    axes.set_xticks([place + 0.2 for place in range(len(models))], [row["model"] for row in models], fontsize=7)
+    axes.set_ylabel("seconds to the first token")
+    axes.set_title(f"start, files in the page cache\n{models[0]['date']}, {models[0]['machine']}", fontsize=8)
+    handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in ("C7", "C0", "C1")]
+    axes.margins(y=0.3)
+    axes.legend(handles, ["import torch", "pagoda", "llama-server"], fontsize=6, loc="upper left")
+
+
+PARTS = {"throughput": draw_throughput, "gguf_speed": draw_gguf, "load_times": draw_load_times}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+    target = Path(sys.argv[2]) if len(sys.argv) > 2 else folder / "throughput.svg"
+    lines = {
+        name: (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        for name in PARTS
+        if (folder / f"{name}.jsonl").exists()
+    }
+    rows = {name: [json.loads(line) for line in text if line.strip()] for name, text in lines.items()}
+    matplotlib.rcParams["svg.hashsalt"] = "pagoda"  # the same figures give the same file
+    widths = [
+        1.6 + 1.5 * len(found) if name == "throughput" else 1.4 + 1.1 * len(found) for name, found in rows.items()
+    ]
+    figure, axes = plt.subplots(
+        1, len(rows), figsize=(sum(widths), 3.6), width_ratios=widths, layout="constrained", squeeze=False
+    )
+    for place, (name, found) in zip(axes[0], rows.items(), strict=True):
+        PARTS[name](place, found)
     figure.savefig(target, metadata={"Date": None})
 
 
