@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long a model takes from the command to its first token, next to `import torch` of the same round.
 
-usage: load_times.py [NAME=MODEL ...] [--rounds 5] [--peer LLAMA_SERVER] [--json]
+usage: load_times.py [NAME=MODEL ...] [--rounds 5] [--backed GIB] [--peer LLAMA_SERVER] [--json]
 
 MODEL: anything that --model takes; without one, the default model. Each round runs `import torch` and then every
 model once, in a process of its own: from `pagoda generate "Say hi" --model MODEL --max-tokens 1` to the first byte of
@@ -9,6 +9,10 @@ its answer. Model files are read once before, so they are in the page cache. Aft
 to read how much anonymous memory it takes while it loads and when it has answered. With --peer, llama-server loads the
 same files: from its start until it is ready, and until it has answered with one token. Make files of a size with
 make_random_gguf.py; the first run on a machine compiles the kernels and is not counted.
+
+In a virtual machine, memory that no program has used for a while may have to come from the host at its first use,
+which can take 30 times as long as without one. With --backed, a process writes so much memory and frees it
+before each start.
 """
 
 import argparse
@@ -78,6 +82,11 @@ def anonymous_mib(model: str) -> tuple[float, float]:
     return most / 1024, last / 1024
 
 
+def take_memory(gib: float) -> None:
+    """Write that much memory in a process, which then frees it."""
+    subprocess.run([sys.executable, "-c", f"b'1' * {round(gib * 2**30)}"], check=True)
+
+
 def read_files(model: str) -> None:
     """Bring a model's files into the page cache."""
     path = Path(model)
@@ -92,6 +101,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="NAME=MODEL", default=["default=smollm2-135m"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--backed", type=float, default=0.0, metavar="GIB", help="memory to take and free before a start"
+    )
     parser.add_argument("--peer", metavar="LLAMA_SERVER", help="the program to compare with, for .gguf files")
     parser.add_argument("--json", action="store_true", help="one JSON line for each model")
     given = parser.parse_args()
@@ -106,6 +118,7 @@ def main() -> None:
     for number in range(given.rounds):
         torch_s.append(import_torch_s())
         for name, model in models.items():
+            take_memory(given.backed)
             own[name].append(first_token_s(model))
             if given.peer and model.endswith(".gguf"):
                 with LlamaServer(given.peer, model) as server:
@@ -135,7 +148,9 @@ def main() -> None:
             ready, answered = (statistics.median(one) for one in zip(*peer[name], strict=True))
             row |= {"llama_server_ready_s": round(ready, 2), "llama_server_first_token_s": round(answered, 2)}
         if given.json:
-            print(json.dumps({**row, "machine": machine(), "date": time.strftime("%Y-%m-%d")}))
+            print(
+                json.dumps({**row, "backed_gib": given.backed, "machine": machine(), "date": time.strftime("%Y-%m-%d")})
+            )
         else:
             print("  ".join(f"{key} {value}" for key, value in row.items()))
 

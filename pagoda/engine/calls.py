@@ -286,18 +286,19 @@ class _Transcribing:
         if of_sound:
             self._thread.abort(of_sound)
 
+    def submit(self) -> None:
+        """Queue the new requests, until none is left. Raises the engine's error."""
+        while self._new:
+            new, self._new = self._new, []
+            for request_id, error in self._thread.call(self._thread.adding(self._answers, new)).items():
+                if not isinstance(error, RequestError | CapacityError):
+                    raise error
+                if request_id in self.asked:
+                    self._fail(self.asked[request_id][0], error)
+            self._start_waiting()
+
     def step(self) -> None:
-        """Queue the new requests, wait for some of all answers, and advance their jobs. Raises the engine's error."""
-        new, self._new = self._new, []
-        refused = self._thread.call(self._thread.adding(self._answers, new)) if new else {}
-        for request_id, error in refused.items():
-            if not isinstance(error, RequestError | CapacityError):
-                raise error
-            if request_id in self.asked:
-                self._fail(self.asked[request_id][0], error)
-        self._start_waiting()
-        if not self.asked or self._new:
-            return
+        """Wait for some of all answers, and advance their jobs. All must be submitted. Raises the engine's error."""
         outputs = self._answers.mail.get()
         if isinstance(outputs, PagodaError):
             raise fresh(outputs)
@@ -348,6 +349,8 @@ def transcribe_all(
                         continue
                     bar.total += round(open_sounds[index].sound.duration_s)
                     work.start(index, open_sounds[index].job())
+                    work.submit()  # so that the engine computes while the next file is read
+                work.submit()
                 if work.asked:
                     work.step()
                 for index, error in _popped(work.ended):
