@@ -355,7 +355,6 @@ def _drain(state: SchedulerState, plan: StepPlan) -> None:
     state.kv.drain_into(plan)
     state.outbox.drain_into(plan)
     state.encoder.drain_into(plan)
-    plan.num_common_prefix_blocks = state.kv.num_common_prefix_blocks(state.batch.running.rows)
 
 
 def _row_init(state: SchedulerState, row: int, kind: AdmitKind, num_computed: int) -> RowInit:

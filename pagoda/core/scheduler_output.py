@@ -175,7 +175,6 @@ class SchedulerOutput:
     encoder_freed: content hashes of encoder outputs to drop; one of them may run again in this very step.
     encoder_inputs: items of `encoder_runs` whose outputs are to be computed, each content once, with their features,
         which travel nowhere else.
-    num_common_prefix_blocks: per KV group, leading full blocks that all running rows share; 0 for a row alone.
     """
 
     step: int
@@ -198,7 +197,6 @@ class SchedulerOutput:
     encoder_runs: tuple[EncoderRun, ...] = ()
     encoder_freed: tuple[str, ...] = ()
     encoder_inputs: tuple[MediaItem, ...] = ()
-    num_common_prefix_blocks: tuple[int, ...] = ()
     preempted_ids: tuple[str, ...] = ()
     finished_ids: tuple[str, ...] = ()  # ended since the last SchedulerOutput, aborts included; sent once
 

@@ -74,7 +74,6 @@ class StepPlan:
     finished_ids: tuple[str, ...] = ()
     encoder_freed: tuple[str, ...] = ()
     encoder_inputs: tuple[MediaItem, ...] = ()
-    num_common_prefix_blocks: tuple[int, ...] = ()
 
     def __init__(self, step: int, budget: int, encoder_budget: int, now_s: float) -> None:
         self.step = step
@@ -188,7 +187,6 @@ class StepPlan:
             encoder_runs=self.runs,
             encoder_inputs=self.encoder_inputs,
             encoder_freed=self.encoder_freed,
-            num_common_prefix_blocks=self.num_common_prefix_blocks,
             preempted_ids=self.preempted_ids,
             finished_ids=self.finished_ids,
         )

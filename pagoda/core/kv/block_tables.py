@@ -52,9 +52,6 @@ class BlockTables:
         self._sizing = sizing
         self._block_size = sizing.block_size
         self._shared_tails: set[int] = set()  # rows whose next write may be into a block that others reference
-        self._common_changed = True  # a table changed in a way that may shorten the prefix common to all rows
-        self._common_rows: np.ndarray | None = None
-        self._common: tuple[int, ...] = ()
         self._changed: list[_TableChange] = []
         self._swap_out: list[np.ndarray] = []
         self._swap_in: list[np.ndarray] = []
@@ -71,24 +68,6 @@ class BlockTables:
             entries[row, : self.num_used(row, group)].copy()
             for group, entries in zip(self.groups, self.entries, strict=True)
         )
-
-    def num_common_prefix_blocks(self, rows: np.ndarray) -> tuple[int, ...]:
-        """Per KV group: leading full blocks that all of `rows` share. Kept until `rows` or a shared block changes."""
-        if rows is not self._common_rows or self._common_changed:
-            self._common_rows, self._common_changed = rows, False
-            full = int(self._table.num_computed[rows].min()) // self._block_size if len(rows) > 1 else 0
-            self._common = tuple(self._num_common(group, rows, full) if full else 0 for group in self.groups)
-        return self._common
-
-    def _num_common(self, group: KVGroup, rows: np.ndarray, most: int) -> int:
-        """Leading blocks, `most` at most, that all of `rows` (two at least) hold: those with one reference per row."""
-        entries = self.entries[group.index]
-        first = entries[rows[0], : min(self.num_used(int(rows[0]), group), most)]
-        shared_by_all = (self.pool.ref_count[first] == len(rows)) & (first != 0)
-        if not len(first) or not shared_by_all[0]:
-            return 0
-        count = len(first) if shared_by_all.all() else int(np.argmin(shared_by_all))
-        return int((entries[rows, :count] == first[:count]).all(axis=0).sum())
 
     def most_blocks_to_extend(self, rows: np.ndarray, ends: np.ndarray) -> int:
         """Most free blocks that `extend_rows` needs, copies included, ignoring what windows would free."""
@@ -205,7 +184,6 @@ class BlockTables:
                 self.pool.free(entries[entries != 0][::-1])
                 entries[:] = 0
                 released[row] = last
-                self._common_changed = True
 
     # Rows that share blocks
 
@@ -274,7 +252,6 @@ class BlockTables:
         self.pool.free(np.array([source], np.int32))
         self.copies.append((row, source, target))
         self._note_entries(np.array([row], np.int32), group, np.array([index], np.int32), np.array([target], np.int32))
-        self._common_changed = True
 
     def free_row(self, row: int) -> None:
         """Free every block of the row, tail first."""
@@ -283,7 +260,6 @@ class BlockTables:
             self.pool.free(blocks[blocks != 0][::-1])
         self.num_blocks[row] = self.num_cross_blocks[row] = 0
         self._shared_tails.discard(row)
-        self._common_changed = True  # a row may stay, and get other blocks
 
     # The step being planned
 

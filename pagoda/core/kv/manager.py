@@ -76,10 +76,6 @@ class KVCacheManager:
                 blocks.update(entries[entries != 0].tolist())
         return [len(blocks) for blocks in held]
 
-    def num_common_prefix_blocks(self, rows: np.ndarray) -> tuple[int, ...]:
-        """Per KV group: leading full blocks that all of `rows` share. Kept until `rows` or a shared block changes."""
-        return self._tables.num_common_prefix_blocks(rows)
-
     # A request enters
 
     def hash_prompt(self, request: RequestState) -> None:
