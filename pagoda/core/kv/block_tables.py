@@ -85,7 +85,7 @@ class BlockTables:
     def fill_row(self, row: int, prefix: CachedPrefix, end: int, encoder_len: int) -> None:
         """Give an empty row its first blocks: those of `prefix`, then new ones for tokens up to `end`."""
         for group in self.growing:
-            blocks = np.array(prefix.blocks[group.index], np.int32)
+            blocks = prefix.blocks[group.index].copy()
             passed = min(group.num_passed_blocks(prefix.num_tokens), len(blocks))
             blocks[:passed] = 0
             self.entries[group.index][row, : len(blocks)] = blocks

@@ -118,7 +118,7 @@ class KVCacheManager:
         entries = [entries for row in rows for entries in self.tables_of(row)]
         blocks, counts = np.unique(np.concatenate(entries or [NO_BLOCKS]), return_counts=True)
         alone = blocks[(self._pool.ref_count[blocks] == counts) & (blocks != 0)]
-        return len(np.setdiff1d(alone, [block for group in prefix.blocks for block in group]))
+        return len(np.setdiff1d(alone, np.concatenate(prefix.blocks or (NO_BLOCKS,))))
 
     def _blocks_of_followers(self, request: RequestState) -> int:
         lengths = [len(sequence.token_ids) for sequence in request.followers]
@@ -136,9 +136,9 @@ class KVCacheManager:
                 continue
             blocks = prefix.blocks[group.index]
             passed = group.num_passed_blocks(prefix.num_tokens)
-            cached = [block for block in blocks[passed:] if block]
             own = max(blocks_for(num_tokens, self.block_size) - len(blocks), 0)
-            own += int(np.count_nonzero(self._pool.ref_count[cached] == 0)) if cached else 0
+            cached = blocks[passed:]
+            own += int(np.count_nonzero((self._pool.ref_count[cached] == 0) & (cached != 0)))
             need += min(own, group.max_held) if capped and group.max_held else own
         return need
 

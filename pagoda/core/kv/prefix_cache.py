@@ -11,11 +11,12 @@ import secrets
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.core.kv.block_pool import BlockPool
+from pagoda.core.kv.block_pool import NO_BLOCKS, BlockPool
 from pagoda.core.kv.sizing import KVSizing
 from pagoda.core.request import LoraRef, MediaItem, Sequence
 from pagoda.core.request_table import RequestTable
@@ -105,12 +106,12 @@ class HashChain:
         return twin
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class CachedPrefix:
-    """Tokens of a sequence that the prefix cache has, and their `blocks` (per KV group; 0: out of the window)."""
+    """Tokens of a sequence that the prefix cache has.   blocks: theirs, int32 per KV group; 0: out of the window."""
 
     num_tokens: int
-    blocks: tuple[list[int], ...]
+    blocks: tuple[np.ndarray, ...]
 
 
 class PrefixCache:
@@ -138,7 +139,7 @@ class PrefixCache:
         self.enabled = enabled
         self.seed = seed.to_bytes(16, "little", signed=True) if seed is not None else secrets.token_bytes(16)
         self.num_cached = np.zeros(table.max_rows, np.int32)
-        self.nothing = CachedPrefix(0, tuple([] for _ in sizing.groups))
+        self.nothing = CachedPrefix(0, (NO_BLOCKS,) * len(sizing.groups))
         self._table = table
         self._entries = entries
         self._pool = pool
@@ -191,15 +192,8 @@ class PrefixCache:
         return [block for one in hashes if one in table for block in (table[one], *twins.get(one, ()))]
 
     def longest_cached_prefix(self, group: int, hashes: Iterable[bytes]) -> list[int]:
-        """Return the cached blocks of `hashes` up to the first miss."""
-        table = self._blocks[group]
-        found: list[int] = []
-        for block_hash in hashes:
-            block = table.get(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        """Return the cached blocks of `hashes` up to the first miss. None of them is 0, the null block."""
+        return list(takewhile(bool, map(self._blocks[group].get, hashes)))  # type: ignore[arg-type]
 
     def last_cached_run(self, group: int, hashes: list[bytes], length: int) -> list[int]:
         """Return what a window group can use: blocks up to the end of the last run of `length` hits, 0 before the run.
@@ -264,7 +258,8 @@ class PrefixCache:
             for group in self._windows:
                 found[group.index] = self.last_cached_run(group.index, hashes, group.num_hit_blocks)
                 hashes = hashes[: len(found[group.index])]
-        return CachedPrefix(len(hashes) * self._sizing.block_size, tuple(blocks[: len(hashes)] for blocks in found))
+        blocks = tuple(np.array(blocks[: len(hashes)], np.int32) for blocks in found)
+        return CachedPrefix(len(hashes) * self._sizing.block_size, blocks)
 
     def cache_blocks(self, row: int, num_computed: int) -> None:
         """Insert the row's blocks that are full of known tokens once `num_computed` are computed."""
