@@ -55,9 +55,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # A worker that is done takes tests from the end of another's: not some of these, which share a wheel that takes
-    # long to build.
-    items.sort(key=lambda item: item.path.name != "test_wheel.py")
     if config.getoption("--device") == "cpu":
         return
     import torch

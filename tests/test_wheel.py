@@ -37,6 +37,9 @@ IMAGE = "/opt/pagoda"
 needs_tools = pytest.mark.skipif(
     not (TOOLS / "auditwheel").exists(), reason=f"no {TOOLS}; install it with: make .venv-wheel/.installed"
 )
+builds_a_wheel = pytest.mark.slow
+"""Both cores compile for two minutes. What an editable install, the containers and the choice of a variant need is
+tested without."""
 
 
 def dockerfile() -> list[tuple[str, str]]:
@@ -107,6 +110,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_tools
+@builds_a_wheel
 def test_the_wheel_is_for_every_python_and_for_old_systems(installed: Path) -> None:
     (wheel,) = (installed / "dist").iterdir()
     found = re.fullmatch(r"pagoda_llm-[\d.]+-py3-none-manylinux_2_(\d+)_x86_64\.whl", wheel.name)
@@ -118,6 +122,7 @@ def test_the_wheel_is_for_every_python_and_for_old_systems(installed: Path) -> N
 
 
 @needs_tools
+@builds_a_wheel
 def test_installed_kernels_have_no_instruction_beyond_their_set(installed: Path) -> None:
     libraries = sorted(installed.glob("lib/python3*/site-packages/pagoda/kernels/native/prebuilt/*.so"))
     assert len(libraries) == len({runnable(cpu_flags())[0].name, "avx2"})
@@ -126,6 +131,7 @@ def test_installed_kernels_have_no_instruction_beyond_their_set(installed: Path)
 
 
 @needs_tools
+@builds_a_wheel
 def test_an_installed_server_answers_without_a_compiler(installed: Path, tmp_path: Path) -> None:
     """As the image starts it: entry point, command and health check of the Dockerfile, SIGTERM at the end."""
     cached_model("smollm2-135m")
