@@ -20,9 +20,10 @@ PYTHON = Path(f"{sys.prefix}-clients") / "bin" / "python"
 SCRIPT = Path(__file__).parent / "client_scripts" / "evaluate_tasks.py"
 
 
-pytestmark = pytest.mark.skipif(
-    not PYTHON.exists(), reason=f"no {PYTHON}; install it with: make .venv-clients/.installed"
-)
+pytestmark = [
+    pytest.mark.slow,  # test_real_model.py, test_replay.py and test_routes.py ask for what it asks for
+    pytest.mark.skipif(not PYTHON.exists(), reason=f"no {PYTHON}; install it with: make .venv-clients/.installed"),
+]
 
 
 def log_probability(server: LiveServer, context: str, text: str) -> float:
