@@ -1,4 +1,7 @@
-"""Real weights answer what transformers answers, which reads the same GGUF with its own code."""
+"""Real weights answer what transformers answers, which reads the same GGUF with its own code.
+
+Of SmolLM2, tests/parity shows it quickly, through the whole engine.
+"""
 
 import pytest
 import torch
@@ -60,6 +63,7 @@ def disagreements(files: ModelFiles, texts: list[str], num_tokens: int, chunk: i
     return wrong
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_smollm2_answers_as_transformers_does(on: DeviceUnderTest):
     assert disagreements(cached_model("smollm2-135m"), TEXTS[:4], 24, chunk=5, on=on) == []

@@ -5,7 +5,6 @@ import contextlib
 import json
 import os
 import random
-import signal
 import socket
 import struct
 import subprocess
@@ -203,29 +202,6 @@ def test_keys_authenticate_and_separate_clients(keyed_server: LiveServer) -> Non
     assert cached("one") == 0
     assert cached("one") > 0
     assert cached("two") == 0, "a tenant sees another's prefix"
-
-
-def test_sigterm_drains(tmp_path: Path) -> None:
-    async def main(server: LiveServer) -> tuple[tuple[int, list[str]], int]:
-        async with aiohttp.ClientSession(server.url) as session:
-            began = asyncio.Event()
-            running = asyncio.create_task(stream(session, 1, 1500, began=began))
-            await began.wait()
-            late_session = aiohttp.ClientSession(server.url)
-            async with late_session.get("/health") as response:  # a connection that is kept
-                assert response.status == 200
-            server.process.send_signal(signal.SIGTERM)
-            await asyncio.to_thread(server.wait_draining)
-            late = (await stream(late_session, 2, 5))[0]
-            await late_session.close()
-            server.steps.release()
-            return await running, late
-
-    with serving(tmp_path, *FLAGS, stepped=True) as server, server.steps.held_after(5):
-        (status, texts), late = asyncio.run(asyncio.wait_for(main(server), 60))
-        assert (status, late) == (200, 503)
-        assert texts[0]
-        assert server.process.wait(15) == 0
 
 
 def wait_until_gone(pid: int) -> None:
