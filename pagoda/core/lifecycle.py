@@ -181,8 +181,7 @@ def finish_sequence(
     if sequence.row >= 0:
         _free_row(state, sequence)
     state.kv.remove_sequence(sequence)
-    is_done = not request.unfinished
-    if is_done:
+    if not request.unfinished:
         _remove(state, request, status)
     return Finish(
         request.request_id,
@@ -190,7 +189,6 @@ def finish_sequence(
         sequence.index,
         status,
         stop_reason,
-        is_done,
         message,
         request.num_preemptions,
         request.num_draft_tokens,

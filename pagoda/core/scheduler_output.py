@@ -131,7 +131,7 @@ class EncoderRun:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """One sequence of a request ended. The last one's Finish has `request_done`.
+    """One sequence of a request ended.
 
     stop_reason: the stop token id that ended it, None for eos.   message: for IGNORED and ERROR, for users.
     num_preemptions: of its request, so far.   num_draft_tokens, num_accepted_tokens: of its request, drafts that were
@@ -143,7 +143,6 @@ class Finish:
     sequence: int
     status: RequestStatus
     stop_reason: int | None = None
-    request_done: bool = True
     message: str | None = None
     num_preemptions: int = 0
     num_draft_tokens: int = 0

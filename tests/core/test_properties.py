@@ -229,11 +229,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         numbers = data.draw(st.lists(st.integers(1, self.count + 1), min_size=1, max_size=2))
-        ended = {
-            key[0]
-            for key, received in self.traffic.received.items()
-            if received.finish and received.finish.request_done
-        }
+        ended = self.traffic.ended_ids()
         ids = [f"r{number}" for number in numbers]
         self.traffic.abort([request_id for request_id in ids if request_id not in ended])
 

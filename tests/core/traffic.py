@@ -338,8 +338,6 @@ class Traffic:
             received.finish = finish
             if finish.message is None:
                 assert received.tokens == received.truth, f"{key} ended early: {finish}"
-        for key in ends:
-            self._check_request_done(key[0])
 
     def _receive_pooled(self, outputs: EngineCoreOutputs) -> None:
         """A request to pool ends with its vector, and with nothing else unless it has an error."""
@@ -356,10 +354,10 @@ class Traffic:
                 has_vector = finish.handle in outputs.pooled
                 assert has_vector == (finish.status is RequestStatus.FINISHED_STOPPED), finish
 
-    def _check_request_done(self, request_id: str) -> None:
-        sequences = [received for (owner, _), received in self.received.items() if owner == request_id]
-        ended = [received.finish for received in sequences if received.finish is not None]
-        assert sum(finish.request_done for finish in ended) == (len(ended) == len(sequences))
+    def ended_ids(self) -> set[str]:
+        """Requests of which every sequence has ended."""
+        ongoing = {request_id for (request_id, _), received in self.received.items() if received.finish is None}
+        return {request_id for request_id, _ in self.received} - ongoing
 
     def _check_step(self, output: SchedulerOutput, queue: list[str]) -> None:
         config = self.setting.scheduler
@@ -445,12 +443,7 @@ class Traffic:
             assert (self.scheduler.num_free_blocks, "free") == (twin["free_blocks"], "free")
             assert self.scheduler.num_free_host_blocks == twin["free_host_blocks"]
         assert len(set(everywhere)) == len(everywhere), "a request is in one queue"
-        ended = {
-            key[0]
-            for key, received in self.received.items()
-            if received.finish is not None and received.finish.request_done
-        }
-        assert not set(everywhere) & (self.aborted | ended)
+        assert not set(everywhere) & (self.aborted | self.ended_ids())
         assert 0 <= self.scheduler.num_free_blocks <= self.setting.num_blocks
 
 

@@ -119,7 +119,8 @@ class Journal:
         if outputs.prompt_logprobs:
             outputs = dataclasses.replace(outputs, prompt_logprobs=self._record_prompt_rows(outputs.prompt_logprobs))
         if outputs.finishes:
-            outputs = dataclasses.replace(outputs, finishes=tuple(map(self._record_finish, outputs.finishes)))
+            for finish in outputs.finishes:
+                self.end_sequence(finish.request_id, finish.sequence)
         return outputs
 
     def _record_prompt_rows(self, received: Mapping[int, LogprobColumns]) -> dict[int, LogprobColumns]:
@@ -213,17 +214,11 @@ class Journal:
         request_id = self._by_handle[handle].request.request_id
         return dataclasses.replace(finish, request_id=request_id, handle=handle, sequence=sequence)
 
-    def _record_finish(self, finish: Finish) -> Finish:
-        """End the sequence, and set `request_done`: the engine sees replayed sequences as separate requests."""
-        self.end_sequence(finish.request_id, finish.sequence)
-        return dataclasses.replace(finish, request_done=finish.request_id not in self._entries)
-
 
 def error_outputs(
     entry: JournalEntry, message: str, status: RequestStatus = RequestStatus.FINISHED_ERROR
 ) -> EngineCoreOutputs:
     """Return outputs that finish every unfinished sequence of a request with an error and no token."""
-    live = sorted(entry.live)
     request = entry.request
     return EngineCoreOutputs(
         handles=np.empty(0, np.int64),
@@ -231,7 +226,7 @@ def error_outputs(
         counts=np.empty(0, np.int32),
         token_ids=np.empty(0, np.int32),
         finishes=tuple(
-            Finish(request.request_id, request.handle, sequence, status, None, sequence == live[-1], message)
-            for sequence in live
+            Finish(request.request_id, request.handle, sequence, status, message=message)
+            for sequence in sorted(entry.live)
         ),
     )

@@ -49,9 +49,7 @@ def test_sequences_are_replayed_as_separate_requests_and_mapped_back() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1, n=3))
     journal.record(outputs((1, 0, [5]), (1, 1, [6]), (1, 2, [7])))
-    journal.record(
-        outputs((1, 1, [9]), finishes=(Finish("a", 1, 1, RequestStatus.FINISHED_STOPPED, request_done=False),))
-    )
+    journal.record(outputs((1, 1, [9]), finishes=(Finish("a", 1, 1, RequestStatus.FINISHED_STOPPED),)))
     first, last = journal.replay(entry)
     assert (first.request_id, first.seed, first.prior_output) == (Journal.part_id("a", 0), 40, ((5,),))
     assert (last.request_id, last.seed, last.prior_output) == (Journal.part_id("a", 2), 42, ((7,),))
@@ -72,10 +70,7 @@ def test_sequences_are_replayed_as_separate_requests_and_mapped_back() -> None:
     )
     assert told.handles.tolist() == [1, 1]
     assert told.sequences.tolist() == [2, 0]
-    assert [(f.request_id, f.handle, f.sequence, f.request_done) for f in told.finishes] == [
-        ("a", 1, 2, False),
-        ("a", 1, 0, True),
-    ]
+    assert [(f.request_id, f.handle, f.sequence) for f in told.finishes] == [("a", 1, 2), ("a", 1, 0)]
     assert len(journal) == 0
 
 
@@ -100,7 +95,7 @@ def test_an_error_ends_every_live_sequence_once() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1, n=2))
     finishes = error_outputs(entry, "no").finishes
-    assert [(f.sequence, f.request_done, f.message) for f in finishes] == [(0, False, "no"), (1, True, "no")]
+    assert [(f.sequence, f.message) for f in finishes] == [(0, "no"), (1, "no")]
 
 
 def columns(*tokens: int) -> LogprobColumns:

@@ -101,7 +101,7 @@ class Server:
             sequences=np.arange(count, dtype=np.int32),
             counts=np.ones(count, np.int32),
             token_ids=np.ones(count, np.int32),
-            finishes=tuple(Finish(name, handle, sequence, done, request_done=False) for sequence in range(count)),
+            finishes=tuple(Finish(name, handle, sequence, done) for sequence in range(count)),
         )
         self.journal.record(outputs if ends else dataclasses.replace(outputs, finishes=()))
         if ends:
