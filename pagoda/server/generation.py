@@ -26,7 +26,7 @@ from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt, size_of
-from pagoda.engine.outputs.merged import PROMPTS_PER_TURN, merged
+from pagoda.engine.outputs.mailbox import PROMPTS_PER_TURN, merged
 from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.admission import Admission, Place

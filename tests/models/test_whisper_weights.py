@@ -15,8 +15,7 @@ from transformers.models.whisper.tokenization_whisper import LANGUAGES
 from pagoda import LLM
 from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
-from pagoda.engine.transcription.log_mel import log_mel
-from pagoda.engine.transcription.sound import read_sound
+from pagoda.engine.transcription.sound import log_mel, read_sound
 from pagoda.loading.ctranslate2 import CTranslate2File, token_settings
 from tests.cached_models import cached_model
 

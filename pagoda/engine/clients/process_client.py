@@ -2,7 +2,7 @@
 
 It sends requests to the process, and records every token in the Journal before a client gets it. When the process ends
 or hangs, the Supervisor starts another one, and this replays the running requests, those that may have killed it one at
-a time (suspects.py). If no engine can be started any more, every caller gets WorkerDied.
+a time (Suspects). If no engine can be started any more, every caller gets WorkerDied.
 """
 
 import asyncio
@@ -17,9 +17,8 @@ from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
 from pagoda.engine.clients.adapter_calls import AdapterCalls
-from pagoda.engine.clients.journal import Journal, JournalEntry, error_outputs
+from pagoda.engine.clients.journal import Journal, JournalEntry, Suspects, error_outputs
 from pagoda.engine.clients.supervisor import Supervisor
-from pagoda.engine.clients.suspects import Suspects
 from pagoda.engine.flight_recorder import FlightRecord
 
 logger = logging.getLogger("pagoda.engine")

@@ -2,8 +2,7 @@
 
 what goes in    chat_values.py: messages and tools, checked, in the form that templates expect; generic_tools.py:
                 tools as text, for a template that does not support them
-rendering       chat_template.py: ChatTemplate renders, and refuses what the template would silently drop;
-                environment.py: its sandbox, with the functions that templates of Hugging Face expect
+rendering       chat_template.py: ChatTemplate renders in its sandbox, and refuses what the template would silently drop
 special tokens  special_marks.py: a mark that callers cannot guess replaces each special token that the template
                 writes, and callers' text cannot become one, whatever the template cuts or joins
 

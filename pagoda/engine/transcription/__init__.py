@@ -1,7 +1,6 @@
 """Transcription: from a sound file to what a speech model reads, and from its tokens to text with times.
 
-sound.py     decode a file from memory, within bounds
-log_mel.py   the spectrogram of a sound
+sound.py     decode a file from memory, within bounds; the spectrogram of a sound
 transcriber.py  a sound and a caller's options: pieces of it, each of which is transcribed window by window in piece.py,
                 with the prompts and rules of whisper_tokens.py; it asks, and whoever runs the engine answers
 words.py     when each word is said

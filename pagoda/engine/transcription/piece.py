@@ -16,7 +16,7 @@ from pagoda.base.pooling import Alignment, PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import MediaItem
 from pagoda.engine.inputs.prompt_encoder import EncodedPrompt
-from pagoda.engine.transcription.log_mel import FRAMES_PER_S, WINDOW_FRAMES
+from pagoda.engine.transcription.sound import FRAMES_PER_S, WINDOW_FRAMES
 from pagoda.engine.transcription.whisper_tokens import FRAMES_PER_STEP, STEP_S, Task, WhisperTokens
 from pagoda.engine.transcription.words import UNSPACED, row_starts, split_words, time_words
 

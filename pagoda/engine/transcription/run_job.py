@@ -7,7 +7,7 @@ from typing import Protocol
 
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
-from pagoda.engine.outputs.merged import merged
+from pagoda.engine.outputs.mailbox import merged
 from pagoda.engine.transcription.piece import Job, Question
 
 

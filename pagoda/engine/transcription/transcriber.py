@@ -13,9 +13,16 @@ from pagoda.base.outputs import TranscriptionOutput, TranscriptionSegment
 from pagoda.base.param_values import read_flag, read_integer, read_number
 from pagoda.base.registry import nearest
 from pagoda.engine.inputs.input_processor import InputProcessor
-from pagoda.engine.transcription.log_mel import FRAMES_PER_S, HOP, WINDOW_S, log_mel
 from pagoda.engine.transcription.piece import Decoding, Job, Piece, detect_language
-from pagoda.engine.transcription.sound import HELD_PER_SAMPLE, SAMPLING_RATE, Sound
+from pagoda.engine.transcription.sound import (
+    FRAMES_PER_S,
+    HELD_PER_SAMPLE,
+    HOP,
+    SAMPLING_RATE,
+    WINDOW_S,
+    Sound,
+    log_mel,
+)
 from pagoda.engine.transcription.whisper_tokens import LANGUAGES, WhisperTokens
 
 _DEFAULT = Decoding()

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
-from pagoda.engine.clients.journal import Journal, JournalEntry
-from pagoda.engine.clients.suspects import MAX_DEATHS, Suspects
+from pagoda.engine.clients.journal import MAX_DEATHS, Journal, JournalEntry, Suspects
 from pagoda.engine.flight_recorder import FlightRecord, FlightRecorder, request_key
 
 NEVER = 99

@@ -18,10 +18,9 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.grammars.json_schema import rewrite_schema
-from pagoda.engine.grammars.llguidance_backend import compile_grammar
+from pagoda.engine.grammars.llguidance_backend import GrammarVocabulary, compile_grammar
 from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.grammars.tool_grammar import CALL_FORMATS, Tool
-from pagoda.engine.grammars.vocabulary import GrammarVocabulary
 from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
 
 Rng = random.Random

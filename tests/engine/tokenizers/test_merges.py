@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from pagoda.engine.tokenizers.merges import merges_of
+from pagoda.engine.tokenizers.gguf_tokenizer import merges_of
 
 
 def one_by_one(tokens: list[str], ranks: np.ndarray) -> list[tuple[str, str]]:

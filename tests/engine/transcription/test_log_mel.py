@@ -3,7 +3,7 @@ import pytest
 from transformers import WhisperFeatureExtractor
 
 from pagoda.base.errors import RequestError
-from pagoda.engine.transcription.log_mel import log_mel
+from pagoda.engine.transcription.sound import log_mel
 from tests.engine.transcription.sounds import tone
 
 

@@ -6,9 +6,8 @@ import torch
 
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import CompletionOutput, TranscriptionWord
-from pagoda.engine.transcription.log_mel import log_mel
 from pagoda.engine.transcription.piece import Question, compression_ratio
-from pagoda.engine.transcription.sound import SAMPLING_RATE, Sound
+from pagoda.engine.transcription.sound import SAMPLING_RATE, Sound, log_mel
 from pagoda.engine.transcription.transcriber import Transcriber, Transcription, TranscriptionOptions, quiet_spans
 from pagoda.engine.transcription.words import split_words, time_words
 from tests.engine.transcription.speech_model import (
