@@ -264,9 +264,9 @@ class OutputSequence:
     def append(self, new: list[int], end: Finish | None, logprobs: LogprobColumns | None, first_row: int) -> bool:
         """Add tokens, and finish if `end` is given. Return True if a stop string ended the sequence before the core."""
         ended_by_token = end is not None and end.status is RequestStatus.FINISHED_STOPPED
+        unseen = 1 if ended_by_token and not self._include_stop else 0
         kept, stopped_by = len(new), None
         if self._detokenizer is not None and not self._late:
-            unseen = 1 if ended_by_token and not self._include_stop else 0
             kept = self._detokenizer.append(new[: len(new) - unseen]) + unseen
             stopped_by = self._detokenizer.stopped_by
             if stopped_by is not None:
@@ -280,22 +280,20 @@ class OutputSequence:
             self.finish_reason, self.stop_reason = "stop", stopped_by
             return end is None
         if end is not None:
-            if self._late and self._detokenizer is not None:
-                unseen = 1 if ended_by_token and not self._include_stop else 0
-                self._detokenizer.append(self.token_ids[: len(self.token_ids) - unseen])
-            self._finish_text()
+            self._finish_text(unseen)
             self.finish_reason, self.stop_reason = end.status.finish_reason, end.stop_reason
         return False
 
     def end(self, status: RequestStatus) -> None:
         """Finish without new tokens."""
-        if self._late and self._detokenizer is not None:
-            self._detokenizer.append(self.token_ids)
         self._finish_text()
         self.finish_reason = status.finish_reason
 
-    def _finish_text(self) -> None:
+    def _finish_text(self, num_unseen: int = 0) -> None:
+        """num_unseen: tokens at the end that are not part of the text."""
         if self._detokenizer is not None:
+            if self._late:
+                self._detokenizer.append(self.token_ids[: len(self.token_ids) - num_unseen])
             self._detokenizer.finish()
 
     def whole(self) -> CompletionOutput:
