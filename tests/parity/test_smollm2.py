@@ -17,7 +17,7 @@ from tests.device_under_test import DeviceUnderTest
 from tests.engine.driver import Answers, drive, request
 from tests.parity.prompts import CHATS, TEXTS
 
-NUM_TOKENS = 64
+NUM_TOKENS = 32
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 Prompts = list[list[int]]
