@@ -137,8 +137,8 @@ class KVCacheManager:
             blocks = prefix.blocks[group.index]
             passed = group.num_passed_blocks(prefix.num_tokens)
             own = max(blocks_for(num_tokens, self.block_size) - len(blocks), 0)
-            cached = blocks[passed:]
-            own += int(np.count_nonzero((self._pool.ref_count[cached] == 0) & (cached != 0)))
+            if len(cached := blocks[passed:]):
+                own += int(np.count_nonzero((self._pool.ref_count[cached] == 0) & (cached != 0)))
             need += min(own, group.max_held) if capped and group.max_held else own
         return need
 
