@@ -82,11 +82,13 @@ def test_stages_on_two_nodes_give_the_tokens_of_one_process_until_a_node_dies(
     cluster.remove_node(nodes[1], allow_graceful=False)
 
 
-@pytest.mark.parametrize("is_actor", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "caller", ["here", pytest.param("task", marks=pytest.mark.slow), pytest.param("actor", marks=pytest.mark.slow)]
+)
 def test_an_engine_takes_the_placement_group_of_the_task_or_actor_that_makes_it(
-    cluster: Cluster, model: Path, is_actor: bool
+    cluster: Cluster, model: Path, caller: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no room for another one."""
+    """There is no room for another one. Quickly without a process for the caller: Ray's answer to it is replaced."""
 
     def two_ranks() -> list[str]:
         with LLM(str(model), tensor_parallel_size=2, distributed_executor_backend="ray", **SIZES) as llm:
@@ -103,11 +105,13 @@ def test_an_engine_takes_the_placement_group_of_the_task_or_actor_that_makes_it(
     group = placement_group([{"CPU": 1}] * 3, strategy="STRICT_PACK")
     strategy = PlacementGroupSchedulingStrategy(group, 0, placement_group_capture_child_tasks=True)
     options = {"num_cpus": 1, "scheduling_strategy": strategy}
-    if is_actor:
-        found = ray.remote(Caller).options(**options).remote().two_ranks.remote()
+    if caller == "here":
+        monkeypatch.setattr(ray.util, "get_current_placement_group", lambda: group)
+        assert two_ranks() == expected
+    elif caller == "actor":
+        assert ray.get(ray.remote(Caller).options(**options).remote().two_ranks.remote(), timeout=300) == expected
     else:
-        found = ray.remote(two_ranks).options(**options).remote()
-    assert ray.get(found, timeout=300) == expected
+        assert ray.get(ray.remote(two_ranks).options(**options).remote(), timeout=300) == expected
     remove_placement_group(group)
     cluster.remove_node(node)
 
@@ -133,6 +137,7 @@ def test_a_cluster_without_room_is_an_error_that_says_what_is_missing(
         LLM(str(model), tensor_parallel_size=2, distributed_executor_backend="ray", **SIZES)
 
 
+@pytest.mark.slow
 def test_a_server_goes_on_when_a_node_dies_and_another_has_room(cluster: Cluster, model: Path, tmp_path: Path) -> None:
     first = cluster.add_node(num_cpus=2)
 
