@@ -64,8 +64,12 @@ def test_batch_invariant_needs_blocks_that_the_native_kernels_can_hold(tmp_path:
     assert resolve_engine(EngineConfig.from_options(**options, block_size=24)).config.parallel.kernels == "auto"
 
 
+@pytest.mark.slow
 def test_an_engine_runs_on_triton(tmp_path: Path, make_triton_ops) -> None:
-    """On a GPU or in the interpreter, greedy and seeded tokens are those of the reference."""
+    """On a GPU or in the interpreter, greedy and seeded tokens are those of the reference.
+
+    Quickly: engines on a simulated GPU run on these kernels, and test_triton.py draws tokens as the reference does.
+    """
     folder = write_tiny_llama(tmp_path)
     requests = [
         request(0, [5, 6, 7, 8, 9], SamplingParams(temperature=0, max_tokens=3)),
