@@ -4,6 +4,7 @@ Fields of OpenAI's and vLLM's APIs that are known but not supported are declared
 neutral value, which is accepted. Any other value is rejected with an explanation.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -278,36 +279,18 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
         defaults: of fields that are not set; a beam search has none.
         """
         given: dict[str, Any] = {
+            **{name: getattr(self, name) for name in _SHARED},
             "n": self.num_outputs,
             "max_tokens": max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "seed": self.seed,
-            "min_tokens": self.min_tokens,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-            "bad_words": self.bad_words,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
             "logit_bias": None if self.logit_bias is None else _token_bias(self.logit_bias),
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "no_repeat_ngram_size": self.no_repeat_ngram_size,
+            "structured_outputs": _structure_of(self),
+            "beam_search": self._beam_search,
         }
         return SamplingParams.of_model(
             {"max_tokens": None, **({} if self.use_beam_search else defaults)},
             **{name: value for name, value in given.items() if value is not None},
-            ignore_eos=self.ignore_eos,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            skip_special_tokens=self.skip_special_tokens,
-            spaces_between_special_tokens=self.spaces_between_special_tokens,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-            structured_outputs=_structure_of(self),
-            beam_search=self._beam_search,
         )
 
     @property
@@ -316,6 +299,10 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
             return None
         penalty = 1.0 if self.length_penalty is None else self.length_penalty
         return BeamSearchOptions(penalty, "never" if self.early_stopping == "never" else bool(self.early_stopping))
+
+
+_SHARED = tuple(item.name for item in dataclasses.fields(SamplingParams) if item.name in SamplingBody.__struct_fields__)
+"""Fields that SamplingParams has under the same name."""
 
 
 def _token_bias(bias: dict[str, float]) -> dict[int, float]:
