@@ -48,7 +48,6 @@ from pagoda.engine.outputs.results import (
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.engine.transcription.piece import Question
-from pagoda.engine.transcription.run_job import run_job
 from pagoda.engine.transcription.sound import load_sound
 from pagoda.engine.transcription.transcriber import TranscriptionOptions
 
@@ -271,8 +270,7 @@ class AsyncLLM:
             )
             return running.stream(NewRequest(request, OutputKind.FINAL_ONLY))
 
-        jobs = run_job(begun.job(), running.text, ask, running.inputs.limits.max_num_seqs)
-        async with contextlib.aclosing(jobs) as outputs:
+        async with contextlib.aclosing(running.text.run_job(begun.job(), ask)) as outputs:
             async for _ in outputs:
                 pass
         return begun.output()

@@ -18,7 +18,6 @@ from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import PROMPT_LOGPROBS, OutputKind, OutputProcessor, PromptLogprobs
 from pagoda.engine.transcription.piece import Job, Question
-from pagoda.engine.transcription.run_job import run_job
 from pagoda.engine.wire import EngineStats
 
 logger = logging.getLogger("pagoda")
@@ -100,7 +99,7 @@ class AsyncEngine:
     def run_job(
         self, job: Job, new_id: Callable[[], str], cache_salt: str | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run a job of a transcription, as many of its requests at once as sequences run; see `run_job`.
+        """Run a job of a transcription, as many of its requests at once as sequences run; see AsyncText.run_job.
 
         new_id: returns the id for a request.   cache_salt: encoder outputs are shared with requests of the same salt
         only. Raises RequestError and WorkerDied.
@@ -112,7 +111,7 @@ class AsyncEngine:
             )
             return self.stream(request, OutputKind.FINAL_ONLY)
 
-        return run_job(job, self.text, ask, self.input_processor.limits.max_num_seqs)
+        return self.text.run_job(job, ask)
 
     async def stream(
         self, request: Request, kind: OutputKind = OutputKind.DELTA, prompt: str | None = None

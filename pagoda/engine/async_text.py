@@ -1,9 +1,10 @@
 """AsyncText: tokenise, render and decode for one event loop, without blocking it."""
 
 import asyncio
+import contextlib
 import copy
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -23,6 +24,7 @@ from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompt_encoder import EncodedPrompt
 from pagoda.engine.inputs.prompts import Prompt, size_of
 from pagoda.engine.inputs.scoring import PLAIN_PAIRS, PairOptions, Scoring
+from pagoda.engine.outputs.mailbox import merged
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.engine.transcription.piece import Job, Question
@@ -201,7 +203,7 @@ class AsyncText:
                 await hold(begun.num_bytes)
         return begun
 
-    async def advance(self, job: Job, answer: RequestOutput | None) -> "Question | list[Job] | None":
+    async def _advance(self, job: Job, answer: RequestOutput | None) -> "Question | list[Job] | None":
         """Send an answer to a job, on a thread; return its next question, or None at its end. Raises RequestError."""
 
         def advance() -> "Question | list[Job] | None":
@@ -211,6 +213,34 @@ class AsyncText:
                 return None
 
         return await self._run(advance)
+
+    async def run_job(
+        self, job: Job, ask: Callable[[Question], AsyncGenerator[RequestOutput, None]]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run a job of a transcription to its end, with all that it starts; yield the output of each of its requests.
+
+        As many of them run at once as the engine runs sequences.   ask: starts the request of a question, and yields
+        its output. Close the iterator to abort it. Raises RequestError, and what `ask` raises.
+        """
+        asked = await self._advance(job, None)
+        while asked is not None:
+            if isinstance(asked, list):
+                places = asyncio.Semaphore(self._inputs.limits.max_num_seqs)
+                jobs = [_when_there_is_room(places, self.run_job(one, ask)) for one in asked]
+                async with contextlib.aclosing(merged(jobs)) as outputs:
+                    async for output in outputs:
+                        yield output
+                asked = await self._advance(job, None)
+                continue
+            async with contextlib.aclosing(ask(asked)) as outputs:
+                async for output in outputs:
+                    if output.finished:
+                        if output.error is not None:
+                            raise RequestError(output.error, "file")
+                        if output.outputs[0].finish_reason == "abort":
+                            raise RequestError("the transcription was aborted")
+                        asked = await self._advance(job, output)
+                        yield output
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text. Raises RequestError if it is not valid Unicode."""
@@ -285,3 +315,11 @@ class AsyncText:
             if not 0 <= token_id < size:
                 raise RequestError(f"token {at} is {token_id}, out of vocabulary (0 .. {size - 1})", "tokens")
         return self.decode(token_ids)
+
+
+async def _when_there_is_room(
+    places: asyncio.Semaphore, outputs: AsyncGenerator[RequestOutput, None]
+) -> AsyncGenerator[RequestOutput, None]:
+    async with places, contextlib.aclosing(outputs):
+        async for output in outputs:
+            yield output

@@ -13,7 +13,6 @@ from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.async_text import AsyncText
 from pagoda.engine.transcription.piece import Question
-from pagoda.engine.transcription.run_job import run_job
 from pagoda.engine.transcription.sound import SAMPLING_RATE, Sound
 from pagoda.engine.transcription.transcriber import Transcriber, TranscriptionOptions
 from tests.engine.transcription.speech_model import END, FIRST, inputs_of
@@ -41,8 +40,10 @@ def finished(ids: list[int], reason: str = "stop") -> RequestOutput:
 
 @in_loop
 async def test_no_more_pieces_of_a_sound_run_at_once_than_may() -> None:
-    text = AsyncText(inputs_of())
-    transcription = Transcriber(inputs_of()).begin(silence(200), OPTIONS)
+    inputs = inputs_of()
+    inputs.limits.max_num_seqs = 3
+    text = AsyncText(inputs)
+    transcription = Transcriber(inputs).begin(silence(200), OPTIONS)
     running, most, full = 0, 0, asyncio.Event()
 
     async def ask(question: Question) -> AsyncGenerator[RequestOutput, None]:
@@ -56,7 +57,7 @@ async def test_no_more_pieces_of_a_sound_run_at_once_than_may() -> None:
         running -= 1
         yield finished(TEXT)
 
-    async for _ in run_job(transcription.job(), text, ask, 3):
+    async for _ in text.run_job(transcription.job(), ask):
         pass
     text.close()
     assert most == 3
@@ -77,7 +78,7 @@ async def test_segments_of_later_pieces_wait_until_those_before_are_final() -> N
         yield finished(TEXT)
 
     num_pieces = 0
-    async for _ in run_job(transcription.job(), text, ask, 8):
+    async for _ in text.run_job(transcription.job(), ask):
         num_pieces += 1
         if not may_end.is_set():
             assert transcription.segments
@@ -97,7 +98,7 @@ async def test_an_aborted_request_ends_the_transcription() -> None:
         yield finished([FIRST, 40], "abort")
 
     with pytest.raises(RequestError, match="was aborted"):
-        async for _ in run_job(transcription.job(), text, ask, 8):
+        async for _ in text.run_job(transcription.job(), ask):
             pass
     text.close()
 
