@@ -3,25 +3,34 @@
 It sends requests to the process, and records every token in the Journal before a client gets it. When the process ends
 or hangs, the Supervisor starts another one, and this replays the running requests, those that may have killed it one at
 a time (Suspects). If no engine can be started any more, every caller gets WorkerDied.
+
+Adapters that were loaded are loaded into the next engine as well, but not again if that dies before it replies:
+requests carry their adapter, and an engine reads one that it does not hold, so that this only saves a request the wait.
 """
 
 import asyncio
 import dataclasses
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from pagoda.base.config import EngineConfig
-from pagoda.base.errors import WorkerDied, fresh
+from pagoda.base.errors import RequestError, WorkerDied, fresh
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
-from pagoda.engine.clients.adapter_calls import AdapterCalls
 from pagoda.engine.clients.journal import Journal, JournalEntry, Suspects, error_outputs
 from pagoda.engine.clients.supervisor import Supervisor
 from pagoda.engine.flight_recorder import FlightRecord
 
 logger = logging.getLogger("pagoda.engine")
+
+_MAX_LOADS = 2  # of one call to load an adapter, in as many engines
+
+_Reply = wire.ResetReply | wire.AdapterReply | None
+"""None: the engine has died before it replied."""
 
 
 class ProcessClient:
@@ -39,9 +48,11 @@ class ProcessClient:
         self._codec = wire.Codec(wire.FromEngine)
         self._outputs: asyncio.Queue[EngineCoreOutputs | WorkerDied] = asyncio.Queue()
         self._suspects = Suspects(self._journal)
-        self._adapters = AdapterCalls(self._send)
-        self._resets: dict[int, asyncio.Future[bool]] = {}  # by call id, until their reply
-        self._reset_ids = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[_Reply]] = {}  # that calls wait for, by call id
+        self._call_ids = itertools.count(1)
+        self._loaded: dict[str, LoraRef] = {}  # adapters, by digest
+        self._num_unloads: Counter[str] = Counter()
+        self._takes_loads = asyncio.Event()
         self._stats = wire.EngineStats()
         self.on_step: Callable[[int], object] = lambda _: None
         """Called with the number of tokens of each step."""
@@ -90,18 +101,37 @@ class ProcessClient:
             raise fresh(self.died)
         if not self.is_up:
             return True
-        call_id = next(self._reset_ids)
-        reply = self._resets[call_id] = asyncio.get_running_loop().create_future()
-        self._send(wire.ResetPrefixCache(call_id, preempt_running))
-        return await reply
+        reply = await self._call(partial(wire.ResetPrefixCache, preempt_running=preempt_running))
+        return reply.succeeded if isinstance(reply, wire.ResetReply) else True
 
     async def load_adapter(self, lora: LoraRef) -> None:
-        if self.died is not None:
-            raise fresh(self.died)
-        await self._adapters.load(lora)
+        """Load an adapter; wait for an engine if there is none. If it dies meanwhile, try once more, in the next one.
+
+        Raises RequestError if it cannot be used, WorkerDied if two engines die meanwhile or none can be started.
+        """
+        num_unloads = self._num_unloads[lora.digest]
+        for _ in range(_MAX_LOADS):
+            while not self._takes_loads.is_set():
+                await self._takes_loads.wait()
+            if self.died is not None:
+                raise fresh(self.died)
+            if num_unloads < self._num_unloads[lora.digest]:  # it is not wanted any more
+                return
+            reply = await self._call(partial(wire.LoadAdapter, lora=lora))
+            if isinstance(reply, wire.AdapterReply):
+                if reply.error is not None:
+                    self._loaded.pop(lora.digest, None)
+                    raise RequestError(reply.error, "lora_request")
+                if num_unloads == self._num_unloads[lora.digest]:
+                    self._loaded[lora.digest] = lora
+                return
+        raise WorkerDied(f"engines died while they loaded the adapter {lora.name!r}")
 
     def unload_adapter(self, lora: LoraRef) -> None:
-        self._adapters.unload(lora)
+        """Unload an adapter, also after loads of it that have no reply yet."""
+        self._loaded.pop(lora.digest, None)
+        self._num_unloads[lora.digest] += 1
+        self._send(wire.UnloadAdapter(lora))
 
     def stats(self) -> wire.EngineStats:
         return self._stats
@@ -167,11 +197,8 @@ class ProcessClient:
                 if entry is not None:
                     self._end_entry(entry, text, status)
                 self._send_next()
-            case wire.ResetReply(call_id, succeeded):
-                if (reply := self._resets.pop(call_id, None)) is not None:
-                    _settle(reply, succeeded)
-            case wire.AdapterReply():
-                self._adapters.on_reply(message)
+            case wire.ResetReply() | wire.AdapterReply():
+                self._settle(message.call_id, message)
             case wire.Ready() | wire.StartFailed():
                 raise AssertionError(f"the supervisor's: {message}")
 
@@ -186,16 +213,16 @@ class ProcessClient:
             running_adapters=(),
             waiting_adapters=tuple(sorted({lora.name for lora in loras if lora is not None})),
         )
-        self._end_resets()
-        self._adapters.end()
+        self._takes_loads.clear()
+        self._end_calls()
 
     def on_death(self, flight: FlightRecord, killed_from_outside: bool) -> None:
         for entry in self._suspects.assign_blame(flight, killed_from_outside):
             self._outputs.put_nowait(error_outputs(entry, "this request crashed the engine process repeatedly"))
 
     def on_give_up(self, error: WorkerDied) -> None:
-        self._end_resets()
-        self._adapters.give_up(error)
+        self._end_calls()
+        self._takes_loads.set()  # those who wait for that see that it has died
         self._outputs.put_nowait(error)
 
     # ---- one engine
@@ -246,8 +273,17 @@ class ProcessClient:
         while self.is_up and (entries := self._suspects.next()):
             for entry in entries:
                 self._enter(entry)
-        if self.is_up and not self._suspects.is_probing:  # a load that kills an engine must not look like a suspect
-            self._adapters.begin()
+        # A load that kills an engine must not look like a suspect.
+        if self.is_up and not self._suspects.is_probing and not self._takes_loads.is_set():
+            self._takes_loads.set()
+            for lora in self._loaded.values():
+                self._call(partial(wire.LoadAdapter, lora=lora)).add_done_callback(partial(self._on_loaded_again, lora))
+
+    def _on_loaded_again(self, lora: LoraRef, done: "asyncio.Future[_Reply]") -> None:
+        reply = done.result()
+        has_failed = not isinstance(reply, wire.AdapterReply) or reply.error is not None
+        if has_failed and self._loaded.get(lora.digest) is lora:
+            del self._loaded[lora.digest]
 
     def _note_steps(self, step_tokens: tuple[int, ...], stats: wire.EngineStats | None) -> None:
         for count in step_tokens:
@@ -260,13 +296,18 @@ class ProcessClient:
         if self._supervisor.link is not None:
             self._supervisor.link.send(message)
 
-    def _end_resets(self) -> None:
-        """End the resets that wait for a reply: the cache has gone with the engine."""
-        for reply in self._resets.values():
-            _settle(reply, True)
-        self._resets.clear()
+    def _call(self, message: Callable[[int], wire.ToEngine]) -> "asyncio.Future[_Reply]":
+        """Send the message that `message` returns for a call id; return the reply to it."""
+        call_id = next(self._call_ids)
+        reply = self._replies[call_id] = asyncio.get_running_loop().create_future()
+        self._send(message(call_id))
+        return reply
 
+    def _settle(self, call_id: int, reply: _Reply) -> None:
+        done = self._replies.pop(call_id, None)
+        if done is not None and not done.done():  # the caller may have been cancelled
+            done.set_result(reply)
 
-def _settle(reply: "asyncio.Future[bool]", succeeded: bool) -> None:
-    if not reply.done():  # the caller may have been cancelled
-        reply.set_result(succeeded)
+    def _end_calls(self) -> None:
+        for call_id in list(self._replies):
+            self._settle(call_id, None)

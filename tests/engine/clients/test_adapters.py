@@ -19,7 +19,6 @@ from pagoda.core.request import LoraRef, Request
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.clients.adapter_calls import AdapterCalls
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.flight_recorder import FlightRecord
 from tests.engine.byte_llama import write_byte_llama
@@ -85,85 +84,118 @@ def test_requests_and_adapters_outlive_a_killed_engine(tmp_path: Path) -> None:
         assert {name: await task for name, task in running.items()} == undisturbed
         await loading
         assert client.num_deaths == 1
-        assert list(client._adapters._loaded) == [loras["b"].digest]
+        assert list(client._loaded) == [loras["b"].digest]
         assert await collect(llm, "last", loras["a"], 250) == undisturbed["a"]
 
     run(model, work)
 
 
-def test_an_adapter_that_kills_engines_is_not_loaded_again() -> None:
-    one, two, three = (LoraRef(name, f"/{name}", name) for name in ("one", "two", "three"))
+class Engines:
+    """A client whose engines are the test: it sees what they are sent, and says when they begin, reply and die."""
 
+    def __init__(self) -> None:
+        self.client = ProcessClient(EngineConfig.from_options(distributed_executor_backend="fake"), 60.0)
+        self.sent: list[object] = []
+        self._link: Any = SimpleNamespace(is_up=True, send=self.sent.append, send_bytes=self.sent.append)
+
+    def begin(self) -> None:
+        self.sent.clear()
+        self.client._supervisor.link = self._link
+        self.client._supervisor.process_number += 1
+        self.client.on_ready()
+
+    async def load(self, lora: LoraRef) -> "asyncio.Task[None]":
+        loading = asyncio.create_task(self.client.load_adapter(lora))
+        await asyncio.sleep(0)
+        return loading
+
+    async def reply(self, call_id: int, error: str | None = None) -> None:
+        self.client.on_message(wire.AdapterReply(call_id, error))
+        await asyncio.sleep(0)
+
+    async def die(self) -> None:
+        self.client._supervisor.link = None
+        self.client.on_lost()
+        self.client.on_death(FlightRecord(0, 0, np.empty(0, np.int64)), killed_from_outside=False)
+        await asyncio.sleep(0)
+
+
+ONE, TWO, THREE = (LoraRef(name, f"/{name}", name) for name in ("one", "two", "three"))
+
+
+def test_an_adapter_that_kills_engines_is_not_loaded_again() -> None:
     async def work() -> None:
-        sent: list[wire.ToEngine] = []
-        calls = AdapterCalls(sent.append)
-        waiting = asyncio.create_task(calls.load(one))
+        engines = Engines()
+        waiting = await engines.load(ONE)
+        assert not engines.sent
+        engines.begin()
         await asyncio.sleep(0)
-        assert not sent
-        calls.begin()
-        calls.on_reply(wire.AdapterReply(1, None))
+        await engines.reply(1)
         await waiting
-        refused = asyncio.create_task(calls.load(two))
-        await asyncio.sleep(0)
-        calls.on_reply(wire.AdapterReply(2, "no"))
+        refused = await engines.load(TWO)
+        await engines.reply(2, "no")
         with pytest.raises(RequestError, match="no"):
             await refused
-        died = asyncio.create_task(calls.load(three))
+        died = await engines.load(THREE)
+        await engines.die()
+        engines.begin()
         await asyncio.sleep(0)
-        calls.end()
-        sent.clear()
-        calls.begin()
-        assert sent == [wire.LoadAdapter(4, one), wire.LoadAdapter(5, three)]
-        calls.end()  # before it replied
+        assert engines.sent == [wire.LoadAdapter(4, ONE), wire.LoadAdapter(5, THREE)]
+        await engines.die()  # before it replied
         with pytest.raises(WorkerDied, match="engines died while they loaded the adapter 'three'"):
             await died
-        sent.clear()
-        calls.begin()
-        assert sent == []
-        calls.end()
-        last = asyncio.create_task(calls.load(one))
+        engines.begin()
         await asyncio.sleep(0)
-        calls.give_up(WorkerDied("no engine any more"))
-        with pytest.raises(WorkerDied, match="no engine any more"):
-            await last
+        assert engines.sent == []
+        await engines.die()
+        last = await engines.load(ONE)
+        engines.client._supervisor.died = WorkerDied("no engine any more")
+        engines.client.on_give_up(engines.client._supervisor.died)
+        for loading in (last, await engines.load(ONE)):
+            with pytest.raises(WorkerDied, match="no engine any more"):
+                await loading
+
+    asyncio.run(work())
+
+
+def test_an_adapter_that_is_refused_when_it_is_loaded_again_is_forgotten() -> None:
+    async def work() -> None:
+        engines = Engines()
+        engines.begin()
+        loading = await engines.load(ONE)
+        await engines.reply(1)
+        await loading
+        await engines.die()
+        engines.begin()
+        assert engines.sent == [wire.LoadAdapter(2, ONE)]
+        await engines.reply(2, "its files have changed")
+        await engines.die()
+        engines.begin()
+        assert engines.sent == []
 
     asyncio.run(work())
 
 
 def test_adapters_are_loaded_after_the_probes_of_suspects() -> None:
     """A load that kills engines must not make an innocent request look as if it had killed one alone."""
-    lora = LoraRef("one", "/one", "one")
 
     async def work() -> None:
-        sent: list[object] = []
-        client = ProcessClient(EngineConfig.from_options(distributed_executor_backend="fake"), 60.0)
-        link: Any = SimpleNamespace(is_up=True, send=sent.append, send_bytes=sent.append)
-
-        def begin(process_number: int) -> list[bool]:
-            sent.clear()
-            client._supervisor.link, client._supervisor.process_number = link, process_number
-            client.on_ready()
-            return [isinstance(message, wire.LoadAdapter) for message in sent]
-
-        def die() -> None:
-            client._supervisor.link = None
-            client.on_lost()
-            client.on_death(FlightRecord(0, 0, np.empty(0, np.int64)), killed_from_outside=False)
-
-        assert begin(1) == []
+        engines = Engines()
+        client, sent = engines.client, engines.sent
+        engines.begin()
+        assert sent == []
         client.add_request(Request("innocent", np.arange(4, dtype=np.int32), SamplingParams(), handle=1))
-        loading = asyncio.create_task(client.load_adapter(lora))
-        await asyncio.sleep(0)
-        die()
-        assert begin(2) == [False]
-        late = asyncio.create_task(client.load_adapter(lora))
-        await asyncio.sleep(0)
-        assert len(sent) == 1
+        loading = await engines.load(ONE)
+        await engines.die()
+        engines.begin()
+        late = await engines.load(ONE)
+        assert [isinstance(message, wire.LoadAdapter) for message in sent] == [False]
         one = np.ones(1, np.int32)
         two_tokens = EngineCoreOutputs(one.astype(np.int64), one * 0, one * 2, np.ones(2, np.int32))
         client.on_message(wire.StepOutputs(two_tokens, (2,), None))
+        await asyncio.sleep(0)
         assert [type(message) for message in sent[1:]] == [wire.LoadAdapter] * 2
-        die()
+        await engines.die()
         assert "innocent" in client._journal
         for task in (loading, late):
             task.cancel()
@@ -172,39 +204,31 @@ def test_adapters_are_loaded_after_the_probes_of_suspects() -> None:
 
 
 def test_an_unload_during_a_load_is_not_undone_by_the_late_reply() -> None:
-    one, two = (LoraRef(name, f"/{name}", name) for name in ("one", "two"))
-
     async def work() -> None:
-        sent: list[wire.ToEngine] = []
-        calls = AdapterCalls(sent.append)
-        early = asyncio.create_task(calls.load(two))  # waits for an engine
-        await asyncio.sleep(0)
-        calls.unload(two)
-        sent.clear()
-        calls.begin()
-        assert sent == [wire.LoadAdapter(1, two), wire.UnloadAdapter(two)]
-        late = asyncio.create_task(calls.load(one))
-        await asyncio.sleep(0)
-        calls.unload(one)
-        for call_id in (1, 2):
-            calls.on_reply(wire.AdapterReply(call_id, None))
-        await asyncio.gather(early, late)
-        calls.end()
-        sent.clear()
-        calls.begin()
-        assert sent == []
-        again = asyncio.create_task(calls.load(one))
-        await asyncio.sleep(0)
-        calls.on_reply(wire.AdapterReply(3, None))
+        engines = Engines()
+        early = await engines.load(TWO)  # waits for an engine
+        engines.client.unload_adapter(TWO)
+        engines.begin()
+        await early
+        assert engines.sent == []
+        late = await engines.load(ONE)
+        engines.client.unload_adapter(ONE)
+        assert engines.sent == [wire.LoadAdapter(1, ONE), wire.UnloadAdapter(ONE)]
+        await engines.reply(1)
+        await late
+        await engines.die()
+        engines.begin()
+        assert engines.sent == []
+        again = await engines.load(ONE)
+        await engines.reply(2)
         await again
-        calls.end()
-        sent.clear()
-        calls.begin()
-        calls.unload(one)  # while the next engine loads it again
-        calls.on_reply(wire.AdapterReply(4, None))
-        calls.end()
-        sent.clear()
-        calls.begin()
-        assert sent == []
+        await engines.die()
+        engines.begin()
+        engines.client.unload_adapter(ONE)  # while the next engine loads it again
+        assert engines.sent == [wire.LoadAdapter(3, ONE), wire.UnloadAdapter(ONE)]
+        await engines.reply(3)
+        await engines.die()
+        engines.begin()
+        assert engines.sent == []
 
     asyncio.run(work())
