@@ -1,6 +1,7 @@
 """The loop around scheduler and executor, on executors that compute nothing."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -61,6 +62,24 @@ def test_any_schedule_gives_each_request_its_own_tokens(settings: dict[str, obje
             assert answers.tokens[f"r{i}", sequence] == expected(text, 5 + 3 * i, 10 * i + sequence)
             assert answers.finishes[f"r{i}", sequence].status is RequestStatus.FINISHED_LENGTH_CAPPED
     assert not core.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_sequences_go_on_from_what_each_has_emitted(settings: dict[str, object]) -> None:
+    """As after the death of an engine: one had ended at a stop string, and one has no token yet."""
+    core = make_core(fake, **{**settings, "max_num_seqs": 3})  # type: ignore[arg-type]
+    (text,) = prompts(1)
+    whole = [expected(text, 12, 40 + sequence) for sequence in range(3)]
+    emitted = (tuple(whole[0][:7]), tuple(whole[1][:3]), ())
+    core.add_request(replace(request(0, text, SamplingParams(max_tokens=12, n=3), seed=40), prior_output=emitted))
+    core.finish_sequence("r0", 1)
+    answers = Answers()
+    while core.has_unfinished_requests():
+        for outputs in core.step().values():
+            answers.take(outputs, ["r0"])
+    assert answers.tokens == {("r0", 0): whole[0][7:], ("r0", 2): whole[2]}
+    assert answers.finishes.keys() == answers.tokens.keys()
+    core.shutdown()
 
 
 def test_sequences_end_by_stop_token_eos_and_from_outside() -> None:

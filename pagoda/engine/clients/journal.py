@@ -9,7 +9,7 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -32,7 +32,6 @@ class JournalEntry:
     is_suspect: whether it may have killed one. PROBATION_TOKENS tokens per sequence from one engine process clear it
         (the first shows that prefill works, the second that decode does).
     entered_process: number of the last engine process it was sent to, 0 if none.   num_since_entry: tokens from it.
-    aliases: handles of the request's parts in that process.
     num_prompt_rows: prompt log-probabilities sent so far.   num_rows_to_skip: those that a new engine sends again.
     """
 
@@ -44,21 +43,15 @@ class JournalEntry:
     num_since_entry: int = 0
     num_prompt_rows: int = 0
     num_rows_to_skip: int = 0
-    aliases: set[int] = field(default_factory=set)
     num_deaths: int = 0
 
 
 class Journal:
-    """Unfinished requests by id, in order of arrival. Owned by the client of the engine process.
-
-    When a request with n > 1 is replayed, each sequence becomes a separate request; aliases map its outputs back.
-    """
+    """Unfinished requests by id, in order of arrival. Owned by the client of the engine process."""
 
     def __init__(self) -> None:
         self._entries: dict[str, JournalEntry] = {}
         self._by_handle: dict[int, JournalEntry] = {}
-        self._alias: dict[int, tuple[int, int]] = {}  # alias handle -> (handle, sequence)
-        self._next_alias = -1  # clients' own handles are not negative
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -84,17 +77,13 @@ class Journal:
         entry = self._entries.pop(request_id, None)
         if entry is not None:
             self._by_handle.pop(entry.request.handle, None)
-            for alias in entry.aliases:
-                self._alias.pop(alias, None)
         return entry
 
     def get(self, request_id: str) -> JournalEntry | None:
         return self._entries.get(request_id)
 
     def by_handle(self, handle: int) -> JournalEntry | None:
-        """Return the entry with this handle, or with a part that has it in the current engine."""
-        own, _ = self._alias.get(handle, (handle, 0))
-        return self._by_handle.get(own)
+        return self._by_handle.get(handle)
 
     def end_sequence(self, request_id: str, sequence: int) -> None:
         """Record that a sequence has finished. Remove the request after its last one."""
@@ -105,12 +94,10 @@ class Journal:
                 self.close(request_id)
 
     def record(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
-        """Record one step's outputs, and return them with the clients' handles and sequence indices.
+        """Record one step's outputs, and return what of them is new to the client.
 
         Prompt log-probabilities of requests aborted meanwhile are dropped; the reader drops their tokens.
         """
-        if self._alias:
-            outputs = self._undo_aliases(outputs)
         at = 0
         flat = outputs.token_ids.tolist()
         for handle, sequence, count in zip(
@@ -125,9 +112,8 @@ class Journal:
             at += count
         if outputs.prompt_logprobs:
             outputs = dataclasses.replace(outputs, prompt_logprobs=self._record_prompt_rows(outputs.prompt_logprobs))
-        if outputs.finishes:
-            for finish in outputs.finishes:
-                self.end_sequence(finish.request_id, finish.sequence)
+        for finish in outputs.finishes:
+            self.end_sequence(finish.request_id, finish.sequence)
         return outputs
 
     def _record_prompt_rows(self, received: Mapping[int, LogprobColumns]) -> dict[int, LogprobColumns]:
@@ -144,82 +130,15 @@ class Journal:
                 fresh[handle] = LogprobColumns(columns.token_ids[skip:], columns.logprobs[skip:], columns.ranks[skip:])
         return fresh
 
-    def replay(self, entry: JournalEntry) -> list[Request]:
-        """Return requests that continue `entry` on a new engine: one, or one per unfinished sequence."""
-        request = entry.request
+    def replay(self, entry: JournalEntry) -> Request:
+        """Return the request that continues `entry` on a new engine.
+
+        Sequences that are not `live` must be ended there: not all ends can be seen from the tokens.
+        """
         entry.num_rows_to_skip = entry.num_prompt_rows
-        if request.num_seqs == 1:
-            return [dataclasses.replace(request, prior_output=(tuple(entry.tokens[0]),))]
         if not any(entry.tokens):
-            return [request]
-        assert request.sampling is not None
-        parts: list[Request] = []
-        for sequence in sorted(entry.live):
-            alias, self._next_alias = self._next_alias, self._next_alias - 1
-            self._alias[alias] = (request.handle, sequence)
-            entry.aliases.add(alias)
-            parts.append(
-                dataclasses.replace(
-                    request,
-                    request_id=self.part_id(request.request_id, sequence),
-                    sampling=dataclasses.replace(request.sampling, n=1),
-                    seed=request.seed + sequence,
-                    handle=alias,
-                    prior_output=(tuple(entry.tokens[sequence]),),
-                )
-            )
-        return parts
-
-    @staticmethod
-    def part_id(request_id: str, sequence: int) -> str:
-        """Return an engine id that cannot clash: ids of callers have no control characters."""
-        return f"{request_id}\x1f{sequence}"
-
-    def engine_ids(self, request_id: str) -> list[str]:
-        """Return the ids of this request in the current engine."""
-        entry = self._entries.get(request_id)
-        if entry is None or not entry.aliases:
-            return [request_id]
-        return [self.part_id(request_id, sequence) for sequence in range(entry.request.num_seqs)]
-
-    def engine_sequence(self, request_id: str, sequence: int) -> tuple[str, int]:
-        """Return the id and index of a sequence in the current engine."""
-        entry = self._entries.get(request_id)
-        if entry is None or not entry.aliases:
-            return request_id, sequence
-        return self.part_id(request_id, sequence), 0
-
-    def forget_aliases(self) -> None:
-        """Drop all aliases: they belong to an engine that has died."""
-        self._alias.clear()
-        for entry in self._entries.values():
-            entry.aliases.clear()
-
-    def _undo_aliases(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
-        handles, sequences = outputs.handles.copy(), outputs.sequences.copy()
-        for i in np.flatnonzero(handles < 0).tolist():
-            handles[i], sequences[i] = self._alias.get(int(handles[i]), (int(handles[i]), int(sequences[i])))
-        finishes = tuple(map(self._undo_finish_alias, outputs.finishes))
-        own = {k: self._alias[k][0] if k in self._alias else k for k in outputs.num_cached_tokens}
-        queue_s = {own[k]: v for k, v in outputs.queue_s.items()}
-        return dataclasses.replace(
-            outputs,
-            handles=handles,
-            sequences=sequences,
-            finishes=finishes,
-            num_cached_tokens={own[k]: v for k, v in outputs.num_cached_tokens.items()},
-            queue_s=queue_s,
-            # Parts are only made once tokens were emitted, so an earlier engine has sent the prompt's rows.
-            prompt_logprobs={k: v for k, v in outputs.prompt_logprobs.items() if k >= 0},
-        )
-
-    def _undo_finish_alias(self, finish: Finish) -> Finish:
-        known = self._alias.get(finish.handle)
-        if known is None:
-            return finish
-        handle, sequence = known
-        request_id = self._by_handle[handle].request.request_id
-        return dataclasses.replace(finish, request_id=request_id, handle=handle, sequence=sequence)
+            return entry.request
+        return dataclasses.replace(entry.request, prior_output=tuple(map(tuple, entry.tokens)))
 
 
 def error_outputs(
@@ -326,5 +245,5 @@ class Suspects:
         """Return the requests in the steps of a death: all that the engine was sent, if none of them is known."""
         sent = [entry for entry in self._journal if entry.entered_process == self._process_number]
         keys = set(flight.keys.tolist()) if flight.steps_begun else set()
-        found = [e for e in sent if any(request_key(i) in keys for i in self._journal.engine_ids(e.request.request_id))]
+        found = [entry for entry in sent if request_key(entry.request.request_id) in keys]
         return found or sent

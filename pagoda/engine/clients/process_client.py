@@ -76,17 +76,15 @@ class ProcessClient:
 
     def abort(self, request_ids: list[str]) -> None:
         known = [request_id for request_id in request_ids if request_id in self._journal]
-        gone = [i for request_id in known for i in self._journal.engine_ids(request_id)]
         for request_id in known:
             self._journal.close(request_id)
-        if gone:
-            self._send(wire.AbortRequests(tuple(gone)))
+        if known:
+            self._send(wire.AbortRequests(tuple(known)))
         self._send_next()
 
     def finish_sequence(self, request_id: str, sequence: int, status: RequestStatus) -> None:
-        engine_id, engine_sequence = self._journal.engine_sequence(request_id, sequence)
         self._journal.end_sequence(request_id, sequence)
-        self._send(wire.FinishSequence(engine_id, engine_sequence, status))
+        self._send(wire.FinishSequence(request_id, sequence, status))
         self._send_next()
 
     async def next_outputs(self) -> EngineCoreOutputs:
@@ -175,7 +173,6 @@ class ProcessClient:
 
     def on_ready(self) -> None:
         """Replay all running requests to an engine that has become ready, suspects one at a time."""
-        self._journal.forget_aliases()
         for entry in self._suspects.begin(self._supervisor.process_number):
             self._enter(entry)
         self._send_next()
@@ -232,26 +229,25 @@ class ProcessClient:
         is_new = entry.entered_process == 0
         self._suspects.sent(entry)
         try:
-            requests = [entry.request] if is_new else self._journal.replay(entry)
-            for frames in [self._codec.encode_request(request) for request in requests]:
-                if self._supervisor.link is not None:
-                    self._supervisor.link.send_bytes(*frames)
+            request = entry.request if is_new else self._journal.replay(entry)
+            frames = self._codec.encode_request(request)
+            if self._supervisor.link is not None:
+                self._supervisor.link.send_bytes(*frames)
         except (UnicodeEncodeError, OverflowError) as error:
             self._end_entry(entry, f"the request cannot be encoded: {error}", RequestStatus.FINISHED_IGNORED)
         except Exception as error:
             logger.exception("request %s could not be sent to the engine", entry.request.request_id)
             self._end_entry(entry, f"the request could not be sent to the engine: {type(error).__name__}: {error}")
+        else:
+            for sequence in set(range(request.num_seqs)) - entry.live:
+                self._send(wire.FinishSequence(request.request_id, sequence, RequestStatus.FINISHED_STOPPED))
 
     def _end_entry(
         self, entry: JournalEntry, message: str, status: RequestStatus = RequestStatus.FINISHED_ERROR
     ) -> None:
-        """Finish a request with an error, and abort the parts of it that were sent to the engine."""
-        request_id = entry.request.request_id
-        parts = self._journal.engine_ids(request_id) if entry.aliases else []
-        self._journal.close(request_id)
+        """Finish a request with an error that the engine does not have."""
+        self._journal.close(entry.request.request_id)
         self._outputs.put_nowait(error_outputs(entry, message, status))
-        if parts:
-            self._send(wire.AbortRequests(tuple(parts)))
 
     def _note_idle(self, num_handled: int) -> None:
         link = self._supervisor.link

@@ -29,8 +29,8 @@ def test_tokens_are_recorded_and_replayed_in_order() -> None:
     a, b = journal.open(request("a", 1)), journal.open(request("b", 2))
     journal.record(outputs((1, 0, [5]), (2, 0, [6, 7])))
     journal.record(outputs((1, 0, [8])))
-    assert [r.prior_output for r in journal.replay(a)] == [((5, 8),)]
-    assert [r.prior_output for r in journal.replay(b)] == [((6, 7),)]
+    assert journal.replay(a).prior_output == ((5, 8),)
+    assert journal.replay(b).prior_output == ((6, 7),)
     assert [e.request.request_id for e in journal] == ["a", "b"]
 
 
@@ -45,50 +45,34 @@ def test_two_tokens_of_each_sequence_clear_the_suspicion() -> None:
     assert (one.is_suspect, three.is_suspect) == (False, False)
 
 
-def test_sequences_are_replayed_as_separate_requests_and_mapped_back() -> None:
+def test_all_sequences_are_replayed_and_only_some_are_live() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1, n=3))
     journal.record(outputs((1, 0, [5]), (1, 1, [6]), (1, 2, [7])))
     journal.record(outputs((1, 1, [9]), finishes=(Finish("a", 1, 1, RequestStatus.FINISHED_STOPPED),)))
-    first, last = journal.replay(entry)
-    assert (first.request_id, first.seed, first.prior_output) == (Journal.part_id("a", 0), 40, ((5,),))
-    assert (last.request_id, last.seed, last.prior_output) == (Journal.part_id("a", 2), 42, ((7,),))
-    assert first.num_seqs == last.num_seqs == 1
-    assert journal.engine_sequence("a", 2) == (Journal.part_id("a", 2), 0)
-    assert set(journal.engine_ids("a")) >= {Journal.part_id("a", 0), Journal.part_id("a", 2)}
-
-    stop = RequestStatus.FINISHED_LENGTH_CAPPED
-    told = journal.record(
-        outputs(
-            (last.handle, 0, [11]),
-            (first.handle, 0, [10]),
-            finishes=(
-                Finish(Journal.part_id("a", 2), last.handle, 0, stop),
-                Finish(Journal.part_id("a", 0), first.handle, 0, stop),
-            ),
-        )
-    )
-    assert told.handles.tolist() == [1, 1]
-    assert told.sequences.tolist() == [2, 0]
-    assert [(f.request_id, f.handle, f.sequence) for f in told.finishes] == [("a", 1, 2), ("a", 1, 0)]
+    assert journal.replay(entry).prior_output == ((5,), (6, 9), (7,))
+    assert entry.live == {0, 2}
+    length = RequestStatus.FINISHED_LENGTH_CAPPED
+    journal.record(outputs((1, 2, [11]), finishes=(Finish("a", 1, 2, length),)))
+    assert entry.live == {0}
+    journal.end_sequence("a", 0)  # at a stop string
     assert len(journal) == 0
 
 
 def test_a_request_with_n_without_tokens_is_replayed_whole() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1, n=2))
-    assert journal.replay(entry) == [entry.request]
+    assert journal.replay(entry) is entry.request
 
 
-def test_aborted_requests_are_forgotten_with_their_aliases() -> None:
+def test_outputs_that_cross_an_abort_are_forgotten() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1, n=2))
     journal.record(outputs((1, 0, [5]), (1, 1, [6])))
-    parts = journal.replay(entry)
     journal.close("a")
-    journal.record(outputs((parts[0].handle, 0, [7])))  # crossed the abort
+    journal.record(outputs((1, 0, [7])))
     assert "a" not in journal
-    assert journal.engine_ids("a") == ["a"]
+    assert entry.tokens == [[5], [6]]
 
 
 def test_an_error_ends_every_live_sequence_once() -> None:
@@ -120,11 +104,12 @@ def test_prompt_logprobs_sent_before_a_death_are_not_sent_again() -> None:
     assert told(journal, 1, 10, 11, 12, 13) == []
 
 
-def test_parts_of_one_request_do_not_silence_the_prompt_of_another() -> None:
+def test_the_prompt_of_a_request_with_n_is_told_once_and_that_of_another_too() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1, n=2))
     journal.open(request("b", 2))
+    assert told(journal, 1, 1, 2) == [1, 2]
     journal.record(outputs((1, 0, [5]), (1, 1, [6])))
-    parts = journal.replay(entry)
-    assert told(journal, parts[0].handle, 1, 2) == []
+    journal.replay(entry)
+    assert told(journal, 1, 1, 2) == []
     assert told(journal, 2, 7, 8) == [7, 8]

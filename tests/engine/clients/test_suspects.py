@@ -43,7 +43,6 @@ class Server:
         self.num_steps = 0
         self.last_batch: list[str] = []
         self._num_processes += 1
-        self.journal.forget_aliases()
         for entry in self.suspects.begin(self._num_processes):
             self._enter(entry)
         self._send_next()
