@@ -198,7 +198,7 @@ def test_native_products_of_codes(case: str, folders: Callable[[str], Folders]) 
     assert (ours - rounded).norm() < 0.05 * rounded.norm()
 
 
-@pytest.mark.parametrize("case", ["awq", "gptq of version 2, qwen3"])
+@pytest.mark.parametrize("case", ["awq", pytest.param("gptq of version 2, qwen3", marks=pytest.mark.slow)])
 def test_triton_products_of_codes_are_those_of_the_values(
     case: str, folders: Callable[[str], Folders], without_triton: Callable[[str], NoReturn]
 ) -> None:
