@@ -174,7 +174,7 @@ def tiny_reference(model: Path, mode: str) -> Trace:
 @pytest.mark.parametrize("mode", SAMPLED_MODES)
 def test_a_sample_of_schedules(llama: Path, mode: str) -> None:
     expected = tiny_reference(llama, mode)
-    counts = check(llama, tiny_watched(), expected, MODES[mode], range(6, 16), VOCAB)
+    counts = check(llama, tiny_watched(), expected, MODES[mode], range(6, 12), VOCAB)
     missing = {"chunks", "swapped", "preempted", "prefix hits", "forks", "threads 1", "threads 2"} - set(+counts)
     assert not missing, counts
 
@@ -214,7 +214,7 @@ def test_steps_launched_ahead_change_no_bits(
 
     expected = tiny_reference(llama, "bf16")
     monkeypatch.setattr("pagoda.worker.loaded_model.select_device", lagging)
-    counts = check(llama, tiny_watched(), expected, {**MODES["bf16"]}, range(6, 16), VOCAB, ahead=True)
+    counts = check(llama, tiny_watched(), expected, {**MODES["bf16"]}, range(6, 12), VOCAB, ahead=True)
     missing = {"chunks", "swapped", "preempted", "forks"} - set(+counts)
     assert not missing, counts
     assert sum(device.most_behind for device in late) > len(late)
@@ -242,18 +242,18 @@ def test_schedules_of_other_poolings(llama: Path, kind: str) -> None:
     watched = [each if i % 4 == 3 else asked[i] for i, each in enumerate(tiny_watched())]
     expected = alone(llama, watched, {"max_model_len": MAX_MODEL_LEN, "num_blocks": 100, **options})
     assert len(set(expected.pooled.values())) >= (15 if kind == "mean" else 8)  # prompts may begin alike
-    counts = check(llama, watched, expected, options, range(700, 710), VOCAB)
+    counts = check(llama, watched, expected, options, range(700, 706), VOCAB)
     missing = {"chunks", "swapped", "preempted"} - set(+counts)
     assert not missing, counts
 
 
 def test_windows_and_several_groups(mixed: Path) -> None:
     expected = reference(mixed, tiny_watched(), {"dtype": "bfloat16", "num_blocks": 300})
-    check(mixed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(100, 106), VOCAB, num_groups=3)
+    check(mixed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(100, 104), VOCAB, num_groups=3)
 
 
 @pytest.mark.parametrize(
-    ("name", "seeds", "num_groups"), [("deepseek-v3", range(11, 16), 1), ("gemma4-shared", range(11, 16), 3)]
+    ("name", "seeds", "num_groups"), [("deepseek-v3", range(11, 15), 1), ("gemma4-shared", range(11, 15), 3)]
 )
 def test_other_ways_to_attend(
     name: str, seeds: range, num_groups: int, tmp_path: Path, on_the_device: DeviceUnderTest
@@ -278,7 +278,7 @@ def test_checkpoints_of_4_bits(llama: Path, packing: Packing, tmp_path: Path) ->
     packed = tmp_path / "packed"
     write_packed(llama, packing, packed, tmp_path / "values")
     expected = reference(packed, tiny_watched(), {"dtype": "bfloat16"})
-    counts = check(packed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(900, 905), VOCAB)
+    counts = check(packed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(900, 903), VOCAB)
     assert not {"chunks", "preempted", "prefix hits"} - set(+counts), counts
     counts = check(packed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(905, 907), VOCAB, draft_model=packed)
     assert counts["accepted"] > 0  # two schedules: it may be all of them
@@ -289,7 +289,7 @@ def test_a_sample_of_schedules_with_drafts(llama: Path, mode: str) -> None:
     """Every method, in all kinds of schedules: the bits are those without drafts."""
     expected = tiny_reference(llama, mode)
     first = 500 + 10 * list(MODES).index(mode)
-    counts = check(llama, tiny_watched(), expected, MODES[mode], range(first, first + 5), VOCAB, draft_model=llama)
+    counts = check(llama, tiny_watched(), expected, MODES[mode], range(first, first + 4), VOCAB, draft_model=llama)
     assert 0 < counts["accepted"] < counts["drafted"]
 
 
@@ -352,7 +352,7 @@ def test_adapters(llama: Path, adapters: tuple[LoraRef, ...], mode: str) -> None
     expected = adapted_reference(llama, adapters, mode)
     assert len({tuple(expected.tokens[1000 + 10 * i]) for i in range(len(adapters) + 1)}) == len(adapters) + 1
     first = 600 + 10 * list(MODES).index(mode)
-    counts = check(llama, watched, expected, options, range(first, first + 6), VOCAB, adapters=adapters)
+    counts = check(llama, watched, expected, options, range(first, first + 4), VOCAB, adapters=adapters)
     missing = {"chunks", "preempted", "prefix hits", "forks"} - set(+counts)
     assert not missing, counts
 
@@ -360,7 +360,7 @@ def test_adapters(llama: Path, adapters: tuple[LoraRef, ...], mode: str) -> None
 def test_adapters_with_drafts(llama: Path, adapters: tuple[LoraRef, ...]) -> None:
     options, watched = {**MODES["bf16"], **LORA}, adapted(tiny_watched(), adapters)
     expected = adapted_reference(llama, adapters, "bf16")
-    counts = check(llama, watched, expected, options, range(640, 644), VOCAB, draft_model=llama, adapters=adapters)
+    counts = check(llama, watched, expected, options, range(640, 643), VOCAB, draft_model=llama, adapters=adapters)
     assert 0 < counts["accepted"] < counts["drafted"]
 
 
@@ -378,7 +378,7 @@ def test_steps_padded_for_graphs_change_no_bits(
     expected = adapted_reference(llama, adapters, "bf16")
     recalls = recall_steps(monkeypatch)
     first, draft_model = (660, llama) if has_drafts else (650, None)
-    seeds = range(first, first + (3 if has_drafts else 6))
+    seeds = range(first, first + (2 if has_drafts else 4))
     check(llama, watched, expected, options, seeds, VOCAB, draft_model=draft_model, adapters=adapters, ahead=True)
     assert recalls.replays > 20
 
@@ -418,7 +418,7 @@ def test_prompt_embeddings(llama: Path, mode: str) -> None:
     """Embeddings next to tokens, in chunks, computed again after preemption, and found in the prefix cache."""
     options, watched = {**MODES[mode], **EMBEDS}, embedded(tiny_watched(), 192)
     expected = reference(llama, watched, options)
-    counts = check(llama, watched, expected, options, range(800, 808), VOCAB)
+    counts = check(llama, watched, expected, options, range(800, 805), VOCAB)
     missing = {"chunks", "swapped", "preempted", "prefix hits", "forks"} - set(+counts)
     assert not missing, counts
 
@@ -427,7 +427,7 @@ def test_prompt_embeddings_with_adapters_and_drafts(llama: Path, adapters: list[
     options = {**MODES["bf16"], **LORA, **EMBEDS}
     watched = embedded(adapted(tiny_watched(), adapters), 192)
     expected = reference(llama, watched, options)
-    counts = check(llama, watched, expected, options, range(850, 856), VOCAB, draft_model=llama, adapters=adapters)
+    counts = check(llama, watched, expected, options, range(850, 854), VOCAB, draft_model=llama, adapters=adapters)
     assert 0 < counts["accepted"] < counts["drafted"]
 
 
@@ -447,7 +447,7 @@ def test_a_hundred_schedules_of_prompt_embeddings(llama: Path, mixed: Path, mode
 @pytest.mark.parametrize("mode", SAMPLED_MODES)
 def test_experts(experts: Path, mode: str) -> None:
     expected = tiny_reference(experts, mode)
-    check(experts, tiny_watched(), expected, MODES[mode], range(300, 304), VOCAB)
+    check(experts, tiny_watched(), expected, MODES[mode], range(300, 303), VOCAB)
 
 
 @pytest.mark.slow
