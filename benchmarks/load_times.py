@@ -11,8 +11,8 @@ same files: from its start until it is ready, and until it has answered with one
 make_random_gguf.py; the first run on a machine compiles the kernels and is not counted.
 
 In a virtual machine, memory that no program has used for a while may have to come from the host at its first use,
-which can take 30 times as long as without one. With --backed, a process writes so much memory and frees it
-before each start.
+which can take 30 times as long as using it again. With --backed, a process writes and frees so much memory before each
+start.
 """
 
 import argparse
@@ -118,7 +118,8 @@ def main() -> None:
     for number in range(given.rounds):
         torch_s.append(import_torch_s())
         for name, model in models.items():
-            take_memory(given.backed)
+            if given.backed:
+                take_memory(given.backed)
             own[name].append(first_token_s(model))
             if given.peer and model.endswith(".gguf"):
                 with LlamaServer(given.peer, model) as server:

@@ -4,8 +4,8 @@
 
 MODEL: a folder with a CTranslate2 Whisper (model.bin, tokenizer.json), which both read. FILES: a WAV file, or a
 folder of them, each with what is said in a file of the same name that ends in .txt. Greedy on both sides, with
-timestamps, no fallback. Every round hears copies that begin with a few more samples of silence: pagoda keeps what it
-encoded by content, so a file heard before would not be encoded again.
+timestamps, no fallback. Every round gets copies of the files that begin with a few more samples of silence: pagoda
+caches encoder outputs by content, and would not encode the same bytes again.
 The peer runs in an environment of its own that has `faster_whisper`, on as many of its workers as there are threads
 where several files are at once (it batches within a file only); its best type counts.
 Each engine and type is a process of its own. They take turns, round after round, while the others wait; the median of
