@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from pagoda.base.outputs import RequestOutput
-from pagoda.engine.outputs import merged as merged_module
+from pagoda.engine.outputs import mailbox
 from pagoda.server.generation import Generation
 
 COUNT = 1_000
@@ -47,7 +47,7 @@ def test_a_client_that_leaves_thousands_of_prompts_delays_others_by_few_of_them(
     async def work() -> None:
         tasks = [asyncio.create_task(prompt()) for _ in range(COUNT)]
         await asyncio.sleep(0)
-        await merged_module._cancel(tasks)
+        await mailbox._cancel(tasks)
         assert all(task.cancelled() for task in tasks)
 
     asyncio.run(progress.watch(work))
@@ -59,7 +59,7 @@ def test_prompts_are_all_cancelled_though_cancelling_them_is_cancelled() -> None
     async def main() -> None:
         tasks = [asyncio.create_task(asyncio.Event().wait()) for _ in range(COUNT)]
         await asyncio.sleep(0)
-        cancelling = asyncio.create_task(merged_module._cancel(tasks))
+        cancelling = asyncio.create_task(mailbox._cancel(tasks))
         await asyncio.sleep(0)
         cancelling.cancel()
         await asyncio.gather(cancelling, return_exceptions=True)
