@@ -15,7 +15,7 @@ RANKS: dict[str, dict[str, object]] = {
     "two": {"tensor_parallel_size": 2},
     "two stages": {"pipeline_parallel_size": 2},
 }
-SCHEDULES = {"one": 2, "two": 4, "two stages": 2}
+SCHEDULES = 2  # one of them with drafts
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -27,7 +27,7 @@ def test_random_schedules_change_nothing(ranks: str, tmp_path: Path) -> None:
     one: dict[str, object] = {"distributed_executor_backend": "auto", "pipeline_parallel_size": 1}
     expected = alone(model, watched, options if ranks == "two" else {**options, **one})
     counts: Counter[str] = Counter()
-    for seed in range(SCHEDULES[ranks]):
+    for seed in range(SCHEDULES):
         rng = np.random.default_rng(seed)
         drawn = random_options(rng, MAX_MODEL_LEN)
         if ranks != "one":

@@ -121,7 +121,8 @@ def test_graphs(gpu: SimulatedGpu, tmp_path: Path) -> None:
     assert gpu.num_replays > 3
 
 
-@pytest.mark.parametrize("method", ["draft_model", pytest.param("layer_skip", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["draft_model", "layer_skip"])
 def test_graphs_of_drafts(gpu: SimulatedGpu, tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture) -> None:
     """Steps that verify drafts are captured and replayed, and so are those that a model drafts with."""
     model = write_tiny_llama(tmp_path)
@@ -162,3 +163,4 @@ def test_memory_is_measured_with_the_largest_steps_and_graphs(
     captured = [message for message in messages[:measured] if message.startswith("captured a graph")]
     for size in ("num_tokens=2, num_rows=2, max_query_len=1", "max_query_len=3", "max_query_len=2"):
         assert any(size in of_graph for of_graph in captured), captured
+    assert gpu.num_replays > 3  # of the model and of its draft model
