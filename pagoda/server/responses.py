@@ -62,15 +62,11 @@ class EventStream(Response):
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pump = asyncio.create_task(self._pump(send))
-        gone = asyncio.create_task(_wait_until_gone(receive))
         try:
-            await asyncio.wait({pump, gone}, return_when=asyncio.FIRST_COMPLETED)
-            scope["state"]["client_left"] = not pump.done()
+            await cancel_on_disconnect(Request(scope, receive), self._pump(send))
+        except ClientGone:
+            scope["state"]["client_left"] = True
         finally:
-            for task in (pump, gone):
-                task.cancel()
-            await asyncio.gather(pump, gone, return_exceptions=True)
             await self._end()
 
     async def _pump(self, send: Send) -> None:
