@@ -11,10 +11,12 @@ from typing import NoReturn
 
 ROOT = Path(__file__).parents[2]
 MOST_COMPILED = {
-    "_linear": 16, "_multiply_vector": 2, "_expert_linear": 2, "attend_splits": 3, "merge_splits": 2, "attend_tiles": 2
+    "_linear": 16, "_multiply_vector": 2, "_multiply_coded_vector": 2, "_expert_linear": 2, "attend_splits": 3,
+    "merge_splits": 2, "attend_tiles": 2,
 }  # fmt: skip
 """Per kernel, for two kinds of ops, batch-invariant and not: of `_linear`, tiles of four sizes, with a sum that is
-divided or not; of one row, layers and logits; of experts, one for each layer; of splits, two lengths. Others once.
+divided or not; of one row, layers and logits; of codes, two kinds; of experts, one for each layer; of splits, two
+lengths. Others once.
 """
 
 

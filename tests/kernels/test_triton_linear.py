@@ -230,3 +230,14 @@ def test_one_row_times_floats(
             got, want = getattr(triton_ops, name)(x, ours), getattr(reference, name)(x, theirs)
             assert got.dtype == want.dtype
             torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("out_features", "in_features"), [(16, 1024), (6, 332)])
+@pytest.mark.parametrize("kind", ["int8", "int4", "int4 with minima", "int4 of 128 with zeros"])
+def test_few_rows_times_codes(triton_ops: Any, reference: Any, kind: str, out_features: int, in_features: int) -> None:
+    """A kernel of its own: with all features of a program or few, with a last group that is whole or not."""
+    weight = coded(kind, out_features, in_features)
+    for rows in (1, 2):
+        x = draw(rows, in_features, dtype=BF16)
+        assert triton_vector.takes_codes(x, triton_ops.prepare_quantized_linear(weight, BF16))
+        check(triton_ops, reference, weight, rows, BF16, with_bias=rows == 2)

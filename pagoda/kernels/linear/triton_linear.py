@@ -15,10 +15,10 @@ from pagoda.kernels.linear import library
 from pagoda.kernels.linear.library import LibraryLinear
 from pagoda.kernels.linear.triton_forms import TiledLinear, plain, step_size
 from pagoda.kernels.linear.triton_product import product, scaled
-from pagoda.kernels.linear.triton_vector import multiply_vector
+from pagoda.kernels.linear.triton_vector import multiply_coded_vector, multiply_vector, takes_codes
 from pagoda.kernels.triton_support import jit, jit_for_any, to_e4m3
 
-_PROGRAMS = 256  # a decode step's products are divided until there are so many programs: about two for each processor
+_PROGRAMS = 512  # a decode step's products are divided until there are so many programs: about four for each processor
 _LEAST_STEPS = 8  # of a part of a sum
 
 
@@ -116,6 +116,8 @@ class TritonLinear:
 
     def _run(self, x: torch.Tensor, weight: TiledLinear, dtype: torch.dtype) -> torch.Tensor:
         x = x if x.stride(1) == 1 else x.contiguous()
+        if not self._batch_invariant and takes_codes(x, weight):
+            return multiply_coded_vector(x, weight, dtype)
         rows, out_features = x.shape[0], weight.out_features
         tile = self._tile(rows, weight, x.dtype)
         x, row_scales, form = rows_for(x, weight, self._multiplies_fp8)
