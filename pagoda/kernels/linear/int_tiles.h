@@ -3,6 +3,7 @@
 // Sums within a group are exact; groups are added in one chain along K, in every tile.
 #pragma once
 
+#include "float_tiles.h"
 #include "packed.h"
 #include "simd.h"
 
@@ -60,6 +61,44 @@ inline i32x16 dot_quads(i32x16 acc, u32x16 w, u32x16 x) {
 #endif
 }
 
+// Whether the products of a group's quads add up in halfwords first: without VNNI, where all fit there.
+template <int BITS, int GROUP>
+constexpr bool fits_halfwords() {
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !(defined(PAGODA_AVX512) || defined(PAGODA_AVX2))
+    return false;
+#else
+    return GROUP / 4 * 2 * 127 * ((1 << BITS) - 1) <= 32767;  // bytes of x are at most 127
+#endif
+}
+// sums + the sums of two of the products above, in each of 32 halfwords.
+inline u32x16 add_in_halfwords(u32x16 sums, u32x16 w, u32x16 x) {
+#if defined(PAGODA_AVX512)
+    return (u32x16)_mm512_add_epi16((__m512i)sums, _mm512_maddubs_epi16((__m512i)w, (__m512i)x));
+#elif defined(PAGODA_AVX2)
+    using Half = decltype(sums.low);
+    auto half = [](Half sum, Half a, Half b) __attribute__((always_inline)) {
+        // Not the intrinsic: GCC 12 would add the products first, and keep the sums in memory.
+        asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(_mm256_maddubs_epi16((__m256i)a, (__m256i)b)));
+        return sum;
+    };
+    return {half(sums.low, w.low, x.low), half(sums.high, w.high, x.high)};
+#else
+    return sums;
+#endif
+}
+// acc + the two halfwords of each lane.
+inline i32x16 add_halfwords(i32x16 acc, u32x16 sums) {
+#if defined(PAGODA_AVX512)
+    return acc + (i32x16)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
+#elif defined(PAGODA_AVX2)
+    using Half = decltype(acc.low);
+    return {acc.low + (Half)_mm256_madd_epi16((__m256i)sums.low, _mm256_set1_epi16(1)),
+            acc.high + (Half)_mm256_madd_epi16((__m256i)sums.high, _mm256_set1_epi16(1))};
+#else
+    return acc;
+#endif
+}
+
 // table[byte] for each byte, all below 16.
 inline u32x16 look_up(const uint8_t (&table)[16], u32x16 bytes) {
 #if defined(PAGODA_AVX512)
@@ -91,72 +130,87 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
     constexpr int QUADS = 8 / LOW;                               // quads that share their bytes
     constexpr int MULTIPLIED_BITS = !FORM.has_levels ? BITS : FORM.middle < 64 ? 7 : 8;
     constexpr Offset OFFSET = FORM.offset;
+    constexpr bool IN_HALFWORDS = fits_halfwords<MULTIPLIED_BITS, GROUP>();
+    constexpr int SPAN = IN_HALFWORDS && !MANY_REGISTERS ? 1 : VECTORS;  // those of 16 columns stay in the registers
     f32x16 acc[ROWS][VECTORS] = {};
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t* record = panel + g * RECORD;
         const uint8_t* data = record + HEADER;
-        i32x16 dot[ROWS][VECTORS];
-#pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) {
-            i32x16 zero_points = {};
-            if constexpr (OFFSET == OFFSET_ZERO_POINT)
-                zero_points = (i32x16)load_halfwords(record + (v / 2) * panel_stride + SCALES + (v % 2) * 32);
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++) {
-                int32_t sum = x.sums[r * groups + g];
-                dot[r][v] = OFFSET == OFFSET_ZERO_POINT ? zero_points * -sum : i32x16{} - FORM.middle * sum;
-            }
-        }
         const int8_t* bytes = x.bytes + g * GROUP;
         if constexpr (BITS == 6) prefetch.next();
-        auto add_word = [&](int word) __attribute__((always_inline)) {
-            prefetch.next();
-#pragma GCC unroll 4
-            for (int part = 0; part < QUADS; part++) {
-                u32x16 w[VECTORS];
+        // The codes of a quad of 16 columns.
+        auto codes_of = [&](int word, int part, int v) __attribute__((always_inline)) {
+            u32x16 w = load_words(data + (v / 2) * panel_stride + word * 4 * PANEL + (v % 2) * 64);
+            if constexpr (QUADS > 1) w = (w >> (part * LOW)) & (0x01010101u * ((1u << LOW) - 1));
+            if constexpr (FORM.has_levels) w = look_up(FORM.levels, w);
+            if constexpr (BITS == 6) {
+                static_assert(GROUP == 16, "the high bits of a group are in one word");
+                u32x16 high = load_words(data + (v / 2) * panel_stride + GROUP / 8 * 4 * PANEL + (v % 2) * 64);
+                int up = 4 - 2 * (word * QUADS + part);  // one shift, and one instruction for `and` and `or`
+                w |= (up >= 0 ? high << up : high >> -up) & 0x30303030u;
+            }
+            return w;
+        };
 #pragma GCC unroll 8
-                for (int v = 0; v < VECTORS; v++) {
-                    w[v] = load_words(data + (v / 2) * panel_stride + word * 4 * PANEL + (v % 2) * 64);
-                    if constexpr (QUADS > 1) w[v] = (w[v] >> (part * LOW)) & (0x01010101u * ((1u << LOW) - 1));
-                    if constexpr (FORM.has_levels) w[v] = look_up(FORM.levels, w[v]);
-                    if constexpr (BITS == 6) {
-                        static_assert(GROUP == 16, "the high bits of a group are in one word");
-                        u32x16 high = load_words(data + (v / 2) * panel_stride + GROUP / 8 * 4 * PANEL + (v % 2) * 64);
-                        int up = 4 - 2 * (word * QUADS + part);  // one shift, and one instruction for `and` and `or`
-                        w[v] |= (up >= 0 ? high << up : high >> -up) & 0x30303030u;
-                    }
-                }
+        for (int first = 0; first < VECTORS; first += SPAN) {
+            i32x16 dot[ROWS][SPAN];
+#pragma GCC unroll 8
+            for (int s = 0; s < SPAN; s++) {
+                int v = first + s;
+                i32x16 zero_points = {};
+                if constexpr (OFFSET == OFFSET_ZERO_POINT)
+                    zero_points = (i32x16)load_halfwords(record + (v / 2) * panel_stride + SCALES + (v % 2) * 32);
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) {
-                    uint32_t quad;
-                    memcpy(&quad, bytes + r * groups * GROUP + (word * QUADS + part) * 4, 4);
-                    u32x16 spread = u32x16{} + quad;
-#pragma GCC unroll 8
-                    for (int v = 0; v < VECTORS; v++)
-                        dot[r][v] = dot_quads<MULTIPLIED_BITS>(dot[r][v], w[v], spread);
+                    int32_t sum = x.sums[r * groups + g];
+                    dot[r][s] = OFFSET == OFFSET_ZERO_POINT ? zero_points * -sum : i32x16{} - FORM.middle * sum;
                 }
             }
-        };
-        if constexpr (BITS == 6) {  // constant shifts
-            add_word(0);
-            add_word(1);
-        } else {
-            for (int word = 0; word < GROUP / (4 * QUADS); word++) add_word(word);
-        }
+            u32x16 halfwords[ROWS][SPAN] = {};
+            auto add_word = [&](int word) __attribute__((always_inline)) {
+                if (first == 0) prefetch.next();
+#pragma GCC unroll 4
+                for (int part = 0; part < QUADS; part++) {
+                    u32x16 w[SPAN];
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) {
-            const uint8_t* header = record + (v / 2) * panel_stride;
-            f32x16 scale = load_scales(KIND, header + (v % 2) * SCALES / 2);
-            f32x16 minimum = {};
-            if constexpr (OFFSET == OFFSET_MINIMUM)
-                minimum = load(reinterpret_cast<const f16*>(header + SCALES + (v % 2) * 32));
+                    for (int s = 0; s < SPAN; s++) w[s] = codes_of(word, part, first + s);
 #pragma GCC unroll 8
-            for (int r = 0; r < ROWS; r++) {
-                float x_scale = x.scales[r * groups + g];
-                acc[r][v] = fma(converted<f32x16>(dot[r][v]), scale * x_scale, acc[r][v]);
-                if constexpr (OFFSET == OFFSET_MINIMUM) {
-                    float x_sum = x_scale * static_cast<float>(x.sums[r * groups + g]);
-                    acc[r][v] = fma(minimum, splat(x_sum), acc[r][v]);
+                    for (int r = 0; r < ROWS; r++) {
+                        uint32_t quad;
+                        memcpy(&quad, bytes + r * groups * GROUP + (word * QUADS + part) * 4, 4);
+                        u32x16 spread = u32x16{} + quad;
+#pragma GCC unroll 8
+                        for (int s = 0; s < SPAN; s++)
+                            if constexpr (IN_HALFWORDS)
+                                halfwords[r][s] = add_in_halfwords(halfwords[r][s], w[s], spread);
+                            else
+                                dot[r][s] = dot_quads<MULTIPLIED_BITS>(dot[r][s], w[s], spread);
+                    }
+                }
+            };
+            if constexpr (BITS == 6) {  // constant shifts
+                add_word(0);
+                add_word(1);
+            } else {
+                for (int word = 0; word < GROUP / (4 * QUADS); word++) add_word(word);
+            }
+#pragma GCC unroll 8
+            for (int s = 0; s < SPAN; s++) {
+                int v = first + s;
+                const uint8_t* header = record + (v / 2) * panel_stride;
+                f32x16 scale = load_scales(KIND, header + (v % 2) * SCALES / 2);
+                f32x16 minimum = {};
+                if constexpr (OFFSET == OFFSET_MINIMUM)
+                    minimum = load(reinterpret_cast<const f16*>(header + SCALES + (v % 2) * 32));
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; r++) {
+                    if constexpr (IN_HALFWORDS) dot[r][s] = add_halfwords(dot[r][s], halfwords[r][s]);
+                    float x_scale = x.scales[r * groups + g];
+                    acc[r][v] = fma(converted<f32x16>(dot[r][s]), scale * x_scale, acc[r][v]);
+                    if constexpr (OFFSET == OFFSET_MINIMUM) {
+                        float x_sum = x_scale * static_cast<float>(x.sums[r * groups + g]);
+                        acc[r][v] = fma(minimum, splat(x_sum), acc[r][v]);
+                    }
                 }
             }
         }
