@@ -3,7 +3,6 @@
 // Sums within a group are exact; groups are added in one chain along K, in every tile.
 #pragma once
 
-#include "float_tiles.h"
 #include "packed.h"
 #include "simd.h"
 
@@ -61,20 +60,18 @@ inline i32x16 dot_quads(i32x16 acc, u32x16 w, u32x16 x) {
 #endif
 }
 
-// Whether the products of a group's quads add up in halfwords first: without VNNI, where all fit there.
+// Whether the products of a group's quads add up in halfwords first: with AVX2 and no VNNI, where all fit there.
 template <int BITS, int GROUP>
 constexpr bool fits_halfwords() {
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || !(defined(PAGODA_AVX512) || defined(PAGODA_AVX2))
-    return false;
-#else
+#if defined(PAGODA_AVX2) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
     return GROUP / 4 * 2 * 127 * ((1 << BITS) - 1) <= 32767;  // bytes of x are at most 127
+#else
+    return false;
 #endif
 }
 // sums + the sums of two of the products above, in each of 32 halfwords.
 inline u32x16 add_in_halfwords(u32x16 sums, u32x16 w, u32x16 x) {
-#if defined(PAGODA_AVX512)
-    return (u32x16)_mm512_add_epi16((__m512i)sums, _mm512_maddubs_epi16((__m512i)w, (__m512i)x));
-#elif defined(PAGODA_AVX2)
+#if defined(PAGODA_AVX2)
     using Half = decltype(sums.low);
     auto half = [](Half sum, Half a, Half b) __attribute__((always_inline)) {
         // Not the intrinsic: GCC 12 would add the products first, and keep the sums in memory.
@@ -88,9 +85,7 @@ inline u32x16 add_in_halfwords(u32x16 sums, u32x16 w, u32x16 x) {
 }
 // acc + the two halfwords of each lane.
 inline i32x16 add_halfwords(i32x16 acc, u32x16 sums) {
-#if defined(PAGODA_AVX512)
-    return acc + (i32x16)_mm512_madd_epi16((__m512i)sums, _mm512_set1_epi16(1));
-#elif defined(PAGODA_AVX2)
+#if defined(PAGODA_AVX2)
     using Half = decltype(acc.low);
     return {acc.low + (Half)_mm256_madd_epi16((__m256i)sums.low, _mm256_set1_epi16(1)),
             acc.high + (Half)_mm256_madd_epi16((__m256i)sums.high, _mm256_set1_epi16(1))};
@@ -131,7 +126,7 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
     constexpr int MULTIPLIED_BITS = !FORM.has_levels ? BITS : FORM.middle < 64 ? 7 : 8;
     constexpr Offset OFFSET = FORM.offset;
     constexpr bool IN_HALFWORDS = fits_halfwords<MULTIPLIED_BITS, GROUP>();
-    constexpr int SPAN = IN_HALFWORDS && !MANY_REGISTERS ? 1 : VECTORS;  // those of 16 columns stay in the registers
+    constexpr int SPAN = IN_HALFWORDS ? 1 : VECTORS;  // those of 16 columns stay in the registers
     f32x16 acc[ROWS][VECTORS] = {};
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t* record = panel + g * RECORD;
