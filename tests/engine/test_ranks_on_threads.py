@@ -104,7 +104,7 @@ def test_random_schedules_change_no_bits(name: str, llama: Path, adapters: tuple
     assert not missing, counts
 
 
-@pytest.mark.parametrize("name", ["two", "two stages of two"])
+@pytest.mark.parametrize("name", ["two", pytest.param("two stages of two", marks=pytest.mark.slow)])
 def test_grammars_change_no_bits(name: str, tmp_path: Path) -> None:
     """One rank has the grammars; the others get the tokens. With drafts and beams that follow them, too."""
     model = write_byte_llama(tmp_path / "model")

@@ -270,18 +270,25 @@ DRAFTED: list[dict[str, object]] = [
 
 
 def on_models(schedules: list[dict[str, object]]) -> list[Any]:
-    """All schedules on the model with both kinds of layers; on the others the first and the last, the rest is slow."""
-    quick = (schedules[0], schedules[-1])
+    """On the model with both kinds of layers, every other method with a schedule, in turns; on the others, so two
+    schedules. The rest is slow.
+    """
+    quick = (schedules[0], schedules[-2])
     return [
-        pytest.param(model, each, marks=[] if model == "mixed" or each in quick else pytest.mark.slow)
+        pytest.param(
+            model,
+            each,
+            method,
+            marks=[] if (i + j) % 2 == 0 and (model == "mixed" or each in quick) else pytest.mark.slow,
+        )
         for model in MODELS
-        for each in schedules
+        for i, each in enumerate(schedules)
+        for j, method in enumerate(METHODS)
     ]
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    ("model", "options"),
+    ("model", "options", "method"),
     on_models(DRAFTED),
     indirect=["model"],
     ids=lambda value: value if isinstance(value, str) else " ".join(f"{k}={v}" for k, v in value.items()) or "roomy",

@@ -143,6 +143,7 @@ def test_graphs_of_drafts(gpu: SimulatedGpu, tmp_path: Path, method: str, caplog
     assert gpu.num_replays > gpu.num_graphs
 
 
+@pytest.mark.slow
 def test_memory_is_measured_with_the_largest_steps_and_graphs(
     gpu: SimulatedGpu, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+pytestmark = pytest.mark.slow  # test_launches.py compiles, too; this reads what was compiled
 ROOT = Path(__file__).parents[2]
 
 

@@ -17,7 +17,7 @@ from tests.device_under_test import DeviceUnderTest
 from tests.engine.driver import Answers, drive, request
 from tests.parity.prompts import CHATS, TEXTS
 
-NUM_TOKENS = 32
+NUM_TOKENS = 20
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 Prompts = list[list[int]]
@@ -81,10 +81,10 @@ def test_tokens_are_those_of_transformers(files: ModelFiles, prompts: Prompts, a
         {
             "max_num_batched_tokens": 333,
             "enable_prefix_caching": False,
-            "num_blocks": 75,
+            "num_blocks": 60,
             "preemption_mode": "recompute",
         },
-        {"num_blocks": 75, "preemption_mode": "swap", "num_host_blocks": 200, "pipeline_depth": 2},
+        {"num_blocks": 60, "preemption_mode": "swap", "num_host_blocks": 200, "pipeline_depth": 2},
     ],
     ids=["small chunks", "recompute without prefix cache", "swap"],
 )

@@ -63,7 +63,7 @@ def expected(flags: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -
     return answers
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("two steps", marks=pytest.mark.slow), *list(MODES)[1:]])
 def test_every_number_is_that_of_one_step_at_a_time(
     flags: tuple[str, ...], expected: list[dict[str, Any]], mode: str, tmp_path: Path
 ) -> None:

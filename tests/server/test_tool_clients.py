@@ -40,6 +40,7 @@ def is_forecast(value: object) -> bool:
     return jsonschema.Draft202012Validator({"type": "object", **SCHEMAS["Weather"]}).is_valid(value)
 
 
+@pytest.mark.slow
 def test_langchain__binds_tools(saw: dict[str, Any]) -> None:
     """Required, named and free; strict; one call each; whole and streamed; and the result goes back."""
     assert saw["streamed"] == saw["required"]
@@ -55,6 +56,7 @@ def test_langchain__binds_tools(saw: dict[str, Any]) -> None:
     assert is_forecast(saw["json_schema"])
 
 
+@pytest.mark.slow
 def test_instructor__fills_classes(saw: dict[str, Any]) -> None:
     """Through a named tool, and through a schema."""
     for mode in ("TOOLS", "JSON_SCHEMA"):

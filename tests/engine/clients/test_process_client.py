@@ -32,6 +32,9 @@ from tests.engine.clients.engine_in_process import Work, run_engine
 from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S, HurriedClock
 from tests.generate import generate, prepare
 
+AFTER_OR_AHEAD = [pytest.param(False, marks=pytest.mark.slow), True]
+"""What a step's end starts is the same either way; one test plays both each time."""
+
 OPTIONS = {"distributed_executor_backend": "fake", "num_blocks": 256, "max_model_len": 512, "max_num_seqs": 16}
 
 
@@ -128,7 +131,7 @@ def test_requests_continue_after_kills_with_the_same_output(async_scheduling: bo
     run(work, async_scheduling=async_scheduling)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", AFTER_OR_AHEAD)
 def test_a_request_that_kills_the_engine_twice_is_refused_and_others_continue(async_scheduling: bool) -> None:
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = [tokens(await collect(llm, name)) for name in NAMES]
@@ -145,7 +148,7 @@ def test_a_request_that_kills_the_engine_twice_is_refused_and_others_continue(as
     run(work, async_scheduling=async_scheduling)
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", AFTER_OR_AHEAD)
 def test_a_suspect_that_is_probed_when_another_request_kills_the_engine_is_not_refused(async_scheduling: bool) -> None:
     """After a kill from outside, the first suspect is in the same step as a new request, which kills the engine."""
 
@@ -296,7 +299,7 @@ async def pool(llm: AsyncEngine, name: str, number: int) -> RequestOutput:
     return [output async for output in llm.stream(request, OutputKind.FINAL_ONLY)][-1]
 
 
-@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("async_scheduling", AFTER_OR_AHEAD)
 def test_pooled_prompts_end_once_through_kills_and_aborts(async_scheduling: bool) -> None:
     """Each ends with its vector, or aborted, whatever state it was in; one that kills the engine itself is refused."""
     rng = random.Random(5)
