@@ -47,7 +47,7 @@ test: lint $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed $(WHEEL_VENV)/.ins
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
 
 test-slow: $(VENV)/.installed-test $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed $(WHEEL_VENV)/.installed
-	$(BIN)/pagoda models pull smollm2-135m gemma3-270m minilm-l6
+	$(BIN)/pagoda models pull smollm2-135m gemma3-270m minilm-l6 whisper-tiny.en whisper-base
 	$(BIN)/python -m pytest -q -m slow
 
 test-sanitizers: $(VENV)/.installed-test
