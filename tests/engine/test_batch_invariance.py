@@ -252,20 +252,46 @@ def test_windows_and_several_groups(mixed: Path) -> None:
     check(mixed, tiny_watched(), expected, {"dtype": "bfloat16"}, range(100, 104), VOCAB, num_groups=3)
 
 
-@pytest.mark.parametrize(
-    ("name", "seeds", "num_groups"), [("deepseek-v3", range(11, 15), 1), ("gemma4-shared", range(11, 15), 3)]
-)
-def test_other_ways_to_attend(
-    name: str, seeds: range, num_groups: int, tmp_path: Path, on_the_device: DeviceUnderTest
-) -> None:
-    """Latent attention and groups of experts; heads of two sizes, and layers that share K and V."""
-    on_the_device.must_compute(name)
+def check_family(name: str, num_groups: int, watched: list[Watched], seeds: range, folder: Path) -> Counter[str]:
+    """Play schedules of a tiny model of tests/models/tiny.py, in bf16; return what happened in them."""
     shape = {"vocab_size": VOCAB, "max_position_embeddings": MAX_MODEL_LEN, "eos_token_id": 2}
     if name == "gemma4-shared":
         shape["vocab_size_per_layer_input"] = VOCAB
-    model, options = save(make_model(name, **shape), tmp_path), {"dtype": "bfloat16"}
-    expected = reference(model, tiny_watched(), {**options, "num_blocks": 100 * num_groups})
-    counts = check(model, tiny_watched(), expected, options, seeds, VOCAB, num_groups=num_groups)
+    model, options = save(make_model(name, **shape), folder), {"dtype": "bfloat16"}
+    expected = reference(model, watched, {**options, "num_blocks": 100 * num_groups})
+    most = min(16, len(watched))
+    return check(model, watched, expected, options, seeds, VOCAB, most_watched=most, num_groups=num_groups)
+
+
+@pytest.mark.parametrize(("name", "num_groups"), [("deepseek-v3", 1), ("gemma4-shared", 3)])
+def test_other_ways_to_attend(name: str, num_groups: int, tmp_path: Path, on_the_device: DeviceUnderTest) -> None:
+    """Latent attention and groups of experts; heads of two sizes, and layers that share K and V."""
+    on_the_device.must_compute(name)
+    counts = check_family(name, num_groups, tiny_watched(), range(11, 15), tmp_path)
+    missing = {"chunks", "swapped", "preempted", "prefix hits", "forks"} - set(+counts)
+    assert not missing, counts
+
+
+OTHER_FAMILIES = {"gpt-oss": 3, "gemma2": 3, "cohere": 1, "gpt-neox": 1, "gpt2": 1, "qwen2-moe": 1}
+"""Model -> its KV groups: sinks; soft caps; parallel blocks that turn pairs of neighbours, and a part of each head;
+learned positions; shared experts."""
+
+
+@pytest.mark.parametrize("name", OTHER_FAMILIES)
+def test_a_schedule_of_other_families(name: str, tmp_path: Path, on_the_device: DeviceUnderTest) -> None:
+    """One request of each kind, and one with a long context."""
+    on_the_device.must_compute(name)
+    watched = [each for i, each in enumerate(tiny_watched()) if i < len(KINDS) or len(each.prompt) == 280]
+    counts = check_family(name, OTHER_FAMILIES[name], watched, range(13, 14), tmp_path)
+    missing = {"chunks", "swapped", "preempted", "prefix hits", "forks"} - set(+counts)
+    assert not missing, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHER_FAMILIES)
+def test_schedules_of_other_families(name: str, tmp_path: Path, on_the_device: DeviceUnderTest) -> None:
+    on_the_device.must_compute(name)
+    counts = check_family(name, OTHER_FAMILIES[name], tiny_watched(), range(11, 31), tmp_path)
     missing = {"chunks", "swapped", "preempted", "prefix hits", "forks"} - set(+counts)
     assert not missing, counts
 
