@@ -7,8 +7,11 @@ checked like the first URL. Proxies of the environment are not used.
 
 import ipaddress
 import socket
+import ssl
+import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urljoin, urlsplit
@@ -41,11 +44,52 @@ class _Refused(Exception):
     """The address that a host resolves to is not public."""
 
 
-class _PublicNetwork(httpcore.NetworkBackend):
-    """Connects to public addresses only.   allows: says whether an address is one."""
+class _Deadline:
+    """When a fetch must be done.   max_seconds: from now."""
 
-    def __init__(self, allows: Callable[[str], bool]) -> None:
+    def __init__(self, max_seconds: float) -> None:
+        self._end = time.monotonic() + max_seconds
+
+    def left_s(self) -> float:
+        """Return the seconds until then. Raises TimeoutError once there are none."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+
+class _BoundedStream(httpcore.NetworkStream):
+    """A connection of which each operation gets the time that is left, whatever `timeout` says."""
+
+    def __init__(self, stream: httpcore.NetworkStream, deadline: _Deadline) -> None:
+        self._stream = stream
+        self._deadline = deadline
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, self._deadline.left_s())
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._stream.write(buffer, self._deadline.left_s())
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        stream = self._stream.start_tls(ssl_context, server_hostname, self._deadline.left_s())
+        return _BoundedStream(stream, self._deadline)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+class _PublicNetwork(httpcore.NetworkBackend):
+    """Connects to public addresses only, and until a deadline.   allows: says whether an address is one."""
+
+    def __init__(self, allows: Callable[[str], bool], deadline: _Deadline) -> None:
         self._allows = allows
+        self._deadline = deadline
         self._plain = httpcore.SyncBackend()
 
     def connect_tcp(
@@ -56,20 +100,33 @@ class _PublicNetwork(httpcore.NetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.NetworkStream:
-        try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            raise httpcore.ConnectError(f"the name {host} cannot be resolved") from error
-        addresses = [str(entry[4][0]) for entry in found]
+        addresses = _resolve(host, port, self._deadline.left_s())
         public = next((one for one in addresses if self._allows(one)), None)
         if public is None:
             raise _Refused
-        stream = self._plain.connect_tcp(public, port, timeout, local_address, socket_options)
+        stream = self._plain.connect_tcp(public, port, self._deadline.left_s(), local_address, socket_options)
         peer = stream.get_extra_info("server_addr")
         if not self._allows(str(peer[0])):
             stream.close()
             raise _Refused
-        return stream
+        return _BoundedStream(stream, self._deadline)
+
+
+def _resolve(host: str, port: int, timeout_s: float) -> list[str]:
+    """Return the addresses of a host. Raises TimeoutError, and ConnectError for a name without any.
+
+    The system's resolver takes no timeout, so it runs on a thread, which ends when the resolver gives up.
+    """
+    found: Future[list[str]] = Future()
+
+    def ask() -> None:
+        try:
+            found.set_result([str(entry[4][0]) for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)])
+        except (OSError, UnicodeError):
+            found.set_exception(httpcore.ConnectError(f"the name {host} cannot be resolved"))
+
+    threading.Thread(target=ask, name="resolve", daemon=True).start()
+    return found.result(timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +151,12 @@ def fetch(
     Raises RequestError for a host that is not allowed, an address that is not public, an answer that is not 200, or is
     too large or too slow.
     """
-    deadline = time.monotonic() + max_seconds
-    with httpcore.ConnectionPool(network_backend=_PublicNetwork(allows), max_connections=1) as pool:
+    network = _PublicNetwork(allows, _Deadline(max_seconds))
+    with httpcore.ConnectionPool(network_backend=network, max_connections=1) as pool:
         for _ in range(_MAX_REDIRECTS + 1):
             _check_url(url, where, allowed_domains)
             try:
-                answer = _get(pool, url, where, max_bytes, deadline)
+                answer = _get(pool, url, where, max_bytes)
             except _Refused:
                 raise RequestError(f"{where}: the host of the URL has no public address", where) from None
             except (httpcore.TimeoutException, TimeoutError):
@@ -134,12 +191,8 @@ def _check_url(url: str, where: str, allowed_domains: tuple[str, ...]) -> None:
         raise RequestError(f"{where}: images of {shorten(host, 100)} are not allowed (--allowed-media-domains)", where)
 
 
-def _get(pool: httpcore.ConnectionPool, url: str, where: str, max_bytes: int, deadline: float) -> _Answer:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    timeouts = dict.fromkeys(("connect", "read", "write", "pool"), left)
-    with pool.stream("GET", url, headers=_HEADERS, extensions={"timeout": timeouts}) as response:
+def _get(pool: httpcore.ConnectionPool, url: str, where: str, max_bytes: int) -> _Answer:
+    with pool.stream("GET", url, headers=_HEADERS) as response:
         headers = {name.lower(): value.decode("latin-1") for name, value in response.headers}
         if response.status in _REDIRECTS and headers.get(b"location"):
             return _Answer(b"", headers[b"location"])
@@ -150,6 +203,4 @@ def _get(pool: httpcore.ConnectionPool, url: str, where: str, max_bytes: int, de
             data += chunk
             if len(data) > max_bytes:
                 raise RequestError(f"{where}: the image is larger than {max_bytes} bytes (image_bytes)", where)
-            if time.monotonic() > deadline:
-                raise TimeoutError
         return _Answer(bytes(data))

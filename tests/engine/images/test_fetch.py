@@ -128,10 +128,25 @@ def test_answers_are_bounded_in_size_and_time():
         while not held.wait(0.02):
             handler.wfile.write(b"x")
 
-    held.clear()
-    with server(drip) as port:
-        assert "did not arrive within 0.3 s" in refused(f"http://localhost:{port}/", max_seconds=0.3)
-        held.set()
+    def drip_headers(handler):
+        handler.wfile.write(b"HTTP/1.1 200 OK\r\nX: ")
+        while not held.wait(0.02):
+            handler.wfile.write(b"x")
+
+    for answer in (drip, drip_headers):
+        held.clear()
+        with server(answer) as port:
+            begin_s = time.monotonic()
+            assert "did not arrive within 0.3 s" in refused(f"http://localhost:{port}/", max_seconds=0.3)
+            assert time.monotonic() - begin_s < 5
+            held.set()
+
+
+def test_the_time_to_resolve_a_name_is_bounded(monkeypatch):
+    held = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: held.wait(10) and [])
+    assert "did not arrive within 0.3 s" in refused("http://localhost/", max_seconds=0.3)
+    held.set()
 
 
 def test_a_host_that_cannot_be_reached_is_named_as_the_caller_wrote_it():
