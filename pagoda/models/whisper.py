@@ -165,7 +165,7 @@ def read(config: ConfigReader) -> WhisperConfig:
     """Read the settings. Raises ConfigError for what is not supported."""
     config.refuse("scale_embedding")
     config.refuse("tie_word_embeddings", True)
-
+    config.refuse("median_filter_width", 7)  # as worker/alignment.py has it
     return WhisperConfig(
         spec=read_stack(config, "whisper", "decoder", config.integer("max_target_positions", 448)),
         encoder=read_stack(config, "whisper", "encoder", config.integer("max_source_positions", 1500)),
