@@ -40,6 +40,8 @@ F = TypeVar("F", TranscriptionRequest, TranslationRequest)
 _MAX_FIELDS = 32
 _MAX_FIELD_BYTES = 64 * 2**10
 _LISTS = ("timestamp_granularities[]", "include[]")
+_REFUSED = ("chunking_strategy[", "known_speaker_names", "known_speaker_references")
+"""How fields of OpenAI's begin without which the answer would be another than was asked for."""
 
 
 @router.post(
@@ -56,7 +58,7 @@ async def create_transcription(http: Request) -> Response:
             language=form.language,
             prompt=form.prompt,
             temperature=_temperatures(form.temperature),
-            cut_at_silences=form.chunking_strategy is not None,
+            cut_at_silences=form.chunking_strategy is not None or form.vad is not None,
             reports_no_speech=form.response_format == "verbose_json",
             word_timestamps="word" in form.granularities,
         )
@@ -97,6 +99,8 @@ async def _form(http: Request, kind: type[F]) -> AsyncGenerator[tuple[F, UploadF
             raise RequestError("file: expected a sound file in a form (multipart/form-data)", "file")
         known = {one.encode_name for one in msgspec.structs.fields(kind)}
         unknown = [name for name in fields if name not in known]
+        if refused := next((name for name in unknown if name.startswith(_REFUSED)), None):
+            raise RequestError(f"{refused[:64]}: not supported; leave it out", refused[:64])
         if unknown:
             state.bodies.note_unknown(http, unknown, len(unknown))
         http.scope["state"]["body_bytes"] = 0  # of a text: the sound's tokens are not known yet

@@ -40,6 +40,7 @@ class TranscriptionRequest(_SoundForm, kw_only=True, frozen=True):
     language: Code or English name; detected if it is not given.
     stream: Send the text of each segment as a server-sent event.
     chunking_strategy: auto cuts a long sound where it is quiet, into pieces that run at once.
+    vad: server_vad is taken as auto; its other settings are refused.
     granularities: Which times `verbose_json` has: segment, which it always has, and word.
     include: More to return; there is nothing yet.
     """
@@ -47,12 +48,16 @@ class TranscriptionRequest(_SoundForm, kw_only=True, frozen=True):
     language: Annotated[str, Meta(max_length=64)] | None = None
     stream: Flag = False
     chunking_strategy: Annotated[str, one_of("auto")] | None = None
+    vad: Annotated[str, Meta(max_length=64)] | None = field(default=None, name="chunking_strategy[type]")
     granularities: list[Annotated[str, Meta(max_length=64)]] = field(
         default_factory=list, name="timestamp_granularities[]"
     )
     include: list[Annotated[str, Meta(max_length=64)]] = field(default_factory=list, name="include[]")
 
     def check(self, limits: RequestLimits) -> None:
+        if self.vad not in (None, "server_vad"):
+            name = "chunking_strategy[type]"
+            raise RequestError(f"{name}: expected server_vad, got {self.vad!r}", name)
         name = "timestamp_granularities[]"
         if unknown := [one for one in self.granularities if one not in ("segment", "word")]:
             raise RequestError(f"{name}: expected segment or word, got {unknown[0]!r}", name)

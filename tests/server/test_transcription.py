@@ -90,7 +90,7 @@ def test_metrics_show_that_a_repeated_file_is_encoded_once(client: openai.OpenAI
     assert more_queries - queries == more_hits - hits > 0
 
 
-@pytest.mark.parametrize("strategy", [openai.omit, "auto"])
+@pytest.mark.parametrize("strategy", [openai.omit, "auto", {"type": "server_vad"}])
 def test_a_stream_has_the_segments_and_ends_with_the_whole_text(client: openai.OpenAI, strategy: Any) -> None:
     events = list(asked(client, "json", stream=True, chunking_strategy=strategy))
     whole = asked(client, "json", chunking_strategy=strategy)
@@ -127,6 +127,10 @@ def test_errors_name_the_field(client: openai.OpenAI, server: LiveServer) -> Non
     assert "needs response_format=verbose_json" in message(timestamp_granularities=["segment"])
     assert "include[]" in message(include=["logprobs"])
     assert "take json" in message("srt", stream=True)
+    vad = {"type": "server_vad"}
+    assert "chunking_strategy[type]: expected server_vad, got 'x'" in message(chunking_strategy={"type": "x"})
+    assert "chunking_strategy[threshold]: not" in message(chunking_strategy={**vad, "threshold": 0.5})
+    assert "known_speaker_names[]: not" in message(known_speaker_names=["a"])
     assert "temperature" in message(temperature=3)
     assert "is a special token of the model" in message(prompt="so <|endoftext|>")
     assert "noise.wav' is not a sound file" in message(sound=b"#EXTM3U\nfile:///etc/passwd\n")
