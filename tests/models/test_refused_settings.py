@@ -1,10 +1,12 @@
 """A config that is close to a known family and differs in one setting is refused by the name of that setting."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PretrainedConfig, WhisperConfig
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
@@ -15,6 +17,7 @@ from pagoda.loading.model_files import ModelFiles
 from pagoda.models.decoder_config import DecoderConfig
 from pagoda.worker.memory import kv_bytes_per_token
 from tests.models.tiny import CONFIGS, make_model, save
+from tests.models.tiny_vision import CONFIGS as VISION_CONFIGS
 
 DEEPSEEK_V3_AS_RELEASED: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -53,6 +56,9 @@ DEEPSEEK_V3_AS_RELEASED: dict[str, Any] = {
 }  # fmt: skip
 
 
+MROPE = ("text_config", "rope_parameters", "mrope_interleaved")
+
+
 def write(folder: Path, settings: dict[str, Any]) -> ModelFiles:
     (folder / "config.json").write_text(json.dumps(settings))
     return ModelFiles("test", folder, "safetensors")
@@ -83,6 +89,16 @@ def write(folder: Path, settings: dict[str, Any]) -> ModelFiles:
         ("olmoe", "clip_qkv", 5.0, "not supported"),
         ("cohere", "use_qk_norm", True, "not supported"),
         ("stablelm", "qk_layernorm", True, "not supported"),
+        ("phi", "qk_layernorm", True, "not supported"),
+        ("phi3", "mlp_bias", True, "not supported"),
+        ("olmo2", "clip_qkv", 5.0, "not supported"),
+        ("gpt-oss", "hidden_act", "gelu", "'gelu' is not supported"),
+        ("granitemoe", "hidden_act", "gelu", "'gelu' is not supported"),
+        ("exaone4", "layer_types", ["chunked_attention"] * 3, "'chunked_attention' is not supported"),
+        ("smollm3", "no_rope_layers", [1, 0], "a number for each of the 4 layers"),
+        ("starcoder2", "hidden_act", "mish", "'mish' is not supported"),
+        ("gpt-neox", "hidden_act", "mish", "'mish' is not supported"),
+        ("glm4", "hidden_act", "relu", "'relu' is not supported"),
         ("gemma2", "use_bidirectional_attention", True, "not supported"),
         ("qwen2-moe", "use_sliding_window", True, "not supported"),
         ("gemma4", "enable_moe_block", True, "not supported"),
@@ -103,6 +119,36 @@ def test_a_setting_that_is_not_supported_is_named(name: str, key: str, value: An
     with pytest.raises(ConfigError, match=said) as caught:
         read_architecture(write(tmp_path, {**known, key: value}))
     assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "path", "value", "said"),
+    [
+        ("Whisper", WhisperConfig, ("scale_embedding",), True, "not supported"),
+        ("Whisper", WhisperConfig, ("median_filter_width",), 9, "not supported"),
+        ("Idefics3", VISION_CONFIGS["idefics3"], ("text_config", "qk_layer_norms"), True, "not supported"),
+        ("Qwen2_5_VL", VISION_CONFIGS["qwen2.5-vl"], MROPE, True, "not supported"),
+        ("Gemma3", VISION_CONFIGS["gemma3"], ("mm_tokens_per_image",), 8, "not a square"),
+    ],
+)
+def test_a_setting_of_a_model_that_hears_or_sees_is_named(
+    family: str,
+    config: Callable[[], PretrainedConfig],
+    path: tuple[str, ...],
+    value: Any,
+    said: str,
+    tmp_path: Path,
+):
+    settings = json.loads(config().to_json_string(use_diff=False))
+    settings["architectures"] = [f"{family}ForConditionalGeneration"]
+    read_architecture(write(tmp_path, settings))
+    section = settings
+    for name in path[:-1]:
+        section = section[name]
+    section[path[-1]] = value
+    with pytest.raises(ConfigError, match=said) as caught:
+        read_architecture(write(tmp_path, settings))
+    assert path[-1] in str(caught.value)
 
 
 def test_both_ways_of_saying_how_layers_of_gemma_4_differ_are_read(tmp_path: Path):
