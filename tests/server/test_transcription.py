@@ -18,6 +18,7 @@ import pytest
 from tests.engine.transcription.speech_model import write_checkpoint
 from tests.engine.transcription.test_transcriber import noise
 from tests.server.live import LiveServer, serving
+from tests.server.test_edges import talk
 
 pytest.importorskip("av")
 
@@ -99,6 +100,19 @@ def test_a_stream_has_the_segments_and_ends_with_the_whole_text(client: openai.O
     assert events[-1].text == whole.text == "".join(event.delta for event in events[:-1]).strip()
 
 
+def test_a_language_that_is_not_given_is_detected(client: openai.OpenAI) -> None:
+    def ask(**more: Any) -> Any:
+        model = client.models.list().data[0].id
+        return client.audio.transcriptions.create(
+            model=model, file=("a.wav", SOUND), response_format="verbose_json", **more
+        )
+
+    found = ask()
+    others = {"english": "german", "german": "english"}
+    assert found.segments == ask(language=found.language).segments
+    assert found.segments != ask(language=others[found.language]).segments
+
+
 def test_translation_goes_to_its_own_route(client: openai.OpenAI) -> None:
     model = client.models.list().data[0].id
     found = client.audio.translations.create(model=model, file=("a.wav", SOUND), response_format="verbose_json")
@@ -172,6 +186,16 @@ def test_malformed_forms_are_refused(server: LiveServer, body: bytes, content_ty
     assert message in answer["error"]["message"]
 
 
+def test_an_upload_that_is_too_large_is_413_with_or_without_content_length(server: LiveServer) -> None:
+    head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer x\r\n"
+    head += b"Content-Type: multipart/form-data; boundary=edge\r\n"
+    assert b" 413 " in talk(server, head + b"Content-Length: 99999999\r\n\r\n", until=b" 413 ")
+    begin = form_of(("file", "a.wav", b"")).removesuffix(b"\r\n--edge--\r\n")
+    chunks = b"%x\r\n%s\r\n" % (len(begin), begin) + (b"100000\r\n" + b"x" * 0x100000 + b"\r\n") * 17 + b"0\r\n\r\n"
+    assert b" 413 " in talk(server, head + b"Transfer-Encoding: chunked\r\n\r\n" + chunks, until=b" 413 ")
+    server.wait_idle()
+
+
 def test_an_unknown_field_is_noted(client: openai.OpenAI) -> None:
     answer = client.audio.transcriptions.with_raw_response.create(
         model=client.models.list().data[0].id, file=("a.wav", wav(1, 0)), extra_body={"speed": "2"}, language="en"
@@ -202,6 +226,23 @@ def test_an_abort_by_id_ends_a_transcription(client: openai.OpenAI, server: Live
             answer.result(60)
     assert aborted == ["audio-talk"]
     server.wait_idle()
+
+
+def test_a_crash_of_the_engine_loses_no_transcription(client: openai.OpenAI, server: LiveServer) -> None:
+    """Killed in the middle of several: the same segments and words as without."""
+
+    def ask(seed: int) -> Any:
+        found = asked(client, "verbose_json", wav(40, seed), timestamp_granularities=["word"])
+        return found.segments, found.words
+
+    expected = [ask(seed) for seed in (21, 22)]
+    server.steps.hold_after(12)
+    with ThreadPoolExecutor(2) as threads:
+        answers = [threads.submit(ask, seed) for seed in (21, 22)]
+        server.steps.wait_held()
+        server.kill_engine()
+        server.steps.release()
+        assert [one.result(120) for one in answers] == expected
 
 
 def test_a_model_of_text_refuses_sounds_by_name(fake_server: LiveServer) -> None:
