@@ -79,6 +79,7 @@ class RequestLimits:
         Counted("log-probabilities of prompts in one answer (`n` times their tokens times `prompt_logprobs` + 1)"),
     ] = 524_288
     audio_s: Annotated[int, _limit("seconds of sound in one file to transcribe")] = 7_200
+    audio_bytes: Annotated[int, Counted("bytes of a sound file")] = 2_147_483_648
     list_entries: Annotated[
         int,
         Counted("ids, biases and characters in the lists above, in all prompts together (prompts times their sum)"),

@@ -111,7 +111,7 @@ def test_the_lists_of_a_chat_have_a_common_bound_as_those_of_a_text_completion()
 
 
 def test_every_bound_has_a_case() -> None:
-    # Those of a prompt are in test_request_limits.py, those of images in test_image_prompts.py, that of sounds in
+    # Those of a prompt are in test_request_limits.py, those of images in test_image_prompts.py, those of sounds in
     # engine/transcription, that of a grammar in grammars/test_checker.py.
     in_python = {
         "max_logprobs",
@@ -124,6 +124,7 @@ def test_every_bound_has_a_case() -> None:
         "image_bytes",
         "image_pixels",
         "audio_s",
+        "audio_bytes",
     }
     assert {limit for limit, *_ in CASES} | in_python == {name for name, _, _ in describe_limits()}
 

@@ -8,6 +8,7 @@ playlists, and formats that open other files, cannot be reached.
 import contextlib
 import functools
 import io
+import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,8 +67,9 @@ def read_sound(
     """Decode the first sound track of a file.   name: what errors call the file.   is_left: nobody wants it any more.
 
     Raises RequestError that names the file, for one of another format, that is corrupt, empty or beyond
-    `limits.audio_s`, if PyAV is not installed, and once `is_left`.
+    `limits.audio_s` or `limits.audio_bytes`, if PyAV is not installed, and once `is_left`.
     """
+    limits.check("audio_bytes", len(data), "file")
     with _opened(data, name) as (av, container, label):
         pieces = list(_samples(av, container, label, limits, is_left))
     if not pieces:
@@ -113,7 +115,9 @@ def load_sound(given: Any, name: str, limits: RequestLimits, is_left: Callable[[
     """Return a sound that a program gives: a path, the bytes of a file, or samples; see `read_sound`."""
     if isinstance(given, str | Path):
         try:
-            given = Path(given).read_bytes()
+            with Path(given).open("rb") as file:
+                limits.check("audio_bytes", os.fstat(file.fileno()).st_size, "file")
+                given = file.read(limits.audio_bytes + 1)  # a pipe has no size
         except OSError as error:
             raise RequestError(f"file {abbreviate(name)} cannot be read: {error.strerror}", "file") from None
     return read_sound(given, name, limits, is_left) if isinstance(given, bytes) else as_sound(given, name, limits)

@@ -1,14 +1,24 @@
 import contextlib
 import io
+import os
 import sys
 import wave
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
-from pagoda.engine.transcription.sound import HELD_PER_SAMPLE, SAMPLING_RATE, as_sound, claimed_bytes, read_sound
+from pagoda.engine.transcription.sound import (
+    HELD_PER_SAMPLE,
+    SAMPLING_RATE,
+    as_sound,
+    claimed_bytes,
+    load_sound,
+    read_sound,
+)
 from tests.engine.transcription.sounds import encoded, tone
 
 LIMITS = RequestLimits()
@@ -86,6 +96,22 @@ def test_damaged_files_are_a_request_error(container: str, codec: str, rate: int
 def test_a_long_file_is_refused_before_it_is_decoded() -> None:
     with pytest.raises(RequestError, match=r"11 seconds of sound .* more than the limit of 10 \(audio_s\)"):
         read_sound(wav_header(2 * 16_000 * 11), "long.wav", RequestLimits(audio_s=10))
+
+
+def test_a_large_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    limits, file, pipe = RequestLimits(audio_bytes=100), tmp_path / "large.wav", tmp_path / "pipe"
+    with file.open("wb") as sparse:
+        sparse.truncate(2**34)
+    with pytest.raises(RequestError, match=r"17179869184 bytes .* more than the limit of 100 \(audio_bytes\)"):
+        load_sound(file, "large.wav", limits)
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as threads:
+        written = threads.submit(pipe.write_bytes, wav_header(200))
+        with pytest.raises(RequestError, match=r"101 bytes .* more than the limit of 100 \(audio_bytes\)"):
+            load_sound(pipe, "pipe", limits)
+        written.result(10)
+    with pytest.raises(RequestError, match="audio_bytes"):
+        read_sound(wav_header(200), "a.wav", limits)
 
 
 def test_a_file_that_hides_its_length_is_refused_while_it_is_decoded() -> None:
