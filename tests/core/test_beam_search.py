@@ -14,7 +14,7 @@ from pagoda.core.kv import KVGroupSpec
 from pagoda.core.request import Request, RequestStatus, num_beam_candidates
 from pagoda.core.scheduler_options import SchedulerOptions
 from tests.core.plain_beam_search import plain_beam_search
-from tests.core.traffic import Setting, Traffic, make_request
+from tests.core.traffic import Failure, Setting, Traffic, make_request
 
 VOCAB = 12
 
@@ -124,13 +124,12 @@ def test_a_beam_that_fails_ends_its_beam_search(fault: str) -> None:
     traffic.add(make_request(2, [2] * 9, SamplingParams(max_tokens=20)))
     for _ in range(3):
         traffic.step()
-    traffic.plan()
-    output, result, failure = traffic.in_flight.pop()
     if fault == "no logprobs":
-        result = replace(result, logprobs=None)
+        traffic.plan()
+        output, result, failure = traffic.in_flight.pop()
+        traffic.in_flight.append((output, replace(result, logprobs=None), failure))
     else:
-        result = replace(result, failed={int(output.sample_rows[1]): "not finite"})
-    traffic.in_flight.append((output, result, failure))
+        traffic.plan(lambda output: Failure(frozenset({int(output.sample_rows[1])})))
     ended = [finish for outputs in traffic.deliver().values() for finish in outputs.finishes]
     assert sorted(finish.sequence for finish in ended) == [0, 1, 2]
     expected = RequestStatus.FINISHED_IGNORED if fault == "no logprobs" else RequestStatus.FINISHED_ERROR

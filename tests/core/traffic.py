@@ -1,7 +1,8 @@
 """Traffic: a scheduler, a worker that knows what every KV slot holds, and a client that knows what it must receive."""
 
+import re
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingPolicy
-from pagoda.core.kv import KVGroupSpec
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -20,6 +21,8 @@ from tests.twin import TwinScheduler
 
 VOCABULARY = 7
 RAISED, NOT_FINITE = "the step failed", "not finite"
+NO_ROOM = re.compile("the KV cache has [0-9]+ blocks: too few|needs .* KV blocks|can never come back from host memory")
+NO_LOGPROBS = "this worker does not return log-probabilities"
 Record = dict[str, Any]
 
 
@@ -105,6 +108,7 @@ class Traffic:
         self.twin = self._make_twin() if setting.has_twin else None
         self.plans: deque[Record] = deque()  # the twin's, not back yet
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput, Failure | None]] = deque()
+        self.failing: dict[int, set[tuple[str, int]]] = {}  # step in flight -> the sequences that its failure may end
         self.requests: dict[str, Request] = {}
         self.id_of: dict[int, str] = {}
         self.received: dict[tuple[str, int], Received] = {}
@@ -181,6 +185,7 @@ class Traffic:
         if self.follower is not None:
             self.follower.run(output, set(failure.rows or ()) if failure else None, raises=raises)
             self._check_follower(output)
+        self.failing[output.step] = self._sequences_of(self._failed_rows(output, failure))
         self.clock.advance(result.duration_s)
         self.outputs.append(output)
         self.in_flight.append((output, result, failure))
@@ -242,8 +247,9 @@ class Traffic:
             by_client = self.scheduler.update_from_output(output, self._without(output, result, failed))
         if failure is not None:
             self.reset_ids |= running
+        may_end = self.failing.pop(output.step)
         for outputs in by_client.values():
-            self._receive(outputs)
+            self._receive(outputs, may_end)
         if self.twin is not None:
             plan = self.plans.popleft()
             if failure is not None:
@@ -264,6 +270,17 @@ class Traffic:
         if failure is None:
             return set()
         return {*output.rows.tolist(), *output.sample_rows.tolist()} if failure.rows is None else set(failure.rows)
+
+    def _sequences_of(self, rows: Set[int]) -> set[tuple[str, int]]:
+        """The owners of the rows, as the worker knows them; with a beam, its whole search, which ends with it."""
+        found: set[tuple[str, int]] = set()
+        for row in rows:
+            known = self.worker.rows[row]
+            request = self.requests[known.request_id]
+            is_search = request.sampling is not None and request.sampling.beam_search is not None
+            sequences = range(request.num_seqs) if is_search else (known.seed - request.seed,)
+            found |= {(known.request_id, sequence) for sequence in sequences}
+        return found
 
     @staticmethod
     def _without(output: SchedulerOutput, result: ModelRunnerOutput, failed: set[int]) -> ModelRunnerOutput:
@@ -316,7 +333,8 @@ class Traffic:
 
     # What must hold -------------------------------------------------------------------------------------------
 
-    def _receive(self, outputs: EngineCoreOutputs) -> None:
+    def _receive(self, outputs: EngineCoreOutputs, may_end: Set[tuple[str, int]]) -> None:
+        """may_end: the sequences that the failure of this step may end."""
         tokens = outputs.token_ids.tolist()
         ends = {(self.id_of[finish.handle], finish.sequence): finish for finish in outputs.finishes}
         for handle, sequence, count in zip(
@@ -338,6 +356,23 @@ class Traffic:
             received.finish = finish
             if finish.message is None:
                 assert received.tokens == received.truth, f"{key} ended early: {finish}"
+            elif finish.message in (RAISED, NOT_FINITE):
+                assert key in may_end, f"{key} ended with the failure of others: {finish}"
+                assert finish.status is RequestStatus.FINISHED_ERROR
+            elif NO_ROOM.search(finish.message):
+                assert self._most_blocks(self.requests[key[0]]) > self.setting.num_blocks, f"{key} would fit: {finish}"
+            else:
+                assert NO_LOGPROBS in finish.message
+
+    def _most_blocks(self, request: Request) -> int:
+        """Blocks that the request holds at most: each of its sequences at full length, none of them shared."""
+        setting, block_size = self.setting, self.setting.cache.block_size
+        output_len = request.sampling.max_tokens or setting.max_model_len if request.sampling is not None else 0
+        slots = request.num_prompt_tokens + output_len + setting.scheduler.num_lookahead_slots
+        of_output = -(-min(slots, setting.max_model_len) // block_size)
+        of_encoder = -(-request.encoder_len // block_size)
+        crosses = [group.kind is KVGroupKind.CROSS for group in setting.groups]
+        return request.num_seqs * crosses.count(False) * of_output + crosses.count(True) * of_encoder
 
     def _receive_pooled(self, outputs: EngineCoreOutputs) -> None:
         """A request to pool ends with its vector, and with nothing else unless it has an error."""
