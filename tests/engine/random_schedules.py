@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,13 +24,16 @@ from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.loading.model_files import ModelFiles
 from pagoda.worker.forward_runner import Graphs
 from pagoda.worker.grammar_rows import GrammarMasks
+from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Drawn, Sampler
+from pagoda.worker.steps_in_flight import LaunchedStep
 from pagoda.worker.table_mirror import TableMirror
 from pagoda.worker.worker import Worker
 from tests.engine.driver import MAX_STEPS, request
 from tests.engine.thread_ranks import ThreadRanks
 
 FIRST_FILLER_SEED = 1_000_000
+INJECTED = "as the schedule says"
 
 ENGINE: dict[str, object] = {"kernels": "native", "device": "cpu"}
 """Options of engines to which a test gives no others. The kernels of a CPU run replayed."""
@@ -74,25 +77,32 @@ class Trace:
     logits: (seed, position of the token that was drawn) -> digest of the logits' bits.   tokens: seed -> emitted.
     prompt_logprobs: seed -> the bytes of the prompt's columns: token ids, logprobs, ranks.
     pooled: seed -> the bytes of the vector of a prompt that is pooled.
+    failed: seeds of sequences that ended because a step failed as the schedule says.
     """
 
     logits: dict[tuple[int, int], bytes] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
     pooled: dict[int, bytes] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
 
     def clear(self) -> None:
         self.logits.clear()
         self.tokens.clear()
         self.prompt_logprobs.clear()
         self.pooled.clear()
+        self.failed.clear()
 
 
 class TappedSampler:
-    """A Sampler that notes the bits of the logits before anything is done to them, except after a wrong draft."""
+    """A Sampler that notes the bits of the logits before anything is done to them, except after a wrong draft.
 
-    def __init__(self, sampler: Sampler) -> None:
+    steps_fail: what was launched on top of a step that fails is drawn again, and only the last draw counts.
+    """
+
+    def __init__(self, sampler: Sampler, steps_fail: bool) -> None:
         self._sampler = sampler
+        self._steps_fail = steps_fail
         self.trace = Trace()
         self.top_logprobs = sampler.top_logprobs
 
@@ -113,7 +123,9 @@ class TappedSampler:
         draws = zip(rows.tolist(), seeds, positions.tolist(), digests, drawn.tokens.tolist(), strict=True)
         for row, seed, position, digest, token in draws:
             if seed < FIRST_FILLER_SEED and row not in wrong:
-                assert self.trace.logits.setdefault((seed, position), digest) == digest, "drawn twice, not the same"
+                before = self.trace.logits.get((seed, position), digest)
+                assert before == digest or self._steps_fail, "drawn twice, not the same"
+                self.trace.logits[seed, position] = digest
             if token != table.token_ids[row, position]:  # the draft; of a row's last draw there is none
                 wrong.add(row)
         return drawn
@@ -149,12 +161,29 @@ class StepCounter:
         return self._inner.submit(output)
 
 
+def fail_steps(runner: ModelRunner, numbers: Set[int]) -> None:
+    """Let these steps run out of memory after their events are applied, before anything is computed."""
+    submit = runner._submit
+
+    def fail_or_submit(output: SchedulerOutput, begin_s: float) -> LaunchedStep:
+        if output.step in numbers:
+            raise MemoryError(INJECTED)
+        return submit(output, begin_s)
+
+    runner._submit = fail_or_submit  # type: ignore[method-assign]
+
+
 def make_engine(
-    model: Path | ModelFiles, counts: Counter[str], options: Mapping[str, object], logits: bool = True
+    model: Path | ModelFiles,
+    counts: Counter[str],
+    options: Mapping[str, object],
+    logits: bool = True,
+    failing: Set[int] = frozenset(),
 ) -> tuple[EngineCore, Trace]:
     """An engine with these options and those in ENGINE, and the trace it writes as it runs, with logits or without.
 
     Of a worker in another process there are none.   options: with `ranks_on_threads`, ranks are threads instead.
+    failing: numbers of the steps that fail; of a worker in this process.
     """
     files = model if isinstance(model, ModelFiles) else None
     path = str(files.path if files else model)
@@ -179,9 +208,11 @@ def make_engine(
     assert runner is not None
     if given["kernels"] == "native" and not isinstance(runner._forward.recorder, Graphs):
         assert runner._forward.program is not None, "the forward is not recorded"
+    if failing:
+        fail_steps(runner, failing)
     if not logits:
         return core, Trace()
-    tap = TappedSampler(runner._sampler)
+    tap = TappedSampler(runner._sampler, bool(failing))
     runner._sampler = tap  # type: ignore[assignment]
     return core, tap.trace
 
@@ -234,7 +265,9 @@ def _take(core: EngineCore, trace: Trace, script: Script) -> None:
             assert script.requests[handle].seed not in trace.pooled, "pooled twice"
             trace.pooled[script.requests[handle].seed] = vector.tobytes()
         for finish in outputs.finishes:
-            assert finish.message is None, finish.message
+            assert finish.message in (None, f"the step failed: MemoryError: {INJECTED}"), finish.message
+            if finish.message is not None:
+                trace.failed.add(script.requests[finish.handle].seed + finish.sequence)
 
 
 def alone(model: Path | ModelFiles, watched: Sequence[Watched], options: Mapping[str, object]) -> Trace:
@@ -267,17 +300,21 @@ def _single(params: SamplingParams) -> SamplingParams:
 
 
 def differences(expected: Trace, got: Trace, requests: Sequence[Watched]) -> list[str]:
-    """What is not the same, of the requests that are watched: one line each."""
+    """What is not the same, of the requests that are watched: one line each. Of what failed, only its tokens so far."""
     found: list[str] = []
     for each in requests:
         if each.seed >= FIRST_FILLER_SEED:
             continue
-        if got.pooled.get(each.seed) != expected.pooled.get(each.seed):
+        has_failed = each.seed in got.failed
+        if not has_failed and got.pooled.get(each.seed) != expected.pooled.get(each.seed):
             found.append(f"seed {each.seed}, prompt of {len(each.prompt)}: vectors differ")
         if isinstance(each.params, PoolingParams):
             continue
         for seed in range(each.seed, each.seed + each.params.n):
             tokens = expected.tokens[seed]
+            received = got.tokens.get(seed, [])
+            if seed in got.failed:
+                tokens = tokens[: len(received)]
             first = len(each.prompt)
             wrong = [
                 position
@@ -286,9 +323,9 @@ def differences(expected: Trace, got: Trace, requests: Sequence[Watched]) -> lis
             ]
             if wrong:
                 found.append(f"seed {seed}, prompt of {first}: logits differ for tokens at {wrong}")
-            if got.tokens.get(seed) != tokens:
-                found.append(f"seed {seed}: tokens {got.tokens.get(seed)} instead of {tokens}")
-        if got.prompt_logprobs.get(each.seed) != expected.prompt_logprobs.get(each.seed):
+            if received != tokens:
+                found.append(f"seed {seed}: tokens {received} instead of {tokens}")
+        if not has_failed and got.prompt_logprobs.get(each.seed) != expected.prompt_logprobs.get(each.seed):
             found.append(f"seed {each.seed}: prompt logprobs differ")
     return found
 

@@ -129,10 +129,12 @@ def check(
     draft_model: Path | None = None,
     adapters: Sequence[LoraRef] = (),
     ahead: bool = False,
+    num_failures: int = 0,
 ) -> Counter[str]:
     """Play a random schedule for each seed, with drafts if there is a draft model; return what happened in them.
 
     ahead: schedule steps before the results of earlier ones are there, in all of them.
+    num_failures: of the first steps of each schedule, so many run out of memory.
     """
     counts: Counter[str] = Counter()
     for seed in seeds:
@@ -147,13 +149,16 @@ def check(
             drawn |= {"max_loras": int(rng.integers(1, len(adapters) + 1))}
         if draft_model is not None:
             drawn |= {"speculative_config": random_speculation(rng, str(draft_model))}
-        core, trace = make_engine(model, counts, {"max_model_len": MAX_MODEL_LEN, **options, **drawn})
+        failing = frozenset(rng.integers(1, 12, num_failures).tolist())
+        core, trace = make_engine(model, counts, {"max_model_len": MAX_MODEL_LEN, **options, **drawn}, failing=failing)
         play(core, trace, script)
         stats = core.make_stats()
         core.shutdown()
         counts.update({"prefix hits": stats.prefix_hits, "preempted": stats.preemptions, "swapped": stats.swap_outs})
         counts.update({"drafted": stats.drafted_tokens, "accepted": stats.accepted_tokens})
-        counts[f"threads {drawn['threads']}"] += 1
+        counts.update([f"threads {drawn['threads']}", f"depth {drawn['pipeline_depth']}"])
+        seeds = {each.seed for each in script.requests if each.seed < FIRST_FILLER_SEED}
+        counts.update({"failed": len(seeds & trace.failed), "not failed": len(seeds - trace.failed)})
         assert not differences(expected, trace, script.requests), f"schedule {seed}: {drawn}"
     return counts
 
@@ -388,6 +393,29 @@ def test_adapters_with_drafts(llama: Path, adapters: tuple[LoraRef, ...]) -> Non
     expected = adapted_reference(llama, adapters, "bf16")
     counts = check(llama, watched, expected, options, range(640, 643), VOCAB, draft_model=llama, adapters=adapters)
     assert 0 < counts["accepted"] < counts["drafted"]
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_steps_that_run_out_of_memory_end_their_own_sequences_only(
+    llama: Path, adapters: tuple[LoraRef, ...], has_drafts: bool
+) -> None:
+    """What was launched on top of them is computed again: all other sequences have the bits that they have alone."""
+    options, watched = {**MODES["bf16"], **LORA}, adapted(tiny_watched(), adapters)
+    expected = adapted_reference(llama, adapters, "bf16")
+    counts = check(
+        llama,
+        watched,
+        expected,
+        options,
+        range(684, 687),
+        VOCAB,
+        most_fillers=16,
+        draft_model=llama if has_drafts else None,
+        adapters=adapters,
+        num_failures=3,
+    )
+    missing = {"failed", "not failed", "depth 1", "depth 2", "depth 3"} - set(+counts)
+    assert not missing, counts
 
 
 @pytest.mark.parametrize("has_drafts", [False, True])
