@@ -172,14 +172,16 @@ class RequestLimits:
         for field_name, value in names.items():
             self.check("name_chars", len(value or ""), field_name)
 
-    def check_values(self, fields: Mapping[str, Any]) -> None:
+    def check_values(self, fields: Mapping[str, Any], chars: str = "json_chars") -> None:
         """Hold JSON values of free form, by their field, to the bounds on depth and number. Raises RequestError.
 
-        Looks at no more values than are allowed.
+        Looks at no more values than are allowed.   chars: the bound on the characters of all strings and keys.
         """
         num_values = num_chars = 0
         for name, value in fields.items():
             level, depth = [value], 0
+            num_chars += len(value) if isinstance(value, str) else 0
+            self.check(chars, num_chars, name)
             while containers := [one for one in level if isinstance(one, dict | list | tuple) and one]:
                 depth += 1
                 self.check("json_depth", depth, name)
@@ -188,7 +190,7 @@ class RequestLimits:
                 keys = [key for one in containers if isinstance(one, dict) for key in one]
                 level = [child for one in containers for child in (one.values() if isinstance(one, dict) else one)]
                 num_chars += sum(len(text) for texts in (keys, level) for text in texts if isinstance(text, str))
-                self.check("json_chars", num_chars, name)
+                self.check(chars, num_chars, name)
 
 
 @functools.cache

@@ -236,7 +236,7 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
         check_unserved(self)
         limits.check_lists(self)
         limits.check_names(model=self.model, user=self.user, cache_salt=self.cache_salt)
-        limits.check_values(_structure_values(self))
+        limits.check_values(_structure_values(self), "grammar_chars")  # before a schema is written as text
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: needs stream to be true", "stream_options")
         if self.use_beam_search and self.stream:
@@ -324,12 +324,11 @@ _IGNORED = ("disable_fallback",)  # of vLLM: there is one backend here, and so n
 
 
 def _structure_values(body: SamplingBody) -> dict[str, Any]:
-    """Return the fields that hold JSON of any size, for RequestLimits.check_values."""
-    given = body.response_format
+    """Return the fields that hold schemas and grammars of any size, for RequestLimits.check_values."""
+    form = body.response_format
     return {
-        "response_format": [given.json_schema, given.structures, given.format] if given is not None else None,
-        "structured_outputs": body.structured_outputs,
-        "guided_json": body.guided_json,
+        "response_format": form and [form.json_schema, form.structures, form.triggers, form.format],
+        **{name: getattr(body, name) for name in ("structured_outputs", *_GUIDED, "guided_whitespace_pattern")},
     }
 
 

@@ -18,6 +18,7 @@ MOST_CPU_OF_TEXT_S = 0.1
 """For text alone: about 20 ms on an idle machine; it was 70 to 100 ms while the whole text was searched twice."""
 MB = 2**20
 USER = b'{"role":"user","content":"x"}'
+SCHEMA = b'{"type":"json_schema","json_schema":{"name":"x","schema":'
 
 
 def filled(before: bytes, item: bytes, after: bytes, size: int) -> bytes:
@@ -102,6 +103,16 @@ CASES: dict[str, tuple[str, bytes, int]] = {
     "a long string where a word is expected": (
         "/v1/chat/completions",
         b'{"messages":[' + USER + b'],"response_format":{"type":"' + b" \\n\\t" * 3 * MB + b'"}}',
+        400,
+    ),
+    "a schema of as many values as are taken": (
+        "/v1/chat/completions",
+        filled(b'{"messages":[' + USER + b'],"response_format":' + SCHEMA + b'{"enum":[', b"1", b"]}}}}", 262_000),
+        400,
+    ),
+    "a schema of long strings": (
+        "/v1/chat/completions",
+        b'{"messages":[' + USER + b'],"response_format":' + SCHEMA + b'{"enum":["' + b"\\n" * 4_000_000 + b'"]}}}}',
         400,
     ),
     "choices": (

@@ -86,6 +86,14 @@ CASES: list[tuple[str, type[Body], dict[str, Any], str]] = [
         {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": deep(65)}},
         "response_format",
     ),
+    ("grammar_chars", CompletionRequest, {"prompt": "x", "guided_regex": "a" * 262_145}, "guided_regex"),
+    ("grammar_chars", CompletionRequest, {"prompt": "x", "guided_choice": ["a" * 200_000] * 2}, "guided_choice"),
+    (
+        "grammar_chars",
+        ChatCompletionRequest,
+        chat(response_format={"type": "json_schema", "json_schema": {"schema": {"enum": ["a" * 262_145]}}}),
+        "response_format",
+    ),
     ("json_values", ChatCompletionRequest, chat(documents=[{"x": [1] * 131_072}]), "documents"),
     ("json_chars", ChatCompletionRequest, chat(documents=[{"x": ["a" * 2_100_000] * 2}]), "documents"),
     ("json_chars", ChatCompletionRequest, chat(documents=[{"a" * 4_200_000: 1}]), "documents"),
@@ -112,14 +120,13 @@ def test_the_lists_of_a_chat_have_a_common_bound_as_those_of_a_text_completion()
 
 def test_every_bound_has_a_case() -> None:
     # Those of a prompt are in test_request_limits.py, those of images in test_image_prompts.py, those of sounds in
-    # engine/transcription, that of a grammar in grammars/test_checker.py.
+    # engine/transcription.
     in_python = {
         "max_logprobs",
         "logprob_entries",
         "prompt_logprob_entries",
         "answer_prompt_logprobs",
         "text_bytes",
-        "grammar_chars",
         "images",
         "image_bytes",
         "image_pixels",
