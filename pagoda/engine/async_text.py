@@ -86,7 +86,7 @@ class AsyncText:
 
     async def write_grammar(self, write: Callable[[], T]) -> T:
         """Return write(), called on a grammars' thread: it turns a caller's schemas into a grammar's text."""
-        return await asyncio.get_running_loop().run_in_executor(self._compilers, write)
+        return await self._run_in(self._compilers, write)
 
     async def read(self, prompt: Prompt, add_special_tokens: bool = True, keep: int | None = None) -> EncodedPrompt:
         """Return the prompt as the model reads it, not yet validated. Raises RequestError.

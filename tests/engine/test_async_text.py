@@ -76,6 +76,8 @@ def test_closing_ends_queued_texts_and_refuses_new_ones() -> None:
             await text.encode(LONG)
         with pytest.raises(UsageError, match="closed"):
             await text.prepare_params(SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
+        with pytest.raises(UsageError, match="closed"):
+            await text.write_grammar(lambda: "start: x")
 
     asyncio.run(run())
 
