@@ -1,7 +1,7 @@
 """A request has the same logits, to the bit, and the same tokens in any batch: native kernels, replayed; or a GPU's.
 
 Alone, in batches of up to 64, in chunks of any size, after preemption and swap, with prefix hits, in any row and any
-blocks, on one and two threads, greedy and seeded (issue "the fastest engine on a CPU", item 5).
+blocks, on one and two threads, greedy and seeded (docs/reference/scheduler-contract.md, section 10, rule 7).
 """
 
 import functools

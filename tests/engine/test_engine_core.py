@@ -190,17 +190,24 @@ def test_a_row_that_fails_ends_alone(depth: int) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, MemoryError])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_step_that_raises_ends_its_requests_and_no_other(depth: int, error: type[Exception]) -> None:
+@pytest.mark.parametrize(("depth", "n"), [(1, 1), (2, 1), (3, 2)])
+def test_a_step_that_raises_ends_its_requests_and_no_other(depth: int, n: int, error: type[Exception]) -> None:
     fails = error("kernel fell over")
-    core = make_core(lambda rows: FailingExecutor(rows, 7, error=fails), max_num_seqs=2, pipeline_depth=depth)
+    core = make_core(
+        lambda rows: FailingExecutor(rows, 7, error=fails),
+        max_num_seqs=2 * n,
+        pipeline_depth=depth,
+        async_scheduling=depth == 3,
+    )
     texts = [[1, 2, 3], [4, 5, 7], [6, 7, 8], [9, 9, 9]]
-    answers = drive(core, [request(i, text, SamplingParams(max_tokens=6)) for i, text in enumerate(texts)])
-    for i in (0, 1):
-        assert answers.finishes[f"r{i}", 0].status is RequestStatus.FINISHED_ERROR
-        assert "kernel fell over" in (answers.finishes[f"r{i}", 0].message or "")
-    for i in (2, 3):
-        assert answers.tokens[f"r{i}", 0] == expected(texts[i], 6, 0)
+    answers = drive(core, [request(i, text, SamplingParams(max_tokens=6, n=n)) for i, text in enumerate(texts)])
+    for sequence in range(n):
+        for i in (0, 1):
+            assert answers.finishes[f"r{i}", sequence].status is RequestStatus.FINISHED_ERROR
+            assert "kernel fell over" in (answers.finishes[f"r{i}", sequence].message or "")
+            assert (f"r{i}", sequence) not in answers.tokens
+        for i in (2, 3):
+            assert answers.tokens[f"r{i}", sequence] == expected(texts[i], 6, sequence)
     # What the failed step should have put into the cache is not there.
     again = drive(core, [request(0, [1, 2, 3, 4, 5, 6, 8, 8, 8], SamplingParams(max_tokens=3))])
     assert again.tokens["r0", 0] == expected([1, 2, 3, 4, 5, 6, 8, 8, 8], 3, 0)

@@ -1,6 +1,6 @@
 """A tiny random model end to end: whatever the schedule, each request gets the tokens it gets alone.
 
-SPEC section 10, rule 6.
+docs/reference/scheduler-contract.md, section 10, rule 7.
 """
 
 from collections.abc import Callable
