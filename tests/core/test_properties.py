@@ -93,6 +93,7 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
         no_partial_media=no_partial_media,
         check_invariants=draw(st.booleans()),
         decision_log_steps=draw(st.sampled_from([0, 4])),
+        scheduler_delay_factor=draw(st.sampled_from([0.0, 0.0, 0.5])),
     )
     cache = CacheConfig(
         block_size=4,
@@ -218,6 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             media=tuple(media),
             prompt_embeds=embeds,
             client_index=self.count % 2,
+            arrival_time_s=self.traffic.clock.now() + 1e-6 * self.count,  # no two alike
             eos_token_ids=(0,) if self.count % 3 == 0 else (),
             encoder_len=length % 6 + 1 if setting.encoder_decoder else 0,
         )

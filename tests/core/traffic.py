@@ -186,13 +186,13 @@ class Traffic:
             self.follower.run(output, set(failure.rows or ()) if failure else None, raises=raises)
             self._check_follower(output)
         self.failing[output.step] = self._sequences_of(self._failed_rows(output, failure))
-        self.clock.advance(result.duration_s)
         self.outputs.append(output)
         self.in_flight.append((output, result, failure))
         self.finished_ids.update(output.finished_ids)
         self._check_step(output, queue)
         if self.twin is not None:
             self._plan_twin(output)
+        self.clock.advance(result.duration_s)
         self.check()
         return output
 
@@ -207,6 +207,7 @@ class Traffic:
         assert self.twin is not None
         plan = self.twin.schedule()
         plan["names"] = {row: self._name(row) for row in self.worker.rows}
+        plan["planned_at_s"] = self.clock.now()
         self.plans.append(plan)
         placed = zip(output.rows.tolist(), output.num_new.tolist(), strict=True)
         mine = {
@@ -252,8 +253,8 @@ class Traffic:
             self._receive(outputs, may_end)
         if self.twin is not None:
             plan = self.plans.popleft()
+            raised = failure is not None and failure.rows is None
             if failure is not None:
-                raised = failure.rows is None
                 self.twin.fail(plan["handle"], {plan["names"][row] for row in failed}, raised=raised)
             sampled = {
                 plan["names"][row]: tokens[:count]
@@ -261,7 +262,8 @@ class Traffic:
                     output.sample_rows.tolist(), result.sampled.tolist(), result.num_sampled.tolist(), strict=True
                 )
             }
-            self.twin.update(plan["handle"], sampled, result.duration_s)
+            duration_s = self.clock.now() - plan["planned_at_s"] if raised else result.duration_s
+            self.twin.update(plan["handle"], sampled, duration_s)
         self.check()
         return by_client
 

@@ -525,6 +525,7 @@ class TwinScheduler:
                 drafts,
                 state.epoch,
                 decodes=decodes,
+                mid_prefill=sequence.mid_prefill,
                 of_prompts=of_prompts,
                 recorded=recorded,
             )
@@ -559,7 +560,8 @@ class TwinScheduler:
             entry.writes = (
                 self.memory.stamps(entry.sequence, entry.start, entry.start + entry.new) if entry.new else set()
             )
-        step = Step(self.step_number, self.planned, sampling, self.has_prompt, pooling)
+        has_prompt = self.has_prompt or any(entry.mid_prefill for entry in self.planned)
+        step = Step(self.step_number, self.planned, sampling, has_prompt, pooling)
         step.copied, step.encoded, step.joined = self.memory.copied, dict(self.encoder.encoded), self.joined
         if self.planned:
             self.in_flight.append(step)

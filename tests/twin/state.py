@@ -70,6 +70,7 @@ class Planned:
     epoch: int
     samples: bool = False
     decodes: bool = False  # it was running, and lacked its last token only
+    mid_prefill: bool = False  # it was running, or returns from the host, and lacked more than that
     of_prompts: int = 0  # tokens taken of what prompts may have
     recorded: list[int] = field(default_factory=list)  # blocks that can be found because of it
     reads: set[tuple[int, int]] = field(default_factory=set)  # stamps of blocks
