@@ -46,7 +46,7 @@ def implementation(op: Op, module: ModuleType) -> Callable[..., object]:
 
 
 def _checked(op: Op, function: Callable[..., object], limits: Mapping[str, str]) -> Callable[..., object]:
-    """Check indices as the native kernels do, on a CPU; on a GPU that would wait for the device.
+    """Check indices as the native kernels do, on a CPU.
 
     limits: argument of indices -> the argument whose rows they index.
     """
@@ -58,7 +58,7 @@ def _checked(op: Op, function: Callable[..., object], limits: Mapping[str, str])
             indices, indexed = arguments[name], arguments[table]
             assert isinstance(indices, torch.Tensor)
             shape = cast(Tensor | LowRankTable, indexed).shape
-            if indices.device.type == "cpu":
+            if indices.device.type == "cpu":  # elsewhere, reading them waits for the device
                 check_below(f"{op.name}: {name}", indices.numpy(), shape[0])
         return function(*args, **kwargs)
 

@@ -18,7 +18,7 @@ def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tens
 
 
 def _is_host(device: torch.device) -> bool:
-    """Return whether its memory is that of numpy's arrays."""
+    """Return whether its memory is that of numpy's arrays, as torch says: kernels do not know the worker's Device."""
     return device.type == "cpu"
 
 

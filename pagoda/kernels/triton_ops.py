@@ -57,6 +57,7 @@ class TritonOps(TorchOps):
     ) -> None:
         super().__init__()
         if multiplies_fp8 is None:
+            # The first GPUs with products of 8-bit floats have 8.9.
             multiplies_fp8 = is_interpreted() or torch.cuda.get_device_capability() >= (8, 9)
         if is_interpreted():
             fix_interpreter()

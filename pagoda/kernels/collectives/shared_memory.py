@@ -80,6 +80,7 @@ class SharedGroup:
         self.check()
 
     def receive(self, tensor: torch.Tensor) -> None:
+        # The native code writes to host memory.
         host = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
         assert host.is_contiguous(), "a tensor to receive must be contiguous"
         self._library["receive"](self.address, host.data_ptr(), host.nbytes)

@@ -22,6 +22,7 @@ class LibraryLinear:
 def prepare(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LibraryLinear:
     """Pack a bfloat16 CPU weight for oneDNN if the CPU supports it; keep every other weight unchanged."""
     out_features, in_features = weight.shape
+    # oneDNN's packed layouts are for CPUs.
     packable = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     packed = packable and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if packed:
@@ -45,6 +46,7 @@ def linear_by_head(x: torch.Tensor, weight: LibraryLinear) -> torch.Tensor:
 
 def logits(x: torch.Tensor, weight: LibraryLinear) -> torch.Tensor:
     """[S, in] -> float32 [S, out]; on a CPU, and with a bias, the library rounds to x's dtype first."""
+    # torch.mm takes out_dtype on GPUs alone.
     if x.is_cuda and x.dtype != torch.float32 and weight.bias is None:
         return torch.mm(x, weight.weight.t(), out_dtype=torch.float32)
     return linear(x, weight).float()

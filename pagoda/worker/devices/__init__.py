@@ -1,7 +1,8 @@
 """Devices that a worker can run on.
 
 A device is one class, a subclass of `Device` (device.py): it has what depends on the device: memory, copies to and from
-the host, kernels and graphs. No other code tests what kind of device there is.
+the host, kernels and graphs. Otherwise only a few places in kernels/ test where torch has a tensor, each for a reason
+that is next to the test.
 
 device.py   Device, with what suits any device that torch knows; HostCopy and Capture, which it returns
 cpu.py      CpuDevice: the host itself
