@@ -34,8 +34,8 @@ from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.forward_runner import Computed, ForwardRunner
+from pagoda.worker.launched_steps import LaunchedStep
 from pagoda.worker.model_runner import ModelRunner
-from pagoda.worker.steps_in_flight import LaunchedStep
 from pagoda.worker.table_mirror import TableMirror
 
 BLOCK, VOCAB, MAX_LEN = 16, 512, 2048

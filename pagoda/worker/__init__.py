@@ -10,7 +10,7 @@ forward_runner.py  a model: op by op, as a recorded program, or as graphs
 encoders.py        images and audio: encoder runs, their outputs by content, and where they go in a step
 sampler.py, pooler.py, grammar_rows.py   from logits to tokens, from states to vectors, masks of grammars
 alignment.py       where tokens look in what the encoder read, for the times of words
-steps_in_flight.py steps whose results are not on the host yet
+launched_steps.py  steps whose results are not on the host yet
 cache_engine.py, memory.py, adapters.py  KV pools, how large they can be, LoRA adapters
 drafters/, speculation/                  drafts of the next tokens, and when they pay
 devices/           one class per device

@@ -19,11 +19,11 @@ from pagoda.worker.dry_runs import DryRuns
 from pagoda.worker.encoders import EncoderOutputs
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.grammar_rows import GrammarMasks, GrammarRows
+from pagoda.worker.launched_steps import LaunchedStep, LaunchedSteps, cause_of
 from pagoda.worker.pooler import Pooler
 from pagoda.worker.sampler import Drawn, Sampler, prompt_logprobs
 from pagoda.worker.speculation.speculator import Speculator
 from pagoda.worker.staging import PromptEmbeds, StepInputs, join_embeds
-from pagoda.worker.steps_in_flight import LaunchedStep, StepsInFlight, cause_of
 from pagoda.worker.table_mirror import TableMirror
 
 
@@ -69,7 +69,7 @@ class ModelRunner:
         self._embeds = embeds
         self._encoders = encoders
         self._place = place
-        self._steps = StepsInFlight(table, speculator, device)
+        self._steps = LaunchedSteps(table, speculator, device)
         self.times = self._steps.times
         # What applies a step's events, in this order: blocks move before rows read them, and the table changes last,
         # because drafters read what it was before.

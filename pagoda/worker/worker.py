@@ -22,12 +22,12 @@ from pagoda.worker.dry_runs import DryRuns, LargestSteps, largest_graphs
 from pagoda.worker.encoders import EncoderOutputs
 from pagoda.worker.forward_runner import ForwardRunner
 from pagoda.worker.grammar_rows import GrammarRows
+from pagoda.worker.launched_steps import LaunchedStep
 from pagoda.worker.loaded_model import DTYPES, LoadedModel, WorkerConfig, load
 from pagoda.worker.memory import kv_block_bytes
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.speculation.loaded_draft import speculator_of
 from pagoda.worker.staging import PromptEmbeds
-from pagoda.worker.steps_in_flight import LaunchedStep
 from pagoda.worker.table_mirror import RotaryPositions, TableMirror
 
 logger = logging.getLogger("pagoda")

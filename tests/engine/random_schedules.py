@@ -24,9 +24,9 @@ from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.loading.model_files import ModelFiles
 from pagoda.worker.forward_runner import Graphs
 from pagoda.worker.grammar_rows import GrammarMasks
+from pagoda.worker.launched_steps import LaunchedStep
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.sampler import Drawn, Sampler
-from pagoda.worker.steps_in_flight import LaunchedStep
 from pagoda.worker.table_mirror import TableMirror
 from pagoda.worker.worker import Worker
 from tests.engine.driver import MAX_STEPS, request

@@ -1,4 +1,4 @@
-"""StepsInFlight: launched steps, in order, until their results are on the host and in the table."""
+"""LaunchedSteps: launched steps, in order, until their results are on the host and in the table."""
 
 import logging
 import time
@@ -59,7 +59,7 @@ class LaunchedStep:
     """A step whose computations are submitted. Steps are collected in the order of their launches, on that thread.
 
     copy: of `drawn`, then of the tensors of `prompt_logprobs`, three for each piece.   inputs: None for an empty step.
-    owners: of the rows of its draws, see StepsInFlight; None if the device does not keep its tokens.
+    owners: of the rows of its draws, see LaunchedSteps; None if the device does not keep its tokens.
     drawn: None if nothing is sampled.   prompt_logprobs: (row, number of pieces).
     pooled, failed: row -> vector, message.   collect: set the results of all steps up to this one.
     checksum: see ModelRunnerOutput.
@@ -98,7 +98,7 @@ class LaunchedStep:
         return self.outcome
 
 
-class StepsInFlight:
+class LaunchedSteps:
     """Waits for the results of steps, writes their tokens to the table, and asks for the next step's drafts.
 
     last_tokens: of all rows, for steps that are launched before the host knows them.   times: of the parts of steps.
