@@ -15,7 +15,7 @@ from pagoda.kernels.batch import AttentionMetadata, ForwardBatch, KVLayer, Tail
 from pagoda.kernels.native.build import NativeUnavailable
 from pagoda.kernels.native.library import load
 from pagoda.kernels.native_ops import NativeOps
-from pagoda.kernels.replay.program import Step, Value, assign_slots
+from pagoda.kernels.replay.program import OpCall, Value, assign_slots
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
 from pagoda.models.base import Model
@@ -247,19 +247,19 @@ def test_slots_are_reused_but_never_while_in_use() -> None:
 
     for _ in range(200):
         values = [new_value()]
-        steps = [Step("embedding", outputs={"out": values[0]})]
+        calls = [OpCall("embedding", outputs={"out": values[0]})]
         for _ in range(12):
             picks = [draw(max(0, len(values) - 4), len(values)) for _ in range(2)]
             made = [new_value() for _ in range(picks[0] % 2 + 1)]
             inputs = {str(i): (values[pick], 0) for i, pick in enumerate(picks)}
-            steps.append(Step("add", inputs=inputs, outputs={str(i): value for i, value in enumerate(made)}))
+            calls.append(OpCall("add", inputs=inputs, outputs={str(i): value for i, value in enumerate(made)}))
             values += made
-        slots, sizes = assign_slots(steps, values[-1:])
+        slots, sizes = assign_slots(calls, values[-1:])
         held: dict[int, Value] = {}
-        for step in steps:
-            read = [slots[value] for value, _ in step.inputs.values()]
-            assert all(held[slots[value]] is value for value, _ in step.inputs.values())
-            kept = [value for value in step.outputs.values() if value is not values[-1]]
+        for call in calls:
+            read = [slots[value] for value, _ in call.inputs.values()]
+            assert all(held[slots[value]] is value for value, _ in call.inputs.values())
+            kept = [value for value in call.outputs.values() if value is not values[-1]]
             taken = [slots[value] for value in kept]
             assert len(set(taken)) == len(taken)
             assert not set(read) & set(taken)

@@ -24,7 +24,7 @@ _FOLDERS = {"linear": "linear layers", "moe": "mixture of experts", "attention":
 """Rows of the table, by the folder of an op's kernels; the others are elementwise."""
 
 
-class Part(TypedDict):
+class TimeShare(TypedDict):
     """One line of the table.   share: of the whole run, 0 to 1."""
 
     part: str
@@ -32,7 +32,7 @@ class Part(TypedDict):
     share: float
 
 
-def breakdown(profile: "StepProfile", secs: float) -> list[Part]:
+def breakdown(profile: "StepProfile", secs: float) -> list[TimeShare]:
     """The parts of a run that took `secs`, largest first; they add up to it.
 
     barriers: entering and leaving parallel regions, estimated as ops x what an empty region takes, and taken off the
@@ -57,10 +57,10 @@ def breakdown(profile: "StepProfile", secs: float) -> list[Part]:
         rows = {"forward": forward, **{name: rows[name] for name in ("sampling", "worker's Python")}}
     rows["scheduling and output"] = secs - sum(rows.values())
     ordered = sorted(rows.items(), key=lambda item: -item[1])
-    return [Part(part=name, secs=round(value, 4), share=round(value / secs, 4)) for name, value in ordered]
+    return [TimeShare(part=name, secs=round(value, 4), share=round(value / secs, 4)) for name, value in ordered]
 
 
-def print_breakdown(rows: list[Part], num_steps: int) -> None:
+def print_breakdown(rows: list[TimeShare], num_steps: int) -> None:
     """As a table on standard output."""
     from pagoda.cli.console import print_table
 

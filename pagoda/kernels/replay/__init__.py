@@ -1,1 +1,1 @@
-"""A forward recorded once as a list of steps, and replayed natively in one call."""
+"""A forward recorded once as a list of calls, and replayed natively in one call."""

@@ -1,4 +1,4 @@
-"""A recorded program: its steps in the form that replay/cpu.cpp reads, its memory, and the call that runs it."""
+"""A recorded program: its calls of ops in the form that replay/cpu.cpp reads, its memory, and the call that runs it."""
 
 from collections.abc import Mapping, Sequence
 from ctypes import Array, addressof, byref, c_int64, c_void_p, sizeof
@@ -22,7 +22,7 @@ _CODES = {op.name: code for code, op in enumerate(KERNEL_OPS)}
 
 
 class Value:
-    """The result of a step, or an input: contiguous rows of one domain. Compared by identity.
+    """The result of a call, or an input: contiguous rows of one domain. Compared by identity.
 
     row_shape: (), (dim,) or (heads, dim).   name: of an input, else None.
     """
@@ -43,7 +43,7 @@ class Value:
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class OpCall:
     """One call of a kernel.
 
     record: its argument struct.   inputs: Rows arguments, by name, as a value and the first element that the op reads.
@@ -82,13 +82,13 @@ class GroupCheck:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recording:
-    """The steps, results, inputs and checks of a recorded forward.
+    """The calls, results, inputs and checks of a recorded forward.
 
-    groups: structs that the steps point to, those of the batch and then those of its tail; filled in for every run.
+    groups: structs that the calls point to, those of the batch and then those of its tail; filled in for every run.
     inputs: every named input, used or not.
     """
 
-    steps: Sequence[Step]
+    calls: Sequence[OpCall]
     results: Sequence[Value]
     inputs: Mapping[str, Value]
     groups: Array[Shared]
@@ -100,7 +100,7 @@ class Program:
 
     def __init__(self, library: NativeLibrary, threads: int, recording: Recording) -> None:
         self._library, self._threads, self._recording = library, threads, recording
-        slots, slot_bytes = assign_slots(recording.steps, recording.results)
+        slots, slot_bytes = assign_slots(recording.calls, recording.results)
         places = dict(slots)
         for value in (*recording.inputs.values(), *recording.results):
             places[value] = len(slot_bytes) + len(places) - len(slots)
@@ -108,7 +108,7 @@ class Program:
         self._places = (c_void_p * (len(slot_bytes) + len(recording.inputs) + len(recording.results)))()
         self._rows = (c_int64 * len(Domain))()
         self._bindings: list[Array[Shared]] = []
-        self._steps = (StepStruct * len(recording.steps))(*(self._step(step, places) for step in recording.steps))
+        self._steps = (StepStruct * len(recording.calls))(*(self._step(call, places) for call in recording.calls))
         self._checks = (Check * len(recording.checks))(*(self._check(check, places) for check in recording.checks))
         sizes = [of.get(domain, 0) for of in slot_bytes for domain in Domain]
         self._slot_bytes = (c_int64 * len(sizes))(*sizes)
@@ -121,7 +121,7 @@ class Program:
         self._run = Run(addressof(self._rows), addressof(self._places))
         self._program_ref, self._run_ref = byref(self._program), byref(self._run)
         self._groups = list(recording.groups)  # the same memory
-        self._rank_groups = {kept for step in recording.steps for kept in step.kept if isinstance(kept, SharedGroup)}
+        self._rank_groups = {kept for call in recording.calls for kept in call.kept if isinstance(kept, SharedGroup)}
         # Plain tuples, because every step loops over them.
         self._inputs = [
             (name, int(value.domain), TORCH_DTYPES[value.dtype], value.row_shape)
@@ -205,16 +205,16 @@ class Program:
         limit = self._rows[check.limit] if isinstance(check.limit, Domain) else check.limit
         return bad_index(name, int(tensors[name].view(-1)[at]), at, limit)
 
-    def _step(self, step: Step, places: Mapping[Value, int]) -> Shared:
-        record = step.record
+    def _step(self, call: OpCall, places: Mapping[Value, int]) -> Shared:
+        record = call.record
         assert record is not None
         bindings: list[Shared] = []
-        for name, (value, offset) in (*step.inputs.items(), *((n, (value, 0)) for n, value in step.outputs.items())):
+        for name, (value, offset) in (*call.inputs.items(), *((n, (value, 0)) for n, value in call.outputs.items())):
             at = getattr(type(record), name).offset
             bindings.append(Binding(places[value], value.domain, at, offset * ELEMENT_BYTES[value.dtype]))
         array = (Binding * len(bindings))(*bindings)
         self._bindings.append(array)
-        return StepStruct(_CODES[step.op], len(bindings), addressof(record), addressof(array))
+        return StepStruct(_CODES[call.op], len(bindings), addressof(record), addressof(array))
 
     def _check(self, check: IndexCheck | GroupCheck, places: Mapping[Value, int]) -> Shared:
         if isinstance(check, GroupCheck):
@@ -244,18 +244,18 @@ def named_inputs(batch: ForwardBatch) -> dict[str, torch.Tensor]:
     }
 
 
-def assign_slots(steps: Sequence[Step], results: Sequence[Value]) -> tuple[dict[Value, int], list[dict[Domain, int]]]:
+def assign_slots(calls: Sequence[OpCall], results: Sequence[Value]) -> tuple[dict[Value, int], list[dict[Domain, int]]]:
     """Return the slot of scratch memory of each value, and each slot's bytes per row of a domain.
 
     A slot is reused after the last read of its value, so a forward needs little memory, which stays in the CPU cache. A
-    step's outputs never share a slot with its inputs. Results and inputs have no slot.
+    call's outputs never share a slot with its inputs. Results and inputs have no slot.
     """
-    last_use = {value: index for index, step in enumerate(steps) for value, _ in step.inputs.values()}
+    last_use = {value: index for index, call in enumerate(calls) for value, _ in call.inputs.values()}
     slots: dict[Value, int] = {}
     sizes: list[dict[Domain, int]] = []
     free: list[int] = []
-    for index, step in enumerate(steps):
-        for value in step.outputs.values():
+    for index, call in enumerate(calls):
+        for value in call.outputs.values():
             if value in results:
                 continue
             slot = _best_slot(value, free, sizes)
@@ -266,8 +266,8 @@ def assign_slots(steps: Sequence[Step], results: Sequence[Value]) -> tuple[dict[
                 free.remove(slot)
             sizes[slot][value.domain] = max(sizes[slot].get(value.domain, 0), value.row_bytes)
             slots[value] = slot
-        done = [value for value, _ in step.inputs.values()]
-        done += [value for value in step.outputs.values() if value not in last_use]
+        done = [value for value, _ in call.inputs.values()]
+        done += [value for value in call.outputs.values() if value not in last_use]
         free += sorted({slots[value] for value in done if value in slots and last_use.get(value, index) == index})
     return slots, sizes
 

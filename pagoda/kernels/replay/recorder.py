@@ -1,6 +1,6 @@
-"""Record a forward: the model runs once on stand-ins, and every op that it calls becomes a step of a program.
+"""Record a forward: the model runs once on stand-ins, and every op that it calls becomes a call of a program.
 
-No op is named here: a step's inputs, outputs and checks follow from the op table.
+No op is named here: a call's inputs, outputs and checks follow from the op table.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,9 @@ from pagoda.kernels.native.library import NativeLibrary
 from pagoda.kernels.replay.program import (
     GroupCheck,
     IndexCheck,
+    OpCall,
     Program,
     Recording,
-    Step,
     Value,
     metadata_of,
 )
@@ -74,7 +74,7 @@ class RecordingOps:
 
     def __init__(self, library: NativeLibrary, like: ForwardBatch) -> None:
         self._library = library
-        self._steps: list[Step] = []
+        self._calls: list[OpCall] = []
         self._checks: dict[IndexCheck | GroupCheck, None] = {}
         self._inputs: dict[str, Value] = {}
         # Groups may share one metadata object; copy it so that identity distinguishes them.
@@ -104,9 +104,9 @@ class RecordingOps:
             if view.offset or view.row_shape != view.value.row_shape or view.value.name is not None:
                 raise NotRecordable("a result that is an input, or a part of another value")
             values.append(view.value)
-        steps = self._fused(values)
+        calls = self._fused(values)
         return Program(
-            self._library, threads, Recording(steps, values, self._inputs, self._groups, tuple(self._checks))
+            self._library, threads, Recording(calls, values, self._inputs, self._groups, tuple(self._checks))
         )
 
     def _input(self, name: str, tensor: torch.Tensor, domain: Domain) -> Input:
@@ -116,14 +116,14 @@ class RecordingOps:
 
     def _record(self, op: Op, *args: object, **kwargs: object) -> object:
         arguments = op.bind(args, kwargs)
-        step = self._step(op, arguments)
-        self._steps.append(step)
-        views = [View(value, value.row_shape) for value in step.outputs.values()]
+        call = self._op_call(op, arguments)
+        self._calls.append(call)
+        views = [View(value, value.row_shape) for value in call.outputs.values()]
         if len(views) > 1:
             return tuple(views)
         return views[0] if views else None
 
-    def _step(self, op: Op, arguments: dict[str, object], outputs: Sequence[Value] = ()) -> Step:
+    def _op_call(self, op: Op, arguments: dict[str, object], outputs: Sequence[Value] = ()) -> OpCall:
         """outputs: the values to compute, if they exist already."""
         call = prepare_call(op, arguments, _facts, self._group_address)
         inputs: dict[str, tuple[Value, int]] = {}
@@ -140,7 +140,7 @@ class RecordingOps:
                 row_shape, dtype = call.output(out)
                 made.append(Value(row_shape, dtype, inputs[out.rows][0].domain))
             outputs = made
-        return Step(op.name, call.record, inputs, dict(zip(op.outputs, outputs, strict=True)), arguments, call.kept)
+        return OpCall(op.name, call.record, inputs, dict(zip(op.outputs, outputs, strict=True)), arguments, call.kept)
 
     def _check_rows(self, op: Op, arguments: dict[str, object], values: dict[str, Value]) -> None:
         """Require that all rows are of one domain; add the checks to run before the program."""
@@ -190,26 +190,26 @@ class RecordingOps:
     def _group_address(self, metadata: AttentionMetadata) -> int:
         return addressof(self._groups) + self._group_index(metadata) * sizeof(RowGroup)
 
-    def _fused(self, results: Sequence[Value]) -> list[Step]:
-        """Return the steps, with pairs named in FUSIONS fused if no other step reads the value between them."""
+    def _fused(self, results: Sequence[Value]) -> list[OpCall]:
+        """Return the calls, with pairs named in FUSIONS fused if no other call reads the value between them."""
         uses: dict[Value, int] = {}
-        for step in self._steps:
-            for value, _ in step.inputs.values():
+        for call in self._calls:
+            for value, _ in call.inputs.values():
                 uses[value] = uses.get(value, 0) + 1
-        maker = {value: index for index, step in enumerate(self._steps) for value in step.outputs.values()}
-        steps: list[Step | None] = list(self._steps)
-        for index, step in enumerate(self._steps):
-            between = next(iter(step.inputs.values()))[0]
-            first = steps[maker[between]] if between in maker else None
-            fused = None if first is None else FUSIONS.get((first.op, step.op))
+        maker = {value: index for index, call in enumerate(self._calls) for value in call.outputs.values()}
+        calls: list[OpCall | None] = list(self._calls)
+        for index, call in enumerate(self._calls):
+            between = next(iter(call.inputs.values()))[0]
+            first = calls[maker[between]] if between in maker else None
+            fused = None if first is None else FUSIONS.get((first.op, call.op))
             if first is None or fused is None or uses[between] != 1 or between in results:
                 continue
-            gated = next(iter(step.outputs.values())).row_elements < between.row_elements
+            gated = next(iter(call.outputs.values())).row_elements < between.row_elements
             if gated and not _gates_whole_panels(first):
                 continue
-            steps[maker[between]] = self._step(OP_TABLE[fused], first.arguments, list(step.outputs.values()))
-            steps[index] = None
-        return [step for step in steps if step is not None]
+            calls[maker[between]] = self._op_call(OP_TABLE[fused], first.arguments, list(call.outputs.values()))
+            calls[index] = None
+        return [call for call in calls if call is not None]
 
 
 def record_forward(
@@ -238,7 +238,7 @@ def _facts(name: str, value: object) -> RowsFacts:
     return RowsFacts(view.shape, view.value.dtype, view.value.row_elements, dense=True)
 
 
-def _gates_whole_panels(linear: Step) -> bool:
+def _gates_whole_panels(linear: OpCall) -> bool:
     """Return whether gate and up of a linear layer are whole panels of one form, as the fused kernels require."""
     weight = linear.arguments["weight"]
     return isinstance(weight, PackedWeight) and weight.next is None and weight.out_features // 2 % PANEL == 0
