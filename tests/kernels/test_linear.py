@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagoda.kernels.linear.forms import IQ4, MXFP4, Q4, Q4_MIN, Q4_ZERO
+from pagoda.kernels.linear.forms import NATIVE_FORMS, Q4_ZERO, HeldAs, Offset
 from pagoda.kernels.linear.packed import PackedWeight
 from pagoda.kernels.linear.quantize import QuantizedWeight, exponents_of, quantize, quantize_rows, scales_of
 from pagoda.kernels.native_ops import NativeOps
@@ -16,7 +16,13 @@ from tests.device_under_test import DeviceUnderTest
 
 SHAPES = [(576, 960), (1536, 576), (100, 17), (17, 100), (1, 1), (33, 65), (130, 49)]  # in, out
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-QUANTIZED = ["q8", "q8_32", "q4", "q4_min", "q4_zero", "iq4", "mxfp4"]
+QUANTIZED = {
+    f"{form.name} of {group}": HeldAs(form, group)
+    for form in NATIVE_FORMS
+    if form.offset is not Offset.NONE
+    for group in form.native_groups
+}
+"""Every kind of codes that the native kernels multiply."""
 
 
 def with_threads(native: Any, threads: int) -> Any:
@@ -24,21 +30,18 @@ def with_threads(native: Any, threads: int) -> Any:
 
 
 def quantized(kind: str, out_features: int, in_features: int) -> QuantizedWeight:
-    if kind.startswith("q8"):
-        return quantize(torch.randn(out_features, in_features), 32 if kind == "q8_32" else 64)
-    groups = -(-in_features // 32)
-    codes = torch.randint(0, 16, (out_features, 32 * groups), dtype=torch.uint8)
-    scales = (torch.rand(out_features, groups) / 10).half()
-    form, offsets = Q4, None
-    if kind == "q4_min":
-        form, offsets = Q4_MIN, (torch.randn(out_features, groups) / 10).half()
-    elif kind == "q4_zero":
-        form, offsets = Q4_ZERO, torch.randint(0, 17, (out_features, groups), dtype=torch.uint8)
-    elif kind == "iq4":
-        form = IQ4
-    elif kind == "mxfp4":
-        form, scales = MXFP4, scales_of(torch.randint(117, 131, (out_features, groups), dtype=torch.uint8))
-    return QuantizedWeight(form, codes, scales, offsets, in_features, 32)
+    """Return random codes, scales and offsets."""
+    form, group = QUANTIZED[kind].form, QUANTIZED[kind].group
+    groups = -(-in_features // group)
+    codes = torch.randint(0, 1 << form.bits, (out_features, group * groups), dtype=torch.uint8)
+    scales, offsets = (torch.rand(out_features, groups) / (1 << form.bits)).half(), None
+    if form.scale_bits == 8:
+        scales = scales_of(torch.randint(117, 131, (out_features, groups), dtype=torch.uint8))
+    if form.offset is Offset.MINIMUM:
+        offsets = (torch.randn(out_features, groups) / 10).half()
+    elif form.offset is Offset.ZERO_POINT:
+        offsets = torch.randint(0, (1 << form.bits) + 1, (out_features, groups), dtype=torch.int16)
+    return QuantizedWeight(form, codes, scales, offsets, in_features, group)
 
 
 def any_weight(native: Any, kind: torch.dtype | str, out_features: int, in_features: int) -> LinearWeight:
@@ -110,7 +113,7 @@ def test_sums_of_the_largest_codes_do_not_overflow(native: Any, kind: str) -> No
 
 def test_zero_points_in_the_middle_give_the_bits_of_symmetric_codes(native: Any) -> None:
     torch.manual_seed(0)
-    symmetric, x = quantized("q4", 33, 130), torch.randn(20, 130).bfloat16()
+    symmetric, x = quantized("Q4 of 32", 33, 130), torch.randn(20, 130).bfloat16()
     middle = replace(symmetric, form=Q4_ZERO, offsets=torch.full(symmetric.scales.shape, 8, dtype=torch.uint8))
     ours, theirs = (
         native.logits(x, native.prepare_quantized_linear(weight, torch.float32)) for weight in (middle, symmetric)
@@ -151,7 +154,7 @@ def test_a_row_has_the_same_bits_in_any_batch(native: Any, kind: torch.dtype | s
             assert torch.equal(ops.logits(x[first : first + rows], weight), alone[first : first + rows]), rows
 
 
-@pytest.mark.parametrize("kind", [torch.bfloat16, "q8", "q4_min", "q4_zero"], ids=str)
+@pytest.mark.parametrize("kind", [torch.bfloat16, "Q8 of 64", "Q4_MIN of 32", "Q4_ZERO of 32"], ids=str)
 def test_bits_do_not_depend_on_threads_or_how_work_is_divided(native: Any, kind: torch.dtype | str) -> None:
     """Cuts that leave remainders of rows and of panels, for fewer and for more threads than there are pieces."""
     torch.manual_seed(0)
