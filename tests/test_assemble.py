@@ -276,3 +276,12 @@ def test_a_gguf_is_held_alike_by_all_who_resolve_its_settings(tmp_path: Path, dt
     engine = resolve_engine(config)
     assert engine.config.model.quantization == quantization
     assert resolve_engine(engine.config).config.model.quantization == quantization
+
+
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.F32])
+def test_a_gguf_of_floats_computes_in_their_type_but_float16_in_bfloat16_on_a_cpu(tmp_path: Path, kind: Kind) -> None:
+    write_gguf(make_model("llama"), tmp_path / "model.gguf", kind)
+    model, own = tmp_path / "model.gguf", {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}[kind.name]
+    on_cpu = "bfloat16" if kind is Kind.F16 else own
+    assert (resolve_engine(config(model)).dtype, resolve_engine(config(model, device="cuda")).dtype) == (on_cpu, own)
+    assert resolve_engine(config(model, dtype="float16")).dtype == "float16"

@@ -6,39 +6,23 @@ import numpy as np
 import pytest
 import torch
 from gguf import quants
-from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Kind
 
 from pagoda.kernels.linear.forms import GGUF_TYPES
 from pagoda.kernels.linear.quantize import BlockRows, BlockWeight, QuantizedWeight, StackedWeight, codes_of, stack
 from pagoda.loading.gguf_blocks import dequantize_reference, read_codes
 from pagoda.loading.weights import reorder_rows
+from tests.kernels.random_blocks import random_blocks
 
-SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Where a block's float16 scales are: at its beginning in other types, and a minimum after it."""
 CPU = torch.device("cpu")
 KINDS = list(GGUF_TYPES)
 Order: TypeAlias = tuple[int, ...] | None
 
 
-def stored(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Random blocks with sane scales: uint8 [rows, bytes of a row]."""
-    rng = np.random.default_rng(seed)
-    values, num_bytes = GGML_QUANT_SIZES[Kind[kind]]
-    blocks = rng.integers(0, 256, (rows * columns // values, num_bytes), dtype=np.uint8)
-    if kind == "MXFP4":  # an exponent
-        blocks[:, 0] = rng.integers(110, 130, len(blocks))
-        return blocks.reshape(rows, -1)
-    for at in SCALES.get(kind, (0, 2) if kind.endswith("_1") else (0,)):
-        scales = rng.normal(0, 0.01, len(blocks)).astype(np.float16)
-        blocks[:, at : at + 2] = scales.view(np.uint8).reshape(-1, 2)
-    return blocks.reshape(rows, -1)
-
-
 def block_weight(
     kind: str, rows: int, columns: int, seed: int = 0, order: tuple[int, ...] | None = None
 ) -> BlockWeight:
-    data = stored(kind, rows, columns, seed)
+    data = random_blocks(kind, rows, columns, seed)
 
     def read() -> QuantizedWeight:
         weight = read_codes(data.reshape(-1).data, Kind[kind], rows, columns)
@@ -52,7 +36,7 @@ def block_weight(
 
 def values_of(kind: str, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     values = torch.empty(rows, columns)
-    dequantize_reference(stored(kind, rows, columns, seed).reshape(-1).data, Kind[kind], values)
+    dequantize_reference(random_blocks(kind, rows, columns, seed).reshape(-1).data, Kind[kind], values)
     return values
 
 

@@ -1,5 +1,6 @@
 """Writes transformers models as GGUF as llama.cpp's converter does, with the gguf package's own table of names."""
 
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, quants
 from transformers import PreTrainedModel
+
+from tests.kernels.random_blocks import random_blocks
 
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -48,8 +51,8 @@ def write_gguf(
 ) -> PreTrainedModel:
     """Write `model` with its matrices as `kind`, and put the values that reading gives back into `model` itself.
 
-    kind: of all matrices, or of the one of a name (of a part of experts). Values that become Q4_K or Q6_K are only near
-    those put back.
+    kind: of all matrices, or of the one of a name (of a part of experts, which are near the values put back if it is
+    not that of the whole).
     tensors_per_file: write several files, named as `path` and their numbers; 0 for one.
     metadata: further keys ("__" for "."), without the architecture's prefix; `factors` is the tensor rope_freqs.weight,
     `rope_factors_long` and `rope_factors_short` are those of LongRoPE.
@@ -82,30 +85,33 @@ def write_gguf(
         transposed = name == "gpt2" and tensor.dim() > 1 and ".c_" in key
         transposed |= name == "gpt-oss" and tensor.dim() == 3
         tensor = tensor.transpose(-1, -2) if transposed else tensor
-        values = _round_trip(np.ascontiguousarray(tensor.numpy()), stored_as)
-        tensor.copy_(torch.from_numpy(values))
+        data = _quantize(np.ascontiguousarray(tensor.numpy()), stored_as)
+        tensor.copy_(torch.from_numpy(quants.dequantize(data, stored_as)))
+        # From here on only rows change places, whose blocks stay as they are.
         if ".query_key_value." in key:  # from head by head to part by part
-            by_head = values.reshape(config.num_attention_heads, 3, -1, *values.shape[1:])
-            values = np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(values.shape)
+            by_head = data.reshape(config.num_attention_heads, 3, -1, *data.shape[1:])
+            data = np.ascontiguousarray(by_head.swapaxes(0, 1)).reshape(data.shape)
         if ".experts." in key:
             whole, suffix = (key.removesuffix("_bias"), "bias") if key.endswith("_bias") else (key, "weight")
-            parts = _expert_parts(whole.replace("block_sparse_moe", "mlp"), values, alternate=name == "gpt-oss")
+            parts = _expert_parts(whole.replace("block_sparse_moe", "mlp"), data, alternate=name == "gpt-oss")
             for part, matrices in parts.items():
                 stored = names.get_name(part)
                 assert stored is not None, part
                 of_part = kind(part) if callable(kind) and suffix == "weight" else stored_as
-                writer.add_tensor(f"{stored}.{suffix}", _quantize(matrices, of_part), raw_dtype=of_part)
+                if of_part is not stored_as:
+                    matrices = _quantize(quants.dequantize(matrices, stored_as), of_part)
+                writer.add_tensor(f"{stored}.{suffix}", matrices, raw_dtype=of_part)
             continue
         if name in _INTERLEAVED and (".q_proj." in key or ".k_proj." in key):
             heads = config.num_attention_heads if ".q_proj." in key else config.num_key_value_heads
-            values = _interleave(values, heads)
+            data = _interleave(data, heads)
         if name.startswith("gemma") and key.endswith("norm.weight"):
-            values = values + 1
+            data = data + 1
         key = key if name == "gpt-oss" else key.replace(".router.", ".router.layer.")
         stored = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert stored is not None, key
         stored += ".weight" if key.endswith(".sinks") else ""
-        writer.add_tensor(stored, _quantize(values, stored_as), raw_dtype=stored_as)
+        writer.add_tensor(stored, data, raw_dtype=stored_as)
     for key, values in factors.items():
         writer.add_tensor(f"{key}.weight", values)
     writer.write_header_to_file()
@@ -176,14 +182,24 @@ def _expert_parts(key: str, values: np.ndarray, alternate: bool) -> dict[str, np
     return {f"{layer}.gate_proj": np.ascontiguousarray(gate), f"{layer}.up_proj": np.ascontiguousarray(up)}
 
 
-def _round_trip(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    return quants.dequantize(_quantize(values, kind), kind).astype(np.float32)
+def q4_k_m(name: str) -> GGMLQuantizationType:
+    """Return the kind of a matrix, by its name, in a file that mixes Q4_K with Q6_K as llama.cpp's Q4_K_M does."""
+    is_finer = "v_proj" in name or "down_proj" in name
+    return GGMLQuantizationType.Q6_K if is_finer else GGMLQuantizationType.Q4_K
 
 
 def _quantize(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """Quantise along the last dimension, Q4_K and Q6_K as well, which the gguf package only reads."""
+    """Quantise along the last dimension; of a kind without a quantiser, return random blocks of the same spread."""
     pack = {GGMLQuantizationType.Q4_K: _q4_k, GGMLQuantizationType.Q6_K: _q6_k}.get(kind)
-    return quants.quantize(values, kind) if pack is None else pack(values).reshape(*values.shape[:-1], -1)
+    if pack is not None:
+        return pack(values).reshape(*values.shape[:-1], -1)
+    try:
+        return quants.quantize(values, kind)
+    except NotImplementedError:
+        rows, seed = values.size // values.shape[-1], zlib.crc32(values.tobytes())
+        spread = quants.dequantize(random_blocks(kind.name, rows, values.shape[-1], seed, 1.0), kind).std()
+        blocks = random_blocks(kind.name, rows, values.shape[-1], seed, float(values.std() / spread))
+        return blocks.reshape(*values.shape[:-1], -1)
 
 
 def _q4_k(values: np.ndarray) -> np.ndarray:

@@ -1,8 +1,9 @@
 """A GGUF and the safetensors folder with the same values are the same model, bit for bit."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -11,6 +12,11 @@ from gguf import GGMLQuantizationType as Kind
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
+from pagoda.kernels.linear.forms import FLOATS, GGUF_TYPES
+from pagoda.kernels.linear.packed import PackedWeight
+from pagoda.kernels.native.build import NativeUnavailable
+from pagoda.kernels.native.library import load as load_library
+from pagoda.layers.module import parameters
 from pagoda.loading.gguf_file import open_gguf
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture, read_model, summarize_weights
@@ -18,9 +24,9 @@ from pagoda.loading.model_files import identify
 from pagoda.loading.pieces import check_all_used
 from pagoda.worker.forward_runner import ForwardRunner
 from tests.device_under_test import DeviceUnderTest
-from tests.models.gguf_writer import write_gguf
+from tests.models.gguf_writer import q4_k_m, write_gguf
 from tests.models.paged_runner import PagedRunner
-from tests.models.tiny import LONGROPE, VOCAB, make_model, save
+from tests.models.tiny import LONGROPE, VOCAB, WIDE, make_model, save
 
 PROMPT = torch.randint(3, VOCAB, (23,), generator=torch.Generator().manual_seed(5)).tolist()
 
@@ -73,6 +79,50 @@ def test_same_bits_from_gguf_and_safetensors(name: str, kind: Kind, tmp_path: Pa
     spec = read_architecture(identify(tmp_path / "model.gguf"))[1].spec
     other = read_architecture(identify(folder))[1].spec
     assert shapes(spec) == shapes(other)
+
+
+IN_BLOCKS: dict[str, Kind | Callable[[str], Kind]] = {
+    **{name: Kind[name] for name in ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")},
+    "Q4_K_M": q4_k_m,
+}
+
+
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_native_kernels_multiply_the_codes_of_a_file(
+    name: str, tmp_path: Path, on: DeviceUnderTest, without_native: Callable[[str], NoReturn]
+) -> None:
+    """Logits and tokens are near those of the dequantised file, which has those of the values, and whose weights are
+    floats.
+    """
+    try:
+        load_library()
+    except NativeUnavailable as error:
+        without_native(str(error))
+    model = make_model("llama-tied-biased", **WIDE)
+    write_gguf(model, tmp_path / "model.gguf", IN_BLOCKS[name])
+    ops = on.ops("native")
+    found: dict[str, torch.Tensor] = {}
+    for case, path, quantization in (
+        ("codes", tmp_path / "model.gguf", None),
+        ("dequantised", tmp_path / "model.gguf", "none"),
+        ("values", save(model, tmp_path / "folder"), None),
+    ):
+        loaded = load_model(identify(path), ops, torch.float32, on.device, quantization)
+        weights = [of.value for _, of in parameters(loaded) if isinstance(of.value, PackedWeight)]
+        kinds = {part.record.kind for weight in weights for part in chain_of(weight)}
+        forms = {GGUF_TYPES[kind].form for kind in (("Q4_K", "Q6_K") if name == "Q4_K_M" else (name,))}
+        assert kinds == {form.kind for form in (forms if case == "codes" else {FLOATS["float32"]})}
+        with torch.inference_mode():
+            runner = PagedRunner(ForwardRunner(loaded, ops), 1, 40, torch.float32, block_size=8)
+            found[case] = torch.cat([runner.logits([(0, at, [token])]) for at, token in enumerate(PROMPT[:9])])
+    assert torch.equal(found["dequantised"], found["values"])
+    # The native kernels round inputs to 8 bits.
+    assert 0 < (found["codes"] - found["values"]).norm() < 0.06 * found["values"].norm()
+    assert int((found["codes"].argmax(-1) == found["values"].argmax(-1)).sum()) >= 8
+
+
+def chain_of(weight: PackedWeight | None) -> list[PackedWeight]:
+    return [] if weight is None else [weight, *chain_of(weight.next)]
 
 
 def test_gpt_oss_with_experts_in_mxfp4(tmp_path: Path, on: DeviceUnderTest):

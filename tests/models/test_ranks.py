@@ -26,7 +26,7 @@ from tests.models.paged_runner import PagedRunner, generate
 from tests.models.ranks import Rank, on_ranks, recorded
 from tests.models.test_prompt_embeds import WithEmbeds
 from tests.models.test_real_models import TEXTS, prompts_of
-from tests.models.tiny import CONFIGS, VOCAB, make_model, save
+from tests.models.tiny import CONFIGS, VOCAB, WIDE, make_model, save
 from tests.models.tiny_encoders import CONFIGS as ENCODERS
 from tests.models.tiny_encoders import batch_of, make_encoder, save_encoder, texts
 
@@ -36,13 +36,6 @@ Folders = Callable[..., Path]
 NUM_TOKENS = 10
 FOUR_HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 """Changes of a tiny model that has three."""
-WIDE: dict[str, Any] = {
-    **FOUR_HEADS,
-    "head_dim": 128,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-}
-"""Changes that let ranks have whole blocks of 256 elements."""
 
 
 def divisible(name: str, **changes: Any) -> Any:

@@ -72,6 +72,14 @@ _YARN_ROPE = {
     "original_max_position_embeddings": 16,
     "beta_fast": 8.0,
 }
+WIDE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+}
+"""Changes of a tiny model that let each of two ranks have whole blocks of 256 elements."""
 LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": 16,
     "rope_parameters": {
