@@ -1,4 +1,4 @@
-"""Eight bits cost less than a hundredth of the perplexity, in weights and in the KV cache; the text is in the repo."""
+"""What weights and KV caches of fewer bits cost in perplexity: the text is in the repository."""
 
 import functools
 
@@ -22,17 +22,17 @@ def measured(on: DeviceUnderTest, **options: object) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    ("options", "most"),
     [
-        {"dtype": "float32"},
-        {"dtype": "bfloat16", "quantization": "int8"},
-        {"dtype": "bfloat16", "quantization": "gguf"},
-        {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
-        {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
+        ({"dtype": "float32"}, 0.01),
+        ({"dtype": "bfloat16", "quantization": "int8"}, 0.01),
+        ({"dtype": "bfloat16", "quantization": "gguf"}, 0.005),
+        ({"dtype": "bfloat16", "kv_cache_dtype": "int8"}, 0.01),
+        ({"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"}, 0.01),
     ],
     ids=["fp32", "int8", "gguf", "int8 KV", "int8 and int8 KV"],
 )
-def test_within_one_percent_of_bf16(options: dict[str, object], device_under_test: DeviceUnderTest) -> None:
+def test_near_bf16(options: dict[str, object], most: float, device_under_test: DeviceUnderTest) -> None:
     assert measured(device_under_test, **options) == pytest.approx(
-        measured(device_under_test, dtype="bfloat16"), rel=0.01
+        measured(device_under_test, dtype="bfloat16"), rel=most
     )
