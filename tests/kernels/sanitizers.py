@@ -20,6 +20,7 @@ FILES = (
     "ops",
     "linear",
     "gguf_codes",
+    "int4_products",
     "attention",
     "bidirectional",
     "moe",
@@ -28,8 +29,8 @@ FILES = (
     "op_table",
     "native_sampling",
 )
-# What compiles or loads libraries of its own, and what needs more memory than it is worth.
-SKIPPED = "not compile and not load and not library"
+# What compiles or loads libraries of its own, what needs more memory than it is worth, and Triton's interpreter.
+SKIPPED = "not compile and not load and not library and not triton"
 
 
 def main() -> int:
@@ -39,14 +40,15 @@ def main() -> int:
 
 
 def check_memory(compiler: build.Compiler) -> int:
-    """The kernel tests and the replay tests with ASan and UBSan."""
+    """The tests of kernels, of replay and of experts in MXFP4 with ASan and UBSan."""
     program = f"""
 import sys, pytest
 from pathlib import Path
 from pagoda.kernels.native import build, library
 checked = library.load(build.build(Path({str(CACHE)!r}), build.find_compiler(), extra_flags={ADDRESS_FLAGS!r}))
 library.load = lambda: checked  # before the tests' conftest takes it
-tests = [f"tests/kernels/test_{{name}}.py" for name in {FILES!r}] + ["tests/models/test_replay.py"]
+tests = [f"tests/kernels/test_{{name}}.py" for name in {FILES!r}]
+tests += ["tests/models/test_replay.py", "tests/models/test_mxfp4.py"]
 options = ["-x", "-q", "--capture=sys", "-p", "no:cacheprovider", "-m", "not slow", "-k", {SKIPPED!r}]
 sys.exit(pytest.main([*options, *tests, *sys.argv[1:]]))
 """

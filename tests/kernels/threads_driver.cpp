@@ -63,6 +63,28 @@ PackedLinear packed(std::vector<float>& panels, int64_t out_features, int64_t in
     return {panels.data(), nullptr, out_features, in_features, KIND_F32, 0, nullptr, nullptr};
 }
 
+void packing() {
+    constexpr int64_t OUT = 300, IN = 512, ROW_BYTES = IN / 32 * 18;
+    std::vector<uint8_t> blocks(OUT * ROW_BYTES), codes(OUT * IN), scales(OUT * IN / 32 * 2);
+    uint8_t last = 1;
+    for (std::vector<uint8_t>* bytes : {&blocks, &codes, &scales})
+        for (uint8_t& byte : *bytes) byte = last = static_cast<uint8_t>(last * 5 + 3);
+    for (uint8_t& code : codes) code &= 15;
+    PackedLinear weight{nullptr, nullptr, OUT, IN, KIND_Q4, 32, nullptr, nullptr};
+    BlockRows piece{blocks.data(), ROW_BYTES, OUT, nullptr, 2, 0, nullptr, 0};  // of Q4_0
+    auto panels_of = [&](bool are_blocks, int32_t threads) {
+        std::vector<uint8_t> panels(static_cast<size_t>(pagoda_linear_bytes(&weight)));
+        weight.panels = panels.data();
+        if (are_blocks)
+            pagoda_pack_blocks(&weight, &piece, threads);
+        else
+            pagoda_pack_codes(&weight, codes.data(), scales.data(), nullptr, threads);
+        return panels;
+    };
+    for (bool are_blocks : {true, false})
+        expect(panels_of(are_blocks, 3) == panels_of(are_blocks, 1), "packing on three threads");
+}
+
 void linear() {
     std::vector<float> panels, x = drawn(200 * 96, 1), one(200 * 300), many(200 * 300);
     PackedLinear weight = packed(panels, 300, 96, 2);
@@ -192,6 +214,7 @@ void ranks(int32_t size, bool have_sockets) {
 
 int main() {
     pool();
+    packing();
     linear();
     moe();
     attention();
