@@ -269,14 +269,55 @@ PUBLISHED: dict[str, tuple[list[pre_tokenizers.PreTokenizer], bool]] = {
         ],
         False,
     ),
+    "tekken": (
+        [
+            split(
+                r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+                r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+                r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            )
+        ],
+        False,
+    ),
+    "gpt-4o": (
+        [
+            split(
+                r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+                r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+                r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            )
+        ],
+        False,
+    ),
+    "seed-coder": (
+        [
+            split(
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}"
+                r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+            )
+        ],
+        False,
+    ),
+    "default": (
+        [
+            split(r"[\p{P}\$\+<=>\^~\|]+"),
+            split(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"),
+            split(r"\p{N}+"),
+            split("[0-9][0-9][0-9]"),
+        ],
+        False,
+    ),
 }
-"""What the tokenizer.json of such models splits a text with, and whether ByteLevel does so as well."""
+"""What the tokenizer.json of such models splits a text with (of "default", llama.cpp), and whether ByteLevel does so as
+well.
+"""
 
 
 @pytest.mark.parametrize("pre", PUBLISHED)
 def test_byte_level_gguf_splits_words_as_the_published_tokenizer_does(tmp_path: Path, pre: str) -> None:
     steps, use_regex = PUBLISHED[pre]
-    reference = tokenizers.Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    is_whole_first = pre in ("llama-bpe", "tekken")
+    reference = tokenizers.Tokenizer(models.BPE(ignore_merges=is_whole_first))
     if pre in ("qwen2", "olmo", "command-r"):
         reference.normalizer = tokenizers.normalizers.NFC()
     reference.pre_tokenizer = pre_tokenizers.Sequence(
@@ -296,8 +337,13 @@ def test_byte_level_gguf_splits_words_as_the_published_tokenizer_does(tmp_path: 
     merges = [" ".join(merge) for merge in described["merges"]]
     files = write_gguf(tmp_path / "m.gguf", "gpt2", tokens, types, pre=pre, merges=merges, bos_token_id=0)
     tokenizer = load_tokenizer(files)
-    begins = [0] if pre == "llama-bpe" else []
-    for text in [*STRINGS, "a<|b|>c 1234567", "e\u0301 don't\r\n\n  x=10**3;東京タワー 한국, ¿qué? ½²"]:
+    begins = [0] if is_whole_first else []
+    others = ["a<|b|>c 1234567", "HTTPServer isN'T //\r\n  }\r\n +=$~^ 12345 ǅaé"]
+    for text in [*STRINGS, *others, "e\u0301 don't\r\n\n  x=10**3;東京タワー 한국, ¿qué? ½²"]:
+        words, expected = (
+            [word for word, _ in of.pre_tokenizer.pre_tokenize_str(text)] for of in (tokenizer.backend, reference)
+        )
+        assert words == expected, text
         ids = reference.encode(text).ids
         assert tokenizer.encode(text) == begins + ids, text
         assert tokenizer.decode(ids, False) == reference.decode(ids, skip_special_tokens=False)
