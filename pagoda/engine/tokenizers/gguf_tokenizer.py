@@ -5,7 +5,8 @@ words, "llama", SentencePiece BPE, whose merges follow from the tokens' scores (
 "bert", WordPiece.
 """
 
-from operator import methodcaller
+from collections.abc import Sequence
+from operator import itemgetter, methodcaller
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +84,10 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     is_gemma = (file.get("general.architecture", str) or "").startswith("gemma")
     if is_gemma:
         # Gemma's vocabulary has runs of plain spaces, but the text to match has U+2581 instead.
-        tokens = [_SPACE * len(token) if " " in token and not token.strip() else token for token in tokens]
+        tokens = [*tokens]
+        for index in np.flatnonzero(np.fromiter(map(str.isspace, tokens), bool, len(tokens))).tolist():
+            if " " in tokens[index]:
+                tokens[index] = _SPACE * len(tokens[index])
     if unknown is not None and not 0 <= unknown < len(tokens):
         raise ConfigError(f"unknown_token_id {unknown} is outside the vocabulary of {len(tokens)} tokens")
     backend = tokenizers.Tokenizer(
@@ -115,10 +119,12 @@ def _wordpiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     is_special = np.zeros(len(tokens), bool) if types is None else types == _CONTROL
     if len(is_special) != len(tokens):
         raise ConfigError(f"tokenizer.ggml.token_type has {len(is_special)} entries for {len(tokens)} tokens")
-    names = [
-        token if special or (token[:1] == "[" and token[-1:] == "]") else _as_wordpiece(token)
-        for token, special in zip(tokens, is_special.tolist(), strict=True)
-    ]
+    spelled = np.array(tokens, object)
+    is_word = ~(is_special | _are_framed(tokens, "[", "]"))
+    begins = is_word & _are_framed(tokens, _SPACE)
+    spelled[begins] = np.array([*map(itemgetter(slice(1, None)), spelled[begins])], object)
+    spelled[is_word & ~begins] = "##" + spelled[is_word & ~begins]
+    names: list[str] = spelled.tolist()
     ids = {
         key: file.get(f"tokenizer.ggml.{key}_token_id", int)
         for key in ("unknown", "cls", "bos", "separator", "seperator", "eos")  # llama.cpp spells it so
@@ -134,7 +140,7 @@ def _wordpiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=unknown, max_input_chars_per_word=100))
     # If the vocabulary has capital letters, the model distinguishes them from small ones.
     # Names such as [UNK] and <S>, which BERT's Chinese vocabulary of small letters has, do not count.
-    words = "".join(name for name in names if name[:1] + name[-1:] not in ("[]", "<>"))
+    words = "".join(spelled[~(_are_framed(names, "[", "]") | _are_framed(names, "<", ">"))])
     backend.normalizer = normalizers.BertNormalizer(lowercase=words == words.lower())
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
@@ -147,8 +153,13 @@ def _wordpiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     return backend
 
 
-def _as_wordpiece(token: str) -> str:
-    return token[1:] if token.startswith(_SPACE) else f"##{token}"
+def _are_framed(tokens: Sequence[str], first: str, last: str = "") -> np.ndarray:
+    """Return which tokens begin with `first` and end with `last`: bool [vocab_size], without a loop in Python."""
+    begins, ends = (
+        np.fromiter(map(methodcaller(name, text), tokens), bool, len(tokens))
+        for name, text in (("startswith", first), ("endswith", last))
+    )
+    return begins & ends
 
 
 _FAMILIES = Registry("GGUF tokenizer model", {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _wordpiece})

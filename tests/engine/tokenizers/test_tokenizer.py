@@ -210,8 +210,10 @@ def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
 # ---- GGUF
 
 
-def write_gguf(path: Path, model: str, tokens: list[str], types: list[int], **more: Any) -> ModelFiles:
-    writer = gguf.GGUFWriter(path, "llama")
+def write_gguf(
+    path: Path, model: str, tokens: list[str], types: list[int], architecture: str = "llama", **more: Any
+) -> ModelFiles:
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
@@ -436,6 +438,31 @@ def test_wordpieces_of_a_vocabulary_with_capital_letters_keep_them(tmp_path: Pat
     tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", "bert", stored, types, **ids))
     for text in ("a, ab Ab aé", "É", "a[SEP]b", "x" * 101, "Abb"):
         assert list(tokenizer.encode(text)) == reference(text)["input_ids"], text
+
+
+def test_wordpieces_are_spelled_as_one_by_one(tmp_path: Path) -> None:
+    """Of any tokens, however odd."""
+    words = ["\u2581word", "piece", "\u2581", "", "[", "]", "[x]", "\u2581[y]", "<z>", "##", "a\0", "\u2581b\0"]
+    stored, types = ["[PAD]", "UNK", "\u2581CLS", "[SEP]", *words], [3] * 4 + [1] * len(words)
+    ids = {"unknown_token_id": 1, "cls_token_id": 2, "seperator_token_id": 3}
+
+    def spell(token: str, is_special: bool) -> str:
+        if is_special or token[:1] + token[-1:] == "[]":
+            return token
+        return token[1:] if token.startswith("\u2581") else f"##{token}"
+
+    expected = [spell(token, kind == 3) for token, kind in zip(stored, types, strict=True)]
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", "bert", stored, types, **ids))
+    assert tokenizer.backend.get_vocab(with_added_tokens=False) == {name: index for index, name in enumerate(expected)}
+
+
+def test_only_runs_of_spaces_of_a_gemma_are_written_otherwise(tmp_path: Path) -> None:
+    tokens = ["<unk>", "a", " ", "  ", "    ", "\n", "\n\n", "", "a b", "\u2581a"]
+    common: dict[str, Any] = {"unknown_token_id": 0, "architecture": "gemma3"}
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", "llama", tokens, [2] + [1] * 9, **common))
+    expected = [token if token.strip() else token.replace(" ", "\u2581") for token in tokens]
+    assert tokenizer.backend.get_vocab(with_added_tokens=False) == {name: index for index, name in enumerate(expected)}
+    assert tokenizer.encode("a    \n a") == [1, 4, 5, 9]
 
 
 def test_names_in_brackets_are_no_capital_letters(tmp_path: Path) -> None:
