@@ -3,6 +3,7 @@
 The kernels run on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1), on any device, slowly.
 """
 
+import logging
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from pagoda.kernels.constraints import triton_constraints
 from pagoda.kernels.kv_cache.triton_blocks import TritonDeviceBlocks
 from pagoda.kernels.linear import triton_forms
 from pagoda.kernels.linear.library import LibraryLinear
-from pagoda.kernels.linear.quantize import CodedWeight
+from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, codes_of
 from pagoda.kernels.linear.triton_forms import TiledLinear
 from pagoda.kernels.linear.triton_linear import TritonLinear
 from pagoda.kernels.low_rank.triton_low_rank import StackedLowRank
@@ -27,6 +28,8 @@ from pagoda.kernels.torch_ops import TorchOps
 from pagoda.kernels.triton_support import fix_interpreter
 from pagoda.ops.forward import FORWARD_OPS
 from pagoda.ops.tensor import LinearWeight
+
+logger = logging.getLogger("pagoda")
 
 
 def is_interpreted() -> bool:
@@ -56,6 +59,7 @@ class TritonOps(TorchOps):
         self, max_model_len: int = 8192, batch_invariant: bool = False, multiplies_fp8: bool | None = None
     ) -> None:
         super().__init__()
+        self._has_widened = False
         if multiplies_fp8 is None:
             # The first GPUs with products of 8-bit floats have 8.9.
             multiplies_fp8 = is_interpreted() or torch.cuda.get_device_capability() >= (8, 9)
@@ -79,8 +83,19 @@ class TritonOps(TorchOps):
     def prepare_quantized_linear(
         self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> LinearWeight:
-        del dtype  # a kernel turns codes into floats of the dtype of its rows
-        return triton_forms.prepare(weight, bias)
+        if isinstance(weight, Fp8Weight):
+            return triton_forms.prepare(weight, bias)
+        weight = codes_of(weight)
+        if triton_forms.has_kernel(weight):
+            return triton_forms.prepare(weight, bias)  # the kernel turns codes into floats of the dtype of its rows
+        if not self._has_widened:
+            why = "groups in the order of activations" if weight.order is not None else "8 bits and zero points"
+            logger.warning(
+                "weights with %s are held as floats, as they have no kernel on a GPU; quantization='int8' halves them",
+                why,
+            )
+            self._has_widened = True
+        return self.prepare_linear(weight.dequantize().to(dtype), bias)
 
     def best_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return triton_sampling.best_tokens(logits)

@@ -8,7 +8,7 @@ from typing import Any
 
 from pagoda.base.dtypes import DTYPE_BYTES
 from pagoda.base.ranks import WHOLE, RankPlace
-from pagoda.kernels.linear.forms import FLOATS, GGUF_TYPES, MADE_WHILE_LOADING, Q8, HeldAs, packed_bias_bytes
+from pagoda.kernels.linear.forms import FLOATS, GGUF_TYPES, MADE_WHILE_LOADING, NOT_TILED, Q8, HeldAs, packed_bias_bytes
 from pagoda.layers.lora_targets import lora_targets
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import BiasTable, Matrix, Parameter, RotaryTable, Table, Vector, whole_of
@@ -77,7 +77,8 @@ class SharesInMemory:
     def weights(self, model: Model) -> int:
         """Return the bytes of a tree's parameters: exact for packed weights, except for the padding between them.
 
-        Of shares along columns of a weight whose groups are in the order of activations it is the most that they take.
+        Of a weight whose groups are in the order of activations it is the most that its shares along columns take, and
+        that it takes for Triton's kernels.
         Of an outline of codes it is the tree's share of what all codes take.
 
         A tied embedding and output head share one copy, except where the head is quantised, or is packed by torch in
@@ -145,11 +146,12 @@ def _bytes(
             count = max(1, matrix.num_experts)
             held = held_as(path, matrix)
             (rows, columns), has_bias = parameter.shard.shape, parameter.shard.bias
-            if ordered and ordered.group and columns < matrix.columns and [*held] == [ordered.held_as]:
-                # A share has some of each group, padded.
-                groups = -(-matrix.columns // ordered.group)
-                columns += min(groups, columns) * (ordered.held_as.group - 1)
+            ordered = ordered if ordered is not None and [*held] == [ordered.held_as] else None
             if prepared.packed:
+                if ordered is not None and ordered.group and columns < matrix.columns:
+                    # A share has some of each group, padded.
+                    groups = -(-matrix.columns // ordered.group)
+                    columns += min(groups, columns) * (ordered.held_as.group - 1)
                 parts = [(held[0], rows)]
                 if len(held) > 1 and matrix.num_experts:  # of which all are in one form
                     parts = [(HeldAs(Q8, 32), rows)]
@@ -158,7 +160,7 @@ def _bytes(
                 bias = sum(packed_bias_bytes(run) for _, run in parts) if has_bias else 0
                 return count * (sum(of_run.packed_bytes(run, columns) for of_run, run in parts) + bias)
             as_one = held[0] if len(held) == 1 else HeldAs(Q8, 32)
-            if not prepared.tiled:
+            if not prepared.tiled or ordered is not None or as_one.form in NOT_TILED:
                 as_one = HeldAs(FLOATS[prepared.dtype])
             bias = rows * element if has_bias else 0
             return count * (as_one.tiled_bytes(rows, columns) + bias)

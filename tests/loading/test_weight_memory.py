@@ -183,15 +183,13 @@ PACKED = {
     "w4a16": Packing("compressed-tensors", group=64),
     "w8a8": Packing("compressed-tensors", group=-1, symmetric=True, bits=8, stored="int-quantized"),
     "fp8": Packing("fp8", block=(64, 32)),
+    "gptq of 8 bits with zero points": Packing("gptq", group=64, bits=8),
+    "gptq in the order of activations": Packing("gptq", group=64, ordered=True, bits=8, symmetric=True),
 }
-NATIVE_ONLY = {"gptq in the order of activations": Packing("gptq", group=64, ordered=True, bits=8)}
 
 
-@pytest.mark.parametrize(
-    ("kernels", "case"),
-    [(kernels, case) for kernels in ("native", "triton", "torch") for case in PACKED]
-    + [("native", case) for case in NATIVE_ONLY],
-)
+@pytest.mark.parametrize("case", PACKED)
+@pytest.mark.parametrize("kernels", ["native", "triton", "torch"])
 def test_quantised_checkpoints(
     case: str, kernels: str, tmp_path: Path, without_triton: Callable[[str], NoReturn]
 ) -> None:
@@ -199,7 +197,7 @@ def test_quantised_checkpoints(
         without_triton("Triton is not installed")
     write_packed(
         save(make_model("llama-tied-biased"), tmp_path),
-        (PACKED | NATIVE_ONLY)[case],
+        PACKED[case],
         tmp_path / "packed",
         tmp_path / "values",
     )

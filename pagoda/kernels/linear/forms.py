@@ -90,6 +90,8 @@ FP8 = WeightForm("FP8", 8)
 
 FORMS = (FLOAT32, BFLOAT16, FLOAT16, Q8, Q8_MIN, Q8_ZERO, Q6, Q4, Q4_MIN, Q4_ZERO, IQ4, MXFP4, FP8)
 NATIVE_FORMS = tuple(form for form in FORMS if form.native_groups)
+NOT_TILED = (Q8_ZERO,)
+"""Codes that Triton's kernels do not multiply: such weights are held as floats of the compute dtype in their place."""
 FLOATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 """By the name of the compute dtype."""
 

@@ -85,7 +85,7 @@ class QuantizedWeight:
         if self.order is None:
             return values[:, : self.in_features]
         stored = self.order >= 0
-        out = torch.empty(len(values), self.in_features)
+        out = torch.empty(len(values), self.in_features, device=values.device)
         out[:, self.order[stored].long()] = values[:, stored]
         return out
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from pagoda.base.errors import ConfigError
-from pagoda.kernels.linear.forms import Q8_ZERO
+from pagoda.kernels.linear.forms import NOT_TILED
 from pagoda.kernels.linear.library import LibraryLinear
-from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, codes_of
+from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, QuantizedWeight, codes_of
 from pagoda.ops.tensor import LinearWeight
 
 _MOST_PER_LOAD = 64  # elements of a group, so that tiles of long groups fit in shared memory
@@ -71,15 +71,16 @@ def plain(weight: LibraryLinear) -> TiledLinear:
     return TiledLinear("plain", weight.weight, None, None, weight.bias, weight.out_features, weight.in_features)
 
 
+def has_kernel(weight: QuantizedWeight) -> bool:
+    return weight.order is None and weight.form not in NOT_TILED
+
+
 def prepare(weight: CodedWeight, bias: torch.Tensor | None) -> TiledLinear:
-    """Pack codes; scales and minima are rounded to float16, zero points kept."""
+    """Pack codes that have a kernel; scales and minima are rounded to float16, zero points kept."""
     if isinstance(weight, Fp8Weight):
         codes = weight.codes.contiguous().view(torch.uint8)
         return TiledLinear("fp8", codes, weight.scales, None, bias, *codes.shape)
     weight = codes_of(weight).evenly_spaced()
-    if weight.order is not None or weight.form is Q8_ZERO:
-        what = "groups in the order of activations (desc_act)" if weight.order is not None else "8 bits and zero points"
-        raise ConfigError(f"weights of {what} have no kernel on a GPU; take quantization='none', or 'int8'")
     form, in_bytes = f"int{weight.form.bits}", weight.form.groups_per_record
     per_record = max(in_bytes, 64 // weight.group)
     if weight.group not in (16, 32, 64, 128):
