@@ -152,6 +152,7 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
     """
     from pagoda.core.kv import KVSizing
     from pagoda.engine_setup import options_of, resolve_engine
+    from pagoda.kernels.linear.forms import GGUF_TYPES
     from pagoda.loading.model_config import read_images, summarize_weights
     from pagoda.loading.quantization import resolve_quantization
     from pagoda.sizing import adapters_in_memory, embeds_in_memory, encoder_in_memory, fit_cache, weights_in_memory
@@ -161,6 +162,9 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
     layouts = layouts_of(config, files)
     config = setup.config
     weights = summarize_weights(setup.files)
+    held = resolve_quantization(setup.files, config.model.quantization)
+    if held == "gguf" and not GGUF_TYPES.keys() & weights.bytes_by_type:
+        held = None  # all of its tensors are floats, or become floats
     options = options_of(setup)
     sizing = KVSizing.of(setup.groups, capacity.block_size, setup.max_model_len, options)
     lengths = {length for length in TYPICAL_LENGTHS if length < setup.max_model_len} | {setup.max_model_len}
@@ -174,7 +178,7 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
         weights_disk=weights.num_bytes,
         weight_types=weights.bytes_by_type,
         weights_memory=weights_in_memory(setup),
-        weights_as=resolve_quantization(setup.files, config.model.quantization) or setup.dtype,
+        weights_as=held or setup.dtype,
         adapters_memory=adapters_in_memory(setup),
         embeds_memory=embeds_in_memory(setup).total,
         encoder_memory=encoder_in_memory(setup),

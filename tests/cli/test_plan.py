@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf.constants import GGMLQuantizationType
 
 from pagoda.base.config import EngineConfig
 from pagoda.cli.bench.workload import report
@@ -13,6 +14,8 @@ from pagoda.cli.main import main
 from pagoda.cli.plan import make_plan
 from tests.cached_models import cached_model
 from tests.engine.images.families import write_model
+from tests.models.gguf_writer import write_gguf
+from tests.models.tiny import make_model
 
 SMALL = {"max_model_len": 256, "kv_cache_memory": "64MiB"}
 FLAGS = ("--max-model-len", "256", "--kv-cache-memory", "64MiB", "--json")
@@ -58,6 +61,13 @@ def test_a_gguf_file_that_is_not_fetched_says_by_what_rule(capsys: pytest.Captur
     assert "about 241.4 MiB in memory as gguf, by the size of the file\n" in capsys.readouterr().out
     as_floats = plan(capsys, "gemma3-270m", "--dtype", "bfloat16", "--cache-dir", str(tmp_path))
     assert as_floats["weights_as"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("kind", "held"), [("F16", "bfloat16"), ("Q8_0", "gguf")])
+def test_a_gguf_of_floats_is_held_in_the_compute_dtype(tmp_path: Path, kind: str, held: str) -> None:
+    write_gguf(make_model("llama"), tmp_path / "model.gguf", GGMLQuantizationType[kind])
+    config = EngineConfig.from_options(model=str(tmp_path / "model.gguf"), max_model_len=64, kv_cache_memory="64MiB")
+    assert make_plan(config).weights_as == held
 
 
 def test_an_error_about_a_bare_config_names_its_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 What else knows forms takes them from here: loading (which form the codes of a checkpoint have), the estimate of memory,
 the header of the native kernels (native/abi.py), and what packs weights for them (packed.py) and for Triton's kernels
-(triton_forms.py). To add one: its entry here, what reads its codes from a checkpoint (loading/gguf_blocks.py), what
-multiplies it, if no kernel does yet, and a test.
+(triton_forms.py). To add one: its entry here, what reads its codes from a checkpoint (of a GGUF type
+loading/gguf_blocks.py, and linear/blocks.cpp for the native kernels), what multiplies it, if no kernel does yet, and a
+test.
 """
 
 from dataclasses import dataclass
