@@ -67,6 +67,17 @@ def test_equals_reference(native: Any, reference: Any, dtype: torch.dtype, shape
         assert torch.equal(native.linear(x, packed), native.logits(x, packed).to(dtype))
 
 
+@pytest.mark.parametrize("rows", [(40, 33, 1), (64, 32, 5)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_are_packed_as_the_stack_of_them(native: Any, dtype: torch.dtype, rows: tuple[int, ...]) -> None:
+    """Parts that share a panel, and parts that begin with one of their own; of bfloat16, a pair of columns is half."""
+    parts, bias = [torch.randn(count, 131).to(dtype) for count in rows], torch.randn(sum(rows)).to(dtype)
+    packed, expected = native.prepare_stacked(parts, bias), native.prepare_linear(torch.cat(parts), bias)
+    assert torch.equal(packed.panels, expected.panels)
+    x = torch.randn(3, 131).to(dtype)
+    assert torch.equal(native.linear(x, packed), native.linear(x, expected))
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("kind", [*DTYPES, *QUANTIZED], ids=str)
 def test_nan_stays_nan_and_affects_no_other_row(native: Any, kind: torch.dtype | str, bad: float) -> None:
