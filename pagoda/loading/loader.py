@@ -12,10 +12,9 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.kernels.linear.forms import MADE_WHILE_LOADING
 from pagoda.kernels.linear.quantize import (
-    BlockWeight,
     CodedWeight,
-    QuantizedWeight,
     StackedWeight,
+    UnstackedWeight,
     codes_of,
     quantize_to,
     stack,
@@ -329,7 +328,7 @@ class Filler:
         """Return the pieces stacked as their stored codes; None if floats are stored or codes are not wanted."""
         if self._quantization is None or self._made is not None:
             return None
-        codes: list[QuantizedWeight | BlockWeight] = []
+        codes: list[UnstackedWeight] = []
         for piece in pieces:
             self._check_shape(piece.name, piece.shape)
             found = self._weights.read_codes(piece.name, piece.region, self._order(piece.part))

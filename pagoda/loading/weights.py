@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
 from pagoda.kernels.linear.forms import GGUF_TYPES, MXFP4, HeldAs
-from pagoda.kernels.linear.quantize import BlockRows, BlockWeight, QuantizedWeight
+from pagoda.kernels.linear.quantize import BlockRows, BlockWeight, QuantizedWeight, StoredWeight, UnstackedWeight
 from pagoda.loading.ctranslate2 import CTranslate2File
 from pagoda.loading.gguf_blocks import FLOATS, dequantize, read_codes
 from pagoda.loading.gguf_file import GGUFFile, GGUFTensor, open_gguf
@@ -54,9 +54,7 @@ class Weights(Protocol):
         """Return whether `read_codes` returns a matrix as codes and scales, in the order of its elements."""
         ...
 
-    def read_codes(
-        self, name: str, region: Region, order: tuple[int, ...] | None = None
-    ) -> QuantizedWeight | BlockWeight | None:
+    def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> UnstackedWeight | None:
         """Return a region of a matrix as its stored codes and scales; None if it is stored as plain floats.
 
         order: of the rows of a head, see `reorder_rows`.
@@ -321,9 +319,23 @@ class PackedWeights:
     def has_codes(self, name: str) -> bool:
         return self._stored.has_codes and not self._stored.ordered and self._stem(name) is not None
 
-    def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> QuantizedWeight | None:
+    def read_codes(
+        self, name: str, region: Region, order: tuple[int, ...] | None = None
+    ) -> QuantizedWeight | StoredWeight | None:
         stem = self._stem(name)
-        return _reordered(self._read(stem, region), order) if stem is not None and self._stored.has_codes else None
+        if stem is None or not self._stored.has_codes:
+            return None
+        if self._stored.ordered:
+            return _reordered(self._read(stem, region), order)
+        rows, columns = region.shape
+        unit = 1 if order is None else len(order)
+
+        def read(first: int, end: int) -> QuantizedWeight:
+            begin = first // unit * unit
+            some = replace(region, rows=region.rows[begin : -(-end // unit) * unit])
+            return _reordered(self._read(stem, some), order).rows(first - begin, end - begin)
+
+        return StoredWeight(self._stored.held_as, rows, columns, read)
 
     def _stem(self, name: str) -> str | None:
         return self._stored.stem(name, self._weights)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from pagoda.kernels.linear.quantize import values_of
 from pagoda.loading.pieces import Region
 from pagoda.loading.quantization import BYTES, GPTQ, PACKED, PackedFormat
 from pagoda.loading.weights import PackedWeights, SafetensorsWeights
@@ -42,7 +43,7 @@ def opened(folder: Path, stored: PackedFormat, tensors: dict[str, torch.Tensor])
 def values(weights: PackedWeights, region: Region = WHOLE, order: tuple[int, ...] | None = None) -> torch.Tensor:
     weight = weights.read_codes("layer.weight", region, order)
     assert weight is not None
-    return weight.dequantize()
+    return values_of(weight)
 
 
 def of_one_scale(layout: str, bits: int) -> tuple[PackedFormat, dict[str, torch.Tensor]]:

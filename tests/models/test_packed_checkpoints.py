@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.forms import FLOAT32, NATIVE_FORMS, Q4, Q4_ZERO, WeightForm
 from pagoda.kernels.linear.packed import PackedWeight
-from pagoda.kernels.linear.quantize import CodedWeight, QuantizedWeight, quantize_rows
+from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, codes_of, quantize_rows
 from pagoda.kernels.linear.reference import PlainLinear
 from pagoda.kernels.reference_ops import ReferenceOps
 from pagoda.kernels.torch_ops import TorchOps
@@ -174,8 +174,9 @@ class RoundedInputOps(ReferenceOps):
     def prepare_quantized_linear(
         self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> PlainLinear:
-        assert isinstance(weight, QuantizedWeight)
-        return RoundedInputs(weight.dequantize(), bias, weight.order)
+        assert not isinstance(weight, Fp8Weight)
+        codes = codes_of(weight)
+        return RoundedInputs(codes.dequantize(), bias, codes.order)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -20,6 +20,7 @@ from pagoda.kernels.linear.quantize import (
     Fp8Weight,
     QuantizedWeight,
     StackedWeight,
+    StoredWeight,
     exponents_of,
 )
 from pagoda.kernels.moe.reference import ExpertList
@@ -29,6 +30,7 @@ from pagoda.kernels.native.library import NativeLibrary
 from pagoda.ops.tensor import LinearWeight
 
 _CHUNK = 64 << 20
+_CODE_PIECE = 4 << 20  # codes in memory while they are packed
 _ALIGN = 4096  # bytes: the hardware prefetcher of one weight never reads into the next
 
 
@@ -170,35 +172,45 @@ class PackedLinears:
         match weight:
             case Fp8Weight():
                 raise ConfigError("quantization='fp8' has no native kernel; take 'int8', or kernels='torch' on a CPU")
-            case QuantizedWeight():
+            case QuantizedWeight() | StoredWeight():
                 return self._prepare_codes(weight, dtype, bias)
             case BlockWeight():
                 return self._prepare_blocks(weight, dtype, bias)
             case StackedWeight():
                 return self._prepare_stacked(weight, dtype, bias)
 
-    def _prepare_codes(self, weight: QuantizedWeight, dtype: torch.dtype, bias: torch.Tensor | None) -> PackedWeight:
-        held, order = weight.held_as.native(), weight.order
-        if held.group != weight.group:
-            weight = weight.in_groups_of(held.group)
-        in_features = weight.in_features if order is None else len(order)
-        packed = self._empty(weight.codes.shape[0], in_features, None, weight.form, weight.group, bias, dtype)
+    def _prepare_codes(
+        self, weight: QuantizedWeight | StoredWeight, dtype: torch.dtype, bias: torch.Tensor | None
+    ) -> PackedWeight:
+        held, order = weight.held_as.native(), weight.order if isinstance(weight, QuantizedWeight) else None
+        out_features, in_features = weight.out_features, weight.in_features if order is None else len(order)
+        packed = self._empty(out_features, in_features, None, held.form, held.group, bias, dtype)
         if order is not None:
             packed.record.order = order.data_ptr()
             packed = replace(packed, in_features=weight.in_features, order=order)
+        panel_bytes = len(packed.panels) // -(-out_features // PANEL)
+        step = max(1, _CODE_PIECE // (in_features * PANEL)) * PANEL
+        for first in range(0, out_features, step):
+            codes = weight.rows(first, min(first + step, out_features))
+            panels = packed.panels[first // PANEL * panel_bytes :]
+            self._pack(codes if held.group == codes.group else codes.in_groups_of(held.group), in_features, panels)
+        return packed
+
+    def _pack(self, weight: QuantizedWeight, in_features: int, panels: torch.Tensor) -> None:
+        record = PackedLinear(
+            panels.data_ptr(), None, weight.out_features, in_features, weight.form.kind, weight.group, None, None
+        )
         codes, scales, offsets = weight.codes.contiguous(), weight.scales, weight.offsets
         scales = (scales.half() if weight.form.scale_bits == 16 else exponents_of(scales)).contiguous()
         if offsets is not None:
             offsets = offsets.to(torch.float16 if offsets.is_floating_point() else torch.int16).contiguous()
         offsets_pointer = None if offsets is None else offsets.data_ptr()
         pack = self._library["pack_codes"]
-        pack(packed.address, codes.data_ptr(), scales.data_ptr(), offsets_pointer, self._threads)
-        return packed
+        pack(addressof(record), codes.data_ptr(), scales.data_ptr(), offsets_pointer, self._threads)
 
     def _prepare_blocks(self, weight: BlockWeight, dtype: torch.dtype, bias: torch.Tensor | None) -> PackedWeight:
         held, pieces = weight.held_as, weight.pieces
-        out_features = sum(len(piece.data) for piece in pieces)
-        packed = self._empty(out_features, weight.in_features, None, held.form, held.group, bias, dtype)
+        packed = self._empty(weight.out_features, weight.in_features, None, held.form, held.group, bias, dtype)
         records, orders = (BlockRows * len(pieces))(), list[np.ndarray]()
         for record, piece in zip(records, pieces, strict=True):
             record.data, record.row_bytes, record.rows = piece.data.ctypes.data, piece.data.strides[0], len(piece.data)
@@ -216,11 +228,8 @@ class PackedLinears:
         end = 0 if bias is None else len(bias)
         for part in reversed(weight.parts):
             own = None
-            count = (
-                len(part.codes) if isinstance(part, QuantizedWeight) else sum(len(piece.data) for piece in part.pieces)
-            )
             if bias is not None:
-                own, end = bias[end - count : end], end - count
+                own, end = bias[end - part.out_features : end], end - part.out_features
             made = self.prepare_quantized_linear(part, dtype, own)
             if packed is not None:
                 made.record.next = packed.address

@@ -41,6 +41,10 @@ class QuantizedWeight:
     def held_as(self) -> HeldAs:
         return HeldAs(self.form, self.group)
 
+    @property
+    def out_features(self) -> int:
+        return len(self.codes)
+
     def has_order_of(self, other: "QuantizedWeight") -> bool:
         """Return whether the codes of both are multiplied with the same elements of the input."""
         if self.order is None or other.order is None:
@@ -142,20 +146,40 @@ class BlockWeight:
     in_features: int
     read: Callable[[], QuantizedWeight]
 
+    @property
+    def out_features(self) -> int:
+        return sum(len(piece.data) for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredWeight:
+    """A weight whose codes are read from a checkpoint while they are packed, so that few are in memory at a time.
+
+    rows: returns output features first .. end - 1, as those of QuantizedWeight; they are in no order of their own.
+    """
+
+    held_as: HeldAs
+    out_features: int
+    in_features: int
+    rows: Callable[[int, int], QuantizedWeight]
+
+
+UnstackedWeight: TypeAlias = QuantizedWeight | BlockWeight | StoredWeight
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedWeight:
     """Weights that are stacked row-wise and held in different forms."""
 
-    parts: tuple[QuantizedWeight | BlockWeight, ...]
+    parts: tuple[UnstackedWeight, ...]
 
 
-CodedWeight: TypeAlias = QuantizedWeight | Fp8Weight | BlockWeight | StackedWeight
+CodedWeight: TypeAlias = UnstackedWeight | Fp8Weight | StackedWeight
 
 
-def stack(parts: Sequence[QuantizedWeight | BlockWeight], device: torch.device) -> CodedWeight:
+def stack(parts: Sequence[UnstackedWeight], device: torch.device) -> CodedWeight:
     """Stack parts row-wise, on `device`; neighbours in one form become one."""
-    runs: list[list[QuantizedWeight | BlockWeight]] = []
+    runs: list[list[UnstackedWeight]] = []
     for part in parts:
         if runs and _is_alike(runs[-1][-1], part):
             runs[-1].append(part)
@@ -165,29 +189,42 @@ def stack(parts: Sequence[QuantizedWeight | BlockWeight], device: torch.device) 
     return joined[0] if len(joined) == 1 else StackedWeight(joined)
 
 
-def _is_alike(one: QuantizedWeight | BlockWeight, other: QuantizedWeight | BlockWeight) -> bool:
+def _is_alike(one: UnstackedWeight, other: UnstackedWeight) -> bool:
     if one.held_as != other.held_as or type(one) is not type(other):
         return False
     return not (isinstance(one, QuantizedWeight) and isinstance(other, QuantizedWeight)) or one.has_order_of(other)
 
 
-def _join(parts: Sequence[QuantizedWeight | BlockWeight], device: torch.device) -> QuantizedWeight | BlockWeight:
+def _join(parts: Sequence[UnstackedWeight], device: torch.device) -> UnstackedWeight:
+    held, in_features = parts[0].held_as, parts[0].in_features
+    pieces = [piece for part in parts if isinstance(part, BlockWeight) for piece in part.pieces]
+    stored = [part for part in parts if isinstance(part, StoredWeight)]
+
     def read() -> QuantizedWeight:
         return stack_codes([codes_of(part) for part in parts]).to(device)
 
-    first, pieces = parts[0], [part.pieces for part in parts if isinstance(part, BlockWeight)]
-    if not pieces:
-        return read()
-    return BlockWeight(first.held_as, tuple(piece for of_part in pieces for piece in of_part), first.in_features, read)
+    def rows(first: int, end: int) -> QuantizedWeight:
+        found: list[QuantizedWeight] = []
+        for part in stored:
+            if first < part.out_features and end > 0:
+                found.append(part.rows(max(first, 0), min(end, part.out_features)))
+            first, end = first - part.out_features, end - part.out_features
+        return (found[0] if len(found) == 1 else stack_codes(found)).to(device)
+
+    if stored:
+        return StoredWeight(held, sum(part.out_features for part in stored), in_features, rows)
+    return BlockWeight(held, tuple(pieces), in_features, read) if pieces else read()
 
 
-def codes_of(weight: QuantizedWeight | BlockWeight | StackedWeight) -> QuantizedWeight:
+def codes_of(weight: UnstackedWeight | StackedWeight) -> QuantizedWeight:
     """Return a weight's codes in memory; of parts of different forms, 8 bits in groups of 32."""
     match weight:
         case StackedWeight(parts):
             return stack_codes([codes_of(part) for part in parts])
         case BlockWeight():
             return weight.read()
+        case StoredWeight():
+            return weight.rows(0, weight.out_features)
         case QuantizedWeight():
             return weight
 
@@ -197,8 +234,8 @@ def values_of(weight: CodedWeight) -> torch.Tensor:
     match weight:
         case StackedWeight(parts):
             return torch.cat([values_of(part) for part in parts])
-        case BlockWeight():
-            return weight.read().dequantize()
+        case BlockWeight() | StoredWeight():
+            return codes_of(weight).dequantize()
         case QuantizedWeight() | Fp8Weight():
             return weight.dequantize()
 
