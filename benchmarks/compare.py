@@ -53,14 +53,29 @@ def read_bandwidth_gb_s(num_threads: int = 2, mib: int = 256, repeats: int = 5) 
 
 
 def machine() -> str:
-    """What the processor calls itself and how many of its cores this process may use."""
+    """What the processor calls itself, its widest instructions, and how many of its cores this process may use."""
+    flags: list[str] = []
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        flags = next((line.split() for line in lines if line.startswith("flags")), flags)
     except (OSError, StopIteration):
         name = platform.machine()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{name}, {cores} cores"
+    kinds = [flag for flag in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if flag in flags]
+    return f"{name} ({kinds[0]}), {cores} cores" if kinds else f"{name}, {cores} cores"
+
+
+def commit() -> str:
+    """The commit of this folder's code, with a plus if it was changed since; empty outside of a checkout."""
+    command = ["git", "describe", "--always", "--abbrev=8", "--dirty=+", "--exclude=*"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def circumstances() -> dict[str, str]:
+    """What every line of results says of where it comes from."""
+    return {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "commit": commit()}
 
 
 def run_once(engine: Engine, workload: Path, timeout_s: float) -> None:
@@ -124,8 +139,7 @@ def main() -> None:
     after = read_bandwidth_gb_s()
     result = {
         "workload": args.workload.stem,
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
+        **circumstances(),
         "rounds": args.rounds,
         "bandwidth_gb_s": [round(before, 1), round(after, 1)],
         "engines": summary(engines),

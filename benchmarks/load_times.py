@@ -25,7 +25,7 @@ import sys
 import time
 from pathlib import Path
 
-from compare import machine, read_bandwidth_gb_s
+from compare import circumstances, machine, read_bandwidth_gb_s
 from peers.llama_server import LlamaServer
 
 PROMPT = "Say hi"
@@ -149,9 +149,7 @@ def main() -> None:
             ready, answered = (statistics.median(one) for one in zip(*peer[name], strict=True))
             row |= {"llama_server_ready_s": round(ready, 2), "llama_server_first_token_s": round(answered, 2)}
         if given.json:
-            print(
-                json.dumps({**row, "backed_gib": given.backed, "machine": machine(), "date": time.strftime("%Y-%m-%d")})
-            )
+            print(json.dumps({**row, "backed_gib": given.backed, **circumstances()}))
         else:
             print("  ".join(f"{key} {value}" for key, value in row.items()))
 
