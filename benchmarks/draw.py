@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Draws the measurements in results/ as results/throughput.svg, the README's picture.
+"""Draws the measurements in results/ as results/throughput.svg, the README's picture, and fills in its tables of them.
 
-usage: draw.py [RESULTS_FOLDER] [PICTURE.svg]
+usage: draw.py [RESULTS_FOLDER] [PICTURE.svg] [PAGE.md ...]
+
+PAGE: where the rows of the table after `<!-- table: NAME -->` are replaced by those of NAME.jsonl.
 
 Three parts, each from the JSON lines of one script; a part without a file is left out:
   throughput.jsonl  compare.py --json: one group per workload, one bar per engine, as a multiple of the output tokens
@@ -11,6 +13,7 @@ Three parts, each from the JSON lines of one script; a part without a file is le
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,11 @@ from matplotlib.patches import Rectangle
 
 RESULTS = Path(__file__).parent / "results"
 MEASURES = {"decode": "one stream", "prefill": "prompt of 512", "streams": "16 streams"}
+
+
+def title(what: str, rows: list[dict[str, Any]]) -> str:
+    """With where the rows come from; older ones have no commit."""
+    return f"{what}\n{', '.join(rows[0][name] for name in ('date', 'machine', 'commit') if name in rows[0])}"
 
 
 def draw_throughput(axes: Axes, comparisons: list[dict[str, Any]]) -> None:
@@ -46,7 +54,7 @@ def draw_throughput(axes: Axes, comparisons: list[dict[str, Any]]) -> None:
     axes.axhline(1.0, color="black", linewidth=0.6, linestyle=":")
     axes.set_xticks(middles, [one["workload"].replace(", ", "\n") for one in comparisons])
     axes.set_ylabel("speed relative to the first peer")
-    axes.set_title(f"output tokens/s\n{comparisons[0]['date']}, {comparisons[0]['machine']}", fontsize=8)
+    axes.set_title(title("output tokens/s", comparisons), fontsize=8)
     handles = [Rectangle((0, 0), 1, 1, color=f"C{index}") for index in range(len(names))]
     axes.legend(handles, names, fontsize=6, loc="upper left")
 
@@ -60,7 +68,7 @@ def draw_gguf(axes: Axes, files: list[dict[str, Any]]) -> None:
     axes.axhline(1.0, color="black", linewidth=0.6, linestyle=":")
     axes.set_xticks([file + 0.28 for file in range(len(files))], [row["file"] for row in files], fontsize=7)
     axes.set_ylabel("speed relative to llama.cpp")
-    axes.set_title(f"GGUF files, tokens/s\n{files[0]['date']}, {files[0]['machine']}", fontsize=8)
+    axes.set_title(title("GGUF files of 1B, tokens/s", files), fontsize=8)
     axes.margins(y=0.3)
     axes.legend(fontsize=6, loc="upper left")
 
@@ -76,10 +84,31 @@ def draw_load_times(axes: Axes, models: list[dict[str, Any]]) -> None:
             axes.text(place + 0.4, peer_s, f"{peer_s:.1f}", ha="center", va="bottom", fontsize=6)
     axes.set_xticks([place + 0.2 for place in range(len(models))], [row["model"] for row in models], fontsize=7)
     axes.set_ylabel("seconds to the first token")
-    axes.set_title(f"start, files in the page cache\n{models[0]['date']}, {models[0]['machine']}", fontsize=8)
+    axes.set_title(title("start, files in the page cache", models), fontsize=8)
     handles = [Rectangle((0, 0), 1, 1, color=colour) for colour in ("C7", "C0", "C1")]
     axes.margins(y=0.3)
     axes.legend(handles, ["import torch", "pagoda", "llama-server"], fontsize=6, loc="upper left")
+
+
+def row_of_gguf(row: dict[str, Any]) -> list[str]:
+    return [row["file"], *(f"{row[f'{one} pagoda']:.0f} ({row[one]:.2f} x)" for one in MEASURES)]
+
+
+def row_of_load_times(row: dict[str, Any]) -> list[str]:
+    peer_s = row.get("llama_server_first_token_s")
+    first = f"{row['first_token_s']:.1f} s ({row['over_torch_s']:+.1f} s)"
+    return [row["model"], first, f"{peer_s:.1f} s" if peer_s else ""]
+
+
+TABLES = {"gguf_speed": row_of_gguf, "load_times": row_of_load_times}
+
+
+def fill_in(page: Path, name: str, rows: list[dict[str, Any]]) -> None:
+    """Replace the rows of a page's table, if it has that of `name`; its head is the page's."""
+    lines = "".join(f"| {' | '.join(TABLES[name](row))} |\n" for row in rows)
+    table = re.compile(rf"(<!-- table: {name} -->\n\|.*\n\|[-|]+\n)(?:\|.*\n)*")
+    text = page.read_text(encoding="utf-8")
+    page.write_text(table.sub(lambda found: found[1] + lines, text), encoding="utf-8")
 
 
 PARTS = {"throughput": draw_throughput, "gguf_speed": draw_gguf, "load_times": draw_load_times}
@@ -104,6 +133,9 @@ def main() -> None:
     for place, (name, found) in zip(axes[0], rows.items(), strict=True):
         PARTS[name](place, found)
     figure.savefig(target, metadata={"Date": None})
+    for page in map(Path, sys.argv[3:]):
+        for name in TABLES.keys() & rows.keys():
+            fill_in(page, name, rows[name])
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.compare import circumstances
 from pagoda.kernels.linear.forms import IQ4, MXFP4, Q4, Q4_MIN, Q4_ZERO, Q6, Q8, WeightForm
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.native import library
@@ -47,8 +48,13 @@ _DRIFT = 0.06  # rounds in which a plain read became so much faster or slower do
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Medians of the rounds that count.   gb_s: of weights.   read: of the plain read.   share: of the least time."""
+    """Medians of the rounds that count.
 
+    bits: that a weight is held in, scales included.   gb_s: of weights.   read: of the plain read.   share: of the least
+    time.
+    """
+
+    bits: float
     gb_s: float
     read: float
     share: float
@@ -138,22 +144,23 @@ def measure(ops: NativeOps, reader: Reader, name: str, shape: tuple[int, int], r
         if len(found) == rounds:
             break
     gb_s, read, share = (statistics.median(column) for column in zip(*found, strict=True))
-    return Figures(gb_s, read, share, len(found))
+    return Figures(8 * num_bytes / (shape[0] * shape[1]), gb_s, read, share, len(found))
 
 
 def table(options: argparse.Namespace, emit: Callable[[str], None]) -> None:
     ops = NativeOps(library.load(), options.threads)
     reader = Reader(ops)
     reader.gb_s()
-    emit(f"{ops.library.isa}, {options.threads} threads; medians of {options.rounds} rounds\n")
-    emit("| weights | model | layer | rows | GB/s | plain read | share of the least time |")
-    emit("|---|---|---|---|---|---|---|")
+    where = ", ".join(circumstances().values())
+    emit(f"{where}; {ops.library.isa}, {options.threads} threads; medians of {options.rounds} rounds\n")
+    emit("| weights | bits held | model | layer | rows | GB/s | plain read | share of the least time |")
+    emit("|---|---|---|---|---|---|---|---|")
     for title, name in names_of_forms(options.forms).items():
         for model, layer, shape in layers(options.shapes):
             for rows in options.rows:
                 of = measure(ops, reader, name, shape, rows, options.rounds)
                 emit(
-                    f"| {title} | {model} | {layer} {shape[0]} x {shape[1]} | {rows} | {of.gb_s:.1f} | {of.read:.1f} | "
+                    f"| {title} | {of.bits:.2f} | {model} | {layer} {shape[0]} x {shape[1]} | {rows} | {of.gb_s:.1f} | {of.read:.1f} | "
                     f"{of.share:.0%} |"
                 )
 
