@@ -50,8 +50,8 @@ _DRIFT = 0.06  # rounds in which a plain read became so much faster or slower do
 class Figures:
     """Medians of the rounds that count.
 
-    bits: that a weight is held in, scales included.   gb_s: of weights.   read: of the plain read.   share: of the least
-    time.
+    bits: of a weight as it is held, scales included.   gb_s: of weights.   read: of the plain read.
+    share: of the least time.
     """
 
     bits: float
@@ -160,8 +160,8 @@ def table(options: argparse.Namespace, emit: Callable[[str], None]) -> None:
             for rows in options.rows:
                 of = measure(ops, reader, name, shape, rows, options.rounds)
                 emit(
-                    f"| {title} | {of.bits:.2f} | {model} | {layer} {shape[0]} x {shape[1]} | {rows} | {of.gb_s:.1f} | {of.read:.1f} | "
-                    f"{of.share:.0%} |"
+                    f"| {title} | {of.bits:.2f} | {model} | {layer} {shape[0]} x {shape[1]} | {rows} | "
+                    f"{of.gb_s:.1f} | {of.read:.1f} | {of.share:.0%} |"
                 )
 
 
