@@ -62,8 +62,10 @@ def draw_throughput(axes: Axes, comparisons: list[dict[str, Any]]) -> None:
 def draw_gguf(axes: Axes, files: list[dict[str, Any]]) -> None:
     for number, (measure, label) in enumerate(MEASURES.items()):
         places = [file + number * 0.28 for file in range(len(files))]
-        axes.bar(places, [row[measure] for row in files], 0.26, label=label)
+        axes.bar(places, [row.get(measure, 0) for row in files], 0.26, label=label)
         for place, row in zip(places, files, strict=True):
+            if measure not in row:
+                continue
             axes.text(place, row[measure], f"{row[f'{measure} pagoda']:.0f}", ha="center", va="bottom", fontsize=6)
     axes.axhline(1.0, color="black", linewidth=0.6, linestyle=":")
     axes.set_xticks([file + 0.28 for file in range(len(files))], [row["file"] for row in files], fontsize=7)
@@ -91,7 +93,7 @@ def draw_load_times(axes: Axes, models: list[dict[str, Any]]) -> None:
 
 
 def row_of_gguf(row: dict[str, Any]) -> list[str]:
-    return [row["file"], *(f"{row[f'{one} pagoda']:.0f} ({row[one]:.2f} x)" for one in MEASURES)]
+    return [row["file"], *(f"{row[f'{one} pagoda']:.0f} ({row[one]:.2f} x)" if one in row else "" for one in MEASURES)]
 
 
 def row_of_load_times(row: dict[str, Any]) -> list[str]:
