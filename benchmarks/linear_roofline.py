@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.compare import circumstances
-from pagoda.kernels.linear.forms import IQ4, MXFP4, Q4, Q4_MIN, Q4_ZERO, Q6, Q8, WeightForm
+from pagoda.kernels.linear.forms import IQ4, MXFP4, Q4, Q4_MIN, Q4_ZERO, Q5, Q5_MIN, Q6, Q8, Offset, WeightForm
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.kernels.native import library
 from pagoda.kernels.native.huge_pages import huge_zeros
@@ -33,6 +33,8 @@ FORMS: dict[str, tuple[WeightForm, int] | torch.dtype] = {
     "int8": (Q8, 64),
     "Q8_0": (Q8, 32),
     "Q6_K": (Q6, 16),
+    "Q5_0": (Q5, 32),
+    "Q5_K": (Q5_MIN, 32),
     "Q4_0": (Q4, 32),
     "Q4_1": (Q4_MIN, 32),
     "Q4_K": (Q4_MIN, 32),
@@ -78,7 +80,8 @@ def prepare(ops: NativeOps, name: str, shape: tuple[int, int], copies: int) -> l
     rows, columns = shape
     codes = torch.randint(0, 1 << kind.bits, shape, dtype=torch.uint8)
     scales = torch.full((rows, columns // group), 2**-7)
-    offsets = {Q4_MIN: scales, Q4_ZERO: torch.full_like(scales, 7, dtype=torch.uint8)}.get(kind)
+    zero_points = torch.full_like(scales, 7, dtype=torch.uint8)
+    offsets = {Offset.MINIMUM: scales, Offset.ZERO_POINT: zero_points}.get(kind.offset)
     coded = QuantizedWeight(kind, codes, scales, offsets, columns, group)
     return [ops.prepare_quantized_linear(coded, torch.bfloat16) for _ in range(copies)]
 

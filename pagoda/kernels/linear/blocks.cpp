@@ -49,11 +49,9 @@ void q4_1(const uint8_t* block, Codes& to, int group) {
     nibbles(block + 4, 16, to.codes + 32 * group);
 }
 void q5_0(const uint8_t* block, Codes& to, int group) {
-    uint8_t* codes = to.codes + 32 * group;
     to.scales[group] = word_at(block);
-    nibbles(block + 6, 16, codes);
-    add_fifth_bits(block + 2, codes);
-    for (int i = 0; i < 32; i++) codes[i] = static_cast<uint8_t>(codes[i] + 112);
+    nibbles(block + 6, 16, to.codes + 32 * group);
+    add_fifth_bits(block + 2, to.codes + 32 * group);
 }
 void q5_1(const uint8_t* block, Codes& to, int group) {
     to.scales[group] = word_at(block);

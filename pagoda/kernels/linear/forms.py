@@ -55,9 +55,9 @@ class WeightForm:
         return max(map(abs, self.levels)) if self.levels else 1 << (self.bits - 1)
 
     @property
-    def evenly_spaced(self) -> "WeightForm":
-        """Return the form that has the same values as codes of 8 bits; itself if it has no levels."""
-        return Q8 if self.levels else self
+    def tiled(self) -> "WeightForm":
+        """Return the form in which Triton's kernels hold the values: 8 bits in place of levels and of 5, 4 of 2."""
+        return {Q5: Q8, Q5_MIN: Q8_MIN, Q2_MIN: Q4_MIN, IQ4: Q8, MXFP4: Q8}.get(self, self)
 
     @property
     def groups_per_record(self) -> int:
@@ -77,9 +77,12 @@ Q8 = WeightForm("Q8", 8, Offset.MIDDLE, (32, 64))
 Q8_MIN = WeightForm("Q8_MIN", 8, Offset.MINIMUM, (32,))
 Q8_ZERO = WeightForm("Q8_ZERO", 8, Offset.ZERO_POINT, (32,))
 Q6 = WeightForm("Q6", 6, Offset.MIDDLE, (16,))
+Q5 = WeightForm("Q5", 5, Offset.MIDDLE, (32,))
+Q5_MIN = WeightForm("Q5_MIN", 5, Offset.MINIMUM, (32,))
 Q4 = WeightForm("Q4", 4, Offset.MIDDLE, (16, 32))
 Q4_MIN = WeightForm("Q4_MIN", 4, Offset.MINIMUM, (16, 32))
 Q4_ZERO = WeightForm("Q4_ZERO", 4, Offset.ZERO_POINT, (32,))
+Q2_MIN = WeightForm("Q2_MIN", 2, Offset.MINIMUM, (16,))
 _IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 IQ4 = WeightForm("IQ4", 4, Offset.MIDDLE, (32,), _IQ4_LEVELS)
 """Codes of levels that are closer together near 0, as of GGUF's IQ4_NL."""
@@ -89,7 +92,7 @@ MXFP4 = WeightForm("MXFP4", 4, Offset.MIDDLE, (32,), (*_E2M1_LEVELS, *(-level fo
 FP8 = WeightForm("FP8", 8)
 """8-bit floats (e4m3) with a float32 scale per output feature."""
 
-FORMS = (FLOAT32, BFLOAT16, FLOAT16, Q8, Q8_MIN, Q8_ZERO, Q6, Q4, Q4_MIN, Q4_ZERO, IQ4, MXFP4, FP8)
+FORMS = (FLOAT32, BFLOAT16, FLOAT16, Q8, Q8_MIN, Q8_ZERO, Q6, Q5, Q5_MIN, Q4, Q4_MIN, Q4_ZERO, Q2_MIN, IQ4, MXFP4, FP8)
 NATIVE_FORMS = tuple(form for form in FORMS if form.native_groups)
 NOT_TILED = (Q8_ZERO,)
 """Codes that Triton's kernels do not multiply: such weights are held as floats of the compute dtype in their place."""
@@ -128,7 +131,7 @@ class HeldAs:
 
     def tiled_bytes(self, out_features: int, in_features: int) -> int:
         """Return the bytes of a weight for Triton's kernels: its floats, or codes, scales and what is per group."""
-        form, group = self.form.evenly_spaced, self.group
+        form, group = self.form.tiled, self.group
         if form in FLOATS.values():
             return out_features * in_features * form.bits // 8
         if not group:
@@ -150,15 +153,15 @@ MADE_WHILE_LOADING = {"int8": HeldAs(Q8, 64), "fp8": HeldAs(FP8)}
 
 GGUF_TYPES = {
     "Q8_0": HeldAs(Q8, 32),
-    "Q5_0": HeldAs(Q8, 32),
+    "Q5_0": HeldAs(Q5, 32),
     "IQ4_NL": HeldAs(IQ4, 32),
     "IQ4_XS": HeldAs(IQ4, 32),
-    "Q5_1": HeldAs(Q8_MIN, 32),
-    "Q5_K": HeldAs(Q8_MIN, 32),
+    "Q5_1": HeldAs(Q5_MIN, 32),
+    "Q5_K": HeldAs(Q5_MIN, 32),
     "Q6_K": HeldAs(Q6, 16),
     "Q3_K": HeldAs(Q4, 16),
     "Q4_0": HeldAs(Q4, 32),
-    "Q2_K": HeldAs(Q4_MIN, 16),
+    "Q2_K": HeldAs(Q2_MIN, 16),
     "Q4_1": HeldAs(Q4_MIN, 32),
     "Q4_K": HeldAs(Q4_MIN, 32),
     "MXFP4": HeldAs(MXFP4, 32),

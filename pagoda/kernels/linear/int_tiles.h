@@ -60,14 +60,14 @@ inline i32x16 dot_quads(i32x16 acc, u32x16 w, u32x16 x) {
 #endif
 }
 
-// Whether the products of a group's quads add up in halfwords first: with AVX2 and no VNNI, where all fit there.
+// The quads of a group whose products add up in halfwords first: with AVX2 and no VNNI, as many as fit there; else 0.
 template <int BITS, int GROUP>
-constexpr bool fits_halfwords() {
+constexpr int quads_in_halfwords() {
 #if defined(PAGODA_AVX2) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
-    return GROUP / 4 * 2 * 127 * ((1 << BITS) - 1) <= 32767;  // bytes of x are at most 127
-#else
-    return false;
+    for (int quads = GROUP / 4; quads >= 4; quads /= 2)
+        if (quads * 2 * 127 * ((1 << BITS) - 1) <= 32767) return quads;  // bytes of x are at most 127
 #endif
+    return 0;
 }
 // sums + the sums of two of the products above, in each of 32 halfwords.
 inline u32x16 add_in_halfwords(u32x16 sums, u32x16 w, u32x16 x) {
@@ -121,28 +121,29 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
     constexpr int64_t HEADER = header_bytes(KIND), SCALES = scales_bytes(KIND);
     constexpr int64_t RECORD = quantized_record_bytes(KIND, GROUP);
     constexpr const WeightForm& FORM = WEIGHT_FORMS[KIND];
-    constexpr int BITS = FORM.bits, LOW = BITS == 6 ? 4 : BITS;  // bits of the first plane
-    constexpr int QUADS = 8 / LOW;                               // quads that share their bytes
+    constexpr int BITS = FORM.bits, HIGH = high_bits(BITS), LOW = BITS - HIGH;
+    constexpr int QUADS = 8 / LOW, WORDS = GROUP / (4 * QUADS);  // quads that share their bytes; of the low bits
     constexpr int MULTIPLIED_BITS = !FORM.has_levels ? BITS : FORM.middle < 64 ? 7 : 8;
     constexpr Offset OFFSET = FORM.offset;
-    constexpr bool IN_HALFWORDS = fits_halfwords<MULTIPLIED_BITS, GROUP>();
+    constexpr int HALFWORD_QUADS = quads_in_halfwords<MULTIPLIED_BITS, GROUP>();
+    constexpr bool IN_HALFWORDS = HALFWORD_QUADS != 0;
     constexpr int SPAN = IN_HALFWORDS ? 1 : VECTORS;  // those of 16 columns stay in the registers
     f32x16 acc[ROWS][VECTORS] = {};
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t* record = panel + g * RECORD;
         const uint8_t* data = record + HEADER;
         const int8_t* bytes = x.bytes + g * GROUP;
-        if constexpr (BITS == 6) prefetch.next();
+        if constexpr (HIGH != 0) prefetch.next();
         // The codes of a quad of 16 columns.
         auto codes_of = [&](int word, int part, int v) __attribute__((always_inline)) {
             u32x16 w = load_words(data + (v / 2) * panel_stride + word * 4 * PANEL + (v % 2) * 64);
             if constexpr (QUADS > 1) w = (w >> (part * LOW)) & (0x01010101u * ((1u << LOW) - 1));
             if constexpr (FORM.has_levels) w = look_up(FORM.levels, w);
-            if constexpr (BITS == 6) {
-                static_assert(GROUP == 16, "the high bits of a group are in one word");
-                u32x16 high = load_words(data + (v / 2) * panel_stride + GROUP / 8 * 4 * PANEL + (v % 2) * 64);
-                int up = 4 - 2 * (word * QUADS + part);  // one shift, and one instruction for `and` and `or`
-                w |= (up >= 0 ? high << up : high >> -up) & 0x30303030u;
+            if constexpr (HIGH != 0) {
+                static_assert(GROUP * HIGH == 32, "the high bits of a group are in one word");
+                u32x16 high = load_words(data + (v / 2) * panel_stride + WORDS * 4 * PANEL + (v % 2) * 64);
+                int up = 4 - HIGH * (word * QUADS + part);  // one shift, and one instruction for `and` and `or`
+                w |= (up >= 0 ? high << up : high >> -up) & (0x10101010u * ((1u << HIGH) - 1));
             }
             return w;
         };
@@ -183,12 +184,28 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
                     }
                 }
             };
-            if constexpr (BITS == 6) {  // constant shifts
+            auto add_up_halfwords = [&]() __attribute__((always_inline)) {
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+                    for (int s = 0; s < SPAN; s++) dot[r][s] = add_halfwords(dot[r][s], halfwords[r][s]);
+            };
+            if constexpr (HIGH != 0) {  // constant shifts
                 add_word(0);
                 add_word(1);
+                if constexpr (WORDS == 4) {
+                    if constexpr (HALFWORD_QUADS == 2 * QUADS) {
+                        add_up_halfwords();
+                        for (auto& row : halfwords)
+                            for (u32x16& sums : row) sums = u32x16{};
+                    }
+                    add_word(2);
+                    add_word(3);
+                }
             } else {
-                for (int word = 0; word < GROUP / (4 * QUADS); word++) add_word(word);
+                for (int word = 0; word < WORDS; word++) add_word(word);
             }
+            if constexpr (IN_HALFWORDS) add_up_halfwords();
 #pragma GCC unroll 8
             for (int s = 0; s < SPAN; s++) {
                 int v = first + s;
@@ -199,7 +216,6 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
                     minimum = load(reinterpret_cast<const f16*>(header + SCALES + (v % 2) * 32));
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) {
-                    if constexpr (IN_HALFWORDS) dot[r][s] = add_halfwords(dot[r][s], halfwords[r][s]);
                     float x_scale = x.scales[r * groups + g];
                     acc[r][v] = fma(converted<f32x16>(dot[r][s]), scale * x_scale, acc[r][v]);
                     if constexpr (OFFSET == OFFSET_MINIMUM) {

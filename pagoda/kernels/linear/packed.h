@@ -6,8 +6,8 @@
 //   F32, F16   [K][32]                          BF16      [K / 2][32][2], pairs of adjacent elements along K
 //   codes      [K / group] of records: scale f16[32] or its exponent u8[32], of some a minimum f16[32] or a zero point
 //              u16[32], and the codes [group * bits / 32][32][4 bytes]. Of a quad, four elements along K, each code has
-//              a byte. Of 8 / bits quads, the first has the lowest bits of the bytes; of 6 bits, the low four of all
-//              quads come before the high two.
+//              a byte. Of 8 / bits quads, the first has the lowest bits of the bytes; of 5 and 6 bits, the low four of
+//              all quads come before the high ones.
 #pragma once
 
 #include <cstring>
@@ -20,6 +20,8 @@
 #include "abi.h"
 #include "simd.h"
 
+// Bits of a code that are apart from its low four.
+constexpr int high_bits(int bits) { return bits == 5 || bits == 6 ? bits - 4 : 0; }
 constexpr bool is_quantized(int32_t kind) { return WEIGHT_FORMS[kind].offset != OFFSET_NONE; }
 inline int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
@@ -55,8 +57,10 @@ void pack_group(int32_t kind, int64_t group, uint8_t* to, CodesOf&& codes) {
             }
     };
     if (bits == 8) return plane(std::integral_constant<int, 8>(), 0xffffffffu, 0);
+    if (bits == 2) return plane(std::integral_constant<int, 2>(), 0x03030303u, 0);
     plane(std::integral_constant<int, 4>(), 0x0f0f0f0fu, 0);
-    if (bits == 6) plane(std::integral_constant<int, 2>(), 0x03030303u, 4);
+    if (high_bits(bits) == 1) plane(std::integral_constant<int, 1>(), 0x01010101u, 4);
+    if (high_bits(bits) == 2) plane(std::integral_constant<int, 2>(), 0x03030303u, 4);
 }
 // The codes of a group of one column, a byte each, or the levels that they stand for.
 inline void unpack_group(int32_t kind, int64_t group, const uint8_t* from, int64_t column, uint8_t* codes) {
@@ -71,9 +75,8 @@ inline void unpack_group(int32_t kind, int64_t group, const uint8_t* from, int64
                 code = static_cast<uint8_t>(code | (from[4 * column + i % 4] >> (i / 4 * width) & mask) << shift);
             }
     };
-    if (bits == 8) return plane(8, 0);
-    plane(4, 0);
-    if (bits == 6) plane(2, 4);
+    plane(bits - high_bits(bits), 0);
+    if (high_bits(bits) != 0) plane(high_bits(bits), 4);
     if (form.has_levels)
         for (int64_t i = 0; i < group; i++) codes[i] = form.levels[codes[i]];
 }

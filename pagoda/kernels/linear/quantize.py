@@ -70,18 +70,20 @@ class QuantizedWeight:
         assert scales is not None
         return replace(self, codes=self.codes[:, : groups * group], scales=scales, offsets=offsets, group=group)
 
-    def evenly_spaced(self) -> "QuantizedWeight":
-        """Return the same values as codes of 8 bits if the form has levels."""
-        if not self.form.levels:
+    def tiled(self) -> "QuantizedWeight":
+        """Return the same values in the form that Triton's kernels hold (see WeightForm.tiled)."""
+        form = self.form.tiled
+        if form is self.form:
             return self
-        form = self.form.evenly_spaced
-        levels = torch.tensor(self.form.levels, device=self.codes.device).add_(form.middle).to(torch.uint8)
-        return replace(self, form=form, codes=levels[self.codes.int()])
+        if self.form.levels:
+            levels = torch.tensor(self.form.levels, device=self.codes.device).add_(form.middle).to(torch.uint8)
+            return replace(self, form=form, codes=levels[self.codes.int()])
+        return replace(self, form=form, codes=self.codes + (form.middle - self.form.middle))
 
     def dequantize(self) -> torch.Tensor:
         """float32 [out, in]."""
         if self.form.levels:
-            return self.evenly_spaced().dequantize()
+            return self.tiled().dequantize()
         codes, scales = self.codes.float().unflatten(1, (-1, self.group)), self.scales.float().unsqueeze(-1)
         offsets = self.form.middle if self.offsets is None else self.offsets.float().unsqueeze(-1)
         values = codes * scales + offsets if self.form.offset is Offset.MINIMUM else (codes - offsets) * scales
@@ -243,7 +245,7 @@ def values_of(weight: CodedWeight) -> torch.Tensor:
 def stack_codes(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Stack parts row-wise; 8 bits in groups of 32 if they are of different forms."""
     if not all(_is_alike(parts[0], part) for part in parts):
-        parts = [part.evenly_spaced() for part in parts]
+        parts = [part.tiled() for part in parts]
         fits = [part.held_as == HeldAs(Q8, 32) and part.order is None for part in parts]
         parts = [part if fit else quantize(part.dequantize(), 32) for part, fit in zip(parts, fits, strict=True)]
     codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))

@@ -80,7 +80,7 @@ def prepare(weight: CodedWeight, bias: torch.Tensor | None) -> TiledLinear:
     if isinstance(weight, Fp8Weight):
         codes = weight.codes.contiguous().view(torch.uint8)
         return TiledLinear("fp8", codes, weight.scales, None, bias, *codes.shape)
-    weight = codes_of(weight).evenly_spaced()
+    weight = codes_of(weight).tiled()
     form, in_bytes = f"int{weight.form.bits}", weight.form.groups_per_record
     per_record = max(in_bytes, 64 // weight.group)
     if weight.group not in (16, 32, 64, 128):
