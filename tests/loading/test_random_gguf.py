@@ -22,6 +22,8 @@ from make_random_model import SHAPES, Shape, config_of, weights_of, write_tokeni
 
 from pagoda.loading.gguf_blocks import dequantize_reference  # noqa: E402
 from pagoda.loading.gguf_file import GGUFFile, GGUFTensor  # noqa: E402
+from pagoda.loading.model_files import identify  # noqa: E402
+from pagoda.loading.weight_memory import PreparedAs, weight_memory  # noqa: E402
 
 SHAPE = Shape(512, 1024, 3, 8, 2, 64, 1500, 512, 10000.0)
 
@@ -114,3 +116,5 @@ def test_loading_takes_anonymous_memory_once(kind: str, tmp_path: Path):
     stored = sum(file.stat().st_size for file in ([path] if path.is_file() else path.glob("*.safetensors")))
     assert (final - base) * 1024 > 0.9 * stored
     assert peak - base <= 1.1 * (final - base)
+    planned = weight_memory(identify(path), PreparedAs("bfloat16", None, packed=True, num_positions=257))
+    assert (peak - base) * 1024 < planned + (64 << 20)  # a KV cache of 16 MiB, and what a step needs
