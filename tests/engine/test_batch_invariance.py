@@ -6,7 +6,7 @@ blocks, on one and two threads, greedy and seeded (docs/reference/scheduler-cont
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,7 +120,7 @@ def check(
     watched: list[Watched],
     expected: Trace,
     options: dict[str, object],
-    seeds: range,
+    seeds: Iterable[int],
     vocab_size: int,
     *,
     most_watched: int = 16,
@@ -395,9 +395,10 @@ def test_adapters_with_drafts(llama: Path, adapters: tuple[LoraRef, ...]) -> Non
     assert 0 < counts["accepted"] < counts["drafted"]
 
 
-@pytest.mark.parametrize("has_drafts", [False, True])
+# Seeds of schedules that show it if steps on top of a failed one are not computed again, or its blocks stay cached.
+@pytest.mark.parametrize(("has_drafts", "seeds"), [(False, (684, 693, 746, 763)), (True, (684, 685))])
 def test_steps_that_run_out_of_memory_end_their_own_sequences_only(
-    llama: Path, adapters: tuple[LoraRef, ...], has_drafts: bool
+    llama: Path, adapters: tuple[LoraRef, ...], has_drafts: bool, seeds: tuple[int, ...]
 ) -> None:
     """What was launched on top of them is computed again: all other sequences have the bits that they have alone."""
     options, watched = {**MODES["bf16"], **LORA}, adapted(tiny_watched(), adapters)
@@ -407,14 +408,15 @@ def test_steps_that_run_out_of_memory_end_their_own_sequences_only(
         watched,
         expected,
         options,
-        range(684, 687),
+        seeds,
         VOCAB,
         most_fillers=16,
         draft_model=llama if has_drafts else None,
         adapters=adapters,
-        num_failures=3,
+        num_failures=4,
+        ahead=not has_drafts,
     )
-    missing = {"failed", "not failed", "depth 1", "depth 2", "depth 3"} - set(+counts)
+    missing = {"failed", "not failed", "depth 2" if not has_drafts else "depth 1"} - set(+counts)
     assert not missing, counts
 
 
