@@ -41,7 +41,7 @@ test test-slow: export PYTHONDONTWRITEBYTECODE :=
 # Each worker begins with one half of the files in their order, so that nearly all servers and references of a file are made
 # once; one that is done takes over half of what is left to the other, so that none waits at the end. `doctor` compiles the
 # kernels, which otherwise both do at the same time.
-test: lint $(LOAD_VENV)/.installed $(CLIENTS_VENV)/.installed $(WHEEL_VENV)/.installed
+test: lint $(CLIENTS_VENV)/.installed $(WHEEL_VENV)/.installed
 	$(BIN)/pagoda models pull smollm2-135m minilm-l6
 	$(BIN)/pagoda doctor
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"

@@ -33,8 +33,6 @@ def test_without_a_gpu_the_device_cuda_is_refused(tmp_path: Path) -> None:
     run = subprocess.run([*command, "--device", "cuda"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert "--device cuda: torch sees no CUDA GPU here; leave it out to run on the CPU" in run.stderr
-    on_cpu = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert "5 failed" in on_cpu.stdout
     (tmp_path / "conftest.py").write_text("import torch\n\ntorch.cuda.is_available = lambda: True\n")
     on_gpu = [*command, "--device", "cuda", "--collect-only"]
     collected = subprocess.run(on_gpu, cwd=tmp_path, env=env, capture_output=True, text=True)

@@ -53,6 +53,7 @@ def test_two_ranks_give_the_tokens_of_one_and_a_death_ends_the_llm(model: str, e
     assert not ranks & set(children_of(os.getpid()))
 
 
+@pytest.mark.slow
 def test_two_ranks_run_a_gguf_from_its_own_codes() -> None:
     """Real weights of several kinds: a right answer, in less memory than the same weights take as bfloat16."""
     name = str(cached_model("gemma3-270m").path)

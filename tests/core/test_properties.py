@@ -287,7 +287,7 @@ class PhasedMachine(SchedulerMachine):
 
 
 CALM = settings(deadline=None, suppress_health_check=list(HealthCheck), database=None)
-QUICK = settings(CALM, max_examples=200, stateful_step_count=25, derandomize=True)  # the same traffic every time
+QUICK = settings(CALM, max_examples=100, stateful_step_count=25, derandomize=True)  # the same traffic every time
 DEEP = settings(CALM, max_examples=3000, stateful_step_count=60)
 
 

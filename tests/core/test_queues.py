@@ -53,16 +53,16 @@ def test_requests_of_closed_adapters_are_skipped_and_keep_their_places() -> None
     assert [entry.request_id for entry in queue] == ["a", "b", "d"]
 
 
-def test_a_hundred_thousand_requests_waiting_for_an_adapter_do_not_slow_a_step() -> None:
+def test_ten_thousand_requests_waiting_for_an_adapter_do_not_slow_a_step() -> None:
     queue, lora = RequestQueue(), LoraRef("blocked")
-    for number in range(100_000):
+    for number in range(10_000):
         queue.push(state(str(number), number, lora))
-    last = state("last", 100_000)
+    last = state("last", 10_000)
     queue.push(last)
     begin = time.process_time()
     for _ in range(1000):
         assert queue.peek({lora.identity}) is last
-    assert time.process_time() - begin < 0.5
+    assert time.process_time() - begin < 0.1
 
 
 def test_the_oldest_arrival_is_known_in_any_queue_order() -> None:

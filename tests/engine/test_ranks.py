@@ -18,7 +18,10 @@ RANKS: dict[str, dict[str, object]] = {
 SCHEDULES = 2  # one of them with drafts
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    "ranks",  # on threads, in test_ranks_on_threads.py, there are stages in a quick run, too
+    [pytest.param("one", marks=pytest.mark.slow), "two", pytest.param("two stages", marks=pytest.mark.slow)],
+)
 def test_random_schedules_change_nothing(ranks: str, tmp_path: Path) -> None:
     model = write_byte_llama(tmp_path / "model")
     options = {**RANKS[ranks], "dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}

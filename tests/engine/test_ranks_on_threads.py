@@ -91,7 +91,13 @@ def check(
 
 
 @pytest.mark.parametrize(
-    "name", ["two", "two stages", "two stages of two", pytest.param("three stages", marks=pytest.mark.slow)]
+    "name",
+    [
+        "two",
+        pytest.param("two stages", marks=pytest.mark.slow),
+        pytest.param("three stages", marks=pytest.mark.slow),
+        "two stages of two",
+    ],
 )
 def test_random_schedules_change_no_bits(name: str, llama: Path, adapters: tuple[LoraRef, ...]) -> None:
     """With drafts, forks, beams, adapters, poolings, swaps and preemptions."""

@@ -270,7 +270,7 @@ DRAFTED: list[dict[str, object]] = [
 
 
 def on_models(schedules: list[dict[str, object]]) -> list[Any]:
-    """On the model with both kinds of layers, every other method with a schedule, in turns; on the others, so two
+    """On the model with both kinds of layers, one method with each schedule, in turns; on the others, so two
     schedules. The rest is slow.
     """
     quick = (schedules[0], schedules[-2])
@@ -279,7 +279,7 @@ def on_models(schedules: list[dict[str, object]]) -> list[Any]:
             model,
             each,
             method,
-            marks=[] if (i + j) % 2 == 0 and (model == "mixed" or each in quick) else pytest.mark.slow,
+            marks=[] if (i + j) % 4 == 0 and (model == "mixed" or each in quick) else pytest.mark.slow,
         )
         for model in MODELS
         for i, each in enumerate(schedules)

@@ -70,7 +70,7 @@ def last_programs_alone() -> Iterator[None]:
         del builder.set_grid_idx, builder.set_grid_dim
 
 
-@pytest.mark.parametrize("pages", ["plain", pytest.param("int8", marks=pytest.mark.slow), "fp8"])
+@pytest.mark.parametrize("pages", ["plain", *(pytest.param(each, marks=pytest.mark.slow) for each in ("int8", "fp8"))])
 def test_pages(triton_ops: Any, reference: Any, pages: str) -> None:
     """Written, and read by decodes, prompts and a shared prefix."""
     geometry = Geometry(4, 2, 32, 16, dtype=BF16, int8_cache=pages == "int8", fp8_cache=pages == "fp8")

@@ -1,6 +1,6 @@
 """Tensor parallelism: ranks compute what one rank computes, in the same bits whatever the batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,34 @@ Folders = Callable[..., Path]
 NUM_TOKENS = 10
 FOUR_HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 """Changes of a tiny model that has three."""
+QUICK = {
+    "mistral-window",
+    "qwen2-window",
+    "qwen3",
+    "qwen3-moe-some-layers",
+    "gpt2",
+    "gpt-neox",
+    "gemma2",
+    "phi",
+    "phi3",
+    "starcoder2",
+    "stablelm",
+    "cohere",
+    "olmo2",
+    "exaone4",
+    "qwen2-moe",
+    "glm4",
+    "gpt-oss",
+    "deepseek-v2-groups",
+    "deepseek-v3",
+    "granitemoe",
+}
+"""Each way to divide a layer; those below are divided in a quick run, too."""
+IN_SHARED_MEMORY = ["llama-tied-biased", "gemma3", "gemma4-shared", "mixtral", "olmoe"]
+
+
+def slow_except(quick: Collection[str], names: Iterable[str]) -> list[Any]:
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def divisible(name: str, **changes: Any) -> Any:
@@ -81,12 +109,12 @@ def assert_as_one(size: int, files: ModelFiles, tolerance: float = 1e-4, **load:
         assert answers == tokens
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", slow_except(QUICK, CONFIGS))
 def test_two_ranks_compute_what_one_computes(name: str, folders: Folders) -> None:
     assert_as_one(2, identify(folders(name)))
 
 
-@pytest.mark.parametrize("name", ["llama-tied-biased", "gemma3", "gemma4-shared", "mixtral", "olmoe"])
+@pytest.mark.parametrize("name", IN_SHARED_MEMORY)
 def test_recorded_ranks_in_shared_memory_compute_what_one_computes(name: str, folders: Folders) -> None:
     assert_as_one(2, identify(folders(name)), kernels="native")
 
@@ -137,6 +165,19 @@ FORMS: dict[str, tuple[str, Any]] = {
     "fp8 in blocks": ("llama", Packing("fp8", block=(64, 128))),
     "gptq experts": ("qwen3-moe-renormalized", Packing("gptq", keep=("mlp.gate",))),
 }
+QUICK_FORMS = {
+    "int8",
+    "int8 experts",
+    "gguf F16",
+    "gguf Q8_0",
+    "gguf Q4_0 experts",
+    "gguf Q4_K",
+    "awq",
+    "gptq in the order of activations",
+    "w8a8",
+    "w4a16",
+    "fp8 in blocks",
+}
 
 
 def form(name: str, how: Any, folder: Path) -> tuple[ModelFiles, str | None]:
@@ -153,7 +194,7 @@ def form(name: str, how: Any, folder: Path) -> tuple[ModelFiles, str | None]:
     return identify(folder / "packed"), None
 
 
-@pytest.mark.parametrize("case", FORMS)
+@pytest.mark.parametrize("case", slow_except(QUICK_FORMS, FORMS))
 def test_weights_of_every_form_are_divided(case: str, tmp_path: Path) -> None:
     """On kernels that multiply the values of codes, then on those that multiply codes with inputs of 8 bits."""
     files, quantization = form(*FORMS[case], tmp_path)

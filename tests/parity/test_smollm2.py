@@ -77,13 +77,16 @@ def test_tokens_are_those_of_transformers(files: ModelFiles, prompts: Prompts, a
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_num_batched_tokens": 48, "max_num_seqs": 12},
-        {
-            "max_num_batched_tokens": 333,
-            "enable_prefix_caching": False,
-            "num_blocks": 60,
-            "preemption_mode": "recompute",
-        },
+        pytest.param({"max_num_batched_tokens": 48, "max_num_seqs": 12}, marks=pytest.mark.slow),
+        pytest.param(
+            {
+                "max_num_batched_tokens": 333,
+                "enable_prefix_caching": False,
+                "num_blocks": 60,
+                "preemption_mode": "recompute",
+            },
+            marks=pytest.mark.slow,
+        ),
         {"num_blocks": 60, "preemption_mode": "swap", "num_host_blocks": 200, "pipeline_depth": 2},
     ],
     ids=["small chunks", "recompute without prefix cache", "swap"],

@@ -65,7 +65,7 @@ def test_a_killed_engine_only_causes_a_pause(tmp_path: Path) -> None:
         if kills:
             server.steps.hold_after(30)
         async with aiohttp.ClientSession(server.url) as session:
-            tasks = [asyncio.create_task(stream(session, i, 900, 1 + i % 3)) for i in range(16)]
+            tasks = [asyncio.create_task(stream(session, i, 300, 1 + i % 3)) for i in range(16)]
             for number in range(kills):
                 await asyncio.to_thread(server.steps.wait_held)
                 assert not any(task.done() for task in tasks)

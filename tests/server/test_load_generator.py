@@ -25,9 +25,10 @@ PROMPT_TOKENS = 32
 OUTPUT_TOKENS = 16
 
 
-pytestmark = pytest.mark.skipif(
-    not GUIDELLM.exists(), reason=f"no {GUIDELLM}; install it with: make .venv-load/.installed"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not GUIDELLM.exists(), reason=f"no {GUIDELLM}; install it with: make .venv-load/.installed"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +75,7 @@ def template_tokens(server: LiveServer) -> int:
     return answer["count"] - 1
 
 
-@pytest.mark.parametrize(
-    "request_format", ["/v1/chat/completions", pytest.param("/v1/completions", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("request_format", ["/v1/chat/completions", "/v1/completions"])
 def test_guidellm_and_the_server_count_the_same(
     real_server: LiveServer, tokenizer_folder: Path, tmp_path: Path, request_format: str
 ) -> None:

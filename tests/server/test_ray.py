@@ -82,9 +82,8 @@ def test_stages_on_two_nodes_give_the_tokens_of_one_process_until_a_node_dies(
     cluster.remove_node(nodes[1], allow_graceful=False)
 
 
-@pytest.mark.parametrize(
-    "caller", ["here", pytest.param("task", marks=pytest.mark.slow), pytest.param("actor", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("caller", ["here", "task", "actor"])
 def test_an_engine_takes_the_placement_group_of_the_task_or_actor_that_makes_it(
     cluster: Cluster, model: Path, caller: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +115,7 @@ def test_an_engine_takes_the_placement_group_of_the_task_or_actor_that_makes_it(
     cluster.remove_node(node)
 
 
+@pytest.mark.slow
 def test_what_fits_is_measured_where_the_ranks_are(
     cluster: Cluster, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

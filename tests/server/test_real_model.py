@@ -105,6 +105,7 @@ def asks_with_numbers() -> list[Ask]:
     return [("/v1/chat/completions" if "messages" in body else "/v1/completions", body) for body in bodies]
 
 
+@pytest.mark.slow
 def test_a_kill_changes_no_logprob(real_server: LiveServer) -> None:
     asks = asks_with_numbers()
     undisturbed = asyncio.run(ask_all(real_server, asks))

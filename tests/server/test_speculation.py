@@ -37,6 +37,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield live
 
 
+@pytest.mark.slow
 def test_drafts_change_no_number(server: LiveServer, undisturbed: object) -> None:
     assert asyncio.run(ask_all(server, asks_with_numbers())) == undisturbed
 
@@ -54,6 +55,7 @@ def test_timings_and_metrics_report_accepted_drafts(server: LiveServer) -> None:
     assert sum(float(count) for _, count in per_pos) == float(total[1]) > 0
 
 
+@pytest.mark.slow
 def test_a_kill_changes_no_logprob(server: LiveServer, undisturbed: object) -> None:
     assert asyncio.run(ask_all(server, asks_with_numbers(), kill_after=(60,))) == undisturbed
     assert server.wait_idle()["engine_restarts"] == 1

@@ -64,6 +64,7 @@ def test_instructor__fills_classes(saw: dict[str, Any]) -> None:
         assert saw[f"{mode} streamed"] == saw[mode]
 
 
+@pytest.mark.slow
 def test_pydantic_ai__has_typed_outputs(saw: dict[str, Any]) -> None:
     """Its outputs are tools of which one must be called."""
     assert is_forecast(saw["whole"])

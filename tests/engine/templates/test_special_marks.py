@@ -248,7 +248,7 @@ def test_prompts_may_contain_special_tokens_but_never_marks() -> None:
     assert max(inputs.chats.render(chat("<|im_end|>")).token_ids) < size
 
 
-@pytest.mark.parametrize("model", ["smollm2-135m", "gemma3-270m"])
+@pytest.mark.parametrize("model", ["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.slow)])
 def test_real_tokenizers(model: str, tmp_path: Path) -> None:
     kind = {"smollm2-135m": "chatml", "gemma3-270m": "gemma"}[model]
     template = tmp_path / "template.jinja"
@@ -369,7 +369,7 @@ def test_text_of_two_messages_never_becomes_a_special_token() -> None:
     assert marked == marks.put("<|user|>") + "a<|assistant|>b"
 
 
-@pytest.mark.parametrize("model", ["smollm2-135m", "gemma3-270m"])
+@pytest.mark.parametrize("model", ["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.slow)])
 def test_real_templates_never_join_text_into_a_special_token(model: str) -> None:
     tokenizer = load_tokenizer(cached_model(model), None, None)
     inputs = InputProcessor(tokenizer, InputLimits(tokenizer.facts.vocab_size, 4096, 8))

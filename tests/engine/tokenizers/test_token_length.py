@@ -11,7 +11,7 @@ from pagoda.engine.tokenizers.token_length import TokenLengthBound, token_length
 from tests.cached_models import cached_model
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
+@pytest.mark.parametrize("name", ["smollm2-135m", pytest.param("gemma3-270m", marks=pytest.mark.slow)])
 def test_no_text_has_fewer_tokens_than_the_bound_says(name: str) -> None:
     tokenizer = load_tokenizer(cached_model(name))
     bound = tokenizer.facts.length_bound

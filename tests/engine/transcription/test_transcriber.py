@@ -34,7 +34,7 @@ def noise(seconds: float, seed: int = 0) -> Sound:
 @pytest.mark.parametrize("seconds", [4.0, 95.0])
 @pytest.mark.parametrize("conditions", [False, True])
 @pytest.mark.parametrize("prompt", [None, "Hi, Bob"])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), 2])
 def test_segments_are_those_of_transformers(seconds: float, conditions: bool, prompt: str | None, seed: int) -> None:
     model, sound, inputs = make_model(seed), noise(seconds, seed), inputs_of()
     options = {"language": "de", "prompt": prompt, "condition_on_previous_text": conditions, **GREEDY}
