@@ -111,7 +111,7 @@ def test_windows_and_several_groups(gpu: SimulatedGpu, mixed: Path) -> None:
 def test_graphs(gpu: SimulatedGpu, tmp_path: Path) -> None:
     """Triton's kernels, with decode steps of one and two rows captured and replayed."""
     model = write_tiny_llama(tmp_path)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     script = Script([Watched([5, 6, 7], params, 1), Watched([8, 9], params, 2)], [0, 1], {}, set())
     options: dict[str, object] = {"num_blocks": 40}
     on_cpu, _ = played(model, script, options, "cpu")
