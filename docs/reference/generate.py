@@ -246,8 +246,9 @@ def http_page() -> str:
 
 
 def _schema(described: dict[str, Any]) -> str:
-    """The name of the schema of a JSON body, or nothing."""
-    schema = described.get("content", {}).get("application/json", {}).get("schema", {})
+    """The name of the schema of a body, JSON or a form, or nothing."""
+    content = described.get("content", {})
+    schema = (content.get("application/json") or content.get("multipart/form-data") or {}).get("schema", {})
     return schema.get("$ref", "").rpartition("/")[2]
 
 

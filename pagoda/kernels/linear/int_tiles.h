@@ -127,6 +127,8 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
     constexpr Offset OFFSET = FORM.offset;
     constexpr int HALFWORD_QUADS = quads_in_halfwords<MULTIPLIED_BITS, GROUP>();
     constexpr bool IN_HALFWORDS = HALFWORD_QUADS != 0;
+    constexpr bool IN_HALVES = HIGH != 0 && WORDS == 4 && HALFWORD_QUADS == GROUP / 8;
+    static_assert(!IN_HALFWORDS || IN_HALVES || HALFWORD_QUADS == GROUP / 4, "they add up in time");
     constexpr int SPAN = IN_HALFWORDS ? 1 : VECTORS;  // those of 16 columns stay in the registers
     f32x16 acc[ROWS][VECTORS] = {};
     for (int64_t g = 0; g < groups; g++) {
@@ -194,7 +196,7 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
                 add_word(0);
                 add_word(1);
                 if constexpr (WORDS == 4) {
-                    if constexpr (HALFWORD_QUADS == 2 * QUADS) {
+                    if constexpr (IN_HALVES) {
                         add_up_halfwords();
                         for (auto& row : halfwords)
                             for (u32x16& sums : row) sums = u32x16{};
