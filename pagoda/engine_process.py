@@ -64,9 +64,10 @@ class EngineServer:
             self._step_s += core.now() - began_s
             self._num_steps += 1
             for outputs in of_step.values():
-                self._send(wire.StepOutputs(outputs, self._executor.take_step_tokens(), self._stats_now_and_then()))
-            if not of_step and (stats := self._stats_now_and_then()) is not None:
-                self._send(wire.StepReport(self._executor.take_step_tokens(), stats))
+                stats = self._make_stats() if outputs.finishes or self._is_time_for_stats() else None
+                self._send(wire.StepOutputs(outputs, self._executor.take_step_tokens(), stats))
+            if not of_step and self._is_time_for_stats():
+                self._send(wire.StepReport(self._executor.take_step_tokens(), self._make_stats()))
 
     def _drain(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -119,14 +120,11 @@ class EngineServer:
     def _send(self, message: msgspec.Struct) -> None:
         self._socket.send(self._codec.encode(message))
 
-    def _stats_now_and_then(self) -> wire.EngineStats | None:
-        now_s = time.monotonic()
-        if now_s - self._stats_at < STATS_INTERVAL_S:
-            return None
-        self._stats_at = now_s
-        return self._make_stats()
+    def _is_time_for_stats(self) -> bool:
+        return time.monotonic() - self._stats_at >= STATS_INTERVAL_S
 
     def _make_stats(self) -> wire.EngineStats:
+        self._stats_at = time.monotonic()
         times = {"num_steps": self._num_steps, "step_s": self._step_s, "scheduler_s": self._core.scheduler_s}
         return wire.EngineStats(**dataclasses.asdict(self._core.make_stats()), **times)
 
