@@ -37,7 +37,7 @@ from pagoda.kernels.moe import reference as reference_moe
 from pagoda.kernels.moe import triton_moe
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.kernels.triton_ops import TritonOps, is_interpreted
-from pagoda.loading.packed_codes import read_packed
+from pagoda.loading.packed_codes import packed_weight
 from pagoda.loading.quantization import AWQ, GPTQ, PackedFormat
 
 BF16 = torch.bfloat16
@@ -304,7 +304,7 @@ def with_zero_points(out_features: int, in_features: int, group: int) -> Quantiz
     qweight = torch.zeros(in_features, out_features // 8, dtype=torch.int32)
     qzeros = torch.zeros(in_features // group, out_features // 8, dtype=torch.int32)
     scales = torch.zeros(in_features // group, out_features, dtype=torch.float16)
-    return read_packed(PackedFormat("awq", AWQ, group, symmetric=False), qweight, scales, qzeros)
+    return packed_weight(PackedFormat("awq", AWQ, group, symmetric=False), qweight, scales, qzeros).read()
 
 
 def symmetric_gptq(out_features: int, in_features: int, group: int) -> QuantizedWeight:
@@ -313,7 +313,7 @@ def symmetric_gptq(out_features: int, in_features: int, group: int) -> Quantized
     qweight = torch.zeros(in_features // 8, out_features, dtype=torch.int32)
     qzeros = torch.full((in_features // group, out_features // 8), 0x7777_7777, dtype=torch.int32)
     scales = torch.zeros(in_features // group, out_features, dtype=torch.float16)
-    return read_packed(stored, qweight, scales, qzeros)
+    return packed_weight(stored, qweight, scales, qzeros).read()
 
 
 def _sampling() -> dict[str, Callable[[], object]]:

@@ -18,56 +18,86 @@ from dataclasses import replace
 import torch
 
 from pagoda.base.errors import ConfigError
-from pagoda.kernels.linear.quantize import QuantizedWeight
-from pagoda.loading.quantization import AWQ, PackedFormat
+from pagoda.kernels.linear.forms import HeldAs
+from pagoda.kernels.linear.quantize import BlockWeight, CodeRows, QuantizedWeight
+from pagoda.loading.quantization import AWQ, LEAST_GROUP, PackedFormat
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The output feature, of eight, of each 4 bits of a word."""
 
 
-def read_packed(
+def packed_weight(
     stored: PackedFormat,
     codes: torch.Tensor,
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     group_of: torch.Tensor | None = None,
-) -> QuantizedWeight:
+    rows: range | None = None,
+    order: tuple[int, ...] | None = None,
+) -> BlockWeight:
     """Return a weight [out, in], in the form and the groups that it is held in.
 
     codes, scales, zeros: as stored, zeros may be absent.   group_of: int [in], the group of each element if groups are
-    not in the order of the elements.
+    not in the order of the elements.   rows: those that are meant, None for all.   order: of the rows of a head.
     Raises ConfigError for a weight that is said to be symmetric and is not, and for groups that do not exist.
     """
-    middle = 1 << (stored.bits - 1)
     if stored.layout.transposed:
-        codes, scales = codes.T, scales.T
-        zeros = None if zeros is None else zeros.T
-    if stored.layout is AWQ:
-        codes = _unpack_awq(codes)
-        zeros = None if zeros is None else _unpack_awq(zeros)
+        codes, scales, zeros = codes.T, scales.T, None if zeros is None else zeros.T
+    out_features, in_features = codes.shape
+    if stored.layout.words_along_out:
+        out_features *= stored.codes_per_word
     elif stored.layout.words_along_in:
-        codes = _unpack(codes, stored.bits)
-        if zeros is not None and zeros.dtype is torch.int32:
-            zeros = _unpack(zeros.T, stored.bits).T
-    else:
-        codes = codes.view(torch.uint8) ^ 128
-    if zeros is not None:
-        signed = middle if zeros.dtype is torch.int8 else 0
-        zeros = zeros[: len(codes)].to(torch.int16) + (signed + stored.stored_zero)  # do not wrap: 2^bits is possible
-        zeros = zeros.expand(len(codes), -1)
-        if stored.symmetric:
-            _check_symmetric(zeros, middle)
-    scales = scales.expand(len(codes), -1)
-    if stored.symmetric:
-        offsets = None
-    else:
-        offsets = zeros if zeros is not None else torch.full_like(scales, middle, dtype=torch.int16)
-        # Triton's kernels tell zero points from minima by this type; of 8 bits they have no kernel.
-        offsets = offsets.to(torch.uint8) if stored.bits < 8 else offsets
-    form, group = stored.held_as.form, stored.held_as.group
+        in_features *= stored.codes_per_word
+    elements, groups = None, torch.arange(0, in_features, LEAST_GROUP) // (stored.group or in_features)
     if group_of is not None:
-        return _in_order_of_groups(QuantizedWeight(form, codes, scales, offsets, codes.shape[1], group), group_of)
-    return _in_groups_of(group, QuantizedWeight(form, codes, scales, offsets, codes.shape[1], stored.group or 0))
+        elements, groups = _sorted_by_groups(group_of, scales.shape[1])
+    middle = 1 << (stored.bits - 1)
+    zero = stored.stored_zero if zeros is None or zeros.dtype is torch.int32 else middle - 128
+    rows, is_awq = range(out_features) if rows is None else rows, stored.layout is AWQ
+    piece = CodeRows(codes, scales, zeros, zero, stored.bits, is_awq, groups.int(), rows.start, len(rows), order)
+    if stored.symmetric and zeros is not None:
+        _check_symmetric(_zero_points(piece)[:out_features], middle)
+        piece = replace(piece, zeros=None)
+    return BlockWeight(
+        stored.held_as, (piece,), in_features, lambda: _read(piece, stored.held_as, in_features, elements), elements
+    )
+
+
+def _read(piece: CodeRows, held: HeldAs, in_features: int, elements: torch.Tensor | None) -> QuantizedWeight:
+    """Return the codes of a piece: the definition of what linear/code_rows.cpp packs.
+
+    elements: as QuantizedWeight.order.
+    """
+    if piece.is_awq:
+        codes = _unpack_awq(piece.codes)
+    elif piece.codes.dtype is torch.int32:
+        codes = _unpack(piece.codes, piece.bits)
+    else:
+        codes = piece.codes.view(torch.uint8) ^ 128
+    if elements is None:
+        codes = torch.nn.functional.pad(codes, (0, -in_features % held.group))
+    else:
+        codes = torch.where(elements >= 0, codes[:, elements], 0)
+    groups = piece.groups[:: held.group // LEAST_GROUP]
+    scales, offsets = piece.scales.expand(len(codes), -1)[:, groups], None
+    if piece.zeros is not None:
+        offsets = _zero_points(piece)[: len(codes)].expand(len(codes), -1)[:, groups]
+        # Triton's kernels tell zero points from minima by this type; of 8 bits they have no kernel.
+        offsets = offsets.to(torch.uint8) if piece.bits < 8 else offsets
+    weight = QuantizedWeight(held.form, codes, scales, offsets, in_features, held.group, elements)
+    return weight.rows(piece.first, piece.first + piece.rows).reordered(piece.order)
+
+
+def _zero_points(piece: CodeRows) -> torch.Tensor:
+    """int16 [out, groups], since 2^bits is possible; rows beyond the last if those of words are more."""
+    assert piece.zeros is not None
+    if piece.zeros.dtype is torch.int8:
+        zeros = piece.zeros.to(torch.int16) + 128
+    elif piece.is_awq:
+        zeros = _unpack_awq(piece.zeros)
+    else:
+        zeros = _unpack(piece.zeros.T, piece.bits).T
+    return zeros.to(torch.int16) + piece.zero
 
 
 def _check_symmetric(zeros: torch.Tensor, middle: int) -> None:
@@ -80,21 +110,12 @@ def _check_symmetric(zeros: torch.Tensor, middle: int) -> None:
         )
 
 
-def _in_groups_of(group: int, weight: QuantizedWeight) -> QuantizedWeight:
-    """Return the same values in groups that divide the weight's; any, if all of a row is one group (0)."""
-    if weight.group:
-        padding = -weight.in_features % weight.group
-        weight = replace(weight, codes=torch.nn.functional.pad(weight.codes, (0, padding)))
-        return weight if weight.group == group else weight.in_groups_of(group)
-    groups = -(-weight.in_features // group)
-    codes = torch.nn.functional.pad(weight.codes, (0, -weight.in_features % group))
-    offsets = None if weight.offsets is None else weight.offsets.expand(-1, groups)
-    return replace(weight, codes=codes, scales=weight.scales.expand(-1, groups), offsets=offsets, group=group)
+def _sorted_by_groups(group_of: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return elements by their groups, each padded to a multiple of LEAST_GROUP, and the group of each as many.
 
-
-def _in_order_of_groups(weight: QuantizedWeight, group_of: torch.Tensor) -> QuantizedWeight:
-    """Sort the elements by their groups and pad each to a multiple of `weight.group`."""
-    group_of, groups, size = group_of.long(), weight.scales.shape[1], weight.group
+    int32, -1 for padding, as QuantizedWeight.order; int64.
+    """
+    group_of, size = group_of.long(), LEAST_GROUP
     if ((group_of < 0) | (group_of >= groups)).any():
         raise ConfigError(f"its g_idx has groups from {int(group_of.min())} to {int(group_of.max())}, of {groups}")
     by_group = torch.argsort(group_of, stable=True)
@@ -102,15 +123,9 @@ def _in_order_of_groups(weight: QuantizedWeight, group_of: torch.Tensor) -> Quan
     padded = (counts + size - 1) // size * size
     # Each element moves on by the padding of the groups before its own.
     shift = (padded - counts).cumsum(0) - (padded - counts)
-    at = torch.arange(len(group_of)) + shift[group_of[by_group]]
-    total = int(padded.sum())
-    order = torch.full((total,), -1, dtype=torch.int32)
-    order[at] = by_group.to(torch.int32)
-    codes = torch.zeros(len(weight.codes), total, dtype=torch.uint8)
-    codes[:, at] = weight.codes[:, by_group]
-    kept = torch.repeat_interleave(torch.arange(groups), padded // size)
-    offsets = None if weight.offsets is None else weight.offsets[:, kept]
-    return replace(weight, codes=codes, scales=weight.scales[:, kept], offsets=offsets, order=order)
+    order = torch.full((int(padded.sum()),), -1, dtype=torch.int32)
+    order[torch.arange(len(group_of)) + shift[group_of[by_group]]] = by_group.to(torch.int32)
+    return order, torch.repeat_interleave(torch.arange(groups), padded // size)
 
 
 def scaled_floats(
@@ -128,7 +143,8 @@ def scaled_floats(
 
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [n, m] -> uint8 [n, 32 / bits * m], lowest bits first."""
-    packed = words.contiguous().view(torch.uint8)  # little-endian
+    # A copy: of one row or column, strides may be those of what it was cut from. Words are little-endian.
+    packed = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
 
 

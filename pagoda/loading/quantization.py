@@ -11,7 +11,8 @@ from pagoda.loading.model_files import ModelFiles, read_json_object
 from pagoda.models.config_reader import ConfigReader
 
 _WORD_BITS = 32
-_LEAST_GROUP = 32
+LEAST_GROUP = 32
+"""Of which all groups are multiples."""
 MXFP4_BLOCKS, MXFP4_SCALES = "_blocks", "_scales"
 """What the names of the two tensors of a stack of matrices in MXFP4 end in."""
 _WEIGHT = ".weight"
@@ -88,10 +89,10 @@ class PackedFormat:
     def held_as(self) -> HeldAs:
         """Return the form of its codes in memory; elements that share a scale are `group`, or a part of it."""
         if self.layout is STACKED:
-            return HeldAs(MXFP4, _LEAST_GROUP)
+            return HeldAs(MXFP4, LEAST_GROUP)
         group = next(size for size in (128, 64, 32) if self.group is None or self.group % size == 0)
         forms = {4: (Q4_ZERO, Q4), 8: (Q8_ZERO, Q8)}[self.bits]
-        return HeldAs(forms[self.symmetric], _LEAST_GROUP if self.ordered else group)
+        return HeldAs(forms[self.symmetric], LEAST_GROUP if self.ordered else group)
 
     def stem(self, name: str, names: Container[str]) -> str | None:
         """Return `layer` for the tensor `layer.weight` if the checkpoint, which has `names`, has it quantised.
@@ -235,7 +236,7 @@ def _read_fp8(section: ConfigReader) -> PackedFormat:
 
 
 def _read_mxfp4(section: ConfigReader) -> PackedFormat:
-    return PackedFormat("mxfp4", STACKED, _LEAST_GROUP, True)
+    return PackedFormat("mxfp4", STACKED, LEAST_GROUP, True)
 
 
 _METHODS = {
@@ -258,8 +259,8 @@ def _group(section: ConfigReader) -> int | None:
     if section.values.get("group_size") == -1:
         return None
     group = section.integer("group_size")
-    if group % _LEAST_GROUP:
-        raise _unsupported(section, "group_size =", group, f"-1 and multiples of {_LEAST_GROUP}")
+    if group % LEAST_GROUP:
+        raise _unsupported(section, "group_size =", group, f"-1 and multiples of {LEAST_GROUP}")
     return group
 
 

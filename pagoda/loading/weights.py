@@ -1,7 +1,6 @@
 """Read weights by name from safetensors, quantised or not, GGUF or CTranslate2: shapes first, then regions."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -13,13 +12,13 @@ from safetensors import SafetensorError, safe_open
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
 from pagoda.kernels.linear.forms import GGUF_TYPES, MXFP4, HeldAs
-from pagoda.kernels.linear.quantize import BlockRows, BlockWeight, QuantizedWeight, StoredWeight, UnstackedWeight
+from pagoda.kernels.linear.quantize import BlockRows, BlockWeight, QuantizedWeight, UnstackedWeight
 from pagoda.loading.ctranslate2 import CTranslate2File
 from pagoda.loading.gguf_blocks import FLOATS, dequantize, read_codes
 from pagoda.loading.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.mxfp4 import BLOCK_VALUES, read_mxfp4
-from pagoda.loading.packed_codes import read_packed, scaled_floats
+from pagoda.loading.packed_codes import packed_weight, scaled_floats
 from pagoda.loading.pieces import Region
 from pagoda.loading.quantization import MXFP4_BLOCKS, MXFP4_SCALES, STACKED, PackedFormat, packed_format, packed_stem
 from pagoda.loading.safetensors_header import read_headers
@@ -123,7 +122,7 @@ class GGUFWeights:
 
         def read() -> QuantizedWeight:
             data = np.ascontiguousarray(found).reshape(-1).data
-            return _reordered(read_codes(data, tensor.type, rows, columns), order)
+            return read_codes(data, tensor.type, rows, columns).reordered(order)
 
         return BlockWeight(held, (BlockRows(tensor.type.name, found.reshape(rows, -1), order),), columns, read)
 
@@ -158,19 +157,6 @@ def reorder_rows(rows: torch.Tensor, order: tuple[int, ...] | None) -> None:
     if order is not None:
         heads = rows.view(-1, len(order), *rows.shape[1:])
         heads.copy_(heads[:, order])
-
-
-def _reordered(weight: QuantizedWeight, order: tuple[int, ...] | None) -> QuantizedWeight:
-    """Return new tensors: those of the weight may be views of the mapped file, or rows that share memory."""
-    if order is None:
-        return weight
-    parts = {"codes": weight.codes, "scales": weight.scales, "offsets": weight.offsets}
-    taken = {
-        name: part.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
-        for name, part in parts.items()
-        if part is not None
-    }
-    return replace(weight, **taken)
 
 
 class CTranslate2Weights:
@@ -310,7 +296,7 @@ class PackedWeights:
                 turned = Region(None, region.columns, region.rows)
             stored = turned or region
             has_codes = self._stored.has_codes
-            values = self._read(stem, stored).dequantize() if has_codes else self._read_floats(stem, stored)
+            values = self._codes(stem, stored).read().dequantize() if has_codes else self._read_floats(stem, stored)
             out.copy_(values if turned is None else values.T)
 
     def view(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor | None:
@@ -319,23 +305,9 @@ class PackedWeights:
     def has_codes(self, name: str) -> bool:
         return self._stored.has_codes and not self._stored.ordered and self._stem(name) is not None
 
-    def read_codes(
-        self, name: str, region: Region, order: tuple[int, ...] | None = None
-    ) -> QuantizedWeight | StoredWeight | None:
+    def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> BlockWeight | None:
         stem = self._stem(name)
-        if stem is None or not self._stored.has_codes:
-            return None
-        if self._stored.ordered:
-            return _reordered(self._read(stem, region), order)
-        rows, columns = region.shape
-        unit = 1 if order is None else len(order)
-
-        def read(first: int, end: int) -> QuantizedWeight:
-            begin = first // unit * unit
-            some = replace(region, rows=region.rows[begin : -(-end // unit) * unit])
-            return _reordered(self._read(stem, some), order).rows(first - begin, end - begin)
-
-        return StoredWeight(self._stored.held_as, rows, columns, read)
+        return None if stem is None or not self._stored.has_codes else self._codes(stem, region, order)
 
     def _stem(self, name: str) -> str | None:
         return self._stored.stem(name, self._weights)
@@ -380,7 +352,7 @@ class PackedWeights:
                 raise ConfigError(f"tensor {name!r} is {dtype}, expected {' or '.join(dtypes)}")
         return rows, columns
 
-    def _read(self, stem: str, region: Region | None) -> QuantizedWeight:
+    def _codes(self, stem: str, region: Region | None, order: tuple[int, ...] | None = None) -> BlockWeight:
         stored, layout, (out_features, in_features) = self._stored, self._stored.layout, self._check(stem)
         name = f"{stem}.{layout.codes}"
         rows, columns = _ranges(region, out_features, in_features)
@@ -405,12 +377,11 @@ class PackedWeights:
         scales = self._part(f"{stem}.{layout.scales}", features, groups)
         zeros_name = f"{stem}.{layout.zeros}"
         zeros = self._part(zeros_name, words, groups) if zeros_name in self._weights else None
+        taken = range(rows.start - features.start, rows.stop - features.start)
         try:
-            weight = read_packed(stored, codes, scales, zeros, group_of)
+            return packed_weight(stored, codes, scales, zeros, group_of, taken, order)
         except ConfigError as error:
             raise ConfigError(f"tensor {name!r}: {error}") from None
-        first = rows.start - features.start
-        return weight.rows(first, first + len(rows))
 
     def _part(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
         """Return rows and columns, as of [out, in], of a tensor; of one that all rows share, that."""
@@ -506,7 +477,7 @@ class MXFP4Weights:
         blocks, exponents = self._blocks(name, region)
         stored = BlockRows("MXFP4", blocks.flatten(1).numpy(), order, exponents.numpy())
         held = HeldAs(MXFP4, BLOCK_VALUES)
-        return BlockWeight(held, (stored,), region.shape[1], lambda: _reordered(read_mxfp4(blocks, exponents), order))
+        return BlockWeight(held, (stored,), region.shape[1], lambda: read_mxfp4(blocks, exponents).reordered(order))
 
     def _blocks(self, name: str, region: Region) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a region's blocks and their exponents, as views of the mapped file."""

@@ -20,6 +20,7 @@ FILES = (
     "ops",
     "linear",
     "gguf_codes",
+    "code_rows",
     "int4_products",
     "attention",
     "bidirectional",

@@ -10,14 +10,10 @@ from pagoda.kernels.linear.forms import NATIVE_FORMS, Q4_ZERO, HeldAs, Offset
 from pagoda.kernels.linear.packed import PackedWeight
 from pagoda.kernels.linear.quantize import (
     QuantizedWeight,
-    StoredWeight,
     exponents_of,
     quantize,
     quantize_rows,
     scales_of,
-    stack,
-    stack_codes,
-    values_of,
 )
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.torch_ops import TorchOps
@@ -85,21 +81,6 @@ def test_parts_are_packed_as_the_stack_of_them(native: Any, dtype: torch.dtype, 
     packed, expected = native.prepare_stacked(parts, bias), native.prepare_linear(torch.cat(parts), bias)
     assert torch.equal(packed.panels, expected.panels)
     x = torch.randn(3, 131).to(dtype)
-    assert torch.equal(native.linear(x, packed), native.linear(x, expected))
-
-
-@pytest.mark.parametrize("kind", ["Q4_ZERO of 32", "Q8 of 64"])
-def test_stored_codes_are_packed_some_rows_at_a_time(native: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Into the panels of the whole, whose parts share some."""
-    parts, bias = [quantized(kind, rows, 130) for rows in (40, 33, 1)], torch.randn(74)
-    expected = native.prepare_quantized_linear(stack_codes(parts), torch.float32, bias)
-    stored = stack([StoredWeight(of.held_as, of.out_features, 130, of.rows) for of in parts], torch.device("cpu"))
-    assert isinstance(stored, StoredWeight)
-    assert torch.equal(values_of(stored), values_of(stack_codes(parts)))
-    monkeypatch.setattr("pagoda.kernels.linear.packed._CODE_PIECE", 1)
-    packed = native.prepare_quantized_linear(stored, torch.float32, bias)
-    assert torch.equal(packed.panels, expected.panels)
-    x = torch.randn(3, 130)
     assert torch.equal(native.linear(x, packed), native.linear(x, expected))
 
 

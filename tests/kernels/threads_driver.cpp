@@ -72,17 +72,25 @@ void packing() {
     for (uint8_t& code : codes) code &= 15;
     PackedLinear weight{nullptr, nullptr, OUT, IN, KIND_Q4, 32, nullptr, nullptr};
     BlockRows piece{blocks.data(), ROW_BYTES, OUT, nullptr, 2, 0, nullptr, 0};  // of Q4_0
-    auto panels_of = [&](bool are_blocks, int32_t threads) {
+    // Rows of words of 8 codes along the inputs, as compressed-tensors has them.
+    std::vector<int32_t> groups(IN / 32);
+    for (size_t group = 0; group < groups.size(); group++) groups[group] = static_cast<int32_t>(group);
+    CodeMatrix words{codes.data(), IN / 2, 4, 1, 8, 0, 0}, scale{scales.data(), IN / 32 * 2, 2, 1, 1, 0, 0};
+    CodeRows rows{words, scale, {}, groups.data(), nullptr, OUT, 0, 0, 0};
+    enum Source { BLOCKS, ROWS, CODES };
+    auto panels_of = [&](Source source, int32_t threads) {
         std::vector<uint8_t> panels(static_cast<size_t>(pagoda_linear_bytes(&weight)));
         weight.panels = panels.data();
-        if (are_blocks)
+        if (source == BLOCKS)
             pagoda_pack_blocks(&weight, &piece, threads);
+        else if (source == ROWS)
+            pagoda_pack_code_rows(&weight, &rows, threads);
         else
             pagoda_pack_codes(&weight, codes.data(), scales.data(), nullptr, threads);
         return panels;
     };
-    for (bool are_blocks : {true, false})
-        expect(panels_of(are_blocks, 3) == panels_of(are_blocks, 1), "packing on three threads");
+    for (Source source : {BLOCKS, ROWS, CODES})
+        expect(panels_of(source, 3) == panels_of(source, 1), "packing on three threads");
 }
 
 void linear() {

@@ -9,7 +9,7 @@ import torch
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.forms import Q4, Q4_ZERO, Q8_ZERO, HeldAs
 from pagoda.kernels.linear.quantize import QuantizedWeight
-from pagoda.loading.packed_codes import read_packed
+from pagoda.loading.packed_codes import packed_weight
 from pagoda.loading.quantization import AWQ, GPTQ, PackedFormat
 
 IN, OUT, GROUP = 256, 24, 128
@@ -66,12 +66,12 @@ def gptq_values(
 
 def awq() -> tuple[QuantizedWeight, torch.Tensor]:
     stored = words(IN, OUT // 8, seed=0), scales_of(), words(IN // GROUP, OUT // 8, seed=1)
-    return read_packed(AWQ_FORMAT, *stored), awq_values(*stored)
+    return packed_weight(AWQ_FORMAT, *stored).read(), awq_values(*stored)
 
 
 def gptq(version: int = 1) -> tuple[QuantizedWeight, torch.Tensor]:
     stored = words(IN // 8, OUT, seed=0), scales_of(), words(IN // GROUP, OUT // 8, seed=1)
-    return read_packed(replace(GPTQ_FORMAT, stored_zero=2 - version), *stored), gptq_values(*stored, version)
+    return packed_weight(replace(GPTQ_FORMAT, stored_zero=2 - version), *stored).read(), gptq_values(*stored, version)
 
 
 def gptq_v2() -> tuple[QuantizedWeight, torch.Tensor]:
@@ -80,12 +80,13 @@ def gptq_v2() -> tuple[QuantizedWeight, torch.Tensor]:
 
 def gptq_in_order_of_activations() -> tuple[QuantizedWeight, torch.Tensor]:
     stored = words(IN // 8, OUT, seed=0), scales_of(), words(IN // GROUP, OUT // 8, seed=1)
-    return read_packed(replace(GPTQ_FORMAT, ordered=True), *stored, ORDER), gptq_values(*stored, group_of=ORDER)
+    weight = packed_weight(replace(GPTQ_FORMAT, ordered=True), *stored, ORDER)
+    return weight.read(), gptq_values(*stored, group_of=ORDER)
 
 
 def gptq_of_8_bits() -> tuple[QuantizedWeight, torch.Tensor]:
     stored = words(IN // 4, OUT, seed=0), scales_of(), words(IN // GROUP, OUT // 4, seed=1)
-    return read_packed(replace(GPTQ_FORMAT, bits=8), *stored), gptq_values(*stored, bits=8)
+    return packed_weight(replace(GPTQ_FORMAT, bits=8), *stored).read(), gptq_values(*stored, bits=8)
 
 
 MADE = [awq, gptq, gptq_v2, gptq_in_order_of_activations, gptq_of_8_bits]
@@ -103,7 +104,7 @@ def test_values(made: Any) -> None:
 def test_zero_points_of_version_1_do_not_wrap(made: Any, largest: int) -> None:
     stored = PackedFormat("gptq", GPTQ, GROUP, False, 4 if largest == 16 else 8, stored_zero=1)
     ones = torch.full((IN // GROUP, OUT // stored.codes_per_word), -1, dtype=torch.int32)
-    zeros = read_packed(stored, words(IN // stored.codes_per_word, OUT, seed=0), scales_of(), ones).offsets
+    zeros = packed_weight(stored, words(IN // stored.codes_per_word, OUT, seed=0), scales_of(), ones).read().offsets
     assert zeros is not None
     assert (int(zeros.min()), int(zeros.max())) == (largest, largest)
 
@@ -111,11 +112,11 @@ def test_zero_points_of_version_1_do_not_wrap(made: Any, largest: int) -> None:
 def test_symmetric_codes_need_no_zeros() -> None:
     sevens = torch.full((IN // GROUP, OUT // 8), 0x77777777, dtype=torch.int32)
     stored = words(IN // 8, OUT, seed=0), scales_of(), sevens
-    weight = read_packed(replace(GPTQ_FORMAT, symmetric=True), *stored)
+    weight = packed_weight(replace(GPTQ_FORMAT, symmetric=True), *stored).read()
     assert (weight.form, weight.offsets) == (Q4, None)
     assert torch.equal(weight.dequantize(), gptq_values(*stored))
     with pytest.raises(ConfigError, match="sym = true.* has a zero point of 7 instead of 8"):
-        read_packed(replace(GPTQ_FORMAT, symmetric=True, stored_zero=0), *stored)
+        packed_weight(replace(GPTQ_FORMAT, symmetric=True, stored_zero=0), *stored)
 
 
 @pytest.mark.parametrize("made", [awq, gptq])
@@ -131,7 +132,7 @@ def test_smaller_groups_have_the_same_values(made: Any, group: int) -> None:
 def test_a_row_of_one_group_is_divided(columns: int) -> None:
     """Into groups of which the last may be partial."""
     stored = words(columns // 8, OUT, seed=0), scales_of()[:1], words(1, OUT // 8, seed=1)
-    divided = read_packed(replace(GPTQ_FORMAT, group=None), *stored)
+    divided = packed_weight(replace(GPTQ_FORMAT, group=None), *stored).read()
     assert (divided.group, divided.codes.shape[1], divided.in_features) == (128, -(-columns // 128) * 128, columns)
     once = [code_at(stored[0][at // 8, 3], at % 8) for at in range(columns)]
     values = float(stored[1][0, 3]) * (torch.tensor(once) - code_at(stored[2][0, 0], 3) - 1)
@@ -142,4 +143,4 @@ def test_groups_that_do_not_exist_are_refused() -> None:
     stored = words(IN // 8, OUT, seed=0), scales_of(), words(IN // GROUP, OUT // 8, seed=1)
     for wrong in (ORDER + 1, ORDER - 1):
         with pytest.raises(ConfigError, match="its g_idx has groups from"):
-            read_packed(replace(GPTQ_FORMAT, ordered=True), *stored, wrong)
+            packed_weight(replace(GPTQ_FORMAT, ordered=True), *stored, wrong)

@@ -4,33 +4,33 @@
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import addressof, c_void_p
+from ctypes import addressof, c_int64, c_void_p
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
 
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.forms import FLOATS, PANEL, WeightForm
 from pagoda.kernels.linear.quantize import (
+    BlockRows,
     BlockWeight,
     CodedWeight,
+    CodeRows,
     Fp8Weight,
     QuantizedWeight,
     StackedWeight,
-    StoredWeight,
     exponents_of,
 )
 from pagoda.kernels.moe.reference import ExpertList
-from pagoda.kernels.native.abi import BlockRows, ExpertStack, PackedLinear, Shared
+from pagoda.kernels.native import abi
+from pagoda.kernels.native.abi import ExpertStack, PackedLinear, Shared
 from pagoda.kernels.native.huge_pages import huge_zeros
 from pagoda.kernels.native.library import NativeLibrary
 from pagoda.ops.tensor import LinearWeight
 
 _CHUNK = 64 << 20
-_CODE_PIECE = 4 << 20  # codes in memory while they are packed
 _ALIGN = 4096  # bytes: the hardware prefetcher of one weight never reads into the next
 
 
@@ -172,56 +172,48 @@ class PackedLinears:
         match weight:
             case Fp8Weight():
                 raise ConfigError("quantization='fp8' has no native kernel; take 'int8', or kernels='torch' on a CPU")
-            case QuantizedWeight() | StoredWeight():
-                return self._prepare_codes(weight, dtype, bias)
-            case BlockWeight():
-                return self._prepare_blocks(weight, dtype, bias)
+            case QuantizedWeight() | BlockWeight():
+                return self._prepare_coded(weight, dtype, bias)
             case StackedWeight():
                 return self._prepare_stacked(weight, dtype, bias)
 
-    def _prepare_codes(
-        self, weight: QuantizedWeight | StoredWeight, dtype: torch.dtype, bias: torch.Tensor | None
+    def _prepare_coded(
+        self, weight: QuantizedWeight | BlockWeight, dtype: torch.dtype, bias: torch.Tensor | None
     ) -> PackedWeight:
-        held, order = weight.held_as.native(), weight.order if isinstance(weight, QuantizedWeight) else None
-        out_features, in_features = weight.out_features, weight.in_features if order is None else len(order)
-        packed = self._empty(out_features, in_features, None, held.form, held.group, bias, dtype)
+        held, order = weight.held_as.native(), weight.order
+        in_features = weight.in_features if order is None else len(order)
+        packed = self._empty(weight.out_features, in_features, None, held.form, held.group, bias, dtype)
         if order is not None:
             packed.record.order = order.data_ptr()
             packed = replace(packed, in_features=weight.in_features, order=order)
-        panel_bytes = len(packed.panels) // -(-out_features // PANEL)
-        step = max(1, _CODE_PIECE // (in_features * PANEL)) * PANEL
-        for first in range(0, out_features, step):
-            codes = weight.rows(first, min(first + step, out_features))
-            panels = packed.panels[first // PANEL * panel_bytes :]
-            self._pack(codes if held.group == codes.group else codes.in_groups_of(held.group), in_features, panels)
+        if isinstance(weight, QuantizedWeight):
+            self._pack_codes(weight if weight.group == held.group else weight.in_groups_of(held.group), packed)
+        else:
+            self._pack_rows(weight.pieces, packed)
         return packed
 
-    def _pack(self, weight: QuantizedWeight, in_features: int, panels: torch.Tensor) -> None:
-        record = PackedLinear(
-            panels.data_ptr(), None, weight.out_features, in_features, weight.form.kind, weight.group, None, None
-        )
+    def _pack_codes(self, weight: QuantizedWeight, packed: PackedWeight) -> None:
         codes, scales, offsets = weight.codes.contiguous(), weight.scales, weight.offsets
         scales = (scales.half() if weight.form.scale_bits == 16 else exponents_of(scales)).contiguous()
         if offsets is not None:
             offsets = offsets.to(torch.float16 if offsets.is_floating_point() else torch.int16).contiguous()
         offsets_pointer = None if offsets is None else offsets.data_ptr()
         pack = self._library["pack_codes"]
-        pack(addressof(record), codes.data_ptr(), scales.data_ptr(), offsets_pointer, self._threads)
+        pack(packed.address, codes.data_ptr(), scales.data_ptr(), offsets_pointer, self._threads)
 
-    def _prepare_blocks(self, weight: BlockWeight, dtype: torch.dtype, bias: torch.Tensor | None) -> PackedWeight:
-        held, pieces = weight.held_as, weight.pieces
-        packed = self._empty(weight.out_features, weight.in_features, None, held.form, held.group, bias, dtype)
-        records, orders = (BlockRows * len(pieces))(), list[np.ndarray]()
+    def _pack_rows(self, pieces: Sequence[BlockRows | CodeRows], packed: PackedWeight) -> None:
+        kept: list[object] = []  # what the records point to
+        are_blocks = isinstance(pieces[0], BlockRows)
+        records = [_block_rows(of) if isinstance(of, BlockRows) else _code_rows(of, kept) for of in pieces]
         for record, piece in zip(records, pieces, strict=True):
-            record.data, record.row_bytes, record.rows = piece.data.ctypes.data, piece.data.strides[0], len(piece.data)
-            record.type = GGMLQuantizationType[piece.type]
+            record.rows = piece.rows
             if piece.order is not None:
-                orders.append(np.array(piece.order, np.int64))
-                record.order, record.unit = orders[-1].ctypes.data, len(piece.order)
-            if piece.exponents is not None:
-                record.exponents, record.exponents_row = piece.exponents.ctypes.data, piece.exponents.strides[0]
-        self._library["pack_blocks"](packed.address, addressof(records), self._threads)
-        return packed
+                order = (c_int64 * len(piece.order))(*piece.order)
+                kept.append(order)
+                record.order, record.unit = addressof(order), len(order)
+        array = (type(records[0]) * len(records))(*records)
+        pack = self._library["pack_blocks" if are_blocks else "pack_code_rows"]
+        pack(packed.address, addressof(array), self._threads)
 
     def _prepare_stacked(self, weight: StackedWeight, dtype: torch.dtype, bias: torch.Tensor | None) -> PackedWeight:
         packed: PackedWeight | None = None
@@ -280,3 +272,34 @@ class PackedLinears:
         panels = self._arena.allocate(self._library["linear_bytes"](addressof(record)))
         record.panels = panels.data_ptr()
         return PackedWeight(out_features, in_features, dtype, table_dtype, record, panels, bias)
+
+
+def _block_rows(piece: BlockRows) -> Shared:
+    record = abi.BlockRows(data=piece.data.ctypes.data, row_bytes=piece.data.strides[0])
+    record.type = GGMLQuantizationType[piece.type]
+    if piece.exponents is not None:
+        record.exponents, record.exponents_row = piece.exponents.ctypes.data, piece.exponents.strides[0]
+    return record
+
+
+def _code_rows(piece: CodeRows, kept: list[object]) -> Shared:
+    per_word, scales = 32 // piece.bits, piece.scales.half()
+    kept.append(scales)
+    along_out, along_in = (per_word, 1) if piece.is_awq else (1, per_word)
+    codes = _code_matrix(piece.codes, along_out, along_in, piece.is_awq)
+    record = abi.CodeRows(codes=codes, scales=_code_matrix(scales), groups=piece.groups.data_ptr())
+    record.first, record.zero = piece.first, piece.zero
+    if piece.zeros is not None:
+        in_words = piece.zeros.dtype is torch.int32
+        record.zeros = _code_matrix(piece.zeros, per_word if in_words else 1, 1, in_words and piece.is_awq)
+    return record
+
+
+def _code_matrix(stored: torch.Tensor, along_out: int = 1, along_in: int = 1, is_awq: bool = False) -> Shared:
+    is_signed = stored.dtype is torch.int8
+    out_bytes, in_bytes = (
+        0 if size == 1 else stride * stored.element_size()
+        for size, stride in zip(stored.shape, stored.stride(), strict=True)
+    )
+    in_bytes *= along_in if is_signed else 1
+    return abi.CodeMatrix(stored.data_ptr(), out_bytes, in_bytes, along_out, along_in, is_signed, is_awq)

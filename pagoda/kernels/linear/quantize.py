@@ -45,12 +45,6 @@ class QuantizedWeight:
     def out_features(self) -> int:
         return len(self.codes)
 
-    def has_order_of(self, other: "QuantizedWeight") -> bool:
-        """Return whether the codes of both are multiplied with the same elements of the input."""
-        if self.order is None or other.order is None:
-            return self.order is other.order
-        return torch.equal(self.order, other.order)
-
     def to(self, device: torch.device) -> "QuantizedWeight":
         offsets = None if self.offsets is None else self.offsets.to(device)
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets)
@@ -59,6 +53,17 @@ class QuantizedWeight:
         """Return output features first .. end - 1."""
         offsets = None if self.offsets is None else self.offsets[first:end]
         return replace(self, codes=self.codes[first:end], scales=self.scales[first:end], offsets=offsets)
+
+    def reordered(self, order: tuple[int, ...] | None) -> "QuantizedWeight":
+        """Return the output features of each head in another order; None: the weight itself."""
+        if order is None:
+            return self
+
+        def taken(of: torch.Tensor) -> torch.Tensor:
+            return of.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+
+        offsets = None if self.offsets is None else taken(self.offsets)
+        return replace(self, codes=taken(self.codes), scales=taken(self.scales), offsets=offsets)
 
     def in_groups_of(self, group: int) -> "QuantizedWeight":
         """Return the same values in smaller groups, which divide its own."""
@@ -135,38 +140,54 @@ class BlockRows:
     order: tuple[int, ...] | None = None
     exponents: np.ndarray | None = None
 
+    @property
+    def rows(self) -> int:
+        return len(self.data)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CodeRows:
+    """Rows of codes as AWQ, GPTQ and compressed-tensors have them (loading/packed_codes.py), in the mapped file.
+
+    codes: int32 words of `bits` along `in`, of AWQ along `out`, [out, in]; or int8, code - 128.
+    scales: floats [out, groups].   zeros: int32 words along `out` or int8, code - 128, [out, groups]; `zero` is added
+        to them; None if the form has none. Dimensions of 1 are shared by all.
+    groups: int32, the column of scales and zeros of each 32 elements that are held.
+    first, rows: which rows are meant.   order: in which those of a head are taken; None: as they are.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    zero: int
+    bits: int
+    is_awq: bool
+    groups: torch.Tensor
+    first: int
+    rows: int
+    order: tuple[int, ...] | None = None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockWeight:
-    """A weight in blocks of types that are held alike: the native kernels pack it straight from the file.
+    """A weight in a file whose pieces are held alike: the native kernels pack it straight from there.
 
-    pieces: stacked row-wise.   read: returns their codes, for other kernels.
+    pieces: stacked row-wise, of one class.   read: returns their codes, for other kernels.
+    order: see QuantizedWeight.
     """
 
     held_as: HeldAs
-    pieces: tuple[BlockRows, ...]
+    pieces: Sequence[BlockRows | CodeRows]
     in_features: int
     read: Callable[[], QuantizedWeight]
+    order: torch.Tensor | None = None
 
     @property
     def out_features(self) -> int:
-        return sum(len(piece.data) for piece in self.pieces)
+        return sum(piece.rows for piece in self.pieces)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredWeight:
-    """A weight whose codes are read from a checkpoint while they are packed, so that few are in memory at a time.
-
-    rows: returns output features first .. end - 1, as those of QuantizedWeight; they are in no order of their own.
-    """
-
-    held_as: HeldAs
-    out_features: int
-    in_features: int
-    rows: Callable[[int, int], QuantizedWeight]
-
-
-UnstackedWeight: TypeAlias = QuantizedWeight | BlockWeight | StoredWeight
+UnstackedWeight: TypeAlias = QuantizedWeight | BlockWeight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,28 +215,17 @@ def stack(parts: Sequence[UnstackedWeight], device: torch.device) -> CodedWeight
 def _is_alike(one: UnstackedWeight, other: UnstackedWeight) -> bool:
     if one.held_as != other.held_as or type(one) is not type(other):
         return False
-    return not (isinstance(one, QuantizedWeight) and isinstance(other, QuantizedWeight)) or one.has_order_of(other)
+    if one.order is None or other.order is None:
+        return one.order is other.order
+    return torch.equal(one.order, other.order)
 
 
 def _join(parts: Sequence[UnstackedWeight], device: torch.device) -> UnstackedWeight:
-    held, in_features = parts[0].held_as, parts[0].in_features
-    pieces = [piece for part in parts if isinstance(part, BlockWeight) for piece in part.pieces]
-    stored = [part for part in parts if isinstance(part, StoredWeight)]
-
     def read() -> QuantizedWeight:
         return stack_codes([codes_of(part) for part in parts]).to(device)
 
-    def rows(first: int, end: int) -> QuantizedWeight:
-        found: list[QuantizedWeight] = []
-        for part in stored:
-            if first < part.out_features and end > 0:
-                found.append(part.rows(max(first, 0), min(end, part.out_features)))
-            first, end = first - part.out_features, end - part.out_features
-        return (found[0] if len(found) == 1 else stack_codes(found)).to(device)
-
-    if stored:
-        return StoredWeight(held, sum(part.out_features for part in stored), in_features, rows)
-    return BlockWeight(held, tuple(pieces), in_features, read) if pieces else read()
+    first, pieces = parts[0], [piece for part in parts if isinstance(part, BlockWeight) for piece in part.pieces]
+    return BlockWeight(first.held_as, pieces, first.in_features, read, first.order) if pieces else read()
 
 
 def codes_of(weight: UnstackedWeight | StackedWeight) -> QuantizedWeight:
@@ -225,8 +235,6 @@ def codes_of(weight: UnstackedWeight | StackedWeight) -> QuantizedWeight:
             return stack_codes([codes_of(part) for part in parts])
         case BlockWeight():
             return weight.read()
-        case StoredWeight():
-            return weight.rows(0, weight.out_features)
         case QuantizedWeight():
             return weight
 
@@ -236,8 +244,8 @@ def values_of(weight: CodedWeight) -> torch.Tensor:
     match weight:
         case StackedWeight(parts):
             return torch.cat([values_of(part) for part in parts])
-        case BlockWeight() | StoredWeight():
-            return codes_of(weight).dequantize()
+        case BlockWeight():
+            return weight.read().dequantize()
         case QuantizedWeight() | Fp8Weight():
             return weight.dequantize()
 

@@ -147,6 +147,22 @@ BlockRows = struct(
     data="const void*", row_bytes="int64_t", rows="int64_t", order="const int64_t*", type="int32_t", unit="int32_t",
     exponents="const uint8_t*", exponents_row="int64_t",
 )  # fmt: skip
+CodeMatrix = struct(
+    "CodeMatrix",
+    "Codes in words of 4 bytes in a file; the next words along the outputs and the inputs are out_bytes and in_bytes "
+    "on. A word has out_codes along the outputs, in AWQ's order if `is_interleaved`, and in_codes along the inputs. "
+    "is_signed: a word is bytes of code - 128, of which the last of a row may be fewer.",
+    data="const void*", out_bytes="int64_t", in_bytes="int64_t", out_codes="int32_t", in_codes="int32_t",
+    is_signed="int32_t", is_interleaved="int32_t",
+)  # fmt: skip
+CodeRows = struct(
+    "CodeRows",
+    "Rows of codes in a file, from the row `first` of the matrices on. scales: float16.   zeros: data is null where "
+    "there are none; `zero` is added to what is stored.   groups: the column in scales and zeros of each 32 elements "
+    "along `in`.   order, unit: as of BlockRows.",
+    codes="CodeMatrix", scales="CodeMatrix", zeros="CodeMatrix", groups="const int32_t*", order="const int64_t*",
+    rows="int64_t", first="int64_t", unit="int32_t", zero="int32_t",
+)  # fmt: skip
 ExpertStack = struct(
     "ExpertStack", "Packed weights of equal shape, one per expert.",
     experts="const PackedLinear* const*", count="int64_t",
@@ -298,6 +314,9 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "pagoda_pack_blocks": _function(
         "void", weight="const PackedLinear*", pieces="const BlockRows*", threads="int32_t"
+    ),
+    "pagoda_pack_code_rows": _function(
+        "void", weight="const PackedLinear*", pieces="const CodeRows*", threads="int32_t"
     ),
     # Sampling.
     "pagoda_constrain": _function(
