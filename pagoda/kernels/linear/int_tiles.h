@@ -3,17 +3,46 @@
 // Sums within a group are exact; groups are added in one chain along K, in every tile.
 #pragma once
 
+#include <algorithm>
+
 #include "packed.h"
 #include "simd.h"
 
-// Rows of x, quantised: bytes [rows][groups * group], and scale and sum of the bytes [rows][groups].
+// Rows of x, quantised: bytes [rows][groups * group], and scale and sum of the bytes [rows][groups]. Of forms of which
+// `begins_below_zero`, two halfwords in place of the sum, with which each lane's sums in halfwords begin.
 struct QuantizedRows {
     const int8_t* bytes;
     const float* scales;
     const int32_t* sums;
 };
 
+#if defined(PAGODA_AVX2) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
+constexpr bool WITHOUT_VNNI = true;  // AVX2: sums in halfwords, where they fit
+#else
+constexpr bool WITHOUT_VNNI = false;
+#endif
+// The largest byte of w that the products below take: a code, or a level made positive.
+constexpr int largest_byte(const WeightForm& form) { return form.has_levels ? 2 * form.middle : (1 << form.bits) - 1; }
+// Whether sums of `quads` products in halfwords are below 2^15, if each byte of w is less by `less`.
+constexpr bool fit_halfwords(const WeightForm& form, int quads, int less) {
+    return std::max(less, largest_byte(form) - less) * 2 * 127 * quads <= 32767;  // bytes of x are at most 127
+}
+// Whether a group's products fit in halfwords only less those of the middle, with which the sums begin. On the way they
+// may wrap around.
+constexpr bool begins_below_zero(const WeightForm& form, int group) {
+    return WITHOUT_VNNI && form.offset == OFFSET_MIDDLE && !fit_halfwords(form, group / 4, 0) &&
+           fit_halfwords(form, group / 4, form.middle);
+}
+// The quads of a group whose products add up in halfwords first; 0 for none.
+constexpr int quads_in_halfwords(const WeightForm& form, int group) {
+    if (!WITHOUT_VNNI || largest_byte(form) > 127) return 0;
+    for (int quads = group / 4; quads >= 4; quads /= 2)
+        if (fit_halfwords(form, quads, begins_below_zero(form, group) ? form.middle : 0)) return quads;
+    return 0;
+}
+
 // acc + the dot products of four unsigned bytes of w, of BITS bits each, with four signed bytes of x, in each of 16 lanes.
+// WITHOUT_VNNI, of four bytes of w less 128, and BITS is 8.
 // Exact: where the sum of two products may not fit in a halfword, vpmaddubsw would saturate.
 template <int BITS>
 inline i32x16 dot_quads(i32x16 acc, u32x16 w, u32x16 x) {
@@ -41,12 +70,10 @@ inline i32x16 dot_quads(i32x16 acc, u32x16 w, u32x16 x) {
         asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));  // no CPU: the tests run the loop of AVX-VNNI so
         return sum;
 #else
-        if constexpr (BITS < 8)
-            return sum + (Signed)_mm256_madd_epi16(_mm256_maddubs_epi16(a, b), _mm256_set1_epi16(1));
-        __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(255)),
-                                         _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
-        __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
-        return sum + ((Signed)even + (Signed)odd);
+        static_assert(BITS == 8, "fewer bits add up in halfwords");
+        __m256i less = _mm256_xor_si256(a, _mm256_set1_epi8(-128));  // as a magnitude and its sign
+        __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(less), _mm256_sign_epi8(b, less));
+        return sum + (Signed)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #endif
     };
     return {half(acc.low, (__m256i)w.low, (__m256i)x.low), half(acc.high, (__m256i)w.high, (__m256i)x.high)};
@@ -60,16 +87,7 @@ inline i32x16 dot_quads(i32x16 acc, u32x16 w, u32x16 x) {
 #endif
 }
 
-// The quads of a group whose products add up in halfwords first: with AVX2 and no VNNI, as many as fit there; else 0.
-template <int BITS, int GROUP>
-constexpr int quads_in_halfwords() {
-#if defined(PAGODA_AVX2) && !defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
-    for (int quads = GROUP / 4; quads >= 4; quads /= 2)
-        if (quads * 2 * 127 * ((1 << BITS) - 1) <= 32767) return quads;  // bytes of x are at most 127
-#endif
-    return 0;
-}
-// sums + the sums of two of the products above, in each of 32 halfwords.
+// sums + the sums of two products of bytes of w, of at most 7 bits, and of x, in each of 32 halfwords.
 inline u32x16 add_in_halfwords(u32x16 sums, u32x16 w, u32x16 x) {
 #if defined(PAGODA_AVX2)
     using Half = decltype(sums.low);
@@ -123,13 +141,14 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
     constexpr const WeightForm& FORM = WEIGHT_FORMS[KIND];
     constexpr int BITS = FORM.bits, HIGH = high_bits(BITS), LOW = BITS - HIGH;
     constexpr int QUADS = 8 / LOW, WORDS = GROUP / (4 * QUADS);  // quads that share their bytes; of the low bits
-    constexpr int MULTIPLIED_BITS = !FORM.has_levels ? BITS : FORM.middle < 64 ? 7 : 8;
     constexpr Offset OFFSET = FORM.offset;
-    constexpr int HALFWORD_QUADS = quads_in_halfwords<MULTIPLIED_BITS, GROUP>();
-    constexpr bool IN_HALFWORDS = HALFWORD_QUADS != 0;
+    constexpr bool BELOW_ZERO = begins_below_zero(FORM, GROUP);
+    constexpr int HALFWORD_QUADS = quads_in_halfwords(FORM, GROUP);
+    constexpr bool IN_HALFWORDS = HALFWORD_QUADS != 0, SMALL = largest_byte(FORM) <= 127;
     constexpr bool IN_HALVES = HIGH != 0 && WORDS == 4 && HALFWORD_QUADS == GROUP / 8;
     static_assert(!IN_HALFWORDS || IN_HALVES || HALFWORD_QUADS == GROUP / 4, "they add up in time");
-    constexpr int SPAN = IN_HALFWORDS ? 1 : VECTORS;  // those of 16 columns stay in the registers
+    constexpr int MIDDLE = FORM.middle - (WITHOUT_VNNI && !SMALL ? 128 : 0);  // what is still to take off
+    constexpr int SPAN = WITHOUT_VNNI && (SMALL || ROWS > 2) ? 1 : VECTORS;  // those of 16 columns stay in the registers
     f32x16 acc[ROWS][VECTORS] = {};
     for (int64_t g = 0; g < groups; g++) {
         const uint8_t* record = panel + g * RECORD;
@@ -161,10 +180,13 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
 #pragma GCC unroll 8
                 for (int r = 0; r < ROWS; r++) {
                     int32_t sum = x.sums[r * groups + g];
-                    dot[r][s] = OFFSET == OFFSET_ZERO_POINT ? zero_points * -sum : i32x16{} - FORM.middle * sum;
+                    dot[r][s] = i32x16{} - (BELOW_ZERO ? 0 : MIDDLE) * sum;
+                    if constexpr (OFFSET == OFFSET_ZERO_POINT) dot[r][s] -= zero_points * sum;
                 }
             }
             u32x16 halfwords[ROWS][SPAN] = {};
+            if constexpr (BELOW_ZERO)
+                for (int r = 0; r < ROWS; r++) halfwords[r][0] = u32x16{} + static_cast<uint32_t>(x.sums[r * groups + g]);
             auto add_word = [&](int word) __attribute__((always_inline)) {
                 if (first == 0) prefetch.next();
 #pragma GCC unroll 4
@@ -182,7 +204,7 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
                             if constexpr (IN_HALFWORDS)
                                 halfwords[r][s] = add_in_halfwords(halfwords[r][s], w[s], spread);
                             else
-                                dot[r][s] = dot_quads<MULTIPLIED_BITS>(dot[r][s], w[s], spread);
+                                dot[r][s] = dot_quads<SMALL ? 7 : 8>(dot[r][s], w[s], spread);
                     }
                 }
             };

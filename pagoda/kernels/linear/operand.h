@@ -54,8 +54,9 @@ void widen(const T* x, float* to, int64_t count) {
     for_lanes(count, [&](int64_t i, int n) { store_lanes(to + i, load_lanes(x + i, n), n); });
 }
 
-// Quantise one group, of which `count` elements exist and the rest are zero.
-template <int GROUP, class T>
+// Quantise one group, of which `count` elements exist and the rest are zero. BELOW_ZERO: the middle of a form of which
+// `begins_below_zero`; 0 of others.
+template <int GROUP, int BELOW_ZERO, class T>
 void quantize_group(const T* x, int64_t count, int8_t* bytes, float* scale, int32_t* sum) {
     constexpr int PARTS = GROUP / 16;
     f32x16 values[PARTS] = {};
@@ -79,7 +80,15 @@ void quantize_group(const T* x, int64_t count, int8_t* bytes, float* scale, int3
         total += whole;
         store(bytes + 16 * part, whole);
     }
-    *sum = lane_sum(total);
+    if constexpr (BELOW_ZERO == 0) {
+        *sum = lane_sum(total);
+        return;
+    }
+    static constexpr uint32_t HALVES[16] = {1, 1, 1 << 16, 1 << 16, 1, 1, 1 << 16, 1 << 16,
+                                            1, 1, 1 << 16, 1 << 16, 1, 1, 1 << 16, 1 << 16};
+    int32_t both = lane_sum(total * (i32x16)load_words(HALVES)), first = static_cast<int16_t>(both);
+    int32_t second = (both - first) >> 16;
+    *sum = static_cast<int32_t>(static_cast<uint16_t>(-BELOW_ZERO * first) | static_cast<uint32_t>(-BELOW_ZERO * second) << 16);
 }
 
 // Elements order[0] .. order[GROUP - 1] of a row; zeros for those below 0.
@@ -88,18 +97,20 @@ void gather_group(const T* row, const int32_t* order, T* to) {
     for (int i = 0; i < GROUP; i++) to[i] = order[i] < 0 ? T{} : row[order[i]];
 }
 
-template <int GROUP, class T>
+template <int32_t KIND, int GROUP, class T>
 void quantize_rows(const LinearJob& job, int64_t begin, int64_t end) {
     const PackedLinear& w = *job.weight;
     QuantizedRows to = operand(job).quantized;
     int64_t groups = groups_of(w);
+    constexpr const WeightForm& FORM = WEIGHT_FORMS[KIND];
+    constexpr int BELOW_ZERO = begins_below_zero(FORM, GROUP) ? FORM.middle : 0;
     for (int64_t r = begin; r < end; r++) {
         const T* x = static_cast<const T*>(job.x) + r * job.x_stride;
         for (int64_t g = 0; g < groups; g++) {
             int64_t left = w.in_features - g * GROUP;
             T ordered[GROUP];
             if (w.order != nullptr) gather_group<GROUP>(x, w.order + g * GROUP, ordered);
-            quantize_group<GROUP>(w.order != nullptr ? ordered : x + g * GROUP, left < GROUP ? left : GROUP,
+            quantize_group<GROUP, BELOW_ZERO>(w.order != nullptr ? ordered : x + g * GROUP, left < GROUP ? left : GROUP,
                                   const_cast<int8_t*>(to.bytes) + (r * groups + g) * GROUP,
                                   const_cast<float*>(to.scales) + r * groups + g,
                                   const_cast<int32_t*>(to.sums) + r * groups + g);
@@ -108,5 +119,5 @@ void quantize_rows(const LinearJob& job, int64_t begin, int64_t end) {
 }
 template <class T>
 void quantize(const LinearJob& job, int64_t begin, int64_t end) {
-    with_code_group(*job.weight, [&](auto at) { quantize_rows<CODE_GROUPS[at].size, T>(job, begin, end); });
+    with_code_group(*job.weight, [&](auto at) { quantize_rows<CODE_GROUPS[at].kind, CODE_GROUPS[at].size, T>(job, begin, end); });
 }
