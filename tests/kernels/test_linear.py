@@ -115,11 +115,12 @@ def test_quantized_equals_its_definition(native: Any, kind: str, shape: tuple[in
     assert (got - expected).abs().max() <= 1e-6 * max(1.0, float(expected.abs().max()))
 
 
+@pytest.mark.parametrize("byte", [0, 255])
 @pytest.mark.parametrize("kind", QUANTIZED)
-def test_sums_of_the_largest_codes_do_not_overflow(native: Any, kind: str) -> None:
+def test_sums_of_the_smallest_and_largest_codes_do_not_overflow(native: Any, kind: str, byte: int) -> None:
     """Of a group, with inputs of one sign that all become 127 or -127: in each number of rows that tiles have."""
     weight = quantized(kind, 33, 192)
-    weight = replace(weight, codes=torch.full_like(weight.codes, 255 >> (8 - weight.form.bits)))
+    weight = replace(weight, codes=torch.full_like(weight.codes, byte >> (8 - weight.form.bits)))
     x = torch.tensor([1.0, -1.0]).repeat(4)[:, None].expand(8, 192).contiguous()
     expected = x.double() @ weight.dequantize().double().T
     prepared = native.prepare_quantized_linear(weight, torch.float32)
