@@ -59,7 +59,8 @@ class PrepareOps(Protocol):
         ...
 
     def prepare_experts(self, experts: Sequence[LinearWeight]) -> ExpertWeights:
-        """The prepared weights of all experts, of one shape and form and without bias, as one argument of `moe`.
+        """The prepared weights of all experts, of one shape and form, as one argument of `moe`. Triton's kernels
+        take none with a bias.
 
         Give each expert to `prepare_linear` or `prepare_quantized_linear` first: so only one is loaded at a time.
         """

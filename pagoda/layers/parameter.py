@@ -65,7 +65,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """A matrix [rows, columns] whose rows are looked up: kept in the compute dtype.
+    """A matrix [rows, columns] whose rows are looked up: kept in the compute dtype, or as the codes of a GGUF.
 
     skipped: rows of the stored matrix that come first and are left out.   is_divided: tensor parallelism divides the
     rows, as it does those of a matrix along OUT.

@@ -62,7 +62,7 @@ def load_model(
 ) -> Model:
     """Load a model's weights in `dtype` onto `device`, prepared for `ops`.
 
-    Values are copied from the mapped file into the tensors that `ops` prepares; one matrix at a time exists twice.
+    Each matrix is packed from the mapped file; what is made int8 or fp8, or dequantised, is floats meanwhile.
     quantization: see resolve_quantization.
     num_positions: that a step can reach, None for the model's own limit.   max_model_len: the longest sequence, None
     for as many.

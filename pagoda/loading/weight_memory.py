@@ -81,8 +81,8 @@ class SharesInMemory:
         that it takes for Triton's kernels.
         Of an outline of codes it is the tree's share of what all codes take.
 
-        A tied embedding and output head share one copy, except where the head is quantised, or is packed by torch in
-        bfloat16: then the embedding's rows are held in the compute dtype as well.
+        A tied embedding and output head share one copy, except where the head is made int8 or fp8 while loading, or is
+        packed by torch in bfloat16: then the embedding's rows are held in the compute dtype as well.
         """
         total, codes = self._bytes_of(model), self._files.codes_bytes
         return total * codes // self._bytes_of(self._whole) if codes else total

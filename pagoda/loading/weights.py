@@ -54,7 +54,7 @@ class Weights(Protocol):
         ...
 
     def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> UnstackedWeight | None:
-        """Return a region of a matrix as its stored codes and scales; None if it is stored as plain floats.
+        """Return a region of a matrix as its stored codes and scales; None if it is stored as floats, of 8 bits too.
 
         order: of the rows of a head, see `reorder_rows`.
         """
@@ -77,7 +77,7 @@ def open_weights(files: ModelFiles, subfolders: Sequence[str] = ()) -> Weights:
 
 
 class GGUFWeights:
-    """A GGUF file, memory-mapped and dequantised tensor by tensor."""
+    """A GGUF file, memory-mapped: the codes of its blocks, or floats, tensor by tensor."""
 
     def __init__(self, file: GGUFFile) -> None:
         self._file = file

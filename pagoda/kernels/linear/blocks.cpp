@@ -199,6 +199,7 @@ PAGODA_EXPORT void pagoda_pack_blocks(const PackedLinear* weight, const BlockRow
     const PackedLinear w = *weight;
     int64_t groups = (w.in_features + w.group - 1) / w.group, panels = (w.out_features + PANEL - 1) / PANEL;
     int64_t record = quantized_record_bytes(w.kind, w.group), header = header_bytes(w.kind);
+    int64_t scales = scales_bytes(w.kind);
     bool has_exponents = WEIGHT_FORMS[w.kind].scale_bits == 8;
     int64_t step = w.in_features % MOST_VALUES == 0 ? MOST_VALUES : 32;
     auto* to = static_cast<uint8_t*>(const_cast<void*>(w.panels));
@@ -213,13 +214,13 @@ PAGODA_EXPORT void pagoda_pack_blocks(const PackedLinear* weight, const BlockRow
             for (int64_t begin = 0; begin < w.in_features; begin += step) {
                 for (int c = 0; c < columns; c++) rows[c].next(step, codes[c]);
                 for (int64_t g = 0; g < step / w.group; g++, at += record) {
-                    auto* shared = reinterpret_cast<uint16_t*>(at);
+                    auto *shared = reinterpret_cast<uint16_t*>(at), *offsets = reinterpret_cast<uint16_t*>(at + scales);
                     if (has_exponents)
                         for (int c = 0; c < PANEL; c++) at[c] = static_cast<uint8_t>(codes[c].scales[g]);
                     else
                         for (int c = 0; c < PANEL; c++) shared[c] = codes[c].scales[g];
-                    if (header > 2 * PANEL)
-                        for (int c = 0; c < PANEL; c++) shared[PANEL + c] = codes[c].offsets[g];
+                    if (header > scales)
+                        for (int c = 0; c < PANEL; c++) offsets[c] = codes[c].offsets[g];
                     pack_group(w.kind, w.group, at + header, [&](int c) { return codes[c].codes + g * w.group; });
                 }
             }

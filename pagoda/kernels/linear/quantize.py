@@ -15,7 +15,7 @@ from pagoda.kernels.linear.forms import FP8, Q8, HeldAs, Offset, WeightForm
 LARGEST_FP8 = 448.0
 """The largest number of float8_e4m3fn."""
 
-_PIECE_ROWS = 4096  # rows quantised at a time, so that the float32 copy stays small
+_PIECE_VALUES = 1 << 18  # quantised at a time, so that float32 copies stay in the caches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -268,10 +268,14 @@ def quantize_to(held: HeldAs, weight: torch.Tensor) -> CodedWeight:
 
 def quantize(weight: torch.Tensor, group: int = 64) -> QuantizedWeight:
     """Quantise weight [out, in], any float dtype, to 8 bits: symmetric, one scale per `group` elements along `in`."""
-    pieces = [_quantize(piece, group) for piece in weight.split(_PIECE_ROWS)]
+    pieces = [_quantize(piece, group) for piece in _in_pieces(weight)]
     codes = torch.cat([codes for codes, _ in pieces])
     scales = torch.cat([scales for _, scales in pieces])
     return QuantizedWeight(Q8, codes, scales, None, weight.shape[1], group)
+
+
+def _in_pieces(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return weight.split(max(1, _PIECE_VALUES // weight.shape[1]))
 
 
 def _quantize(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -295,7 +299,7 @@ def quantize_rows(x: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tens
 
 def quantize_fp8(weight: torch.Tensor) -> Fp8Weight:
     """Quantise weight [out, in], any float dtype: the largest magnitude of a row becomes 448, ties to even."""
-    pieces = [quantize_vectors(piece) for piece in weight.split(_PIECE_ROWS)]
+    pieces = [quantize_vectors(piece) for piece in _in_pieces(weight)]
     return Fp8Weight(torch.cat([codes for codes, _ in pieces]), torch.cat([scales for _, scales in pieces]))
 
 
