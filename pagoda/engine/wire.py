@@ -124,7 +124,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     """One step's outputs for a client.
 
     step_tokens: tokens computed in each step since the last message.   stats: included from time to time, and
-    whenever a sequence ends, so that whoever has its last token finds it counted in the metrics.
+    whenever a sequence ends: a client that has its last token finds it counted in the metrics.
     """
 
     outputs: EngineCoreOutputs

@@ -54,8 +54,8 @@ void widen(const T* x, float* to, int64_t count) {
     for_lanes(count, [&](int64_t i, int n) { store_lanes(to + i, load_lanes(x + i, n), n); });
 }
 
-// Quantise one group, of which `count` elements exist and the rest are zero. BELOW_ZERO: the middle of a form of which
-// `begins_below_zero`; 0 of others.
+// Quantise one group: bytes, their scale, and their sum or what QuantizedRows has in its place. Of the group `count`
+// elements exist and the rest are zero. BELOW_ZERO: the middle of a form of which `begins_below_zero`; 0 of others.
 template <int GROUP, int BELOW_ZERO, class T>
 void quantize_group(const T* x, int64_t count, int8_t* bytes, float* scale, int32_t* sum) {
     constexpr int PARTS = GROUP / 16;
@@ -88,7 +88,8 @@ void quantize_group(const T* x, int64_t count, int8_t* bytes, float* scale, int3
                                             1, 1, 1 << 16, 1 << 16, 1, 1, 1 << 16, 1 << 16};
     int32_t both = lane_sum(total * (i32x16)load_words(HALVES)), first = static_cast<int16_t>(both);
     int32_t second = (both - first) >> 16;
-    *sum = static_cast<int32_t>(static_cast<uint16_t>(-BELOW_ZERO * first) | static_cast<uint32_t>(-BELOW_ZERO * second) << 16);
+    *sum = static_cast<int32_t>(static_cast<uint16_t>(-BELOW_ZERO * first) |
+                                static_cast<uint32_t>(-BELOW_ZERO * second) << 16);
 }
 
 // Elements order[0] .. order[GROUP - 1] of a row; zeros for those below 0.
@@ -110,14 +111,16 @@ void quantize_rows(const LinearJob& job, int64_t begin, int64_t end) {
             int64_t left = w.in_features - g * GROUP;
             T ordered[GROUP];
             if (w.order != nullptr) gather_group<GROUP>(x, w.order + g * GROUP, ordered);
-            quantize_group<GROUP, BELOW_ZERO>(w.order != nullptr ? ordered : x + g * GROUP, left < GROUP ? left : GROUP,
-                                  const_cast<int8_t*>(to.bytes) + (r * groups + g) * GROUP,
-                                  const_cast<float*>(to.scales) + r * groups + g,
-                                  const_cast<int32_t*>(to.sums) + r * groups + g);
+            quantize_group<GROUP, BELOW_ZERO>(
+                w.order != nullptr ? ordered : x + g * GROUP, left < GROUP ? left : GROUP,
+                const_cast<int8_t*>(to.bytes) + (r * groups + g) * GROUP,
+                const_cast<float*>(to.scales) + r * groups + g, const_cast<int32_t*>(to.sums) + r * groups + g);
         }
     }
 }
 template <class T>
 void quantize(const LinearJob& job, int64_t begin, int64_t end) {
-    with_code_group(*job.weight, [&](auto at) { quantize_rows<CODE_GROUPS[at].kind, CODE_GROUPS[at].size, T>(job, begin, end); });
+    with_code_group(*job.weight, [&](auto at) {
+        quantize_rows<CODE_GROUPS[at].kind, CODE_GROUPS[at].size, T>(job, begin, end);
+    });
 }
