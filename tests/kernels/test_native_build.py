@@ -49,14 +49,57 @@ def test_built_once_and_again_when_a_source_changes(
     header = tiny_kernels / "native" / "parallel.h"
     header.write_text(header.read_text() + "\n// changed\n")
     assert build.build(tmp_path / "cache", compiler) != first
-    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".so", ".so"]  # no litter
+    assert len(litter_free(tmp_path / "cache")) == 2
 
 
-def test_two_builds_may_race(tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        builds = [pool.submit(build.build, tmp_path / "cache", compiler) for _ in range(2)]
-    assert builds[0].result() == builds[1].result()
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+def litter_free(cache: Path) -> list[Path]:
+    """Return what is in the cache, which is libraries only, but for the lock."""
+    found = [path for path in cache.iterdir() if path.suffix != ".lock"]
+    assert all(path.suffix == ".so" for path in found), found
+    return found
+
+
+def test_of_several_builds_one_compiles_and_the_others_wait(
+    tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        builds = [pool.submit(build.build, tmp_path / "cache", compiler) for _ in range(4)]
+    assert len({done.result() for done in builds}) == 1
+    assert len(litter_free(tmp_path / "cache")) == 1
+    assert caplog.text.count("compiling the native kernels, once") == 1
+
+
+def test_processes_share_one_compile(tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from pagoda.kernels.native import build;"
+        "build.KERNELS = Path(sys.argv[1]); print(build.build(Path(sys.argv[2]), build.find_compiler()))"
+    )
+    command = [sys.executable, "-c", program, str(tiny_kernels), str(tmp_path / "cache")]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    ended = [process.communicate() for process in started]
+    assert len({out for out, _ in ended}) == 1, ended
+    assert sum("compiling the native kernels, once" in err for _, err in ended) == 1, ended
+
+
+def test_what_a_killed_build_left_is_removed(tiny_kernels: Path, compiler: build.Compiler, tmp_path: Path) -> None:
+    (tmp_path / "cache" / "build-dead").mkdir(parents=True)
+    (tmp_path / "cache" / "build-dead" / "half.o").write_bytes(b"...")
+    build.build(tmp_path / "cache", compiler)
+    assert len(litter_free(tmp_path / "cache")) == 1
+
+
+def test_another_checkout_of_the_same_sources_compiles_nothing(
+    tiny_kernels: Path,
+    compiler: build.Compiler,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    first = build.build(tmp_path / "cache", compiler)
+    monkeypatch.setattr(build, "KERNELS", tiny_kernels.rename(tmp_path / "elsewhere"))
+    caplog.clear()
+    assert build.build(tmp_path / "cache", compiler) == first
+    assert not caplog.text
 
 
 def test_a_source_that_does_not_compile_shows_the_compilers_error(
@@ -65,7 +108,7 @@ def test_a_source_that_does_not_compile_shows_the_compilers_error(
     (tiny_kernels / "native" / "broken.cpp").write_text("int main( {")
     with pytest.raises(build.NativeUnavailable, match=r"broken\.cpp"):
         build.build(tmp_path / "cache", compiler)
-    assert not list((tmp_path / "cache").iterdir())
+    assert not litter_free(tmp_path / "cache")
 
 
 def test_a_library_that_cannot_be_written_is_an_error(

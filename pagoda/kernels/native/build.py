@@ -6,6 +6,7 @@ inputs: sources, headers, compiler, flags and the CPU. So an edited source or a 
 stale or foreign library, and there is nothing to invalidate.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -14,10 +15,12 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from pagoda.base.cache_home import cache_home, temporary_folder
 from pagoda.kernels.native import header
@@ -80,7 +83,12 @@ def sources() -> list[Path]:
 def compile_flags(target: Sequence[str]) -> list[str]:
     """Return the flags of every source. target: those that choose the instruction set."""
     wide = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
-    return [*FLAGS, *target, *wide, f"-I{KERNELS / 'native'}"]
+    return [*FLAGS, *target, *wide]
+
+
+def include_flag() -> str:
+    """Return the flag with the folder of the sources' headers; it is no part of a library's name."""
+    return f"-I{KERNELS / 'native'}"
 
 
 def build(
@@ -89,8 +97,8 @@ def build(
     """Return the compiled library, from the cache or newly compiled.
 
     target: flags that choose the instruction set.   extra_flags: for compiling and linking (sanitizers).
-    Two processes may race: each compiles under a private name and renames; both results are equal.
-    Raises NativeUnavailable with the compiler's output if it fails.
+    One process at a time compiles into a cache; others wait for it, then take what it has made. What one that was
+    killed has left is removed. Raises NativeUnavailable with the compiler's output if it fails.
     """
     flags = [*compile_flags(target), *extra_flags]
     library = cache_dir / f"kernels-{_fingerprint(compiler, flags)}.so"
@@ -98,21 +106,46 @@ def build(
         return library
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        workplace = tempfile.TemporaryDirectory(prefix="build-", dir=cache_dir)
+        with _only_builder(cache_dir):
+            if not library.exists():
+                for stale in cache_dir.glob("build-*"):
+                    shutil.rmtree(stale, ignore_errors=True)
+                with tempfile.TemporaryDirectory(prefix="build-", dir=cache_dir) as folder:
+                    _compile_all(compiler, flags, extra_flags, Path(folder), library)
     except OSError as error:
         raise CacheNotWritable(f"cannot write compiled kernels to {cache_dir}: {error}") from error
+    return library
+
+
+@contextlib.contextmanager
+def _only_builder(cache_dir: Path) -> Generator[None, None, None]:
+    """Wait until no other process compiles into `cache_dir`, and let none begin. A process that ends lets go."""
+    lock = FileLock(cache_dir / "compiling.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        logger.warning("another process compiles the native kernels; waiting for it ...")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _compile_all(
+    compiler: Compiler, flags: Sequence[str], link_flags: Sequence[str], folder: Path, library: Path
+) -> None:
+    """Compile every source in `folder`, link them, and put the result at `library`."""
     logger.warning("compiling the native kernels, once for this machine (may take a minute) ...")
     started = time.perf_counter()
-    with workplace as folder:
-        (Path(folder) / header.NAME).write_text(header.header())
-        flags.append(f"-I{folder}")
-        with ThreadPoolExecutor(max_workers=available_cpus()) as pool:
-            objects = list(pool.map(lambda source: _compile(compiler, flags, source, Path(folder)), sources()))
-        fresh = Path(folder) / "kernels.so"
-        _run([compiler.path, "-shared", "-pthread", *extra_flags, "-o", str(fresh), *map(str, objects)])
-        os.replace(fresh, library)
+    (folder / header.NAME).write_text(header.header())
+    flags = [*flags, include_flag(), f"-I{folder}"]
+    with ThreadPoolExecutor(max_workers=available_cpus()) as pool:
+        objects = list(pool.map(lambda source: _compile(compiler, flags, source, folder), sources()))
+    fresh = folder / "kernels.so"
+    _run([compiler.path, "-shared", "-pthread", *link_flags, "-o", str(fresh), *map(str, objects)])
+    os.replace(fresh, library)
     logger.info("native kernels compiled in %.1f s by %s: %s", time.perf_counter() - started, compiler.version, library)
-    return library
 
 
 def build_for_user(compiler: Compiler) -> Path:
@@ -131,7 +164,7 @@ def build_for_user(compiler: Compiler) -> Path:
         return build(folder, compiler)
 
 
-def _compile(compiler: Compiler, flags: list[str], source: Path, folder: Path) -> Path:
+def _compile(compiler: Compiler, flags: Sequence[str], source: Path, folder: Path) -> Path:
     target = folder / f"{source.parent.name}_{source.stem}.o"
     _run([compiler.path, *flags, "-c", str(source), "-o", str(target)])
     return target

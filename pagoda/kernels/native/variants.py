@@ -10,7 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagoda.kernels.native.build import compile_flags
+from pagoda.kernels.native.build import compile_flags, include_flag
 from pagoda.kernels.native.threads import cpu_flags
 
 PREBUILT = Path(__file__).resolve().parent / "prebuilt"
@@ -66,7 +66,7 @@ def main(names: list[str]) -> None:
     if unknown := set(names).difference(known):
         raise SystemExit(f"no such variants: {', '.join(sorted(unknown))} (there are {', '.join(known) or 'none'})")
     for name in names or known:
-        print(shlex.join([name, *compile_flags(known[name].target)]))
+        print(shlex.join([name, *compile_flags(known[name].target), include_flag()]))
 
 
 if __name__ == "__main__":
