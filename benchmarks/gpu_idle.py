@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pagoda.assemble import build_engine_core
+from pagoda.assembly.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request

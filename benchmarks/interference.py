@@ -62,7 +62,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON line.")] = False,
 ) -> None:
     """What streams keep of their speed while long prompts come in."""
-    from pagoda.assemble import build_llm_engine
+    from pagoda.assembly.assemble import build_llm_engine
     from pagoda.base.config import EngineConfig
 
     items = read_workload(workload)

@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 import torch
 
-from pagoda.assemble import build_engine_core
+from pagoda.assembly.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.ranks import RankPlace
 from pagoda.base.sampling_params import SamplingParams

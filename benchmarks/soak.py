@@ -104,7 +104,7 @@ class Soak:
 def engine_pid(server: int) -> int | None:
     """The engine process among the server's children."""
     for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split():
-        if b"pagoda.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"pagoda.assembly.engine_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return int(pid)
     return None
 

@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Run the command line of this process and exit; see `pagoda.cli.main`."""
     try:
-        from pagoda.base.allocator import collecting_nothing
+        from pagoda.process.allocator import collecting_nothing
 
         with collecting_nothing():
             from pagoda.cli.main import main as run

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from pagoda.assemble import llm_engine_builder
+from pagoda.assembly.assemble import llm_engine_builder
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import PagodaError, RequestError, UsageError

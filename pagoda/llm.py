@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from pagoda.assemble import llm_engine_builder
+from pagoda.assembly.assemble import llm_engine_builder
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
 from pagoda.base.lora import LoRARequest

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from pagoda import LLM, AsyncLLM, SamplingParams
-from pagoda.base.child_process import children_of
 from pagoda.base.errors import RequestError, WorkerDied
 from pagoda.base.lora import LoRARequest
 from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.process.child_process import children_of
 from tests.cached_models import cached_model
 from tests.engine.byte_llama import write_byte_llama
 from tests.engine.lora_adapters import EVERYTHING, write_adapter

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pagoda.base.logs import FORMATS, LEVELS
 from pagoda.base.lora import LoRASources
 from pagoda.base.setting import Setting
+from pagoda.process.logs import FORMATS, LEVELS
 
 MAX_HELD_BODY_BYTES = 256 * 2**20
 """The most bytes of request bodies that a server holds at once; further requests get 429."""

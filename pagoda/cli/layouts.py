@@ -11,7 +11,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.ranks import RankPlace
 
 if TYPE_CHECKING:
-    from pagoda.engine_setup import EngineSetup
+    from pagoda.assembly.engine_setup import EngineSetup
     from pagoda.loading.model_files import ModelFiles
     from pagoda.loading.weight_memory import SharesInMemory
 
@@ -40,9 +40,9 @@ def layouts_of(config: EngineConfig, files: "ModelFiles | None" = None) -> list[
 
     files: of the model, if it is not to be resolved.
     """
-    from pagoda.engine_setup import resolve_engine
+    from pagoda.assembly.engine_setup import resolve_engine
+    from pagoda.assembly.sizing import prepared_as
     from pagoda.loading.weight_memory import SharesInMemory
-    from pagoda.sizing import prepared_as
 
     parallel = dataclasses.replace(
         config.parallel, tensor_parallel_size=1, pipeline_parallel_size=1, distributed_executor_backend="auto"
@@ -66,8 +66,8 @@ def layouts_of(config: EngineConfig, files: "ModelFiles | None" = None) -> list[
 
 def _layout(setup: "EngineSetup", shares: "SharesInMemory", size: int, stages: int) -> Layout:
     """Raises ConfigError if the model cannot be divided so."""
+    from pagoda.assembly.engine_setup import options_of
     from pagoda.core.kv import KVSizing
-    from pagoda.engine_setup import options_of
     from pagoda.loading.weight_memory import adapter_memory
     from pagoda.worker.memory import kv_block_bytes
 

@@ -15,7 +15,7 @@ from pagoda.cli.layouts import Layout, layouts_of, proposal
 from pagoda.cli.options import engine_config, engine_options
 
 if TYPE_CHECKING:
-    from pagoda.engine_setup import EngineSetup
+    from pagoda.assembly.engine_setup import EngineSetup
     from pagoda.loading.model_files import ModelFiles
     from pagoda.worker.memory import EncoderMemory
 
@@ -150,12 +150,18 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
 
     files: of the model, if it is not to be resolved.
     """
+    from pagoda.assembly.engine_setup import options_of, resolve_engine
+    from pagoda.assembly.sizing import (
+        adapters_in_memory,
+        embeds_in_memory,
+        encoder_in_memory,
+        fit_cache,
+        weights_in_memory,
+    )
     from pagoda.core.kv import KVSizing
-    from pagoda.engine_setup import options_of, resolve_engine
     from pagoda.kernels.linear.forms import GGUF_TYPES
     from pagoda.loading.model_config import read_images, summarize_weights
     from pagoda.loading.quantization import resolve_quantization
-    from pagoda.sizing import adapters_in_memory, embeds_in_memory, encoder_in_memory, fit_cache, weights_in_memory
     from pagoda.worker.memory import kv_bytes_per_token
 
     setup, capacity = fit_cache(resolve_engine(config, files))

@@ -7,13 +7,13 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from pagoda.base.allocator import keep_buffers_apart
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
-from pagoda.base.logs import configure_logging
 from pagoda.base.server_config import ServerConfig
 from pagoda.cli.options import engine_config, engine_options
+from pagoda.process.allocator import keep_buffers_apart
+from pagoda.process.logs import configure_logging
 
 logger = logging.getLogger("pagoda")
 

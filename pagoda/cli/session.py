@@ -65,8 +65,8 @@ class Session:
 
 def load(options: Mapping[str, Any]) -> "LLM":
     """The model that the flags ask for; shows what is being fetched. Raises what LLM raises."""
-    from pagoda.base.allocator import collecting_nothing
     from pagoda.cli.console import fetching
+    from pagoda.process.allocator import collecting_nothing
 
     with fetching(), collecting_nothing():
         from pagoda.llm import LLM

@@ -7,7 +7,7 @@ from pagoda.base.config import PreemptionMode, SchedulingMode, SchedulingPolicy
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """What runs in a step. The engine makes these from its settings (`pagoda.engine_setup`); 0 switches a limit off.
+    """What runs in a step. `pagoda.assembly.engine_setup` makes these from the settings; 0 switches a limit off.
 
     prefix_hash_seed: seed of the prefix-cache hashes; None draws a secret one.
     pipeline_depth: steps scheduled before the first result is back.   async_scheduling: tokens in flight count as

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from pagoda.base.allocator import return_freed_memory
 from pagoda.base.errors import RequestError, UsageError
 from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import RequestOutput
@@ -30,6 +29,7 @@ from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.engine.transcription.piece import Job, Question
 from pagoda.engine.transcription.sound import Sound
 from pagoda.engine.transcription.transcriber import Transcriber, Transcription, TranscriptionOptions
+from pagoda.process.allocator import return_freed_memory
 
 T = TypeVar("T")
 

@@ -16,10 +16,10 @@ from pagoda.base.errors import (
     StepTooLarge,
     WorkerDied,
 )
-from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.base.ranks import RankPlace
 from pagoda.core.executor import StepSize
 from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.process.out_of_memory import is_out_of_memory
 
 
 class Curve(msgspec.Struct, frozen=True):

@@ -20,12 +20,9 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from pagoda.base.child_process import RendezvousDir, cpu_s_of, end_child, start_child
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, WorkerDied, fresh
-from pagoda.base.out_of_memory import describe_exit, hint_of_exit
 from pagoda.base.ranks import RankPlace
-from pagoda.base.watchdog import Watchdog, longest_recent
 from pagoda.core.executor import CALLS, Capacity, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.wire import make_decoder, make_encoder
@@ -44,6 +41,9 @@ from pagoda.executors.messages import (
 )
 from pagoda.kernels.collectives.segment import create_segment
 from pagoda.kernels.native import build, library
+from pagoda.process.child_process import RendezvousDir, cpu_s_of, end_child, start_child
+from pagoda.process.out_of_memory import describe_exit, hint_of_exit
+from pagoda.process.watchdog import Watchdog, longest_recent
 
 logger = logging.getLogger("pagoda")
 

@@ -18,13 +18,12 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from pagoda.base.child_process import RendezvousDir, be_killed_with_parent, end_with_parent, read_start
+from pagoda.assembly.engine_setup import EngineSetup, options_of, resolve_engine
+from pagoda.assembly.worker_setup import make_worker
 from pagoda.base.errors import PagodaError
-from pagoda.base.logs import configure_logging
 from pagoda.core.executor import CALLS, Capacity, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.wire import make_decoder, make_encoder
-from pagoda.engine_setup import EngineSetup, options_of, resolve_engine
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.executors.messages import (
     LOADED,
@@ -42,7 +41,8 @@ from pagoda.kernels.native import build, library, variants
 from pagoda.kernels.native.threads import cpu_flags, take_share
 from pagoda.layers.sharding import ALONE
 from pagoda.ops.tensor import RankGroup
-from pagoda.worker_setup import make_worker
+from pagoda.process.child_process import RendezvousDir, be_killed_with_parent, end_with_parent, read_start
+from pagoda.process.logs import configure_logging
 
 logger = logging.getLogger("pagoda")
 

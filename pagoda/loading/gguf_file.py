@@ -18,8 +18,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import CapacityError, ConfigError
-from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.loading.model_files import gguf_parts, split_gguf
+from pagoda.process.out_of_memory import is_out_of_memory
 
 _VERSIONS = (2, 3)
 _LARGEST_ALIGNMENT = 1 << 20

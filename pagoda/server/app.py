@@ -16,11 +16,11 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagoda.base.allocator import keep_objects
 from pagoda.base.errors import RequestError
-from pagoda.base.logs import FIELDS
 from pagoda.base.server_config import ServerConfig
 from pagoda.metrics.prometheus import ServerMetrics
+from pagoda.process.allocator import keep_objects
+from pagoda.process.logs import FIELDS
 from pagoda.server import chat, completions, errors, operations, pooling, transcription
 from pagoda.server.body import field_names
 from pagoda.server.errors import ApiError

@@ -18,8 +18,8 @@ from urllib.parse import quote
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagoda.base.logs import FIELDS
 from pagoda.base.server_config import MAX_HELD_BODY_BYTES, ServerConfig
+from pagoda.process.logs import FIELDS
 from pagoda.server.admission import Refusal
 from pagoda.server.errors import error_response
 from pagoda.server.routing import HEALTH_PATHS, OPEN_PATHS

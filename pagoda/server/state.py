@@ -9,6 +9,8 @@ from typing import Any
 
 from starlette.requests import Request
 
+from pagoda.assembly.engine_setup import resolve_engine
+from pagoda.assembly.input_setup import build_input_processor
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.config import EngineConfig
 from pagoda.base.pooling import ModelTasks
@@ -18,8 +20,6 @@ from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.chat_prompts import ChatOptions, RenderedChat
 from pagoda.engine.wire import EngineFacts
-from pagoda.engine_setup import resolve_engine
-from pagoda.input_setup import build_input_processor
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.admission import Admission
 from pagoda.server.body import BodyReader

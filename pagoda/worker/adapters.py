@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from pagoda.base.errors import PagodaError, RequestError
-from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.linear.packed import PackedTable
@@ -24,6 +23,7 @@ from pagoda.loading.adapters.files import AdapterTargets, check_adapter
 from pagoda.loading.adapters.weights import read_adapter, read_copies
 from pagoda.models.base import Model
 from pagoda.ops.tensor import LinearWeight, Tensor
+from pagoda.process.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger("pagoda")
 

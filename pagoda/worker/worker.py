@@ -9,13 +9,13 @@ from concurrent.futures import Future
 import torch
 
 from pagoda.base.errors import CapacityError, PagodaError, RequestError, StepTooLarge, WorkerDied
-from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Capacity, StepProfile, StepSize
 from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.layers.sharding import ALONE
 from pagoda.models.base import Model
 from pagoda.ops.tensor import RankGroup
+from pagoda.process.out_of_memory import is_out_of_memory
 from pagoda.worker.adapters import Adapters, AdapterStore
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.dry_runs import DryRuns, LargestSteps, largest_graphs

@@ -133,7 +133,7 @@ def test_an_interrupt_while_the_engine_process_imports_leaves_no_traceback(tmp_p
     """Ctrl-C goes to every process of the terminal, but the engine process leaves it to its parent."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, time\n"
-        "if 'pagoda.engine_process' in sys.orig_argv:\n"
+        "if 'pagoda.assembly.engine_process' in sys.orig_argv:\n"
         "    print('importing', flush=True)\n"
         "    time.sleep(2)\n"
     )

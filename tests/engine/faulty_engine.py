@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
+from pagoda.assembly.engine_process import main
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.engine import wire
-from pagoda.engine_process import main
 
 _decode = wire.Codec.decode_request
 _add = Scheduler.add_request

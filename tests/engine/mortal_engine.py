@@ -15,7 +15,7 @@ if __name__ == "__main__":
         sys.exit(7)
     count.write_text("x" * (lives + 1))
 
-    from pagoda.engine_process import main  # one that may not live need not import it
+    from pagoda.assembly.engine_process import main  # one that may not live need not import it
 
     if "ENGINE_STEPS" in os.environ:
         from tests.engine.stepped_engine import limit_steps

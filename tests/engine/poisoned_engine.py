@@ -9,11 +9,11 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
-import pagoda.engine_process
+import pagoda.assembly.engine_process
+from pagoda.assembly.engine_process import main
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.flight_recorder import RecordedExecutor
-from pagoda.engine_process import main
 
 
 class PoisonedExecutor:
@@ -45,5 +45,5 @@ class _Recorded(RecordedExecutor):
 
 
 if __name__ == "__main__":
-    pagoda.engine_process.RecordedExecutor = _Recorded  # type: ignore[misc]
+    pagoda.assembly.engine_process.RecordedExecutor = _Recorded  # type: ignore[misc]
     main()

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-import pagoda.engine_process
+import pagoda.assembly.engine_process
+from pagoda.assembly.engine_process import main
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.flight_recorder import RecordedExecutor
-from pagoda.engine_process import main
 
 
 class ScriptedExecutor:
@@ -46,5 +46,5 @@ class _Recorded(RecordedExecutor):
 
 
 if __name__ == "__main__":
-    pagoda.engine_process.RecordedExecutor = _Recorded  # type: ignore[misc]
+    pagoda.assembly.engine_process.RecordedExecutor = _Recorded  # type: ignore[misc]
     main()

@@ -6,7 +6,7 @@
 import functools
 import os
 
-from pagoda.engine_process import main
+from pagoda.assembly.engine_process import main
 from pagoda.executors import fake
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
-import pagoda.engine_process
+import pagoda.assembly.engine_process
+from pagoda.assembly.engine_process import main
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.flight_recorder import RecordedExecutor
-from pagoda.engine_process import main
 from tests.engine.steps import ALLOWED, DONE
 from tests.server.shared_numbers import SharedNumbers
 
@@ -51,7 +51,7 @@ class _Recorded(RecordedExecutor):
 
 def limit_steps() -> None:
     """Let the test limit the steps of the engine that this process will run."""
-    pagoda.engine_process.RecordedExecutor = _Recorded  # type: ignore[misc]
+    pagoda.assembly.engine_process.RecordedExecutor = _Recorded  # type: ignore[misc]
 
 
 if __name__ == "__main__":

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda.assemble import build_engine_core
+from pagoda.assembly.assemble import build_engine_core
+from pagoda.assembly.engine_setup import resolve_engine
+from pagoda.assembly.input_setup import build_input_processor
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.pooling import PoolingParams
@@ -21,8 +23,6 @@ from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.request import MediaItem, Request
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.inputs.pooling_inputs import check_pooling
-from pagoda.engine_setup import resolve_engine
-from pagoda.input_setup import build_input_processor
 from tests.engine.driver import drive, request
 from tests.engine.random_schedules import make_engine
 from tests.engine.test_text_encoders import PROMPTS as TEXTS

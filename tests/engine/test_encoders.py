@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagoda.assemble import build_engine_core, resolve_engine
+from pagoda.assembly.assemble import build_engine_core, resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.pooling import PoolingKind, PoolingParams

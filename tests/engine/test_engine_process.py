@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from pagoda import engine_process
+from pagoda.assembly import engine_process
+from pagoda.assembly.engine_process import RETURN_MEMORY_AFTER_MS, EngineServer
 from pagoda.engine import wire
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine_process import RETURN_MEMORY_AFTER_MS, EngineServer
 from tests.fake_engine import fake_core
 
 

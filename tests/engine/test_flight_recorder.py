@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagoda.base.child_process import RendezvousDir
 from pagoda.base.config import EngineConfig
 from pagoda.engine.clients.engine_link import open_recorder
 from pagoda.engine.flight_recorder import FlightRecorder, request_key
+from pagoda.process.child_process import RendezvousDir
 
 
 def test_a_step_in_flight_is_seen_with_its_requests(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import WorkerDied
-from pagoda.base.out_of_memory import describe_exit, is_out_of_memory
 from pagoda.engine.clients import supervisor
 from pagoda.engine.clients.process_client import ProcessClient
+from pagoda.process.out_of_memory import describe_exit, is_out_of_memory
 from pagoda.worker.memory import available_memory
 from tests.cached_models import cached_model
 

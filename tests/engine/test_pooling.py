@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from pagoda.assemble import build_engine_core, resolve_engine
+from pagoda.assembly.assemble import build_engine_core, resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
 from pagoda.base.pooling import PoolingParams

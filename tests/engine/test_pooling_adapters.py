@@ -10,7 +10,7 @@ import torch
 import transformers
 from peft import PeftModel
 
-from pagoda.assemble import build_engine_core, resolve_engine
+from pagoda.assembly.assemble import build_engine_core, resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
 from pagoda.base.pooling import PoolingParams

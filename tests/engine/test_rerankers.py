@@ -14,10 +14,10 @@ import torch
 import transformers
 
 from pagoda import LLM, AsyncLLM
+from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.pooling import PoolingParams
-from pagoda.engine_setup import resolve_engine
 from tests.device_under_test import DeviceUnderTest
 from tests.engine.byte_llama import write_byte_llama
 

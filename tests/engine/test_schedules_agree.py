@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagoda.assemble import build_engine_core
+from pagoda.assembly.assemble import build_engine_core
+from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine_setup import resolve_engine
 from tests.device_under_test import DeviceUnderTest
 from tests.engine.driver import Answers, drive, request, write_tiny_llama
 from tests.worker.recalls import recall_steps

@@ -13,7 +13,8 @@ import jsonschema
 import numpy as np
 import pytest
 
-from pagoda.assemble import build_engine_core
+from pagoda.assembly.assemble import build_engine_core
+from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
@@ -26,7 +27,6 @@ from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
 from pagoda.engine.tokenizers.load_tokenizer import load_folder_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
-from pagoda.engine_setup import resolve_engine
 from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.table_mirror import TableMirror
 from tests.device_under_test import DeviceUnderTest

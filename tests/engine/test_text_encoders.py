@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from pagoda import LLM, RequestError, SamplingParams
-from pagoda.assemble import build_engine_core
+from pagoda.assembly.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import BeamSearchOptions

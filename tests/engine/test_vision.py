@@ -12,7 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from pagoda.assemble import build_engine_core, resolve_engine
+from pagoda.assembly.assemble import build_engine_core, resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams

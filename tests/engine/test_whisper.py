@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import WhisperForConditionalGeneration
 
-from pagoda.assemble import build_engine_core
+from pagoda.assembly.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
 from pagoda.base.pooling import Alignment, PoolingParams

@@ -5,16 +5,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from pagoda.assembly.engine_setup import EngineSetup
+from pagoda.assembly.worker_setup import make_worker
 from pagoda.base.errors import InvariantBroken
 from pagoda.base.ranks import RankPlace
 from pagoda.core.executor import Capacity, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from pagoda.engine_setup import EngineSetup
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.kernels.collectives.shared_memory import shared_groups
 from pagoda.kernels.native import library
 from pagoda.worker.worker import Worker
-from pagoda.worker_setup import make_worker
 
 
 class ThreadRanks:

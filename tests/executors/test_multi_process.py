@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 import zmq
 
-from pagoda.base.child_process import children_of
+from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.base.config import EngineConfig, ModelConfig, ParallelConfig
 from pagoda.base.errors import ConfigError, RequestError, WorkerDied
 from pagoda.core.executor import Capacity, StepSize
 from pagoda.core.request import LoraRef
-from pagoda.engine_setup import resolve_engine
 from pagoda.executors import rank
 from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.messages import RankStart
 from pagoda.executors.multi_process import LocalRanks, MultiProcessExecutor, RankDied
 from pagoda.executors.rank import kernels_of
 from pagoda.kernels.native import library
+from pagoda.process.child_process import children_of
 from tests.cached_models import cached_model
 from tests.executors.fake_rank import BLOCK_SIZE, MAX_LEN, MAX_ROWS, VOCAB_SIZE
 from tests.worker.hand_made import i32, row_init, step
@@ -295,7 +295,7 @@ def test_over_tcp_only_holders_of_the_secret_are_admitted() -> None:
 PARENT = """
 import os, sys, threading, time
 from functools import partial
-from pagoda.base.child_process import children_of
+from pagoda.process.child_process import children_of
 from pagoda.executors.multi_process import LocalRanks, MultiProcessExecutor
 from tests.executors.test_multi_process import config_of
 executor = MultiProcessExecutor(config_of(2, sys.argv[1]), partial(LocalRanks, module="tests.executors.fake_rank"))

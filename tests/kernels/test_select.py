@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pagoda.assemble import build_engine_core
+from pagoda.assembly.assemble import build_engine_core
+from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.engine_setup import resolve_engine
 from pagoda.kernels import select
 from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.devices.cuda import CudaDevice

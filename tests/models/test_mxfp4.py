@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.base.config import EngineConfig, ModelConfig
 from pagoda.base.errors import ConfigError
-from pagoda.engine_setup import resolve_engine
 from pagoda.kernels.native.build import NativeUnavailable
 from pagoda.kernels.native.library import load as load_library
 from pagoda.loading.loader import load_model

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import PretrainedConfig, WhisperConfig
 
+from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
-from pagoda.engine_setup import resolve_engine
 from pagoda.layers.attention import Heads
 from pagoda.loading.model_config import read_architecture, read_model
 from pagoda.loading.model_files import ModelFiles

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from pagoda.assembly.engine_setup import resolve_engine
+from pagoda.assembly.sizing import size_cache, weights_in_memory
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
 from pagoda.base.ranks import WHOLE, RankPlace
-from pagoda.engine_setup import resolve_engine
 from pagoda.kernels.collectives.group import Communicator, ThreadGroup, thread_groups
 from pagoda.kernels.collectives.shared_memory import shared_groups
 from pagoda.kernels.native_ops import NativeOps
@@ -21,7 +22,6 @@ from pagoda.layers.sharding import ALONE
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import ModelFiles, identify
 from pagoda.ops.tensor import RankGroup
-from pagoda.sizing import size_cache, weights_in_memory
 from pagoda.worker.forward_runner import ForwardRunner, Programs
 from tests.device_under_test import ON_CPU
 from tests.models.paged_runner import PagedRunner, generate

@@ -6,11 +6,11 @@ yes everywhere, its own greedy answer is the same, by induction. Every other sch
 
 import pytest
 
-from pagoda.assemble import build_engine_core
+from pagoda.assembly.assemble import build_engine_core
+from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine_setup import resolve_engine
 from pagoda.loading.model_files import ModelFiles
 from tests.cached_models import cached_model, transformers_model
 from tests.device_under_test import DeviceUnderTest

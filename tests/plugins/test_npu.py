@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from pagoda import LLM, SamplingParams
+from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.base.config import EngineConfig, ParallelConfig
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.cli import doctor
 from pagoda.cli.main import main
-from pagoda.engine_setup import resolve_engine
 from pagoda.kernels.activation import reference
 from pagoda.worker import devices
 from pagoda.worker.devices.device import Device

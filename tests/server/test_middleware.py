@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pagoda.base.logs import FIELDS
 from pagoda.base.server_config import ServerConfig, ServerLimits
+from pagoda.process.logs import FIELDS
 from pagoda.server import middleware
 from pagoda.server.admission import Refusal
 from pagoda.server.app import create_app

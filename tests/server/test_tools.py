@@ -9,9 +9,9 @@ from typing import Any
 import openai
 import pytest
 
+from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
-from pagoda.engine_setup import resolve_engine
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
 
 HERMES = """{% if tools %}<|im_start|>system

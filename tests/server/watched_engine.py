@@ -6,7 +6,7 @@ The environment's CENSUS_FOLDER names the folder of its census.
 import os
 from pathlib import Path
 
-from pagoda.engine_process import main
+from pagoda.assembly.engine_process import main
 from tests.server.census import CensusTaker
 
 

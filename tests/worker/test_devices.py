@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from pagoda.assemble import build_engine_core
+from pagoda.assembly.assemble import build_engine_core
 from pagoda.base.config import EngineConfig, ParallelConfig
 from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import SamplingParams

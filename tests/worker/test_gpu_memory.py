@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from benchmarks.make_random_model import SHAPES, make
-from pagoda.assemble import build_engine_core
+from pagoda.assembly.assemble import build_engine_core
+from pagoda.assembly.engine_setup import resolve_engine
+from pagoda.assembly.sizing import fit_cache, weights_in_memory
 from pagoda.base.config import EngineConfig, ParallelConfig
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.engine_setup import resolve_engine
 from pagoda.kernels.batch import ForwardBatch
 from pagoda.kernels.torch_ops import TorchOps
-from pagoda.sizing import fit_cache, weights_in_memory
 from pagoda.worker.batch_rows import Padding
 from pagoda.worker.devices import Device
 from pagoda.worker.devices.cuda import CudaDevice

@@ -8,12 +8,12 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from pagoda.base.child_process import RendezvousDir, children_of, cpu_s_of, end_child, start_child
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_fit import pipeline_depth
-from pagoda.base.watchdog import SLOW_STEPS, Watchdog
 from pagoda.engine import wire
 from pagoda.engine.flight_recorder import FlightRecorder
+from pagoda.process.child_process import RendezvousDir, children_of, cpu_s_of, end_child, start_child
+from pagoda.process.watchdog import SLOW_STEPS, Watchdog
 
 logger = logging.getLogger("pagoda.engine")
 

@@ -41,7 +41,7 @@ class ProcessClient:
     """
 
     def __init__(
-        self, config: EngineConfig, step_timeout_s: float = 120.0, module: str = "pagoda.engine_process"
+        self, config: EngineConfig, step_timeout_s: float = 120.0, module: str = "pagoda.assembly.engine_process"
     ) -> None:
         self._supervisor = Supervisor(config, module, step_timeout_s, self)
         self._journal = Journal()

@@ -10,10 +10,10 @@ import zmq.asyncio
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, WorkerDied
-from pagoda.base.out_of_memory import describe_exit, hint_of_exit, num_oom_kills
 from pagoda.engine import wire
 from pagoda.engine.clients.engine_link import EngineLink, EngineProcess
 from pagoda.engine.flight_recorder import FlightRecord
+from pagoda.process.out_of_memory import describe_exit, hint_of_exit, num_oom_kills
 
 logger = logging.getLogger("pagoda.engine")
 

@@ -11,11 +11,11 @@ import tokenizers
 
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import CapacityError, ConfigError, PagodaError, RequestError
-from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.engine.templates.special_marks import SpecialMarks
 from pagoda.engine.tokenizers.marked_encoder import MarkedEncoder
 from pagoda.engine.tokenizers.token_length import BYTE_OF_LETTER, TokenLengthBound, token_length_bound
+from pagoda.process.out_of_memory import is_out_of_memory
 
 LONG_TEXT_CHARS = 1024
 """From this length on, an event loop tokenises texts on a thread: they take about half a millisecond or more."""

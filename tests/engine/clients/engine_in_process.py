@@ -3,11 +3,11 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from pagoda.assembly.engine_setup import resolve_engine
+from pagoda.assembly.input_setup import build_input_processor
 from pagoda.base.config import EngineConfig
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.process_client import ProcessClient
-from pagoda.engine_setup import resolve_engine
-from pagoda.input_setup import build_input_processor
 
 Work = Callable[[AsyncEngine, ProcessClient], Awaitable[None]]
 

@@ -2,11 +2,11 @@
 
 import pytest
 
+from pagoda.assembly.engine_setup import resolve_engine
+from pagoda.assembly.sizing import fit_cache
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_without_effect import settings_without_effect
 from pagoda.engine.wire import EngineFacts
-from pagoda.engine_setup import resolve_engine
-from pagoda.sizing import fit_cache
 from tests.cached_models import cached_model
 
 FACTS = EngineFacts(1024, 16, 100, 7, 4, 64)

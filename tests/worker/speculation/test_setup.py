@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from transformers import T5Config
 
+from pagoda.assembly.engine_setup import resolve_engine
+from pagoda.assembly.sizing import weights_in_memory
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
-from pagoda.engine_setup import resolve_engine
-from pagoda.sizing import weights_in_memory
 from tests.engine.driver import write_tiny_llama
 from tests.models.tiny_vision import CONFIGS
 

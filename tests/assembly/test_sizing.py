@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from pagoda.assembly.engine_setup import options_of, resolve_engine
+from pagoda.assembly.sizing import encoder_in_memory, fit_cache, fit_measured, size_cache, weights_in_memory
 from pagoda.base.config import EngineConfig
 from pagoda.core.executor import Capacity, StepSize
-from pagoda.engine_setup import options_of, resolve_engine
-from pagoda.sizing import encoder_in_memory, fit_cache, fit_measured, size_cache, weights_in_memory
 from pagoda.worker.memory import KVCapacity, kv_block_bytes, smallest
 from tests.engine.driver import write_tiny_llama
 from tests.models.tiny import save
@@ -44,7 +44,7 @@ def test_images_take_memory_by_the_largest_that_their_processing_makes(
 ) -> None:
     """max_pixels of preprocessor_config.json bounds what reaches the encoder, and so what is planned for it."""
     monkeypatch.setattr("pagoda.worker.devices.cpu.CpuDevice.free_bytes", lambda self: 8 * GIB)
-    monkeypatch.setattr("pagoda.sizing.memory_limit", lambda: 8 * GIB)
+    monkeypatch.setattr("pagoda.assembly.sizing.memory_limit", lambda: 8 * GIB)
     folder = save(make_vision("qwen2.5-vl"), tmp_path)
     options: dict[str, object] = {"max_num_batched_tokens": 16, "max_num_seqs": 4, "gpu_memory_utilization": 1.0}
     config = EngineConfig.from_options(model=str(folder), device="cpu", **options)
@@ -67,7 +67,7 @@ def test_images_take_memory_by_the_largest_that_their_processing_makes(
 def test_a_lowered_max_model_len_leaves_the_encoder_what_it_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pagoda.sizing.memory_limit", lambda: 8 * GIB)
+    monkeypatch.setattr("pagoda.assembly.sizing.memory_limit", lambda: 8 * GIB)
     folder = save(make_vision("qwen2.5-vl"), tmp_path)
     stated = json.loads((folder / "config.json").read_text())
     for part in (stated, stated["text_config"]):

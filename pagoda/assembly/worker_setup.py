@@ -3,9 +3,9 @@
 import os
 from typing import TYPE_CHECKING
 
+from pagoda.assembly.engine_setup import EngineSetup, options_of
 from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.core.grammar import GrammarBackend
-from pagoda.engine_setup import EngineSetup, options_of
 from pagoda.layers.sharding import ALONE
 from pagoda.ops.tensor import RankGroup
 

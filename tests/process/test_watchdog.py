@@ -1,6 +1,6 @@
 """When processes that have work count as hung."""
 
-from pagoda.base.watchdog import HALF_LIFE_S, SLOW_STEPS, Watchdog, longest_recent
+from pagoda.process.watchdog import HALF_LIFE_S, SLOW_STEPS, Watchdog, longest_recent
 
 
 def first_hung_s(watchdog: Watchdog, mark: object, from_s: float, timeout_s: float) -> float:

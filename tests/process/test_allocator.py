@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import os
 import re
-from pagoda.base.allocator import keep_buffers_apart
+from pagoda.process.allocator import keep_buffers_apart
 
 def resident():
     with open("/proc/self/status") as file:

@@ -7,27 +7,27 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+from pagoda.assembly.engine_setup import EngineSetup, options_of, resolve_engine
+from pagoda.assembly.input_setup import build_input_processor
+from pagoda.assembly.sizing import fit_cache, fit_measured, no_step_fits, sizes_to_try, weights_in_memory
+from pagoda.assembly.worker_setup import make_grammars, make_worker
 from pagoda.base.abbreviate import shorten
 from pagoda.base.clock import Clock, SystemClock
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_without_effect import settings_without_effect
 from pagoda.base.errors import CapacityError, ConfigError, StepTooLarge, WorkerDied
-from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler import Scheduler
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.preparations import ExecutorPreparations
 from pagoda.engine.wire import EngineFacts
-from pagoda.engine_setup import EngineSetup, options_of, resolve_engine
 from pagoda.executors.in_process import InProcessExecutor
-from pagoda.input_setup import build_input_processor
 from pagoda.loading.quantization import resolve_quantization
-from pagoda.sizing import fit_cache, fit_measured, no_step_fits, sizes_to_try, weights_in_memory
+from pagoda.process.out_of_memory import is_out_of_memory
 from pagoda.worker.drafters.registry import make_drafter
 from pagoda.worker.memory import KVCapacity
 from pagoda.worker.speculation.speculator import Speculator, make_speculator
-from pagoda.worker_setup import make_grammars, make_worker
 
 logger = logging.getLogger("pagoda")
 

@@ -1,4 +1,4 @@
-"""The engine process: serves an engine core over a socket. ProcessClient starts `python -m pagoda.engine_process`.
+"""The engine process: serves an engine core over a socket. ProcessClient starts it as a module.
 
 It blocks while there is no work, handles messages between steps, and exits when its parent does.
 """
@@ -14,13 +14,9 @@ import time
 import msgspec
 import zmq
 
-from pagoda.assemble import build_engine_core
-from pagoda.base.allocator import keep_objects, return_freed_memory
-from pagoda.base.child_process import RendezvousDir, end_with_parent, read_start
+from pagoda.assembly.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, ConfigError, InvariantBroken, PagodaError, RequestError, WorkerDied
-from pagoda.base.logs import configure_logging
-from pagoda.base.out_of_memory import is_out_of_memory
 from pagoda.core.executor import Executor
 from pagoda.core.request import LoraRef, RequestStatus
 from pagoda.engine import wire
@@ -28,6 +24,10 @@ from pagoda.engine.clients.engine_link import SOCKET, open_recorder
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.flight_recorder import RecordedExecutor
 from pagoda.executors.multi_process import RankDied
+from pagoda.process.allocator import keep_objects, return_freed_memory
+from pagoda.process.child_process import RendezvousDir, end_with_parent, read_start
+from pagoda.process.logs import configure_logging
+from pagoda.process.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger("pagoda.engine")
 

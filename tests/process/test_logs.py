@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from pagoda.base.logs import FIELDS, JsonLines, TextLines
+from pagoda.process.logs import FIELDS, JsonLines, TextLines
 
 
 def record(message: str, *args: object, **fields: object) -> logging.LogRecord:

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from gguf.constants import GGMLQuantizationType as Kind
 
-from pagoda.assemble import build_engine_core
+from pagoda.assembly.assemble import build_engine_core
+from pagoda.assembly.engine_setup import resolve_engine, scheduler_options
+from pagoda.assembly.sizing import size_cache
 from pagoda.base.config import PARTS, EngineConfig, ModelConfig, PrefillConfig, SchedulerConfig, SchedulingPolicy
 from pagoda.base.dtypes import DTYPE_BYTES
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.setting import describe_settings
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.engine_setup import resolve_engine, scheduler_options
 from pagoda.kernels import select
 from pagoda.loading.fetch_hub import SOURCES
-from pagoda.sizing import size_cache
 from tests.engine.driver import drive, request, write_tiny_llama
 from tests.models.gguf_writer import write_gguf
 from tests.models.tiny import make_model

@@ -2,6 +2,7 @@
 
 import logging
 
+from pagoda.assembly.engine_setup import EngineSetup
 from pagoda.base.errors import ConfigError
 from pagoda.engine.inputs.adapters import KnownAdapters
 from pagoda.engine.inputs.image_prompts import ImagePrompts
@@ -10,7 +11,6 @@ from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.engine.transcription.words import alignment_heads
-from pagoda.engine_setup import EngineSetup
 from pagoda.loading.adapters.files import AdapterTargets
 from pagoda.loading.generation_config import default_sampling, generation_settings
 from pagoda.loading.model_config import read_architecture, read_images, read_model

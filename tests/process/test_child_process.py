@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pagoda.base.child_process import RendezvousDir, children_of, cpu_s_of, read_start
+from pagoda.process.child_process import RendezvousDir, children_of, cpu_s_of, read_start
 
 ARMED = """
 import sys, time
-from pagoda.base.child_process import be_killed_with_parent, read_start
+from pagoda.process.child_process import be_killed_with_parent, read_start
 assert read_start(sys.stdin.buffer) == b"start"
 be_killed_with_parent(0)
 print("armed", flush=True)
