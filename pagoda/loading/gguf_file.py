@@ -100,6 +100,14 @@ class StringArray:
         return ConfigError(f"{self._path}: corrupt GGUF: a string near byte {near} is not UTF-8")
 
 
+class _Shown:
+    """A mapped file as numpy and torch take it without a warning: they cannot tell that it must not be written to."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._bytes = np.frombuffer(data, np.uint8)
+        self.__array_interface__ = {**self._bytes.__array_interface__, "data": (self._bytes.ctypes.data, False)}
+
+
 Value = int | float | bool | str | np.ndarray | StringArray
 
 
@@ -116,7 +124,8 @@ class GGUFFile:
         self.path, self._part = path, part
         try:
             with path.open("rb") as file:
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)  # torch needs writable memory
+                # Not a private copy: under strict overcommit, that would count as memory.
+                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:
             if is_out_of_memory(error):
                 raise CapacityError(
@@ -135,9 +144,11 @@ class GGUFFile:
         self.metadata: dict[str, Value] = {}
         for _ in range(num_keys):
             key = cursor.text()
+            if key in self.metadata:
+                raise ConfigError(f"{path}: corrupt GGUF: the key {abbreviate(key)} is there twice")
             self.metadata[key] = cursor.value(key)
         self.tensors = self._read_tensors(cursor, num_tensors)
-        self._mapped = [self._data]
+        self._mapped = [np.asarray(_Shown(self._data))]
         count, number = (self.get(f"split.{key}", int) or 0 for key in ("count", "no"))
         names = split_gguf(path.name)
         if count > 1 and (count, part) != (len(names), number):
@@ -151,7 +162,12 @@ class GGUFFile:
     def _add_parts(self, paths: Sequence[Path]) -> None:
         for number, path in enumerate(paths[1:], 1):
             part = GGUFFile(path, number)
-            self._mapped.append(part._data)
+            self._mapped += part._mapped
+            if twice := next(iter(self.tensors.keys() & part.tensors.keys()), None):
+                first = paths[self.tensors[twice].part].name
+                raise ConfigError(
+                    f"{self.path}: tensor {abbreviate(twice)} is in {first} and in {path.name}; fetch the model again"
+                )
             self.tensors |= part.tensors
         expected = self.get("split.tensors.count", int)
         if expected is not None and expected != len(self.tensors):
@@ -186,6 +202,8 @@ class GGUFFile:
                     f"{self.path}: truncated: tensor {abbreviate(name)} ends at byte {base + offset + num_bytes}, "
                     f"the file at {self._size}; fetch it again"
                 )
+            if name in tensors:
+                raise ConfigError(f"{self.path}: corrupt GGUF: tensor {abbreviate(name)} is there twice")
             tensors[name] = GGUFTensor(name, shape, kind, base + offset, num_bytes, self._part)
         return tensors
 
@@ -323,7 +341,8 @@ class _Cursor:
         """Return where the string at the cursor starts, and some of those that follow it: int64.
 
         Nearly all strings are shorter than 256 bytes and have no zero bytes: seven zeros in a row end a length. Each
-        that was found this way is checked against the length of the one before it.
+        that was found this way is checked against the length of the one before it. Where zeros are all there is, as in
+        empty strings, they are found one by one.
         """
         window = np.frombuffer(self._data, np.uint8, min(_WINDOW, len(self._data) - self.offset), self.offset)
         if len(window) < _LENGTH_BYTES:
@@ -336,6 +355,12 @@ class _Cursor:
         if not len(starts) or starts[0]:
             return np.array([self.offset])  # a long one
         wrong = (starts[:-1] + _LENGTH_BYTES + window[starts[:-1]] != starts[1:]).nonzero()[0]
+        if len(wrong) and not wrong[0]:
+            found, at = list[int](), 0
+            while at < len(is_length) and is_length[at]:
+                found.append(at)
+                at += _LENGTH_BYTES + int(window[at])
+            starts, wrong = np.array(found), wrong[:0]
         return starts[: wrong[0] + 1 if len(wrong) else None] + self.offset
 
     def _length_at(self, offset: int) -> int:

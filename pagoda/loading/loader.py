@@ -8,7 +8,6 @@ from typing import cast
 
 import torch
 
-from pagoda.base.errors import ConfigError
 from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.kernels.linear.forms import MADE_WHILE_LOADING
 from pagoda.kernels.linear.quantize import (
@@ -79,7 +78,7 @@ def load_model(
         values = torch.empty(weights.shape(name))
         weights.read_into(name, values)
         if values.any():
-            raise ConfigError(f"{files.path}: {name} is not zeros, and models of this architecture do not add it")
+            raise weights.wrong(name, "is not zeros, and models of this architecture do not add it")
     if model.dense:
         # A backslash in a replacement has a meaning of its own.
         folders = tuple(
@@ -268,7 +267,7 @@ class Filler:
             found = torch.empty((len(numbers), columns), dtype=torch.float32, device=self._device)
             for out, number in zip(found.split(1), numbers, strict=True):
                 if number >= picked.num_rows:
-                    raise ConfigError(f"token {number} has no row in tensor {name!r}, which has {picked.num_rows}")
+                    raise self._weights.wrong(name, f"has {picked.num_rows} rows, none for token {number}")
                 self._weights.read_into(name, out, Region(None, range(number, number + 1), range(columns)))
             return found
 
@@ -345,4 +344,4 @@ class Filler:
         """Raise ConfigError for an unexpected shape, before anything of that size is allocated."""
         found = self._weights.shape(name)
         if found != shape:
-            raise ConfigError(f"tensor {name!r} has the shape {found}, the model's settings ask for {shape}")
+            raise self._weights.wrong(name, f"has the shape {found}, the model's settings ask for {shape}")

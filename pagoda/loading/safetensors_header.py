@@ -45,11 +45,14 @@ def read_headers(folder: Path, subfolders: Sequence[str] = ()) -> dict[str, Tens
 
 def _read_folder(folder: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
+    places = _read_index(folder)
     for file in shard_files(folder):
         try:
             with safe_open(file, framework="numpy") as opened:
                 for name in opened.keys():  # noqa: SIM118  (a handle, not a dict)
-                    if name in entries:
+                    if name in entries and places.get(name) != file.name:
+                        if places.get(name) == entries[name].file.name:
+                            continue
                         raise ConfigError(
                             f"{folder}: tensor {shorten(name)!r} is in {entries[name].file.name} and in {file.name}"
                         )
@@ -63,29 +66,34 @@ def _read_folder(folder: Path) -> dict[str, TensorEntry]:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """Return a checkpoint's files: those of the index, or model.safetensors, or all except `consolidated*` copies."""
-    index = folder / _INDEX
-    if index.is_file():
-        return _indexed_files(index)
-    if (folder / _SINGLE).is_file():
+    """Return a checkpoint's files: those of the index, or model.safetensors, or all except `consolidated*` copies.
+
+    Raises ConfigError for a corrupt index, and for files that are missing.
+    """
+    files = [folder / name for name in sorted(set(_read_index(folder).values()))]
+    for file in files:
+        if not is_file(file):
+            raise ConfigError(f"{folder / _INDEX}: shard {shorten(file.name)} is missing; fetch the model again")
+    if not files and (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
-    files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    files = files or sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
     if not files:
         raise ConfigError(f"{folder}: no safetensors files")
     return files
 
 
-def _indexed_files(index: Path) -> list[Path]:
+def _read_index(folder: Path) -> dict[str, str]:
+    """Return the name of each tensor's file; empty without an index. Raises ConfigError for a corrupt one."""
+    index = folder / _INDEX
+    if not index.is_file():
+        return {}
     try:
         weight_map = read_json_object(index).get("weight_map")
     except ConfigError as error:
         raise ConfigError(f"{index}: corrupt index of shards: {error}") from None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ConfigError(f"{index}: corrupt index of shards: weight_map must map tensor names to file names")
-    files = [index.parent / name for name in sorted(set(weight_map.values()))]
-    for file in files:
-        if file.parent != index.parent:
-            raise ConfigError(f"{index}: names a file outside its folder: {shorten(file.name)}")
-        if not is_file(file):
-            raise ConfigError(f"{index}: shard {shorten(file.name)} is missing; fetch the model again")
-    return files
+    for name in set(weight_map.values()):
+        if (folder / name).parent != folder:
+            raise ConfigError(f"{index}: names a file outside its folder: {shorten(Path(name).name)}")
+    return weight_map

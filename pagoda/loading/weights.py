@@ -34,6 +34,10 @@ class Weights(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
+    def wrong(self, name: str, what: str) -> ConfigError:
+        """Return the error that says `what` is wrong with a tensor, and in which file."""
+        ...
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape. Raises ConfigError if there is no such tensor."""
         ...
@@ -86,6 +90,9 @@ class GGUFWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._file.tensors
 
+    def wrong(self, name: str, what: str) -> ConfigError:
+        return ConfigError(f"{self._file.path}: tensor {name!r} {what}")
+
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._file.tensors:
             raise missing_tensor(name, list(self._file.tensors), self._file.path)
@@ -96,7 +103,7 @@ class GGUFWeights:
         try:
             dequantize(self._bytes(tensor, region), tensor.type, out)
         except NotImplementedError:
-            raise ConfigError(f"{self._file.path}: tensor {name!r}: {tensor.type.name} cannot be dequantised") from None
+            raise self.wrong(name, f"is {tensor.type.name}, which cannot be dequantised") from None
 
     def view(self, name: str, region: Region, dtype: torch.dtype) -> torch.Tensor | None:
         tensor = self._file.tensors[name]
@@ -144,9 +151,9 @@ class GGUFWeights:
             blocks = blocks[region.index]
         columns = region.columns if region.columns is not None else region.rows
         if columns.start % block or columns.stop % block:
-            raise ConfigError(
-                f"{self._file.path}: tensor {tensor.name!r}: columns {columns.start} to {columns.stop} cut its "
-                f"{tensor.type.name} blocks of {block} values"
+            raise self.wrong(
+                tensor.name,
+                f"has {tensor.type.name} blocks of {block} values, which columns {columns.start} to {columns.stop} cut",
             )
         at = slice(columns.start // block, columns.stop // block)
         return blocks[at] if region.columns is None else blocks[region.rows.start : region.rows.stop, at]
@@ -168,6 +175,9 @@ class CTranslate2Weights:
 
     def __contains__(self, name: str) -> bool:
         return name in self._file.parameters
+
+    def wrong(self, name: str, what: str) -> ConfigError:
+        return ConfigError(f"{self._file.path}: tensor {name!r} {what}")
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name not in self._file.parameters:
@@ -219,18 +229,22 @@ class SafetensorsWeights:
         """Return the type of a tensor that exists, as safetensors names it."""
         return self._entries[name].dtype
 
+    def wrong(self, name: str, what: str) -> ConfigError:
+        path = self._entries[name].file if name in self._entries else self._folder
+        return ConfigError(f"{path}: tensor {name!r} {what}")
+
     def mapped(self, name: str) -> torch.Tensor:
         """Return a tensor that exists, of any dtype, as a view of the mapped file. Raises ConfigError."""
         entry = self._entries[name]
         try:
             return self._open[entry.file].get_tensor(entry.name)
         except SafetensorError as error:
-            raise ConfigError(f"{entry.file}: tensor {name!r} cannot be read: {error}") from None
+            raise self.wrong(name, f"cannot be read: {error}") from None
 
     def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:
         entry = self._entries[name]
         if entry.dtype not in _FLOATS:
-            raise ConfigError(f"{entry.file}: tensor {name!r} is {entry.dtype}, which is not supported as a weight")
+            raise self.wrong(name, f"is {entry.dtype}, which is not supported as a weight")
         part = _part_of(self.mapped(name), region)
         out.copy_(part)
         self.bytes_read += part.nbytes
@@ -281,6 +295,9 @@ class PackedWeights:
     def __contains__(self, name: str) -> bool:
         return name in self._weights or self._stem(name) is not None
 
+    def wrong(self, name: str, what: str) -> ConfigError:
+        return self._weights.wrong(name, what)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """See Weights. Raises ConfigError as well if the tensors of a packed matrix do not fit together."""
         stem = self._stem(name)
@@ -318,7 +335,7 @@ class PackedWeights:
         name = f"{stem}.{layout.codes}"
         words = weights.shape(name)
         if len(words) != 2:
-            raise ConfigError(f"tensor {name!r} has the shape {words}; a packed matrix has two dimensions")
+            raise weights.wrong(name, f"has the shape {words}; a packed matrix has two dimensions")
         rows, columns = words[::-1] if layout.transposed else words
         per_word = stored.codes_per_word
         rows, columns = (
@@ -344,12 +361,13 @@ class PackedWeights:
             shapes = [shape[::-1] for shape in shapes] if layout.transposed and part != layout.codes else shapes
             name = f"{stem}.{part}"
             if (found := weights.shape(name)) not in shapes:
-                raise ConfigError(
-                    f"tensor {name!r} has the shape {found}, {shapes[0]} is what '{stem}.{layout.codes}' of the shape "
-                    f"{words} and group_size = {-1 if stored.group is None else stored.group} ask for"
+                raise weights.wrong(
+                    name,
+                    f"has the shape {found}, {shapes[0]} is what '{stem}.{layout.codes}' of the shape {words} and "
+                    f"group_size = {-1 if stored.group is None else stored.group} ask for",
                 )
             if (dtype := weights.dtype(name)) not in dtypes:
-                raise ConfigError(f"tensor {name!r} is {dtype}, expected {' or '.join(dtypes)}")
+                raise weights.wrong(name, f"is {dtype}, expected {' or '.join(dtypes)}")
         return rows, columns
 
     def _codes(self, stem: str, region: Region | None, order: tuple[int, ...] | None = None) -> BlockWeight:
@@ -363,7 +381,9 @@ class PackedWeights:
         if group_of is not None or stored.group is None:
             groups = slice(None)
         elif is_cut:
-            raise ConfigError(f"tensor {name!r}: columns {columns.start} to {columns.stop} cut its groups of {group}")
+            raise self._weights.wrong(
+                name, f"has groups of {group}, which columns {columns.start} to {columns.stop} cut"
+            )
         # Whole words of output features, of which the others are then left out.
         per_word = stored.codes_per_word
         words = slice(rows.start // per_word, -(-rows.stop // per_word))
@@ -381,7 +401,7 @@ class PackedWeights:
         try:
             return packed_weight(stored, codes, scales, zeros, group_of, taken, order)
         except ConfigError as error:
-            raise ConfigError(f"tensor {name!r}: {error}") from None
+            raise self._weights.wrong(name, f"cannot be read: {error}") from None
 
     def _part(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
         """Return rows and columns, as of [out, in], of a tensor; of one that all rows share, that."""
@@ -408,9 +428,10 @@ class PackedWeights:
         if is_in_order and not (is_cut and self._stored.ordered):
             return None
         if not self._stored.ordered:
-            raise ConfigError(
-                f"tensor '{stem}.{self._stored.layout.codes}': its groups are not in order, which the settings do not "
-                "say; correct desc_act (or actorder) in quantization_config"
+            raise self._weights.wrong(
+                f"{stem}.{self._stored.layout.codes}",
+                "has groups that are not in order, which the settings do not say; correct desc_act (or actorder) in "
+                "quantization_config",
             )
         return found[columns.start : columns.stop]
 
@@ -446,16 +467,21 @@ class MXFP4Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._weights or name + MXFP4_BLOCKS in self._weights
 
+    def wrong(self, name: str, what: str) -> ConfigError:
+        return self._weights.wrong(name, what)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """See Weights. Raises ConfigError as well if blocks and scales do not fit together."""
         if not self.has_codes(name):
             return self._weights.shape(name)
         blocks, scales = self._weights.shape(name + MXFP4_BLOCKS), self._weights.shape(name + MXFP4_SCALES)
         if len(blocks) != 4 or blocks[3] * 2 != BLOCK_VALUES or scales != blocks[:3]:
-            raise ConfigError(f"tensor {name + MXFP4_BLOCKS!r} of the shape {blocks} does not fit scales of {scales}")
+            raise self._weights.wrong(
+                name + MXFP4_BLOCKS, f"has the shape {blocks}, which does not fit scales of {scales}"
+            )
         for stored in (name + MXFP4_BLOCKS, name + MXFP4_SCALES):
             if (dtype := self._weights.dtype(stored)) != "U8":
-                raise ConfigError(f"tensor {stored!r} is {dtype}, expected U8")
+                raise self._weights.wrong(stored, f"is {dtype}, expected U8")
         return blocks[0], blocks[2] * BLOCK_VALUES, blocks[1]
 
     def read_into(self, name: str, out: torch.Tensor, region: Region | None = None) -> None:

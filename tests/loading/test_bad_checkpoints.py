@@ -3,6 +3,7 @@
 import json
 import random
 import struct
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from pagoda.loading.gguf_file import GGUFFile
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture, summarize_weights
 from pagoda.loading.model_files import ModelFiles, identify
+from pagoda.loading.weights import open_weights
 from pagoda.worker.devices.cpu import CpuDevice
 from tests.models.gguf_writer import write_gguf
 from tests.models.tiny import make_model, save
@@ -281,6 +283,55 @@ def test_duplicate_tensor_in_two_files(folder: Path):
         load(folder)
 
 
+@pytest.mark.parametrize("right", ["a", "b"])
+def test_of_a_tensor_in_two_shards_the_one_that_the_index_names_is_loaded(right: str, folder: Path):
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    name = "model.layers.1.mlp.down_proj.weight"
+    places = dict.fromkeys(tensors, "a.safetensors") | {name: f"{right}.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": places | {"extra": "b.safetensors"}})
+    )
+    for shard, others in (("a", tensors), ("b", {"extra": tensors[name]})):
+        save_file(others | {name: tensors[name] + float(shard == right)}, folder / f"{shard}.safetensors")
+    weights = open_weights(identify(folder))
+    found = torch.empty(weights.shape(name))
+    weights.read_into(name, found)
+    torch.testing.assert_close(found, tensors[name] + 1)
+    load(folder)
+
+
+def test_a_tensor_that_only_the_index_has_is_missing(folder: Path):
+    tensors = load_file(folder / "model.safetensors")
+    down = "model.layers.1.mlp.down_proj.weight"
+    places = dict.fromkeys([*tensors, "unused"], "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    load(folder)  # the model does not need the one that is not there
+    save_file({name: tensor for name, tensor in tensors.items() if name != down}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"^{folder}: tensor '{down}' is missing"):
+        load(folder)
+
+
+def test_every_tensor_and_key_of_a_gguf_is_there_once(gguf_bytes: bytes, tmp_path: Path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(rewrite(b"blk.1.ffn_down.weight", b"blk.0.ffn_down.weight")(gguf_bytes))
+    with pytest.raises(ConfigError, match="'blk.0.ffn_down.weight' is there twice"):
+        load(path)
+    path.write_bytes(rewrite(b"ggml.bos_token_id", b"ggml.eos_token_id")(gguf_bytes))
+    with pytest.raises(ConfigError, match="'tokenizer.ggml.eos_token_id' is there twice"):
+        load(path)
+
+
+def test_a_gguf_is_mapped_without_a_copy_of_its_own(gguf_bytes: bytes, tmp_path: Path):
+    """Strict overcommit counts a writable private mapping as memory, so that a larger file could not be opened."""
+    file = GGUFFile(_write(tmp_path / "model.gguf", gguf_bytes))
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file.path))]
+    assert [rights for _, rights, *_ in maps] == ["r--s"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of memory that it knows to be read-only
+        load(file.path)
+
+
 def test_truncated_gguf_at_every_place(gguf_bytes: bytes, tmp_path: Path):
     path = tmp_path / "model.gguf"
     generator = random.Random(1)
@@ -386,7 +437,7 @@ def test_quantisation_that_cannot_be_undone(gguf_bytes: bytes, tmp_path: Path):
     with pytest.raises(ConfigError, match="unknown quantisation type 77"):
         load(unknown)
     integer = _write(tmp_path / "c.gguf", gguf_bytes[:head] + struct.pack("<I", Kind.I32) + gguf_bytes[head + 4 :])
-    with pytest.raises(ConfigError, match="'blk.0.attn_norm.weight': I32 cannot be dequantised"):
+    with pytest.raises(ConfigError, match="'blk.0.attn_norm.weight' is I32, which cannot be"):
         load(integer)
 
 

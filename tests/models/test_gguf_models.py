@@ -17,7 +17,7 @@ from pagoda.kernels.linear.packed import PackedWeight
 from pagoda.kernels.native.build import NativeUnavailable
 from pagoda.kernels.native.library import load as load_library
 from pagoda.layers.module import parameters
-from pagoda.loading.gguf_file import open_gguf
+from pagoda.loading.gguf_file import GGUFFile, open_gguf
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture, read_model, summarize_weights
 from pagoda.loading.model_files import identify
@@ -260,3 +260,15 @@ def test_parts_that_are_missing_or_not_the_first_are_named(parts: list[Path], tm
     (tmp_path / "renamed.gguf").symlink_to(parts[0])
     with pytest.raises(ConfigError, match=r"renamed.gguf: is part 1 of a model in .* rename them, and name the first"):
         open_gguf(tmp_path / "renamed.gguf")
+
+
+def test_a_tensor_in_two_parts_is_refused(parts: list[Path], tmp_path: Path) -> None:
+    for part in parts:
+        (tmp_path / part.name).write_bytes(part.read_bytes())
+    names = [name for name in GGUFFile(parts[1], 1).tensors if name.startswith("blk.1.ffn_")]
+    again = tmp_path / parts[1].name
+    again.write_bytes(again.read_bytes().replace(names[0].encode(), names[0].replace("blk.1", "blk.0").encode()))
+    with pytest.raises(
+        ConfigError, match=rf"'blk.0.ffn_\w+.weight' is in {parts[0].name} and in {parts[1].name}; fetch"
+    ):
+        open_gguf(tmp_path / parts[0].name)

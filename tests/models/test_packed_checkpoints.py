@@ -300,7 +300,11 @@ BROKEN = "model.layers.1.mlp.down_proj"  # [96, 160], in groups of 32
         ("scales", lambda t: t.int(), r"scales' is I32, expected F16 or BF16 or F32"),
         ("qzeros", lambda t: t[:, :-1], r"qzeros' has the shape \(5, 11\), \(5, 12\) is what"),
         ("g_idx", lambda t: t[:-1], r"g_idx' has the shape \(159,\), \(160,\) is what"),
-        ("g_idx", lambda t: t.flip(0), rf"tensor '{BROKEN}.qweight': its groups are not in order, .*correct desc_act"),
+        (
+            "g_idx",
+            lambda t: t.flip(0),
+            rf"tensor '{BROKEN}.qweight' has groups that are not in order, .*correct desc_act",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit(
@@ -316,8 +320,9 @@ def test_tensors_that_do_not_fit(
     tensors |= {} if changed is None else {f"{BROKEN}.{part}": changed.contiguous()}
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((folders("gptq").packed / "config.json").read_bytes())
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
 
 
 def settings_of(folder: Path, target: Path, **changes: Any) -> Path:
@@ -400,6 +405,7 @@ def test_settings_that_are_refused(
     with pytest.raises(ConfigError, match=message) as caught:
         load(settings_of(folders(case).packed, tmp_path / "model", **changes))
     assert "quantization_config" in str(caught.value) or "tensor '" in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
 
 
 def test_codes_without_settings(folders: Callable[[str], Folders], tmp_path: Path) -> None:
