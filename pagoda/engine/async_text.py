@@ -34,16 +34,18 @@ from pagoda.process.allocator import return_freed_memory
 T = TypeVar("T")
 
 _NUM_THREADS = 4
+_NUM_LONG = 2
 _NUM_COMPILERS = 2
 _NUM_FETCHERS = 4
-_VERY_LONG_CHARS = 64 * 1024  # about 50 ms of tokenising
+_VERY_LONG_CHARS = 64 * 1024
+"""From this size on, texts have threads of their own: they take 50 ms or more, for which short ones do not wait."""
 _LONG_TEXT_TOKENS = 2048
 """From this many token ids on, decoding runs on a thread."""
 
 
 class AsyncText:
-    """Short texts are handled at once; long ones, and all chat templates, on a few threads; grammars, sounds, and chats
-    with images that must be fetched, on threads of their own, because they may take seconds.
+    """Short texts are handled at once; long ones, and all chat templates, on a few threads; very long ones, grammars,
+    sounds, and chats with images that must be fetched, on threads of their own, because they may take seconds.
 
     Cancelling a call drops it while it waits for a thread; once it has begun, it runs to its end. What waits for a
     thread when this is closed, or needs one afterwards, raises UsageError.
@@ -52,6 +54,7 @@ class AsyncText:
     def __init__(self, inputs: InputProcessor) -> None:
         self._inputs = inputs
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "pagoda-text")
+        self._long = ThreadPoolExecutor(_NUM_LONG, "pagoda-long-text")
         self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, "pagoda-grammar")
         self._fetchers = ThreadPoolExecutor(_NUM_FETCHERS, "pagoda-fetch")
         self._decoder = ThreadPoolExecutor(1, "pagoda-sound")
@@ -63,6 +66,7 @@ class AsyncText:
         self._is_closed = True
         # Cancelling what waits would look to its callers as if they had been cancelled: each raises instead.
         self._threads.shutdown(wait=False)
+        self._long.shutdown(wait=False)
         self._compilers.shutdown(wait=False)
         self._fetchers.shutdown(wait=False)
         self._decoder.shutdown(wait=False)
@@ -80,25 +84,13 @@ class AsyncText:
         structure = params.structured_outputs
         if structure is not None and self._inputs.grammars.known(structure) is None:
             return await self._run_in(self._compilers, prepare)
-        if params.bad_words:
+        if params.bad_words or len(params.allowed_token_ids or ()) > _LONG_TEXT_TOKENS:
             return await self._run(prepare)
         return prepare()
 
     async def write_grammar(self, write: Callable[[], T]) -> T:
         """Return write(), called on a grammars' thread: it turns a caller's schemas into a grammar's text."""
         return await self._run_in(self._compilers, write)
-
-    async def read(self, prompt: Prompt, add_special_tokens: bool = True, keep: int | None = None) -> EncodedPrompt:
-        """Return the prompt as the model reads it, not yet validated. Raises RequestError.
-
-        keep: see PromptEncoder.token_ids_of.
-        """
-
-        def read() -> EncodedPrompt:
-            return self._inputs.prompts.read(prompt, add_special_tokens, keep)
-
-        size = size_of(prompt)
-        return read() if size < LONG_TEXT_CHARS else await self._run(read, size)
 
     async def make_request(
         self,
@@ -114,8 +106,13 @@ class AsyncText:
     ) -> Request:
         """Tokenise and validate a prompt and its parameters, like InputProcessor.process. Raises RequestError."""
         inputs, params = self._inputs, copy.copy(params)  # the caller may change theirs while the prompt is read
-        inputs.check_before_tokenising(prompt, params)
-        encoded = await self.read(prompt, add_special_tokens, inputs.num_kept(params))
+
+        def read() -> EncodedPrompt:
+            inputs.check_before_tokenising(prompt, params)
+            return inputs.prompts.read(prompt, add_special_tokens, inputs.num_kept(params))
+
+        size = size_of(prompt)
+        encoded = read() if size < LONG_TEXT_CHARS else await self._run(read, size)
         if isinstance(params, SamplingParams) and (params.bad_words or params.structured_outputs is not None):
             params = await self.prepare_params(params)
         return inputs.make_request(
@@ -157,8 +154,12 @@ class AsyncText:
         *,
         must_fit: bool = False,
         is_bounded: bool = False,
+        size: int = 0,
     ) -> RenderedChat:
-        """Render a conversation into the model's prompt; see ChatPrompts.render."""
+        """Render a conversation into the model's prompt; see ChatPrompts.render.
+
+        size: about how many characters it has.
+        """
 
         def render() -> RenderedChat:
             rendered = self._inputs.chats.render(messages, options, must_fit=must_fit, is_bounded=is_bounded)
@@ -166,7 +167,11 @@ class AsyncText:
                 return_freed_memory()
             return rendered
 
-        return await self._run_in(self._fetchers if has_remote_images(messages) else self._threads, render)
+        if size >= LONG_TEXT_CHARS:
+            is_remote = await self._run_in(self._threads, lambda: has_remote_images(messages))
+        else:
+            is_remote = has_remote_images(messages)
+        return await self._run_in(self._fetchers if is_remote else self._of_size(size), render)
 
     async def begin_transcription(
         self,
@@ -294,7 +299,10 @@ class AsyncText:
                 if size >= _VERY_LONG_CHARS:
                     return_freed_memory()  # tokenising takes a hundred times the text's size, which malloc would keep
 
-        return await self._run_in(self._threads, run)
+        return await self._run_in(self._of_size(size), run)
+
+    def _of_size(self, size: int) -> ThreadPoolExecutor:
+        return self._long if size >= _VERY_LONG_CHARS else self._threads
 
     async def _run_in(self, threads: ThreadPoolExecutor, function: Callable[[], T]) -> T:
         def run() -> T:

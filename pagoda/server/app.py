@@ -22,7 +22,6 @@ from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.process.allocator import keep_objects
 from pagoda.process.logs import FIELDS
 from pagoda.server import chat, completions, errors, operations, pooling, transcription
-from pagoda.server.body import field_names
 from pagoda.server.errors import ApiError
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
 from pagoda.server.routing import Router, describe_api, docs_page
@@ -76,8 +75,7 @@ _INVOKED = {
 @router.post("/invocations")
 async def invoke(http: Request) -> Response:
     """What SageMaker calls: the body means a route by its `messages`, `prompt`, `input`, `text_1` or `query`."""
-    given = field_names(await http.body())
-    asked = next((field for field in _INVOKED if field in given), None)
+    asked = await state_of(http).bodies.find_field(http, tuple(_INVOKED))
     if asked is None:
         raise RequestError(f"the body has none of {', '.join(_INVOKED)}, which say what is asked for")
     pools = asked == "messages" and not state_of(http).tasks.generates

@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
@@ -117,9 +117,11 @@ def _either(words: Iterable[str]) -> str:
 
 
 B = TypeVar("B", bound=Body)
+T = TypeVar("T")
 
 MAX_BODY_VALUES = 1_000_000
 MAX_BODY_EXPONENTS = 10_000
+_UNSAID_TYPES = ("", "application/x-www-form-urlencoded")
 _INLINE_BYTES = 8 * 2**10
 """Larger bodies are parsed on a thread."""
 MAX_SHOWN_CHARS = 100
@@ -157,20 +159,32 @@ class BodyReader:
 
     async def read(self, http: Request, kind: type[B]) -> B:
         """Read and parse the request's body. Raises RequestError if it is invalid, HTTPException as the Gate does."""
-        data = await http.body()
-        http.scope["state"]["body_bytes"] = len(data)
-        content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if not (content_type == "application/json" or content_type.endswith("+json")):
-            raise RequestError("the body is not a JSON object; send one with Content-Type: application/json")
+        data = await self._bytes_of(http)
 
         def parse() -> tuple[B, list[str], int]:
             body, unknown = parse_body(data, kind, self._limits), unknown_fields(data, kind)
             return body, unknown[:_MAX_LOOKED_AT], len(unknown)
 
-        body, unknown, num_unknown = parse() if len(data) <= _INLINE_BYTES else await asyncio.to_thread(parse)
+        body, unknown, num_unknown = await run_for_body(http, parse)
         if unknown:
             self.note_unknown(http, unknown, num_unknown)
         return body
+
+    async def find_field(self, http: Request, names: tuple[str, ...]) -> str | None:
+        """Return the first of these fields that the request's body has, or None.
+
+        Raises RequestError if it is not a JSON object.
+        """
+        data = await self._bytes_of(http)
+        given = await run_for_body(http, lambda: given_fields(data, names))
+        return next((name for name in names if name in given), None)
+
+    async def _bytes_of(self, http: Request) -> bytes:
+        """Return the body of a request, noting its size. Raises RequestError if it is said not to be JSON."""
+        data = await http.body()
+        http.scope["state"]["body_bytes"] = len(data)
+        _check_content_type(http)
+        return data
 
     def note_unknown(self, http: Request, names: list[str], num_names: int) -> None:
         """Note that fields are ignored, or refuse them if this server does.
@@ -201,12 +215,35 @@ _MAX_LOGGED_NAMES = 100
 _decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
-def field_names(data: bytes) -> set[str]:
-    """Return the names of a JSON object's fields. Raises RequestError if it is not one."""
+def _check_content_type(http: Request) -> None:
+    """Raise RequestError for another type than JSON, unless a program sent no type, or curl's default one.
+
+    A browser lets any page send those two without asking first, and says which page it is: `Origin`.
+    """
+    content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    is_unsaid = content_type in _UNSAID_TYPES and "origin" not in http.headers
+    if not (is_unsaid or content_type == "application/json" or content_type.endswith("+json")):
+        raise RequestError("the body is not a JSON object; send one with Content-Type: application/json")
+
+
+async def run_for_body(http: Request, work: Callable[[], T]) -> T:
+    """Return work(), which takes time that grows with the request's body: if that is large, on a thread."""
+    return work() if http.scope["state"]["body_bytes"] <= _INLINE_BYTES else await asyncio.to_thread(work)
+
+
+def given_fields(data: bytes, names: tuple[str, ...]) -> set[str]:
+    """Return which of these fields a JSON object has. Raises RequestError if it is not one."""
     try:
-        return set(_decode_names(data))
+        given = _fields_decoder(names).decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise RequestError("the body is not a JSON object") from None
+    return {name for name in names if getattr(given, name) is not UNSET}
+
+
+@functools.cache
+def _fields_decoder(names: tuple[str, ...]) -> "msgspec.json.Decoder[Any]":
+    """Return what finds these fields and makes nothing of the others, however many there are."""
+    return msgspec.json.Decoder(msgspec.defstruct("GivenFields", [(name, msgspec.Raw, UNSET) for name in names]))
 
 
 def unknown_fields(data: bytes | msgspec.Raw, kind: type[Body]) -> list[str]:

@@ -25,6 +25,7 @@ from pagoda.server.answers import (
     chat_logprobs,
     prompt_logprobs,
 )
+from pagoda.server.body import run_for_body
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
 from pagoda.server.protocol import ChatCompletionRequest
@@ -119,7 +120,10 @@ async def _prepare(http: Request, state: ServerState, body: ChatCompletionReques
         raise ApiError(400, "documents: this model's chat template does not support documents", "documents")
     top = (body.top_logprobs or 0) if body.logprobs else None
     inputs = state.generator.llm.input_processor
-    plain = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs, inputs.default_sampling)
+    defaults = inputs.default_sampling
+    plain = await run_for_body(
+        http, lambda: body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs, defaults)
+    )
     tokenizer = inputs.tokenizer
     params = plain
     if use.has_grammar(body, plain):  # tools may have large schemas

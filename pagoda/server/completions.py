@@ -18,6 +18,7 @@ from pagoda.server.answers import (
     completion_logprobs,
     prompt_logprobs,
 )
+from pagoda.server.body import run_for_body
 from pagoda.server.generation import Generation
 from pagoda.server.protocol import CompletionRequest
 from pagoda.server.respond import Head, Prepared, WholeOutput, respond
@@ -48,7 +49,9 @@ async def _prepare(http: Request, state: ServerState, body: CompletionRequest) -
         num_logprobs = 0  # of the sampled tokens only: what candidates are ranked by
     llm = state.generator.llm
     defaults = llm.input_processor.default_sampling
-    params = body.sampling_params(1 if asked == 0 else asked, num_logprobs, of_prompt, defaults)
+    params = await run_for_body(
+        http, lambda: body.sampling_params(1 if asked == 0 else asked, num_logprobs, of_prompt, defaults)
+    )
     return Prepared(
         body.prompts(),
         params,

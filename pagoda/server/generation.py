@@ -75,13 +75,12 @@ class LiveIds:
         """Add an engine's id to those of a reserved id."""
         self._engine_ids[key, request_id] += (engine_id,)
 
-    def find(self, request_ids: Sequence[str] | None, key: str | None) -> list[tuple[str, tuple[str, ...]]]:
+    def find(self, request_ids: set[str] | None, key: str | None) -> list[tuple[str, tuple[str, ...]]]:
         """Return (id, engine ids) of the running requests or single prompts with these ids. None: all requests."""
         if request_ids is None:
             return [(name, ids) for (owner, name), ids in self._engine_ids.items() if key in (None, owner)]
-        wanted = set(request_ids)
         named = [*self._engine_ids.items(), *((name, (one,)) for name, one in self._prompts.items())]
-        return [(name, ids) for (owner, name), ids in named if name in wanted and key in (None, owner)]
+        return [(name, ids) for (owner, name), ids in named if name in request_ids and key in (None, owner)]
 
 
 def _prompt_ids(request_id: str, num_prompts: int) -> list[str]:
@@ -287,7 +286,7 @@ class Generator:
                 await cancel_on_disconnect(http, admission.wait_for_turn(place))
             yield place
 
-    async def abort(self, request_ids: Sequence[str] | None, key: str | None) -> list[str]:
+    async def abort(self, request_ids: set[str] | None, key: str | None) -> list[str]:
         """Abort running generations, or all if `request_ids` is None; return the ids of those that were running.
 
         key: only abort generations of this API key; None: of every key.
@@ -297,9 +296,10 @@ class Generator:
             self.admission.end_line(ApiError(400, "the request was aborted while it waited in line"), key)
         found = self._live.find(request_ids, key)
         engine_ids = [engine_id for _, each in found for engine_id in each]
-        jobs = self._is_job_aborted.keys() & engine_ids
-        self._is_job_aborted.update(dict.fromkeys(jobs, True))
-        running = jobs.union(await self.llm.abort(engine_ids))
+        jobs = {one for one in engine_ids if one in self._is_job_aborted}
+        for one in jobs:
+            self._is_job_aborted[one] = True
+        running = jobs | set(await self.llm.abort(engine_ids))
         return [request_id for request_id, engine_ids in found if not running.isdisjoint(engine_ids)]
 
     async def begin(

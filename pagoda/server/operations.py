@@ -166,16 +166,17 @@ async def tokenize(http: Request) -> Response:
     body = await state.bodies.read(http, TokenizeRequest)
     state.adapter_of(body.model)
     text = state.generator.llm.text
-    if body.messages is not None:
-        tools = [tool.as_dict() for tool in body.tools or ()]
-        token_ids = (await state.render(http, body, body.chat_template_kwargs, tools)).token_ids
-    else:
-        token_ids = await cancel_on_disconnect(
-            http, text.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
-        )
-    answer = TokenizeResponse(len(token_ids), state.max_model_len, token_ids)
-    if body.return_token_strs:
-        answer.token_strs = await cancel_on_disconnect(http, text.token_strings(token_ids))
+    async with state.generator.admitted(http, 1):
+        if body.messages is not None:
+            tools = [tool.as_dict() for tool in body.tools or ()]
+            token_ids = (await state.render(http, body, body.chat_template_kwargs, tools)).token_ids
+        else:
+            token_ids = await cancel_on_disconnect(
+                http, text.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+            )
+        answer = TokenizeResponse(len(token_ids), state.max_model_len, token_ids)
+        if body.return_token_strs:
+            answer.token_strs = await cancel_on_disconnect(http, text.token_strings(token_ids))
     return await run_sized(len(token_ids), lambda: json_response(answer))
 
 
@@ -185,8 +186,10 @@ async def detokenize(http: Request) -> Response:
     state = state_of(http)
     body = await state.bodies.read(http, DetokenizeRequest)
     state.adapter_of(body.model)
-    decoding = state.generator.llm.text.detokenize(body.tokens)
-    return json_response(DetokenizeResponse(await cancel_on_disconnect(http, decoding)))
+    async with state.generator.admitted(http, 1):
+        decoding = state.generator.llm.text.detokenize(body.tokens)
+        answer = DetokenizeResponse(await cancel_on_disconnect(http, decoding))
+    return await run_sized(len(body.tokens), lambda: json_response(answer))
 
 
 @router.get("/tokenizer_info", answer=TokenizerInfo)

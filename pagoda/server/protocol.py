@@ -109,13 +109,15 @@ def check_chat(
     template: str | None,
     template_kwargs: dict[str, Any] | None,
 ) -> None:
-    """Check a conversation's sizes, then its types."""
+    """Check a conversation's sizes, then its types, and drop fields that are null: they are as if not given."""
     schemas = [tool.function.parameters for tool in tools or ()]
     limits.check_chat(take_images(messages)[0], schemas, template, template_kwargs)
     check_messages(messages)
     for index, message in enumerate(messages):
         named = {f"messages[{index}].{name}": message.get(name) for name in ("name", "tool_call_id")}
         limits.check_names(**named)
+        for name in [name for name, value in message.items() if value is None]:
+            del message[name]
 
 
 if TYPE_CHECKING:
@@ -328,7 +330,7 @@ class AbortRequest(Body, kw_only=True, frozen=True):
     request_ids: Without ids: all requests (of the caller, unless it has the admin key), also those that wait in line.
     """
 
-    request_ids: list[str] | None = None
+    request_ids: set[str] | None = None
 
 
 _MAX_PATH_CHARS = 4096  # the system's own limit

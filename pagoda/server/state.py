@@ -107,8 +107,13 @@ class ServerState:
             template_kwargs={**self.template_kwargs, **(template_kwargs or {})} or None,
             add_special_tokens=bool(body.add_special_tokens),
         )
-        messages = [{name: value for name, value in one.items() if value is not None} for one in body.messages or ()]
-        rendering = self.generator.llm.text.render_chat(messages, options, must_fit=must_fit, is_bounded=True)
+        rendering = self.generator.llm.text.render_chat(
+            body.messages or (),
+            options,
+            must_fit=must_fit,
+            is_bounded=True,
+            size=http.scope["state"]["body_bytes"],
+        )
         return await cancel_on_disconnect(http, rendering)
 
     def tool_parser_for(self, template: str | None) -> str | None:

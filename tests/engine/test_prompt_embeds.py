@@ -101,10 +101,12 @@ def test_embeddings_of_megabytes_are_decoded_on_a_thread(monkeypatch: pytest.Mon
     async def main() -> None:
         text = AsyncText(inputs)
         try:
-            read = await text.read({"prompt_embeds": EncodedEmbeds(data)})
+            params = SamplingParams(max_tokens=1)
+            request = await text.make_request({"prompt_embeds": EncodedEmbeds(data)}, params, "a", arrival_time_s=0.0)
         finally:
             text.close()
-        assert np.array_equal(read.embeds, values.numpy())
+        assert request.prompt_embeds is not None
+        assert np.array_equal(request.prompt_embeds, values.numpy())
 
     asyncio.run(main())
     assert len(readers) == 1

@@ -134,9 +134,9 @@ def test_an_abort_between_the_requests_of_a_job_ends_it() -> None:
         place: Any = SimpleNamespace(at_end=at_end)
         new_id, other = (generator.reserve_job("k", name, place) for name in ("audio-1", "audio-2"))
         new_id()
-        assert asyncio.run(generator.abort(["audio-1"], "another key")) == []
+        assert asyncio.run(generator.abort({"audio-1"}, "another key")) == []
         new_id()
-        assert asyncio.run(generator.abort(["audio-1"], "k")) == ["audio-1"]
+        assert asyncio.run(generator.abort({"audio-1"}, "k")) == ["audio-1"]
         with pytest.raises(RequestError, match="the transcription was aborted"):
             new_id()
         other()
@@ -154,7 +154,7 @@ def test_an_abort_of_a_job_ends_no_other_whose_id_begins_alike() -> None:
         place: Any = SimpleNamespace(at_end=at_end)
         new_id, other = (generator.reserve_job("k", name, place) for name in ("audio-X", "audio-X-1"))
         assert new_id() != other()
-        assert asyncio.run(generator.abort(["audio-X"], "k")) == ["audio-X"]
+        assert asyncio.run(generator.abort({"audio-X"}, "k")) == ["audio-X"]
         other()
         with pytest.raises(RequestError, match="the transcription was aborted"):
             new_id()

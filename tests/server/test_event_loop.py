@@ -67,6 +67,11 @@ CASES: dict[str, tuple[str, bytes, int]] = {
         b'{"messages":[' + USER + b'],"metadata":{' + b",".join(b'"k%d":1' % i for i in range(10**6)) + b"}}",
         400,
     ),
+    "many keys where five are looked for": (
+        "/invocations",
+        b'{"prompt":"x",' + b",".join(b'"k%d":1' % i for i in range(1_150_000)) + b"}",
+        400,
+    ),
     "deep nesting": (
         "/v1/chat/completions",
         b'{"messages":[' + USER + b'],"metadata":{"a":' + b"[" * 7 * MB + b"]" * 7 * MB + b"}}",

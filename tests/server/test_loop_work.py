@@ -1,0 +1,187 @@
+"""What runs on the event loop does not grow with a request's body: counted, for every field of every route.
+
+The routes and their fields are read from the server's own list, so a new one is tested when it is declared.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from msgspec import inspect as kinds
+
+from pagoda.server.app import _INVOKED, ENDPOINTS
+from pagoda.server.routing import Endpoint
+from tests.server.in_process import served
+
+SIZES = (16_000, 128_000, 500_000)
+"""Bytes of a field: all of them are beyond what is parsed on the loop; some are within the limits and some are not."""
+MOST_MORE = 600
+"""So many more lines and calls may run on the loop for a larger body. A loop over its entries has thousands."""
+LARGE = 10_000
+"""A string or container of more entries is large: no function in C may be called where one is at hand."""
+HARMLESS = {"len", "isinstance", "id", "next", "get", "append", "type", "items", "getattr", "removeprefix"}
+"""Functions in C that take the same time for a value of any size."""
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+BASES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "chat_template": TEMPLATE},
+    "/v1/completions": {"prompt": "Hi"},
+    "/tokenize": {"prompt": "Hi"},
+    "/detokenize": {"tokens": [1]},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "a"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+    **{path: {"input": "Hi"} for path in ("/v1/embeddings", "/pooling", "/classify")},
+    **{path: {"text_1": "Hi", "text_2": "you"} for path in ("/v1/score", "/score")},
+    **{path: {"query": "Hi", "documents": ["you"]} for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
+}
+"""What routes need besides the field that is large."""
+
+
+def values(kind: kinds.Type, size: int) -> Iterator[Any]:
+    """Yield values of about `size` bytes that a field of this type may have, whatever its limits are."""
+    match kind:
+        case kinds.StrType():
+            yield "a b " * (size // 4)
+        case kinds.ListType():
+            for one in _small(kind.item_type):
+                yield [one] * (size // (len(json.dumps(one)) + 2))
+            if isinstance(kind.item_type, kinds.StrType | kinds.UnionType):
+                yield ["a b " * (size // 4)]
+        case kinds.DictType():
+            yield {f"{number}": 1 for number in range(size // 10)}
+            yield {"a": ["b"] * (size // 5)}
+        case kinds.StructType():
+            for field in kind.fields:
+                for value in values(field.type, size):
+                    yield {**_least(kind), field.encode_name: value}
+        case kinds.UnionType():
+            for one in kind.types:
+                yield from values(one, size)
+        case kinds.Metadata():
+            yield from values(kind.type, size)
+        case kinds.AnyType():
+            yield ["a"] * (size // 5)
+        case _:
+            pass
+
+
+def _small(kind: kinds.Type) -> Iterator[Any]:
+    """Yield small values of a type."""
+    match kind:
+        case kinds.StrType():
+            yield "a"
+        case kinds.IntType():
+            yield 1
+        case kinds.ListType():
+            yield [one] if (one := next(_small(kind.item_type), None)) is not None else []
+        case kinds.DictType():
+            yield {"role": "user", "content": "a"}
+            yield {"role": "user", "content": [{"type": "text", "text": "a"}], "name": None}
+        case kinds.StructType():
+            yield _least(kind)
+        case kinds.UnionType():
+            for one in kind.types:
+                yield from _small(one)
+        case kinds.Metadata():
+            yield from _small(kind.type)
+        case _:
+            pass
+
+
+def _least(kind: kinds.StructType) -> dict[str, Any]:
+    """Return an object with the fields that this type needs."""
+    return {field.encode_name: next(_small(field.type), 0) for field in kind.fields if field.required}
+
+
+def bodies(endpoint: Endpoint, size: int) -> Iterator[tuple[str, bytes]]:
+    """Yield bodies of about `size` bytes for a route, and what is large in each."""
+    base = BASES.get(endpoint.path, {})
+    if endpoint.path == "/invocations":
+        for name in _INVOKED:
+            yield f"{name} and many keys", json.dumps({**{f"k{i}": 1 for i in range(size // 10)}, name: "a"}).encode()
+        return
+    yield "unknown fields", json.dumps({**base, **{f"k{i}": 1 for i in range(size // 10)}}).encode()
+    assert endpoint.body is not None
+    info = msgspec.inspect.type_info(endpoint.body)
+    assert isinstance(info, kinds.StructType)
+    for field in info.fields:
+        for number, value in enumerate(values(field.type, size)):
+            body = {**base, field.encode_name: value}
+            if field.encode_name == "messages":  # which excludes the others
+                body = {name: one for name, one in body.items() if name not in ("prompt", "input")}
+            yield f"{field.encode_name} {number}", json.dumps(body).encode()
+            if field.encode_name in ("prompt", "input", "text_2", "documents"):
+                body["truncate_prompt_tokens"] = 3
+                yield f"{field.encode_name} {number}, truncated", json.dumps(body).encode()
+
+
+class LoopWork:
+    """Counts what this thread runs: lines of pagoda's code, and calls of any. `near_large`: see LARGE."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.near_large: set[str] = set()
+
+    def __enter__(self) -> "LoopWork":
+        sys.settrace(self._trace)
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        sys.settrace(None)
+
+    def _trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if "/pagoda/" not in frame.f_code.co_filename:
+            return None
+        self.count += event == "line"
+        return self._trace
+
+    def _profile(self, frame: FrameType, event: str, called: Any) -> None:
+        self.count += event in ("call", "c_call")
+        if event != "c_call" or "/pagoda/" not in frame.f_code.co_filename or called.__name__ in HARMLESS:
+            return
+        for value in frame.f_locals.values():
+            if isinstance(value, str | bytes | list | dict | tuple | set) and len(value) > LARGE:
+                self.near_large.add(f"{frame.f_code.co_qualname} calls {called.__name__}")
+
+
+async def work_of(http: httpx.AsyncClient, path: str, body: bytes) -> LoopWork:
+    async def pieces() -> Any:
+        yield body
+
+    request = http.build_request("POST", path, content=pieces(), headers={"Content-Type": "application/json"})
+    with LoopWork() as work:
+        answer = await http.send(request)
+    assert answer.status_code in (200, 400, 404, 429), answer.text
+    return work
+
+
+READING = [one for one in ENDPOINTS if one.path == "/invocations" or (one.body is not None and not one.is_form)]
+"""The routes that read a body of JSON. Forms are read as they come, in pieces."""
+
+
+@pytest.mark.parametrize("endpoint", {one.handler: one for one in READING}.values(), ids=lambda one: one.path)
+def test_what_runs_on_the_loop_does_not_grow_with_the_body(endpoint: Endpoint) -> None:
+    near_large: set[str] = set()
+    grown: dict[str, list[int]] = {}
+
+    async def test(http: httpx.AsyncClient) -> None:
+        cases = [dict(bodies(endpoint, size)) for size in SIZES]
+        assert cases[0].keys() == cases[1].keys() == cases[2].keys()
+        for what in cases[0]:
+            counts: list[int] = []
+            for case in cases:
+                work = await work_of(http, endpoint.path, case[what])
+                counts.append(work.count)
+                near_large.update(f"{what}: {one}" for one in work.near_large)
+            if max(counts) > counts[0] + MOST_MORE:
+                grown[what] = counts
+
+    served(test)
+    assert grown == {}, f"lines and calls on the loop, for bodies of {SIZES} bytes"
+    assert near_large == set(), "calls of functions in C that may read a large value"
