@@ -100,10 +100,9 @@ def _sentencepiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
         )
     )
     steps: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if prefix_space is False or is_gemma:
-        backend.normalizer = normalizers.Replace(" ", _SPACE)
-    else:
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="first", split=False)
+    backend.normalizer = normalizers.Replace(" ", _SPACE)
+    if prefix_space is not False and not is_gemma:  # in front of a text, and again after each token that is marked
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), backend.normalizer])
         steps.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(steps)
     _add_marked_tokens(file, backend, tokens)

@@ -393,6 +393,40 @@ def test_sentencepiece_gguf_merges_by_score_and_falls_back_to_bytes(tmp_path: Pa
     assert tokenizer.facts.eos_token_ids == (2,)
 
 
+@pytest.mark.parametrize("prefix", [True, None, False])
+def test_text_after_a_special_token_begins_as_a_text_does(tmp_path: Path, prefix: bool | None) -> None:
+    """As in llama.cpp, and in the tokenizer.json of Llama 2; without `add_space_prefix`, SentencePiece prefixes."""
+    tokens = ["<unk>", "<s>", "</s>", "[INST]", "\u2581", *"ab", "\u2581a", "ab", "\u2581ab", "\u2581\u2581"]
+    scores = [0.0, 0.0, 0.0, 0.0, -9.0, -8.0, -8.0, -2.0, -3.0, -1.0, -4.0]
+    more: dict[str, Any] = {} if prefix is None else {"add_space_prefix": prefix}
+    files = write_gguf(
+        tmp_path / "m.gguf", "llama", tokens, [2, 3, 3, 4, *[1] * 7], scores=scores, bos_token_id=1, unknown_token_id=0,
+        **more,
+    )  # fmt: skip
+    ours = load_tokenizer(files)
+    merges = [("\u2581", "ab"), ("\u2581a", "b"), ("\u2581", "a"), ("a", "b"), ("\u2581", "\u2581")]
+    vocab = dict(zip(tokens, range(len(tokens)), strict=True))
+    published = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    steps: list[Any] = [] if prefix is False else [tokenizers.normalizers.Prepend("\u2581")]
+    published.normalizer = tokenizers.normalizers.Sequence([*steps, tokenizers.normalizers.Replace(" ", "\u2581")])
+    published.add_special_tokens([tokenizers.AddedToken(token, normalized=False) for token in tokens[:4]])
+    assert ours.encode("<s>ab", add_special_tokens=False) == [1, vocab["ab" if prefix is False else "\u2581ab"]]
+    texts = [
+        "ab",
+        " ab",
+        "<s>ab",
+        "<s> ab",
+        "a</s>b[INST] ab [INST]a<s><s>b",
+        "",
+        " ",
+        "[INST]",
+        "[INST] ",
+        "</s>  a b",
+    ]
+    for text in texts:
+        assert ours.encode(text, add_special_tokens=False) == published.encode(text).ids, text
+
+
 def test_gguf_flags_decide_on_bos_and_eos(tmp_path: Path) -> None:
     tokens, types = ["<unk>", "<s>", "</s>", "▁", "a", "▁a"], [2, 3, 3, 1, 1, 1]
     common: dict[str, Any] = {
