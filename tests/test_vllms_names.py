@@ -81,6 +81,11 @@ def test_the_tokenizer_has_the_names_of_transformers(llm: LLM) -> None:
     assert tokenizer(["hello", "a"], truncation=True, max_length=2)["attention_mask"][0] == [1, 1]
     assert tokenizer.decode(ids) == tokenizer.batch_decode([ids])[0] == "hello"
     assert (tokenizer.eos_token_id, len(tokenizer)) == (llm.tokenizer.facts.eos_token_ids[0], tokenizer.vocab_size)
+    vocab = tokenizer.get_vocab()
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    assert [vocab[token] for token in tokens] == tokenizer.convert_tokens_to_ids(tokens) == ids
+    assert (vocab.get("no such token"), tokenizer.convert_tokens_to_ids("no such token")) == (None, None)
+    assert max(vocab.values()) < len(tokenizer)
     messages = [{"role": "user", "content": "hi"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert isinstance(text, str)

@@ -68,7 +68,8 @@ class ModelConfig:
         ),
     ] = None
     max_model_len: Annotated[
-        int | None, Setting("Longest prompt plus output, in tokens.", unset="the model's own limit")
+        int | None,
+        Setting("Longest prompt plus output, in tokens; auto or -1: what fits.", unset="the model's own limit"),
     ] = None
     hf_overrides: Annotated[
         HFOverrides,

@@ -69,7 +69,9 @@ def normalize(item: DescribedSetting, value: Any) -> Any:
     if item.setting.is_size and isinstance(value, str):
         return _to_size(name, value)
     if item.type is int and isinstance(value, str):
-        return _to_count(item, value)
+        value = _to_count(item, value)
+    if name == "max_model_len" and type(value) is int and value == -1:
+        return None  # vLLM's number for "auto"
     if item.is_mapping and isinstance(value, str):
         return _to_mapping(name, value)
     if name in _DTYPES and isinstance(value, str):

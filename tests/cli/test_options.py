@@ -254,6 +254,8 @@ def test_options_of_vllm_in_python(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     auto = EngineConfig.from_options(max_model_len="auto")
     assert (auto.model.max_model_len, auto.given) == (None, ())
+    for number in (-1, "-1"):
+        assert EngineConfig.from_options(max_model_len=number) == auto
     with pytest.raises(ConfigError, match="download_dir and cache_dir mean the same"):
         EngineConfig.from_options(download_dir="/x", cache_dir="/y")
 

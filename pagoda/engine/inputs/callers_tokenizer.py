@@ -1,7 +1,8 @@
 """CallersTokenizer: a model's tokenizer with the names of transformers' tokenizers, for programs."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from pagoda.base.errors import RequestError
@@ -25,7 +26,9 @@ class CallersTokenizer:
     padding_side = truncation_side = "right"
     is_fast = True
 
-    def __init__(self, inputs: InputProcessor, entered: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self, inputs: InputProcessor, entered: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         """entered: the context of a call that may take a template's locks; see EngineThread.entered."""
         self._inputs = inputs
         self._entered = entered
@@ -41,6 +44,11 @@ class CallersTokenizer:
     @property
     def model_max_length(self) -> int:
         return self._inputs.limits.max_model_len
+
+    @functools.cached_property
+    def _vocab(self) -> dict[str, int]:
+        each = ((self._own.token_string(token_id), token_id) for token_id in range(self.vocab_size))
+        return {token: token_id for token, token_id in each if token}
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -71,6 +79,20 @@ class CallersTokenizer:
             if isinstance(text, str)
             else Encoding(input_ids=ids, attention_mask=masks)
         )
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of every token, as the vocabulary writes it (`Ġis`)."""
+        return dict(self._vocab)
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
+        """Return the id of a token, or of each of several; None for one that the vocabulary lacks."""
+        if isinstance(tokens, str):
+            return self._vocab.get(tokens)
+        return [self._vocab.get(token) for token in tokens]
+
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str]:
+        """Return a token as the vocabulary writes it, or each of several; empty for an unknown id."""
+        return self._own.token_string(ids) if isinstance(ids, int) else [self._own.token_string(one) for one in ids]
 
     def decode(self, token_ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of one or several token ids."""
