@@ -61,7 +61,7 @@ class ServerTimeouts:
         float,
         Setting(
             "Restart an engine that has work and for this long neither ends a step nor uses the processor (one that "
-            "uses it: 10 times as long).",
+            "uses it: 10 times as long; 0: never).",
             at_least=0,
         ),
     ] = 120.0

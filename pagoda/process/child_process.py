@@ -1,7 +1,8 @@
-"""Child processes of pagoda: `python -m MODULE`, given its start by standard input, and ended when that closes."""
+"""Child processes of pagoda: a module each, given its start by standard input, and ended when that closes."""
 
 import contextlib
 import fcntl
+import importlib.util
 import os
 import select
 import signal
@@ -50,18 +51,34 @@ def signals_blocked(*signals: signal.Signals) -> Generator[None, None, None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def safe_python() -> list[str]:
+    """Return a command of this Python that imports nothing from the current folder, nor from what this one ignores."""
+    ignored = (("-E", sys.flags.ignore_environment), ("-s", sys.flags.no_user_site))
+    return [sys.executable, "-P", *(flag for flag, is_set in ignored if is_set)]
+
+
+def module_command(module: str) -> list[str]:
+    """Return a command that runs a module without the current folder on its import path, see run_module.
+
+    Its package is found where this process finds it.
+    """
+    spec = importlib.util.find_spec(module.partition(".")[0])
+    assert spec is not None and spec.submodule_search_locations, f"{module} is not in a package"
+    folder = Path(next(iter(spec.submodule_search_locations))).parent
+    return [*safe_python(), str(Path(__file__).with_name("run_module.py")), str(folder), module]
+
+
 def start_child(
     module: str, arguments: Sequence[str], data: bytes, fds: Sequence[int] = ()
 ) -> "subprocess.Popen[bytes]":
-    """Start `python -m module`, hand `data` to it (see `read_start`), and leave its standard input open: its lifeline.
+    """Start a module, hand `data` to it (see `read_start`), and leave its standard input open: its lifeline.
 
-    A terminal's Ctrl-C does not reach it: its parent handles that.   fds: file descriptors that it inherits.
-    Raises OSError if no process can be started, for lack of memory, say.
+    A terminal's Ctrl-C does not reach it: its parent handles that. It imports nothing from the current folder.
+    fds: file descriptors that it inherits.   Raises OSError if no process can be started, for lack of memory, say.
     """
     with signals_blocked(signal.SIGINT, signal.SIGTERM):
-        process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE, pass_fds=tuple(fds)
-        )
+        command = [*module_command(module), *arguments]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=tuple(fds))
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended already, which is found out later
         process.stdin.write(len(data).to_bytes(8, "little") + data)

@@ -4,7 +4,6 @@ import http.client
 import json
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import typer
 
 from pagoda.base.errors import ConfigError
 from pagoda.cli.bench.workload import percentile, report
+from pagoda.process.child_process import module_command
 
 PROMPT = "Once upon a time"
 READY_TIMEOUT_S = 120.0
@@ -38,7 +38,7 @@ def startup(
 
     The first run is counted like the others: it finds files out of the page cache and kernels not yet compiled.
     """
-    pagoda = [sys.executable, "-m", "pagoda"]
+    pagoda = module_command("pagoda")
     extra = ["--model", model] if model is not None else []
     if serve:
         starts = [time_server([*pagoda, "serve", *extra], max_tokens) for _ in range(runs)]

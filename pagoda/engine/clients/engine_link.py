@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 
 import msgspec
@@ -82,15 +83,16 @@ class EngineLink:
     """The connection to one engine process.
 
     It ends when the process does, and when the process hangs: it has work, and for `step_timeout_s` makes no progress
-    (see Watchdog). `was_hung` then tells which.
+    (see Watchdog; 0: it never counts as hung). `was_hung` then tells which.
+    had_output: whether it has sent any output of a request.
     """
 
     def __init__(self, process: EngineProcess, codec: wire.Codec, step_timeout_s: float) -> None:
         self.process = process
-        self.was_hung = False
+        self.was_hung = self.had_output = False
         self._codec = codec
-        self._step_timeout_s = step_timeout_s
-        self._is_open = False
+        self._step_timeout_s = step_timeout_s or math.inf
+        self._ready_at_s: float | None = None
         self._watchdog = Watchdog(time.monotonic())
         self._num_sent = 0
         self._num_handled_when_idle = 0
@@ -98,9 +100,13 @@ class EngineLink:
 
     def open(self) -> None:
         """Send messages from now on: the engine is ready."""
-        self._is_open = True
+        self._ready_at_s = time.monotonic()
         self.process.note_ranks()
         self.process.place.remove()  # both processes have its files open, so nothing stays on disk if one is killed
+
+    def ready_s(self) -> float | None:
+        """Return for how many seconds the engine has been ready; None if it has not."""
+        return time.monotonic() - self._ready_at_s if self._ready_at_s is not None else None
 
     def close(self) -> None:
         """Stop watching the process. Idempotent."""
@@ -166,7 +172,7 @@ class EngineLink:
         """Wait until the process has ended (return False), or has work but makes no progress (return True)."""
         while self.is_up:
             flight = self.process.recorder.read()
-            mark, has_work = (flight.steps_begun, flight.steps_ended), self._is_open and not self.is_idle
+            mark, has_work = (flight.steps_begun, flight.steps_ended), self._ready_at_s is not None and not self.is_idle
             if self._watchdog.is_hung(mark, has_work, self.process.cpu_s(), self._step_timeout_s, time.monotonic()):
                 logger.error("no progress for %.1f s: treating the engine as hung", self.stuck_for_s())
                 return True

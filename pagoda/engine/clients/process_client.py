@@ -213,9 +213,11 @@ class ProcessClient:
         self._takes_loads.clear()
         self._end_calls()
 
-    def on_death(self, flight: FlightRecord, killed_from_outside: bool) -> None:
-        for entry in self._suspects.assign_blame(flight, killed_from_outside):
+    def on_death(self, flight: FlightRecord, killed_from_outside: bool) -> bool:
+        rejected = self._suspects.assign_blame(flight, killed_from_outside)
+        for entry in rejected:
             self._outputs.put_nowait(error_outputs(entry, "this request crashed the engine process repeatedly"))
+        return bool(rejected)
 
     def on_give_up(self, error: WorkerDied) -> None:
         self._end_calls()

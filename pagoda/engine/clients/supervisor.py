@@ -17,9 +17,12 @@ from pagoda.process.out_of_memory import describe_exit, hint_of_exit, num_oom_ki
 
 logger = logging.getLogger("pagoda.engine")
 
-MAX_FAILED_STARTS = 3
+MAX_FIRST_STARTS = 3  # of a server that has never been ready: its settings are probably wrong
+MAX_FRUITLESS = 10  # engines in a row, once one has been ready: about two minutes of pauses
+STABLE_S = 300.0  # an engine that was ready for so long is not part of a loop of crashes
 MAX_FAILED_SPAWNS = 7  # processes that the system refused to start: about half a minute of pauses
-START_PAUSE_S = 0.5  # after a failed start, whose cause may need a moment to go away
+START_PAUSE_S = 0.5  # after the first failure, whose cause may need a moment to go away; then twice as long each time
+MAX_PAUSE_S = 30.0
 
 
 class Supervised(Protocol):
@@ -35,8 +38,11 @@ class Supervised(Protocol):
         """The engine has died or hangs; nothing can be sent any more."""
         ...
 
-    def on_death(self, flight: FlightRecord, killed_from_outside: bool) -> None:
-        """The process of an engine that had been ready has ended.   flight: the requests in its last steps."""
+    def on_death(self, flight: FlightRecord, killed_from_outside: bool) -> bool:
+        """The process of an engine that had been ready has ended. Return whether a request explains it, which has ended.
+
+        flight: the requests in its last steps.
+        """
         ...
 
     def on_give_up(self, error: WorkerDied) -> None:
@@ -45,7 +51,10 @@ class Supervised(Protocol):
 
 
 class Supervisor:
-    """Runs one engine process after another, until too many starts in a row fail.
+    """Runs one engine process after another, until too many in a row are fruitless.
+
+    An engine is fruitless if it does not become ready, or ends within STABLE_S without any output, and no request
+    explains that. All others have moved requests on, so that even a server whose engines die all the time ends them.
 
     link: to an engine that is ready, or None.   process_number: of the current engine process, from 1.
     """
@@ -109,8 +118,8 @@ class Supervisor:
             self._give_up(WorkerDied(f"internal error in the server: {type(error).__name__}: {error}"))
 
     async def _supervise(self) -> None:
-        """Run one engine process after another, until too many starts fail. Raises ConfigError for invalid settings."""
-        failed_starts = 0
+        """Run one engine process after another, until too many are fruitless. Raises ConfigError for invalid settings."""
+        num_fruitless = 0
         while True:
             self.process_number += 1
             self._start_error = None
@@ -125,22 +134,29 @@ class Supervisor:
                 self.link = None
                 await asyncio.to_thread(engine.close)
                 raise
-            was_ready, self.link = self.link is link, None
+            ready_s, self.link = link.ready_s(), None
             self._user.on_lost()
             flight = engine.recorder.read()
             code = await asyncio.to_thread(engine.close)
             self.num_deaths += 1
-            failed_starts = 0 if was_ready else failed_starts + 1
-            if failed_starts >= MAX_FAILED_STARTS:
-                return self._give_up(WorkerDied(_failed_start(failed_starts, code, self._start_error)))
-            logger.error("engine process %d %s; starting another", engine.process.pid, describe_exit(code))
-            if was_ready:
+            is_fruitless = ready_s is None or (ready_s < STABLE_S and not link.had_output)
+            if ready_s is not None:
                 # Linux kills a process with SIGKILL, too, when memory runs out: then a request may be the cause.
                 ran_out_of_memory = num_oom_kills() > num_oom_kills_before
                 is_outside = code == -signal.SIGKILL and not link.was_hung and not ran_out_of_memory
-                self._user.on_death(flight, killed_from_outside=is_outside)
-            else:
-                await asyncio.sleep(START_PAUSE_S * failed_starts)
+                has_explanation = self._user.on_death(flight, killed_from_outside=is_outside)
+                is_fruitless = is_fruitless and not has_explanation
+            num_fruitless = num_fruitless + 1 if is_fruitless else 0
+            if num_fruitless >= (MAX_FRUITLESS if self._has_been_ready else MAX_FIRST_STARTS):
+                return self._give_up(WorkerDied(self._last_word(num_fruitless, code, ready_s)))
+            pause_s = min(START_PAUSE_S * 2 ** (num_fruitless - 1), MAX_PAUSE_S) if num_fruitless else 0.0
+            logger.error(
+                "engine process %d %s; starting another%s",
+                engine.process.pid,
+                describe_exit(code),
+                f" in {pause_s:.1f} s" if pause_s else "",
+            )
+            await asyncio.sleep(pause_s)
 
     async def _spawn(self) -> EngineProcess:
         """Start a process; try again if the system refuses, as it does when memory or processes run short."""
@@ -167,15 +183,22 @@ class Supervisor:
                     case wire.Ready(facts):
                         self._begin(link, facts)
                     case wire.StartFailed(text, config):
-                        if config:
+                        if config and not self._has_been_ready:
                             raise ConfigError(text)
                         self._start_error = text
                         logger.error("the engine could not start: %s", text)
                     case _:
+                        link.had_output |= isinstance(message, wire.StepOutputs)
                         self._user.on_message(message)
             return link
         finally:
             link.close()
+
+    @property
+    def _has_been_ready(self) -> bool:
+        """Whether an engine with these settings has been ready: they work, and what keeps the next one may pass."""
+        assert self._facts is not None
+        return self._facts.done()
 
     def _begin(self, link: EngineLink, facts: wire.EngineFacts) -> None:
         assert self.link is not link, "an engine sent Ready twice"
@@ -196,8 +219,15 @@ class Supervisor:
             self._facts.set_exception(error)
         self._user.on_give_up(self.died)
 
-
-def _failed_start(times: int, code: int | None, said: str | None) -> str:
-    """Return the error message for an engine that cannot be started: how it ended, its own error, and a remedy."""
-    message = f"the engine process {describe_exit(code)} while loading, {times} times in a row"
-    return message + (f": {said}" if said is not None else hint_of_exit(code))
+    def _last_word(self, times: int, code: int | None, ready_s: float | None) -> str:
+        """Return the error message for engines that are of no use: how the last one ended, its own error, a remedy."""
+        if ready_s is not None:
+            return (
+                f"the engine process {describe_exit(code)} {ready_s:.0f} s after it was ready, the last of {times} in a "
+                "row without any output, and no request explains it: find the cause in the log above (memory, "
+                "a driver, a process that kills it), then start the server again"
+            )
+        message = f"the engine process {describe_exit(code)} while loading, {times} times in a row"
+        if self._start_error is not None:
+            return f"{message}: {self._start_error}"
+        return message + hint_of_exit(code)

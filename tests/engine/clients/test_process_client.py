@@ -55,10 +55,11 @@ def tokens(outputs: list[RequestOutput]) -> dict[int, list[int]]:
 def run(
     work: Work,
     module: str = "tests.engine.poisoned_engine",
+    step_timeout_s: float = STEP_TIMEOUT_S,
     **options: object,
 ) -> None:
     config = EngineConfig.from_options(**OPTIONS, **options)
-    run_engine(work, ProcessClient(config, STEP_TIMEOUT_S, module), config)
+    run_engine(work, ProcessClient(config, step_timeout_s, module), config)
 
 
 async def wait_for_steps(client: ProcessClient, count: int) -> None:
@@ -358,6 +359,7 @@ def test_invalid_settings_are_an_error_at_once() -> None:
 def test_waiting_callers_get_an_error_when_no_engine_can_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(supervisor, "START_PAUSE_S", 0.001)
     monkeypatch.setenv("ENGINE_LIVES_FILE", str(tmp_path / "lives"))
     monkeypatch.setenv("ENGINE_LIVES", "1")
 
@@ -367,7 +369,7 @@ def test_waiting_callers_get_an_error_when_no_engine_can_be_started(
             await asyncio.sleep(0.005)
         assert client.engine_pid is not None
         os.kill(client.engine_pid, signal.SIGKILL)
-        with pytest.raises(WorkerDied, match="while loading, 3 times in a row"):
+        with pytest.raises(WorkerDied, match="while loading, 10 times in a row"):
             await waiting
         assert client.died is llm.died is not None
         with pytest.raises(WorkerDied):
@@ -376,6 +378,88 @@ def test_waiting_callers_get_an_error_when_no_engine_can_be_started(
             await llm.reset_prefix_cache()
 
     run(work, module="tests.engine.mortal_engine")
+
+
+def _let_fates_be(words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Have engine processes end as `words` say; return a file with a letter for each that has begun."""
+    monkeypatch.setattr(supervisor, "START_PAUSE_S", 0.001)
+    monkeypatch.setenv("ENGINE_FATES", words)
+    monkeypatch.setenv("ENGINE_FATES_FILE", str(tmp_path / "fates"))
+    return tmp_path / "fates"
+
+
+def test_a_restart_waits_for_memory_that_has_not_been_released_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = _let_fates_be("serve short short short serve", monkeypatch, tmp_path)
+
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        undisturbed = tokens(await collect(llm, "a"))
+        again = asyncio.create_task(collect(llm, "a"))
+        await wait_for_steps(client, 5)
+        assert client.engine_pid is not None
+        os.kill(client.engine_pid, signal.SIGKILL)
+        assert tokens(await again) == undisturbed
+
+    run(work, module="tests.engine.fateful_engine")
+    assert len(begun.read_text()) == 5
+
+
+def test_a_first_start_without_enough_memory_is_an_error_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = _let_fates_be("short", monkeypatch, tmp_path)
+
+    async def main() -> None:
+        client = ProcessClient(EngineConfig.from_options(**OPTIONS), module="tests.engine.fateful_engine")
+        with pytest.raises(ConfigError, match="does not fit in memory"):
+            await client.start()
+        await client.shutdown()
+
+    asyncio.run(main())
+    assert len(begun.read_text()) == 1
+
+
+def test_engines_that_die_as_soon_as_they_are_ready_are_not_started_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = _let_fates_be("die", monkeypatch, tmp_path)
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(pause_s: float) -> None:
+        pauses.append(pause_s)
+        await sleep(pause_s)
+
+    async def main() -> None:
+        client = ProcessClient(EngineConfig.from_options(**OPTIONS), module="tests.engine.fateful_engine")
+        await client.start()
+        monkeypatch.setattr(supervisor, "MAX_FRUITLESS", 5)
+        monkeypatch.setattr(supervisor.asyncio, "sleep", note)
+        await client.wait_until_gone()
+        assert re.search(r"exit code 3 0 s after it was ready, the last of 5 in a row", str(client.died))
+        await client.shutdown()
+
+    asyncio.run(main())
+    assert len(begun.read_text()) == 5
+    assert [pause_s for pause_s in pauses if pause_s < 0.01] == [0.001, 0.002, 0.004, 0.008]
+
+
+def test_without_a_step_timeout_no_engine_counts_as_hung(clock: HurriedClock) -> None:
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        undisturbed = tokens(await collect(llm, "a"))
+        stopped = client.engine_pid
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        again = asyncio.create_task(collect(llm, "a"))
+        clock.hurries = lambda: True
+        while clock.ahead_s < 4 * STEP_TIMEOUT_S:
+            await asyncio.sleep(0.01)
+        os.kill(stopped, signal.SIGCONT)
+        assert tokens(await again) == undisturbed
+        assert client.num_deaths == 0
+
+    run(work, step_timeout_s=0.0)
 
 
 def test_a_reset_while_the_engine_starts_again_is_done_at_once() -> None:
