@@ -6,7 +6,7 @@ help of the command line and docs/reference/settings.md derive from these declar
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Annotated, Any
 
@@ -314,6 +314,11 @@ class EngineConfig:
             if name in server:
                 raise ConfigError(f"{name} is an option of `pagoda serve`, not of the engine; leave it out")
         return cls._of({part: kind for part, kind in PARTS.items() if part != "server"}, options)
+
+    def without_keys(self) -> "EngineConfig":
+        """Return the settings for other processes: of the server's only what they use, so no keys of its clients."""
+        used = ServerConfig(server_limits=self.server.server_limits, logs=self.server.logs)
+        return replace(self, server=used)
 
     @classmethod
     def _of(cls, parts: Mapping[str, type[Any]], options: dict[str, Any]) -> "EngineConfig":

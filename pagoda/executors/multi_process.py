@@ -139,7 +139,7 @@ class MultiProcessExecutor:
         sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
         self._places = [RankPlace.of(number, *sizes) for number in range(parallel.world_size)]
         self._sampling = next(place.number for place in self._places if place.samples)
-        self._config = config
+        self._config = config.without_keys()
         self._start_ranks = start_ranks
         self._host = host
         self._step_timeout_s, self._load_timeout_s = step_timeout_s, load_timeout_s

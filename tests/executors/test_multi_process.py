@@ -17,8 +17,10 @@ import zmq
 from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.base.config import EngineConfig, ModelConfig, ParallelConfig
 from pagoda.base.errors import ConfigError, RequestError, WorkerDied
+from pagoda.base.server_config import ServerConfig
 from pagoda.core.executor import Capacity, StepSize
 from pagoda.core.request import LoraRef
+from pagoda.engine.wire import make_encoder
 from pagoda.executors import rank
 from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.messages import RankStart
@@ -34,6 +36,21 @@ from tests.worker.hand_made import i32, row_init, step
 def config_of(num_ranks: int = 2, model: str = "fine") -> EngineConfig:
     parallel = ParallelConfig(tensor_parallel_size=num_ranks, distributed_executor_backend="mp")
     return EngineConfig(model=ModelConfig(model=model), parallel=parallel)
+
+
+def test_keys_of_a_servers_clients_are_handed_to_no_rank() -> None:
+    """Whose machines others may read."""
+    config = replace(config_of(), server=ServerConfig(api_keys=("secret-key",), admin_api_key="secret-admin"))
+    handed: list[bytes] = []
+
+    def start_ranks(starts: Sequence[RankStart]) -> LocalRanks:
+        handed.extend(map(make_encoder().encode, starts))
+        raise OSError("enough")
+
+    with pytest.raises(WorkerDied, match="enough"):
+        MultiProcessExecutor(config, start_ranks).start()
+    assert len(handed) == 2
+    assert b"secret" not in b"".join(handed)
 
 
 class Deaths:

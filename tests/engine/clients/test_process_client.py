@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq.asyncio
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, WorkerDied
@@ -24,7 +25,7 @@ from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.request import LoraRef, Request
 from pagoda.engine import wire
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.clients import supervisor
+from pagoda.engine.clients import engine_link, supervisor
 from pagoda.engine.clients.engine_link import EngineProcess
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.outputs.output_processor import OutputKind
@@ -354,6 +355,21 @@ def test_invalid_settings_are_an_error_at_once() -> None:
         await client.shutdown()
 
     asyncio.run(main())
+
+
+def test_keys_of_a_servers_clients_are_not_handed_to_the_engine_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[bytes] = []
+
+    def start_child(module: str, arguments: list[str], data: bytes) -> Any:
+        handed.append(data)
+        raise OSError("enough")
+
+    monkeypatch.setattr(engine_link, "start_child", start_child)
+    config = EngineConfig.from_options(**OPTIONS, api_keys=["secret-key"], admin_api_key="secret-admin")
+    with pytest.raises(OSError, match="enough"):
+        EngineProcess(config, "", zmq.asyncio.Context())
+    assert b"max_num_seqs" in handed[0]
+    assert b"secret" not in handed[0]
 
 
 def test_waiting_callers_get_an_error_when_no_engine_can_be_started(
