@@ -63,7 +63,8 @@ def module_command(module: str) -> list[str]:
     Its package is found where this process finds it.
     """
     spec = importlib.util.find_spec(module.partition(".")[0])
-    assert spec is not None and spec.submodule_search_locations, f"{module} is not in a package"
+    assert spec is not None, f"{module} is not found"
+    assert spec.submodule_search_locations, f"{module} is not in a package"
     folder = Path(next(iter(spec.submodule_search_locations))).parent
     return [*safe_python(), str(Path(__file__).with_name("run_module.py")), str(folder), module]
 
