@@ -39,7 +39,7 @@ class Supervised(Protocol):
         ...
 
     def on_death(self, flight: FlightRecord, killed_from_outside: bool) -> bool:
-        """The process of an engine that had been ready has ended. Return whether a request explains it, which has ended.
+        """The process of an engine that had been ready has ended. Return whether a rejected request explains it.
 
         flight: the requests in its last steps.
         """
@@ -118,7 +118,7 @@ class Supervisor:
             self._give_up(WorkerDied(f"internal error in the server: {type(error).__name__}: {error}"))
 
     async def _supervise(self) -> None:
-        """Run one engine process after another, until too many are fruitless. Raises ConfigError for invalid settings."""
+        """Run one engine process after another, until too many are fruitless. Raises ConfigError for wrong settings."""
         num_fruitless = 0
         while True:
             self.process_number += 1
@@ -223,8 +223,8 @@ class Supervisor:
         """Return the error message for engines that are of no use: how the last one ended, its own error, a remedy."""
         if ready_s is not None:
             return (
-                f"the engine process {describe_exit(code)} {ready_s:.0f} s after it was ready, the last of {times} in a "
-                "row without any output, and no request explains it: find the cause in the log above (memory, "
+                f"the engine process {describe_exit(code)} {ready_s:.0f} s after it was ready, the last of {times} "
+                "in a row without any output, and no request explains it: find the cause in the log above (memory, "
                 "a driver, a process that kills it), then start the server again"
             )
         message = f"the engine process {describe_exit(code)} while loading, {times} times in a row"
