@@ -47,7 +47,9 @@ class EngineProcess:
         self.socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the journal, which admission bounds
         try:
             self.socket.bind(self.place.address(SOCKET))
-            self.process = start_child(module, [self.place.folder], msgspec.msgpack.encode(config.without_keys(), enc_hook=str))
+            self.process = start_child(
+                module, [self.place.folder], msgspec.msgpack.encode(config.without_keys(), enc_hook=str)
+            )
         except OSError:
             self._release()
             raise
