@@ -24,8 +24,6 @@ from pagoda.base.outputs import (
 from pagoda.base.pooling import PoolingParams, PoolingTask
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
 from pagoda.core.request import LoraRef
-from pagoda.engine.calls import Ask, OutputStream, generate_all, pool_all, transcribe_all
-from pagoda.engine.engine_thread import EngineThread, NewRequest
 from pagoda.engine.inputs.adapters import Adapter, AdapterChoice, adapter_for_each
 from pagoda.engine.inputs.callers_tokenizer import CallersTokenizer
 from pagoda.engine.inputs.chat_prompts import chat_options
@@ -44,6 +42,15 @@ from pagoda.engine.inputs.prompts import (
 )
 from pagoda.engine.inputs.scoring import PairOptions, Scoring
 from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.offline import (
+    NewRequest,
+    OfflinePrompt,
+    OfflineThread,
+    OutputStream,
+    generate_all,
+    pool_all,
+    transcribe_all,
+)
 from pagoda.engine.outputs.output_processor import OutputKind
 from pagoda.engine.outputs.results import (
     beams_of,
@@ -111,7 +118,8 @@ class LLM:
         return llm
 
     def _begin(self, build: Callable[[], LLMEngine]) -> None:
-        self._thread, self.engine = EngineThread.started(build)
+        self._thread = OfflineThread(build)
+        self.engine = self._thread.engine
         self._added: dict[int, Adapter] = {}  # by lora_int_id
 
     @property
@@ -225,8 +233,8 @@ class LLM:
         priorities = [priority or 0] * count if priority is None or isinstance(priority, int) else priority
         if len(priorities) != count:
             raise RequestError(f"{len(priorities)} priorities for {count} prompts", "priority")
-        asks = map(Ask, prompts, params, priorities, adapters)
-        return generate_all(self._thread, self.engine, list(asks), use_tqdm)
+        asks = map(OfflinePrompt, prompts, params, priorities, adapters)
+        return generate_all(self._thread, list(asks), use_tqdm)
 
     def _render(self, messages: Sequence[Message], template_options: Mapping[str, Any]) -> TokensPrompt:
         with self._thread.entered():  # rendering takes a lock: a signal handler or a forked child must not wait for it
@@ -319,7 +327,7 @@ class LLM:
             return transcriber.begin(load_sound(each[at], names[at], limits), chosen)
 
         begins = [partial(begin, at) for at in range(len(each))]
-        return transcribe_all(self._thread, self.engine, begins, names, use_tqdm)
+        return transcribe_all(self._thread, begins, names, use_tqdm)
 
     # ---- LoRA adapters
 
@@ -429,8 +437,8 @@ class LLM:
             options = PairOptions(chat_template, instruction)
             scoring = Scoring(first, second, params, self.engine.input_processor, options=options)
         pairs = zip(scoring.prompts, scoring.params, strict=True)
-        asks = [Ask(prompt, one, lora_request=lora_request) for prompt, one in pairs]
-        outputs = pool_all(self._thread, self.engine, asks, use_tqdm)
+        asks = [OfflinePrompt(prompt, one, lora_request=lora_request) for prompt, one in pairs]
+        outputs = pool_all(self._thread, asks, use_tqdm)
         return scoring_outputs(scoring, outputs)
 
     def _pool(
@@ -446,7 +454,9 @@ class LLM:
         each = as_prompts(prompts)
         given = for_each(params, len(each), PoolingParams, "pooling_params")
         asks = [
-            Ask(with_instruction(prompt, instruction), with_truncation(with_task(one, task), truncate), 0, adapter)
+            OfflinePrompt(
+                with_instruction(prompt, instruction), with_truncation(with_task(one, task), truncate), 0, adapter
+            )
             for prompt, one, adapter in zip(each, given, adapter_for_each(lora_request, len(each)), strict=True)
         ]
-        return pool_all(self._thread, self.engine, asks, use_tqdm)
+        return pool_all(self._thread, asks, use_tqdm)

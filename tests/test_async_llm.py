@@ -149,16 +149,16 @@ def test_a_request_that_follows_an_aborted_one_of_the_same_id_gets_its_own_outpu
 
 def test_closing_while_conversations_wait_for_a_thread_raises_usage_errors() -> None:
     async def test(llm: AsyncLLM) -> None:
-        running = await llm._running()
+        chats = (await llm._engine()).input_processor.chats
         may_end, has_begun = threading.Event(), asyncio.Event()
-        loop, render = asyncio.get_running_loop(), running.inputs.chats.render
+        loop, render = asyncio.get_running_loop(), chats.render
 
         def held(*args: Any, **options: Any) -> Any:
             loop.call_soon_threadsafe(has_begun.set)
             may_end.wait(20)
             return render(*args, **options)
 
-        running.inputs.chats.render = held  # type: ignore[method-assign]
+        chats.render = held  # type: ignore[method-assign]
         asks = [asyncio.create_task(collect(llm.chat(HI, SHORT))) for _ in range(12)]
         await has_begun.wait()
         await llm.close()

@@ -18,7 +18,7 @@ import pytest
 
 from pagoda import LLM, ConfigError, RequestOutput, SamplingParams, UsageError, WorkerDied
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from pagoda.engine import calls, engine_thread
+from pagoda.engine import engine_thread, offline
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.executors.fake import FakeExecutor
 from tests.cached_models import cached_model
@@ -340,7 +340,7 @@ def test_what_a_handler_raises_while_a_request_is_queued_leaves_no_request(
 def main_thread_waits() -> bool:
     """Whether the main thread is in code that waits for an engine's thread."""
     frame: FrameType | None = sys._current_frames()[threading.main_thread().ident or 0]
-    while frame is not None and frame.f_code.co_filename not in (calls.__file__, engine_thread.__file__):
+    while frame is not None and frame.f_code.co_filename not in (offline.__file__, engine_thread.__file__):
         frame = frame.f_back
     return frame is not None
 

@@ -12,9 +12,9 @@ import pytest
 
 from pagoda import LLM, AsyncLLM
 from pagoda.base.errors import RequestError
-from pagoda.base.outputs import RequestOutput, TranscriptionOutput
-from pagoda.engine import calls
-from pagoda.engine.engine_thread import NewRequest
+from pagoda.base.outputs import TranscriptionOutput
+from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.offline import _Delivery
 from pagoda.engine.transcription.sound import Sound
 from pagoda.engine.transcription.transcriber import Transcriber, TranscriptionOptions
 from tests.engine.transcription.speech_model import answers_of, inputs_of, run, write_checkpoint
@@ -82,23 +82,14 @@ def test_words_have_the_times_of_transformers_in_any_company_and_change_no_segme
 
 def test_all_sounds_together_have_no_more_requests_than_sequences_run(llm: LLM, monkeypatch: Any) -> None:
     most = 0
-    thread, adding = llm._thread, llm._thread.adding
-    running: set[str] = set()
+    step = _Delivery.step
 
-    def counting(listener: Any, new: list[NewRequest]) -> Any:
+    def counting(self: _Delivery, engine: LLMEngine) -> None:
         nonlocal most
-        running.update(one.request.request_id for one in new)
-        most = max(most, len(running))
-        return adding(listener, new)
+        most = max(most, len(self._mail))
+        step(self, engine)
 
-    deliver = calls._Answers.deliver
-
-    def delivering(self: Any, outputs: list[RequestOutput]) -> None:
-        running.difference_update(output.request_id for output in outputs)
-        deliver(self, outputs)
-
-    monkeypatch.setattr(thread, "adding", counting)
-    monkeypatch.setattr(calls._Answers, "deliver", delivering)
+    monkeypatch.setattr(_Delivery, "step", counting)
     sounds = [noise(100, seed).samples for seed in (1, 2)]
     found = llm.transcribe(sounds, use_tqdm=False, language="en", cut_at_silences=True, **GREEDY)
     assert all(output.segments for output in found)

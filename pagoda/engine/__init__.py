@@ -6,9 +6,9 @@ sounds       transcription/: a sound file becomes such requests, and their token
 core         engine_core.py: schedule, execute, update: one step; the only place where time passes
 text out     outputs/: columns of token ids become RequestOutputs, cut at stop strings
 one thread   llm_engine.py has all three, stepped by its caller; engine_thread.py steps it on a thread, for LLM
-             (calls.py) and AsyncLLM
-a server     async_engine.py has text in and out on the event loop (async_text.py), and reaches a core in another
-             process through clients/: ProcessClient sends requests, Journal keeps what a replay needs, Supervisor
-             starts the next process after a death, Suspects finds the request at fault
+             (offline.py) and AsyncLLM
+event loops  async_engine.py has text in and out on the event loop (async_text.py), and reaches a core through clients/:
+             ThreadClient on a thread, for AsyncLLM; for the server ProcessClient in another process: Journal keeps
+             what a replay needs, Supervisor starts the next process after a death, Suspects finds the request at fault
 between them wire.py: the messages; flight_recorder.py: which requests are in the steps that a dead process ran
 """

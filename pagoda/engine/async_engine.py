@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from pagoda.base.clock import SystemClock
-from pagoda.base.errors import RequestError, WorkerDied, fresh
+from pagoda.base.errors import PagodaError, RequestError, WorkerDied, fresh
 from pagoda.base.outputs import RequestOutput
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
@@ -18,7 +18,6 @@ from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import PROMPT_LOGPROBS, OutputKind, OutputProcessor, PromptLogprobs
 from pagoda.engine.transcription.piece import Job, Question
-from pagoda.engine.wire import EngineStats
 
 logger = logging.getLogger("pagoda")
 
@@ -39,7 +38,7 @@ class EngineCoreClient(Protocol):
         ...
 
     async def next_outputs(self) -> EngineCoreOutputs:
-        """Return the next step's outputs, to a single consumer. Raises WorkerDied if the engine cannot be restarted."""
+        """Return the next step's outputs, to a single consumer. Raises the error that ended the engine for good."""
         ...
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool: ...
@@ -50,10 +49,6 @@ class EngineCoreClient(Protocol):
 
     def unload_adapter(self, lora: LoraRef) -> None:
         """Free an adapter's memory once no running request uses it. Ignore one that is not loaded."""
-        ...
-
-    def stats(self) -> EngineStats:
-        """Return the latest gauges and counters."""
         ...
 
     async def shutdown(self) -> None: ...
@@ -72,12 +67,14 @@ class AsyncEngine:
         self._readers: dict[str, Mailbox] = {}
         self._adapter_uses = AdapterUses()
         self._pump: asyncio.Task[None] | None = None
-        self._died: WorkerDied | None = None
+        self._died: PagodaError | None = None
         self._has_died = asyncio.Event()
         self._conversion = asyncio.Lock()  # held for a turn of the event loop, see _with_prompt_logprobs
 
-    async def shutdown(self) -> None:
-        """Shut down the engine; abort running requests. Idempotent."""
+    async def shutdown(self, error: PagodaError | None = None) -> None:
+        """Shut down the engine; abort running requests. Idempotent.   error: what they raise instead of an output."""
+        if error is not None and self._died is None:
+            self._fail_all(error)
         self._deliver(self._outputs.abort(self._outputs.live_ids, self._clock.now()))
         if self._pump is not None:
             self._pump.cancel()
@@ -93,6 +90,10 @@ class AsyncEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.shutdown()
+
+    def now(self) -> float:
+        """Return the time on the engine's clock, in seconds, as requests have it."""
+        return self._clock.now()
 
     # ---- requests
 
@@ -118,8 +119,8 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield a prepared request's output as it grows; the last one has `finished` set.
 
-        Close the iterator (or leave it under contextlib.aclosing) to abort the request. Raises WorkerDied if the engine
-        cannot be restarted. If the engine ends the request with an error, the last output has `error` set.
+        Close the iterator (or leave it under contextlib.aclosing) to abort the request. Raises the error that ended the
+        engine for good. If the engine ends the request with an error, the last output has `error` set.
         """
         if self._died is not None:
             raise fresh(self._died)
@@ -128,8 +129,9 @@ class AsyncEngine:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
         if request.lora is not None:
             self._adapter_uses.begin(request.lora)
+        mailbox = Mailbox(kind)
         try:
-            mailbox = self._readers[request_id] = Mailbox(kind)
+            self._readers[request_id] = mailbox
             prompt_logprobs = self._outputs.open(request, kind, prompt)
             if self._pump is None:
                 self._pump = asyncio.create_task(self._pump_outputs())
@@ -142,10 +144,11 @@ class AsyncEngine:
                 if output.finished:
                     return
         finally:
-            self._readers.pop(request_id, None)
-            if request_id in self._outputs:
-                self._outputs.close(request_id)
-                self._client.abort([request_id])
+            if self._readers.get(request_id) is mailbox:  # the id may be a later request's
+                del self._readers[request_id]
+                if request_id in self._outputs:
+                    self._outputs.close(request_id)
+                    self._client.abort([request_id])
             if request.lora is not None and (unused := self._adapter_uses.end(request.lora)) is not None:
                 self._client.unload_adapter(unused)
 
@@ -183,7 +186,11 @@ class AsyncEngine:
         """Deliver outputs from the engine to the readers until the engine dies."""
         try:
             while True:
-                outputs = await self._client.next_outputs()
+                try:
+                    outputs = await self._client.next_outputs()
+                except PagodaError as error:
+                    self._fail_all(error)
+                    return
                 done = self._outputs.process(outputs, self._clock.now())
                 if done.failed:
                     self._client.abort(done.failed)
@@ -191,13 +198,11 @@ class AsyncEngine:
                     self._client.finish_sequence(request_id, sequence, RequestStatus.FINISHED_STOPPED)
                 self._deliver(done.outputs)
                 await asyncio.sleep(0)  # the outputs of more steps may be ready: others get their turn between them
-        except WorkerDied as error:
-            self._fail_all(error)
         except Exception as error:  # if this task ended silently, readers would wait forever
             logger.exception("failed to process the engine's outputs")
             self._fail_all(WorkerDied(f"internal error in the client: {type(error).__name__}: {error}"))
 
-    def _fail_all(self, error: WorkerDied) -> None:
+    def _fail_all(self, error: PagodaError) -> None:
         self._died = error
         self._has_died.set()
         for request_id in self._outputs.live_ids:
@@ -210,21 +215,19 @@ class AsyncEngine:
             mailbox = self._readers.get(output.request_id)
             if mailbox is not None:
                 mailbox.put(output)
+                if output.finished:
+                    del self._readers[output.request_id]
 
     # ---- the engine
 
     @property
-    def died(self) -> WorkerDied | None:
+    def died(self) -> PagodaError | None:
         """Return the error that ended the engine, or None while it can serve requests."""
         return self._died
 
     async def wait_until_dead(self) -> None:
         """Wait until no request can be served any more (see `died`)."""
         await self._has_died.wait()
-
-    def stats(self) -> EngineStats:
-        """Return the engine's latest gauges and counters."""
-        return self._client.stats()
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Empty the prefix cache. Return False if blocks are in use and preempt_running is False."""

@@ -1,27 +1,23 @@
 """EngineThread: run an LLMEngine on a thread of its own, for all threads or tasks of a program.
 
 Callers post commands: requests, aborts, adapters. The thread runs them between two steps, so that the requests of all
-callers share one batch, and passes each step's outputs to the listeners that own them. Callers only wait. Everything
-that they share with the thread is a SimpleQueue or a single dict operation: a signal handler, a finalizer or a fork may
-interrupt a caller anywhere without leaving a lock behind.
+callers share one batch, and a Stepper passes on what each step puts out. Callers only wait. Everything that they share
+with the thread is a SimpleQueue or a single dict operation: a signal handler, a finalizer or a fork may interrupt a
+caller anywhere without leaving a lock behind.
 """
 
 import contextlib
-import itertools
 import logging
 import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from pagoda.base.errors import InvariantBroken, PagodaError, UsageError, WorkerDied, fresh
-from pagoda.base.outputs import RequestOutput
-from pagoda.core.request import Request
 from pagoda.engine.llm_engine import LLMEngine
-from pagoda.engine.outputs.output_processor import OutputKind
 
 logger = logging.getLogger("pagoda.engine")
 
@@ -33,25 +29,16 @@ Reply = Callable[[Any, BaseException | None], object]
 _EXIT_WAIT_S = 10.0  # how long the end of the program waits for the step in progress
 
 
-class Listener(Protocol):
-    """Receives the outputs of the requests that it added. Called on the engine's thread: must not block."""
+class Stepper(Protocol):
+    """Runs the steps of an engine, and passes on their outputs. Called on the engine's thread: must not block."""
 
-    def deliver(self, outputs: list[RequestOutput]) -> None:
-        """Receive what one step, or an abort, put out for this listener's requests."""
+    def step(self, engine: LLMEngine) -> None:
+        """Run one step. Raises WorkerDied."""
         ...
 
     def end(self, error: PagodaError) -> None:
         """The engine has ended: there are no further outputs."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class NewRequest:
-    """A prepared request.   prompt: its text, if it has one, for its outputs."""
-
-    request: Request
-    kind: OutputKind
-    prompt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +50,17 @@ class _Command:
 class EngineThread:
     """Thread-safe access to one LLMEngine. The engine ends with `stop`, or when nothing refers to this object."""
 
-    def __init__(self, build: Callable[[], LLMEngine], on_ready: Reply, name: str = "LLM") -> None:
+    def __init__(self, build: Callable[[], LLMEngine], on_ready: Reply, stepper: Stepper, name: str) -> None:
         """Start the thread.
 
         build: makes the engine; called on the thread, because the thread settings of math libraries apply to the
             calling thread.   on_ready: gets the engine, or the error of `build`.
-        name: what errors call the object that the caller uses.
+        stepper: must not refer to this object.   name: what errors call the object that the caller uses.
         """
-        self._runner = _Runner(name)
+        self._runner = _Runner(stepper, name)
         self._name = name
         self._pid = os.getpid()
         self._is_stopped = False
-        self._ids = itertools.count()
         self._inside: set[int] = set()  # threads in a call
         # The thread refers to the runner only, so that this object can be dropped while it runs.
         self._thread = threading.Thread(
@@ -85,13 +71,6 @@ class EngineThread:
         # it at the program's end, for as long as the thread lives.
         weakref.finalize(self._thread, _await_end, weakref.ref(self._thread), self._runner.commands, self._pid)
         self._thread.start()
-
-    @classmethod
-    def started(cls, build: Callable[[], LLMEngine]) -> "tuple[EngineThread, LLMEngine]":
-        """Start the thread and wait for the engine. Raises what `build` raises."""
-        ready: queue.SimpleQueue[tuple[LLMEngine, BaseException | None]] = queue.SimpleQueue()
-        thread = cls(build, lambda engine, error: ready.put((engine, error)))
-        return thread, _result(ready.get())
 
     # ---- callers
 
@@ -126,10 +105,6 @@ class EngineThread:
         finally:
             self._inside.discard(me)
 
-    def new_id(self) -> str:
-        """Return a request id that no other call of this method has returned."""
-        return str(next(self._ids))
-
     def post(self, run: Callable[[LLMEngine], object], reply: Reply) -> None:
         """Run a command between two steps and pass its result to `reply`; the engine's error if it has ended."""
         self._runner.commands.put(_Command(run, reply))
@@ -140,23 +115,7 @@ class EngineThread:
         """Run a command between two steps and wait for its result. Raises its errors, and the engine's."""
         done: queue.SimpleQueue[tuple[T, BaseException | None]] = queue.SimpleQueue()
         self.post(run, lambda result, error: done.put((result, error)))
-        return _result(done.get())
-
-    def adding(self, listener: Listener, new: Sequence[NewRequest]) -> Callable[[LLMEngine], dict[str, Exception]]:
-        """Return a command that queues requests, whose outputs go to `listener`.
-
-        Its result: why requests were refused, by id.
-        """
-        return lambda engine: self._runner.add(engine, listener, new)
-
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort requests after the step in progress, without waiting. Ignore unknown ids."""
-        self.post(self.aborting(list(request_ids)), lambda *_: None)
-
-    def aborting(self, request_ids: Sequence[str]) -> Callable[[LLMEngine], list[str]]:
-        """Return a command that aborts requests; their listeners get a last output each. Its result: ids that ran."""
-        runner = self._runner
-        return lambda engine: runner.deliver(engine.abort(request_ids))
+        return result_of(done.get())
 
     # ---- the end
 
@@ -182,11 +141,11 @@ class EngineThread:
 class _Runner:
     """What the thread runs, and what callers share with it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, stepper: Stepper, name: str) -> None:
         self.commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self.error: PagodaError | None = None  # why the engine has ended
+        self._stepper = stepper
         self._name = name
-        self._owners: dict[str, Listener] = {}  # by request id
 
     def run(self, build: Callable[[], LLMEngine], on_ready: Reply) -> None:
         """Build the engine, and step it until it is stopped or fails."""
@@ -200,7 +159,7 @@ class _Runner:
         reason: PagodaError = UsageError(f"this {self._name} was closed while it generated")
         try:
             while self._run_commands(engine):
-                self.deliver(engine.step())
+                self._stepper.step(engine)
         except Exception as error:
             reason = self._reason(error)
         finally:
@@ -225,32 +184,6 @@ class _Runner:
             del command  # its requests, while this waits for the next one
         return True
 
-    def add(self, engine: LLMEngine, listener: Listener, new: Sequence[NewRequest]) -> dict[str, Exception]:
-        """Queue requests; return the errors of those that were refused, by id."""
-        refused: dict[str, Exception] = {}
-        for one in new:
-            try:
-                engine.add(one.request, one.kind, one.prompt)
-            except (WorkerDied, InvariantBroken):
-                raise
-            except Exception as error:  # concerns this request only: the core has removed it
-                refused[one.request.request_id] = error
-            else:
-                self._owners[one.request.request_id] = listener
-        return refused
-
-    def deliver(self, outputs: Sequence[RequestOutput]) -> list[str]:
-        """Hand outputs to the owners of their requests, once per owner; return the requests' ids."""
-        by_listener: dict[Listener, list[RequestOutput]] = {}
-        for output in outputs:
-            request_id = output.request_id
-            owner = self._owners.pop(request_id, None) if output.finished else self._owners.get(request_id)
-            if owner is not None:
-                by_listener.setdefault(owner, []).append(output)
-        for owner, some in by_listener.items():
-            owner.deliver(some)
-        return [output.request_id for output in outputs]
-
     def refuse_commands(self) -> None:
         """Reply to commands that will not run. Any thread may call this once the engine has ended."""
         with contextlib.suppress(queue.Empty):
@@ -262,9 +195,7 @@ class _Runner:
     def _end(self, error: PagodaError) -> None:
         self.error = error  # before the queue is emptied: see `post`
         self.refuse_commands()
-        for owner in set(self._owners.values()):
-            owner.end(error)
-        self._owners.clear()
+        self._stepper.end(error)
 
     def _reason(self, error: Exception) -> PagodaError:
         """Return the error that callers get after `error` ended the engine."""
@@ -284,7 +215,8 @@ def _await_end(
         running.join(_EXIT_WAIT_S)
 
 
-def _result(done: tuple[T, BaseException | None]) -> T:
+def result_of(done: tuple[T, BaseException | None]) -> T:
+    """Return the result of a command, or raise its error."""
     result, error = done
     if error is not None:
         raise error

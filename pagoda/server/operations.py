@@ -74,7 +74,7 @@ async def show_version(http: Request) -> Response:
 async def load(http: Request) -> Response:
     """Admitted requests and tokens, and the lengths of the scheduler's queues."""
     state = state_of(http)
-    admission, stats = state.generator.admission, state.generator.llm.stats()
+    admission, stats = state.generator.admission, state.generator.metrics.stats()
     return json_response(
         LoadResponse(
             server_load=admission.num_requests + admission.num_in_line,

@@ -1,4 +1,4 @@
-"""AsyncEngine over an engine on its event loop: streams, cancellation, aborts, refusals, a dying engine."""
+"""AsyncEngine over an engine on a thread: streams, cancellation, aborts, refusals, a dying engine."""
 
 import asyncio
 import contextlib
@@ -15,6 +15,7 @@ from pagoda.base.outputs import Logprob
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs import output_processor
 from pagoda.engine.outputs.mailbox import Mailbox
@@ -23,7 +24,6 @@ from pagoda.executors.fake import FakeExecutor
 from pagoda.llm import LLM
 from tests.fake_engine import MAX_LEN, byte_inputs, fake_core
 from tests.generate import generate, prepare
-from tests.inline_client import InlineClient
 
 SHORT = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
 LONG = SamplingParams(max_tokens=240, seed=1, ignore_eos=True)
@@ -33,7 +33,7 @@ def run(test: Callable[[AsyncEngine], Awaitable[None]], executor: Executor | Non
     """Run `test` on an AsyncEngine of its own."""
 
     async def main() -> None:
-        client = InlineClient(lambda: fake_core(executor, step_s=step_s))
+        client = ThreadClient(lambda: LLMEngine(fake_core(executor, step_s=step_s), byte_inputs()), "test")
         await client.start()
         async with AsyncEngine(client, byte_inputs()) as llm:
             await test(llm)
@@ -43,6 +43,14 @@ def run(test: Callable[[AsyncEngine], Awaitable[None]], executor: Executor | Non
 
 async def collect(llm: AsyncEngine, prompt: str, params: SamplingParams = SHORT, **more: Any) -> list[RequestOutput]:
     return [output async for output in generate(llm, prompt, params, **more)]
+
+
+async def until_running(llm: AsyncEngine, count: int) -> None:
+    """Wait until so many requests run; if none, no block is in use."""
+    client = llm._client
+    assert isinstance(client, ThreadClient)
+    while (stats := await client.stats()).num_running != count or (not count and stats.kv_usage):
+        await asyncio.sleep(0.005)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -93,7 +101,7 @@ def test_a_stop_string_frees_the_engine() -> None:
         last = (await collect(llm, "go", params))[-1].outputs[0]
         assert (last.finish_reason, last.stop_reason) == ("stop", stop)
         assert last.token_ids == tokens[: at + 1]
-        await until(lambda: llm.stats().num_running == 0)
+        await until_running(llm, 0)
 
     run(test)
 
@@ -103,7 +111,7 @@ def test_leaving_the_iteration_aborts_the_request() -> None:
         async with contextlib.aclosing(generate(llm, "p", LONG)) as outputs:
             async for _ in outputs:
                 break
-        await until(lambda: llm.stats().num_running == 0 and llm.stats().kv_usage == 0)
+        await until_running(llm, 0)
         assert (await collect(llm, "next"))[-1].finished
 
     run(test, step_s=0.01)
@@ -112,11 +120,11 @@ def test_leaving_the_iteration_aborts_the_request() -> None:
 def test_cancelling_the_reader_aborts_the_request() -> None:
     async def test(llm: AsyncEngine) -> None:
         reader = asyncio.create_task(collect(llm, "p", LONG))
-        await until(lambda: llm.stats().num_running == 1)
+        await until_running(llm, 1)
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reader
-        await until(lambda: llm.stats().num_running == 0 and llm.stats().kv_usage == 0)
+        await until_running(llm, 0)
 
     run(test, step_s=0.01)
 
@@ -124,7 +132,7 @@ def test_cancelling_the_reader_aborts_the_request() -> None:
 def test_an_abort_ends_the_readers_iteration() -> None:
     async def test(llm: AsyncEngine) -> None:
         reader = asyncio.create_task(collect(llm, "p", LONG, request_id="mine"))
-        await until(lambda: llm.stats().num_running == 1)
+        await until_running(llm, 1)
         assert await llm.abort(["mine", "unknown"]) == ["mine"]
         last = (await reader)[-1]
         assert last.finished
@@ -151,6 +159,22 @@ def test_bad_requests_are_refused_before_they_run() -> None:
     run(test, step_s=0.005)
 
 
+def test_an_id_that_is_used_again_before_the_last_output_was_read_is_the_later_requests() -> None:
+    expected = expected_text("later", LONG)
+
+    async def test(llm: AsyncEngine) -> None:
+        first = llm.stream(await prepare(llm, "first", SHORT, "same"))
+        await anext(first)
+        await until(lambda: "same" not in llm._outputs)
+        later = llm.stream(await prepare(llm, "later", LONG, "same"))
+        texts = [(await anext(later)).outputs[0].text]
+        await first.aclose()
+        texts += [output.outputs[0].text async for output in later]
+        assert "".join(texts) == expected
+
+    run(test, step_s=0.002)
+
+
 class DyingExecutor(FakeExecutor):
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         if self.num_steps == 4:
@@ -171,7 +195,7 @@ def test_a_dead_engine_fails_every_reader_and_later_requests() -> None:
 def test_shutting_down_ends_what_is_in_flight() -> None:
     async def test(llm: AsyncEngine) -> None:
         reader = asyncio.create_task(collect(llm, "p", LONG))
-        await until(lambda: llm.stats().num_running == 1)
+        await until_running(llm, 1)
         await llm.shutdown()
         assert (await reader)[-1].outputs[0].finish_reason == "abort"
         await llm.shutdown()
@@ -298,6 +322,6 @@ def test_log_probabilities_that_cannot_be_read_end_their_request_alone() -> None
         assert (broken[-1].finished, broken[-1].outputs[0].finish_reason) == (True, "error")
         assert len(other[-1].outputs[0].token_ids) == 240
         assert llm.died is None
-        await until(lambda: llm.stats().num_running == 0 and llm.stats().kv_usage == 0)
+        await until_running(llm, 0)
 
     run(test)

@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import httpx
 
 from pagoda.base.server_config import ServerConfig
 from pagoda.core.request import Request, RequestStatus
+from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.clients.journal import JournalEntry, error_outputs
+from pagoda.engine.clients.journal import error_outputs
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.admission import Admission
@@ -17,21 +19,25 @@ from pagoda.server.generation import Generator
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.state import ServerState
 from tests.fake_engine import MAX_LEN, byte_inputs
-from tests.inline_client import InlineClient
 
 
-class EndingClient(InlineClient):
+class EndingClient:
     """Ends every request at once: of the engine's own work, nothing runs on the loop."""
 
+    def __init__(self) -> None:
+        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+
     def add_request(self, request: Request) -> None:
-        entry = JournalEntry(request, [[] for _ in range(request.num_seqs)], set(range(request.num_seqs)))
-        self._outputs.put_nowait(error_outputs(entry, "ended by the test", RequestStatus.FINISHED_IGNORED))
+        self._outputs.put_nowait(error_outputs(request, "ended by the test", RequestStatus.FINISHED_IGNORED))
 
     def abort(self, request_ids: list[str]) -> None:
         pass
 
-    def stats(self) -> EngineStats:
-        return EngineStats()
+    async def next_outputs(self) -> EngineCoreOutputs:
+        return await self._outputs.get()
+
+    async def shutdown(self) -> None:
+        pass
 
 
 DEFAULTS = ServerConfig()
@@ -41,9 +47,9 @@ def served(test: Callable[[httpx.AsyncClient], Awaitable[None]], config: ServerC
     """Run a test against the app."""
 
     async def main() -> None:
-        client = EndingClient(lambda: None)  # type: ignore[arg-type,return-value]
+        client: Any = EndingClient()
         async with AsyncEngine(client, byte_inputs()) as llm:
-            metrics = ServerMetrics("m", client.stats, dict.fromkeys(CACHE_LABELS, ""))
+            metrics = ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, ""))
             state = ServerState(
                 generator=Generator(llm, Admission(config.server_limits, 0.0), metrics),
                 adapters=ServedAdapters(llm, ("m",), None),

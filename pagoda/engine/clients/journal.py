@@ -8,13 +8,11 @@ processes, and says which requests the next one gets, and when.
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from pagoda.core.request import Request, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns
+from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns, only_finishes
 from pagoda.engine.flight_recorder import FlightRecord, request_key
 
 logger = logging.getLogger("pagoda.engine")
@@ -142,19 +140,12 @@ class Journal:
 
 
 def error_outputs(
-    entry: JournalEntry, message: str, status: RequestStatus = RequestStatus.FINISHED_ERROR
+    request: Request, message: str, status: RequestStatus = RequestStatus.FINISHED_ERROR, live: Iterable[int] = ()
 ) -> EngineCoreOutputs:
-    """Return outputs that finish every unfinished sequence of a request with an error and no token."""
-    request = entry.request
-    return EngineCoreOutputs(
-        handles=np.empty(0, np.int64),
-        sequences=np.empty(0, np.int32),
-        counts=np.empty(0, np.int32),
-        token_ids=np.empty(0, np.int32),
-        finishes=tuple(
-            Finish(request.request_id, request.handle, sequence, status, message=message)
-            for sequence in sorted(entry.live)
-        ),
+    """Return outputs that finish sequences of a request with an error and no token.   live: which; (): all."""
+    return only_finishes(
+        Finish(request.request_id, request.handle, sequence, status, message=message)
+        for sequence in sorted(live) or range(request.num_seqs)
     )
 
 

@@ -216,7 +216,8 @@ class ProcessClient:
     def on_death(self, flight: FlightRecord, killed_from_outside: bool) -> bool:
         rejected = self._suspects.assign_blame(flight, killed_from_outside)
         for entry in rejected:
-            self._outputs.put_nowait(error_outputs(entry, "this request crashed the engine process repeatedly"))
+            message = "this request crashed the engine process repeatedly"
+            self._outputs.put_nowait(error_outputs(entry.request, message, live=entry.live))
         return bool(rejected)
 
     def on_give_up(self, error: WorkerDied) -> None:
@@ -249,7 +250,7 @@ class ProcessClient:
     ) -> None:
         """Finish a request with an error that the engine does not have."""
         self._journal.close(entry.request.request_id)
-        self._outputs.put_nowait(error_outputs(entry, message, status))
+        self._outputs.put_nowait(error_outputs(entry.request, message, status, entry.live))
 
     def _note_idle(self, num_handled: int) -> None:
         link = self._supervisor.link

@@ -78,8 +78,10 @@ def test_outputs_that_cross_an_abort_are_forgotten() -> None:
 def test_an_error_ends_every_live_sequence_once() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1, n=2))
-    finishes = error_outputs(entry, "no").finishes
+    finishes = error_outputs(entry.request, "no").finishes
     assert [(f.sequence, f.message) for f in finishes] == [(0, "no"), (1, "no")]
+    journal.end_sequence("a", 0)
+    assert [f.sequence for f in error_outputs(entry.request, "no", live=entry.live).finishes] == [1]
 
 
 def columns(*tokens: int) -> LogprobColumns:

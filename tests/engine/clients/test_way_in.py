@@ -19,6 +19,7 @@ from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.engine_link import EngineLink
 from pagoda.engine.clients.journal import Journal, JournalEntry
 from pagoda.engine.clients.process_client import ProcessClient
+from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.output_processor import OutputProcessor
 from pagoda.llm import LLM
@@ -26,7 +27,6 @@ from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S, HurriedClock
 from tests.engine.clients.test_process_client import collect, run, tokens
 from tests.fake_engine import byte_inputs, fake_core
 from tests.generate import generate, prepare
-from tests.inline_client import InlineClient
 
 MODULE = "tests.engine.faulty_engine"
 Work = Callable[[AsyncEngine, ProcessClient], Awaitable[None]]
@@ -180,7 +180,7 @@ def test_an_engine_refuses_a_request_that_fails_to_enter_and_continues(
     monkeypatch.setattr(Scheduler, "add_request", lambda scheduler, request: broken(scheduler, request))
 
     async def main() -> None:
-        client = InlineClient(fake_core)
+        client = ThreadClient(lambda: LLMEngine(fake_core(), byte_inputs()), "test")
         await client.start()
         async with AsyncEngine(client, byte_inputs()) as llm:
             for name in ("early", "late"):
@@ -227,7 +227,7 @@ def test_output_that_cannot_be_read_ends_its_request_only() -> None:
             return self._inner.token_bytes(token_id)
 
     async def main() -> None:
-        client = InlineClient(fake_core)
+        client = ThreadClient(lambda: LLMEngine(fake_core(), byte_inputs()), "test")
         await client.start()
         inputs = byte_inputs()
         faulty = Faulty()

@@ -1,5 +1,6 @@
-"""What LLM does with an EngineThread: run lists of prompts to their end, and iterate over the deltas of one."""
+"""Offline generation, as LLM does it: run lists of prompts to their end, and iterate over the deltas of one."""
 
+import itertools
 import logging
 import queue
 from collections import deque
@@ -8,12 +9,13 @@ from dataclasses import dataclass, replace
 
 from tqdm import tqdm
 
-from pagoda.base.errors import CapacityError, PagodaError, RequestError, fresh
+from pagoda.base.errors import CapacityError, InvariantBroken, PagodaError, RequestError, WorkerDied, fresh
 from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import CompletionOutput, RequestOutput, TranscriptionOutput
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.engine.engine_thread import EngineThread, NewRequest
+from pagoda.core.request import Request
+from pagoda.engine.engine_thread import EngineThread, result_of
 from pagoda.engine.inputs.prompts import Prompt, text_of
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.output_processor import OutputKind
@@ -25,41 +27,113 @@ logger = logging.getLogger("pagoda")
 _BAR_DELAY_S = 1.0  # short work shows no bar
 
 
-class Call:
-    """Requests that one caller waits for; a Listener.   live: ids of those whose last output it has not returned."""
+Mail = queue.SimpleQueue[list[RequestOutput] | PagodaError | None]
+"""Where a caller gets the outputs of its requests, those of one step at a time, and the error that ended the engine."""
 
-    __slots__ = ("_mail", "live")
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """A prepared request.   prompt: its text, if it has one, for its outputs."""
+
+    request: Request
+    kind: OutputKind
+    prompt: str | None = None
+
+
+class _Delivery:
+    """The Stepper that puts the outputs of each request into its caller's mail."""
+
+    def __init__(self) -> None:
+        self._mail: dict[str, Mail] = {}  # by request id
+
+    def add(self, engine: LLMEngine, mail: Mail, new: Sequence[NewRequest]) -> dict[str, Exception]:
+        """Queue requests; return the errors of those that were refused, by id."""
+        refused: dict[str, Exception] = {}
+        for one in new:
+            try:
+                engine.add(one.request, one.kind, one.prompt)
+            except (WorkerDied, InvariantBroken):
+                raise
+            except Exception as error:  # concerns this request only: the core has removed it
+                refused[one.request.request_id] = error
+            else:
+                self._mail[one.request.request_id] = mail
+        return refused
+
+    def step(self, engine: LLMEngine) -> None:
+        self.deliver(engine.step())
+
+    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        by_mail: dict[Mail, list[RequestOutput]] = {}
+        for output in outputs:
+            request_id = output.request_id
+            mail = self._mail.pop(request_id, None) if output.finished else self._mail.get(request_id)
+            if mail is not None:
+                by_mail.setdefault(mail, []).append(output)
+        for mail, some in by_mail.items():
+            mail.put(some)
+
+    def end(self, error: PagodaError) -> None:
+        for mail in set(self._mail.values()):
+            mail.put(error)
+        self._mail.clear()
+
+
+class OfflineThread(EngineThread):
+    """The thread of an LLM: its callers get finished texts, or deltas."""
+
+    def __init__(self, build: Callable[[], LLMEngine]) -> None:
+        """Start the thread and wait for the engine. Raises what `build` raises."""
+        self._delivery = _Delivery()
+        self._ids = itertools.count()
+        ready: queue.SimpleQueue[tuple[LLMEngine, BaseException | None]] = queue.SimpleQueue()
+        super().__init__(build, lambda engine, error: ready.put((engine, error)), self._delivery, "LLM")
+        self.engine = result_of(ready.get())
+
+    def new_id(self) -> str:
+        """Return a request id that no other call of this method has returned."""
+        return str(next(self._ids))
+
+    def add(self, mail: Mail, new: Sequence[NewRequest]) -> dict[str, Exception]:
+        """Queue requests, which share their first step; return why some were refused, by id."""
+        delivery = self._delivery
+        return self.call(lambda engine: delivery.add(engine, mail, new))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Abort requests after the step in progress, without waiting. Ignore unknown ids."""
+        delivery, ids = self._delivery, list(request_ids)
+        self.post(lambda engine: delivery.deliver(engine.abort(ids)), lambda *_: None)
+
+
+class _Call:
+    """Requests that one caller waits for.   live: ids of those whose last output it has not returned."""
+
+    __slots__ = ("live", "mail")
 
     def __init__(self, request_ids: Iterable[str]) -> None:
         self.live = set(request_ids)
-        self._mail: queue.SimpleQueue[list[RequestOutput] | PagodaError | None] = queue.SimpleQueue()
-
-    def deliver(self, outputs: list[RequestOutput]) -> None:
-        self._mail.put(outputs)
-
-    def end(self, error: PagodaError) -> None:
-        self._mail.put(error)
+        self.mail: Mail = queue.SimpleQueue()
 
     def next_outputs(self) -> list[RequestOutput]:
         """Wait for outputs and return them; an empty list if all requests have finished. Raises the engine's error."""
         if not self.live:
             return []
-        outputs = self._mail.get()
+        outputs = self.mail.get()
         if outputs is None or isinstance(outputs, PagodaError):
-            self._mail.put(outputs)  # another thread may wait for the same stream
+            self.mail.put(outputs)  # another thread may wait for the same stream
             if outputs is not None:
                 raise fresh(outputs)
             return []
         self.live.difference_update(output.request_id for output in outputs if output.finished)
         if not self.live:
-            self._mail.put(None)
+            self.mail.put(None)
         return outputs
 
 
 class OutputStream(Iterator[RequestOutput]):
     """The deltas of one request. `close`, or dropping the last reference, aborts the request."""
 
-    def __init__(self, thread: EngineThread, new: NewRequest, lora_request: LoRARequest | None = None) -> None:
+    def __init__(self, thread: OfflineThread, new: NewRequest, lora_request: LoRARequest | None = None) -> None:
         """Queue the request. Raises RequestError or CapacityError if it is refused.
 
         lora_request: the adapter that the request uses; its outputs have it.
@@ -67,8 +141,8 @@ class OutputStream(Iterator[RequestOutput]):
         self._thread = thread
         self._lora_request = lora_request
         self._has_tokens = False
-        self._call = Call([new.request.request_id])
-        for error in thread.call(thread.adding(self._call, [new])).values():
+        self._call = _Call([new.request.request_id])
+        for error in thread.add(self._call.mail, [new]).values():
             self._call.live.clear()
             raise error
 
@@ -104,7 +178,7 @@ class OutputStream(Iterator[RequestOutput]):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class OfflinePrompt:
     """One prompt of a list, with its parameters.   prompt: or the reason why it could not be rendered."""
 
     prompt: Prompt | RequestError
@@ -118,7 +192,7 @@ _Refuse = Callable[[int, str, RequestError | CapacityError], RequestOutput]
 an error, which ends all requests of the list."""
 
 
-def generate_all(thread: EngineThread, engine: LLMEngine, asks: Sequence[Ask], use_tqdm: bool) -> list[RequestOutput]:
+def generate_all(thread: OfflineThread, asks: Sequence[OfflinePrompt], use_tqdm: bool) -> list[RequestOutput]:
     """Return an output for each prompt, in their order; that of a prompt that cannot be served has `error` set.
 
     Raises RequestError or CapacityError if that is the only prompt.
@@ -134,13 +208,13 @@ def generate_all(thread: EngineThread, engine: LLMEngine, asks: Sequence[Ask], u
         return RequestOutput(request_id, shown, outputs=[ending], finished=True, error=str(error))
 
     with thread.entered():
-        outputs = _run(thread, engine, asks, use_tqdm, refuse)
+        outputs = _run(thread, asks, use_tqdm, refuse)
     if len(outputs) == 1 and outputs[0].error is not None and not any(o.token_ids for o in outputs[0].outputs):
         raise RequestError(outputs[0].error, "prompt")
     return outputs
 
 
-def pool_all(thread: EngineThread, engine: LLMEngine, asks: Sequence[Ask], use_tqdm: bool) -> list[RequestOutput]:
+def pool_all(thread: OfflineThread, asks: Sequence[OfflinePrompt], use_tqdm: bool) -> list[RequestOutput]:
     """Return an output for each prompt, all or none. Raises RequestError for the first that cannot be served."""
 
     def refuse(index: int, request_id: str, error: RequestError | CapacityError) -> RequestOutput:
@@ -151,27 +225,24 @@ def pool_all(thread: EngineThread, engine: LLMEngine, asks: Sequence[Ask], use_t
     prompts = [ask.prompt for ask in asks if not isinstance(ask.prompt, RequestError)]
     assert len(prompts) == len(asks), "prompts to pool are not rendered"
     with thread.entered():
-        encoded = engine.input_processor.tokenized(prompts, [ask.params for ask in asks])
+        encoded = thread.engine.input_processor.tokenized(prompts, [ask.params for ask in asks])
         with_tokens = [replace(ask, prompt=prompt) for ask, prompt in zip(asks, encoded, strict=True)]
-        return _run(thread, engine, with_tokens, use_tqdm, refuse)
+        return _run(thread, with_tokens, use_tqdm, refuse)
 
 
-def _run(
-    thread: EngineThread, engine: LLMEngine, asks: Sequence[Ask], use_tqdm: bool, refuse: _Refuse
-) -> list[RequestOutput]:
+def _run(thread: OfflineThread, asks: Sequence[OfflinePrompt], use_tqdm: bool, refuse: _Refuse) -> list[RequestOutput]:
     """Run all prompts in one batch with those of other threads' calls."""
     index_of = {thread.new_id(): index for index in range(len(asks))}
     outputs: dict[str, RequestOutput] = {}
     new: list[NewRequest] = []
     for request_id, index in index_of.items():
         try:
-            new.append(_prepare(engine, request_id, asks[index]))
+            new.append(_prepare(thread.engine, request_id, asks[index]))
         except (RequestError, CapacityError) as error:
             outputs[request_id] = refuse(index, request_id, error)
-    call = Call(one.request.request_id for one in new)
+    call = _Call(one.request.request_id for one in new)
     try:
-        # All in one command, so that they share the first step.
-        for request_id, error in thread.call(thread.adding(call, new)).items() if new else ():
+        for request_id, error in thread.add(call.mail, new).items() if new else ():
             call.live.discard(request_id)
             if not isinstance(error, RequestError | CapacityError):
                 raise error
@@ -186,7 +257,7 @@ def _run(
     return results
 
 
-def _prepare(engine: LLMEngine, request_id: str, ask: Ask) -> NewRequest:
+def _prepare(engine: LLMEngine, request_id: str, ask: OfflinePrompt) -> NewRequest:
     if isinstance(ask.prompt, RequestError):
         raise ask.prompt
     lora = engine.input_processor.find_adapter(ask.lora_request) if ask.lora_request is not None else None
@@ -194,7 +265,7 @@ def _prepare(engine: LLMEngine, request_id: str, ask: Ask) -> NewRequest:
     return NewRequest(request, OutputKind.FINAL_ONLY, text_of(ask.prompt))
 
 
-def _collect(call: Call, outputs: dict[str, RequestOutput], use_tqdm: bool) -> None:
+def _collect(call: _Call, outputs: dict[str, RequestOutput], use_tqdm: bool) -> None:
     """Wait until all requests of the call have finished; store their outputs in `outputs`."""
     disable = None if use_tqdm else True  # None: off when there is no terminal
     with tqdm(total=len(call.live), desc="Prompts", unit="prompt", disable=disable, delay=_BAR_DELAY_S) as bar:
@@ -203,28 +274,15 @@ def _collect(call: Call, outputs: dict[str, RequestOutput], use_tqdm: bool) -> N
             bar.update(len(some))
 
 
-class _Answers:
-    """A Listener for requests that follow from one another."""
-
-    def __init__(self) -> None:
-        self.mail: queue.SimpleQueue[list[RequestOutput] | PagodaError] = queue.SimpleQueue()
-
-    def deliver(self, outputs: list[RequestOutput]) -> None:
-        self.mail.put(outputs)
-
-    def end(self, error: PagodaError) -> None:
-        self.mail.put(error)
-
-
 class _Transcribing:
     """Sounds on their way to text: the jobs of each, and the requests that their questions have become.
 
     most: requests that run at once, of all sounds; further jobs wait.
     """
 
-    def __init__(self, thread: EngineThread, engine: LLMEngine, most: int) -> None:
-        self._thread, self._engine = thread, engine
-        self._answers = _Answers()
+    def __init__(self, thread: OfflineThread, most: int) -> None:
+        self._thread, self._engine = thread, thread.engine
+        self._mail: Mail = queue.SimpleQueue()
         self._new: list[NewRequest] = []
         self._num_jobs: dict[int, int] = {}
         self._waiting: deque[tuple[int, Job]] = deque()
@@ -290,7 +348,7 @@ class _Transcribing:
         """Queue the new requests, until none is left. Raises the engine's error."""
         while self._new:
             new, self._new = self._new, []
-            for request_id, error in self._thread.call(self._thread.adding(self._answers, new)).items():
+            for request_id, error in self._thread.add(self._mail, new).items():
                 if not isinstance(error, RequestError | CapacityError):
                     raise error
                 if request_id in self.asked:
@@ -299,7 +357,8 @@ class _Transcribing:
 
     def step(self) -> None:
         """Wait for some of all answers, and advance their jobs. All must be submitted. Raises the engine's error."""
-        outputs = self._answers.mail.get()
+        outputs = self._mail.get()
+        assert outputs is not None
         if isinstance(outputs, PagodaError):
             raise fresh(outputs)
         for output in outputs:
@@ -315,8 +374,7 @@ class _Transcribing:
 
 
 def transcribe_all(
-    thread: EngineThread,
-    engine: LLMEngine,
+    thread: OfflineThread,
     sounds: Sequence[Callable[[], Transcription]],
     names: Sequence[str],
     use_tqdm: bool,
@@ -330,14 +388,14 @@ def transcribe_all(
     outputs: dict[int, TranscriptionOutput] = {}
     open_sounds: dict[int, Transcription] = {}
     waiting = list(range(len(sounds)))[::-1]
-    most = engine.input_processor.limits.max_num_seqs
+    most = thread.engine.input_processor.limits.max_num_seqs
     disable = None if use_tqdm else True
 
     def held_bytes() -> int:
         return sum(one.num_bytes for one in open_sounds.values())
 
     with thread.entered(), tqdm(total=0, desc="Sound", unit="s", disable=disable, bar_format=_SOUND_BAR) as bar:
-        work = _Transcribing(thread, engine, most)
+        work = _Transcribing(thread, most)
         try:
             while waiting or work.asked or work.ended:
                 while waiting and work.has_room and held_bytes() < _MAX_HELD_BYTES:

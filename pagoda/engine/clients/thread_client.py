@@ -1,0 +1,128 @@
+"""ThreadClient: an engine core on a thread of this process, for one event loop."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from pagoda.base.errors import CapacityError, PagodaError, RequestError
+from pagoda.core.request import LoraRef, Request, RequestStatus
+from pagoda.core.scheduler import SchedulerStats
+from pagoda.core.scheduler_output import EngineCoreOutputs
+from pagoda.engine.clients.journal import error_outputs
+from pagoda.engine.engine_thread import EngineThread
+from pagoda.engine.llm_engine import LLMEngine
+
+logger = logging.getLogger("pagoda.engine")
+
+T = TypeVar("T")
+
+_Outputs = asyncio.Queue[EngineCoreOutputs | PagodaError]
+
+
+class ThreadClient:
+    """An EngineCoreClient over an EngineThread."""
+
+    def __init__(self, build: Callable[[], LLMEngine], name: str) -> None:
+        """Begin to build the engine on its thread.   name: what errors call the object that the caller uses."""
+        self._loop = asyncio.get_running_loop()
+        self._outputs: _Outputs = asyncio.Queue()
+        self._ready: asyncio.Future[LLMEngine] = self._loop.create_future()
+        stepper = _CoreStepper(self._loop, self._outputs)
+        self.thread = EngineThread(build, partial(_settle, self._loop, self._ready), stepper, name)
+
+    async def start(self) -> LLMEngine:
+        """Wait for the engine; return it. Raises what `build` raises."""
+        return await self._ready
+
+    def add_request(self, request: Request) -> None:
+        self.thread.post(lambda engine: engine.core.add_request(request), partial(self._on_added, request))
+
+    def _on_added(self, request: Request, _: object, error: BaseException | None) -> None:
+        """Finish a request that was refused. If the engine has ended, that ends all requests: nothing is to do here."""
+        if isinstance(error, RequestError | CapacityError):
+            refused = error_outputs(request, str(error), RequestStatus.FINISHED_IGNORED)
+        elif error is not None and not isinstance(error, PagodaError):
+            logger.error("request %s could not be queued", request.request_id, exc_info=error)
+            reason = f"the engine could not queue this request: {type(error).__name__}: {error}"
+            refused = error_outputs(request, reason, RequestStatus.FINISHED_ERROR)
+        else:
+            return
+        _call_on(self._loop, self._outputs.put_nowait, refused)
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._post(lambda engine: engine.core.abort(request_ids))
+
+    def finish_sequence(self, request_id: str, sequence: int, status: RequestStatus) -> None:
+        self._post(lambda engine: engine.core.finish_sequence(request_id, sequence, status))
+
+    async def next_outputs(self) -> EngineCoreOutputs:
+        item = await self._outputs.get()
+        if isinstance(item, PagodaError):
+            raise item
+        return item
+
+    async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        return await self._call(lambda engine: engine.core.reset_prefix_cache(preempt_running))
+
+    async def load_adapter(self, lora: LoraRef) -> None:
+        await self._call(lambda engine: engine.core.load_adapter(lora))
+
+    def unload_adapter(self, lora: LoraRef) -> None:
+        self._post(lambda engine: engine.core.unload_adapter(lora))
+
+    async def stats(self) -> SchedulerStats:
+        """Return the gauges and counters of this moment."""
+        return await self._call(lambda engine: engine.core.make_stats())
+
+    async def shutdown(self) -> None:
+        """End the engine after the step in progress, and wait until its memory is released. Idempotent."""
+        self.thread.stop()
+        await asyncio.to_thread(self.thread.join)
+
+    def _post(self, run: Callable[[LLMEngine], object]) -> None:
+        self.thread.post(run, lambda *_: None)
+
+    async def _call(self, run: Callable[[LLMEngine], T]) -> T:
+        """Run a command between two steps. Raises its errors, and the engine's."""
+        done: asyncio.Future[T] = self._loop.create_future()
+        self.thread.post(run, partial(_settle, self._loop, done))
+        return await done
+
+
+class _CoreStepper:
+    """The Stepper that passes the core's outputs, without their texts, to an event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, outputs: _Outputs) -> None:
+        self._loop, self._outputs = loop, outputs
+
+    def step(self, engine: LLMEngine) -> None:
+        for outputs in engine.core.step().values():
+            _call_on(self._loop, self._outputs.put_nowait, outputs)
+
+    def end(self, error: PagodaError) -> None:
+        _call_on(self._loop, self._outputs.put_nowait, error)
+
+
+def _settle(
+    loop: asyncio.AbstractEventLoop, future: "asyncio.Future[Any]", result: object, error: BaseException | None
+) -> None:
+    """Settle a future of an event loop from another thread."""
+
+    def settle() -> None:
+        if future.done():  # its waiter may have been cancelled
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    _call_on(loop, settle)
+
+
+def _call_on(loop: asyncio.AbstractEventLoop, call: Callable[..., object], *args: object) -> None:
+    """Run `call` on an event loop; do nothing if the loop is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(call, *args)
