@@ -431,8 +431,9 @@ def metrics_page() -> str:
     when = (
         "## When they count\n\nA request's prompt counts when it is computed (`prompt_tokens`), each of its outputs "
         "when it ends (`request_success`), also if the\nclient left (`abort`). Gaps between tokens are those within "
-        "one output, also with `n` above 1. Totals that the scheduler keeps (preemptions,\nprefix cache, drafts) start "
-        "again at 0 when the engine process is restarted, which Prometheus expects of counters."
+        "one output, also with `n` above 1. A transcription is several requests (a window each, and\nits repetitions "
+        "at other temperatures), each of which counts. Totals that the scheduler keeps (preemptions,\nprefix cache, "
+        "drafts) start again at 0 when the engine process is restarted, which Prometheus expects of counters."
     )
     return _page("Metrics", intro, _table(("name", "type", "labels", "meaning"), rows), when)
 

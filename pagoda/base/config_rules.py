@@ -1,5 +1,6 @@
 """What each setting may be on its own. How settings go together, and with a model, is checked where they meet."""
 
+import ipaddress
 import typing
 from enum import Enum
 from numbers import Integral, Real
@@ -39,8 +40,22 @@ def check_settings(config: EngineConfig) -> None:
     for name in ("lora_modules", "lora_dir"):
         if getattr(server.lora_sources, name) and not config.model.lora.enable_lora:
             raise ConfigError(f"{name} needs enable_lora: set that too, or leave {name} out")
+    for given in server.trusted_proxies:
+        if given != "*" and not _is_network(given):
+            raise ConfigError(
+                f"forwarded_allow_ips={abbreviate(given)} must be an IP address, a network such as 10.0.0.0/8, or *"
+            )
     if server.port > 65535:
         raise ConfigError(f"port={server.port} must be in 0 .. 65535 (0: any free port)")
+
+
+def _is_network(text: str) -> bool:
+    """Return whether a string is an IP address or a network."""
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_ranks(config: EngineConfig) -> None:

@@ -96,6 +96,10 @@ class ServerConfig:
     root_path: Annotated[
         str, Setting("Path at which a proxy shows this server; routes work below it, too.", unset="none")
     ] = ""
+    forwarded_allow_ips: Annotated[
+        tuple[str, ...],
+        Setting("Address or network of a proxy whose X-Forwarded-For names the client in the log, or * for any."),
+    ] = ("127.0.0.1", "::1")
     api_keys: Annotated[tuple[str, ...], Setting("Key that clients must send.", unset="no key needed")] = ()
     api_key_file: Annotated[
         str | None,
@@ -139,3 +143,9 @@ class ServerConfig:
         default_factory=ServerTimeouts
     )
     logs: Annotated[LogOptions, Setting("What is logged, on standard error.")] = field(default_factory=LogOptions)
+
+    @property
+    def trusted_proxies(self) -> list[str]:
+        """`forwarded_allow_ips`, each of which may be several with commas between them, as uvicorn has it."""
+        given = [one.strip() for several in self.forwarded_allow_ips for one in several.split(",")]
+        return ["*"] if "*" in given else given

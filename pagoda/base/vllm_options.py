@@ -186,6 +186,38 @@ SWITCHES = frozenset(_SWITCHES.split())
 """Options whose flag takes no value."""
 
 
+API_KEY_VARIABLE = "VLLM_API_KEY"
+"""The environment variable of vLLM's with a server's key, which is one here, too."""
+
+GUARDS: Mapping[str, str] = {
+    "VLLM_MAX_N_SEQUENCES": "`n` is bounded by {max_num_seqs}",
+    "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB": "{server_limits}.max-body-bytes and {request_limits}.audio-s bound sound files",
+    "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "{allowed_media_domains} lists the domains, which each redirect is held to",
+}
+"""Environment variables of vLLM's that restrict what callers may do -> what does so here."""
+
+_MET = ("VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK", "VLLM_USE_V1")
+_OF_KUBERNETES = re.compile(r"VLLM_(SERVICE_|PORT)")
+"""What Kubernetes sets in the containers next to a service that is named vllm."""
+
+
+def key_from(environ: Mapping[str, str], spell: Callable[[str], str] = str) -> str | None:
+    """Return the API key that vLLM's variable sets, if any; log the names of its other variables, without effect here.
+
+    Raises ConfigError for those that protect a server, so that it is not open by mistake.
+    """
+    given = [name for name, value in environ.items() if name.startswith("VLLM_") and value]
+    for name in given:
+        if name in GUARDS:
+            raise ConfigError(
+                f"the environment variable {name} has no effect: {spelled(GUARDS[name], spell)}; unset it"
+            )
+    others = [name for name in given if name not in (API_KEY_VARIABLE, *_MET) and not _OF_KUBERNETES.match(name)]
+    if others:
+        logger.warning("environment variables of vLLM that have no effect here: %s", ", ".join(sorted(others)))
+    return environ.get(API_KEY_VARIABLE) or None
+
+
 def is_vllms(option: str) -> bool:
     """Return whether this is an option of vLLM that pagoda has under another name, ignores or refuses.
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig
-from pagoda.cli.options import engine_config, engine_options
+from pagoda.base.vllm_options import key_from
+from pagoda.cli.options import engine_config, engine_options, flag_of
 from pagoda.process.allocator import keep_buffers_apart
 from pagoda.process.logs import configure_logging
 
@@ -31,7 +33,7 @@ def serve(options: dict[str, object]) -> None:
         from uvloop import run
     except ImportError:  # not on Windows, and not needed
         from asyncio import run  # type: ignore[assignment]
-    run(_serve(with_key_file(engine_config(options))))
+    run(_serve(with_vllms_key(with_key_file(engine_config(options)), os.environ)))
 
 
 def with_key_file(config: EngineConfig) -> EngineConfig:
@@ -49,13 +51,27 @@ def with_key_file(config: EngineConfig) -> EngineConfig:
     return replace(config, server=replace(server, api_keys=(*server.api_keys, *keys)))
 
 
+def with_vllms_key(config: EngineConfig, environ: Mapping[str, str]) -> EngineConfig:
+    """Return the settings with the key of VLLM_API_KEY, unless they have keys. Raises ConfigError; see `key_from`."""
+    key, server = key_from(environ, flag_of), config.server
+    if key is None or server.api_keys:
+        return config
+    return replace(config, server=replace(server, api_keys=(key,)))
+
+
 async def _serve(config: EngineConfig) -> None:
     """The engine process starts first; the web framework is imported while it loads the model."""
     configure_logging("api", config.server.logs.log_level, config.server.logs.log_format)
     check_settings(config)
-    if config.server.uds is None and config.server.host not in _LOOPBACK and not config.server.api_keys:
-        logger.warning(
-            "anyone who can reach %s may use this server: set --api-key, or listen on 127.0.0.1", config.server.host
+    if config.server.uds is None and config.server.host not in _LOOPBACK:
+        if not config.server.api_keys:
+            logger.warning(
+                "anyone who can reach %s may use this server: set --api-key, or listen on 127.0.0.1", config.server.host
+            )
+        logger.info(
+            "anyone who can reach %s, with a key or without, may send requests a byte at a time, which costs much: put "
+            "a proxy in front that buffers them",
+            config.server.host,
         )
     keep_buffers_apart(os.environ)
     from pagoda.engine.clients.process_client import ProcessClient

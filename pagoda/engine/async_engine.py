@@ -98,19 +98,26 @@ class AsyncEngine:
     # ---- requests
 
     def run_job(
-        self, job: Job, new_id: Callable[[], str], cache_salt: str | None = None
+        self,
+        job: Job,
+        new_id: Callable[[], str],
+        cache_salt: str | None = None,
+        observed: Callable[
+            [Request, AsyncGenerator[RequestOutput, None]], AsyncGenerator[RequestOutput, None]
+        ] = lambda _, outputs: outputs,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a job of a transcription, as many of its requests at once as sequences run; see AsyncText.run_job.
 
         new_id: returns the id for a request.   cache_salt: encoder outputs are shared with requests of the same salt
-        only. Raises RequestError and WorkerDied.
+        only.   observed: passes on the outputs of a request.
+        Raises RequestError and WorkerDied.
         """
 
         def ask(question: Question) -> AsyncGenerator[RequestOutput, None]:
             request = self.input_processor.make_request(
                 new_id(), question.prompt, question.params, arrival_time_s=self._clock.now(), cache_salt=cache_salt
             )
-            return self.stream(request, OutputKind.FINAL_ONLY)
+            return observed(request, self.stream(request, OutputKind.FINAL_ONLY))
 
         return self.text.run_job(job, ask)
 

@@ -77,6 +77,7 @@ class ServerMetrics:
         self._max_loras = max_loras
         self._num_restarts = num_restarts
         self.num_in_line: Callable[[], int] = lambda: 0
+        self.running: dict[RequestObserver, None] = {}  # in the order of their start
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         # All series exist from the start: rate() misses the first event of a series that appears with it.
         self._ended = Counter[str](dict.fromkeys(FINISH_REASONS, 0))
@@ -234,11 +235,12 @@ class ServerMetrics:
 
 
 class RequestObserver:
-    """Updates the metrics for one request: call `on_delta` for each delta, then `on_end`."""
+    """Updates the metrics for one request: call `on_delta` for each delta, then `on_end`, or `forget`."""
 
     def __init__(self, metrics: ServerMetrics, request: Request) -> None:
         self._metrics = metrics
-        self._request = request
+        self.request = request
+        metrics.running[self] = None
         self._last_s = 0.0
         self._open = set(range(request.num_seqs))
         self.num_output_tokens = 0
@@ -257,12 +259,13 @@ class RequestObserver:
                 self._open.discard(part.index)
                 self._finish(part.finish_reason)
         if delta.pooled is not None:
-            metrics.on_prompt(self._request.num_prompt_tokens, delta.num_cached_tokens or 0)
+            metrics.on_prompt(self.request.num_prompt_tokens, delta.num_cached_tokens or 0)
         if count:
             if not self.num_output_tokens:
                 num_cached = delta.num_cached_tokens or 0
-                metrics.on_first_token(now_s - self._request.arrival_time_s, num_cached > 0)
-                metrics.on_prompt(self._request.num_prompt_tokens, num_cached)
+                first_s = delta.metrics.first_token_time if delta.metrics is not None else None
+                metrics.on_first_token((first_s or now_s) - self.request.arrival_time_s, num_cached > 0)
+                metrics.on_prompt(self.request.num_prompt_tokens, num_cached)
             metrics.num_output_tokens += count
             self.num_output_tokens += count
             self._last_s = now_s
@@ -273,7 +276,12 @@ class RequestObserver:
         for _ in self._open:
             self._finish("abort")
         self._open.clear()
-        self._metrics.on_end(self._request, self.num_output_tokens, last.metrics if last is not None else None, now_s)
+        self.forget()
+        self._metrics.on_end(self.request, self.num_output_tokens, last.metrics if last is not None else None, now_s)
+
+    def forget(self) -> None:
+        """End without a trace: the request was refused before it ran. Idempotent."""
+        self._metrics.running.pop(self, None)
 
     def _finish(self, reason: str) -> None:
         self._metrics.on_finish(reason)

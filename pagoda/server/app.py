@@ -4,6 +4,7 @@ import asyncio
 import logging
 import signal
 import socket
+import time
 from importlib.metadata import version
 from types import FrameType
 
@@ -14,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from pagoda.base.errors import RequestError
 from pagoda.base.server_config import ServerConfig
@@ -46,18 +47,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", "X-Ignored-Fields"],
         )
-    return _without_prefix(config.root_path.rstrip("/"), AccessLog(layers, state.generator.metrics.on_http))
-
-
-def _without_prefix(prefix: str, app: ASGIApp) -> ASGIApp:
-    """Return an app that also answers below `prefix`, for a proxy that does not strip it."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and f"{scope['path']}/".startswith(f"{prefix}/"):
-            scope["path"] = scope["path"].removeprefix(prefix) or "/"
-        await app(scope, receive, send)
-
-    return answer if prefix else app
+    return AccessLog(layers, state.generator.metrics.on_http, prefix=config.root_path.rstrip("/"))
 
 
 logger = logging.getLogger("pagoda.server")
@@ -177,6 +167,7 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
             create_app(state, config),
             http="h11",  # uvicorn's httptools loses the body of a request that offers `Upgrade: h2c`
             ws="none",
+            forwarded_allow_ips=config.trusted_proxies,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             limit_concurrency=limit + 1 if limit else None,  # uvicorn refuses from this number on
             timeout_keep_alive=KEEP_ALIVE_S,
@@ -224,6 +215,10 @@ async def _end_with_engine(server: _Server, state: ServerState) -> None:
             task.cancel()
 
 
+_LONG_S = 30
+"""The line of the load names a request that is older."""
+
+
 async def _report_load(metrics: ServerMetrics, interval_s: float = 10.0) -> None:
     """Log a line for every `interval_s` in which there was work, until cancelled."""
 
@@ -250,4 +245,10 @@ async def _report_load(metrics: ServerMetrics, interval_s: float = 10.0) -> None
                 "load: {prompt_tokens_per_s} prompt and {output_tokens_per_s} output tokens/s, {running} running, "
                 "{waiting} waiting, KV cache {kv_cache_usage:.1%} full, prefix hits {prefix_hit_rate:.1%}"
             )
+            if (oldest := next(iter(metrics.running), None)) is not None:
+                age_s = round(time.perf_counter() - oldest.request.arrival_time_s)
+                fields |= {"oldest_request": oldest.request.request_id, "oldest_age_s": age_s}
+                if age_s >= _LONG_S:
+                    text += f"; the oldest request, {{oldest_request}}, has {oldest.num_output_tokens} tokens after "
+                    text += "{oldest_age_s} s"
             logger.info("%s", text.format(**fields), extra={FIELDS: fields})

@@ -6,6 +6,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import CapacityError, RequestError, WorkerDied
@@ -18,6 +19,8 @@ _encode = msgspec.json.Encoder().encode
 MAX_MESSAGE_CHARACTERS = 500
 MAX_PARAM_CHARACTERS = 100
 
+CLIENT_CLOSED = 499
+"""The status of a request whose client has left, for the log and the metrics."""
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -53,9 +56,23 @@ def error_body(status: int, message: str, param: str | None = None) -> ErrorResp
     return ErrorResponse(ErrorDetail(message, kind, param, status))
 
 
+class ErrorAnswer(Response):
+    """An error in OpenAI's format, whose message the access log shows, too."""
+
+    media_type = "application/json"
+
+    def __init__(self, status: int, message: str, param: str | None, headers: dict[str, str]) -> None:
+        super().__init__(_encode(error_body(status, message, param)), status, headers)
+        self._message = message
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["state"]["error"] = self._message
+        await super().__call__(scope, receive, send)
+
+
 def error_response(status: int, message: str, param: str | None = None, retry_after_s: int | None = None) -> Response:
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
-    return Response(_encode(error_body(status, message, param)), status, headers, media_type="application/json")
+    return ErrorAnswer(status, message, param, headers)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -64,7 +81,7 @@ def as_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case ClientGone():
-            return ApiError(499, "the client closed its connection")
+            return ApiError(CLIENT_CLOSED, "the client closed its connection")
         case Refusal():
             return ApiError(429, str(error), retry_after_s=error.retry_after_s)
         case RequestError():
@@ -87,12 +104,34 @@ async def on_http_error(request: Request, error: HTTPException) -> Response:
 
 def _in_words(request: Request, error: HTTPException) -> str:
     """Return a message: for unknown paths and methods, the framework's own only repeats the status line."""
-    path = request.url.path[:100]
+    path = request.scope["path"]
     if error.status_code == 404:
-        return f"there is no route {request.method} {path}; /docs lists them all"
+        return f"there is no route {request.method} {path[:100]}; {_instead(request, path)}/docs lists them all"
+    path = path[:100]
     if error.status_code == 405:
         return f"{request.method} is not allowed on {path}; use {(error.headers or {}).get('Allow', 'another method')}"
     return str(error.detail)
+
+
+_ELSEWHERE = {
+    "/v1/chat/completions": ("/v1/responses", "/v1/messages", "/api/chat", "/api/generate", "/v1/complete"),
+    "/v1/completions": ("/completion", "/generate", "/infill"),
+    "/v1/embeddings": ("/api/embed", "/api/embeddings", "/embedding", "/embed", "/v2/embed"),
+    "/v1/models": ("/api/tags", "/api/show", "/api/ps", "/props", "/slots", "/info"),
+    "/v1/audio/transcriptions": ("/inference",),
+    "/version": ("/api/version",),
+}
+"""Routes here -> those of other APIs and servers that ask for the same."""
+
+
+def _instead(request: Request, path: str) -> str:
+    """Return a hint at the route that answers what an unknown path asks for, or ""."""
+    for known, others in _ELSEWHERE.items():
+        if path in others:
+            return f"use {known}; "
+    routes: list[str] = [route.path for route in request.app.routes]
+    found = f"/v1{path}" if f"/v1{path}" in routes else next((one for one in routes if path.endswith(one)), None)
+    return f"use {found}; " if found is not None else ""
 
 
 async def on_known(request: Request, error: Exception) -> Response:

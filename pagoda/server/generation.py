@@ -187,6 +187,7 @@ class Generation:
                     yield index, delta
         except RequestError:  # rejected before it ran: not counted in the metrics
             has_run = False
+            observed.forget()
             raise
         finally:
             if has_run:
@@ -285,6 +286,23 @@ class Generator:
             if place.turn is not None:
                 await cancel_on_disconnect(http, admission.wait_for_turn(place))
             yield place
+
+    async def observed(
+        self, request: Request, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of a request, counting it in the metrics."""
+        observer, last = RequestObserver(self.metrics, request), None
+        try:
+            async with contextlib.aclosing(outputs):
+                async for last in outputs:
+                    observer.on_delta(last, time.perf_counter())
+                    yield last
+        except RequestError:
+            observer.forget()
+            raise
+        finally:
+            if observer in self.metrics.running:
+                observer.on_end(last, time.perf_counter())
 
     async def abort(self, request_ids: set[str] | None, key: str | None) -> list[str]:
         """Abort running generations, or all if `request_ids` is None; return the ids of those that were running.

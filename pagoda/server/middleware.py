@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import ipaddress
+import json
 import logging
 import re
 import time
@@ -18,10 +20,11 @@ from urllib.parse import quote
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagoda.base.abbreviate import shorten
 from pagoda.base.server_config import MAX_HELD_BODY_BYTES, ServerConfig
 from pagoda.process.logs import FIELDS
 from pagoda.server.admission import Refusal
-from pagoda.server.errors import error_response
+from pagoda.server.errors import CLIENT_CLOSED, error_response
 from pagoda.server.routing import HEALTH_PATHS, OPEN_PATHS
 
 RETRY_AFTER_S = 5
@@ -87,30 +90,32 @@ class Drain:
 access_log = logging.getLogger("pagoda.access")
 
 REQUEST_ID_HEADER = b"x-request-id"
-CLIENT_CLOSED = 499
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_AUTHORITY = re.compile(r"https?://[^/?#]*", re.IGNORECASE)
 
 
 class AccessLog:
     """Outermost layer of the app: gives every request an id, and logs a line when it has ended.
 
     Sets in scope["state"]: request_id, key and is_admin (see Gate), and timings (a dict that routes may fill). What
-    routes note there as ignored_fields becomes the header x-ignored-fields; client_left: the client left during a
-    stream. A slash at the end of a path is dropped.
+    is noted there as ignored_fields becomes the header x-ignored-fields; error: why a request was refused or failed;
+    ended_as: the status to log for a stream that did not end well, after a 200 was sent.
+    Of a path, a slash at its end is dropped, the address before it (`GET http://host/health`), and `prefix`, for a
+    proxy that does not strip it.
     on_end: called with the method, the route and the status of every request.
     """
 
-    def __init__(self, app: ASGIApp, on_end: Callable[[str, str, int], None]) -> None:
+    def __init__(self, app: ASGIApp, on_end: Callable[[str, str, int], None], prefix: str = "") -> None:
         self._app = app
         self._on_end = on_end
+        self._prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         began_s = time.perf_counter()
-        if scope["path"].endswith("/") and len(scope["path"]) > 1:
-            scope = {**scope, "path": scope["path"].rstrip("/") or "/"}
+        scope = {**scope, "path": self._plain(scope["path"])}
         given = next((v.decode("latin-1") for k, v in scope["headers"] if k == REQUEST_ID_HEADER), "")
         request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
         state: dict[str, Any] = scope.setdefault("state", {})
@@ -130,10 +135,20 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            status = CLIENT_CLOSED if state.get("client_left") else status or CLIENT_CLOSED
+            status = state.get("ended_as") or status or CLIENT_CLOSED
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._on_end(method, state.get("route", "none"), status)
-            _log(scope, state, status, time.perf_counter() - began_s)
+            _log(scope, state, method, status, time.perf_counter() - began_s)
+
+    def _plain(self, path: str) -> str:
+        if address := _AUTHORITY.match(path):
+            path = path[address.end() :]
+        if f"{path}/".startswith(f"{self._prefix}/"):
+            path = path.removeprefix(self._prefix)
+        return path.rstrip("/") or "/"
+
+
+_ADMIN = "admin"
 
 
 class Gate:
@@ -144,7 +159,8 @@ class Gate:
     config.server_limits.max_body_bytes: larger requests get 413. If all bodies that are held until their responses end
         exceed MAX_HELD_BODY_BYTES, further ones get 429; a body is admitted at any size if there is no other.
     drain: while the server drains, new requests get 503; so do unanswered ones at the drain's deadline.
-    Sets in scope["state"]: key ("" or the key's digest, safe to log) and is_admin.
+    Sets in scope["state"]: is_admin and key: "admin", or the number of the key among config.api_keys, or "" if none is
+        needed. It goes into the log, where nothing that is derived from the key itself belongs.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, drain: Drain) -> None:
@@ -184,6 +200,7 @@ class Gate:
         except asyncio.CancelledError:
             if not self._drain.is_over:
                 raise
+            scope["state"]["ended_as"] = 503
             if not has_begun:
                 await _shutting_down()(scope, receive, send)
 
@@ -193,18 +210,18 @@ class Gate:
         if length.isdigit() and int(length) > self.max_body_bytes:
             return error_response(413, f"the body is larger than {self.max_body_bytes} bytes")
         if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
-            digest, is_admin = self._key_digest(headers)
-            if self._digests and digest is None:
+            key = self._key_name(headers)
+            if self._digests and not key:
                 response = error_response(
                     401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
                 )
                 response.headers["WWW-Authenticate"] = "Bearer"
                 return response
-            state.update(key=digest.hex()[:16] if digest is not None else "", is_admin=is_admin)
+            state.update(key=key, is_admin=key == _ADMIN)
         return _shutting_down() if self._drain.refuses(scope["path"]) else None
 
-    def _key_digest(self, headers: list[tuple[bytes, bytes]]) -> tuple[bytes | None, bool]:
-        """Return the digest of the request's key (None if unknown), and whether it is the admin key.
+    def _key_name(self, headers: list[tuple[bytes, bytes]]) -> str:
+        """Return what the request's key is called; "" if it is none of this server's.
 
         All keys are compared even after a match, so that timing reveals nothing.
         """
@@ -214,8 +231,8 @@ class Gate:
         known = [hmac.compare_digest(digest, one) for one in self._digests]
         is_admin = hmac.compare_digest(digest, self._admin_digest)
         if scheme.lower() != b"bearer" or not (any(known) or is_admin):
-            return None, False
-        return digest, is_admin
+            return ""
+        return _ADMIN if is_admin else str(known.index(True) + 1)
 
 
 class _Body:
@@ -236,7 +253,7 @@ class _Body:
         if self._is_complete:
             return message
         if message["type"] == "http.disconnect":
-            raise HTTPException(499, "the client closed its connection")
+            raise HTTPException(CLIENT_CLOSED, "the client closed its connection")
         size = len(message.get("body", b""))
         self.num_bytes += size
         self._gate.held_bytes += size
@@ -260,19 +277,20 @@ def _shutting_down() -> ASGIApp:
     return response
 
 
-def _log(scope: Scope, state: dict[str, Any], status: int, duration_s: float) -> None:
+def _log(scope: Scope, state: dict[str, Any], method: str, status: int, duration_s: float) -> None:
     level = logging.DEBUG if status < 400 and scope["path"] in _PROBED else logging.INFO
     if not access_log.isEnabledFor(level):
         return
     fields = {
-        "method": scope["method"],
+        "method": method,
         "path": scope["path"][:_LONGEST_PATH],
         "status": status,
         "duration_ms": round(duration_s * 1e3, 1),
         **state["timings"],
         "request_id": state["request_id"],
-        "client": (scope.get("client") or ("",))[0],
+        "client": _address((scope.get("client") or ("",))[0]),
         "key": state["key"],
+        "error": shorten(state.get("error", ""), _LONGEST_REASON),
     }
     access_log.log(level, "%s", _line(fields), extra={FIELDS: fields})
 
@@ -280,12 +298,32 @@ def _log(scope: Scope, state: dict[str, Any], status: int, duration_s: float) ->
 _PROBED = HEALTH_PATHS | {"/metrics", "/load"}
 """Paths that machines ask for again and again: a success is only logged with --log-level debug."""
 _LONGEST_PATH = 200
+_LONGEST_REASON = 200
+_PLAIN_VALUE = re.compile(r"[\w.:/+@%-]*", re.ASCII)
 _NOT_NAMED = ("method", "path", "status", "duration_ms")
 
 
 def _line(fields: dict[str, Any]) -> str:
-    """Return the line of the access log for people: `POST /v1/completions 200 in 12.3 ms, model=m, ...`."""
-    path = quote(fields["path"], safe="/:")  # a decoded one could look like fields
+    """Return the line of the access log for people: `POST /v1/completions 200 in 12.3 ms, model=m, ...`.
+
+    What callers have written is in quotes where it could look like fields.
+    """
+    path = quote(fields["path"], safe="/:")
     begin = f"{fields['method']} {path} {fields['status']} in {fields['duration_ms']} ms"
-    named = (f"{name}={value}" for name, value in fields.items() if name not in _NOT_NAMED and value != "")
+    named = (f"{name}={_shown(value)}" for name, value in fields.items() if name not in _NOT_NAMED and value != "")
     return ", ".join((begin, *named))
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if _PLAIN_VALUE.fullmatch(text) else json.dumps(text)
+
+
+def _address(host: str) -> str:
+    """Return a client's address as the log shows it: of what a proxy says, only what is one."""
+    if not host:
+        return ""
+    try:
+        return str(ipaddress.ip_address(host.partition("%")[0]))
+    except ValueError:
+        return "unknown"

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pagoda.server.errors import ClientGone, as_api_error, error_body
+from pagoda.server.errors import CLIENT_CLOSED, ClientGone, as_api_error, error_body
 
 logger = logging.getLogger("pagoda.server")
 
@@ -63,19 +63,20 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await cancel_on_disconnect(Request(scope, receive), self._pump(send))
+            await cancel_on_disconnect(Request(scope, receive), self._pump(scope["state"], send))
         except ClientGone:
-            scope["state"]["client_left"] = True
+            scope["state"]["ended_as"] = CLIENT_CLOSED
         finally:
             await self._end()
 
-    async def _pump(self, send: Send) -> None:
+    async def _pump(self, state: dict[str, Any], send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for data in self._events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             known = as_api_error(error)
+            state.update(ended_as=known.status, error=known.message)
             if known.status == 500:  # other statuses are not failures of the server
                 logger.error("a stream ended with an error", exc_info=error)
             await send(

@@ -219,12 +219,14 @@ def _fields(api: Mapping[str, Any], operation: Mapping[str, Any]) -> str:
         return ""
     name = next(iter(content.values()))["schema"]["$ref"].rpartition("/")[2]
     schema = api["components"]["schemas"][name]
+    served = {name: one for name, one in schema["properties"].items() if one.get("enum") != [None]}
     rows = [
         f"<tr><td><code>{field}</code>{' (required)' if field in schema.get('required', ()) else ''}</td>"
         f"<td>{html.escape(_type_name(described))}</td><td>{html.escape(described.get('description', ''))}</td></tr>"
-        for field, described in schema["properties"].items()
+        for field, described in served.items()
     ]
-    return f"<table>{''.join(rows)}</table>"
+    others = ", ".join(f"<code>{name}</code>" for name in schema["properties"] if name not in served)
+    return f"<table>{''.join(rows)}</table>" + (f"<p>Not served: {others}</p>" if others else "")
 
 
 def _type_name(schema: Mapping[str, Any]) -> str:

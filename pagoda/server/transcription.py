@@ -165,12 +165,12 @@ def _content(file: UploadFile) -> bytes:
 async def _outputs(
     state: ServerState, sound: Transcription, place: Place, new_id: Callable[[], str], key: str
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Run a transcription; yield the output of each of its requests, counted in the metrics."""
-    llm, metrics = state.generator.llm, state.generator.metrics
-    async with contextlib.aclosing(llm.run_job(sound.job(), new_id, state.generator.salt(key, None))) as outputs:
+    """Run a transcription; yield the output of each of its requests, each of which the metrics count."""
+    generator = state.generator
+    running = generator.llm.run_job(sound.job(), new_id, generator.salt(key, None), generator.observed)
+    async with contextlib.aclosing(running) as outputs:
         async for output in outputs:
             place.start()
-            metrics.num_output_tokens += sum(len(part.token_ids) for part in output.outputs)
             yield output
 
 

@@ -26,7 +26,7 @@ from pagoda.base.flat_options import option_names
 from pagoda.base.lora import LoRAConfig, LoRASources
 from pagoda.base.server_config import ServerConfig, ServerLimits, ServerTimeouts
 from pagoda.base.setting import describe_settings
-from pagoda.base.vllm_options import ALIASES, IGNORED, REFUSED, SWITCHES, translate
+from pagoda.base.vllm_options import ALIASES, GUARDS, IGNORED, REFUSED, SWITCHES, translate
 from pagoda.cli.help_format import command as register
 from pagoda.cli.options import (
     SAMPLING_FIELDS,
@@ -35,7 +35,7 @@ from pagoda.cli.options import (
     flag_of,
     sampling_options,
 )
-from pagoda.cli.serve import with_key_file
+from pagoda.cli.serve import with_key_file, with_vllms_key
 
 PARTS = (ModelConfig, CacheConfig, SchedulerConfig, ParallelConfig, ServerConfig, DebugConfig)
 
@@ -498,3 +498,24 @@ def test_no_sizes(text: str) -> None:
 
 def test_defaults_stay_the_engine_s() -> None:
     assert engine_config(run()[0]) == EngineConfig()
+
+
+def test_variables_of_vllm_that_protect_a_server_are_honoured_or_refused(caplog: pytest.LogCaptureFixture) -> None:
+    config = engine_config(serve_with())
+    assert with_vllms_key(config, {"VLLM_API_KEY": "k"}).server.api_keys == ("k",)
+    assert with_vllms_key(config, {"VLLM_API_KEY": "", "VLLM_PORT": "tcp://1.2.3.4:1"}).server.api_keys == ()
+    own = engine_config(serve_with("--api-key", "own"))
+    assert with_vllms_key(own, {"VLLM_API_KEY": "k"}).server.api_keys == ("own",)
+    assert caplog.messages == []
+    for name in GUARDS:
+        with pytest.raises(ConfigError, match=name):
+            with_vllms_key(config, {name: "1"})
+    with_vllms_key(config, {"VLLM_LOGGING_LEVEL": "DEBUG"})
+    assert caplog.messages == ["environment variables of vLLM that have no effect here: VLLM_LOGGING_LEVEL"]
+
+
+@pytest.mark.parametrize("given", ["localhost", "1.2.3", "10.0.0.1/8", "6.6.6.6 key=admin"])
+def test_trusted_proxies_are_addresses(given: str) -> None:
+    with pytest.raises(ConfigError, match="must be an IP address"):
+        check_settings(engine_config(serve_with("--forwarded-allow-ips", given)))
+    check_settings(engine_config(serve_with("--forwarded-allow-ips", "10.0.0.0/8,::1")))

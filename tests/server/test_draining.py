@@ -115,7 +115,7 @@ def test_at_the_deadline_every_request_gets_an_error(tmp_path: Path) -> None:
         log = server.log.read_text()
         assert "Traceback" not in log
         assert "Exception" not in log
-        assert len(re.findall(r" (?:GET|POST) \S+ 503 in ", log)) == 4
+        assert len(re.findall(r" (?:GET|POST) \S+ 503 in ", log)) == 5
 
 
 def test_what_is_in_line_at_the_deadline_never_begins(tmp_path: Path) -> None:

@@ -249,7 +249,9 @@ def test_the_documentation_needs_no_key_and_everything_else_does(keyed_server: L
 
 
 def test_a_server_for_everyone_says_so(limited: LiveServer) -> None:
-    assert "anyone who can reach 0.0.0.0 may use this server: set --api-key" in limited.log.read_text()
+    log = limited.log.read_text()
+    assert "anyone who can reach 0.0.0.0 may use this server: set --api-key" in log
+    assert "may send requests a byte at a time, which costs much" in log
 
 
 def test_the_metrics_count_every_end_once(fake_server: LiveServer) -> None:
@@ -328,7 +330,7 @@ def test_a_browser_can_read_refusals(tmp_path: Path) -> None:
     key = {"Authorization": "Bearer one"}
     flags = ("--host", "0.0.0.0", "--api-key", "one", "--cors-origins", "https://a.example")
     with serving(tmp_path, *FLAGS, *flags, *limits) as server:
-        assert "anyone" not in server.log.read_text()
+        assert "may use this server" not in server.log.read_text()
 
         def ask(origin: str, body: dict[str, Any], headers: dict[str, str]) -> tuple[int, Message]:
             sent = {"Content-Type": "application/json", "Origin": origin, **headers}
@@ -486,3 +488,88 @@ def test_what_is_absent_is_a_404_that_says_so(fake_server: LiveServer) -> None:
         status, answer = fake_server.post(path, {})
         assert status == 404
         assert f"there is no route POST {path}" in answer["error"]["message"]
+
+
+def logged(server: LiveServer, request_id: str) -> str:
+    """Return the line of the access log of a request, which is written after its answer."""
+    end = time.monotonic() + 10
+    while not (found := re.findall(rf".* request_id={request_id}[, \n].*", server.log.read_text())):
+        assert time.monotonic() < end, "no such line"
+        time.sleep(0.01)
+    return str(found[0])
+
+
+def test_a_path_may_come_with_the_servers_address(fake_server: LiveServer, keyed_server: LiveServer) -> None:
+    """RFC 9112, 3.2.2: a server accepts the absolute form."""
+    for server in (fake_server, keyed_server):
+        head = f"GET http://127.0.0.1:{port_of(server)}".encode()
+        for path in (b"/health", b"/livez/"):
+            assert talk(server, head + path + b" HTTP/1.1\r\nHost: x\r\n\r\n", until=b"\r\n\r\n").startswith(
+                b"HTTP/1.1 200"
+            )
+    keyless = b"GET http://x/health/../v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+    assert talk(keyed_server, keyless, until=b"\r\n\r\n").startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize(
+    ("forwarded", "client"),
+    [
+        ("6.6.6.6 key=admin finish_reason=stop", "unknown"),
+        ("fe80::1% key=admin", "fe80::1"),
+        ("6.6.6.6", "6.6.6.6"),
+        ("evil, 6.6.6.6:80", "6.6.6.6"),
+        ("", "127.0.0.1"),
+    ],
+)
+def test_a_client_is_an_address_whatever_a_proxy_says(fake_server: LiveServer, forwarded: str, client: str) -> None:
+    request_id = f"forwarded-{abs(hash(forwarded))}"
+    head = f"GET /version HTTP/1.1\r\nHost: x\r\nX-Request-Id: {request_id}\r\nX-Forwarded-For: {forwarded}\r\n\r\n"
+    assert b" 200 " in talk(fake_server, head.encode(), until=b"}")
+    assert logged(fake_server, request_id).endswith(f"client={client}")
+
+
+def test_only_trusted_proxies_name_the_client(tmp_path: Path) -> None:
+    with serving(tmp_path, *FLAGS, "--forwarded-allow-ips", "10.0.0.1,10.1.0.0/16") as server:
+        head = b"GET /version HTTP/1.1\r\nHost: x\r\nX-Request-Id: far\r\nX-Forwarded-For: 6.6.6.6\r\n\r\n"
+        assert b" 200 " in talk(server, head, until=b"}")
+        assert logged(server, "far").endswith("client=127.0.0.1")
+
+
+def test_words_of_callers_do_not_look_like_fields_of_the_log(fake_server: LiveServer) -> None:
+    body = {**TEXT, "request_id": "a,key=admin"}
+    assert fake_server.post("/v1/completions", body, **{"X-Request-Id": "words-1"})[0] == 200
+    assert ', id="cmpl-a,key=admin", ' in logged(fake_server, "words-1")
+    talk(fake_server, b"X" * 5_000 + b" /version HTTP/1.1\r\nHost: x\r\nX-Request-Id: words-2\r\n\r\n", until=b"}")
+    assert " other /version 405 in " in logged(fake_server, "words-2")
+
+
+def test_the_log_says_why_a_request_was_refused(fake_server: LiveServer, keyed_server: LiveServer) -> None:
+    fake_server.post("/v1/completions", {**TEXT, "temperature": -1}, **{"X-Request-Id": "why-400"})
+    assert 'error="temperature' in logged(fake_server, "why-400")
+    fake_server.post("/v1/completions", {**TEXT, "model": "x\n" * 100}, **{"X-Request-Id": "why-404"})
+    line = logged(fake_server, "why-404")
+    assert (" 404 in " in line, "error=" in line, len(line) < 700) == (True, True, True)
+    keyed_server.post("/v1/completions", TEXT, **{"X-Request-Id": "why-401"})
+    assert 'error="the API key is missing or wrong' in logged(keyed_server, "why-401")
+    headers = {"X-Request-Id": "which-key", "Authorization": "Bearer two"}
+    assert keyed_server.post("/v1/completions", TEXT, **headers)[0] == 200
+    assert logged(keyed_server, "which-key").endswith(", key=2")
+
+
+@pytest.mark.parametrize(
+    ("path", "use"),
+    [
+        ("/v1/responses", "/v1/chat/completions"),
+        ("/api/chat", "/v1/chat/completions"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/embeddings", "/v1/embeddings"),
+        ("/completion", "/v1/completions"),
+        ("/api/tags", "/v1/models"),
+        ("/nothing/like/it", ""),
+    ],
+)
+def test_an_unknown_path_names_the_route_that_does_it(fake_server: LiveServer, path: str, use: str) -> None:
+    status, answer = fake_server.post(path, {})
+    message = answer["error"]["message"]
+    assert status == 404
+    assert message == f"there is no route POST {path}; " + (f"use {use}; " if use else "") + "/docs lists them all"

@@ -10,10 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from pagoda import SamplingParams
+from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
-from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
+from pagoda.metrics.prometheus import CACHE_LABELS, RequestObserver, ServerMetrics
 from pagoda.server.app import _report_load
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
 
@@ -92,3 +95,23 @@ def test_a_line_tells_the_load_while_there_is_any(caplog: pytest.LogCaptureFixtu
     asyncio.run(asyncio.wait_for(main(), 20))
     assert caplog.messages[0].startswith("load: 0.0 prompt and 200.0 output tokens/s, 2 running, 1 waiting")
     assert caplog.messages[0].endswith("KV cache 25.0% full, prefix hits 50.0%")
+
+
+def test_the_line_of_the_load_names_a_request_that_runs_for_long(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="pagoda")
+    metrics = ServerMetrics("m", lambda: EngineStats(num_running=2), dict.fromkeys(CACHE_LABELS, ""))
+    now_s = time.perf_counter()
+    for request_id, age_s in (("cmpl-first", 540), ("cmpl-second", 1)):
+        params = SamplingParams(max_tokens=5)
+        ids = np.asarray([1], np.int32)
+        request = Request(request_id, ids, params, arrival_time_s=now_s - age_s)
+        RequestObserver(metrics, request)
+
+    async def main() -> None:
+        task = asyncio.create_task(_report_load(metrics, interval_s=0.01))
+        while not caplog.messages:
+            await asyncio.sleep(0.01)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    assert re.search(r"; the oldest request, cmpl-first, has 0 tokens after 5\d\d s$", caplog.messages[0])

@@ -91,6 +91,18 @@ def test_metrics_show_that_a_repeated_file_is_encoded_once(client: openai.OpenAI
     assert more_queries - queries == more_hits - hits > 0
 
 
+def test_the_requests_of_a_transcription_are_in_all_metrics(client: openai.OpenAI, server: LiveServer) -> None:
+    names = ("e2e_request_latency_seconds", "time_to_first_token_seconds", "request_generation_tokens")
+    before = {name: server.metric(f"{name}_count") for name in names}
+    tokens = server.metric("generation_tokens_total"), server.metric("request_generation_tokens_sum")
+    asked(client, "json", wav(8, 5))
+    after = {name: server.metric(f"{name}_count") for name in names}
+    assert {after[name] - before[name] for name in names} != {0}
+    assert after["e2e_request_latency_seconds"] - before["e2e_request_latency_seconds"] >= 1
+    more = server.metric("generation_tokens_total") - tokens[0]
+    assert more == server.metric("request_generation_tokens_sum") - tokens[1] > 0
+
+
 @pytest.mark.parametrize("strategy", [openai.omit, "auto", {"type": "server_vad"}])
 def test_a_stream_has_the_segments_and_ends_with_the_whole_text(client: openai.OpenAI, strategy: Any) -> None:
     events = list(asked(client, "json", stream=True, chunking_strategy=strategy))
