@@ -380,10 +380,13 @@ def _member(node: ast.stmt) -> list[str]:
 
 
 def _without_metadata(node: ast.AnnAssign) -> ast.AnnAssign:
-    """A field with the plain type of `Annotated[type, ...]`."""
-    hint = node.annotation
-    if isinstance(hint, ast.Subscript) and ast.unparse(hint.value) == "Annotated" and isinstance(hint.slice, ast.Tuple):
-        node.annotation = hint.slice.elts[0]
+    """A field with the plain type of `Annotated[type, ...]`, or the one that `Converted[type, ...]` takes."""
+    for wrapper in ("Annotated", "Converted"):
+        hint = node.annotation
+        if isinstance(hint, ast.Subscript) and ast.unparse(hint.value) == wrapper and isinstance(hint.slice, ast.Tuple):
+            node.annotation = hint.slice.elts[0]
+    if isinstance(node.value, ast.Name) and node.value.id in ("_NONE", "_UNSET"):  # the typed defaults of such a field
+        node.value = ast.parse("()" if node.value.id == "_NONE" else "None", mode="eval").body
     return node
 
 

@@ -9,13 +9,30 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pagoda.base.errors import RequestError
 from pagoda.base.registry import nearest
 from pagoda.base.text import check_encodable
 
 T = TypeVar("T")
+Given = TypeVar("Given", contravariant=True)
+Kept = TypeVar("Kept", covariant=True)
+
+if TYPE_CHECKING:
+
+    class Converted(Generic[Given, Kept]):
+        """The type of a field that takes one type and keeps another. It is the second one when the program runs."""
+
+        def __get__(self, instance: object, owner: object = None) -> Kept: ...
+        def __set__(self, instance: object, value: Given) -> None: ...
+else:
+
+    class Converted:
+        def __class_getitem__(cls, types: tuple[Any, Any]) -> Any:
+            return types[1]
+
+
 Reader = Callable[[str, Any], Any]
 """Name and value of a parameter -> the value to store. Raises RequestError."""
 

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutputKind
 from pagoda.base.param_values import (
+    Converted,
     Reader,
     checked,
     read_flag,
@@ -185,6 +186,10 @@ _UNSERVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
+_NONE: Any = ()  # defaults of fields that are Converted
+_UNSET: Any = None
+
+
 @checked(_READERS, _UNSERVED)
 @dataclass(slots=True)
 class SamplingParams:
@@ -226,14 +231,18 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: Annotated[int | None, Setting("Maximum number of output tokens.")] = 16
     min_tokens: int = 0
-    stop: Annotated[tuple[str, ...], Setting("String that ends the output.")] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Annotated[Converted[str | Iterable[str] | None, tuple[str, ...]], Setting("String that ends the output.")] = (
+        _NONE
+    )
+    stop_token_ids: Converted[Iterable[int] | None, tuple[int, ...]] = _NONE
     ignore_eos: Annotated[bool, Setting("Continue after the model's end-of-text token.")] = False
     include_stop_str_in_output: bool = False
-    bad_words: tuple[str, ...] = ()
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    allowed_token_ids: tuple[int, ...] | None = None
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: Converted[str | Iterable[str] | None, tuple[str, ...]] = _NONE
+    bad_words_token_ids: Converted[Iterable[Sequence[int]], tuple[tuple[int, ...], ...]] = _NONE
+    allowed_token_ids: Converted[Iterable[int] | None, tuple[int, ...] | None] = _UNSET
+    logit_bias: Converted[
+        Mapping[int, float] | Mapping[str, float] | Iterable[tuple[int, float]] | None, tuple[tuple[int, float], ...]
+    ] = _NONE
     presence_penalty: Annotated[float, Setting("Make tokens that the output already has less likely, -2 to 2.")] = 0.0
     frequency_penalty: Annotated[float, Setting("The same for each occurrence of a token, -2 to 2.")] = 0.0
     repetition_penalty: Annotated[
@@ -247,7 +256,9 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: Converted[
+        StructuredOutputsParams | Mapping[str, Any] | None, StructuredOutputsParams | None
+    ] = _UNSET
     grammar: str | None = None
     beam_search: BeamSearchOptions | None = None
     speech: SpeechRules | None = None
@@ -344,7 +355,7 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
-    structured_outputs: StructuredOutputsParams | None = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagoda.base.errors import RequestError
+from pagoda.base.param_values import Converted
 from pagoda.base.text import check_encodable
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """The fields of StructuredOutputsParams of which exactly one is given."""
+
+_UNSET: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class StructuredOutputsParams:
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
-    choice: tuple[str, ...] | None = None
+    choice: Converted[Iterable[str] | None, tuple[str, ...] | None] = _UNSET
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
