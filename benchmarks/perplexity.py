@@ -35,12 +35,12 @@ def perplexity(llm: "LLM", text: str, context: int = 512, second_halves: bool = 
 
     second_halves: only what llama-perplexity counts.
     """
-    token_ids = llm.engine.input_processor.prompts.encode(text)
+    token_ids = llm.llm_engine.input_processor.prompts.encode(text)
     windows = [token_ids[begin : begin + context] for begin in range(0, len(token_ids), context)]
     windows = [window for window in windows if len(window) > 1]
     first = 1
     if second_halves:
-        begins_with = list(llm.tokenizer.facts.added.before)
+        begins_with = list(llm.get_tokenizer().facts.added.before)
         windows = [begins_with + window[len(begins_with) :] for window in windows if len(window) == context]
         first = context // 2 + 1
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)

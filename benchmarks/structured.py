@@ -55,7 +55,7 @@ def accepted(llm: LLM, schemas: list[Any]) -> tuple[dict[str, Any], list[Any]]:
     for schema in schemas:
         params = SamplingParams(structured_outputs={"json": schema})  # type: ignore[arg-type]
         try:
-            llm.engine.input_processor.params.prepare(params)
+            llm.llm_engine.input_processor.params.prepare(params)
             served.append(schema)
         except RequestError as error:
             reasons[str(error).rpartition(": ")[2][:80]] += 1
@@ -100,7 +100,7 @@ def forced(model: str | None, options: dict[str, Any], runs: int) -> dict[str, A
         for batch in _BATCHES:
             prompts: list[Any] = [[100 + 7 * i + k for k in range(24)] for i in range(batch)]
             times: tuple[list[float], list[float]] = ([], [])
-            accepted_before = drafting.engine.core.make_stats().accepted_tokens
+            accepted_before = drafting.llm_engine.core.make_stats().accepted_tokens
             for run in range(runs + 1):
                 outputs = []
                 for llm, seconds in zip((plain, drafting), times, strict=True):
@@ -110,7 +110,7 @@ def forced(model: str | None, options: dict[str, Any], runs: int) -> dict[str, A
                         seconds.append(time.perf_counter() - begin_s)
                 assert outputs[0] == outputs[1], "forced tokens changed an output"
             num_tokens = batch * _SPEED_TOKENS * (runs + 1)
-            num_accepted = drafting.engine.core.make_stats().accepted_tokens - accepted_before
+            num_accepted = drafting.llm_engine.core.make_stats().accepted_tokens - accepted_before
             report[f"batch {batch}"] = {
                 "plain_ms": round(statistics.median(times[0]) / _SPEED_TOKENS * 1e3, 3),
                 "forced_ms": round(statistics.median(times[1]) / _SPEED_TOKENS * 1e3, 3),

@@ -3,9 +3,11 @@
 Names are imported when they are first used, so that `import pagoda` costs nothing.
 """
 
-import functools
 import importlib
+import sys
 from typing import TYPE_CHECKING
+
+from pagoda.vllm_names import Finder, missing
 
 if TYPE_CHECKING:
     from pagoda.async_llm import AsyncLLM as AsyncLLM
@@ -38,13 +40,17 @@ if TYPE_CHECKING:
     from pagoda.engine.inputs.prompts import TextPrompt as TextPrompt
     from pagoda.engine.inputs.prompts import TokensPrompt as TokensPrompt
     from pagoda.llm import LLM as LLM
+    from pagoda.llm_engine import EngineArgs as EngineArgs
+    from pagoda.llm_engine import LLMEngine as LLMEngine
 
-    EngineArgs = AsyncEngineArgs = EngineConfig.for_engine
+    AsyncLLMEngine, AsyncEngineArgs = AsyncLLM, EngineArgs
     EmbeddingRequestOutput = ClassificationRequestOutput = ScoringRequestOutput = PoolingRequestOutput
+    __version__: str
 
 _HOMES = {
     "pagoda.llm": ("LLM",),
     "pagoda.async_llm": ("AsyncLLM",),
+    "pagoda.llm_engine": ("LLMEngine", "EngineArgs"),
     "pagoda.base.sampling_params": ("SamplingParams", "BeamSearchParams"),
     "pagoda.base.pooling": ("PoolingParams",),
     "pagoda.base.structured_outputs": ("StructuredOutputsParams",),
@@ -82,24 +88,36 @@ __all__ = sorted(_HOME_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 _ALIASES = {
-    "EngineArgs": ("EngineConfig", "for_engine"),
-    "AsyncEngineArgs": ("EngineConfig", "for_engine"),
-    "EmbeddingRequestOutput": ("PoolingRequestOutput",),
-    "ClassificationRequestOutput": ("PoolingRequestOutput",),
-    "ScoringRequestOutput": ("PoolingRequestOutput",),
+    "AsyncLLMEngine": "AsyncLLM",
+    "AsyncEngineArgs": "EngineArgs",
+    "EmbeddingRequestOutput": "PoolingRequestOutput",
+    "ClassificationRequestOutput": "PoolingRequestOutput",
+    "ScoringRequestOutput": "PoolingRequestOutput",
 }
-"""Names of vLLM -> the name here, and an attribute of it."""
+"""Names of vLLM -> the name here."""
+
+
+def random_uuid() -> str:
+    """Return a new request id, as `vllm.utils.random_uuid` does."""
+    import uuid
+
+    return uuid.uuid4().hex
 
 
 def __getattr__(name: str) -> object:
-    if name in _ALIASES:
-        own, *attributes = _ALIASES[name]
-        return functools.reduce(getattr, attributes, __getattr__(own))
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("pagoda-llm")
+    name = _ALIASES.get(name, name)
     home = _HOME_OF.get(name)
     if home is None:
-        raise AttributeError(f"module 'pagoda' has no attribute {name!r}")
+        raise AttributeError(missing(name))
     return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:
     return [*globals(), *__all__]
+
+
+sys.meta_path.append(Finder)  # vLLM's modules, after all that are files

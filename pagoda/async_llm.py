@@ -17,6 +17,7 @@ from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import PagodaError, RequestError, UsageError
 from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import (
+    BeamSearchOutput,
     ClassificationOutput,
     EmbeddingOutput,
     PoolingOutput,
@@ -31,21 +32,23 @@ from pagoda.core.scheduler import SchedulerStats
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.inputs.adapters import Adapter
+from pagoda.engine.inputs.callers_tokenizer import CallersTokenizer
 from pagoda.engine.inputs.chat_prompts import chat_options
 from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task
-from pagoda.engine.inputs.prompts import Prompt, check_conversation, check_prompt, text_of
+from pagoda.engine.inputs.prompts import Prompt, check_conversation, check_prompt, is_embeds, text_of
 from pagoda.engine.inputs.scoring import PairOptions
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.output_processor import OutputKind
 from pagoda.engine.outputs.results import (
+    beam_sampling,
+    beams_of,
     classification_output,
     embedding_output,
     pooling_output,
     scoring_outputs,
 )
 from pagoda.engine.templates.chat_values import Message
-from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.engine.transcription.sound import load_sound
 from pagoda.engine.transcription.transcriber import TranscriptionOptions
 
@@ -81,6 +84,13 @@ async def _load(build: Callable[[], LLMEngine]) -> _Loaded:
     """Build an engine on its own thread, without blocking the event loop."""
     client = ThreadClient(build, "AsyncLLM")
     return _Loaded(client, AsyncEngine(client, (await client.start()).input_processor))
+
+
+def _stop_loaded(loading: asyncio.Task[_Loaded]) -> None:
+    """Stop the engine that a finished task has loaded, if it has."""
+    if not loading.cancelled() and loading.exception() is None:
+        loading.result().engine.text.close()
+        loading.result().client.thread.stop()
 
 
 class AsyncLLM:
@@ -137,12 +147,22 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Free the model's memory after the step in progress; requests in flight raise UsageError. Idempotent."""
-        was_closed, self._is_closed = self._is_closed, True
-        if was_closed or os.getpid() != self._pid or self._loading is None:
+        self._is_closed = True
+        if os.getpid() != self._pid or self._loading is None:
             return
         with contextlib.suppress(PagodaError):
             loaded = await asyncio.shield(self._loading)  # loading cannot be interrupted
             await loaded.engine.shutdown(UsageError("this AsyncLLM was closed while it generated"))
+
+    def shutdown(self) -> None:
+        """As `close`, without waiting for the step in progress. Call it where the event loop runs, or after it."""
+        self._is_closed = True
+        if os.getpid() != self._pid or self._loading is None:
+            return
+        if self._loading.done():
+            _stop_loaded(self._loading)
+        else:
+            self._loading.add_done_callback(_stop_loaded)
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -230,12 +250,18 @@ class AsyncLLM:
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         return await (await self._engine()).abort(ids)
 
-    async def get_tokenizer(self) -> Tokenizer:
-        return (await self._engine()).input_processor.tokenizer
+    async def get_tokenizer(self) -> CallersTokenizer:
+        """Return the tokenizer with the names of transformers'; as LLM.get_tokenizer."""
+        loaded = await self._running()
+        return CallersTokenizer(loaded.engine.input_processor, loaded.client.thread.entered)
 
-    async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Empty the prefix cache. Return False if blocks are in use and preempt_running is False."""
-        return await (await self._engine()).reset_prefix_cache(preempt_running)
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """Return what `generate` and `chat` use without sampling parameters; as LLM.get_default_sampling_params."""
+        return SamplingParams.of_model((await self._engine()).input_processor.default_sampling)
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Remove all cached prefixes; False if running requests hold some, unless they are to be preempted."""
+        return await (await self._engine()).reset_prefix_cache(reset_running_requests)
 
     async def stats(self) -> SchedulerStats:
         """Return the engine's gauges and counters."""
@@ -250,12 +276,12 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
-    ) -> RequestOutput:
-        """Return the finished output of a beam search: `beam_width` outputs, best first; errors as in `generate`."""
-        if not isinstance(params, BeamSearchParams):
-            raise RequestError(f"params is {type(params).__name__}, expected BeamSearchParams", "params")
-        sampling = params.sampling_params(logprobs=0)
-        return await self._final(prompt, _RequestOptions(sampling, request_id, priority, cache_salt, lora_request))
+    ) -> BeamSearchOutput:
+        """Return the `beam_width` best outputs of a prompt, best first; as LLM.beam_search, errors as in `generate`."""
+        inputs = (await self._engine()).input_processor
+        sampling = beam_sampling(params, inputs.limits.max_logprobs)
+        options = _RequestOptions(sampling, request_id, priority, cache_salt, lora_request)
+        return beams_of(await self._final(prompt, options), inputs.tokenizer, not is_embeds(prompt))
 
     # ---- speech
 

@@ -53,6 +53,7 @@ from pagoda.engine.offline import (
 )
 from pagoda.engine.outputs.output_processor import OutputKind
 from pagoda.engine.outputs.results import (
+    beam_sampling,
     beams_of,
     classification_output,
     embedding_output,
@@ -60,7 +61,6 @@ from pagoda.engine.outputs.results import (
     scoring_outputs,
 )
 from pagoda.engine.templates.chat_values import Message
-from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.engine.transcription.sound import load_sound
 from pagoda.engine.transcription.transcriber import Transcriber, Transcription, TranscriptionOptions
 
@@ -119,21 +119,12 @@ class LLM:
 
     def _begin(self, build: Callable[[], LLMEngine]) -> None:
         self._thread = OfflineThread(build)
-        self.engine = self._thread.engine
+        self.llm_engine = self._thread.engine
         self._added: dict[int, Adapter] = {}  # by lora_int_id
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.engine.input_processor.tokenizer
 
     def get_tokenizer(self) -> CallersTokenizer:
         """Return the tokenizer with the names of transformers' (`tok(text).input_ids`, `apply_chat_template`)."""
-        return CallersTokenizer(self.engine.input_processor, self._thread.entered)
-
-    @property
-    def llm_engine(self) -> LLMEngine:
-        """The engine, by vLLM's name."""
-        return self.engine
+        return CallersTokenizer(self.llm_engine.input_processor, self._thread.entered)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Remove all cached prefixes; False if running requests hold some, unless they are to be preempted."""
@@ -213,7 +204,7 @@ class LLM:
         It comes from the model's generation_config.json, its GGUF file or the catalog (see the setting
         generation_config).
         """
-        return SamplingParams.of_model(self.engine.input_processor.default_sampling)
+        return SamplingParams.of_model(self.llm_engine.input_processor.default_sampling)
 
     def _generate(
         self,
@@ -238,7 +229,7 @@ class LLM:
 
     def _render(self, messages: Sequence[Message], template_options: Mapping[str, Any]) -> TokensPrompt:
         with self._thread.entered():  # rendering takes a lock: a signal handler or a forked child must not wait for it
-            rendered = self.engine.input_processor.chats.render(messages, chat_options(template_options))
+            rendered = self.llm_engine.input_processor.chats.render(messages, chat_options(template_options))
         return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text, "media": rendered.media}
 
     # ---- deltas
@@ -256,9 +247,9 @@ class LLM:
         """
         check_prompt(prompt, None)
         with self._thread.entered():
-            lora = self.engine.input_processor.find_adapter(lora_request) if lora_request is not None else None
+            lora = self.llm_engine.input_processor.find_adapter(lora_request) if lora_request is not None else None
             params = sampling_params or self.get_default_sampling_params()
-            request = self.engine.prepare(self._thread.new_id(), prompt, params, lora=lora)
+            request = self.llm_engine.prepare(self._thread.new_id(), prompt, params, lora=lora)
             return OutputStream(self._thread, NewRequest(request, OutputKind.DELTA, text_of(prompt)), lora_request)
 
     def stream_chat(
@@ -289,20 +280,20 @@ class LLM:
         prompts, use_tqdm, lora_request, errors: as in `generate`.
         concurrency_limit: prompts in the engine at once; None: all.
         """
-        if not isinstance(params, BeamSearchParams):
-            raise RequestError(f"params is {type(params).__name__}, expected BeamSearchParams", "params")
+        sampling = beam_sampling(params, self.llm_engine.input_processor.limits.max_logprobs)
         if concurrency_limit is not None and (not isinstance(concurrency_limit, int) or concurrency_limit < 1):
             raise RequestError(f"concurrency_limit must be at least 1 (got {concurrency_limit!r:.80})", "params")
         each: list[Prompt] = [prompts] if is_one_prompt(prompts) else list(prompts)  # type: ignore[list-item,arg-type]
-        most_logprobs = self.engine.input_processor.limits.max_logprobs
-        sampling = params.sampling_params(logprobs=min(2 * params.beam_width, most_logprobs))
         adapters = adapter_for_each(lora_request, len(each))
         outputs: list[RequestOutput] = []
         for begin in range(0, len(each), concurrency_limit or max(len(each), 1)):
             some = slice(begin, begin + (concurrency_limit or len(each)))
             outputs += self.generate(each[some], sampling, use_tqdm=use_tqdm, lora_request=adapters[some])
         pairs = zip(outputs, each, strict=True)
-        return [beams_of(output, self.tokenizer, not is_embeds(prompt)) for output, prompt in pairs]
+        return [
+            beams_of(output, self.llm_engine.input_processor.tokenizer, not is_embeds(prompt))
+            for output, prompt in pairs
+        ]
 
     # ---- speech
 
@@ -316,7 +307,7 @@ class LLM:
         Raises RequestError for an option of the wrong kind, and for the only sound if it cannot be transcribed; one of
         several has `error` set in its output then, and the others are transcribed.
         """
-        inputs = self.engine.input_processor
+        inputs = self.llm_engine.input_processor
         with self._thread.entered():
             transcriber, chosen = Transcriber(inputs), TranscriptionOptions.of(options)
         each: list[Any] = list(sounds) if isinstance(sounds, list | tuple) else [sounds]
@@ -338,7 +329,7 @@ class LLM:
         Raises RequestError for an adapter that cannot be used.
         """
         with self._thread.entered():
-            lora = self.engine.input_processor.find_adapter(lora_request)
+            lora = self.llm_engine.input_processor.find_adapter(lora_request)
             if isinstance(lora, LoraRef):  # the engine does not know of prompt adapters
                 self._thread.call(lambda engine: engine.core.load_adapter(lora))
             self._added[lora_request.lora_int_id] = lora
@@ -393,7 +384,7 @@ class LLM:
         prompt_name: the model's instruction to put in front of each text, such as "query"; by default the one that the
         model's files name, if they do.
         """
-        instruction = instruction_of(self.engine.input_processor.limits.tasks.plan, prompt_name)
+        instruction = instruction_of(self.llm_engine.input_processor.limits.tasks.plan, prompt_name)
         outputs = self._pool(
             prompts, pooling_params, "embed", truncate_prompt_tokens, use_tqdm, lora_request, instruction
         )
@@ -435,7 +426,7 @@ class LLM:
         params = with_truncation(pooling_params or PoolingParams(), truncate_prompt_tokens)
         with self._thread.entered():
             options = PairOptions(chat_template, instruction)
-            scoring = Scoring(first, second, params, self.engine.input_processor, options=options)
+            scoring = Scoring(first, second, params, self.llm_engine.input_processor, options=options)
         pairs = zip(scoring.prompts, scoring.params, strict=True)
         asks = [OfflinePrompt(prompt, one, lora_request=lora_request) for prompt, one in pairs]
         outputs = pool_all(self._thread, asks, use_tqdm)

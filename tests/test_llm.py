@@ -40,7 +40,7 @@ def llm() -> Iterator[LLM]:
 
 def wait_until_idle(llm: LLM) -> None:
     """Wait until no request is left in the engine and no step in flight."""
-    while llm.engine.has_unfinished_requests() or llm.engine.core.has_unfinished_requests():
+    while llm.llm_engine.has_unfinished_requests() or llm.llm_engine.core.has_unfinished_requests():
         time.sleep(0.001)
 
 

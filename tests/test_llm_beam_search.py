@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagoda import LLM, AsyncLLM, BeamSearchParams, RequestError
+from pagoda import LLM, AsyncLLM, BeamSearchOutput, BeamSearchParams, RequestError
 from tests.engine.byte_llama import write_byte_llama
 
 PROMPTS: list[Any] = ["the name", {"prompt_token_ids": [5, 9, 77]}, "true"]
@@ -24,13 +24,13 @@ def test_outputs_have_vllms_shape(model: Path) -> None:
         found = llm.beam_search(PROMPTS, PARAMS)
         assert [len(output.sequences) for output in found] == [3, 3, 3]
         for prompt, output in zip(PROMPTS, found, strict=True):
-            ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
+            ids = llm.get_tokenizer().encode(prompt) if isinstance(prompt, str) else prompt["prompt_token_ids"]
             scores: list[float] = []
             for one in output.sequences:
                 new = one.tokens[len(ids) :]
                 assert one.tokens[: len(ids)] == ids == one.orig_prompt["prompt_token_ids"]
                 assert one.orig_prompt.get("prompt") == (prompt if isinstance(prompt, str) else None)
-                assert one.text == llm.tokenizer.decode(one.tokens)
+                assert one.text == llm.get_tokenizer().decode(one.tokens)
                 chosen = [entries[token].logprob for entries, token in zip(one.logprobs, new, strict=True)]
                 assert one.cum_logprob == pytest.approx(sum(chosen))
                 scores.append(one.cum_logprob / len(new))
@@ -47,12 +47,11 @@ def test_asyncllm_returns_the_same_beams(model: Path) -> None:
     with LLM(str(model), **OPTIONS) as llm:
         expected = llm.beam_search(PROMPTS, PARAMS)
 
-    async def main() -> list[list[list[int]]]:
+    async def main() -> list[BeamSearchOutput]:
         async with AsyncLLM(str(model), **OPTIONS) as llm:
-            outputs = await asyncio.gather(*(llm.beam_search(prompt, PARAMS) for prompt in PROMPTS))
-            return [[[*(one.prompt_token_ids or []), *part.token_ids] for part in one.outputs] for one in outputs]
+            return await asyncio.gather(*(llm.beam_search(prompt, PARAMS) for prompt in PROMPTS))
 
-    assert asyncio.run(main()) == [[one.tokens for one in output.sequences] for output in expected]
+    assert asyncio.run(main()) == expected
 
 
 def test_errors_name_the_field(model: Path) -> None:

@@ -86,7 +86,9 @@ def tokens(output: RequestOutput) -> list[int]:
 
 def wait_until_idle(llm: LLM) -> None:
     """Wait until no request is left in the engine and no step in flight."""
-    wait_until(lambda: not llm.engine.has_unfinished_requests() and not llm.engine.core.has_unfinished_requests())
+    wait_until(
+        lambda: not llm.llm_engine.has_unfinished_requests() and not llm.llm_engine.core.has_unfinished_requests()
+    )
 
 
 def wait_until(condition: Callable[[], object]) -> None:
@@ -123,7 +125,7 @@ def test_a_short_request_does_not_wait_for_a_long_one(llm: LLM) -> None:
     ended: list[str] = []
     driver = threading.Thread(target=lambda: (llm.generate("long", LONG), ended.append("long")))
     driver.start()
-    wait_until(llm.engine.has_unfinished_requests)
+    wait_until(llm.llm_engine.has_unfinished_requests)
     llm.generate("short", SHORT)
     ended.append("short")
     driver.join()
@@ -151,7 +153,7 @@ def test_a_forgotten_stream_leaves_nothing_behind(llm: LLM, num_read: int) -> No
 def test_a_stream_dropped_while_another_thread_generates_is_aborted(llm: LLM) -> None:
     driver = threading.Thread(target=lambda: llm.generate("long", LONG))
     driver.start()
-    wait_until(llm.engine.has_unfinished_requests)
+    wait_until(llm.llm_engine.has_unfinished_requests)
     stream = llm.stream("forgotten", LONG)
     next(stream)
     del stream
@@ -190,7 +192,7 @@ def test_a_signal_handler_gets_an_error_and_the_interrupted_call_continues(llm: 
 def test_a_signal_handler_cannot_chat_while_the_llm_renders(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rendering takes a lock that the interrupted call holds: waiting for it would last for ever."""
     errors: list[str] = []
-    render = llm.engine.input_processor.chats.render
+    render = llm.llm_engine.input_processor.chats.render
 
     def interrupted(*args: Any, **options: Any) -> Any:
         try:
@@ -199,7 +201,7 @@ def test_a_signal_handler_cannot_chat_while_the_llm_renders(llm: LLM, monkeypatc
             errors.append(str(error))
         return render(*args, **options)
 
-    monkeypatch.setattr(llm.engine.input_processor.chats, "render", interrupted)
+    monkeypatch.setattr(llm.llm_engine.input_processor.chats, "render", interrupted)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert tokens(llm.chat([{"role": "user", "content": "outer"}], SHORT, chat_template=template)[0])
     assert len(errors) == 1
@@ -208,7 +210,7 @@ def test_a_signal_handler_cannot_chat_while_the_llm_renders(llm: LLM, monkeypatc
 
 def test_a_closed_llm_renders_nothing(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     rendered: list[object] = []
-    monkeypatch.setattr(llm.engine.input_processor.chats, "render", rendered.append)
+    monkeypatch.setattr(llm.llm_engine.input_processor.chats, "render", rendered.append)
     llm.close()
     for call in (llm.chat, llm.stream_chat):
         with pytest.raises(UsageError, match="closed"):
@@ -300,7 +302,7 @@ def test_what_a_handler_raises_ends_the_call_it_interrupts_and_nothing_else(
     other = threading.Thread(target=lambda: found.append(tokens(llm.generate("other", MEDIUM)[0])))
 
     def interrupt(step: int) -> None:
-        if len(llm.engine._outputs) == 2:
+        if len(llm.llm_engine._outputs) == 2:
             executor.on_step = lambda _: None
             os.kill(os.getpid(), number)
 
@@ -322,13 +324,13 @@ def test_what_a_handler_raises_ends_the_call_it_interrupts_and_nothing_else(
 def test_what_a_handler_raises_while_a_request_is_queued_leaves_no_request(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    add = llm.engine.core.add_request
+    add = llm.llm_engine.core.add_request
 
     def interrupting(request: Any) -> None:
         add(request)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(llm.engine.core, "add_request", interrupting)
+    monkeypatch.setattr(llm.llm_engine.core, "add_request", interrupting)
     for call in (lambda: llm.generate(["a"], LONG), lambda: llm.stream("c", LONG)):
         with pytest.raises(KeyboardInterrupt):
             call()
@@ -387,7 +389,7 @@ def test_closing_while_others_generate_ends_their_calls(executor: SlowExecutor) 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(llm.engine._outputs) == 4)
+    wait_until(lambda: len(llm.llm_engine._outputs) == 4)
     stream = llm.stream("a stream", LONG)
     next(stream)
     llm.close()
@@ -415,7 +417,7 @@ def test_each_call_of_an_engine_that_died_raises_an_error_of_its_own(monkeypatch
         def die() -> None:
             raise WorkerDied("gone")
 
-        monkeypatch.setattr(llm.engine.core, "step", die)
+        monkeypatch.setattr(llm.llm_engine.core, "step", die)
         errors: list[BaseException] = []
         for _ in range(4):
             with pytest.raises(WorkerDied, match="gone") as raised:
@@ -433,7 +435,7 @@ def engine_threads() -> list[threading.Thread]:
 @pytest.mark.parametrize("use", ["unused", "used", "streams"])
 def test_a_dropped_llm_ends_its_thread_and_frees_the_engine(use: str) -> None:
     llm = LLM.over(lambda: LLMEngine(fake_core(SlowExecutor()), byte_inputs()))
-    engine = weakref.ref(llm.engine)
+    engine = weakref.ref(llm.llm_engine)
     if use == "used":
         llm.generate("p", SHORT)
     stream = llm.stream("p", SHORT) if use == "streams" else None
@@ -461,7 +463,7 @@ def test_an_internal_error_of_the_engine_counts_as_its_death(monkeypatch: pytest
         def defective() -> None:
             raise KeyError("a defect")
 
-        monkeypatch.setattr(llm.engine.core, "step", defective)
+        monkeypatch.setattr(llm.llm_engine.core, "step", defective)
         for _ in range(2):
             with pytest.raises(WorkerDied, match="a defect"):
                 llm.generate("p", SHORT)
@@ -545,7 +547,7 @@ def test_a_forked_child_gets_an_error_and_the_parent_continues(llm: LLM) -> None
     expected = tokens(llm.generate("p", SHORT)[0])
     busy = threading.Thread(target=lambda: llm.generate("long", LONG))
     busy.start()  # the child inherits locks that this thread holds
-    wait_until(llm.engine.has_unfinished_requests)
+    wait_until(llm.llm_engine.has_unfinished_requests)
     read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -2,6 +2,10 @@
 
 import asyncio
 import copy
+import inspect
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +16,7 @@ from pagoda import LLM, AsyncLLM, RequestError, RequestOutputKind, SamplingParam
 from pagoda.engine.inputs.callers_tokenizer import CallersTokenizer
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.llm_engine import LLMEngine
+from pagoda.vllm_names import MODULES
 from tests.fake_engine import byte_inputs, fake_core
 
 SHORT = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
@@ -59,7 +64,7 @@ def test_parameters_that_were_changed_are_checked_together_when_they_are_used(ll
 
 
 def test_logprobs_of_minus_one_are_as_many_as_the_limit_allows(llm: LLM) -> None:
-    inputs = llm.engine.input_processor
+    inputs = llm.llm_engine.input_processor
     prepared = inputs.params.prepare(SamplingParams(logprobs=-1, prompt_logprobs=-1)).params
     assert isinstance(prepared, SamplingParams)
     assert prepared.logprobs == prepared.prompt_logprobs == inputs.limits.max_logprobs == 20
@@ -71,21 +76,18 @@ def test_the_engine_can_be_asked_and_reset(llm: LLM) -> None:
     assert metrics["vllm:prefix_cache_queries"].value > 0
     assert metrics["vllm:num_requests_running"].kind == "gauge"
     assert llm.reset_prefix_cache() is True
-    assert llm.llm_engine is llm.engine
 
 
 def test_the_tokenizer_has_the_names_of_transformers(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
-    ids = llm.tokenizer.encode("hello")
+    ids = llm.llm_engine.input_processor.tokenizer.encode("hello")
     assert tokenizer("hello").input_ids == tokenizer.encode("hello") == ids
     assert tokenizer(["hello", "a"], truncation=True, max_length=2)["attention_mask"][0] == [1, 1]
     assert tokenizer.decode(ids) == tokenizer.batch_decode([ids])[0] == "hello"
-    assert (tokenizer.eos_token_id, len(tokenizer)) == (llm.tokenizer.facts.eos_token_ids[0], tokenizer.vocab_size)
-    vocab = tokenizer.get_vocab()
-    tokens = tokenizer.convert_ids_to_tokens(ids)
-    assert [vocab[token] for token in tokens] == tokenizer.convert_tokens_to_ids(tokens) == ids
-    assert (vocab.get("no such token"), tokenizer.convert_tokens_to_ids("no such token")) == (None, None)
-    assert max(vocab.values()) < len(tokenizer)
+    assert (tokenizer.eos_token_id, len(tokenizer)) == (
+        tokenizer.facts.eos_token_ids[0],
+        tokenizer.vocab_size,
+    )
     messages = [{"role": "user", "content": "hi"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert isinstance(text, str)
@@ -115,7 +117,7 @@ def test_parameters_that_change_while_prompts_are_read_do_not_change_the_call(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SHORT.clone()
-    inputs = llm.engine.input_processor
+    inputs = llm.llm_engine.input_processor
     read = inputs.prompts.read
 
     def reading(*args: Any, **named: Any) -> Any:
@@ -138,7 +140,117 @@ def test_engine_args_and_other_names_of_vllm() -> None:
     assert args.scheduler.max_num_seqs == 3
     assert isinstance(AsyncLLM.from_engine_args(args), AsyncLLM)
     assert pagoda.EmbeddingRequestOutput is pagoda.PoolingRequestOutput
-    assert {"TokensPrompt", "TextPrompt", "RequestOutputKind"} <= set(pagoda.__all__)
+    assert isinstance(args, pagoda.EngineArgs)
+    assert pagoda.EngineArgs("smollm2-135m").model.model == "smollm2-135m"
+    assert pagoda.AsyncLLMEngine is AsyncLLM
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", pagoda.__version__)
+    assert {"TokensPrompt", "TextPrompt", "RequestOutputKind", "LLMEngine"} <= set(pagoda.__all__)
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_vllms_modules_hold_names_of_pagoda(module: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(f"import pagoda.{module}\nfrom pagoda.{module} import *", scope)
+    assert {name: scope[name] for name in MODULES[module].split()} == {
+        name: getattr(pagoda, name) for name in MODULES[module].split()
+    }
+
+
+def test_vllms_modules_are_made_when_they_are_imported() -> None:
+    code = "import sys, pagoda; assert not {'pagoda.llm', 'pagoda.lora', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("from pagoda import GuidedDecodingParams", "pagoda has no GuidedDecodingParams: use pagoda.StructuredOutputs"),
+        ("from pagoda.sampling_params import GuidedDecodingParams", "use pagoda.StructuredOutputsParams"),
+        ("from pagoda.utils import FlexibleArgumentParser", "use argparse, and LLM"),
+        ("from pagoda.model_executor.models import ModelRegistry", "docs/howto/add-a-model.md"),
+        ("from pagoda import SamplingParam", "pagoda has no SamplingParam; did you mean 'SamplingParams'?"),
+        ("import pagoda.nosuch", "No module named 'pagoda.nosuch'"),
+    ],
+)
+def test_what_is_not_here_is_an_import_error_that_says_what_to_use(line: str, message: str) -> None:
+    with pytest.raises(ImportError, match=re.escape(message)):
+        exec(line, {})
+
+
+def test_a_missing_attribute_is_an_attribute_error_that_says_what_to_use() -> None:
+    with pytest.raises(AttributeError, match="pagoda has no VllmConfig: use pagoda.EngineConfig"):
+        pagoda.VllmConfig  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
+    assert not hasattr(pagoda, "nosuch")
+
+
+def test_an_engine_is_stepped_by_hand() -> None:
+    core = fake_core()
+    engine = pagoda.LLMEngine(core, byte_inputs())
+    assert engine.add_request("a", "hello", SHORT) == "a"
+    delta = SamplingParams(max_tokens=4, seed=1, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    engine.add_request("b", TokensPrompt(prompt_token_ids=[1, 2]), delta, priority=1)
+    engine.add_request("c", "gone", SHORT)
+    engine.abort_request("c")
+    with pytest.raises(RequestError, match="'a' is in use"):
+        engine.add_request("a", "hello", SHORT)
+    with pytest.raises(RequestError, match="prompt"):
+        engine.add_request("d", "", SHORT)
+    assert engine.get_num_unfinished_requests() == 2
+    outputs: dict[str, list[int]] = {"a": [], "b": []}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            outputs[output.request_id].append(len(output.outputs[0].token_ids))
+    assert outputs["a"] == [1, 2, 3, 4]
+    assert sum(outputs["b"]) == 4
+    engine.shutdown()
+
+
+def test_an_asyncllm_can_be_shut_down_without_waiting() -> None:
+    async def main() -> AsyncLLM:
+        llm = AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs()))
+        llm.shutdown()  # before anything is loaded
+        with pytest.raises(UsageError, match="closed"):
+            await anext(llm.generate("a", SHORT))
+        llm = await AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs())).start()
+        stream = llm.stream("a", SamplingParams(max_tokens=1000, seed=1, ignore_eos=True))
+        await anext(stream)
+        llm.shutdown()
+        with pytest.raises(UsageError, match="closed"):
+            async for _ in stream:
+                pass
+        await llm.close()
+        loading = AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs()))
+        start = asyncio.ensure_future(loading.start())
+        await asyncio.sleep(0)
+        loading.shutdown()
+        with pytest.raises(UsageError, match="closed while it was loading"):
+            await start
+        await loading.close()
+        return await AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs())).start()
+
+    llm = asyncio.run(main())
+    llm.shutdown()  # after the loop
+    running = llm._loading
+    assert running is not None
+    running.result().client.thread.join()
+
+
+def test_llm_and_asyncllm_have_the_same_names_with_the_same_meaning(llm: LLM) -> None:
+    async def main() -> None:
+        async with AsyncLLM.over(lambda: LLMEngine(fake_core(), inputs_with_defaults(max_tokens=5))) as other:
+            tokenizer = await other.get_tokenizer()
+            assert type(tokenizer) is type(llm.get_tokenizer())
+            assert tokenizer("hello").input_ids == llm.get_tokenizer()("hello").input_ids
+            assert await other.get_default_sampling_params() == SamplingParams(max_tokens=5)
+            assert await other.reset_prefix_cache(reset_running_requests=True)
+
+    asyncio.run(main())
+    for name in ("generate", "chat", "stream", "stream_chat", "beam_search", "embed", "classify", "score", "encode"):
+        assert {"lora_request"} <= inspect.signature(getattr(AsyncLLM, name)).parameters.keys()
+    both = {name for name in vars(LLM) if not name.startswith("_") and name in vars(AsyncLLM)}
+    assert vars(LLM).keys() - both - {"get_metrics", "llm_engine"} == {
+        name for name in vars(LLM) if name.startswith("_")
+    }
 
 
 def test_parameters_that_change_while_a_conversation_is_rendered_do_not_change_the_call() -> None:

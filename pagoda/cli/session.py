@@ -37,22 +37,22 @@ class Session:
 
     @property
     def max_model_len(self) -> int:
-        return self._llm.engine.core.facts.max_model_len
+        return self._llm.llm_engine.core.facts.max_model_len
 
     def params(self, given: Mapping[str, Any], max_tokens: int, seed: object) -> SamplingParams:
         """The sampling parameters: flags that were given, else the model's own defaults, else the command line's."""
         from pagoda.cli.options import CLI_SAMPLING
 
-        of_model = self._llm.engine.input_processor.default_sampling
+        of_model = self._llm.llm_engine.input_processor.default_sampling
         return SamplingParams.of_model({**CLI_SAMPLING, "max_tokens": max_tokens, **of_model}, **given, seed=seed)
 
     def encode(self, text: str) -> list[int]:
         """A text to continue, as token ids."""
-        return self._llm.engine.input_processor.prompts.encode(text)
+        return self._llm.llm_engine.input_processor.prompts.encode(text)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """A conversation up to the answer that is wanted. Raises RequestError when the model has no chat template."""
-        return self._llm.engine.input_processor.chats.render(messages).token_ids
+        return self._llm.llm_engine.input_processor.chats.render(messages).token_ids
 
     def stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[Piece]:
         """The answer as it comes; leaving the iteration ends it. RequestError, CapacityError come before it begins."""

@@ -71,6 +71,9 @@ class LLMEngine:
         self.core.abort(request_ids)
         return self._outputs.abort(request_ids, self.core.now())
 
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._outputs)
+
     def has_unfinished_requests(self) -> bool:
         return len(self._outputs) > 0
 

@@ -64,7 +64,7 @@ def test_the_answer_is_that_of_transformers(llm: LLM, family: str) -> None:
     shown = [[images[0]], [images[1], images[0]], []]
     model, expected = make_model(family), []
     for conversation, pictures in zip(conversations, shown, strict=True):
-        ids = llm.engine.input_processor.chats.render(conversation).token_ids
+        ids = llm.llm_engine.input_processor.chats.render(conversation).token_ids
         given = {}
         if pictures:
             nested = [pictures] if family == "idefics3" else pictures
@@ -90,7 +90,7 @@ def test_blocks_are_shared_with_the_same_image_only(llm: LLM) -> None:
     unlike = llm.chat(asking("a text of some length", other, "and more of it"), GREEDY)[0]
     assert first.prompt_token_ids == same.prompt_token_ids == unlike.prompt_token_ids
     assert same.num_cached_tokens == (len(first.prompt_token_ids) - 1) // 8 * 8
-    before = llm.engine.input_processor.chats.render(asking("a text of some length", image)).media[0].offset
+    before = llm.llm_engine.input_processor.chats.render(asking("a text of some length", image)).media[0].offset
     assert unlike.num_cached_tokens == before // 8 * 8
     assert tokens([first]) == tokens([same]) != tokens([unlike])
 
@@ -126,7 +126,9 @@ def test_a_folder_without_settings_of_images_is_served_as_a_text_model(
     shutil.copytree(folder, tmp_path / "text", ignore=shutil.ignore_patterns("*processor_config.json"))
     with LLM(str(tmp_path / "text"), served_model_name="words", **OPTIONS) as llm:
         for content in ("no image", [{"type": "text", "text": "no image"}]):
-            assert "no image" in llm.engine.input_processor.chats.render([{"role": "user", "content": content}]).text
+            assert (
+                "no image" in llm.llm_engine.input_processor.chats.render([{"role": "user", "content": content}]).text
+            )
         with pytest.raises(RequestError, match="is an image, but words takes text only"):
             llm.chat(asking(image_of(8, 8)), GREEDY)
     assert "has no preprocessor_config.json" in caplog.text

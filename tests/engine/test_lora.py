@@ -74,7 +74,7 @@ def tokens(llm: LLM, prompt: str, adapter: LoRARequest | None) -> list[int]:
 
 
 def store_of(llm: LLM) -> AdapterStore:
-    executor = llm.engine.core._executor
+    executor = llm.llm_engine.core._executor
     assert isinstance(executor, InProcessExecutor)
     assert isinstance(executor.worker, Worker)
     assert executor.worker.store is not None
@@ -83,7 +83,7 @@ def store_of(llm: LLM) -> AdapterStore:
 
 def loaded(llm: LLM) -> set[str]:
     """Return the digests of the adapters with a slot, once the worker has done what it was told so far."""
-    executor = llm.engine.core._executor
+    executor = llm.llm_engine.core._executor
     assert isinstance(executor, InProcessExecutor)
     return executor._on_thread(lambda: set(store_of(llm)._slots))
 
@@ -130,7 +130,7 @@ def test_adapters_in_steps_padded_for_graphs(
 
 
 def test_the_least_recently_used_adapter_makes_room(llm: LLM, folders: dict[str, Path]) -> None:
-    digests = {name: llm.engine.input_processor.find_adapter(ask(folders[name])).digest for name in "abc"}
+    digests = {name: llm.llm_engine.input_processor.find_adapter(ask(folders[name])).digest for name in "abc"}
     for name in ("a", "b", "a", "c"):
         tokens(llm, PROMPT, ask(folders[name]))
     assert list(store_of(llm)._slots) == [digests["a"], digests["c"]]
@@ -198,18 +198,18 @@ def test_a_name_whose_files_change_is_another_adapter(
     folder = tmp_path / "mine"
     shutil.copytree(folders["a"], folder)
     assert tokens(llm, PROMPT, ask(folder)) == expected["a"]
-    hits = llm.engine.core.make_stats().prefix_hits
+    hits = llm.llm_engine.core.make_stats().prefix_hits
     shutil.rmtree(folder)
     shutil.copytree(folders["b"], folder)
     assert tokens(llm, PROMPT + "x", ask(folder)) == tokens(llm, PROMPT + "x", ask(folders["b"], "other name"))
-    again = llm.engine.core.make_stats().prefix_hits
+    again = llm.llm_engine.core.make_stats().prefix_hits
     # PROMPT was asked of "b" before, by its own name: its blocks serve all names of the same content.
     assert again > hits
     fresh = write_adapter(folder, model, 5, 9)
-    assert llm.engine.input_processor.find_adapter(ask(folder)).digest == fresh.digest
-    hits = llm.engine.core.make_stats().prefix_hits
+    assert llm.llm_engine.input_processor.find_adapter(ask(folder)).digest == fresh.digest
+    hits = llm.llm_engine.core.make_stats().prefix_hits
     assert tokens(llm, PROMPT, ask(folder)) not in expected.values()
-    assert llm.engine.core.make_stats().prefix_hits == hits
+    assert llm.llm_engine.core.make_stats().prefix_hits == hits
 
 
 def test_a_file_that_changes_under_a_waiting_request_fails_only_that(
@@ -217,12 +217,12 @@ def test_a_file_that_changes_under_a_waiting_request_fails_only_that(
 ) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(folders["a"], folder)
-    lora = llm.engine.input_processor.find_adapter(ask(folder))
+    lora = llm.llm_engine.input_processor.find_adapter(ask(folder))
     assert isinstance(lora, LoraRef)
     store_of(llm).unload(lora)
     shutil.rmtree(folder)
     shutil.copytree(folders["b"], folder)
-    core, inputs = llm.engine.core, llm.engine.input_processor
+    core, inputs = llm.llm_engine.core, llm.llm_engine.input_processor
     core.add_request(inputs.process("changed", PROMPT + "!", GREEDY, arrival_time_s=core.now(), lora=lora))
     core.add_request(inputs.process("good", PROMPT, GREEDY, arrival_time_s=core.now()))
     got: list[int] = []
@@ -240,7 +240,7 @@ def test_an_adapter_is_unloaded_after_the_rows_that_use_it(
     llm: LLM, folders: dict[str, Path], expected: dict[str, list[int]]
 ) -> None:
     assert llm.add_lora(LoRARequest("a", 7, str(folders["a"])))
-    digest = llm.engine.input_processor.find_adapter(ask(folders["a"])).digest
+    digest = llm.llm_engine.input_processor.find_adapter(ask(folders["a"])).digest
     assert digest in loaded(llm)
     stream = llm.stream(PROMPT, GREEDY, lora_request=ask(folders["a"]))
     got = list(next(stream).outputs[0].token_ids)
@@ -366,7 +366,7 @@ def test_without_enable_lora_adapters_are_refused(model: Path, folders: dict[str
     with LLM(str(model), **{**OPTIONS, "enable_lora": False}) as llm:
         with pytest.raises(RequestError, match="LoRA adapters are off on this engine: set enable_lora"):
             llm.generate(PROMPT, GREEDY, lora_request=ask(folders["a"]))
-        core, inputs = llm.engine.core, llm.engine.input_processor
+        core, inputs = llm.llm_engine.core, llm.llm_engine.input_processor
         request = inputs.process("x", PROMPT, GREEDY, arrival_time_s=0.0, lora=LoraRef("a", "/x", "00"))
         with pytest.raises(RequestError, match="set enable_lora"):
             core.add_request(request)

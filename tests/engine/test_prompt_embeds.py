@@ -46,7 +46,7 @@ def llm(model: Path, on: DeviceUnderTest) -> Iterator[LLM]:
 
 
 def hits(llm: LLM) -> int:
-    return llm.engine.core.make_stats().prefix_hits
+    return llm.llm_engine.core.make_stats().prefix_hits
 
 
 def test_embeddings_of_tokens_give_the_output_of_the_tokens(llm: LLM, table: torch.Tensor) -> None:

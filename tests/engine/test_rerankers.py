@@ -148,7 +148,7 @@ def test_an_output_for_each_token(reranker: Reranker, on: DeviceUnderTest) -> No
         np.testing.assert_allclose(
             output.outputs.probs, torch.softmax(torch.tensor(reranker.logits("some text")), 0), atol=1e-5
         )
-        assert two.engine.input_processor.limits.tasks.names == ("classify", "token_classify")
+        assert two.llm_engine.input_processor.limits.tasks.names == ("classify", "token_classify")
 
 
 def test_config_json_may_say_it(reranker: Reranker, tmp_path: Path) -> None:

@@ -115,17 +115,17 @@ def throughput(
     params = replace(GREEDY, temperature=temperature, top_p=top_p, top_k=top_k)
     llm = load(options)
     if not items:
-        items = random_workload(num_prompts, input_len, output_len, llm.tokenizer.facts.vocab_size, seed=0)
+        items = random_workload(num_prompts, input_len, output_len, llm.get_tokenizer().facts.vocab_size, seed=0)
     run_at_once(llm, [WorkItem(list(range(10, 40)), WARM_UP_TOKENS)])
     cold_start_s = seconds_since_start()
     if warm_up:
         run_at_once(llm, with_other_tokens(items), params)
     if profile:
-        llm.engine.core.begin_profile()
+        llm.llm_engine.core.begin_profile()
     begin_s = time.perf_counter()
     num_output = run_at_arrivals(llm, items, params) if arrivals else run_at_once(llm, items, params, True)
     secs = time.perf_counter() - begin_s
-    measured = llm.engine.core.profile() if profile else None
+    measured = llm.llm_engine.core.profile() if profile else None
     rows = breakdown(measured, secs) if measured is not None else []
     report(
         {
@@ -197,7 +197,7 @@ def latency(
     from pagoda.cli.session import load
 
     llm = load(options)
-    vocab_size = llm.tokenizer.facts.vocab_size
+    vocab_size = llm.get_tokenizer().facts.vocab_size
     times_s: list[float] = []
     for iteration in range(warm_up + iterations):
         items = random_workload(batch_size, input_len, output_len, vocab_size, seed=iteration)

@@ -16,6 +16,7 @@ from pagoda.base.outputs import (
     RequestOutput,
     ScoringOutput,
 )
+from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
 from pagoda.engine.inputs.scoring import Scoring
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
@@ -57,6 +58,13 @@ def _scoring_output(parts: list[RequestOutput], score: float) -> PoolingRequestO
 
 def _output(output: RequestOutput, result: object) -> PoolingRequestOutput:  # type: ignore[type-arg]
     return PoolingRequestOutput(output.request_id, result, output.prompt_token_ids or [], output.num_cached_tokens or 0)
+
+
+def beam_sampling(params: BeamSearchParams, max_logprobs: int) -> SamplingParams:
+    """Return a beam search as a request, with the log-probabilities that `beams_of` reports. Raises RequestError."""
+    if not isinstance(params, BeamSearchParams):
+        raise RequestError(f"params is {type(params).__name__}, expected BeamSearchParams", "params")
+    return params.sampling_params(logprobs=min(2 * params.beam_width, max_logprobs))
 
 
 def beams_of(output: RequestOutput, tokenizer: Tokenizer, has_tokens: bool = True) -> BeamSearchOutput:

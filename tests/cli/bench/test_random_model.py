@@ -35,7 +35,7 @@ def test_transformers_reads_it_as_pagoda_does(name: str, tmp_path: Path) -> None
         torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None
     )
     with LLM(str(tmp_path), dtype="float32", device="cpu", num_blocks=32, max_model_len=128) as llm:
-        assert llm.engine.input_processor.prompts.encode(text) == prompt
+        assert llm.llm_engine.input_processor.prompts.encode(text) == prompt
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         ours = llm.generate(prompt, params)[0].outputs[0].token_ids
     assert ours == theirs[0, len(prompt) :].tolist()

@@ -205,8 +205,8 @@ def test_a_request_that_fails_to_enter_leaves_an_llm_usable(monkeypatch: pytest.
         with pytest.raises(RuntimeError, match="injected"):
             llm.generate("hello", SamplingParams(seed=1))
         monkeypatch.setattr(Scheduler, "add_request", add)
-        assert not llm.engine.core.has_unfinished_requests()
-        assert not llm.engine.has_unfinished_requests()
+        assert not llm.llm_engine.core.has_unfinished_requests()
+        assert not llm.llm_engine.has_unfinished_requests()
         assert llm.generate("hello", SamplingParams(seed=1))[0].outputs[0].text == expected
 
 
