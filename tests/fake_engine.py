@@ -20,18 +20,18 @@ DEFAULT_LIMITS = RequestLimits()
 
 
 def fake_core(
-    executor: Executor | None = None, max_num_seqs: int = 8, step_s: float = 0.0, depth: int = 1
+    executor: Executor | None = None, max_num_seqs: int = 8, step_s: float = 0.0, depth: int = 1, num_blocks: int = NUM_BLOCKS
 ) -> EngineCore:
     """A started core; `executor` instead of the fake one.   depth: steps in flight, scheduled asynchronously."""
     scheduler_config = SchedulerOptions(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=64, pipeline_depth=depth, async_scheduling=depth > 1
     )
     clock = SystemClock()
-    scheduler = Scheduler(scheduler_config, CacheConfig(), (KVGroupSpec(),), NUM_BLOCKS, MAX_LEN, clock)
+    scheduler = Scheduler(scheduler_config, CacheConfig(), (KVGroupSpec(),), num_blocks, MAX_LEN, clock)
     executor = executor or FakeExecutor(scheduler.max_rows, MAX_LEN, vocab_size=258, step_s=step_s)
     executor.start()
-    executor.set_pools(NUM_BLOCKS, 0)
-    return EngineCore(scheduler, executor, clock, EngineFacts(MAX_LEN, 16, NUM_BLOCKS, 0), 258, depth)
+    executor.set_pools(num_blocks, 0)
+    return EngineCore(scheduler, executor, clock, EngineFacts(MAX_LEN, 16, num_blocks, 0), 258, depth)
 
 
 def byte_inputs(of_request: RequestLimits = DEFAULT_LIMITS) -> InputProcessor:

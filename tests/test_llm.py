@@ -66,6 +66,16 @@ def test_a_single_prompt_is_a_batch_of_one(llm: LLM, prompt: object) -> None:
     assert len(outputs[0].outputs[0].token_ids) == 8
 
 
+@pytest.mark.parametrize("num_outputs", [1, 4])
+def test_outputs_that_outgrow_the_kv_cache_keep_their_texts(num_outputs: int) -> None:
+    params = SamplingParams(n=num_outputs, max_tokens=150, seed=1, ignore_eos=True)
+    with LLM.over(lambda: LLMEngine(fake_core(num_blocks=6), byte_inputs())) as llm:
+        (output,) = llm.generate("x" * 30, params)
+    assert output.error is None
+    assert [part.finish_reason for part in output.outputs] == ["length"] * num_outputs
+    assert all(part.token_ids and part.text for part in output.outputs)
+
+
 @pytest.mark.parametrize("depth", [2, 3])
 def test_a_stop_string_ends_a_request_with_steps_in_flight(llm: LLM, depth: int) -> None:
     """It is found in the text when further tokens are on their way: they are dropped."""

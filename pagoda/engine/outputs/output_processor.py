@@ -177,6 +177,7 @@ class _RequestState:
         self.metrics = RequestMetrics(arrival_time=request.arrival_time_s)
         self.num_cached_tokens: int | None = None
         self.error: str | None = None
+        self._cut_short: str | None = None  # why a sequence ended before its time
         self.pooled: np.ndarray | None = None
         self.prompt_logprobs: PromptLogprobs | None = None
         params = request.sampling
@@ -193,7 +194,10 @@ class _RequestState:
 
     def end_sequence(self, finish: Finish) -> None:
         """Finish a sequence without new tokens, or with an error."""
-        if finish.message is not None:
+        if finish.message is not None and finish.status is RequestStatus.FINISHED_LENGTH_CAPPED:
+            self._cut_short = finish.message
+            logger.warning("request %s: output %d ends early: %s", finish.request_id, finish.sequence, finish.message)
+        elif finish.message is not None:
             self.error = finish.message
         self.sequences[finish.sequence].end(finish.status)
 
@@ -212,6 +216,8 @@ class _RequestState:
 
     def output(self, finished: bool) -> RequestOutput:
         """Return the output to emit now. A delta has only sequences with something new, and each finish once."""
+        if finished and self.error is None and not any(sequence.token_ids for sequence in self.sequences):
+            self.error = self._cut_short  # it has no text that could be its output
         if self.kind is OutputKind.DELTA:
             parts = [part for sequence in self.sequences if (part := sequence.delta()) is not None]
         else:

@@ -267,3 +267,17 @@ def test_logprobs_that_a_stream_has_read_are_not_kept() -> None:
         assert delta.outputs[0].cumulative_logprob == -1.0 - step
     sequence = processor._by_id["a"].sequences[0]
     assert sequence._logprobs == []
+
+
+@pytest.mark.parametrize("kind", list(OutputKind))
+def test_an_output_that_the_kv_cache_cuts_short_is_an_output_and_an_empty_one_an_error(kind: OutputKind) -> None:
+    processor = OutputProcessor(ByteTokenizer())
+    processor.open(request(1, n=2), kind)
+    processor.open(request(2), kind)
+    tokens = core_outputs([(1, 0, [104]), (1, 1, [105])])
+    outputs = processor.process(tokens, 11.0).outputs
+    cut = (end(1, LENGTH, 0, message="too few blocks"), end(1, LENGTH, 1), end(2, LENGTH, message="too few blocks"))
+    outputs += processor.process(core_outputs([], cut), 12.0).outputs
+    first, second = (one for one in outputs if one.finished)
+    assert (first.error, [part.finish_reason for part in first.outputs]) == (None, ["length", "length"])
+    assert (second.error, second.outputs[0].text) == ("too few blocks", "")
