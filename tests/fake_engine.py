@@ -20,7 +20,11 @@ DEFAULT_LIMITS = RequestLimits()
 
 
 def fake_core(
-    executor: Executor | None = None, max_num_seqs: int = 8, step_s: float = 0.0, depth: int = 1, num_blocks: int = NUM_BLOCKS
+    executor: Executor | None = None,
+    max_num_seqs: int = 8,
+    step_s: float = 0.0,
+    depth: int = 1,
+    num_blocks: int = NUM_BLOCKS,
 ) -> EngineCore:
     """A started core; `executor` instead of the fake one.   depth: steps in flight, scheduled asynchronously."""
     scheduler_config = SchedulerOptions(

@@ -14,7 +14,7 @@ from pagoda.assembly.worker_setup import make_grammars, make_worker
 from pagoda.base.abbreviate import shorten
 from pagoda.base.clock import Clock, SystemClock
 from pagoda.base.config import EngineConfig
-from pagoda.base.config_without_effect import settings_without_effect
+from pagoda.base.config_rules import settings_without_effect
 from pagoda.base.errors import CapacityError, ConfigError, StepTooLarge, WorkerDied
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler import Scheduler

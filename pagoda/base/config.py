@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Annotated, Any
 
+from pagoda.base.config_options import option_names, read_options
 from pagoda.base.dtypes import QUANTIZATIONS
 from pagoda.base.errors import ConfigError
-from pagoda.base.flat_options import option_names, read_options
 from pagoda.base.hf_overrides import HFOverrides
 from pagoda.base.lora import LoRAConfig
 from pagoda.base.request_limits import RequestLimits

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.base.config import PARTS
+from pagoda.base.config_options import RETIRED, option_names
 from pagoda.base.errors import ConfigError
-from pagoda.base.flat_options import RETIRED, option_names
 from pagoda.base.registry import closest, nearest
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.vllm_options import SWITCHES, is_vllms, translate

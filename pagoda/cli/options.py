@@ -20,7 +20,7 @@ from pagoda.base.config import (
     ParallelConfig,
     SchedulerConfig,
 )
-from pagoda.base.config_values import dashed, normalize
+from pagoda.base.config_options import dashed, normalize
 from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.server_config import ServerConfig

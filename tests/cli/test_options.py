@@ -19,10 +19,9 @@ from pagoda.base.config import (
     SchedulerConfig,
     SchedulingPolicy,
 )
+from pagoda.base.config_options import option_names, parse_size
 from pagoda.base.config_rules import check_settings
-from pagoda.base.config_values import parse_size
 from pagoda.base.errors import ConfigError
-from pagoda.base.flat_options import option_names
 from pagoda.base.lora import LoRAConfig, LoRASources
 from pagoda.base.server_config import ServerConfig, ServerLimits, ServerTimeouts
 from pagoda.base.setting import describe_settings

@@ -5,7 +5,7 @@ import pytest
 from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.assembly.sizing import fit_cache
 from pagoda.base.config import EngineConfig
-from pagoda.base.config_without_effect import settings_without_effect
+from pagoda.base.config_rules import settings_without_effect
 from pagoda.engine.wire import EngineFacts
 from tests.cached_models import cached_model
 

@@ -7,7 +7,7 @@ import pytest
 
 from pagoda import LLM
 from pagoda.base.config import EngineConfig
-from pagoda.base.config_without_effect import settings_without_effect
+from pagoda.base.config_rules import settings_without_effect
 
 
 def found(**options: Any) -> list[str]:
