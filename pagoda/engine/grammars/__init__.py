@@ -2,7 +2,8 @@
 
 1. `grammar_text.py` turns StructuredOutputsParams into a grammar, in the variant of Lark that llguidance reads.
 2. `json_schema.py` prepares the schemas in it: refuses what the library would ignore, rewrites references and older
-   forms, and refuses what would take long to compile (`schema_size.py`).
+   forms, and refuses what would take long to compile (`schema_size.py`) or what no text could complete
+   (`dead_ends.py`).
 3. `tool_grammar.py` writes the grammar of tool calls in a model's format.
 4. `preparer.py` compiles a grammar before its request is accepted, so that a refusal is a RequestError.
 5. `llguidance_backend.py` compiles it for the engine, on threads, and fills masks (`core/grammar.py` is the interface).

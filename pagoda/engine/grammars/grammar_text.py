@@ -12,6 +12,7 @@ from typing import Any
 from pagoda.base.errors import RequestError
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.grammars.json_schema import Schema, parse_schema, rewrite_schema
+from pagoda.engine.grammars.schema_size import iter_values
 
 WHITESPACE = r" |\n[ \t]{0,32}"
 """White space in JSON: a space, or a line break and its indentation. Its length is bounded, so that a model cannot
@@ -22,7 +23,6 @@ MAX_GBNF_CHARS = 65_536
 MAX_INTERSECTIONS = 32
 MAX_SCHEMAS = 1024
 _FIELD = "structured_outputs"
-_SEVERAL = '{"grammars": ['
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,6 @@ def grammar_text(params: StructuredOutputsParams, field_name: str = _FIELD) -> s
     return grammar if params.reasoning_end is None else _after_reasoning(grammar, params.reasoning_end)
 
 
-def library_form(text: str) -> str:
-    """Return a grammar's text as the library takes it: one grammar, or a list of them that name each other."""
-    return text if text.startswith(_SEVERAL) else json.dumps({"grammars": [{"lark_grammar": text}]})
-
-
 def _after_reasoning(text: str, end: str | int) -> str:
     """Return a grammar of free text up to `end`, then of `text`, which keeps its own names."""
     if isinstance(end, int):
@@ -81,11 +76,24 @@ def rewritten_rule(inner: Schema, field_name: str, style: JsonStyle) -> str:
     """As `json_rule`, for a schema as json_schema.py rewrites it."""
     if isinstance(inner, bool):
         inner = {} if inner else {"enum": []}
-    spacing = {"whitespace_pattern": style.whitespace} if style.whitespace else {"whitespace_flexible": False}
+    options: dict[str, Any] = {"whitespace_pattern": style.whitespace} if style.whitespace else {}
+    if not style.whitespace:
+        options["whitespace_flexible"] = False
+    if any(map(_is_open, iter_values(inner))):
+        options["json_allowed_escapes"] = 'nrbtf\\"'
     try:
-        return "%json " + json.dumps({**inner, "x-guidance": spacing}, ensure_ascii=True, allow_nan=False)
+        return "%json " + json.dumps({**inner, "x-guidance": options}, ensure_ascii=True, allow_nan=False)
     except ValueError:  # as of 1e400, which JSON may write and floats cannot hold
         raise RequestError(f"{field_name}: a number of the schema is out of range", field_name) from None
+
+
+def _is_open(schema: Any) -> bool:
+    """Return whether a schema lists names of properties and allows others.
+
+    The library would let the others be listed names in disguise (`\\u0061` for `a`), with any value.
+    """
+    lists_names = isinstance(schema, dict) and ("properties" in schema or "patternProperties" in schema)
+    return lists_names and schema.get("additionalProperties") is not False
 
 
 # ---- one function for each kind

@@ -11,9 +11,11 @@ import json
 import math
 from decimal import Decimal
 from typing import Any
-from urllib.parse import unquote, urljoin
+from urllib.parse import unquote
 
 from pagoda.base.errors import RequestError
+from pagoda.engine.grammars.dead_ends import ListedNames, endless
+from pagoda.engine.grammars.schema_refs import SchemaRefs
 from pagoda.engine.grammars.schema_size import MAX_PARTS, TOO_LARGE, SchemaSize, iter_values
 
 Schema = dict[str, Any] | bool
@@ -36,13 +38,6 @@ _MAPS = frozenset({"properties", "patternProperties"})
 _BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 _SAFE_WHEN_HUGE = {"maximum": 1, "exclusiveMaximum": 1, "minimum": -1, "exclusiveMinimum": -1}
 """The sign of a bound that may be rounded: beyond the integers of 64 bits the library's own limit is tighter."""
-
-_NO_BASE = "http://schema.invalid/"
-"""The URI of a document without one."""
-_INSTANCES = frozenset({"const", "default", "enum", "examples"})
-"""Keywords whose values are not schemas."""
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"})
-"""Keywords whose values are schemas by names, which may be any: also those of keywords."""
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
     | {"idn-email", "idn-hostname", "iri", "iri-reference", "regex"}
@@ -116,6 +111,7 @@ class _Rewriter:
         self._todo: list[tuple[str, Any, tuple[str, ...]]] = []
         self._multiple = 1
         self._num_schemas = 0
+        self._listed_names: ListedNames | None = None  # only schemas with patternProperties need them
 
     def run(self) -> Schema:
         schema, defs = self._rewrite_all()
@@ -143,11 +139,11 @@ class _Rewriter:
         while self._todo:
             name, target, at = self._todo.pop()
             defs[name] = self._rewrite(target, at)
-        if _has_ring(defs):
-            raise self._refuse((), "references name each other in a ring, so no text satisfies them")
         reason = SchemaSize(schema, defs).excess()
         if reason:
             raise self._refuse((), reason)
+        if endless({"#": schema, **{f"#/$defs/{name}": one for name, one in defs.items()}}):
+            raise self._refuse((), "no text satisfies it, because references lead back to themselves without an end")
         return schema, defs
 
     def _refuse(self, at: tuple[str, ...], why: str) -> RequestError:
@@ -177,9 +173,10 @@ class _Rewriter:
         if "oneOf" in out and self._are_tagged(schema["oneOf"]):
             out["allOf"] = [*_listed(out.get("allOf", [])), {"anyOf": out.pop("oneOf")}]
         self._check_numbers(out, at)
-        self._check_min_properties(out, at)
         if self._closes and "properties" in out:
             out.setdefault("additionalProperties", False)
+        self._list_finite_patterns(out, at)
+        self._check_min_properties(out, at)
         return out
 
     def _keyword(self, schema: dict[str, Any], name: str, value: Any, at: tuple[str, ...]) -> Any:
@@ -264,6 +261,26 @@ class _Rewriter:
                 schema = self._refs.find(schema["$ref"], schema)
         return schema if isinstance(schema, dict) else {}
 
+    def _list_finite_patterns(self, out: dict[str, Any], at: tuple[str, ...]) -> None:
+        """Make properties of the patterns that match listed names only; see dead_ends.py."""
+        patterns = out.get("patternProperties")
+        if not isinstance(patterns, dict):
+            return
+        if self._listed_names is None:
+            self._listed_names = ListedNames(self._root)
+        for pattern, schema in list(patterns.items()):
+            names = self._listed_names.matched_only(pattern)
+            if self._listed_names.is_exhausted:
+                raise self._refuse((*at, "patternProperties"), "too many long names to compare patterns with")
+            if names is None or not isinstance(out.get("properties", {}), dict):
+                continue
+            del patterns[pattern]
+            properties = out.setdefault("properties", {})
+            for name in names:
+                properties[name] = {"allOf": [properties[name], schema]} if name in properties else schema
+        if not patterns:
+            del out["patternProperties"]
+
     def _check_numbers(self, out: dict[str, Any], at: tuple[str, ...]) -> None:
         """Refuse numbers that the library would round, and multiples that it would count for too long."""
         for name in _BOUNDS & out.keys():
@@ -298,21 +315,6 @@ class _Rewriter:
             raise self._refuse((*at, "minProperties"), why)
 
 
-def _has_ring(defs: dict[str, Schema]) -> bool:
-    """Whether a schema is, through `$ref` alone, what it says itself."""
-    done = set[str]()
-    for first in defs:
-        name, on_the_way = first, set[str]()
-        while name in defs and name not in done:
-            if name in on_the_way:
-                return True
-            on_the_way.add(name)
-            schema = defs[name]
-            name = str(schema.get("$ref")).removeprefix("#/$defs/") if isinstance(schema, dict) else ""
-        done |= on_the_way
-    return False
-
-
 def _names_in(schema: Schema) -> set[str]:
     """Return the names in `$defs` that a rewritten schema refers to, and perhaps other texts."""
     objects = (one for one in iter_values(schema) if isinstance(one, dict))
@@ -344,62 +346,3 @@ def _steps(reference: str) -> tuple[str, ...]:
 
 def _is_inexact(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) > _MAX_EXACT
-
-
-# ---- references
-
-
-class SchemaRefs:
-    """The values of a schema document by URI and by JSON pointer."""
-
-    def __init__(self, root: Any) -> None:
-        """root: the parsed document."""
-        self._base_of: dict[int, str] = {}  # id of an object in the document -> the URI that its references start from
-        self._named: dict[str, Any] = {_NO_BASE: root}  # URI -> what has it as `$id` or `$anchor`
-        todo = [(root, _NO_BASE, False)]
-        while todo:
-            value, base, has_names = todo.pop()
-            if isinstance(value, dict):
-                base = base if has_names else self._add_names(value, base)
-                self._base_of[id(value)] = base
-                for name, child in value.items():
-                    if has_names or name not in _INSTANCES:
-                        todo.append((child, base, not has_names and name in _NAMED))
-            elif isinstance(value, list):
-                todo += [(child, base, False) for child in value]
-
-    def find(self, reference: str, place: dict[str, Any]) -> Any:
-        """Return what `reference`, a keyword of the schema `place`, names. Raises KeyError if it is not here."""
-        uri, _, fragment = _join(self._base_of[id(place)], reference).partition("#")
-        if fragment and not fragment.startswith("/"):
-            return self._named[f"{uri}#{fragment}"]
-        value = self._named[uri]
-        for step in unquote(fragment).split("/")[1:]:
-            name = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(value, dict):
-                value = value[name]
-            elif isinstance(value, list) and name.isdecimal() and len(name) < 8 and int(name) < len(value):
-                value = value[int(name)]
-            else:
-                raise KeyError(reference)
-        return value
-
-    def _add_names(self, value: dict[str, Any], base: str) -> str:
-        """Record the names that a schema gives itself. Return the URI that references inside it start from."""
-        own = value.get("$id", value.get("id"))
-        if isinstance(own, str) and own.startswith("#"):  # draft 4's anchors
-            self._named.setdefault(base + own, value)
-        elif isinstance(own, str):
-            base = _join(base, own).partition("#")[0]
-            self._named.setdefault(base, value)
-        anchor = value.get("$anchor")
-        if isinstance(anchor, str):
-            self._named.setdefault(f"{base}#{anchor}", value)
-        return base
-
-
-def _join(base: str, reference: str) -> str:
-    try:
-        return urljoin(base, reference)
-    except ValueError:
-        return reference  # not a URI: leave it as it is

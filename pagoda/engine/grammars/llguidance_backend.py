@@ -1,5 +1,6 @@
 """LlguidanceBackend: the GrammarBackend over the llguidance library; GrammarVocabulary: a tokenizer in its form."""
 
+import json
 import logging
 import re
 import threading
@@ -12,13 +13,13 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from pagoda.base.errors import PagodaError, RequestError
 from pagoda.core.grammar import GrammarMatcher, MaskWork
-from pagoda.engine.grammars.grammar_text import library_form
 from pagoda.engine.tokenizers.tokenizer import Tokenizer, is_panic
 
 logger = logging.getLogger("pagoda")
 
 _NUM_COMPILERS = 2
 _QUIET = 0
+_SEVERAL = '{"grammars": ['
 _WRONG_TOKEN = "doesn't satisfy the grammar"  # what the library says of a token that its masks forbid
 _NUM_TRIALS = 3
 _TRIAL_TOKENS = 6
@@ -28,6 +29,11 @@ _STACK_BYTES = 256 * 2**20  # of address space; memory is used as far as a gramm
 _STACK_SIZE_LOCK = threading.Lock()  # the stack size of new threads is a setting of the process
 LIMITS = LLParserLimits(initial_lexer_fuel=300_000, max_lexer_states=50_000, verbose_errors=False)
 """Bounds on the work and memory of one grammar. Every process compiles with the same ones."""
+
+
+def _library_form(text: str) -> str:
+    """Return a grammar's text as the library takes it: one grammar, or a list of them that name each other."""
+    return text if text.startswith(_SEVERAL) else json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
 def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
@@ -40,7 +46,7 @@ def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
 
     def compile_it() -> None:
         try:
-            done.set_result(LLMatcher(tokenizer, library_form(text), log_level=_QUIET, limits=LIMITS))
+            done.set_result(LLMatcher(tokenizer, _library_form(text), log_level=_QUIET, limits=LIMITS))
         except BaseException as error:  # the caller's to handle
             done.set_exception(error)
 

@@ -1,7 +1,10 @@
 """Rewriting JSON schemas: the same values are valid before and after, and what cannot be written is refused."""
 
+import contextlib
 import itertools
 import json
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -68,6 +71,12 @@ EQUIVALENT: dict[str, dict[str, Any]] = {
             "const": {"type": "null"},
         },
     },
+    "patterns of listed names": {
+        "properties": {"a": {"type": "string"}, "c": True},
+        "patternProperties": {"^a$": {"minLength": 1}, "^(a|b)$": {"type": ["string", "null"]}, "^c+$": {"const": 1}},
+        "required": ["b"],
+        "additionalProperties": False,
+    },
     "a definition elsewhere": {"x": {"y": [{"type": "null"}]}, "properties": {"a": {"$ref": "#/x/y/0"}}},
 }
 VALUES = ["x", "", 1, 3, 1.5, True, None, [], ["x", 1], ["x"], [1], {}, {"a": {}}, {"$ref": "#/nowhere"}]
@@ -127,6 +136,45 @@ def test_unsupported_keywords_are_refused_with_their_place(schema: dict[str, Any
         rewrite_schema(schema, "response_format")
     assert f"response_format: at {at}:" in str(refusal.value)
     assert refusal.value.param == "response_format"
+
+
+def test_a_pattern_that_matches_listed_names_only_becomes_properties() -> None:
+    """The library would write a comma for one more property, and find no name for it."""
+    integer = {"type": "integer"}
+    schema = {"properties": {"a": {"minimum": 0}}, "patternProperties": {"^a$": integer, "^b": True, "a^": integer}}
+    rewritten = rewrite_schema({**schema, "additionalProperties": False}, "json")
+    assert rewritten == {
+        "properties": {"a": {"allOf": [{"minimum": 0}, integer]}},
+        "patternProperties": {"^b": True, "a^": integer},  # the library refuses the last one
+        "additionalProperties": False,
+    }
+
+
+@pytest.mark.parametrize("made", [lambda name: "^" + name + "$", lambda name: "^(" + "|".join([name] * 9) + ")$"])
+def test_comparing_patterns_with_names_is_bounded(made: Callable[[str], str]) -> None:
+    names = [f"{'x' * 4000}{i}" for i in range(9)]
+    patterns = {made("x" * (4000 - i) if i else "x{4000}"): {} for i in range(9)}
+    schema = {"type": "object", "properties": dict.fromkeys(names, True), "patternProperties": patterns}
+    begin_s = time.thread_time()
+    with contextlib.suppress(RequestError):
+        rewrite_schema(schema, "json")
+    assert time.thread_time() - begin_s < 8
+
+
+@pytest.mark.parametrize(
+    ("defs", "root"),
+    [
+        ({}, {"$ref": "#"}),
+        ({"a": {"type": "object", "properties": {"b": {"$ref": "#/$defs/a"}}, "required": ["b"]}}, {}),
+        ({"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}}, {}),
+        ({"a": {"type": "array", "prefixItems": [True, {"$ref": "#/$defs/b"}], "minItems": 2}, "b": {"$ref": "#"}}, {}),
+        ({"a": {"allOf": [{"type": "object"}, {"anyOf": [{"$ref": "#/$defs/b"}]}]}, "b": {"$ref": "#/$defs/a"}}, {}),
+    ],
+)
+def test_recursion_without_an_end_is_refused(defs: dict[str, Any], root: dict[str, Any]) -> None:
+    schema = root or {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}
+    with pytest.raises(RequestError, match="no text satisfies it, because references lead back to themselves"):
+        rewrite_schema({**schema, "$defs": defs}, "json")
 
 
 def test_no_option_of_the_library_gets_through() -> None:
