@@ -153,7 +153,8 @@ _READERS: Mapping[str, Reader] = {
     "logit_bias": _read_logit_bias,
     "presence_penalty": partial(read_number, low=-2.0, high=2.0),
     "frequency_penalty": partial(read_number, low=-2.0, high=2.0),
-    "repetition_penalty": partial(read_number, low=0.0, low_open=True),
+    # Logits are multiplied and divided by it: the products must be finite.
+    "repetition_penalty": partial(read_number, low=1e-6, high=1e6),
     "no_repeat_ngram_size": partial(read_integer, low=0, high=64),
     "forced_eos_token_id": partial(read_optional_integer, low=0),
     "logprobs": partial(read_optional_integer, low=-1),
@@ -204,7 +205,8 @@ class SamplingParams:
     top_p: in (0, 1].   top_k: 0 or -1 is off.   min_p: in [0, 1].
     seed: makes the output repeatable, in any batch; output i of n uses seed + i.
     max_tokens: maximum output tokens; None: as many as the model allows.   min_tokens: minimum output tokens.
-    presence_penalty, frequency_penalty: in [-2, 2], count the output.   repetition_penalty: > 0, prompt and output.
+    presence_penalty, frequency_penalty: in [-2, 2], count the output.
+    repetition_penalty: in [1e-6, 1e6], prompt and output.
     logit_bias: token id -> bias added to its logit, in [-100, 100].   allowed_token_ids: sample only these tokens.
     bad_words: strings that are never generated; the engine adds their token ids as `bad_words_token_ids`.
     stop: strings that end the output; cut off unless include_stop_str_in_output.   stop_token_ids: ids that end it.

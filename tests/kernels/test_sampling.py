@@ -30,10 +30,10 @@ def sample(on: DeviceUnderTest) -> Sample:
 
 
 def columns(rng: np.random.Generator, n: int, vocab: int) -> DrawParams:
-    temperature = rng.choice([0.0, 0.3, 1.0, 1.0, 5.0], n).astype(np.float32)
-    top_k = rng.choice([0, 0, 1, 2, 5, vocab - 1, vocab + 7], n).astype(np.int32)
-    top_p = rng.choice([1.0, 1.0, 0.001, 0.5, 0.9, 0.999], n).astype(np.float32)
-    min_p = rng.choice([0.0, 0.0, 0.05, 0.5, 1.0], n).astype(np.float32)
+    temperature = rng.choice([0.0, 0.3, 1.0, 1.0, 5.0, 1e-5, 3.4e38], n).astype(np.float32)
+    top_k = rng.choice([0, 0, 1, 2, 5, vocab - 1, vocab + 7, 2**31 - 1], n).astype(np.int32)
+    top_p = rng.choice([1.0, 1.0, 0.001, 0.5, 0.9, 0.999, 1e-45], n).astype(np.float32)
+    min_p = rng.choice([0.0, 0.0, 0.05, 0.5, 1.0, 1e-45], n).astype(np.float32)
     uniform = np.where(rng.random(n) < 0.1, 1 - 2.0**-53, rng.random(n))
     return DrawParams(temperature, top_k, top_p, min_p, uniform)
 

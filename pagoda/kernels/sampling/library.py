@@ -43,7 +43,7 @@ def sample(
         weights = _weights(logits[index], largest[index], some.temperature)
         tokens[index] = _pick(_drop_small(weights, some.min_p), some.uniform)
     rows = np.flatnonzero(filtered)
-    width = max(_FIRST_CANDIDATES, int(2 * params.top_k[rows].max(initial=0)))
+    width = max(_FIRST_CANDIDATES, 2 * int(params.top_k[rows].max(initial=0)))
     while rows.size:
         index = torch.from_numpy(rows).to(logits.device)
         picked, settled = _sample_filtered(logits[index], largest[index], params[rows], width)
