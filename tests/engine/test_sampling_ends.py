@@ -46,7 +46,7 @@ ENDS: dict[str, tuple[Any, ...]] = {
 
 
 def ends_of(name: str) -> tuple[Any, ...]:
-    """Return values at and near the ends of what a parameter's reader takes; other kinds of readers have a row in ENDS."""
+    """Return values at and near the ends of what a parameter's reader takes; other readers have a row in ENDS."""
     reader = _READERS[name]
     if name in ENDS:
         return ENDS[name]

@@ -11,6 +11,7 @@ from typing import Any
 
 from pagoda.base.errors import RequestError
 from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.engine.grammars.gbnf import gbnf_to_lark
 from pagoda.engine.grammars.json_schema import Schema, parse_schema, rewrite_schema
 from pagoda.engine.grammars.schema_size import iter_values
 
@@ -117,8 +118,12 @@ def _of_choice(params: StructuredOutputsParams, field_name: str) -> str:
 def _of_regex(params: StructuredOutputsParams, field_name: str) -> str:
     assert params.regex is not None
     _check_count(len(params.regex), MAX_REGEX_CHARS, "characters in a regular expression", field_name)
-    pattern = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", params.regex).replace("\n", "\\n")
+    # In Lark's syntax, a slash ends an expression, and an escaped line break is an error.
+    pattern = re.sub(r"\\.|/", lambda found: _REGEX_PIECES.get(found[0], found[0]), params.regex, flags=re.DOTALL)
     return f"start: /{pattern}/"
+
+
+_REGEX_PIECES = {"/": r"\/", "\\\n": r"\n"}
 
 
 def _of_grammar(params: StructuredOutputsParams, field_name: str) -> str:
@@ -127,21 +132,15 @@ def _of_grammar(params: StructuredOutputsParams, field_name: str) -> str:
     if text.lstrip().startswith("{"):  # the library would take it for its own JSON form, with options of its own
         raise RequestError(f"{field_name}: a grammar is rules in Lark's syntax or GBNF, not JSON", field_name)
     if _GBNF_RULE.search(text):
-        text = _gbnf_to_lark(text, field_name)
+        _check_count(len(text), MAX_GBNF_CHARS, "characters in a grammar in GBNF", field_name)
+        try:
+            text = gbnf_to_lark(text)
+        except ValueError as error:
+            raise RequestError(f"{field_name}: the grammar is not valid GBNF: {error}", field_name) from None
     return _with_json_rewritten(text, field_name, JsonStyle.of(params))
 
 
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-
-
-def _gbnf_to_lark(text: str, field_name: str) -> str:
-    _check_count(len(text), MAX_GBNF_CHARS, "characters in a grammar in GBNF", field_name)
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return gbnf_to_lark(text)
-    except Exception as error:
-        raise RequestError(f"{field_name}: the grammar is not valid GBNF: {str(error)[:200]}", field_name) from None
 
 
 _LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/?|%json\b')

@@ -52,6 +52,7 @@ GOOD_AND_BAD: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"choice": ["a", "abc", "ab"]}, ["a", "ab", "abc"], ["", "b", "abcd", "aa"]),
     ({"choice": [f"{i} choices" for i in range(20_000)]}, ["7 choices", "19999 choices"], ["20000 choices", "7", ""]),
     ({"regex": r"^[a-c]+/\d\/$"}, ["abc/5/"], ["abc", "d/5/", "abc/5/x"]),
+    ({"regex": "a\\\nb\nc\\\\/(?x) [d\n] # e"}, ["a\nb\nc\\/d"], ["a\\nb\nc\\/d", "anb\nc\\/d"]),
     ({"grammar": 'start: "a" rest\nrest: "b" | %json {"type": "null"}'}, ["ab", "anull"], ["a", "b"]),
     ({"grammar": 'root ::= "yes" | "no" [0-9]+'}, ["yes", "no12"], ["no", "12"]),
     (
