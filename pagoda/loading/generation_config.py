@@ -57,6 +57,8 @@ _IN_GGUF = {
     "penalty_repeat": "repetition_penalty",
 }
 """GGUF key after "general.sampling." -> sampling parameter."""
+_UNUSED_IN_GGUF: Mapping[str, object] = {"xtc_probability": 0, "mirostat": 0, "sequence": ""}
+"""Others there that change what llama.cpp generates -> values with which they do not."""
 
 
 def default_sampling(config: ModelConfig, files: ModelFiles, num_start: int = 0) -> dict[str, object]:
@@ -95,6 +97,10 @@ def _of_model(config: ModelConfig, files: ModelFiles, num_start: int) -> tuple[d
     if files.format == "gguf":
         file = open_gguf(files.path)
         stated = {key: file.get(f"general.sampling.{key}", int if key == "top_k" else float) for key in _IN_GGUF}
+        others: dict[str, object] = {key: file.metadata.get(f"general.sampling.{key}") for key in _UNUSED_IN_GGUF}
+        suppressed = file.numbers("tokenizer.ggml.suppress_tokens")
+        others["suppress_tokens"] = None if suppressed is None else suppressed.tolist()
+        _warn_of_unused(str(files.path), others, _UNUSED_IN_GGUF)
         if found := _named(stated, _IN_GGUF):
             return found, str(files.path)
     return dict(CATALOG[config.model].sampling) if config.model in CATALOG else {}, "the catalog"
@@ -111,16 +117,16 @@ def generation_settings(files: ModelFiles) -> Mapping[str, object]:
 def _of_file(path: Path, num_start: int) -> dict[str, object]:
     """Return what a file says. Log what else it says that transformers would use."""
     values = read_json_object(path)
-    ignored = [
-        f"{name}={values[name]}"
-        for name, neutral in _UNUSED.items()
-        if values.get(name) is not None and values[name] != neutral
-    ]
-    if ignored:
-        listed = shorten(", ".join(ignored), 300)
-        logger.warning("%s: not used: %s; beam searches are asked for by request (use_beam_search)", path, listed)
+    _warn_of_unused(str(path), {name: values.get(name) for name in _UNUSED}, _UNUSED)
     found = _named(values, _IN_FILE)
     return found | _answer_lengths(ConfigReader(values, str(path)), num_start) if num_start else found
+
+
+def _warn_of_unused(origin: str, values: Mapping[str, object], neutral: Mapping[str, object]) -> None:
+    ignored = [f"{name}={value}" for name, value in values.items() if value is not None and value != neutral.get(name)]
+    if ignored:
+        listed = shorten(", ".join(ignored), 300)
+        logger.warning("%s: not used: %s; beam searches are asked for by request (use_beam_search)", origin, listed)
 
 
 def _answer_lengths(settings: ConfigReader, num_start: int) -> dict[str, object]:

@@ -7,18 +7,19 @@ from typing import Any
 from pagoda.base.errors import ConfigError
 from pagoda.kernels.linear.forms import MXFP4
 from pagoda.loading.ctranslate2 import CTranslate2File
-from pagoda.loading.gguf_file import GGUFFile, open_gguf
+from pagoda.loading.gguf_file import open_gguf
+from pagoda.loading.gguf_settings import read_gguf, read_gguf_pooling
 from pagoda.loading.model_files import PROCESSORS, ModelFiles, read_json_object
 from pagoda.loading.quantization import MXFP4_BLOCKS, MXFP4_SCALES, packed_format, read_format
 from pagoda.loading.safetensors_header import read_headers
 from pagoda.loading.sentence_transformers import MODULES, read_pooling
-from pagoda.loading.token_ids import end_token_ids, find_token_ids
+from pagoda.loading.token_ids import find_token_ids
 from pagoda.models.architecture import Architecture, TreeConfig
 from pagoda.models.base import Dense, Model
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.image_config import ImageConfig, read_image_config
 from pagoda.models.pooled_decoder import TOKEN_IDS
-from pagoda.models.registry import BY_GGUF_NAME, BY_HF_NAME
+from pagoda.models.registry import BY_HF_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ def read_model(files: ModelFiles) -> Model:
 def build_tree(files: ModelFiles, architecture: Architecture, config: TreeConfig) -> Model:
     """Return the tree of a model whose settings have been read, with what its folder says about pooling."""
     model = architecture.model(config)
+    if files.format == "gguf":
+        model.pooling = read_gguf_pooling(open_gguf(files.path), model.pooling)
     modules = None
     if files.format == "safetensors":
         modules = read_pooling(files.path, model.pooling, config.spec.hidden_size)
@@ -62,7 +65,7 @@ def read_architecture(files: ModelFiles) -> tuple[Architecture, TreeConfig]:
     Raises ConfigError for an architecture, rope type, activation or layer pattern that is not supported, and names it.
     """
     if files.format == "gguf":
-        return _read_gguf(open_gguf(files.path))
+        return read_gguf(open_gguf(files.path))
     if files.format == "ctranslate2":
         file = CTranslate2File(files.path)
         return _read_settings(ConfigReader(file.settings(), str(file.path)))
@@ -149,133 +152,3 @@ def _read_settings(config: ConfigReader) -> tuple[Architecture, Any]:
         raise ConfigError(f"{config.origin}: {error}") from None
     read_format(config)  # weights packed in a way that is not supported are refused first
     return architecture, architecture.read(config)
-
-
-# GGUF keys after "{architecture}." and their names in config.json.
-_GGUF_INTEGERS = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.sliding_window": "sliding_window",
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-}
-_GGUF_NUMBERS = {
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "attention.layer_norm_epsilon": "layer_norm_eps",
-    "rope.freq_base": "rope_theta",
-    "rope.freq_base_swa": "rope_local_base_freq",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-    "attention.scale": "attention_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_scale": "logit_scale",
-}
-
-
-def _read_gguf(file: GGUFFile) -> tuple[Architecture, TreeConfig]:
-    name = file.require("general.architecture", str)
-    try:
-        candidates = BY_GGUF_NAME[name]
-    except ConfigError as error:
-        raise ConfigError(f"{file.path}: {error}") from None
-    num_experts = file.get(f"{name}.expert_count", int) or 0
-    matching = [candidate for candidate in candidates if candidate.experts == (num_experts > 0)]
-    if not matching:
-        raise ConfigError(
-            f"{file.path}: {name}.expert_count = {num_experts}: pagoda knows {name!r} only "
-            f"{'with' if candidates[0].experts else 'without'} experts"
-        )
-    architecture = matching[0]
-    values = _hf_words(file, name)
-    values |= architecture.gguf_settings(values)
-    return architecture, architecture.read(ConfigReader(values, str(file.path)))
-
-
-def _hf_words(file: GGUFFile, name: str) -> dict[str, object]:
-    """Return a GGUF file's metadata with the keys of a config.json."""
-    values: dict[str, object] = {ours: file.get(f"{name}.{key}", int) for key, ours in _GGUF_INTEGERS.items()}
-    values |= {ours: file.get(f"{name}.{key}", float) for key, ours in _GGUF_NUMBERS.items()}
-    values["head_dim"] = head_dim = _head_dim(file, name)
-    turned = file.get(f"{name}.rope.dimension_count", int)
-    values["partial_rotary_factor"] = None if turned is None else turned / head_dim
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2:
-        raise ConfigError(f"{file.path}: tensor 'token_embd.weight' is missing or does not have two dimensions")
-    values["vocab_size"] = embedding.shape[0]
-    if (token_types := file.tensors.get("token_types.weight")) is not None:
-        values["type_vocab_size"] = token_types.shape[0]
-        values["pooling_type"] = file.get(f"{name}.pooling_type", int) or None
-    values["tie_word_embeddings"] = "output.weight" not in file.tensors
-    values["attention_bias"] = bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & file.tensors.keys())
-    values["attention_out_bias"] = "blk.0.attn_output.bias" in file.tensors
-    values["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
-    values["eos_token_id"] = list(end_token_ids(file))
-    values["bos_token_id"] = file.get("tokenizer.ggml.bos_token_id", int)
-    values["dtype"] = _natural_dtype(file)
-    values["use_parallel_residual"] = file.get(f"{name}.use_parallel_residual", bool)
-    values["one_norm"] = "blk.0.ffn_norm.weight" not in file.tensors
-    values["rope_scaling"] = _longrope(file, f"{name}.rope.scaling") or _rope_scaling(file, f"{name}.rope.scaling")
-    return values
-
-
-_MOST_FACTORS_BYTES = 4 * 1025  # one more factor than the settings' reader takes
-
-
-def _longrope(file: GGUFFile, prefix: str) -> dict[str, object] | None:
-    """Return LongRoPE's parameters, whose factors are tensors; None without them."""
-    factors: dict[str, object] = {}
-    for kind in ("short", "long"):
-        tensor = file.tensors.get(f"rope_factors_{kind}.weight")
-        if tensor is None or tensor.type.name != "F32":
-            return None
-        factors[f"{kind}_factor"] = file.bytes_of(tensor)[:_MOST_FACTORS_BYTES].cast("f").tolist()
-    return {
-        **factors,
-        "rope_type": "longrope",
-        "original_max_position_embeddings": file.require(f"{prefix}.original_context_length", int),
-        "attention_factor": file.get(f"{prefix}.attn_factor", float),
-    }
-
-
-def _rope_scaling(file: GGUFFile, prefix: str) -> dict[str, object] | None:
-    kind = file.get(f"{prefix}.type", str)
-    if kind is None or kind == "none":
-        return None
-    for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
-        if file.get(f"{prefix}.{key}", float) not in (None, 1.0):
-            raise ConfigError(f"{file.path}: {prefix}.{key} = {file.metadata[f'{prefix}.{key}']} is not supported")
-    return {
-        "rope_type": kind,
-        "factor": file.get(f"{prefix}.factor", float),
-        "original_max_position_embeddings": file.get(f"{prefix}.original_context_length", int),
-        "beta_fast": file.get(f"{prefix}.yarn_beta_fast", float),
-        "beta_slow": file.get(f"{prefix}.yarn_beta_slow", float),
-    }
-
-
-def _head_dim(file: GGUFFile, name: str) -> int:
-    heads = file.require(f"{name}.attention.head_count", int)
-    derived = file.require(f"{name}.embedding_length", int) // max(heads, 1)
-    head_dim = file.get(f"{name}.attention.key_length", int) or derived
-    other = file.get(f"{name}.attention.value_length", int)
-    if other is not None and other != head_dim:
-        raise ConfigError(
-            f"{file.path}: {name}.attention.value_length = {other} with heads of {head_dim} is not supported"
-        )
-    return head_dim
-
-
-def _natural_dtype(file: GGUFFile) -> str:
-    """Return a guess of the weights' dtype before they were quantised."""
-    kinds: Counter[str] = Counter()
-    for tensor in file.tensors.values():
-        if len(tensor.shape) == 2:
-            kinds[tensor.type.name] += tensor.num_bytes
-    largest = kinds.most_common(1)[0][0] if kinds else ""
-    return {"F32": "float32", "F16": "float16"}.get(largest, "bfloat16")

@@ -1,6 +1,6 @@
 """Architecture: what connects a checkpoint's words to one of the models in this folder."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
@@ -22,7 +22,7 @@ class TreeConfig(Protocol):
 ConfigT = TypeVar("ConfigT", bound=TreeConfig, default=Any)
 
 
-def _nothing(values: Mapping[str, object]) -> dict[str, object]:
+def _nothing(config: ConfigReader) -> dict[str, object]:
     return {}
 
 
@@ -50,4 +50,4 @@ class Architecture(Generic[ConfigT]):
     gguf_name: str | None = None
     experts: bool = False
     gguf: Naming = field(default_factory=gguf_naming)
-    gguf_settings: Callable[[Mapping[str, object]], dict[str, object]] = _nothing
+    gguf_settings: Callable[[ConfigReader], dict[str, object]] = _nothing

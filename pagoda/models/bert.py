@@ -5,10 +5,7 @@ gives padding tokens inside a text the position of the padding; here they have t
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from pagoda.base.errors import ConfigError
-from pagoda.base.pooling import PoolingKind
 from pagoda.layers.attention import Attention
 from pagoda.layers.linear import Embedding, Linear
 from pagoda.layers.mlp import activate
@@ -151,17 +148,7 @@ def bert_namings(prefix: str) -> tuple[Naming, ...]:
 
 
 def read(config: ConfigReader) -> EncoderConfig:
-    found = read_encoder(config, "bert")
-    if not config.has("pooling_type"):
-        return found
-    kinds = {1: PoolingKind.MEAN, 2: PoolingKind.CLS, 3: PoolingKind.LAST}
-    kind = config.integer("pooling_type")
-    if kind not in kinds:
-        raise ConfigError(
-            f"{config.origin}: pooling_type = {kind} is not supported; supported: 1, 2, 3 (mean, CLS, last)"
-        )
-    # A GGUF does not say whether vectors get unit length; llama.cpp gives it to all.
-    return replace(found, pooling=replace(found.pooling, kind=kinds[kind], normalize=True))
+    return read_encoder(config, "bert")
 
 
 _GGUF_NAMES = {

@@ -26,24 +26,31 @@ class ConfigReader:
 
     Each reader returns the value, its default when absent or null, and raises ConfigError when it is of another
     type or absent without a default.
+    asked: the names of settings that were read, of this reader and of those made from it.
     """
 
     def __init__(self, values: Mapping[str, object], origin: str) -> None:
         self.values = values
         self.origin = origin
+        self.asked: set[str] = set()
+
+    def changed(self, changes: Mapping[str, object]) -> "ConfigReader":
+        """Return the settings with some of them replaced."""
+        made = ConfigReader({**self.values, **changes}, self.origin)
+        made.asked = self.asked
+        return made
 
     def with_defaults(self, defaults: Mapping[str, object]) -> "ConfigReader":
         """Return the settings with `defaults` for those that are absent or null."""
-        stated = {key: value for key, value in self.values.items() if value is not None}
-        return ConfigReader({**self.values, **defaults, **stated}, self.origin)
+        return self.changed({key: value for key, value in defaults.items() if self.values.get(key) is None})
 
     def text_settings(self) -> "ConfigReader":
         """Return the settings of the text model: `text_config` of a model that also takes images, else all."""
         text = self.section("text_config")
         if text is None:
             return self
-        inherited = {key: self.values[key] for key in ("dtype", "torch_dtype", "eos_token_id") if self.has(key)}
-        return ConfigReader({**inherited, **text.values}, text.origin)
+        inherited = ("dtype", "torch_dtype", "eos_token_id")
+        return text.changed({key: self.get(key) for key in inherited if self.has(key) and key not in text.values})
 
     def integer(self, key: str, default: int | _Required = REQUIRED, most: int = _MOST) -> int:
         """Return an integer from 1 to `most`, so that a corrupt file cannot cause huge allocations."""
@@ -95,7 +102,7 @@ class ConfigReader:
 
     def numbers(self, key: str) -> tuple[float, ...]:
         """Return a required list of positive numbers, at most 1024."""
-        value = self.values.get(key)
+        value = self.get(key)
         if not isinstance(value, list) or len(value) > _MOST_IDS:
             raise self.wrong(key, f"a list of at most {_MOST_IDS} positive numbers")
         each = ConfigReader({str(index): item for index, item in enumerate(value)}, f"{self.origin}: {key}")
@@ -103,7 +110,7 @@ class ConfigReader:
 
     def texts(self, key: str) -> tuple[str, ...] | None:
         """Return a list of strings, None if absent."""
-        value = self.values.get(key)
+        value = self.get(key)
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
@@ -112,7 +119,7 @@ class ConfigReader:
 
     def ids(self, key: str) -> tuple[int, ...]:
         """Return a token id or a list of them as a tuple; empty if absent."""
-        value = self.values.get(key)
+        value = self.get(key)
         items = [] if value is None else value if isinstance(value, list) else [value]
         ids = tuple(
             item for item in items if isinstance(item, int) and not isinstance(item, bool) and 0 <= item < _MOST
@@ -121,9 +128,14 @@ class ConfigReader:
             raise self.wrong(key, f"a token id or a list of them (at most {_MOST_IDS}, each below {_MOST})")
         return ids
 
+    def get(self, key: str) -> object:
+        """Return a value as it stands, None if absent."""
+        self.asked.add(key)
+        return self.values.get(key)
+
     def section(self, key: str) -> "ConfigReader | None":
         """Return the settings nested under `key`, or None if absent."""
-        value = self.values.get(key)
+        value = self.get(key)
         if value is None:
             return None
         if not isinstance(value, dict):
@@ -132,7 +144,7 @@ class ConfigReader:
 
     def has(self, key: str) -> bool:
         """Return whether `key` exists and is not null."""
-        return self.values.get(key) is not None
+        return self.get(key) is not None
 
     def choice(self, key: str, allowed: Sequence[str], default: str | _Required = REQUIRED) -> str:
         """Return one of `allowed`; ConfigError names the value and what is supported."""
@@ -145,17 +157,17 @@ class ConfigReader:
 
     def refuse(self, key: str, *harmless: object) -> None:
         """Raise ConfigError if `key` is set to a value other than null, false or one of `harmless`."""
-        value = self.values.get(key)
+        value = self.get(key)
         if value is not None and value is not False and value not in harmless:
             raise ConfigError(f"{self.origin}: {key} = {abbreviate(value)} is not supported")
 
     def wrong(self, key: str, expected: str) -> ConfigError:
-        if self.values.get(key) is None:
+        if self.get(key) is None:
             return ConfigError(f"{self.origin}: {key!r} is missing (expected {expected})")
         return ConfigError(f"{self.origin}: {key} = {abbreviate(self.values[key])}, expected {expected}")
 
     def _value(self, key: str, default: object) -> object:
-        value = self.values.get(key)
+        value = self.get(key)
         if value is not None:
             return value
         return None if isinstance(default, _Required) else default
@@ -175,9 +187,7 @@ def read_rope(
     parameters = config.section("rope_parameters") or config.section("rope_scaling") or ConfigReader({}, config.origin)
     if config.has("original_max_position_embeddings"):  # in transformers, too, this goes first
         original = config.integer("original_max_position_embeddings")
-        parameters = ConfigReader(
-            {**parameters.values, "original_max_position_embeddings": original}, parameters.origin
-        )
+        parameters = parameters.changed({"original_max_position_embeddings": original})
     theta = parameters.number("rope_theta", config.number("rope_theta", default_theta))
     rope = read_rope_parameters(
         parameters, theta, config.integer("max_position_embeddings"), may_be_partial=rotated is not None

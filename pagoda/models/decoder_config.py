@@ -165,7 +165,7 @@ def read_text_settings(config: ConfigReader, *model_types: str) -> ConfigReader:
     text = config.text_settings()
     text.choice("model_type", model_types, model_types[0])
     tied = config.flag("tie_word_embeddings", False)
-    return ConfigReader({**text.values, "tie_word_embeddings": tied}, text.origin)
+    return text.changed({"tie_word_embeddings": tied})
 
 
 def read_experts(config: ConfigReader, inner_size_key: str, renormalize: bool) -> ExpertsConfig:
@@ -224,7 +224,9 @@ def read_spec(
 
 
 def windows_by_layer_types(config: ConfigReader, layer_types: tuple[str, ...], window: int) -> tuple[int, ...]:
-    """Return 0 or `window` per layer. Raises ConfigError for an unsupported layer type."""
+    """Return 0 or `window` per layer. Raises ConfigError for an unsupported layer type, and if layers lack one."""
+    if len(layer_types) != (num_layers := config.num_layers()):
+        raise ConfigError(f"{config.origin}: layer_types has {len(layer_types)} entries for {num_layers} layers")
     for layer, kind in enumerate(layer_types):
         if kind not in (FULL, SLIDING):
             raise ConfigError(

@@ -48,9 +48,9 @@ def _with_defaults(config: ConfigReader, defaults: dict[str, object]) -> ConfigR
     own = {
         "head_dim": config.integer("qk_rope_head_dim", 64),
         "num_key_value_heads": None,
-        "num_local_experts": config.values.get("n_routed_experts"),
+        "num_local_experts": config.get("n_routed_experts"),
     }
-    return ConfigReader({**config.values, **own}, config.origin)
+    return config.changed(own)
 
 
 def _read(

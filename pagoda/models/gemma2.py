@@ -1,7 +1,5 @@
 """Gemma 2: windows in every other layer, soft caps on scores and logits, four norms a layer."""
 
-from collections.abc import Mapping
-
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader, read_rope
 from pagoda.models.decoder_config import (
@@ -41,7 +39,7 @@ GGUF = gguf_naming(
 
 def read(config: ConfigReader) -> DecoderConfig:
     config.refuse("use_bidirectional_attention")
-    config = ConfigReader({**_CAPS, **config.values}, config.origin).with_defaults(_DEFAULTS)
+    config = config.changed({**_CAPS, **config.values}).with_defaults(_DEFAULTS)
     alternating = tuple(FULL if layer % 2 else SLIDING for layer in range(config.num_layers()))
     layer_types = config.texts("layer_types") or alternating
     windows = windows_by_layer_types(config, layer_types, config.integer("sliding_window"))
@@ -65,19 +63,16 @@ def read(config: ConfigReader) -> DecoderConfig:
     )
 
 
-def gguf_query_scalar(layers_of_27b: int, values: Mapping[str, object]) -> dict[str, object]:
+def gguf_query_scalar(layers_of_27b: int, config: ConfigReader) -> dict[str, object]:
     """Set what llama.cpp does not store: queries are scaled by the size of a head, of the 27B by another."""
-    head_dim, hidden_size, num_heads = (values[key] for key in ("head_dim", "hidden_size", "num_attention_heads"))
-    assert isinstance(head_dim, int)
-    assert isinstance(hidden_size, int)
-    assert isinstance(num_heads, int)
-    of_27b = values["num_hidden_layers"] == layers_of_27b
-    return {"query_pre_attn_scalar": hidden_size // num_heads if of_27b else head_dim}
+    if config.num_layers() == layers_of_27b:
+        return {"query_pre_attn_scalar": config.integer("hidden_size") // config.integer("num_attention_heads")}
+    return {"query_pre_attn_scalar": config.integer("head_dim")}
 
 
-def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
-    caps = {key: default if values[key] is None else values[key] for key, default in _CAPS.items()}
-    return caps | gguf_query_scalar(_LAYERS_OF_27B, values)
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
+    caps = {key: config.get(key) if config.has(key) else default for key, default in _CAPS.items()}
+    return caps | gguf_query_scalar(_LAYERS_OF_27B, config)
 
 
 GEMMA2 = Architecture(

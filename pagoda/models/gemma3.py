@@ -8,7 +8,6 @@ of it. `Gemma3ForCausalLM` in place of a checkpoint's architecture serves its te
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import isqrt
 
 from pagoda.base.errors import ConfigError
@@ -193,6 +192,12 @@ def read_layer_rope(config: ConfigReader, layer_type: str, theta_key: str, defau
     return read_rope_parameters(parameters, theta, config.integer("max_position_embeddings"))
 
 
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
+    """Set what llama.cpp does not store; without a window, all layers have full attention."""
+    windows = {} if config.has("sliding_window") else {"layer_types": [FULL] * config.num_layers()}
+    return windows | gguf_query_scalar(_LAYERS_OF_27B, config)
+
+
 GEMMA3 = Architecture(
     name="gemma3",
     hf_names=("Gemma3ForCausalLM", _WITH_VISION),
@@ -205,5 +210,5 @@ GEMMA3 = Architecture(
     ),
     gguf_name="gemma3",
     gguf=GGUF,
-    gguf_settings=partial(gguf_query_scalar, _LAYERS_OF_27B),
+    gguf_settings=_gguf_settings,
 )

@@ -231,7 +231,7 @@ def read(config: ConfigReader) -> Gemma4Config:
 
 def _count(config: ConfigReader, key: str, default: int) -> int:
     """Return an integer that may be 0."""
-    return 0 if config.values.get(key) == 0 else config.integer(key, default)
+    return 0 if config.get(key) == 0 else config.integer(key, default)
 
 
 def _read_full_heads(config: ConfigReader, spec: ModelSpec, k_is_v: bool) -> Heads:
@@ -271,7 +271,7 @@ def _read_full_heads(config: ConfigReader, spec: ModelSpec, k_is_v: bool) -> Hea
 def _read_full_rope(config: ConfigReader) -> RopeConfig:
     nested = config.section("rope_parameters")
     parameters = nested.section(FULL) if nested else None
-    if parameters is None or parameters.values.get("rope_type") != RopeType.PROPORTIONAL.value:
+    if parameters is None or parameters.get("rope_type") != RopeType.PROPORTIONAL.value:
         return read_layer_rope(config, FULL, "rope_theta", 1_000_000.0)
     proportion = parameters.positive("partial_rotary_factor", 1.0)
     if proportion > 1:

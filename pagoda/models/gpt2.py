@@ -1,6 +1,5 @@
 """GPT-2: learned positions, LayerNorms, an MLP without a gate, biases everywhere, q, k and v in one matrix."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.layers.rope_config import RopeConfig
@@ -20,10 +19,10 @@ _NAMES = {
 
 
 def read(config: ConfigReader) -> DecoderConfig:
-    values = {**config.values, **{ours: config.values[theirs] for theirs, ours in _NAMES.items() if config.has(theirs)}}
+    values = {ours: config.get(theirs) for theirs, ours in _NAMES.items() if config.has(theirs)}
     if config.has("n_embd"):
         values["intermediate_size"] = config.integer("n_inner", 4 * config.integer("n_embd"))
-    config = ConfigReader(values, config.origin)
+    config = config.changed(values)
     config.refuse("scale_attn_by_inverse_layer_idx")
     config.refuse("add_cross_attention")
     spec = read_spec(config, "gpt2", config.integer("max_position_embeddings"), tie_embeddings=True)
@@ -47,8 +46,8 @@ def read(config: ConfigReader) -> DecoderConfig:
     )
 
 
-def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
-    return {"layer_norm_epsilon": values["layer_norm_eps"]}
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
+    return {"layer_norm_epsilon": config.get("layer_norm_eps")}
 
 
 _TENSORS = (

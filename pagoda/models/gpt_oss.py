@@ -1,6 +1,5 @@
 """GPT-OSS: experts with biases and a limited activation, sinks in attention, a window in every other layer."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.models.architecture import Architecture
@@ -46,9 +45,9 @@ _ALTERNATES = "gate_and_up_alternate"
 """Not in config.json: whether an expert's gate and up are one tensor, as in safetensors."""
 
 
-def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
     """Set what llama.cpp does not store: the bounds of YaRN are fractions, as in every GPT-OSS."""
-    scaling = values["rope_scaling"]
+    scaling = config.get("rope_scaling")
     assert scaling is None or isinstance(scaling, dict)
     return {_ALTERNATES: False, "rope_scaling": scaling and {**scaling, "truncate": False}}
 

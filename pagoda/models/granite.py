@@ -3,9 +3,9 @@
 GraniteMoE: with experts in place of every MLP.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
+from pagoda.base.errors import ConfigError
 from pagoda.models import llama
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
@@ -31,8 +31,12 @@ def _read_moe(config: ConfigReader) -> DecoderConfig:
     return replace(read(config, "granitemoe"), experts=read_experts(config, "intermediate_size", renormalize=True))
 
 
-def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
-    return {"logits_scaling": values["logit_scale"]}
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
+    if not config.flag("rope_finetuned", True):  # llama.cpp then leaves out the rotary embedding
+        raise ConfigError(
+            f"{config.origin}: rope.scaling.finetuned = false is not supported with Granite; expected true"
+        )
+    return {"logits_scaling": config.get("logit_scale")}
 
 
 GRANITE = Architecture(

@@ -4,7 +4,6 @@ Qwen3: q and k are normed per head before the rotary embedding. Qwen3-MoE, Qwen2
 in all layers or in some; the latter has a shared expert as well, which a sigmoid gates.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.models.architecture import Architecture
@@ -69,9 +68,9 @@ def _read_qwen2_moe(config: ConfigReader) -> DecoderConfig:
     return replace(decoder, qkv_bias=config.flag("qkv_bias", True), experts=shared)
 
 
-def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
-    """Set what llama.cpp does not store: it always renormalises Qwen3's experts."""
-    return {"norm_topk_prob": True}
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
+    """Set what llama.cpp's files need not say: it renormalises Qwen3's experts."""
+    return {"norm_topk_prob": config.flag("norm_topk_prob", True)}
 
 
 QWEN2_MOE = Architecture(name="qwen2_moe", hf_names=("Qwen2MoeForCausalLM",), model=Llama, read=_read_qwen2_moe)

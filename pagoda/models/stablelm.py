@@ -1,6 +1,5 @@
 """StableLM 2 and 3B: a Llama with LayerNorms and heads turned in part; in some, attention and MLP are parallel."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.models.architecture import Architecture
@@ -23,9 +22,9 @@ def _model(config: DecoderConfig) -> Llama:
     return OneNormDecoder(config) if config.parallel else Llama(config)
 
 
-def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
     # Files may claim to be parallel and have two norms.
-    return {"use_qkv_bias": values["attention_bias"], "use_parallel_residual": values["one_norm"]}
+    return {"use_qkv_bias": config.get("attention_bias"), "use_parallel_residual": config.get("one_norm")}
 
 
 STABLELM = Architecture(

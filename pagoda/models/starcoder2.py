@@ -1,6 +1,5 @@
 """StarCoder 2: a Llama with LayerNorms, biases, and an MLP without a gate."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from pagoda.models.architecture import Architecture
@@ -25,8 +24,8 @@ def read(config: ConfigReader) -> DecoderConfig:
     return replace(decoder, qkv_bias=bias, attention_out_bias=bias, mlp_bias=bias)
 
 
-def _gguf_settings(values: Mapping[str, object]) -> dict[str, object]:
-    return {"use_bias": values["attention_bias"], "norm_epsilon": values["layer_norm_eps"]}
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
+    return {"use_bias": config.get("attention_bias"), "norm_epsilon": config.get("layer_norm_eps")}
 
 
 _TENSORS = ((r"\.mlp\.up_proj\.", ".mlp.c_fc."), (r"\.mlp\.down_proj\.", ".mlp.c_proj."))

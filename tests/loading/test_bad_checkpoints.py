@@ -91,7 +91,10 @@ def edit(folder: Path, **changes: Any) -> None:
             {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"] * 2 + ["linear_attention"]},
             "layer_types[2] 'linear_attention' is not supported; supported: full_attention, sliding_attention",
         ),
-        ({"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"] * 2}, "3 layers but 2"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"] * 2},
+            "layer_types has 2 entries for 3 layers",
+        ),
         ({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "relu"}, "hidden_activation 'relu' is not"),
         (
             {"architectures": ["Gemma2ForCausalLM"], "use_bidirectional_attention": True},

@@ -46,6 +46,20 @@ def test_a_gguf_file_s_defaults_come_before_the_catalog_s(tmp_path: Path) -> Non
         assert default_sampling(ModelConfig(model="smollm2-135m"), files) == expected
 
 
+def test_what_a_gguf_file_says_and_nothing_uses_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_float32("general.sampling.xtc_probability", 0.5)
+    writer.add_int32("general.sampling.mirostat", 0)
+    writer.add_array("tokenizer.ggml.suppress_tokens", [3, 4])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert default_sampling(ModelConfig(model="mine"), ModelFiles("mine", tmp_path / "m.gguf", "gguf")) == {}
+    (message,) = caplog.messages
+    assert message.startswith(f"{tmp_path / 'm.gguf'}: not used: xtc_probability=0.5, suppress_tokens=[3, 4]; ")
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

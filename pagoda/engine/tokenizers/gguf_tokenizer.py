@@ -137,10 +137,14 @@ def _wordpiece(file: GGUFFile, tokens: list[str]) -> tokenizers.Tokenizer:
     unknown, first, last = marks
     vocab = dict(zip(names, range(len(names)), strict=True))
     backend = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=unknown, max_input_chars_per_word=100))
-    # If the vocabulary has capital letters, the model distinguishes them from small ones.
-    # Names such as [UNK] and <S>, which BERT's Chinese vocabulary of small letters has, do not count.
-    words = "".join(spelled[~(_are_framed(names, "[", "]") | _are_framed(names, "<", ">"))])
-    backend.normalizer = normalizers.BertNormalizer(lowercase=words == words.lower())
+    lowercase = file.get("tokenizer.ggml.normalizer.lowercase", bool)
+    if lowercase is None:
+        # If the vocabulary has capital letters, the model distinguishes them from small ones.
+        # Names such as [UNK] and <S>, which BERT's Chinese vocabulary of small letters has, do not count.
+        words = "".join(spelled[~(_are_framed(names, "[", "]") | _are_framed(names, "<", ">"))])
+        lowercase = words == words.lower()
+    strip_accents = file.get("tokenizer.ggml.normalizer.strip_accents", bool)
+    backend.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
     _add_marked_tokens(file, backend, names)

@@ -17,6 +17,7 @@ import pagoda
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer, library_failure
+from pagoda.loading.gguf_file import GGUFFile
 from pagoda.loading.model_files import ModelFiles, identify
 from tests.cached_models import cached_model
 
@@ -472,6 +473,55 @@ def test_wordpieces_of_a_vocabulary_with_capital_letters_keep_them(tmp_path: Pat
     tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", "bert", stored, types, **ids))
     for text in ("a, ab Ab aé", "É", "a[SEP]b", "x" * 101, "Abb"):
         assert list(tokenizer.encode(text)) == reference(text)["input_ids"], text
+
+
+def test_a_wordpiece_file_may_say_how_words_are_normalised(tmp_path: Path) -> None:
+    stored = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "\u2581A", "\u2581a", "\u2581é", "\u2581e"]
+    more = {"unknown_token_id": 1, "cls_token_id": 2, "seperator_token_id": 3}
+    for lowercase, strip_accents, expected in ((True, False, [5, 6]), (False, True, [4, 7]), (True, True, [5, 7])):
+        flags = {"normalizer.lowercase": lowercase, "normalizer.strip_accents": strip_accents}
+        files = write_gguf(tmp_path / "m.gguf", "bert", stored, [3] * 4 + [1] * 4, **more, **flags)
+        assert load_tokenizer(files).encode("A é", add_special_tokens=False) == expected
+
+
+TOKENIZER_WITHOUT_EFFECT = {
+    "token_type_count": "the table's rows are counted",
+    "mask_token_id": "no text that is answered has one",
+    "add_sep_token": "llama.cpp always adds it to WordPiece, and elsewhere to pairs that it ranks alone",
+    "remove_extra_whitespaces": "of unigram models, which are refused",
+    "precompiled_charsmap": "of unigram models, which are refused",
+    **dict.fromkeys(
+        [f"fim_{part}_token_id" for part in ("pre", "suf", "mid", "pad", "rep", "sep")]
+        + [f"{part}_token_id" for part in ("prefix", "suffix", "middle")],
+        "the caller writes a text with a gap as the model wants it",
+    ),
+    "suppress_tokens": "logged, see test_generation_config.py",
+}
+"""Keys after "tokenizer.ggml." without effect on the tokens of a text, and why."""
+
+
+def test_every_key_of_a_tokenizer_is_read_or_has_no_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[str] = set()
+
+    def record(read: Any) -> Any:
+        return lambda file, key, *more: asked.add(key) or read(file, key, *more)
+
+    for name in ("get", "strings", "numbers"):
+        monkeypatch.setattr(GGUFFile, name, record(getattr(GGUFFile, name)))
+    tokens, ids = ["[UNK]", "[CLS]", "[SEP]", "a"], {"unknown_token_id": 0, "cls_token_id": 1, "seperator_token_id": 2}
+    for kind, more in (
+        ("bert", {}),
+        ("gpt2", {"pre": "gpt-2", "merges": ["a a"]}),
+        ("llama", {"scores": [0.0] * 5}),
+    ):
+        load_tokenizer(write_gguf(tmp_path / f"{kind}.gguf", kind, [*tokens, "aa"], [3, 3, 3, 1, 1], **ids, **more))
+    prefix = "tokenizer.ggml."
+    keys = {
+        value for value in vars(gguf.Keys.Tokenizer).values() if isinstance(value, str) and value.startswith(prefix)
+    }
+    keys |= {f"{prefix}{key}" for key in ("suppress_tokens", "cls_token_id")}  # llama.cpp's, unknown to the package
+    keys |= {f"{prefix}normalizer.{key}" for key in ("lowercase", "strip_accents")}
+    assert {key.removeprefix(prefix) for key in keys - asked} == set(TOKENIZER_WITHOUT_EFFECT)
 
 
 def test_wordpieces_are_spelled_as_one_by_one(tmp_path: Path) -> None:
