@@ -325,8 +325,6 @@ def _explained(message: str) -> RequestError:
     where = ""
     if match := _PLACE.search(message, max(len(message) - _PLACE_CHARS, 0)):
         where, message = _clip(match["path"].removeprefix(".")), message[: match.start()]
-    if where.startswith("["):  # a path of check_messages
-        where = f"messages{where}"
     if match := _MISSING_FIELD.match(message):
         where = f"{where}.{match[1]}" if where else match[1]
         return RequestError(f"{where}: is required", where)

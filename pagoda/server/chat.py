@@ -114,7 +114,7 @@ async def create_chat_completion(http: Request) -> Response:
 async def _prepare(http: Request, state: ServerState, body: ChatCompletionRequest) -> Prepared:
     """Render the conversation. Raises ApiError for features that the model or the server lacks."""
     has_tools = bool(body.tools) and body.tool_choice != "none"
-    template = body.chat_template or (state.tool_template if has_tools else state.chat_template)
+    template = state.template_for(body.chat_template, has_tools)
     use = ToolUse.of(body, state, template)
     if body.documents and "documents" not in (template or ""):
         raise ApiError(400, "documents: this model's chat template does not support documents", "documents")

@@ -168,8 +168,7 @@ async def tokenize(http: Request) -> Response:
     text = state.generator.llm.text
     async with state.generator.admitted(http, 1):
         if body.messages is not None:
-            tools = [tool.as_dict() for tool in body.tools or ()]
-            token_ids = (await state.render(http, body, body.chat_template_kwargs, tools)).token_ids
+            token_ids = (await state.render(http, body, body.chat_template_kwargs, body.tools or ())).token_ids
         else:
             token_ids = await cancel_on_disconnect(
                 http, text.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)

@@ -58,10 +58,9 @@ class Tool(Body, kw_only=True, frozen=True):
     function: ToolFunction
     type: Annotated[str, one_of("function")] = "function"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the tool for chat templates: its fields that are not None, `type` first."""
-        fields = ((name, getattr(self.function, name)) for name in self.function.__struct_fields__)
-        return {"type": self.type, "function": {name: value for name, value in fields if value is not None}}
+
+Tools = Annotated[list[dict[str, Any]], Meta(extra_json_schema={"items": {"$ref": "#/components/schemas/Tool"}})]
+"""Tools as sent, with every field, which is how chat templates get them; `check_chat` validates them as Tool."""
 
 
 class NamedTool(Body, kw_only=True, frozen=True):
@@ -93,26 +92,28 @@ class ChatMessage(Struct, kw_only=True, frozen=True):
 
 
 Messages = list[dict[str, Any]]
-"""Messages as sent, with every field; `check_messages` validates them as ChatMessage."""
+"""Messages as sent, with every field; `check_chat` validates them as ChatMessage."""
 DESCRIBED_MESSAGES = {"items": {"$ref": "#/components/schemas/ChatMessage"}}
 
 
-def check_messages(messages: Messages) -> None:
-    """Raise msgspec.ValidationError, with a path below `messages`, for a message that is not a ChatMessage."""
-    msgspec.convert(messages, list[ChatMessage])
+class _Chat(Struct, frozen=True):
+    messages: list[ChatMessage]
+    tools: list[Tool]
 
 
 def check_chat(
     limits: RequestLimits,
     messages: Messages,
-    tools: list[Tool] | None,
+    tools: list[dict[str, Any]] | None,
     template: str | None,
     template_kwargs: dict[str, Any] | None,
 ) -> None:
-    """Check a conversation's sizes, then its types, and drop fields that are null: they are as if not given."""
-    schemas = [tool.function.parameters for tool in tools or ()]
-    limits.check_chat(take_images(messages)[0], schemas, template, template_kwargs)
-    check_messages(messages)
+    """Check a conversation's sizes, then its types, and drop fields that are null: they are as if not given.
+
+    Raises RequestError, msgspec.ValidationError.
+    """
+    limits.check_chat(take_images(messages)[0], tools, template, template_kwargs)
+    msgspec.convert({"messages": messages, "tools": tools or []}, _Chat)
     for index, message in enumerate(messages):
         named = {f"messages[{index}].{name}": message.get(name) for name in ("name", "tool_call_id")}
         limits.check_names(**named)
@@ -153,7 +154,7 @@ class ChatCompletionRequest(_ChatBody, kw_only=True, frozen=True):
     max_completion_tokens: TokenCount | None = None
     logprobs: Flag = False
     top_logprobs: NumTop | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
     tool_choice: Annotated[str, one_of("none", "auto", "required")] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template: str | None = None
@@ -184,7 +185,7 @@ class ChatCompletionRequest(_ChatBody, kw_only=True, frozen=True):
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables for the chat template other than messages and tools."""
-        given = {"reasoning_effort": self.reasoning_effort, "documents": self.documents or None}
+        given = {"reasoning_effort": self.reasoning_effort, "documents": self.documents}
         return {name: value for name, value in given.items() if value is not None} | (self.chat_template_kwargs or {})
 
 
@@ -300,7 +301,7 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
     return_token_strs: Flag = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    tools: Tools | None = None
 
     def check(self, limits: RequestLimits) -> None:
         if (self.prompt is None) == (self.messages is None):

@@ -120,7 +120,7 @@ def json_schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """Return the OpenAPI schema components of the request bodies and answers of all routes, by name."""
     bodies = list(dict.fromkeys(one.body for one in endpoints if one.body is not None))
     answers = [kind for one in endpoints for kind in (one.answer, one.chunk) if isinstance(kind, type)]
-    kinds = [*bodies, ChatMessage, *dict.fromkeys(answers), ErrorResponse, TranscriptionVerbose]
+    kinds = [*bodies, ChatMessage, Tool, *dict.fromkeys(answers), ErrorResponse, TranscriptionVerbose]
     schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
     for kind in (*bodies, *PARTS_OF_BODIES):
         schema = schemas[kind.__name__]

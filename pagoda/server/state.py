@@ -39,7 +39,7 @@ class ServerState:
 
     adapters: LoRA adapters by name.
     model_names: the first is the default in responses.   chat_template: the model's own.
-    tool_template: the model's template for requests with tools.   tool_parser: a name in TOOL_PARSERS, "none", "auto".
+    templates: all of the model's, by name.   tool_parser: a name in TOOL_PARSERS, "none", "auto".
     trusts_templates: callers may send their own chat templates.   template_kwargs: for templates, where a request does
     not set them.   bodies: reads those of requests.   forces_usage: all streams tell it.
     """
@@ -49,7 +49,7 @@ class ServerState:
     model_names: tuple[str, ...]
     max_model_len: int
     chat_template: str | None
-    tool_template: str | None
+    templates: Mapping[str, str]
     tool_parser: str
     trusts_templates: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -85,7 +85,7 @@ class ServerState:
 
     def check_template(self, template: str | None) -> None:
         """Raise ApiError (400) for a caller's template if those are not trusted: the sandbox does not prevent loops."""
-        if template is not None and not self.trusts_templates:
+        if template is not None and template not in self.templates and not self.trusts_templates:
             hint = "start the server with --trust-request-chat-template to allow templates in requests"
             raise ApiError(400, f"chat_template: this server only uses the model's own; {hint}", "chat_template")
 
@@ -115,6 +115,12 @@ class ServerState:
             size=http.scope["state"]["body_bytes"],
         )
         return await cancel_on_disconnect(http, rendering)
+
+    def template_for(self, asked: str | None, has_tools: bool) -> str | None:
+        """Return the text of the template of a request, as ChatTemplate picks it.   asked: a text, or a name."""
+        if asked is not None:
+            return self.templates.get(asked, asked)
+        return self.templates.get("tool_use", self.chat_template) if has_tools else self.chat_template
 
     def tool_parser_for(self, template: str | None) -> str | None:
         """Return the name of the parser for the output of this template, or None for plain text."""
@@ -170,7 +176,7 @@ async def build_state(
         model_names=tuple(names),
         max_model_len=facts.max_model_len,
         chat_template=source,
-        tool_template=source if template is None else template.sources.get("tool_use", source),
+        templates=template.sources if template is not None else {},
         tool_parser=parser,
         trusts_templates=server.trust_request_chat_template,
         template_kwargs=server.default_chat_template_kwargs,

@@ -20,7 +20,7 @@ _GENERIC = "hermes"
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """tools: for the chat template.   parser: a name in TOOL_PARSERS, None for plain text.
+    """tools: as sent, for the chat template.   parser: a name in TOOL_PARSERS, None for plain text.
 
     is_generic: the template does not support tools, so they are described in a message.
     """
@@ -33,7 +33,7 @@ class ToolUse:
     @classmethod
     def of(cls, body: ChatCompletionRequest, state: ServerState, template: str | None) -> "ToolUse":
         """Raises ApiError (400) for an unknown tool, or if a call is required and calls are not parsed."""
-        tools = [tool.as_dict() for tool in body.tools or []] if body.tool_choice != "none" else []
+        tools = (body.tools or []) if body.tool_choice != "none" else []
         is_forced = body.tool_choice == "required" or isinstance(body.tool_choice, NamedTool)
         is_generic = bool(tools) and template is not None and lacks_tools(template)
         parser = state.tool_parser_for(template) if tools else None
@@ -62,7 +62,7 @@ class ToolUse:
 
     def has_grammar(self, body: ChatCompletionRequest, params: SamplingParams) -> bool:
         """Whether a grammar holds the calls: if one is forced, if a tool is `strict`, and for the generic format."""
-        is_strict = any(tool.function.strict for tool in body.tools or [])
+        is_strict = any(tool["function"].get("strict") for tool in self.tools)
         is_held = self.is_forced or ((is_strict or self.is_generic) and params.structured_outputs is None)
         return bool(self.tools) and self.parser is not None and self.parser in CALL_FORMATS and is_held
 
@@ -73,11 +73,10 @@ class ToolUse:
         """
         if self.parser is None or not self.has_grammar(body, params):
             return params
-        given = body.tools or []
-        strict = [tool.function.name for tool in given if tool.function.strict]
+        functions = [tool["function"] for tool in self.tools]
         tools = [
-            Tool(tool.function.name, tool.function.parameters, f"tools[{i}].function.parameters")
-            for i, tool in enumerate(given)
+            Tool(function["name"], function.get("parameters"), f"tools[{i}].function.parameters")
+            for i, function in enumerate(functions)
         ]
         most = 1 if body.parallel_tool_calls is False else MAX_CALLS
         if isinstance(body.tool_choice, NamedTool):
@@ -88,7 +87,7 @@ class ToolUse:
         if self.is_forced:
             text = form.forced(tools, most, marker_id)
         else:
-            loose = [] if self.is_generic else [tool.name for tool in tools if tool.name not in strict]
+            loose = [] if self.is_generic else [one["name"] for one in functions if not one.get("strict")]
             text = form.free(tools, loose, most, marker_id)
         return dataclasses.replace(params, structured_outputs=StructuredOutputsParams(grammar=text, source="tools"))
 

@@ -228,7 +228,7 @@ def test_arguments_that_are_not_an_object_are_refused_by_name(fake_server: LiveS
 
 
 def test_template_variables(fake_server: LiveServer) -> None:
-    template = "{{ reasoning_effort }} {% for d in documents %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
+    template = "{{ reasoning_effort }} {% for d in documents or [] %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
     body = {**CHAT, "chat_template": template, "return_token_ids": True}
     documents = [{"title": "t", "text": "D"}]
 

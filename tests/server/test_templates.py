@@ -64,6 +64,25 @@ def test_the_servers_variables_and_no_nulls_reach_the_template(server: tuple[Liv
         assert (status, "".join(answer["token_strs"])) == (200, f"{text}roleĠcontent")
 
 
+def test_tools_reach_the_template_as_they_were_sent(server: tuple[LiveServer, StallReader]) -> None:
+    """Every key, in its order, as `LLM.chat` passes them."""
+    function = {"description": "d", "name": "f", "return": {"type": "string"}, "parameters": None, "x": [1]}
+    tools = [{"function": function, "type": "function", "extra": {"b": 1, "a": 2}}]
+    asked = {"messages": [USER], "tools": tools, "chat_template": "{{ tools | tojson }}"}
+    tokens = server[0].post("/tokenize", asked)[1]["tokens"]
+    assert server[0].post("/detokenize", {"tokens": tokens})[1]["prompt"] == json.dumps(tools)
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [([{"function": {}}], "tools[0].function.name"), ([{"function": {"name": 5}}], "tools[0].function.name")],
+)
+def test_a_malformed_tool_is_named(server: tuple[LiveServer, StallReader], tools: object, param: str) -> None:
+    for path in ("/tokenize", "/v1/chat/completions"):
+        status, answer = server[0].post(path, {"messages": [USER], "tools": tools})
+        assert (status, answer["error"]["param"]) == (400, param)
+
+
 def test_a_slow_template_occupies_its_thread_only(tmp_path: Path) -> None:
     """Others are answered beside it, and the event loop is never kept for long. Two signals end the server."""
     with watched_serving(tmp_path, *FAKE_FLAGS) as (live, stalls):

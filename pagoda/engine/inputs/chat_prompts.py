@@ -27,7 +27,7 @@ _NUM_KEPT = 16  # callers' templates that stay compiled
 class ChatOptions:
     """How a conversation becomes a prompt.
 
-    chat_template: the text of a template to use instead of the model's own.
+    chat_template: the text of a template to use instead of the model's own, or the name of one of the model's.
     tools: functions that the model may call, as objects of the OpenAI API.
     add_generation_prompt: end with the opening of the assistant's turn.
     continue_final_message: end inside the last message, so that the model continues it.
@@ -149,7 +149,8 @@ class ChatPrompts:
         tools, template = options.tools, self._tokenizer.facts.chat_template
         self._limits.of_request.check_chat(messages, tools, options.chat_template, options.template_kwargs)
         if options.chat_template is not None:
-            template = self._compiled(options.chat_template)
+            named = template.sources if template is not None else {}
+            template = self._compiled(named.get(options.chat_template, options.chat_template))
         tasks = self._limits.tasks
         if template is None and not tasks.generates:
             raise RequestError(f"this model generates no text; it supports {', '.join(tasks.names)}", "model")

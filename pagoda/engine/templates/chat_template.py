@@ -1,6 +1,7 @@
 """ChatTemplate: turn messages into a prompt with the model's Jinja template, in a sandbox."""
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import json
@@ -17,7 +18,14 @@ import jinja2.utils
 
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import ConfigError, RequestError
-from pagoda.engine.templates.chat_values import ContentForm, Message, cut_at_mark, template_values
+from pagoda.engine.templates.chat_values import (
+    DEFAULT_CALLS,
+    CallForm,
+    ContentForm,
+    Message,
+    cut_at_mark,
+    template_values,
+)
 from pagoda.engine.templates.special_marks import HiddenText, SpecialMarks
 
 
@@ -46,7 +54,7 @@ class ChatTemplate:
             check_syntax(text)
         self._marked_special_tokens = {name: self.marks.put(text) for name, text in self.special_tokens.items()}
         self._composed: frozenset[str] | None = None
-        self._tool_history: dict[str, tuple[bool, bool]] = {}
+        self._tool_history: dict[str, _ToolHistory] = {}
         self._forms: dict[str, ContentForm] = {}
 
     @property
@@ -88,8 +96,17 @@ class ChatTemplate:
         Raises RequestError if messages are malformed, if the template does not render tools, tool calls or tool
         results that were given, and if the template raises an error.
         """
-        form = self._form_of("tool_use" if tools and "tool_use" in self.sources else None, reads_images)
-        values = template_values(messages, tools, add_generation_prompt, continue_final_message, template_kwargs, form)
+        name = self._name_for({"tools": tools})
+        calls = self._history_of(name).form if any(map(_has_calls, messages)) else DEFAULT_CALLS
+        values = template_values(
+            messages,
+            tools,
+            add_generation_prompt,
+            continue_final_message,
+            template_kwargs,
+            self._form_of(name, reads_images),
+            calls,
+        )
         self._check_places(values)
         text = self._render_marked(values) if is_marked else self._fill(self._plain, self.special_tokens, values)
         return cut_at_mark(text) if continue_final_message else text
@@ -187,19 +204,16 @@ class ChatTemplate:
             is_result = message["role"] == "tool"
             if not (is_result or message.get("tool_calls")):
                 continue
-            if name not in self._tool_history:
-                self._tool_history[name] = self._find_tool_history(name)
-            shows_calls, shows_results = self._tool_history[name]
-            if message.get("tool_calls") and not shows_calls:
+            history = self._history_of(name)
+            if message.get("tool_calls") and not history.shows_calls:
                 where = f"messages[{index}].tool_calls"
                 raise RequestError(f"{where}: this model's chat template does not support tool calls", where)
-            if is_result and not shows_results:
+            if is_result and not history.shows_results:
                 where = f"messages[{index}].role"
                 raise RequestError(f"{where}: this model's chat template does not support tool results", where)
 
-    def _form_of(self, name: str | None, reads_images: bool) -> ContentForm:
+    def _form_of(self, name: str, reads_images: bool) -> ContentForm:
         """Return how a template reads contents. Without images, parts become one string, as other servers join them."""
-        name = name or self._name_for({"tools": None})
         if name not in self._forms:
             self._forms[name] = self._find_form(name)
         form = self._forms[name]
@@ -219,17 +233,30 @@ class ChatTemplate:
             return ContentForm.TEXT
         return ContentForm.PARTS if shows(_SHOWN) else ContentForm.ONLY_PARTS
 
-    def _find_tool_history(self, name: str) -> tuple[bool, bool]:
-        """Return whether the template renders tool calls, and tool results, by rendering a probe conversation."""
+    def _history_of(self, name: str) -> "_ToolHistory":
+        if name not in self._tool_history:
+            self._tool_history[name] = self._find_tool_history(name)
+        return self._tool_history[name]
+
+    def _find_tool_history(self, name: str) -> "_ToolHistory":
+        """Return what the template shows of calls, in the first of the forms in which it shows them."""
+        texts: list[str] = []
+        for form in _CALL_FORMS:
+            rendered = self._probe_calls(name, form)
+            if any(_CALLED in text for text in rendered):
+                return _ToolHistory(form, True, any(_RESULT in text for text in rendered))
+            texts += rendered
+        # If no form renders, the error is reported when the request itself is rendered.
+        return _ToolHistory(DEFAULT_CALLS, not texts, not texts or any(_RESULT in text for text in texts))
+
+    def _probe_calls(self, name: str, form: CallForm) -> list[str]:
         rendered: list[str] = []
         for tools in (None, [_TOOL]):
             for more in ([], _probe("assistant", "user")):
-                values = template_values([*_CALLING, *more], tools, True, False, None)
+                values = template_values([*_CALLING, *more], tools, True, False, None, calls=form)
                 with contextlib.suppress(Exception):
                     rendered.append(self._plain[name].render({**self.special_tokens, **values}))
-        if not rendered:  # the error is reported when the request itself is rendered
-            return True, True
-        return any(_CALLED in text for text in rendered), any(_RESULT in text for text in rendered)
+        return rendered
 
     def _composed_tokens(self) -> frozenset[str] | None:
         """Return the special tokens that the template composes from parts, as in "<|" + role + "|>".
@@ -267,6 +294,24 @@ _WRITTEN_PART = re.compile(r"type['\"]: *['\"]text")
 """A part that a template has written as an object, because it expects a string."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ToolHistory:
+    """What a template shows of earlier calls and their results.   form: in which it shows calls."""
+
+    form: CallForm
+    shows_calls: bool
+    shows_results: bool
+
+
+_CALL_FORMS = [
+    CallForm(content, as_text) for as_text in (False, True) for content in ({}, {"content": ""}, {"content": None})
+]
+
+
+def _has_calls(message: Any) -> bool:
+    return isinstance(message, Mapping) and bool(message.get("tool_calls"))
+
+
 def _is_subsequence(some: Sequence[str], of: Sequence[str]) -> bool:
     remaining = iter(of)
     return all(item in remaining for item in some)
@@ -284,7 +329,7 @@ _CALL = {"id": "call12345", "type": "function", "function": {"name": _CALLED, "a
 _TOOL = {"type": "function", "function": {"name": "f", "description": "x", "parameters": {"type": "object"}}}
 _CALLING: list[Message] = [
     {"role": "user", "content": "x"},
-    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    {"role": "assistant", "tool_calls": [_CALL]},
     {"role": "tool", "content": _RESULT, "name": "f", "tool_call_id": "call12345"},
 ]
 _PROBES: tuple[tuple[list[Message], list[dict[str, Any]] | None], ...] = (

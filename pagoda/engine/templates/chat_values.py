@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, cast
 
@@ -20,6 +21,23 @@ class ContentForm(Enum):
     ONLY_PARTS = "only parts"
 
 
+@dataclass(frozen=True, slots=True)
+class CallForm:
+    """How a template reads messages with tool calls.
+
+    without_content: what stands for a content that is empty: nothing, {"content": ""} or {"content": None}.
+    as_text: arguments are a string with JSON, not an object.
+    """
+
+    without_content: Mapping[str, str | None] = field(default_factory=dict[str, str | None])
+    as_text: bool = False
+
+
+DEFAULT_CALLS = CallForm()
+_REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+"""Templates read the reasoning of earlier turns under any of these names; clients send what they were given."""
+
+
 def template_values(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,
@@ -27,9 +45,13 @@ def template_values(
     continue_final_message: bool,
     template_kwargs: Mapping[str, Any] | None,
     form: ContentForm = ContentForm.TEXT,
+    calls: CallForm = DEFAULT_CALLS,
 ) -> dict[str, Any]:
-    """Return the template's variables, validated and normalised. Raises RequestError."""
-    turns = [normal_message(index, message, form) for index, message in enumerate(messages)]
+    """Return the variables that transformers' `apply_chat_template` defines, validated and normalised.
+
+    Raises RequestError.
+    """
+    turns = [normal_message(index, message, form, calls) for index, message in enumerate(messages)]
     if not turns:
         raise RequestError("messages is empty: a chat needs at least one", "messages")
     if continue_final_message and add_generation_prompt:
@@ -37,8 +59,9 @@ def template_values(
             "add_generation_prompt and continue_final_message are mutually exclusive", "continue_final_message"
         )
     if continue_final_message:
-        turns[-1]["content"] = _with_cut_mark(turns[-1]["content"])
+        turns[-1]["content"] = _with_cut_mark(turns[-1].get("content") or "")
     return {
+        "documents": None,
         **(template_kwargs or {}),
         "messages": turns,
         "tools": list(tools) if tools else None,
@@ -54,33 +77,41 @@ def _with_cut_mark(content: str | list[dict[str, str]]) -> str | list[dict[str, 
     return [*content, {"type": "text", "text": _CUT_MARK}]
 
 
-def normal_message(index: int, message: Message, form: ContentForm = ContentForm.TEXT) -> dict[str, Any]:
-    """Return the message with its content in the form that its template reads. Raises RequestError if malformed."""
+def normal_message(
+    index: int, message: Message, form: ContentForm = ContentForm.TEXT, calls: CallForm = DEFAULT_CALLS
+) -> dict[str, Any]:
+    """Return the message without keys that are None, and with the content and calls that its template reads.
+
+    Raises RequestError if it is malformed.
+    """
     if not isinstance(message, Mapping):
         raise RequestError(f"messages[{index}] is {type(message).__name__}, expected an object with a role", "messages")
     if not isinstance(message.get("role"), str):
         raise RequestError(f"messages[{index}] has no role", "messages")
-    content = message.get("content")
+    normal = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((normal[name] for name in _REASONING_NAMES if name in normal), None)
+    if reasoning is not None:
+        normal = {**dict.fromkeys(_REASONING_NAMES, reasoning), **normal}
+    if normal.get("tool_calls"):
+        normal["tool_calls"] = _normal_calls(f"messages[{index}].tool_calls", normal["tool_calls"], calls)
+        if not normal.get("content"):
+            normal |= calls.without_content
+    elif "content" not in normal and (reasoning is not None or isinstance(normal.get("refusal"), str)):
+        normal["content"] = normal.get("refusal", "")  # OpenAI's form of a refusal
+    content = normal.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         content = _content_of_parts(f"messages[{index}].content", content, form)
-    if content is None and not message.get("tool_calls"):
+    if content is None and not normal.get("tool_calls"):
         raise RequestError(f"messages[{index}] has no content", "messages")
     if content is not None and not isinstance(content, str | list):
         raise RequestError(f"messages[{index}].content is {type(content).__name__}, expected a string", "messages")
     if form is ContentForm.ONLY_PARTS and not isinstance(content, list):
         content = [{"type": "text", "text": content or ""}]
-    normal = {**message, "content": content if content is not None else ""}
-    # Templates read the reasoning of earlier turns under either name; clients send what they were given, under either.
-    for name, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
-        if message.get(name) is not None and message.get(other) is None:
-            normal[other] = message[name]
-    if calls := message.get("tool_calls"):
-        normal["tool_calls"] = _normal_calls(f"messages[{index}].tool_calls", calls)
-    return normal
+    return normal if content is None else {**normal, "content": content}
 
 
-def _normal_calls(where: str, calls: Any) -> list[Any]:
-    """Return tool calls as templates expect them: with arguments parsed from JSON strings into objects."""
+def _normal_calls(where: str, calls: Any, form: CallForm) -> list[Any]:
+    """Return tool calls as their template reads them: arguments may come as JSON strings or objects."""
     if not isinstance(calls, list | tuple):
         raise RequestError(f"{where} is {type(calls).__name__}, expected a list", where)
     normal: list[Any] = []
@@ -88,17 +119,22 @@ def _normal_calls(where: str, calls: Any) -> list[Any]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(f"{where}[{index}] has no function with a name", f"{where}[{index}].function")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            at = f"{where}[{index}].function.arguments"
-            try:
-                arguments = json.loads(arguments) if arguments.strip() else {}
-            except (ValueError, RecursionError):
-                raise RequestError(f"{at}: expected a string with a JSON object", at) from None
-            if not isinstance(arguments, dict):
-                raise RequestError(f"{at}: expected a string with a JSON object", at)
-        normal.append({**call, "function": {**function, "arguments": arguments if arguments is not None else {}}})
+        arguments = _arguments(f"{where}[{index}].function.arguments", function.get("arguments"))
+        written: Any = json.dumps(arguments, ensure_ascii=False) if form.as_text else arguments
+        normal.append({**call, "function": {**function, "arguments": written}})
     return normal
+
+
+def _arguments(where: str, given: Any) -> Any:
+    """Return the arguments of a call as an object; none, and JSON's null, are an empty one. Raises RequestError."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else {}
+        except (ValueError, RecursionError):
+            raise RequestError(f"{where}: expected a string with a JSON object", where) from None
+        if given is not None and not isinstance(given, dict):
+            raise RequestError(f"{where}: expected a string with a JSON object", where)
+    return {} if given is None else given
 
 
 def _content_of_parts(where: str, parts: Sequence[Any], form: ContentForm) -> str | list[dict[str, str]]:
@@ -116,11 +152,11 @@ def _part_text(where: str, part: Any, takes: str = "text only") -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    if kind != "text":
+    if kind not in ("text", "refusal"):
         raise RequestError(f"{where} is a part of type {abbreviate(kind)}; this model takes {takes}", where)
-    if not isinstance(part.get("text"), str):
-        raise RequestError(f"{where}.text: expected a string", f"{where}.text")
-    return part["text"]
+    if not isinstance(part.get(kind), str):
+        raise RequestError(f"{where}.{kind}: expected a string", f"{where}.{kind}")
+    return part[kind]
 
 
 _CUT_MARK = (

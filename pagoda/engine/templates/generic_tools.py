@@ -85,7 +85,7 @@ def _without_calls(messages: Sequence[Message]) -> list[Message]:
                 changed.append({"role": "user", "content": text})
         elif message.get("tool_calls"):
             calls = "\n".join(_call(one) for one in message["tool_calls"])
-            content = message["content"]
+            content = message.get("content")
             kept = {name: value for name, value in message.items() if name != "tool_calls"}
             changed.append({**kept, "content": f"{content}\n{calls}" if content else calls})
         else:

@@ -43,7 +43,7 @@ def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> Library
     names = _special_names(file, tokens)
     if kind != "bert":
         _put_bos_and_eos(file, kind, backend, names)
-    template = chat_template if chat_template is not None else file.get("tokenizer.chat_template", str)
+    template = chat_template if chat_template is not None else _chat_templates(file)
     bos_id = file.get("tokenizer.ggml.bos_token_id", int)
     longest = max(map(len, tokens))
     return LibraryTokenizer(backend, make_facts(backend, bos_id, end_token_ids(file), template, names, longest))
@@ -225,6 +225,16 @@ def _special_names(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
             )
         names[name] = tokens[token_id]
     return names
+
+
+def _chat_templates(file: GGUFFile) -> dict[str, str] | None:
+    """Return the file's templates by name: tokenizer.chat_template is "default", others have a name after it."""
+    templates: dict[str, str] = {}
+    for key in file.metadata:
+        first, _, name = key.removeprefix("tokenizer.").partition(".")
+        if key.startswith("tokenizer.") and first == "chat_template" and (text := file.get(key, str)) is not None:
+            templates[name or "default"] = text
+    return templates or None
 
 
 def _put_bos_and_eos(file: GGUFFile, kind: str, backend: tokenizers.Tokenizer, names: dict[str, str]) -> None:

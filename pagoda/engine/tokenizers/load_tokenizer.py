@@ -60,6 +60,13 @@ def _read_chat_template(given: str) -> str:
         ) from None
 
 
+def _read_template_file(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+
+
 # ---- a folder with tokenizer.json, tokenizer_config.json and related files
 
 
@@ -177,18 +184,22 @@ def _ids_of(folder: Path, backend: tokenizers.Tokenizer, eos_text: str | None) -
 
 
 def _folder_chat_template(folder: Path, config: dict[str, Any]) -> "str | dict[str, str] | None":
-    """Return the template(s) of chat_template.jinja, else of tokenizer_config.json or chat_template.json."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: cannot be read: {error}") from None
+    """Return the template or the templates by name.
+
+    "default" is chat_template.jinja, else what tokenizer_config.json or chat_template.json states, which may be
+    several; others are additional_chat_templates/NAME.jinja.
+    """
+    paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        paths["default"] = folder / "chat_template.jinja"
+    files = {name: _read_template_file(path) for name, path in paths.items()}
+    if "default" in files:
+        return files
     stated = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
     if isinstance(stated, list):
         if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in stated):
             raise ConfigError(
                 f"{folder}: chat_template = {abbreviate(stated)}, expected objects with name and template"
             )
-        return {str(entry["name"]): entry["template"] for entry in stated}
-    return stated
+        return {str(entry["name"]): entry["template"] for entry in stated} | files
+    return {"default": stated, **files} if files and stated else files or stated

@@ -115,7 +115,68 @@ def test_a_bad_content_part_is_named_itself(part: Any, param: str, said: str) ->
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-def test_templates_read_the_reasoning_of_a_turn_under_either_name(name: str) -> None:
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+def test_templates_read_the_reasoning_of_a_turn_under_any_name(name: str) -> None:
     turn = normal_message(0, {"role": "assistant", "content": "x", name: "thought"})
-    assert (turn["reasoning"], turn["reasoning_content"]) == ("thought", "thought")
+    assert [turn[one] for one in ("reasoning", "reasoning_content", "thinking")] == ["thought"] * 3
+
+
+@pytest.mark.parametrize(
+    ("message", "content"),
+    [
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"refusal": "No."}, "No."),
+        ({"content": "Yes.", "refusal": None}, "Yes."),
+        ({"content": [{"type": "refusal", "refusal": "No."}]}, "No."),
+        ({"content": [{"type": "text", "text": "I say:"}, {"type": "refusal", "refusal": "no."}]}, "I say:\nno."),
+        ({"content": None, "reasoning": "Hm."}, ""),
+    ],
+)
+def test_messages_of_openais_types(message: dict[str, Any], content: str) -> None:
+    assert ChatTemplate("{{ messages[0].content }}").render([{"role": "assistant", **message}]) == content
+
+
+def test_a_refusal_that_is_no_string_is_named() -> None:
+    with pytest.raises(RequestError, match="expected a string") as caught:
+        normal_message(0, {"role": "assistant", "content": [{"type": "refusal"}]})
+    assert caught.value.param == "messages[0].content[0].refusal"
+
+
+def test_the_variables_of_transformers_are_defined() -> None:
+    names = ("messages", "tools", "documents", "add_generation_prompt")
+    source = "".join(f"{{{{ {name} is defined }}}}{{{{ {name} is none }}}} " for name in names)
+    assert ChatTemplate(source).render(HI) == "TrueFalse TrueTrue TrueTrue TrueFalse "
+
+
+CALLS = "{% for c in m.tool_calls %}{{ c.function.name }}ARGUMENTS{% endfor %}"
+AS_OBJECT, AS_TEXT = "{{ c.function.arguments | tojson }}", "{{ c.function.arguments + '' }}"
+
+
+@pytest.mark.parametrize("arguments", [AS_OBJECT, AS_TEXT])
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "{% if m.content is not defined %}CALLS{% else %}{{ m.content }}{% endif %}",
+        "{% if m['content'] is none %}CALLS{% else %}{{ m.content }}{% endif %}",
+        "{{ m['content'] + '' }}CALLS",
+        "CALLS",
+    ],
+)
+@pytest.mark.parametrize("given", [{}, {"content": None}])
+@pytest.mark.parametrize("written", ['{"a": "é"}', {"a": "é"}])
+def test_calls_are_given_in_the_form_that_the_template_shows(
+    arguments: str, condition: str, given: dict[str, Any], written: object
+) -> None:
+    shown = condition.replace("CALLS", CALLS.replace("ARGUMENTS", arguments))
+    result = "{% if m.role == 'tool' %}{{ m.content }}{% endif %}"
+    source = f"{{% for m in messages %}}{{% if m.tool_calls %}}{shown}{{% endif %}}{result}{{% endfor %}}"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": written}}
+    turns = [*HI, {"role": "assistant", "tool_calls": [call], **given}, {"role": "tool", "content": "R"}]
+    assert ChatTemplate(source).render(turns) == 'f{"a": "é"}R'
+
+
+@pytest.mark.parametrize("written", [None, "null", "", " ", "{}", {}])
+def test_arguments_that_are_nothing_are_an_empty_object(written: object) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": written}}
+    turn = normal_message(0, {"role": "assistant", "tool_calls": [call]})
+    assert turn["tool_calls"][0]["function"]["arguments"] == {}

@@ -11,7 +11,7 @@ import gguf
 import pytest
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, BertTokenizer
+from transformers import AutoTokenizer, BertTokenizer, PreTrainedTokenizerFast
 
 import pagoda
 from pagoda.base.errors import CapacityError, ConfigError
@@ -151,6 +151,9 @@ def folder(path: Path) -> ModelFiles:
     return ModelFiles("tiny", path, "safetensors")
 
 
+USER = {"role": "user", "content": "x"}
+
+
 def test_a_folder_gives_its_ends_and_its_template(tmp_path: Path) -> None:
     write_folder(tmp_path, bos_token="<s>", eos_token={"content": "</s>"}, chat_template="{{ bos_token }}T")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 1, 300]}')
@@ -170,7 +173,7 @@ def test_chat_template_file_and_override(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("J")
     own = load_tokenizer(folder(tmp_path)).facts.chat_template
     assert own is not None
-    assert own.sources["default"] == "J"
+    assert dict(own.sources) == {"default": "J"}
     (tmp_path / "mine.jinja").write_text("M")
     for given, text in ((str(tmp_path / "mine.jinja"), "M"), ("{{ 1 }}", "{{ 1 }}")):
         override = load_tokenizer(folder(tmp_path), chat_template=given).facts.chat_template
@@ -178,6 +181,23 @@ def test_chat_template_file_and_override(tmp_path: Path) -> None:
         assert override.sources["default"] == text
     with pytest.raises(ConfigError, match="nowhere.jinja"):
         load_tokenizer(folder(tmp_path), chat_template="nowhere.jinja")
+
+
+def test_templates_of_a_folder_have_the_names_of_their_files(tmp_path: Path) -> None:
+    """And as transformers picks them, `tool_use` is the one for tools."""
+    write_folder(tmp_path, chat_template="D")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("U{{ tools | length }}")
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("R")
+    template = load_tokenizer(folder(tmp_path)).facts.chat_template
+    assert template is not None
+    assert dict(template.sources) == {"default": "D", "tool_use": "U{{ tools | length }}", "rag": "R"}
+    assert (template.render([USER]), template.render([USER], [{"type": "function"}])) == ("D", "U1")
+    (tmp_path / "chat_template.jinja").write_text("J")
+    template = load_tokenizer(folder(tmp_path)).facts.chat_template
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path).chat_template
+    assert template is not None
+    assert dict(template.sources) == theirs
 
 
 def test_added_tokens_of_the_config_are_added(tmp_path: Path) -> None:
@@ -220,7 +240,9 @@ def write_gguf(
     writer.add_token_types(types)
     for key, value in more.items():
         name = f"tokenizer.ggml.{key}"
-        if isinstance(value, bool):
+        if key == "chat_template":
+            writer.add_chat_template(value)
+        elif isinstance(value, bool):
             writer.add_bool(name, value)
         elif isinstance(value, int):
             writer.add_uint32(name, value)
@@ -567,3 +589,16 @@ def test_memory_that_runs_out_is_not_blamed_on_the_file() -> None:
     assert str(wrong) == "a.gguf: inconsistent: no merges"
     interrupted = KeyboardInterrupt()
     assert library_failure(interrupted, path, "inconsistent") is interrupted
+
+
+def test_templates_of_a_gguf_file_have_the_names_of_their_keys(tmp_path: Path) -> None:
+    named = {"default": "D", "tool_use": "{{ tools | length }}", "rag": "R"}
+    for given, expected in (
+        ("D", {"default": "D"}),
+        ([{"name": name, "template": text} for name, text in named.items()], named),
+    ):
+        more = {"tokens": ["<s>", "▁", "a"], "types": [3, 1, 1], "scores": [0.0, -1.0, -2.0], "chat_template": given}
+        template = load_tokenizer(write_gguf(tmp_path / "m.gguf", "llama", **more)).facts.chat_template
+        assert template is not None
+        assert dict(template.sources) == expected
+    assert template.render([USER], [{"type": "function"}]) == "1"
