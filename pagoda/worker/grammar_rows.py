@@ -9,6 +9,7 @@ import numpy as np
 from pagoda.base.abbreviate import shorten
 from pagoda.core.grammar import GrammarBackend, GrammarMatcher, MaskWork, num_mask_words
 from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.process.host_threads import host_pool
 from pagoda.worker.table_mirror import TableMirror
 
 
@@ -43,14 +44,14 @@ class GrammarRows:
     of the library, perhaps because of what earlier drafts made it explore, is replaced by a new one, and the row fails
     only if that one fails too, without drafts.
 
-    backend: has the compiled grammars.
+    backend: has the compiled grammars.   thread: fills masks, a new one by default; shut down with this.
     """
 
-    def __init__(self, backend: GrammarBackend, vocab_size: int) -> None:
+    def __init__(self, backend: GrammarBackend, vocab_size: int, thread: ThreadPoolExecutor | None = None) -> None:
         self.backend = backend
         self._num_words = num_mask_words(vocab_size)
         self._rows: dict[int, _RowGrammar] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = thread or host_pool(1, "pagoda-masks")
         self._filling: Future[GrammarMasks] | None = None
 
     def apply(self, output: SchedulerOutput) -> None:
@@ -79,8 +80,6 @@ class GrammarRows:
         if not self.has_any(rows):
             self._filling = None  # `apply` has waited for it; its masks take memory
             return None
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "pagoda-masks")
         self._filling = self._thread.submit(self._fill, table, rows, positions)
         return self._filling
 
@@ -139,9 +138,7 @@ class GrammarRows:
         """Forget all rows and end the threads. Idempotent."""
         self._rows.clear()
         self.backend.shutdown()
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        self._thread.shutdown()
 
     def _fill(self, table: TableMirror, rows: np.ndarray, positions: np.ndarray) -> GrammarMasks:
         draws = np.array([i for i, row in enumerate(rows.tolist()) if row in self._rows], np.int64)

@@ -15,6 +15,7 @@ from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.layers.sharding import ALONE
 from pagoda.models.base import Model
 from pagoda.ops.tensor import RankGroup
+from pagoda.process.host_threads import host_pool
 from pagoda.process.out_of_memory import is_out_of_memory
 from pagoda.worker.adapters import Adapters, AdapterStore
 from pagoda.worker.cache_engine import CacheEngine
@@ -41,6 +42,7 @@ class Worker:
         self._config, self._ranks = config, ranks
         self._runner: ModelRunner | None = None
         self._loaded: LoadedModel | None = None
+        self._mask_thread = host_pool(1, "pagoda-masks")  # made before `load` pins the calling thread
         self._calls: dict[str, Callable[..., object]] = {
             "prepare_grammar": self._prepare_grammar,
             "drop_grammar": self._drop_grammar,
@@ -179,7 +181,7 @@ class Worker:
         adapters = Adapters(loaded.store, config.max_rows) if loaded.store is not None else None
         samples, grammars, speculator = config.place.samples, None, None
         if config.grammars is not None and samples:
-            grammars = GrammarRows(config.grammars, model.spec.vocab_size)
+            grammars = GrammarRows(config.grammars, model.spec.vocab_size, self._mask_thread)
         embeds = PromptEmbeds(loaded.dtype, device.device) if config.takes_embeds else None
         if config.drafting is not None and samples:
             speculator = speculator_of(

@@ -5,7 +5,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import llguidance
 import numpy as np
@@ -14,6 +14,7 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from pagoda.base.errors import PagodaError, RequestError
 from pagoda.core.grammar import GrammarMatcher, MaskWork
 from pagoda.engine.tokenizers.tokenizer import Tokenizer, is_panic
+from pagoda.process.host_threads import host_pool
 
 logger = logging.getLogger("pagoda")
 
@@ -228,12 +229,10 @@ class LlguidanceBackend:
         self._vocabulary = GrammarVocabulary(load_tokenizer, vocab_size)
         self._threads = threads
         self._compiled: dict[str, GrammarMatcher] = {}
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = host_pool(_NUM_COMPILERS, "pagoda-grammar")
         self._executor: LLExecutor | None = None
 
     def prepare(self, grammar: str) -> "Future[None]":
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(_NUM_COMPILERS, "pagoda-grammar")
         return self._pool.submit(self._prepare, grammar)
 
     def _prepare(self, grammar: str) -> None:
@@ -245,7 +244,7 @@ class LlguidanceBackend:
     def matcher(self, grammar: str) -> GrammarMatcher:
         compiled = self._compiled.get(grammar)
         if compiled is None:  # only if it was not prepared
-            compiled = self._compile(grammar)
+            compiled = self._pool.submit(self._compile, grammar).result()
         return compiled.copy()
 
     def fill(self, work: Sequence[MaskWork], masks: np.ndarray) -> None:
@@ -290,8 +289,7 @@ class LlguidanceBackend:
         return mask.view(np.int32)
 
     def shutdown(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: str) -> GrammarMatcher:
         """Compile a grammar. One that fails is a matcher with an error: its requests must not wait for ever."""
