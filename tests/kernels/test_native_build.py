@@ -266,6 +266,31 @@ idle.set()
     assert done.returncode == 0, done.stderr
 
 
+def test_the_scratch_of_a_thread_is_freed_when_it_ends(native: NativeOps) -> None:
+    """Each LLM has a thread of its own: five in a row end where one does."""
+    program = """
+import os, threading, torch
+from pathlib import Path
+from pagoda.kernels.linear.quantize import quantize
+from pagoda.kernels.native.library import load
+from pagoda.kernels.native_ops import NativeOps
+ops = NativeOps(load(), 1)
+weight = ops.prepare_quantized_linear(quantize(torch.ones(64, 8192)), torch.float32)
+x = torch.ones(4096, 8192)
+held = []
+for _ in range(6):
+    thread = threading.Thread(target=ops.linear, args=(x, weight))
+    thread.start()
+    thread.join()
+    held.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") >> 20)
+print(*held)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    held = [int(mib) for mib in done.stdout.split()]
+    assert len(held) == 6, done.stderr
+    assert max(held) - held[0] < 32, held
+
+
 def test_kernels_that_bring_an_openmp_runtime_are_not_loaded(
     native: NativeOps, monkeypatch: pytest.MonkeyPatch
 ) -> None:

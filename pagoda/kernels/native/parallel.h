@@ -66,16 +66,24 @@ inline Range share_of(int64_t count, int thread, int num_threads, int64_t grain 
 constexpr int64_t PARALLEL_MIN_ELEMENTS = 16384;
 inline int threads_for(int64_t elements, int threads) { return elements < PARALLEL_MIN_ELEMENTS ? 1 : threads; }
 
+// A thread's buffers, freed when it ends.
+struct Scratch {
+    void* buffer[6] = {};
+    size_t capacity[6] = {};
+    ~Scratch() {
+        for (void* one : buffer) free(one);
+    }
+};
+
 // A buffer of at least `bytes`, aligned to a cache line, kept by the calling thread between calls.
 // `slot` distinguishes buffers that are used at the same time.
 inline void* thread_scratch(size_t bytes, int slot = 0) {
-    static thread_local void* buffer[6] = {};
-    static thread_local size_t capacity[6] = {};
-    if (capacity[slot] < bytes) {
-        free(buffer[slot]);
-        capacity[slot] = (bytes + 4095) / 4096 * 4096;
-        buffer[slot] = aligned_alloc(64, capacity[slot]);
-        if (buffer[slot] == nullptr) abort();
+    static thread_local Scratch own;
+    if (own.capacity[slot] < bytes) {
+        free(own.buffer[slot]);
+        own.capacity[slot] = (bytes + 4095) / 4096 * 4096;
+        own.buffer[slot] = aligned_alloc(64, own.capacity[slot]);
+        if (own.buffer[slot] == nullptr) abort();
     }
-    return buffer[slot];
+    return own.buffer[slot];
 }
