@@ -18,6 +18,7 @@ from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Matrix, Vector
 from pagoda.models.base import ENCODER_PIECE_TOKENS, Encoder
+from pagoda.process.cgroups import cgroup_folders
 
 _MAX_BLOCKS = 2**31 - 2  # block ids are int32
 _GIB = 1024**3
@@ -103,27 +104,10 @@ def _address_space_left(root: Path) -> int | None:
     return limit - int(pages[0]) * resource.getpagesize()
 
 
-def _cgroup_dirs(root: Path, controller: str) -> list[tuple[Path, bool]]:
-    """Return the directories of this process's cgroup and its parents, and whether they are v2."""
-    found: list[tuple[Path, bool]] = []
-    for line in (_read(root / "proc/self/cgroup") or "0::/").splitlines():
-        _, controllers, name = line.split(":", 2)
-        if controllers == "":
-            base, is_v2 = root / "sys/fs/cgroup", True
-        elif controller in controllers.split(","):
-            base, is_v2 = root / "sys/fs/cgroup" / controller, False
-        else:
-            continue
-        # In a container, the path may be the host's and not exist here; the mount's root is then our own cgroup.
-        parts = [part for part in name.split("/") if part not in ("", "..")]
-        found += [(base.joinpath(*parts[:depth]), is_v2) for depth in range(len(parts), -1, -1)]
-    return found
-
-
 def _cgroup_limits(root: Path) -> list[tuple[int, int]]:
     """Return each memory limit that applies to this process, and the bytes left under it."""
     found: list[tuple[int, int]] = []
-    for directory, is_v2 in _cgroup_dirs(root, "memory"):
+    for directory, is_v2 in cgroup_folders("memory", root):
         limit = _read_int(directory / ("memory.max" if is_v2 else "memory.limit_in_bytes"))
         used = _read_int(directory / ("memory.current" if is_v2 else "memory.usage_in_bytes"))
         if limit is None or used is None or limit >= 2**60:  # v1 writes a huge number for "none"

@@ -198,6 +198,16 @@ def fake_machine(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
+def v1_quota(controllers: str, mount: str, cpus: int) -> dict[str, str]:
+    folder = f"sys/fs/cgroup/{mount}/x"
+    return {
+        "proc/self/cgroup": f"3:{controllers}:/x\n2:cpuset:/\n",
+        f"{folder}/cpu.cfs_quota_us": f"{cpus}00000\n",
+        f"{folder}/cpu.cfs_period_us": "100000\n",
+        "sys/fs/cgroup/cpuset/cpuset.cpus": "0-3\n",
+    }
+
+
 @pytest.mark.parametrize(
     ("files", "cpus"),
     [
@@ -205,17 +215,24 @@ def fake_machine(root: Path, files: dict[str, str]) -> Path:
         ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "250000 100000\n"}, 2),
         ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "max 100000\n"}, 4),
         ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "50000 100000\n"}, 1),
-        (
-            {
-                "proc/self/cgroup": "3:cpu,cpuacct:/x\n",
-                "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_quota_us": "300000\n",
-                "sys/fs/cgroup/cpu,cpuacct/x/cpu.cfs_period_us": "100000\n",
-            },
-            3,
-        ),
+        ({"proc/self/cgroup": "0::/../pod/a\n", "sys/fs/cgroup/cpu.max": "300000 100000\n"}, 3),
+        (v1_quota("cpu,cpuacct", "cpu,cpuacct", 3), 3),
+        (v1_quota("cpuacct,cpu", "cpu,cpuacct", 3), 3),
+        (v1_quota("cpuacct,cpu", "cpu", 3), 3),
+        (v1_quota("cpu", "cpu", 3), 3),
+        (v1_quota("cpu", "cpuacct,cpu", 3), 3),
+        (v1_quota("cpuacct", "cpuacct", 3), 4),
         ({f"sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": f"{i % 2},{i % 2 + 2}" for i in range(4)}, 2),
     ],
-    ids=["free", "v2 of a parent", "v2 unlimited", "less than one", "v1", "hyper-threads"],
+    ids=[
+        "free",
+        "v2 of a parent",
+        "v2 unlimited",
+        "less than one",
+        "of a container",
+        *(f"v1-{i}" for i in range(6)),
+        "hyper-threads",
+    ],
 )
 def test_available_cpus(files: dict[str, str], cpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})

@@ -79,10 +79,11 @@ def test_v2_inside_a_container_the_mount_is_our_group(tmp_path: Path) -> None:
     assert available_memory(root) == GIB
 
 
-def test_v1(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("controllers", "mount"), [("memory", "memory"), ("hugetlb,memory", "memory,hugetlb")])
+def test_v1(controllers: str, mount: str, tmp_path: Path) -> None:
     root = machine(tmp_path)
-    write(root, proc__self__cgroup="7:cpu,cpuacct:/\n4:memory:/docker/abc\n1:name=systemd:/x\n")
-    base = "sys__fs__cgroup__memory__docker__abc__memory_dot_"
+    write(root, proc__self__cgroup=f"7:cpu,cpuacct:/\n4:{controllers}:/docker/abc\n1:name=systemd:/x\n")
+    base = f"sys__fs__cgroup__{mount}__docker__abc__memory_dot_"
     write(root, **{f"{base}limit_in_bytes": f"{3 * GIB}", f"{base}usage_in_bytes": f"{GIB}"})
     write(root, **{f"{base}stat": f"total_inactive_file {GIB // 2}\n"})
     assert available_memory(root) == 2 * GIB + GIB // 2

@@ -1,8 +1,10 @@
-"""The CPUs and threads that this process may use. Standard library only, so that every package can import it."""
+"""The CPUs and threads that this process may use. Standard library only (and pagoda.process), so that every package can import it."""
 
 import os
 import re
 from pathlib import Path
+
+from pagoda.process.cgroups import cgroup_folders
 
 
 def available_cpus(root: Path = Path("/")) -> int:
@@ -79,23 +81,8 @@ def _allowed_cores(root: Path) -> list[tuple[int, ...]]:
 
 def _cgroup_cpus(root: Path) -> float | None:
     """Return the CPU quota of the cgroup in CPUs, the minimum over it and its parents; None without a limit."""
-    limits: list[float] = []
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            mount, read = root / "sys/fs/cgroup", _quota_v2
-        elif "cpu" in controllers.split(","):
-            mount, read = root / "sys/fs/cgroup" / controllers, _quota_v1
-        else:
-            continue
-        folder = mount / path.strip("/")
-        for place in (folder, *folder.parents):
-            limit = read(place)
-            if limit is not None:
-                limits.append(limit)
-            if place == mount:
-                break
-    return min(limits, default=None)
+    limits = [(_quota_v2 if is_v2 else _quota_v1)(folder) for folder, is_v2 in cgroup_folders("cpu", root)]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _quota_v2(folder: Path) -> float | None:
