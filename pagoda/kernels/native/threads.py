@@ -1,4 +1,4 @@
-"""The CPUs and threads that this process may use. Standard library only (and pagoda.process), so that every package can import it."""
+"""The CPUs and threads that this process may use. Imports so little that every package can import it."""
 
 import os
 import re
