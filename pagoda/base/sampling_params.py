@@ -208,7 +208,8 @@ class SamplingParams:
     presence_penalty, frequency_penalty: in [-2, 2], count the output.
     repetition_penalty: in [1e-6, 1e6], prompt and output.
     logit_bias: token id -> bias added to its logit, in [-100, 100].   allowed_token_ids: sample only these tokens.
-    bad_words: strings that are never generated; the engine adds their token ids as `bad_words_token_ids`.
+    bad_words: words whose usual tokens, alone and after a space, are never generated in a row. The same text may
+        still occur in other tokens: "the" in "these". The engine adds them as `bad_words_token_ids`.
     stop: strings that end the output; cut off unless include_stop_str_in_output.   stop_token_ids: ids that end it.
     logprobs / prompt_logprobs: how many top entries to report per output / prompt token (None: nothing, -1: as many as
         max_logprobs allows).

@@ -70,16 +70,17 @@ class End:
 def find_end(request: Request, output_len: int, tokens: list[int], length_limit: int) -> End | None:
     """Find where `tokens`, generated after `output_len` others, end a sequence; None if it continues.
 
-    Token by token: eos, stop tokens, then length. Below min_tokens only the length ends anything.
+    Token by token: eos, stop tokens, then length. Below min_tokens only the length ends anything, and the eos of a
+    grammar that allows no other token.
     """
     sampling = request.sampling
     assert sampling is not None
     for at, token in enumerate(tokens, 1):
-        if output_len + at >= sampling.min_tokens:
-            if not sampling.ignore_eos and token in request.eos_token_ids:
-                return End(at, RequestStatus.FINISHED_STOPPED)
-            if token in sampling.stop_token_ids:
-                return End(at, RequestStatus.FINISHED_STOPPED, token)
+        may_stop = output_len + at >= sampling.min_tokens
+        if (may_stop or sampling.grammar) and not sampling.ignore_eos and token in request.eos_token_ids:
+            return End(at, RequestStatus.FINISHED_STOPPED)
+        if may_stop and token in sampling.stop_token_ids:
+            return End(at, RequestStatus.FINISHED_STOPPED, token)
         if request.num_prompt_tokens + output_len + at >= length_limit:
             return End(at, RequestStatus.FINISHED_LENGTH_CAPPED)
     return None

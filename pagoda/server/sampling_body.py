@@ -164,7 +164,7 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
     stop_token_ids: Tokens that end the output.
     ignore_eos: Go on after the token that ends a text.
     include_stop_str_in_output: Leave the text of `stop` in the output.
-    bad_words: Texts that are never generated.
+    bad_words: Words whose usual tokens are never generated; the text may occur in others ("the" in "these").
     allowed_token_ids: Sample from these tokens only.
     prompt_logprobs: So many log-probabilities of each prompt token; -1: as many as the server allows.
     skip_special_tokens: Leave special tokens out of the text.

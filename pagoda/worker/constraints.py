@@ -17,7 +17,8 @@ class RowConstraints:
     bias_ids: int32 [b], bias: float32 [b], added to those logits.   allowed: bool [highest allowed id + 1], the
         only allowed ids, or None.
     bad_words: token sequences that must not appear in the output, or None.
-    min_tokens: while the output is shorter, `end_ids` (int32, EOS and stop tokens) are forbidden.
+    min_tokens: while the output is shorter, `end_ids` (int32, EOS and stop tokens) are forbidden, unless the grammar
+        allows nothing else.
     ngram_size: no sequence of so many tokens, of prompt and output, may occur twice; 0 is off.
     last_token: bool [its id + 1], the only token that may be number `max_tokens` of the output, or None.
     has_penalty: the presence, frequency or repetition penalty is not neutral.   speech: its rules, or None.
@@ -85,17 +86,20 @@ class RowConstraints:
         """Return a mask of the only ids that may follow `num_output` tokens of output, None for all."""
         return self.last_token if self._is_last(num_output) else self.allowed
 
-    def forbidden(self, token_ids: np.ndarray, num_prompt: int, num_embeds: int) -> np.ndarray:
+    def forbidden(
+        self, token_ids: np.ndarray, num_prompt: int, num_embeds: int, grammar_bits: np.ndarray | None = None
+    ) -> np.ndarray:
         """Return the ids (int32) that must not follow these tokens, of which the first `num_prompt` are the prompt's:
         early end tokens, last tokens of bad words and of sequences that are there already.
 
         num_embeds: first positions that are given as embeddings; their ids stand for no token.
+        grammar_bits: what the row's grammar allows next, as in GrammarMasks; None if it has none.
         """
         output = token_ids[num_prompt:]
         if self._is_last(len(output)):
             return _NO_IDS
         banned = self.bad_words.after(output) if self.bad_words is not None else []
-        if len(output) < self.min_tokens:
+        if len(output) < self.min_tokens and not _are_all(grammar_bits, self.end_ids):
             banned = [*banned, self.end_ids]
         if self.ngram_size:
             banned = [*banned, ends_of_repeats(token_ids[num_embeds:], self.ngram_size)]
@@ -106,6 +110,15 @@ class RowConstraints:
     def _is_last(self, num_output: int) -> bool:
         """Return whether the token after `num_output` tokens of output is one that is given."""
         return self.last_token is not None and num_output + 1 == self.max_tokens
+
+
+def _are_all(bits: np.ndarray | None, token_ids: np.ndarray) -> bool:
+    """Return whether the bits of a mask, int32 [ceil(vocab / 32)], are set for some of the tokens and for no others."""
+    if bits is None:
+        return False
+    others = bits.view(np.uint32).copy()
+    np.bitwise_and.at(others, token_ids // 32, ~(np.uint32(1) << (token_ids % 32).astype(np.uint32)))
+    return not others.any()
 
 
 def ends_of_repeats(token_ids: np.ndarray, size: int) -> np.ndarray:

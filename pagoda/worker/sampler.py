@@ -107,7 +107,7 @@ class Sampler:
         index = to_device([kept, wanted], logits.device) if kept.size or is_some else None
         originals = None if index is None else logits.index_select(0, index[0])
         if constrained.size:
-            constraints = batch_constraints(table, constrained, rows[constrained], positions[constrained])
+            constraints = batch_constraints(table, constrained, rows[constrained], positions[constrained], masks)
             self._ops.constrain(logits, constraints)
             constrain_timestamps(
                 logits, timestamp_rows(table, constrained, rows[constrained], positions[constrained], logits.shape[1])
@@ -144,7 +144,11 @@ _NO_VALUES = np.empty(0, np.float32)
 
 
 def batch_constraints(
-    table: TableMirror, draws: np.ndarray, rows: np.ndarray, positions: np.ndarray
+    table: TableMirror,
+    draws: np.ndarray,
+    rows: np.ndarray,
+    positions: np.ndarray,
+    masks: GrammarMasks | None = None,
 ) -> BatchConstraints:
     """Return what changes in the logits of the draws (int64 [m]) of constrained rows (int32 [m]).
 
@@ -156,10 +160,12 @@ def batch_constraints(
     penalized, counts = _penalized(table, rows, positions)
     values = [constraints.bias for constraints in of_row if constraints.bias.size]
     num_prompt = table.num_prompt[rows]
+    bits = {} if masks is None else dict(zip(masks.draws.tolist(), masks.bits, strict=True))
     forbidden = [
-        constraints.forbidden(table.token_ids[row, :position], num_before, num_embeds)
-        for constraints, row, num_before, num_embeds, position in zip(
+        constraints.forbidden(table.token_ids[row, :position], num_before, num_embeds, bits.get(draw))
+        for constraints, draw, row, num_before, num_embeds, position in zip(
             of_row,
+            draws.tolist(),
             rows.tolist(),
             num_prompt.tolist(),
             table.num_embeds[rows].tolist(),

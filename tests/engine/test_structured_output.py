@@ -307,8 +307,8 @@ def test_output_that_its_grammar_forbids_ends_with_an_error(model: Path, engine:
     ("params", "said"),
     [
         (
-            constrained(SamplingParams(temperature=0, min_tokens=20, max_tokens=30), choice=["yes", "no"]),
-            r"no token may follow \d tokens of output: the structured output and min_tokens=20 forbid all",
+            constrained(SamplingParams(temperature=0, bad_words_token_ids=((EOS,),)), choice=["yes", "no"]),
+            r"no token may follow \d tokens of output: the structured output and bad_words forbid all",
         ),
         (
             SamplingParams(temperature=0, min_tokens=1, max_tokens=3, allowed_token_ids=(EOS,)),
@@ -374,6 +374,28 @@ def test_forced_tokens_share_a_forward(model: Path, expected: Trace, method: str
     assert answers.num_steps < len(answers.tokens["r0", 0]) * 0.8
     if method == "forced":
         assert stats.accepted_tokens == stats.drafted_tokens > 15
+
+
+@pytest.mark.parametrize("method", [None, "forced"])
+def test_a_complete_answer_ends_before_min_tokens(
+    model: Path, tokenizer: Tokenizer, method: str | None, engine: Engines
+) -> None:
+    """And one that can go on does: the end is sampled only where the grammar allows nothing else."""
+    plain = SamplingParams(temperature=0, max_tokens=20, min_tokens=9, stop_token_ids=(ord("s") + 3,))
+    drafting = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
+    core = engine(model, **({"speculative_config": drafting} if method else {}))
+    kinds = ({"choice": ["yes"]}, {"json": {"type": "boolean"}}, {"regex": "(ab?){1,3}"}, {"regex": "c*"})
+    asked = [constrained(plain, **kind) for kind in kinds]
+    answers = drive(core, [request(i, [5, 6], params, i, eos=(EOS,)) for i, params in enumerate(asked)])
+    core.shutdown()
+    texts = [text_of(tokenizer, answers.tokens[f"r{i}", 0]) for i in range(4)]
+    assert texts[0] == "yes"
+    assert texts[1] in ("true", "false")
+    assert re.fullmatch("(ab?){1,3}", texts[2])
+    assert re.fullmatch("c{9,}", texts[3])
+    for i in range(3):
+        assert answers.finishes[f"r{i}", 0].status is RequestStatus.FINISHED_STOPPED
+        assert answers.tokens[f"r{i}", 0][-1] == EOS
 
 
 class PanicException(BaseException):

@@ -777,7 +777,9 @@ class TwinScheduler:
             taken.append(token)
             may_stop = sequence.num_output >= sampling.min_tokens
             eos = token in state.request.eos_token_ids and not sampling.ignore_eos
-            if may_stop and (eos or token in sampling.stop_token_ids):
+            if eos and (may_stop or sampling.grammar):
+                return taken, "stop"
+            if may_stop and token in sampling.stop_token_ids:
                 return taken, "stop"
             if sequence.num_output >= self._max_tokens(state) or len(sequence.tokens) >= self.max_model_len:
                 return taken, "length"
