@@ -11,7 +11,7 @@ from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
-from pagoda.engine.wire import EngineFacts
+from pagoda.engine.wire import EngineSizes
 from pagoda.executors.fake import FakeExecutor
 
 MAX_LEN = 256
@@ -35,7 +35,7 @@ def fake_core(
     executor = executor or FakeExecutor(scheduler.max_rows, MAX_LEN, vocab_size=258, step_s=step_s)
     executor.start()
     executor.set_pools(num_blocks, 0)
-    return EngineCore(scheduler, executor, clock, EngineFacts(MAX_LEN, 16, num_blocks, 0), 258, depth)
+    return EngineCore(scheduler, executor, clock, EngineSizes(MAX_LEN, 16, num_blocks, 0), 258, depth)
 
 
 def byte_inputs(of_request: RequestLimits = DEFAULT_LIMITS) -> InputProcessor:

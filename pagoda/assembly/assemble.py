@@ -21,7 +21,7 @@ from pagoda.core.scheduler import Scheduler
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.preparations import ExecutorPreparations
-from pagoda.engine.wire import EngineFacts
+from pagoda.engine.wire import EngineSizes
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.process.out_of_memory import is_out_of_memory
@@ -81,7 +81,7 @@ def build_engine_core(
     )
     load_s = time.perf_counter() - begin_s
     _log(setup, capacity, load_s)
-    facts = EngineFacts(
+    sizes = EngineSizes(
         max_model_len=setup.max_model_len,
         block_size=capacity.block_size,
         num_blocks=capacity.num_blocks,
@@ -93,7 +93,7 @@ def build_engine_core(
         scheduler,
         executor,
         clock,
-        facts,
+        sizes,
         setup.spec.vocab_size,
         options.pipeline_depth,
         preparations,
@@ -135,7 +135,7 @@ def build_llm_engine(
         except BaseException:
             core.shutdown()
             raise
-    inputs.limits.fit(core.facts.max_model_len)
+    inputs.limits.fit(core.sizes.max_model_len)
     return LLMEngine(core, inputs)
 
 

@@ -154,7 +154,7 @@ def main() -> None:
         socket.close(linger=1000)
         sys.exit(1)
     keep_objects()
-    socket.send(codec.encode(wire.Ready(core.facts)))
+    socket.send(codec.encode(wire.Ready(core.sizes)))
     EngineServer(core, executor, socket).run()
 
 

@@ -157,7 +157,7 @@ REFUSED: Mapping[str, str] = {
     "ssl_ca_certs": f"client certificates are not checked; {_PROXY}",
     "ssl_cert_reqs": f"client certificates are not checked; {_PROXY}",
 }
-"""Options whose absence would change a result, or who may use the server -> what to use instead."""
+"""Options whose absence would change a result, or open the server to others -> what to use instead."""
 
 _NEUTRAL: Mapping[str, tuple[str, ...]] = {
     "allowed_headers": ("*", '["*"]', "['*']"),

@@ -37,7 +37,7 @@ class Session:
 
     @property
     def max_model_len(self) -> int:
-        return self._llm.llm_engine.core.facts.max_model_len
+        return self._llm.llm_engine.core.sizes.max_model_len
 
     def params(self, given: Mapping[str, Any], max_tokens: int, seed: object) -> SamplingParams:
         """The sampling parameters: flags that were given, else the model's own defaults, else the command line's."""

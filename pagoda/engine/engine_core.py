@@ -16,7 +16,7 @@ from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler import Scheduler, SchedulerStats
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.preparations import ExecutorPreparations
-from pagoda.engine.wire import EngineFacts
+from pagoda.engine.wire import EngineSizes
 from pagoda.models.base import Encoder, check_media
 
 logger = logging.getLogger("pagoda")
@@ -33,7 +33,7 @@ class _InFlight:
 class EngineCore:
     """Runs requests and returns their tokens. Not thread-safe: only one thread may call it.
 
-    facts: properties of the engine for its clients.
+    sizes: for its clients, known once the model is loaded.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class EngineCore:
         scheduler: Scheduler,
         executor: Executor,
         clock: Clock,
-        facts: EngineFacts,
+        sizes: EngineSizes,
         vocab_size: int,
         pipeline_depth: int = 1,
         preparations: ExecutorPreparations | None = None,
@@ -60,7 +60,7 @@ class EngineCore:
         encoder: of the model, which knows the media items that it reads; None if it reads none.
         crosses: it is of an encoder-decoder model.
         """
-        self.facts = facts
+        self.sizes = sizes
         self._scheduler = scheduler
         self._executor = executor
         self.scheduler_s = 0.0

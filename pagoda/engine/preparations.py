@@ -20,7 +20,7 @@ MAX_IDLE_GRAMMARS = 256
 
 
 class ExecutorPreparations:
-    """See core.state.Preparations. The only one who decides what the ranks keep.
+    """See core.state.Preparations. Nothing else decides what the ranks keep.
 
     max_running: most requests that run at once.   max_adapters: that the ranks have room for; 0 without adapters.
     """

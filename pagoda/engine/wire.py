@@ -62,8 +62,8 @@ ToEngine = AddRequest | AbortRequests | FinishSequence | ResetPrefixCache | Load
 _SIZE_THE_CACHE = ("kv_cache_memory", "gpu_memory_utilization", "swap_space")
 
 
-class EngineFacts(msgspec.Struct, frozen=True):
-    """Properties of an engine that are known once its model is loaded.
+class EngineSizes(msgspec.Struct, frozen=True):
+    """The sizes of an engine, which are known once its model is loaded.
 
     max_num_seqs, max_num_batched_tokens: of a step, as far as memory has bounded them; None: as in the settings.
     """
@@ -94,7 +94,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The first message of an engine process: it can run steps."""
 
-    facts: EngineFacts
+    sizes: EngineSizes
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):

@@ -23,7 +23,7 @@ from pagoda.process.out_of_memory import is_out_of_memory
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """The keys of a group whose messages cross a network. Who does not hold them can neither send nor read any.
+    """The keys of a group whose messages cross a network. They are needed to send and to read messages.
 
     executor: the executor's public key.   public, secret: the key pair that all ranks share.
     """

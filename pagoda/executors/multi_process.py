@@ -401,7 +401,7 @@ class _RankProcesses:
         return socket
 
     def _admit_only_ranks(self) -> Curve:
-        """Make keys, and refuse everyone who does not hold those of the ranks."""
+        """Make keys, and refuse connections that do not hold those of the ranks."""
         public, self._secret = zmq.curve_keypair()
         ranks_public, ranks_secret = zmq.curve_keypair()
         self._guard = admit_only(self._context, ranks_public)
@@ -409,13 +409,13 @@ class _RankProcesses:
 
 
 def bind_encrypted(socket: "zmq.Socket[bytes]", host: str, secret: bytes) -> None:
-    """Bind to a free port of an address of this machine; who connects needs the public key of `secret`."""
+    """Bind to a free port of an address of this machine. To connect, the public key of `secret` is needed."""
     socket.curve_server, socket.curve_secretkey = True, secret
     socket.bind(f"tcp://{host}:*")
 
 
 def admit_only(context: "zmq.Context[Any]", public: bytes) -> ThreadAuthenticator:
-    """Refuse all connections to encrypted sockets of the context but from the holder of the secret of `public`."""
+    """Refuse connections to encrypted sockets of the context, except from the holder of the secret of `public`."""
     guard = ThreadAuthenticator(context)
     guard.start()
     guard.configure_curve_callback(credentials_provider=_OneKey(public))

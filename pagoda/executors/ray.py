@@ -130,7 +130,7 @@ class RankActor:
 
 
 def _accepted(listener: socket.socket, secret: bytes) -> _Connection:
-    """Return the first connection from a holder of the secret; listen no more. One who keeps silent is refused."""
+    """Return the first connection from a holder of the secret, and stop listening. Refuse silent connections."""
     with listener:
         while True:
             accepted, _ = listener.accept()

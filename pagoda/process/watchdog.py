@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-COMPUTING_SHARE = 0.1  # of a core: who uses this much makes progress, though the step may take long
-COMPUTING_TIMEOUTS = 10  # as many timeouts may a step take that uses the processor
-SLOW_STEPS = 5  # as many times the longest recent step may a step take, however short the timeout
+COMPUTING_SHARE = 0.1  # of a core: processes that use this much make progress, however long their step takes
+COMPUTING_TIMEOUTS = 10  # a step that uses the processor may take this many timeouts
+SLOW_STEPS = 5  # a step may take this many times the longest recent step, however short the timeout
 HALF_LIFE_S = 600.0  # of steps: after so much time, a slow one counts half
 
 
@@ -15,7 +15,7 @@ def longest_recent(longest_s: float, step_s: float) -> float:
 
 @dataclass(slots=True)
 class Watchdog:
-    """Looks at processes now and then. They hang when they have work, and for a while do not come closer to its end.
+    """Tells, from looks at processes now and then, whether they hang: have work, and make no progress for a timeout.
 
     Using the processor counts as progress: a large model's step of thousands of tokens takes minutes on few cores. One
     that uses the processor for COMPUTING_TIMEOUTS times as long hangs, too. Where steps took long, the timeout is

@@ -92,8 +92,8 @@ class Admission:
 
     A request that exceeds the limits of all keys waits in line for its turn, about `queue_timeout_s`: no newcomer
     overtakes it. One that exceeds those of its own key is refused at once.
-    A request whose tokens alone exceed max_queued_tokens is admitted if no other is there: it never would be else. It
-    does not wait for that, because no other would be admitted meanwhile.
+    A request whose tokens alone exceed max_queued_tokens is admitted only if no other is unfinished, and refused
+    otherwise: if it waited for that in line, no other would be admitted meanwhile.
     """
 
     def __init__(self, limits: ServerLimits, queue_timeout_s: float) -> None:

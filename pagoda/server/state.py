@@ -19,7 +19,7 @@ from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.chat_prompts import ChatOptions, RenderedChat
-from pagoda.engine.wire import EngineFacts
+from pagoda.engine.wire import EngineSizes
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.admission import Admission
 from pagoda.server.body import BodyReader
@@ -145,7 +145,7 @@ def state_of(http: Request) -> ServerState:
 
 
 async def build_state(
-    config: EngineConfig, client: ProcessClient, starting: "asyncio.Task[EngineFacts]"
+    config: EngineConfig, client: ProcessClient, starting: "asyncio.Task[EngineSizes]"
 ) -> ServerState:
     """Build the state of a server while the task `starting` starts its engine; return when that is ready.
 
@@ -154,12 +154,12 @@ async def build_state(
     # This process loads the tokenizer while the engine process loads the weights.
     setup = await asyncio.to_thread(resolve_engine, config)
     inputs = await asyncio.to_thread(build_input_processor, setup)
-    facts = await starting
-    inputs.limits.fit(facts.max_model_len)
+    sizes = await starting
+    inputs.limits.fit(sizes.max_model_len)
     names = config.model.served_model_name or (config.model.model,)
     server = config.server
     max_loras = config.model.lora.num_per_step if config.model.lora.enable_lora else 0
-    metrics = ServerMetrics(names[0], client.stats, _cache_labels(config, facts), max_loras, lambda: client.num_deaths)
+    metrics = ServerMetrics(names[0], client.stats, _cache_labels(config, sizes), max_loras, lambda: client.num_deaths)
     client.on_step = metrics.iteration_tokens.observe
     asyncio.get_running_loop().run_in_executor(None, inputs.grammars.load)  # before clients could wait for it
     template = inputs.tokenizer.facts.chat_template
@@ -174,7 +174,7 @@ async def build_state(
         generator=Generator(llm, Admission(server.server_limits, server.server_timeouts.queue_timeout_s), metrics),
         adapters=adapters,
         model_names=tuple(names),
-        max_model_len=facts.max_model_len,
+        max_model_len=sizes.max_model_len,
         chat_template=source,
         templates=template.sources if template is not None else {},
         tool_parser=parser,
@@ -187,10 +187,10 @@ async def build_state(
     )
 
 
-def _cache_labels(config: EngineConfig, facts: EngineFacts) -> dict[str, str]:
+def _cache_labels(config: EngineConfig, sizes: EngineSizes) -> dict[str, str]:
     cache = config.cache
-    blocks = (facts.block_size, facts.num_blocks, facts.num_host_blocks)
-    num_tokens = facts.block_size * facts.num_blocks
-    sizes = (num_tokens, round(num_tokens / facts.max_model_len, 2))
-    values = (*blocks, cache.enable_prefix_caching, cache.gpu_memory_utilization, cache.kv_cache_dtype, *sizes)
+    blocks = (sizes.block_size, sizes.num_blocks, sizes.num_host_blocks)
+    num_tokens = sizes.block_size * sizes.num_blocks
+    capacity = (num_tokens, round(num_tokens / sizes.max_model_len, 2))
+    values = (*blocks, cache.enable_prefix_caching, cache.gpu_memory_utilization, cache.kv_cache_dtype, *capacity)
     return dict(zip(CACHE_LABELS, map(str, values), strict=True))

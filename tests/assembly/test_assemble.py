@@ -215,7 +215,7 @@ def test_a_model_s_own_length_is_lowered_to_what_the_cache_holds(
     block = size_cache(resolve_engine(config(model, num_blocks=8192))).block_bytes
     options = {"kv_cache_memory": 201 * block, "distributed_executor_backend": "fake"}
     core = build_engine_core(config(model, **options))
-    assert core.facts.max_model_len == 200 * 8
+    assert core.sizes.max_model_len == 200 * 8
     assert "max_model_len is lowered from 8192 to 1600" in caplog.text
     core.shutdown()
     with pytest.raises(CapacityError, match="max_model_len=1600 or less"):
@@ -247,7 +247,7 @@ def test_too_little_memory_names_what_would_fit(model: Path) -> None:
         size_cache(setup)
     fits = int(str(caught.value).split("set max_model_len=")[1].split()[0])
     core = build_engine_core(config(model, kv_cache_memory=100_000, max_model_len=fits))
-    assert core.facts.num_blocks * 8 >= fits
+    assert core.sizes.num_blocks * 8 >= fits
     core.shutdown()
 
 
@@ -255,7 +255,7 @@ def test_it_answers_and_logs_its_settings_once(model: Path, caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, "pagoda"):
         core = build_engine_core(config(model, num_blocks=20, max_model_len=64))
     assert sum("(20 blocks of 8," in record.message for record in caplog.records) == 1
-    assert (core.facts.max_model_len, core.facts.num_blocks, core.facts.block_size) == (64, 20, 8)
+    assert (core.sizes.max_model_len, core.sizes.num_blocks, core.sizes.block_size) == (64, 20, 8)
     answers = drive(core, [request(0, [1, 5, 9], SamplingParams(temperature=0, max_tokens=5))])
     assert len(answers.tokens["r0", 0]) == 5
     core.shutdown()

@@ -18,7 +18,7 @@ from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine.wire import EngineFacts
+from pagoda.engine.wire import EngineSizes
 
 MAX_STEPS = 20_000
 
@@ -117,12 +117,12 @@ def make_core(
     executor = executor_for(scheduler.max_rows)
     executor.start()
     executor.set_pools(num_blocks, num_host_blocks)
-    facts = EngineFacts(max_model_len, 4, num_blocks, num_host_blocks)
+    sizes = EngineSizes(max_model_len, 4, num_blocks, num_host_blocks)
     return EngineCore(
         scheduler,
         executor,
         clock,
-        facts,
+        sizes,
         vocab_size,
         config.pipeline_depth,
         waits_for_drafts=waits_for_drafts,

@@ -60,7 +60,7 @@ def test_an_engine_runs_on_a_device_that_is_one_class(
         for name in ("cpu", "pretend"):
             options = {"device": name, "kernels": "torch", "dtype": "float32", "max_model_len": 64, "max_num_seqs": 3}
             core = build_engine_core(EngineConfig.from_options(model=model, **options))
-            pools.append(core.facts.num_blocks)
+            pools.append(core.sizes.num_blocks)
             found.append(drive(core, requests).tokens)
             core.shutdown()
     assert found[0] == found[1]

@@ -79,10 +79,10 @@ def engine_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_the_cache_gets_what_the_largest_step_leaves(engine_on) -> None:
     gpu = MadeUpGpu(2**20)
     core = engine_on(gpu, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=100)
-    small = core.facts.num_blocks
+    small = core.sizes.num_blocks
     core.shutdown()
     twice = engine_on(MadeUpGpu(2**21), max_model_len=64, max_num_seqs=4, max_num_batched_tokens=100)
-    assert 2 * small <= twice.facts.num_blocks <= 2 * small + 2
+    assert 2 * small <= twice.sizes.num_blocks <= 2 * small + 2
     twice.shutdown()
     assert gpu.runs == 1
 
@@ -186,7 +186,7 @@ def test_a_draft_model_is_loaded_and_drafts_before_the_cache_is_sized(
     # A whole chunk of a prompt, one next to other sequences, and all sequences at once.
     assert [step[1:] for step in steps if step[0] == 1][:3] == [(1, 256), (4, 256), (4, 8)]
     plain = engine_on(MadeUpGpu(2**20), **sizes)
-    assert with_draft.facts.num_blocks == plain.facts.num_blocks
+    assert with_draft.sizes.num_blocks == plain.sizes.num_blocks
     for core in (with_draft, plain):
         core.shutdown()
     full = torch.OutOfMemoryError("full")

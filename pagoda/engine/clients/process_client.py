@@ -59,8 +59,8 @@ class ProcessClient:
 
     # ---- what AsyncEngine calls
 
-    async def start(self) -> wire.EngineFacts:
-        """Start the engine; return its facts once it is ready.
+    async def start(self) -> wire.EngineSizes:
+        """Start the engine; return its sizes once it is ready.
 
         Raises ConfigError for settings that cannot work, WorkerDied for an engine that does not start.
         """
@@ -222,7 +222,7 @@ class ProcessClient:
 
     def on_give_up(self, error: WorkerDied) -> None:
         self._end_calls()
-        self._takes_loads.set()  # those who wait for that see that it has died
+        self._takes_loads.set()  # so that calls that wait for it see that the engine has died
         self._outputs.put_nowait(error)
 
     # ---- one engine

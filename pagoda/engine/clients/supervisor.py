@@ -68,7 +68,7 @@ class Supervisor:
         self._codec = wire.Codec(wire.FromEngine)
         self._task: asyncio.Task[None] | None = None
         self._unclosed: EngineProcess | None = None  # what a cancelled task leaves
-        self._facts: asyncio.Future[wire.EngineFacts] | None = None
+        self._sizes: asyncio.Future[wire.EngineSizes] | None = None
         self._start_error: str | None = None  # the last engine process's error message if it could not start
         self.link: EngineLink | None = None
         self.process_number = 0
@@ -76,15 +76,15 @@ class Supervisor:
         self.died: WorkerDied | None = None
         """Set once no engine can be started any more."""
 
-    async def start(self) -> wire.EngineFacts:
-        """Start the first engine; return its facts once it is ready.
+    async def start(self) -> wire.EngineSizes:
+        """Start the first engine; return its sizes once it is ready.
 
         Raises ConfigError for settings that cannot work, WorkerDied for an engine that does not start.
         """
         self._context = zmq.asyncio.Context()
-        self._facts = asyncio.get_running_loop().create_future()
+        self._sizes = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run())
-        return await asyncio.shield(self._facts)
+        return await asyncio.shield(self._sizes)
 
     @property
     def is_up(self) -> bool:
@@ -180,8 +180,8 @@ class Supervisor:
         try:
             while (message := await link.receive()) is not None:
                 match message:
-                    case wire.Ready(facts):
-                        self._begin(link, facts)
+                    case wire.Ready(sizes):
+                        self._begin(link, sizes)
                     case wire.StartFailed(text, config):
                         if config and not self._has_been_ready:
                             raise ConfigError(text)
@@ -197,26 +197,26 @@ class Supervisor:
     @property
     def _has_been_ready(self) -> bool:
         """Whether an engine with these settings has been ready: they work, and what keeps the next one may pass."""
-        assert self._facts is not None
-        return self._facts.done()
+        assert self._sizes is not None
+        return self._sizes.done()
 
-    def _begin(self, link: EngineLink, facts: wire.EngineFacts) -> None:
+    def _begin(self, link: EngineLink, sizes: wire.EngineSizes) -> None:
         assert self.link is not link, "an engine sent Ready twice"
         self.link = link
         link.open()
-        assert self._facts is not None
-        if not self._facts.done():
-            self._config = facts.settle(self._config)
-            self._facts.set_result(facts)
+        assert self._sizes is not None
+        if not self._sizes.done():
+            self._config = sizes.settle(self._config)
+            self._sizes.set_result(sizes)
         self._user.on_ready()
 
     def _give_up(self, error: ConfigError | WorkerDied) -> None:
-        assert self._facts is not None
+        assert self._sizes is not None
         self.died = error if isinstance(error, WorkerDied) else WorkerDied(str(error))
-        if self._facts.done():
+        if self._sizes.done():
             logger.error("the engine cannot be restarted: %s", error)
         else:
-            self._facts.set_exception(error)
+            self._sizes.set_exception(error)
         self._user.on_give_up(self.died)
 
     def _last_word(self, times: int, code: int | None, ready_s: float | None) -> str:

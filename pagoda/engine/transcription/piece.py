@@ -32,8 +32,8 @@ class Decoding:
         times (of its token ids), and its average log-probability is at least `logprob_threshold`. None: no such test.
     no_speech_threshold: a window of a lower average log-probability is skipped if the probability that it has no speech
         is above this; None: never.
-    before: token ids of the caller's text, in front of the first window; of all windows, unless they are conditioned on
-        the text of those before them (`condition_on_previous_text`).
+    before: token ids of the caller's text, in front of every window. With `condition_on_previous_text` the text of the
+        windows so far comes after it; the last tokens of both that fit are taken.
     reports_no_speech: find the probability that a window has no speech for every window, not only where it decides.
     alignment_heads: of the model, to find the times of words; (): they are not wanted.
     """

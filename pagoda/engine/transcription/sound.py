@@ -64,7 +64,7 @@ def _never() -> bool:
 def read_sound(
     data: bytes | memoryview, name: str, limits: RequestLimits, is_left: Callable[[], bool] = _never
 ) -> Sound:
-    """Decode the first sound track of a file.   name: what errors call the file.   is_left: nobody wants it any more.
+    """Decode the first sound track of a file.   name: what errors call the file.   is_left: the caller has gone.
 
     Raises RequestError that names the file, for one of another format, that is corrupt, empty or beyond
     `limits.audio_s` or `limits.audio_bytes`, if PyAV is not installed, and once `is_left`.
@@ -191,7 +191,7 @@ def _samples(
     most = limits.audio_s * SAMPLING_RATE
     for frame in container.decode(stream):
         if is_left():
-            raise RequestError(f"{label}: nobody waits for it any more", "file")
+            raise RequestError(f"{label}: its caller has gone", "file")
         num_raw += frame.samples * codec.channels
         limits.check("audio_s", -(-num_raw // (_RAW_PER_SAMPLE * SAMPLING_RATE)), "file")
         for piece in resampler.resample(frame):

@@ -18,9 +18,9 @@ def run_engine(work: Work, client: ProcessClient, config: EngineConfig) -> None:
     """Start the client's engine, do the work, and shut both down.   config: the client's."""
 
     async def main() -> None:
-        facts = await client.start()
+        sizes = await client.start()
         inputs = build_input_processor(resolve_engine(config))
-        inputs.limits.fit(facts.max_model_len)
+        inputs.limits.fit(sizes.max_model_len)
         llm = AsyncEngine(client, inputs)
         try:
             await asyncio.wait_for(work(llm, client), MOST_S)

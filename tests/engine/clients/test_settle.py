@@ -6,15 +6,15 @@ from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.assembly.sizing import fit_cache
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import settings_without_effect
-from pagoda.engine.wire import EngineFacts
+from pagoda.engine.wire import EngineSizes
 from tests.cached_models import cached_model
 
-FACTS = EngineFacts(1024, 16, 100, 7, 4, 64)
+SIZES = EngineSizes(1024, 16, 100, 7, 4, 64)
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_memory": "64MiB"}, {"max_num_seqs": 8, "max_model_len": 2000}])
 def test_the_next_engine_has_the_sizes_of_the_first(options: dict[str, object]) -> None:
-    config = FACTS.settle(EngineConfig.from_options(model=str(cached_model("smollm2-135m").path), **options))
+    config = SIZES.settle(EngineConfig.from_options(model=str(cached_model("smollm2-135m").path), **options))
     setup, capacity = fit_cache(resolve_engine(config))
     assert (capacity.num_blocks, capacity.num_host_blocks, setup.max_model_len) == (100, 7, 1024)
     scheduler = setup.config.scheduler
