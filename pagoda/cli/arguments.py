@@ -19,13 +19,23 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.registry import closest, nearest
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.vllm_options import SWITCHES, is_vllms, translate
+from pagoda.cli.hints import FLAGS, instead
 from pagoda.cli.options import MODEL_WORD, PROMPT, SAMPLING_FIELDS, flag_of, parameter_name
 
 logger = logging.getLogger("pagoda")
 
 PREFIX = "PAGODA_"
-_SHORT_FLAGS = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization"}
+_SHORT_FLAGS = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-q": "--quantization",
+    "-O": "--optimization-level",
+    "-cc": "--compilation-config",
+}
 """Short flags of vLLM that pagoda does not have."""
+_ATTACHED = re.compile(r"(-O|-cc)[.=]?(.+)")
+"""Short flags of vLLM whose value may follow without a space: -O3, -cc.mode=3."""
 _OF_KUBERNETES = re.compile(r"PAGODA_(SERVICE_|PORT_\d)|PAGODA_PORT=(tcp|udp)://")
 """What Kubernetes sets in the containers next to a service that is named pagoda."""
 
@@ -49,6 +59,8 @@ def spelled_out(args: Sequence[str], flags: Mapping[str, Any], has_prompt: bool)
         if arg == "--":
             out += [arg, *reversed(words)]
             break
+        if attached := _ATTACHED.fullmatch(arg):
+            arg = "=".join(attached.groups())
         name, equals, value = arg.partition("=")
         name = _SHORT_FLAGS.get(name, name) if name not in flags else name
         if name not in flags and name.replace("_", "-") in flags:
@@ -62,7 +74,7 @@ def spelled_out(args: Sequence[str], flags: Mapping[str, Any], has_prompt: bool)
                 out.append(words.pop())
             takes_words = parameter.multiple and not has_prompt and parameter.name not in SAMPLING_FIELDS
             repeated = name if takes_words else None
-        elif not arg.startswith("--"):
+        elif not name.startswith("--") and name not in FLAGS:
             out += [repeated, arg] if repeated and knows_model and not arg.startswith("-") else [arg]
             knows_model = True
         elif is_vllms(option := _option(name)) or is_vllms(option.removeprefix("no_")):
@@ -114,7 +126,7 @@ def _unknown(flag: str, flags: Mapping[str, Any]) -> str:
     of_field = next((known for known in sorted(flags) if known.endswith("." + flag.removeprefix("--"))), None)
     if of_field:
         return f"{flag} is now {of_field}"
-    return f"no such option: {flag}{closest(flag, sorted(flags))}"
+    return f"no such option: {flag}{instead(flag, FLAGS) or closest(flag, sorted(flags))}"
 
 
 # ---- the environment and a file
@@ -122,8 +134,8 @@ def _unknown(flag: str, flags: Mapping[str, Any]) -> str:
 
 def outer_values(
     parameters: Mapping[str, Any], used: set[str], path: str | None, environ: Mapping[str, str] = os.environ
-) -> dict[str, object]:
-    """Return what the environment says of a command's parameters, else a file, by their names.
+) -> tuple[dict[str, object], dict[str, str]]:
+    """Return what the environment says of a command's parameters, else a file, by their names; and where it is from.
 
     parameters: of the command, by name; settings of other commands are left out.   used: those on the command line.
     path: of the file; None: what PAGODA_CONFIG names, if it is set.
@@ -132,15 +144,17 @@ def outer_values(
     names = _settings()
     path = path or environ.get(f"{PREFIX}CONFIG")
     values: dict[str, object] = _file_values(Path(path).expanduser(), names) if path else {}
+    sources = dict.fromkeys(values, f"--config {path}")
     by_variable = {PREFIX + _option(flag_of(name)).replace(".", "_").upper(): own for name, own in names.items()}
     for variable, text in environ.items():
         if not variable.startswith(PREFIX) or not text or _OF_KUBERNETES.match(f"{variable}={text}"):
             continue
         name = by_variable.get(variable)
-        if name is not None and name in parameters and parameters[name].multiple and not text.startswith(("[", "{")):
-            values[name] = text.split()
-        elif name is not None:
-            values |= _in_fields(name, text, names)
+        if name is not None:
+            is_list = name in parameters and parameters[name].multiple and not text.startswith(("[", "{"))
+            given = {name: text.split()} if is_list else _in_fields(name, text, names)
+            values |= given
+            sources |= dict.fromkeys(given, variable)
         elif variable != f"{PREFIX}CONFIG":
             logger.warning("the environment variable %s is no setting%s", variable, closest(variable, [*by_variable]))
     whole_groups = tuple(f"{name}__" for name in used)  # a group that is given as JSON replaces all its fields
@@ -148,7 +162,7 @@ def outer_values(
     for name, value in values.items():
         if name in parameters and not name.startswith(whole_groups):
             found[name] = _for_parser(parameters[name], value)
-    return found
+    return found, {name: sources[name] for name in found}
 
 
 def _settings() -> dict[str, str]:

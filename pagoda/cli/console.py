@@ -73,7 +73,10 @@ def fetching() -> Iterator[None]:
 
 @contextmanager
 def keys_unseen() -> Iterator[None]:
-    """Do not show keys that are typed meanwhile on the terminal; they are there for the next input. Ctrl-C works."""
+    """Do not show keys that are typed meanwhile on the terminal; they are there for the next input. Ctrl-C works.
+
+    The terminal marks the begin and end of a text that is pasted meanwhile, so that it is one input, too.
+    """
     import termios
 
     if not sys.stdin.isatty():
@@ -83,10 +86,18 @@ def keys_unseen() -> Iterator[None]:
     silent = [*before]
     silent[3] &= ~(termios.ECHO | termios.ICANON)
     termios.tcsetattr(sys.stdin, termios.TCSANOW, silent)
+    _mark_pastes(True)
     try:
         yield
     finally:
+        _mark_pastes(False)
         termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+def _mark_pastes(on: bool) -> None:
+    if sys.stdout.isatty():
+        sys.stdout.write(f"\033[?2004{'h' if on else 'l'}")
+        sys.stdout.flush()
 
 
 def for_stream(text: str, stream: TextIO) -> str:

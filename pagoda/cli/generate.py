@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import RequestError
 from pagoda.cli.chat import CHAT_TOKENS, converse
 from pagoda.cli.options import engine_options, sampling_options
@@ -53,7 +54,7 @@ def generate(
 
     The answer is streamed; figures go to standard error. Unless flags or the model say otherwise, temperature is 0.7.
     """
-    text = read_prompt(prompt)
+    text = read_prompt(prompt, options.get("model"))
     if system is not None and not chat:
         raise RequestError("--system needs --chat: a system message is only used with a chat template", "system")
     answer(text, options, sampling, chat, system, quiet)
@@ -76,7 +77,7 @@ def run(
     if prompt is None and sys.stdin.isatty():
         converse(options, sampling, system)
     else:
-        answer(read_prompt(prompt), options, sampling, True, system, quiet)
+        answer(read_prompt(prompt, options.get("model")), options, sampling, True, system, quiet)
 
 
 def answer(
@@ -119,11 +120,13 @@ def answer(
         raise typer.Exit(130)
 
 
-def read_prompt(prompt: str | None) -> str:
-    """The argument, or all of standard input. Raises RequestError for an empty one."""
+def read_prompt(prompt: str | None, model: object = None) -> str:
+    """The argument, or all of standard input. Raises RequestError for an empty one.   model: if one was given."""
     if prompt is None and sys.stdin.isatty():
         raise RequestError("no prompt: pass it as an argument or on standard input", "prompt")
     text = sys.stdin.read() if prompt in (None, "-") else prompt
     if not text:
-        raise RequestError("the prompt is empty", "prompt")
+        where = " on standard input" if prompt in (None, "-") else ""
+        word = f"; {shorten(str(model))} is the model, a prompt would follow it" if model is not None and where else ""
+        raise RequestError(f"the prompt{where} is empty{word}", "prompt")
     return text

@@ -1,5 +1,6 @@
 """Commands as `pagoda` registers them: how they are parsed, and how their help is formatted."""
 
+import re
 from typing import Any
 
 import typer
@@ -10,6 +11,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.options import MOST_USED, PANELS, PROMPT, SAMPLING_FIELDS
 
 _ANY_LENGTH = 10_000
+_SOURCES = "pagoda.sources"  # in a context's meta: where values are from that are not on the command line
 _TOO_MANY_ARGUMENTS = "Got unexpected extra argument"  # as click words it
 
 
@@ -34,15 +36,25 @@ class Command(TyperCommand):
         if "--help" not in args and "-h" not in args:
             # Behind --url is an engine with settings of its own: those that are around are for engines of this machine.
             named = {n: p for n, p in parameters.items() if "url" not in used or n in SAMPLING_FIELDS}
-            ctx.default_map = outer_values(named, used, config)
+            ctx.default_map, sources = outer_values(named, used, config)
+            ctx.meta[_SOURCES] = {name: source for name, source in sources.items() if name not in used}
         try:
             rest = super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            raise _with_source(ctx, getattr(error.param, "name", ""), error) from None
         except typer.TyperException as error:
             if error.format_message().startswith(_TOO_MANY_ARGUMENTS):
                 raise ConfigError(f"{error.format_message()}: quote a text with spaces") from None
             raise
         place_words(ctx.params, "model" in used, prefers_model=self.name == "run")
         return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command. An error about a setting that is in a file or the environment says where."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            raise _with_source(ctx, re.split(r"[^\w.]", str(error))[0].replace(".", "__"), error) from error
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         names = ("Arguments", "Options", PANELS[SamplingParams], MOST_USED, *PANELS.values())
@@ -58,6 +70,15 @@ class Command(TyperCommand):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records, col_max=34)
+
+
+def _with_source(ctx: Any, name: str, error: Exception) -> Exception:
+    """Return an error about a setting with the file or variable that it is in; as it is for one of the command line."""
+    source = ctx.meta.get(_SOURCES, {}).get(name)
+    if source is None:
+        return error
+    text = error.format_message() if isinstance(error, typer.TyperException) else str(error)
+    return ConfigError(f"{source}: {text}")
 
 
 class Group(TyperGroup):

@@ -13,6 +13,7 @@ import typer
 
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import ConfigError, PagodaError, RequestError
+from pagoda.cli import hints
 from pagoda.cli.help_format import Group, command
 
 SERVE_MODULES = ("aiohttp", "prometheus_client", "starlette", "uvicorn", "zmq")
@@ -94,7 +95,14 @@ def configure(
 def main(arguments: list[str] | None = None) -> None:
     """Run one command line and exit: 0 done, 2 wrong input, 1 anything else, 130 interrupted. An error is one line."""
     given = sys.argv[1:] if arguments is None else arguments
-    sys.exit(_run(given))
+    sys.exit(_run(_general_first(given)))
+
+
+def _general_first(arguments: list[str]) -> list[str]:
+    """Return a command line with --debug and --verbose, which belong to no command, in front."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    general = [word for word in arguments[:end] if word in ("--debug", "--verbose")]
+    return [*general, *(word for word in arguments[:end] if word not in general), *arguments[end:]]
 
 
 def _run(arguments: list[str]) -> int:
@@ -115,6 +123,10 @@ def _run(arguments: list[str]) -> int:
         if message.startswith("Usage:"):  # no command was given: the help is the answer
             print(message)
             return error.exit_code
+        if (option := getattr(error, "option_name", None)) is not None:
+            message += hints.instead(option, hints.FLAGS)
+        elif message.startswith("No such command"):
+            message = message.rstrip(".") + hints.instead(message.split("'")[1], hints.COMMANDS)
         return _fail(message, error.exit_code) if message else error.exit_code
     except (typer.Abort, KeyboardInterrupt):
         return 130

@@ -42,7 +42,7 @@ def test_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match="no prompt"):
         read_prompt(None)
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    with pytest.raises(RequestError, match="the prompt is empty"):
+    with pytest.raises(RequestError, match="the prompt on standard input is empty"):
         read_prompt(None)
 
 
@@ -90,7 +90,7 @@ def test_words_are_the_model_and_the_prompt(
     """What is typed decides, whatever the environment says of the model."""
     seen: list[tuple[object, object]] = []
     monkeypatch.setenv("PAGODA_MODEL", "of-environment")
-    monkeypatch.setattr(generate, "read_prompt", lambda text: text)
+    monkeypatch.setattr(generate, "read_prompt", lambda text, _: text)
     monkeypatch.setattr(generate, "answer", lambda text, options, *_: seen.append((options["model"], text)))
     with pytest.raises(SystemExit) as ended:
         main(line.split())

@@ -1,13 +1,18 @@
+import io
+import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
 
 from pagoda.base.errors import CapacityError, ConfigError, RequestError
+from pagoda.cli import hints, models
 from pagoda.cli import main as cli_main
-from pagoda.cli import models
+
+ROOT = Path(__file__).parents[2]
 
 COMMANDS = ("run", "generate", "chat", "transcribe", "serve", "plan", "doctor", "models", "bench")
 
@@ -142,3 +147,84 @@ def test_an_app_for_one_command_has_that_command_alone() -> None:
     assert list(typer.main.get_command(cli_main.make_app("plan")).commands) == ["plan"]  # type: ignore[attr-defined]
     everything = typer.main.get_command(cli_main.make_app())
     assert everything.commands.keys() == {*cli_main.COMMANDS, *cli_main.GROUPS, "completion"}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("line", "way"),
+    [
+        ("run-batch -i x", "No such command 'run-batch'; LLM.generate and LLM.chat take lists"),
+        ("collect-env", "use pagoda doctor"),
+        ("pull llama3.2", "use pagoda models pull"),
+        ("chat --quick hi", "no such option: --quick; use pagoda run MODEL 'a question'"),
+        ("generate -c 4096 hi", "no such option: -c; use --max-model-len"),
+        ("serve -ngl=99 -np 4", "all layers are on one device: --device; no such option: -np; use --max-num-seqs"),
+        (
+            "run -p hi --temp 0",
+            "-p; the prompt is a word of its own: pagoda run MODEL 'a question'; no such option: --temp",
+        ),
+        ("bench serve --backend vllm", "No such option: --backend; leave it out: bench serve measures any server"),
+        ("bench throughput --dataset-name random", "use --workload FILE"),
+        ("serve x -dp 2", "--data-parallel-size of vLLM is not supported"),
+        ("serve x -O3 -cc.mode=3 --no-such", "no such option: --no-such"),
+    ],
+)
+def test_commands_and_flags_of_other_programs_are_answered_with_the_way_that_works(
+    capsys: pytest.CaptureFixture[str], line: str, way: str
+) -> None:
+    code, _, err = run(capsys, *line.split())
+    assert code == 2
+    assert way in err
+
+
+def test_hints_name_commands_and_flags_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    reference = "".join((ROOT / "docs" / "reference" / name).read_text() for name in ("cli.md", "settings.md"))
+    known = set(re.findall(r"--[a-z][\w-]+", reference + run(capsys, "run", "--help")[1])) | {"--version"}
+    for way in (*hints.COMMANDS.values(), *hints.FLAGS.values()):
+        assert set(re.findall(r"--[a-z][\w-]+", way)) - known == set(), way
+        for command in re.findall(r"pagoda ((?:models |bench )?[a-z]\w*)", way):
+            assert f"## pagoda {command}\n" in reference, way
+
+
+def test_debug_may_follow_the_command() -> None:
+    assert cli_main._general_first(["generate", "--debug", "--", "--verbose"]) == [
+        "--debug",
+        "generate",
+        "--",
+        "--verbose",
+    ]
+    assert cli_main._general_first(["-v", "serve", "m"]) == ["-v", "serve", "m"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("port: many", "Invalid value for '--port': 'many' is not an integer"),
+        ("max_num_seqs: 0", "max_num_seqs=0 must be at least 1"),
+        ("server_limits: {max_connections: -1}", "server_limits.max_connections=-1 must be at least 0"),
+    ],
+)
+def test_a_bad_value_of_a_file_is_reported_with_the_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, setting: str, message: str
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(setting)
+    code, _, err = run(capsys, "serve", "--config", str(path))
+    assert code == 2
+    assert f"pagoda: --config {path}: {message}" in err
+
+
+def test_a_bad_value_of_the_environment_is_reported_with_the_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGODA_PORT", "99999999")
+    assert "pagoda: PAGODA_PORT: port=99999999 must be in" in run(capsys, "serve")[2]
+    assert run(capsys, "serve", "--port", "88888888")[2].startswith("pagoda: port=88888888 must be in")
+
+
+def test_an_empty_prompt_says_which_word_was_the_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    code, _, err = run(capsys, "run", "hello")
+    assert code == 2
+    assert "the prompt on standard input is empty; hello is the model, a prompt would follow it" in err

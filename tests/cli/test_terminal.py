@@ -160,11 +160,13 @@ def test_chat_in_a_terminal(tmp_path: Path) -> None:
         at.type("\x1b[200~one\ntwo\nthree\x1b[201~\n")
         at.expect("three")
         at.expect("\x1b[?2004l")  # the line was read
+        at.expect("\x1b[?2004h")  # a text that is pasted during the answer is marked, too
         at.expect(" ")  # and the answer has begun
-        at.type("typed meanwhile")
+        at.type("\x1b[200~four\nfive\x1b[201~ typed meanwhile")
         at.expect("(cut off at the length limit)")
         assert "typed" not in at.printed[: at.printed.index("(cut off")]
-        at.expect("typed meanwhile")
+        at.expect("five typed meanwhile")
+        assert at.printed.count("(cut off") == 1
         at.type("\x15/bye\n")
         assert at.wait() == 0
     history = (tmp_path / "pagoda" / "chat_history").read_text()
