@@ -139,7 +139,7 @@ def test_nobody_decodes_for_those_who_left() -> None:
         asked.append(None)
         return len(asked) == 3
 
-    with pytest.raises(RequestError, match="nobody waits"):
+    with pytest.raises(RequestError, match="caller has gone"):
         read_sound(wav_header(10**6), "a.wav", LIMITS, is_left)
     assert len(asked) == 3
 
