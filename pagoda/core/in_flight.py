@@ -30,11 +30,25 @@ class StepsInFlight:
 
     def completed(self, output: SchedulerOutput, result: ModelRunnerOutput, clock: Clock) -> None:
         """Record that the oldest step's result is back."""
-        oldest = self.outputs.popleft()
-        assert oldest.step == output.step == result.step, "results must come in the order of planning"
+        self._check_is_next(output, result)
+        self.outputs.popleft()
         planned_at_s = self._prompt_steps.pop(output.step, None)
         if planned_at_s is not None:
             self.last_prompt_step_s = result.duration_s or clock.now() - planned_at_s
+
+    def _check_is_next(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Raise ValueError, with nothing changed, unless `output` is the oldest step in flight, and `result` its."""
+        if result.step != output.step:
+            raise ValueError(f"the result of step {result.step} was given for step {output.step}")
+        steps = [one.step for one in self.outputs]
+        if steps and steps[0] == output.step:
+            return
+        if output.step in steps:
+            raise ValueError(
+                f"step {output.step} was planned after step {steps[0]}, whose result is not back: "
+                "give results in the order of planning"
+            )
+        raise ValueError(f"step {output.step} is not in flight: each step's result is given once, to its scheduler")
 
     def note_left_row(self, sequence: Sequence) -> int:
         """Record that the sequence leaves its row. Return the last step in flight that names the row, or 0."""

@@ -234,11 +234,11 @@ def finish_all(
 
 
 def refuse(state: SchedulerState, request: RequestState, why: str) -> None:
-    """The request ends without being served. If it has output already, that stays, and it ends for its length."""
+    """The request ends without being served. If it has output already, that is its result: it ends for its length."""
     num_prompt = request.spec.num_prompt_tokens
     has_output = any(len(sequence.token_ids) > num_prompt for sequence in request.sequences)
+    message = f"request {request.request_id} {why}"
+    logger.warning("%s: it %s", message, "ends with the output it has" if has_output else "is ignored")
     status = RequestStatus.FINISHED_LENGTH_CAPPED if has_output else RequestStatus.FINISHED_IGNORED
-    logger.warning("request %s is ignored: it %s", request.request_id, why)
-    finishes = finish_all(state, request, status, f"request {request.request_id} {why}")
-    state.outbox.post_finishes(request, finishes)
+    state.outbox.post_finishes(request, finish_all(state, request, status, message))
     state.log.held(request.request_id, Reason.NEVER, stops_queue=False)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Hashable
 from copy import copy
-from dataclasses import replace
 
 import numpy as np
 
@@ -22,85 +21,79 @@ from pagoda.core.step_plan import Chunk, StepPlan
 
 
 def run_running(state: SchedulerState, plan: StepPlan) -> None:
-    """Plan the rows of the running batch."""
+    """Plan the rows of the running batch, in running order.
+
+    Runs of rows are planned by numpy; a row that lacks blocks, or that needs the encoder, is planned by itself.
+    """
     if plan.most_decodes is None and state.batch.plan_steady_step(plan):
         return
-    if state.encoder.has_rows or not _run_batch(state, plan):
-        _run_row_by_row(state, plan)
-
-
-# Any mixture of chunks, decodes and drafts, while blocks last
-
-
-def _run_batch(state: SchedulerState, plan: StepPlan) -> bool:
-    """`_run_row_by_row` in one go: equal if no preemption is needed. Otherwise return False, with nothing done."""
     rows = state.batch.running.rows
-    start = state.table.num_computed[rows]
-    want = fit_chunks(state, plan, rows, state.drafts.num_wanted(rows, start))
-    runs = want > 0
+    while len(rows):
+        start = state.table.num_computed[rows]
+        num_new = fit_chunks(state, plan, rows, start)
+        count = _place_rows(state, plan, rows, start, num_new)
+        if count < len(rows) and num_new[count]:
+            _place_row(state, plan, int(rows[count]), int(start[count]), int(num_new[count]))
+        rows = rows[count + 1 :]
+        rows = rows[state.table.is_active[rows]]  # a preemption may have taken some of them out
+
+
+def _place_rows(state: SchedulerState, plan: StepPlan, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray) -> int:
+    """Place the leading rows that need no encoder and find their blocks. Return how many rows that are."""
+    count = state.encoder.num_before_media(rows)
+    ends = start + num_new
+    short = np.flatnonzero((num_new > 0) & (ends > state.kv.reserved_until[rows]))
+    short = short[short < count]
+    if len(short):
+        num_fitting = state.kv.allocate_slots(rows[short], ends[short])
+        if num_fitting < len(short):
+            count = int(short[num_fitting])
+    runs = num_new > 0
+    runs[count:] = False
     if not runs.all():
-        rows, start, want = rows[runs], start[runs], want[runs]
-    ends = start + want
-    short = ends > state.kv.reserved_until[rows]
-    if short.any() and not state.kv.allocate_slots(rows[short], ends[short]):
-        return False
-    place_chunks(state, plan, rows, start, want)
-    state.drafts.place(plan, rows, ends)
-    return True
+        rows, start, num_new, ends = rows[runs], start[runs], num_new[runs], ends[runs]
+    if len(rows):
+        place_chunks(state, plan, rows, start, num_new)
+        state.drafts.place(plan, rows, ends)
+    return count
 
 
-# The definition
-
-
-def _run_row_by_row(state: SchedulerState, plan: StepPlan) -> None:
-    """The same, one row after the other.
-
-    If no block is free, preempt the policy's victim until the row fits or is itself preempted.
-    """
-    running = state.batch.requests
-    for request in list(running.values()):
-        if request.request_id not in running:
-            continue
-        for sequence in request.sequences:
-            if sequence.row >= 0 and not _place_row(state, plan, request, sequence):
-                break
-
-
-def _place_row(state: SchedulerState, plan: StepPlan, request: RequestState, sequence: Sequence) -> bool:
-    """Return False if the request does not run any more."""
-    row = sequence.row
-    one = np.array([row])
-    start = int(state.table.num_computed[row])
-    want = int(state.drafts.num_wanted(one, state.table.num_computed[one])[0])
-    chunk = fit_chunk(state, plan, request, row, start, want)
+def _place_row(state: SchedulerState, plan: StepPlan, row: int, start: int, num_new: int) -> None:
+    """Place one row, after preempting the policy's victim until it fits or is itself preempted."""
+    request = state.table.owner(row).request
+    chunk = state.encoder.plan_chunk(plan, request, row, start, num_new)
     if chunk.num_new <= 0:
-        return True
-    end = start + chunk.num_new
+        return
+    one, end = np.array([row], np.int32), start + chunk.num_new
     end_of_known = min(end, int(state.table.num_known(row)))
-    while not state.kv.allocate_slots_for(row, end):
+    while not state.kv.allocate_slots(one, np.array([end], np.int32)):
         if len(state.batch.requests) == 1 and end > end_of_known:  # a preemption would not help: drop its drafts
             end = end_of_known
             continue
         if _has_outgrown_pool(state, request, end_of_known):
-            if state.table.num_pending[row]:
-                return True  # its token in flight still counts: it ends when that is back
-            message = f"the KV cache has {state.kv.num_blocks} blocks: too few for this request to continue"
-            rows = set(request.rows)
-            ending = request.unfinished if request.spec.is_beam_search else [sequence]
-            for other in [other for other in ending if other.row >= 0]:
-                state.encoder.take_out(plan, other, state.requests)
-            finishes = finish_one(state, sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)
-            for other in rows.difference(request.rows):  # a beam search ends as a whole
-                plan.take_out(other)
-            state.outbox.post_finishes(request, finishes)
-            return request.request_id in state.batch.requests
+            if not state.table.num_pending[row]:  # a token in flight still counts: the row ends when that is back
+                _end_outgrown(state, plan, state.table.owner(row))
+            return
         victim = next_victim(state)
         preempt(state, victim, plan, request)
         if victim is request:
-            return False
-    place_chunk(state, plan, request, row, start, replace(chunk, num_new=end - start))
+            return
+    place_chunks(state, plan, one, np.array([start], np.int32), np.array([end - start], np.int32))
+    state.encoder.place(plan, request, row, chunk)
     state.drafts.place(plan, one, np.array([end]))
-    return True
+
+
+def _end_outgrown(state: SchedulerState, plan: StepPlan, sequence: Sequence) -> None:
+    """End a sequence that the pool cannot hold, with the tokens it has; a beam search ends as a whole."""
+    request, rows = sequence.request, set(sequence.request.rows)
+    message = f"the KV cache has {state.kv.num_blocks} blocks: too few for this request to continue"
+    for other in request.unfinished if request.spec.is_beam_search else [sequence]:
+        if other.row >= 0:
+            state.encoder.take_out(plan, other, state.requests)
+    finishes = finish_one(state, sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)
+    for row in rows.difference(request.rows):
+        plan.take_out(row)
+    state.outbox.post_finishes(request, finishes)
 
 
 def _has_outgrown_pool(state: SchedulerState, request: RequestState, end: int) -> bool:
@@ -154,7 +147,7 @@ def _divide(state: SchedulerState, plan: StepPlan, request: RequestState) -> lis
     trial, chunks = copy(plan), list[Chunk]()  # the request may still have to wait
     for sequence in request.unfinished:
         want = min(_num_lacking(sequence), trial.budget)
-        chunks.append(fit_chunk(state, trial, request, -1, sequence.num_computed, want))
+        chunks.append(fit_chunk(state, trial, request, sequence.num_computed, want))
         trial.spend(chunks[-1].num_new)
     return chunks
 
@@ -176,7 +169,7 @@ def _admit(state: SchedulerState, request: RequestState, plan: StepPlan) -> Reas
     """Let the request in, or end it, or return why it waits."""
     prefix = state.kv.get_computed_blocks(request)
     num_lacking = len(request.unfinished[0].token_ids) - prefix.num_tokens
-    chunk = fit_chunk(state, plan, request, -1, prefix.num_tokens, num_lacking)
+    chunk = fit_chunk(state, plan, request, prefix.num_tokens, num_lacking)
     if chunk.num_new == 0:
         state.encoder.release(request)
         return chunk.reason
@@ -226,8 +219,8 @@ def _offer(
     Strict queue order: only requests that `why_skipped` holds back, alone or with their adapter, are passed over.
     offer: let the request in, or end it, and return None; or return why it waits.
     """
-    skipped, skipped_keys, is_open = list[RequestState](), set[Hashable](), True
-    while is_open and plan.budget > 0 and (request := queue.peek(skipped_keys)) is not None:
+    skipped_keys, skipped = set[Hashable](), None
+    while plan.budget > 0 and (request := queue.peek(skipped_keys, after=skipped)) is not None:
         try:
             reason = why_skipped(state, request, queue)
         except RequestError as error:
@@ -239,8 +232,7 @@ def _offer(
             if reason is Reason.LORA:
                 skipped_keys.add(key_of(request))
             else:
-                queue.remove(request)
-                skipped.append(request)
+                skipped = request
             continue
         may_preempt = queue is state.waiting
         # One that can never run delays no other.
@@ -252,10 +244,8 @@ def _offer(
         reason = why_stopped(state, request, queue, plan) or offer(state, request, plan)
         if reason is not None and not (may_preempt and preempt_for(state, request, plan, reason)):
             state.log.held(request.request_id, reason, stops_queue=True)
-            is_open = False
-    for request in skipped:
-        queue.push(request)  # to the same place
-    return is_open and plan.budget > 0
+            return False
+    return plan.budget > 0
 
 
 # The step is planned: forks, and what the output says

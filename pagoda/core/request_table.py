@@ -22,6 +22,7 @@ class RequestTable:
     num_prompt_tokens, num_tokens, num_computed: int32 [rows].
     num_pending: int32 [rows], sampled tokens planned and not yet back that count as known; 0 without `expect_tokens`.
     num_in_flight: int32 [rows], tokens planned whose step is not complete; kept only with `track_in_flight`.
+    is_active: bool [rows], rows of running sequences.
     is_pooled: bool [rows], samples nothing.   is_beam: bool [rows], its next token depends on its siblings'.
     length_limit: int32 [rows], num_tokens at which the row ends.
     order: int64 [rows], the running order.   handle, index, client: what outputs are labelled with.
@@ -47,7 +48,7 @@ class RequestTable:
         self._index, self.index = _column(max_rows, np.int32)
         self._client, self.client = _column(max_rows, np.int32)
         self._order = np.zeros(max_rows, np.int64)
-        self._is_active = np.zeros(max_rows, np.bool_)  # rows of running sequences
+        self._is_active, self.is_active = _column(max_rows, np.bool_)
         self.sequence_of: list[Sequence | None] = [None] * max_rows
         self.has_pinned_rows = False
         self._track_in_flight = track_in_flight

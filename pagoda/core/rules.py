@@ -7,7 +7,7 @@ import numpy as np
 
 from pagoda.core.decision_log import Reason
 from pagoda.core.policy import RequestQueue
-from pagoda.core.request import RequestState, RequestStatus
+from pagoda.core.request import RequestState
 from pagoda.core.state import SchedulerState
 from pagoda.core.step_plan import Chunk, StepPlan
 
@@ -100,52 +100,78 @@ def narrow_budgets(state: SchedulerState, plan: StepPlan) -> None:
             plan.prompt_budget = share
 
 
-def fit_chunk(
-    state: SchedulerState, plan: StepPlan, request: RequestState, row: int, start: int, num_new: int
-) -> Chunk:
-    """Return how many of `num_new` tokens from `start` may be computed. row: -1 for a request that would enter."""
-    if plan.row_cap and num_new > plan.row_cap:
-        num_new = min(num_new, _cap_of(state, plan, request, row, start))
-    if plan.prompt_budget is not None and not _decodes(state, plan, row):
-        num_new = min(num_new, plan.prompt_budget)
-    if plan.most_decodes is not None and _decodes(state, plan, row) and len(plan.decodes) >= plan.most_decodes:
-        return Chunk(0)
-    budget = plan.budget
-    if row >= 0 and row in state.batch.prefilling:
-        budget -= _num_kept_after(state, plan, row)
-    if num_new > budget:
-        num_new = budget if _may_cut(state, request, start + num_new) else 0
-    if num_new <= 0:
-        return Chunk(0)
-    return state.encoder.plan_chunk(plan, request, row, start, num_new)
-
-
-def fit_chunks(state: SchedulerState, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> np.ndarray:
-    """`fit_chunk` for all running rows, in running order, of which none is placed yet and none needs the encoder."""
-    num_new = _within_decodes(state, plan, rows, num_new)
-    if plan.row_cap:  # drafts are not capped
-        num_new = np.minimum(num_new, np.maximum(plan.row_cap, 1 + state.drafts.num_offered[rows]))
+def fit_chunk(state: SchedulerState, plan: StepPlan, request: RequestState, start: int, num_new: int) -> Chunk:
+    """Return how many of `num_new` tokens from `start` a request that would enter may compute."""
+    if plan.row_cap:
+        num_new = min(num_new, max(plan.row_cap, _longest_item(state, request, start)))
     if plan.prompt_budget is not None:
-        num_new, left = num_new.copy(), plan.prompt_budget
-        for i in _where_prompts(state, rows):
-            num_new[i] = min(int(num_new[i]), left)
-            left -= int(num_new[i])
-    if num_new.sum() <= plan.budget:
+        num_new = min(num_new, plan.prompt_budget)
+    if num_new > plan.budget:
+        num_new = plan.budget if _may_cut(state, start + num_new) else 0
+    return state.encoder.plan_chunk(plan, request, -1, start, num_new) if num_new > 0 else Chunk(0)
+
+
+def fit_chunks(state: SchedulerState, plan: StepPlan, rows: np.ndarray, start: np.ndarray) -> np.ndarray:
+    """Return how many tokens running `rows` may compute from `start` on; int32 [num_rows].
+
+    rows: in running order, up to the last running one; none of them is placed yet.
+    """
+    num_new = state.drafts.num_wanted(rows, start)
+    if plan.row_cap:  # neither drafts are capped, nor a media item that must stay whole
+        caps = np.maximum(plan.row_cap, 1 + state.drafts.num_offered[rows])
+        if state.whole_items:
+            for i in state.encoder.where_media(rows):
+                longest = _longest_item(state, state.table.owner(int(rows[i])).request, int(start[i]))
+                caps[i] = max(int(caps[i]), longest)
+        num_new = np.minimum(num_new, caps)
+    if plan.most_decodes is None and plan.prompt_budget is None and num_new.sum() <= plan.budget:
         return num_new
-    if state.batch.prefilling:
-        num_new = _leave_room(state, plan.budget, rows, num_new)
-    # Earlier rows get what they want; the last one served gets the rest.
-    return np.clip(plan.budget - (np.cumsum(num_new) - num_new), 0, num_new)
+    is_prompt = np.isin(rows, list(state.batch.prefilling))
+    if plan.most_decodes is not None:
+        decodes = (num_new > 0) & ~is_prompt
+        num_new = np.where(decodes & (np.cumsum(decodes) > plan.most_decodes - len(plan.decodes)), 0, num_new)
+    if plan.prompt_budget is not None:
+        prompts = np.where(is_prompt, num_new, 0)
+        num_new = np.where(is_prompt, _share_out(plan.prompt_budget, prompts), num_new)
+    return num_new if num_new.sum() <= plan.budget else _fit_budget(state, plan, rows, num_new, is_prompt)
+
+
+def _fit_budget(
+    state: SchedulerState, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray, is_prompt: np.ndarray
+) -> np.ndarray:
+    """Cut what exceeds the token budget, the last rows first.
+
+    Drafts leave one token for each decoding row after them; a prompt leaves one for each that has siblings, so that
+    these run together.
+    """
+    decodes = (num_new > 0) & ~is_prompt
+    with_siblings = decodes & state.table.have_siblings(state.batch.running.rows)[-len(rows) :]
+    kept_by_prompt = with_siblings.sum() - np.cumsum(with_siblings)
+    cut, left, begin = np.zeros_like(num_new), plan.budget, 0
+    for end in (*np.flatnonzero(is_prompt).tolist(), len(rows)):
+        between = slice(begin, end)  # decoding rows up to the next prompt
+        first = decodes[between].astype(np.int32)
+        for_drafts = max(left - int(decodes[begin:].sum()), 0)
+        cut[between] = _share_out(left, first) + _share_out(for_drafts, num_new[between] - first)
+        left -= int(cut[between].sum())
+        if end < len(rows):
+            cut[end] = min(max(left - int(kept_by_prompt[end]), 0), int(num_new[end]))
+            left -= int(cut[end])
+        begin = end + 1
+    return cut
+
+
+def _share_out(budget: int, wanted: np.ndarray) -> np.ndarray:
+    """Earlier rows get what they want; the last one served gets the rest."""
+    return np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted).astype(np.int32)
 
 
 def place_chunk(
     state: SchedulerState, plan: StepPlan, request: RequestState, row: int, start: int, chunk: Chunk
 ) -> None:
-    """The row computes the chunk."""
+    """A row that enters computes the chunk."""
     plan.place(row, start, chunk.num_new)
-    if plan.most_decodes is not None and _decodes(state, plan, row):
-        plan.decodes.add(row)
-    if plan.prompt_budget is not None and not _decodes(state, plan, row):
+    if plan.prompt_budget is not None:
         plan.take_prompt_tokens(row, chunk.num_new)
     state.encoder.place(plan, request, row, chunk)
 
@@ -153,68 +179,24 @@ def place_chunk(
 def place_chunks(
     state: SchedulerState, plan: StepPlan, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray
 ) -> None:
-    """`place_chunk` for running rows that `fit_chunks` was asked for."""
+    """Running rows compute their next `num_new` tokens."""
     plan.place_bulk(rows, start, num_new, int(num_new.sum()))
+    if plan.prompt_budget is None and plan.most_decodes is None:
+        return
+    is_prompt = np.isin(rows, list(state.batch.prefilling))
+    if plan.most_decodes is not None:
+        plan.decodes.update(rows[~is_prompt].tolist())
     if plan.prompt_budget is not None:
-        for i in _where_prompts(state, rows):
-            plan.take_prompt_tokens(int(rows[i]), int(num_new[i]))
+        for row, count in zip(rows[is_prompt].tolist(), num_new[is_prompt].tolist(), strict=True):
+            plan.take_prompt_tokens(row, count)
 
 
-def _cap_of(state: SchedulerState, plan: StepPlan, request: RequestState, row: int, start: int) -> int:
-    """Return the most tokens of one row. Neither its drafts are capped, nor a media item that must stay whole."""
-    num_drafts = int(state.drafts.num_offered[row]) if row >= 0 else 0
+def _longest_item(state: SchedulerState, request: RequestState, start: int) -> int:
+    """Return the tokens of the longest media item from `start` on that must stay whole; 0 if there is none."""
     media = request.spec.media if state.whole_items else ()
-    longest_item = max((item.length for item in media if item.offset + item.length > start), default=0)
-    return max(plan.row_cap, 1 + num_drafts, longest_item)
+    return max((item.length for item in media if item.offset + item.length > start), default=0)
 
 
-def _decodes(state: SchedulerState, plan: StepPlan, row: int) -> bool:
-    """Whether the row was running before this step, and is not in `prefilling`."""
-    return row >= 0 and row not in state.batch.prefilling and row not in plan.entering
-
-
-def _within_decodes(state: SchedulerState, plan: StepPlan, rows: np.ndarray, num_new: np.ndarray) -> np.ndarray:
-    """Return what running `rows` want with 0 for those that decode after the first `most_decodes`; int32 [num_rows]."""
-    if plan.most_decodes is None:
-        return num_new
-    decodes = (num_new > 0) & ~np.isin(rows, list(state.batch.prefilling))
-    return np.where(decodes & (np.cumsum(decodes) > plan.most_decodes), 0, num_new)
-
-
-def _where_prompts(state: SchedulerState, rows: np.ndarray) -> list[int]:
-    """Return where rows that are mid-prompt are in `rows`."""
-    prefilling = state.batch.prefilling
-    return np.flatnonzero(np.isin(rows, list(prefilling))).tolist() if prefilling else []
-
-
-def _may_cut(state: SchedulerState, request: RequestState, num_tokens: int) -> bool:
+def _may_cut(state: SchedulerState, num_tokens: int) -> bool:
     """Prompts are cut in mixed mode only; but a phased engine must cut what has outgrown a step with its output."""
-    if request.status is RequestStatus.RUNNING:
-        return True
     return num_tokens > state.config.max_num_batched_tokens if state.is_phased else state.cuts_prompts
-
-
-# A prompt leaves one token for each decoding row after it that has siblings, so that they run together.
-
-
-def _leave_room(state: SchedulerState, budget: int, rows: np.ndarray, num_new: np.ndarray) -> np.ndarray:
-    """Cut the chunks of prompts so that later rows with siblings decode."""
-    kept = _kept(state, rows, num_new)
-    kept_after, cut = kept.sum() - np.cumsum(kept), num_new.copy()
-    for i in _where_prompts(state, rows):
-        room = budget - int(cut[:i].sum()) - int(kept_after[i])
-        cut[i] = min(max(room, 0), int(num_new[i]))
-    return cut
-
-
-def _num_kept_after(state: SchedulerState, plan: StepPlan, row: int) -> int:
-    """Return the tokens that the prompt of `row` leaves."""
-    rows = state.batch.running.rows
-    wanted = state.drafts.num_wanted(rows, state.table.num_computed[rows])
-    kept = _kept(state, rows, _within_decodes(state, plan, rows, wanted))
-    return int(kept[int(np.flatnonzero(rows == row)[0]) :].sum())
-
-
-def _kept(state: SchedulerState, rows: np.ndarray, num_wanted: np.ndarray) -> np.ndarray:
-    """Return the running `rows` for which prompts leave a token; bool [num_rows]."""
-    return state.table.have_siblings(rows) & ~np.isin(rows, list(state.batch.prefilling)) & (num_wanted > 0)

@@ -203,8 +203,8 @@ class RunningBatch:
         spare = self._kv.reserved_until[rows] - ends
         short = spare < 0
         if short.any():
-            if not self._kv.allocate_slots(rows[short], ends[short]):
-                return False
+            if self._kv.allocate_slots(rows[short], ends[short]) < np.count_nonzero(short):
+                return False  # those that come first have their blocks
             spare = self._kv.reserved_until[rows] - ends
         self._steps_until_reserve = int(spare.min())
         if self._async:

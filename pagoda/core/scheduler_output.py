@@ -133,7 +133,8 @@ class EncoderRun:
 class Finish:
     """One sequence of a request ended.
 
-    stop_reason: the stop token id that ended it, None for eos.   message: for IGNORED and ERROR, for users.
+    stop_reason: the stop token id that ended it, None for eos.   message: for users, of IGNORED and ERROR, and of
+        a LENGTH_CAPPED sequence that the KV cache could not hold; what that has emitted is its result.
     num_preemptions: of its request, so far.   num_draft_tokens, num_accepted_tokens: of its request, drafts that were
         verified, and those among them that were right.
     """

@@ -42,8 +42,8 @@ class StepPlan:
 
     budget, encoder_budget: tokens left.   now_s: when it was opened.
     row_cap: most tokens of a prompt that one row gets, 0 for no cap.
-    prompt_budget: tokens left for prompts, None for no limit of their own.   prompts: row -> tokens taken of it.
-    most_decodes: rows that may decode, None for all.   decodes: rows placed one by one that do, if there is a limit.
+    prompt_budget: tokens left for prompts, None for no limit of their own.   prompts: placed rows that take of it.
+    most_decodes: running rows that may decode, None for all.   decodes: those that are placed, if there is a limit.
     bulk_*: rows placed by numpy.   placed: row -> (start, num_new), placed one by one.
     entering: row -> (kind, computed tokens), of rows that workers get to know in this step.
     is_steady: the bulk rows are a steady step, whose `at`, `ends` and `sample_index` are known.
@@ -81,7 +81,7 @@ class StepPlan:
         self.encoder_budget = encoder_budget
         self.now_s = now_s
         self.placed: dict[int, tuple[int, int]] = {}
-        self.prompts: dict[int, int] = {}
+        self.prompts: set[int] = set()
         self.decodes: set[int] = set()
         self.drafts: dict[int, np.ndarray] = {}
         self.encoder_runs: dict[int, list[EncoderRun]] = {}
@@ -109,6 +109,9 @@ class StepPlan:
 
     def place_bulk(self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray, total: int) -> None:
         """`place` for many rows at once; `total` is the sum of `num_new`."""
+        if len(self.bulk_rows):
+            rows, start = np.concatenate((self.bulk_rows, rows)), np.concatenate((self.bulk_start, start))
+            num_new = np.concatenate((self.bulk_new, num_new))
         self.bulk_rows, self.bulk_start, self.bulk_new = rows, start, num_new
         self.budget -= total
         self.num_scheduled += total
@@ -122,7 +125,7 @@ class StepPlan:
     def take_prompt_tokens(self, row: int, num_new: int) -> None:
         """The `num_new` tokens that the row computes are a prompt's."""
         assert self.prompt_budget is not None, "there is no budget for prompts in this step"
-        self.prompts[row] = num_new
+        self.prompts.add(row)
         self.prompt_budget -= num_new
 
     def take_out(self, row: int) -> None:
@@ -137,8 +140,9 @@ class StepPlan:
             self.bulk_new = self.bulk_new[keep]
         self.budget += returned
         self.num_scheduled -= returned
-        if self.prompt_budget is not None:
-            self.prompt_budget += self.prompts.pop(row, 0)
+        if self.prompt_budget is not None and row in self.prompts:
+            self.prompts.remove(row)
+            self.prompt_budget += returned
         self.decodes.discard(row)
         self.drafts.pop(row, None)
         self.entering.pop(row, None)

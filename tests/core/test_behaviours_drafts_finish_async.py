@@ -6,7 +6,7 @@ import pytest
 from pagoda.base.config import PreemptionMode
 from pagoda.core.request import LoraRef, RequestStatus
 from pagoda.core.scheduler_output import AdmitKind, ModelRunnerOutput
-from tests.core.rig import PlannedStep, Rig
+from tests.core.rig import FILL, PlannedStep, Rig
 
 
 def drafting(prompt: int = 6, max_tokens: int = 30, **config: object) -> Rig:
@@ -365,3 +365,48 @@ def test_a_first_token_that_is_not_finite_ends_its_request_alone() -> None:
     assert len(outputs.token_ids) == 0
     assert not rig.scheduler.has_unfinished_requests()
     assert rig.free == 16
+
+
+@pytest.mark.parametrize(
+    ("budget", "scheduled"),
+    [(16, [6, 6, 3, 1]), (9, [6, 1, 1, 1]), (4, [1, 1, 1, 1]), (24, [6, 6, 6, 6]), (23, [6, 6, 6, 5])],
+)
+def test_every_decoding_row_gets_a_token_before_drafts_take_the_rest(budget: int, scheduled: list[int]) -> None:
+    rig = Rig(max_num_batched_tokens=budget, max_num_seqs=4, num_blocks=32)
+    for name in "abcd":
+        rig.add(name, 4, max_tokens=30)
+    while rig.waiting or any(rig.computed(name) < 4 for name in "abcd"):
+        rig.step()
+    rig.scheduler.update_draft_token_ids({name: [1, 2, 3, 4, 5] for name in "abcd"})
+    assert list(rig.plan().scheduled.values()) == scheduled
+
+
+def test_drafts_leave_no_token_for_a_prompt() -> None:
+    """a decodes, b is mid-prompt, c decodes: the drafts of a leave a token for c, which the prompt of b may take."""
+    rig = Rig(max_num_batched_tokens=10, long_prefill_token_threshold=4, num_blocks=32)
+    rig.add("a", 2, max_tokens=30)
+    rig.add("b", 30)
+    rig.add("c", 2, max_tokens=30)
+    assert rig.step().scheduled == {"a": 2, "b": 4, "c": 2}
+    rig.scheduler.update_draft_token_ids({"a": [1, 2, 3, 4, 5, 6, 7, 8, 9]})
+    assert rig.plan().scheduled == {"a": 9, "b": 1}
+
+
+def test_each_result_is_taken_once_and_in_the_order_of_planning() -> None:
+    rig = Rig(pipeline_depth=2)
+    rig.add("a", 6)
+    first = rig.plan()
+    rig.add("b", 6)
+    second = rig.plan()
+    with pytest.raises(ValueError, match="step 2 was planned after step 1, whose result is not back"):
+        rig.deliver(second)
+    other = ModelRunnerOutput(2, np.full((1, 1), 7, np.int32), np.ones(1, np.int32))
+    with pytest.raises(ValueError, match="the result of step 2 was given for step 1"):
+        rig.scheduler.update_from_output(first.output, other)
+    assert rig.deliver(first).emitted == {"a": [FILL]}
+    with pytest.raises(ValueError, match="step 1 is not in flight"):
+        rig.deliver(first)
+    with pytest.raises(ValueError, match="step 1 is not in flight"):
+        rig.scheduler.fail_step(first.output, "it failed")
+    assert rig.deliver(second).emitted == {"b": [FILL]}
+    assert rig.run() == {"a": [FILL] * 7, "b": [FILL] * 7}

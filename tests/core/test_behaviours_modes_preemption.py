@@ -1,5 +1,7 @@
 """The two modes, recompute, swap and priority, with small numbers."""
 
+from collections import Counter
+
 import pytest
 
 from pagoda.base.config import PreemptionMode, SchedulingMode, SchedulingPolicy
@@ -290,7 +292,19 @@ def test_a_preempted_request_frees_its_cross_blocks() -> None:
     assert [run.content_hash for run in step.output.encoder_runs] == ["b"]
 
 
-def test_a_request_that_outgrows_the_pool_alone_ends_with_a_capacity_error() -> None:
+def test_each_sequence_of_a_request_that_outgrows_the_pool_keeps_its_tokens() -> None:
+    rig = Rig(num_blocks=6)
+    rig.add("a", 8, max_tokens=40, n=4)
+    steps = [rig.step() for _ in range(20)]
+    finishes = [finish for step in steps for finish in step.finishes]
+    assert {finish.status for finish in finishes} == {RequestStatus.FINISHED_LENGTH_CAPPED}
+    assert sorted(finish.sequence for finish in finishes) == [0, 1, 2, 3]
+    tokens = Counter(name for step in steps for name in step.emitted)
+    assert set(tokens) == {"a/0", "a/1", "a/2", "a/3"}
+    assert max(tokens.values()) > 8, "those that are left go on with the blocks of those that ended"
+
+
+def test_a_request_that_outgrows_the_pool_alone_ends_with_the_tokens_it_has() -> None:
     rig = Rig(num_blocks=6)
     rig.add("a", 24, max_tokens=30)
     rig.add("b", 4, max_tokens=1)

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from pagoda.base.config import PreemptionMode
-from pagoda.base.sampling_params import SamplingParams
 from pagoda.core import preemption
-from pagoda.core.policy import RequestQueue
-from pagoda.core.request import Request, RequestState, RequestStatus
+from pagoda.core.request import RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput
 from pagoda.core.step_plan import StepPlan
 from tests.core.rig import FILL, PlannedStep, Rig
@@ -144,25 +142,6 @@ def test_first_output_is_reported_of_a_request_that_was_parked_before_it(late: b
     assert again is not None
     assert not again.num_cached_tokens
     assert rig.scheduler._state.stats.prompt_tokens == (8 if late else 12)
-
-
-def test_skipped_requests_leave_no_trace_in_the_queue() -> None:
-    queue = RequestQueue()
-    for number in range(4):
-        facts = Request(str(number), np.array([1], np.int32), SamplingParams(), arrival_time_s=float(number))
-        queue.push(RequestState(facts, (4 - number,)))
-    for _ in range(1000):
-        skipped: list[RequestState] = []
-        for _ in range(3):  # all but the oldest
-            request = queue.peek()
-            assert request is not None
-            queue.remove(request)
-            skipped.append(request)
-        for request in skipped:
-            queue.push(request)
-    assert len(queue._arrivals) < 40
-    assert sum(map(len, queue._heaps.values())) == 4
-    assert queue.oldest_arrival_s() == 0.0
 
 
 def test_a_step_that_computes_something_needs_its_result() -> None:

@@ -1,13 +1,16 @@
 """RequestQueue keeps the order of its sort keys, lets adapters be skipped, and never walks."""
 
+import gc
 import time
 from dataclasses import replace
 
 import numpy as np
 
+from pagoda.base.config import SchedulingPolicy
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.policy import RequestQueue, key_of
 from pagoda.core.request import LoraRef, Request, RequestState
+from tests.core.rig import Rig
 
 
 def state(name: str, key: int, lora: LoraRef | None = None) -> RequestState:
@@ -76,17 +79,28 @@ def test_the_oldest_arrival_is_known_in_any_queue_order() -> None:
     assert queue.oldest_arrival_s() == 7.0
 
 
-def test_skipped_requests_come_back_to_their_places() -> None:
+def test_aborted_requests_are_not_kept_below_a_waiting_one() -> None:
+    rig = Rig(scheduling_policy=SchedulingPolicy.PRIORITY, max_num_seqs=1)
+    rig.add("runs", 4)
+    rig.step()
+    rig.add("first", 4, priority=-1)
+    gc.collect()
+    before = sum(type(one) is RequestState for one in gc.get_objects())
+    for number in range(1000):
+        rig.add(str(number), 4)
+    rig.abort(*map(str, range(1000)))
+    gc.collect()
+    assert sum(type(one) is RequestState for one in gc.get_objects()) == before
+    assert rig.waiting == ["first"]
+
+
+def test_skipped_requests_keep_their_places_and_are_passed_over() -> None:
     queue, lora = RequestQueue(), LoraRef("one")
     entries = [state("a", 0), state("b", 1, lora), state("c", 2), state("d", 3, lora)]
     for entry in entries:
         queue.push(entry)
-    queue.remove(entries[0])
-    assert queue.peek() is entries[1]
+    assert queue.peek(after=entries[0]) is entries[1]
     skipped_keys = {key_of(entries[1])}
-    assert queue.peek(skipped_keys) is entries[2]
-    queue.remove(entries[2])
-    assert queue.peek(skipped_keys) is None
-    queue.push(entries[0])
-    queue.push(entries[2])
+    assert queue.peek(skipped_keys, after=entries[0]) is entries[2]
+    assert queue.peek(skipped_keys, after=entries[2]) is None
     assert [entry.request_id for entry in queue] == ["a", "b", "c", "d"]

@@ -139,7 +139,7 @@ def test_columns_are_readable_by_all_and_writable_by_their_owner() -> None:
     columns = {
         name: column for name, column in vars(table).items() if not name.startswith("_") and hasattr(column, "flags")
     }
-    assert len(columns) == 12
+    assert len(columns) == 13
     for name, column in (*columns.items(), ("reserved_until", kv.reserved_until)):
         with pytest.raises(ValueError, match="read-only"):
             column[0] = 0

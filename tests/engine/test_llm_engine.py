@@ -50,6 +50,18 @@ def test_a_caller_steps_requests_to_their_end() -> None:
     engine.shutdown()
 
 
+def test_sequences_that_outgrow_the_kv_cache_keep_their_texts() -> None:
+    engine = LLMEngine(fake_core(num_blocks=6), byte_inputs())
+    params = SamplingParams(n=4, max_tokens=100, seed=1, ignore_eos=True)
+    engine.add(engine.prepare("a", "prompt", params), RequestOutputKind.FINAL_ONLY, "prompt")
+    ended = run(engine)["a"]
+    engine.shutdown()
+    assert ended.error is None
+    assert [output.finish_reason for output in ended.outputs] == ["length"] * 4
+    lengths = [len(output.token_ids) for output in ended.outputs]
+    assert 0 < min(lengths) < max(lengths) < 100
+
+
 def test_an_aborted_request_ends_with_its_tokens_so_far_and_others_continue() -> None:
     engine = LLMEngine(fake_core(), byte_inputs())
     requests = {name: add(engine, name) for name in ("a", "b")}

@@ -213,20 +213,23 @@ class TwinScheduler:
         if sequence.mid_prefill and self.prompt_budget is not None:
             want = min(want, self.prompt_budget)
         if sequence.mid_prefill:
-            want = min(want, self.budget - self._kept_after(sequence))
+            want = min(want, self.budget - self._kept_after(sequence, only_siblings=True))
+        else:
+            want = min(want, max(1, self.budget - self._kept_after(sequence, only_siblings=False)))
         return min(want, self.budget, self.max_model_len - sequence.computed - 1)
 
-    def _kept_after(self, prompt: TwinSequence) -> int:
-        """Tokens that a prompt leaves: one for each decoding sequence after it that runs with siblings."""
+    def _kept_after(self, taker: TwinSequence, *, only_siblings: bool) -> int:
+        """Tokens that a prompt, or drafts, leave: one for each decoding sequence after it (that runs with siblings)."""
         order = [(state, [one for one in state.alive if one.started]) for state in self.running]
         running = [(state, sequence, len(started) > 1) for state, started in order for sequence in started]
-        after = running[[sequence for _, sequence, _ in running].index(prompt) + 1 :]
+        after = running[[sequence for _, sequence, _ in running].index(taker) + 1 :]
         decoding = [
-            has_siblings
+            has_siblings or not only_siblings
             for state, sequence, has_siblings in after
             if not sequence.mid_prefill and self._lacks_tokens(state, sequence)
         ]
-        return sum(decoding[: self.most_decodes - self._num_decodes()])
+        is_itself = not taker.mid_prefill
+        return sum(decoding[: self.most_decodes - self._num_decodes() - is_itself])
 
     def _num_decodes(self) -> int:
         """Rows that decode in this step, as planned so far."""
@@ -374,7 +377,7 @@ class TwinScheduler:
             if state.stale_steps or self._has_too_many_adapters(state):
                 skipped.append(self.waiting.pop(0))
                 continue
-            answer = self._why_never(state) or self._why_held(state) or self._admit(state)
+            answer = self._why_never(state) or self._why_held(state, skipped) or self._admit(state)
             if answer == "never":
                 self._never(state)
             elif answer != "ok" and not (answer == "no room" and self._make_way(state)):
@@ -382,11 +385,11 @@ class TwinScheduler:
         self.waiting[:0] = skipped
         self.waiting.sort(key=lambda other: other.place)
 
-    def _why_held(self, state: TwinRequest) -> str | None:
+    def _why_held(self, state: TwinRequest, skipped: list[TwinRequest]) -> str | None:
         if self._num_seqs_running() + state.num_seqs > self.config.max_num_seqs:
             return "no room"
         factor = self.config.scheduler_delay_factor
-        oldest = min(other.request.arrival_time_s for other in self.waiting)
+        oldest = min(other.request.arrival_time_s for other in [*self.waiting, *skipped])
         if self.running and factor > 0 and self.clock.now() - oldest <= factor * self.last_prompt_step_s:
             return "later"
         lacking = sum(

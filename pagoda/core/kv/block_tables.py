@@ -16,8 +16,8 @@ _TableChange = tuple[np.ndarray, int, np.ndarray, np.ndarray]  # rows, group, in
 class BlockTables:
     """The block tables of all KV groups over one device pool, as columns with one row per running sequence.
 
-    `extend_rows` (whole batches, numpy) and `extend_row` (one row; the definition) first free what a window has
-    left, then copy a shared tail block that is about to be written, then allocate new blocks.
+    `extend_rows` first frees what a window has left, then copies a shared tail block that is about to be written, then
+    allocates new blocks.
 
     entries: per KV group, int32 [rows, max blocks]; 0 is the null block. The list is the prefix cache's, too.
     num_blocks: int32 [rows], entries used in the tables of the groups that grow (they grow together).
@@ -69,16 +69,24 @@ class BlockTables:
             for group, entries in zip(self.groups, self.entries, strict=True)
         )
 
-    def most_blocks_to_extend(self, rows: np.ndarray, ends: np.ndarray) -> int:
-        """Most free blocks that `extend_rows` needs, copies included, ignoring what windows would free."""
-        need = int(np.maximum(self._missing(rows, ends), 0).sum())
-        if self._shared_tails:
-            need += len(self._shared_tails.intersection(rows.tolist()))
-        return need * len(self.growing)
-
     def _missing(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Return how many blocks each row lacks per growing group; int32 [num_rows]."""
         target = np.minimum(ends + self._sizing.num_lookahead_slots, self._sizing.max_model_len)
-        return -(-target // self._block_size) - self.num_blocks[rows]
+        return np.maximum(-(-target // self._block_size) - self.num_blocks[rows], 0)
+
+    def _num_fitting(self, rows: np.ndarray, missing: np.ndarray) -> int:
+        """Return how many leading `rows` certainly find their blocks, copies included; 0 only if the first does not."""
+        num_groups, free = len(self.growing), self.pool.num_free
+        most = missing
+        if self._shared_tails:  # a copy for each, although the last one writes in place
+            most = missing + np.isin(rows, list(self._shared_tails))
+        if int(most.sum()) * num_groups <= free:
+            return len(rows)
+        count = int(np.count_nonzero(np.cumsum(most) * num_groups <= free))
+        if count:
+            return count
+        self._free_passed(int(rows[0]))
+        return int(int(missing[0]) * num_groups + len(self._shared_tail_groups(int(rows[0]))) <= self.pool.num_free)
 
     # New rows and longer rows
 
@@ -105,21 +113,14 @@ class BlockTables:
         if missing > 0:
             entries[group] = np.pad(entries[group], ((0, 0), (0, missing)))
 
-    def extend_row(self, row: int, end: int) -> bool:
-        """Make room for the row's tokens up to `end`.
+    def extend_rows(self, rows: np.ndarray, ends: np.ndarray) -> int:
+        """Make room for the tokens of leading `rows` up to `ends`. Return for how many; 0: the first one lacks blocks.
 
-        Return False if blocks are short; out-of-window blocks are freed either way.
+        Out-of-window blocks of that one are freed all the same.
         """
-        self._free_passed(row)
-        missing = max(blocks_for(self._sizing.slots_up_to(end), self._block_size) - int(self.num_blocks[row]), 0)
-        if missing * len(self.growing) + len(self._shared_tail_groups(row)) > self.pool.num_free:
-            return False
-        self.unshare_tail(row)
-        self.append(row, end, is_known=True)
-        return True
-
-    def extend_rows(self, rows: np.ndarray, ends: np.ndarray) -> None:
-        """`extend_row` for many rows at once. The caller checked that `most_blocks_to_extend` are free."""
+        missing = self._missing(rows, ends)
+        count = self._num_fitting(rows, missing)
+        rows, missing = rows[:count], missing[:count]
         if self.windows:
             for row in rows.tolist():
                 self._free_passed(row)
@@ -127,7 +128,6 @@ class BlockTables:
             for row in self._shared_tails.intersection(rows.tolist()):
                 self.unshare_tail(row)
         have = self.num_blocks[rows]
-        missing = np.maximum(self._missing(rows, ends), 0)
         total = int(missing.sum())
         if total:
             if total == len(rows) and missing.max() == 1:
@@ -144,6 +144,7 @@ class BlockTables:
                 self._note_entries(where, group.index, index, block_ids)
             self.num_blocks[rows] = have + missing
         self._reserve(rows)
+        return count
 
     def append(self, row: int, end: int, *, is_known: bool) -> None:
         """Allocate new blocks at the end of one row's tables. is_known: workers know the row, and get a delta."""

@@ -168,16 +168,12 @@ class KVCacheManager:
 
     # A row continues
 
-    def allocate_slots(self, rows: np.ndarray, ends: np.ndarray) -> bool:
-        """Make room for the tokens of `rows` up to `ends`. Return False, and do nothing, if blocks may be short."""
-        if self._tables.most_blocks_to_extend(rows, ends) > self._pool.num_free:
-            return False
-        self._tables.extend_rows(rows, ends)
-        return True
+    def allocate_slots(self, rows: np.ndarray, ends: np.ndarray) -> int:
+        """Make room for the tokens of leading `rows` up to `ends`. Return for how many; 0: the first one lacks blocks.
 
-    def allocate_slots_for(self, row: int, end: int) -> bool:
-        """`allocate_slots` for one row, exactly. If blocks are short, it has only freed out-of-window blocks."""
-        return self._tables.extend_row(row, end)
+        More may fit than were served: whether one does is only certain for the first.
+        """
+        return self._tables.extend_rows(rows, ends)
 
     def fork(self, source: int, row: int, num_tokens: int) -> None:
         """`row` references the blocks of the first `num_tokens` tokens of `source`; writing to them copies them."""
