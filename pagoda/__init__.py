@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pagoda.base.sampling_params import BeamSearchParams as BeamSearchParams
     from pagoda.base.sampling_params import SamplingParams as SamplingParams
     from pagoda.base.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+    from pagoda.core.scheduler import Scheduler as Scheduler
     from pagoda.engine.inputs.prompts import TextPrompt as TextPrompt
     from pagoda.engine.inputs.prompts import TokensPrompt as TokensPrompt
     from pagoda.llm import LLM as LLM
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "pagoda.llm": ("LLM",),
     "pagoda.async_llm": ("AsyncLLM",),
+    "pagoda.core.scheduler": ("Scheduler",),
     "pagoda.llm_engine": ("LLMEngine", "EngineArgs"),
     "pagoda.base.sampling_params": ("SamplingParams", "BeamSearchParams"),
     "pagoda.base.pooling": ("PoolingParams",),

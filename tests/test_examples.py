@@ -109,6 +109,15 @@ def test_policy() -> None:
     assert lengths[0] < lengths[-1]
 
 
+def test_scheduler() -> None:
+    lines = run("scheduler.py").splitlines()
+    assert lines[0] == "step 1: rows [0, 1] compute [10, 6] tokens; 27 blocks free; ended: none"
+    assert lines[3].endswith("32 blocks free; ended: request-1, request-2")
+    assert re.fullmatch(r"step 1: 2 rows, \d+ tokens", lines[4])
+    assert lines[5] == "step 2: 2 rows, 2 tokens"
+    assert "' Paris" in lines[-2]
+
+
 @pytest.mark.slow
 def test_transcription(tmp_path: Path) -> None:
     cached_model("whisper-tiny.en")

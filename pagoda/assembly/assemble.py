@@ -1,5 +1,6 @@
 """Build a running EngineCore from settings: the only module that chooses implementations."""
 
+import importlib
 import logging
 import sys
 import time
@@ -18,6 +19,7 @@ from pagoda.base.config_rules import settings_without_effect
 from pagoda.base.errors import CapacityError, ConfigError, StepTooLarge, WorkerDied
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler import Scheduler
+from pagoda.core.scheduler_interface import SchedulerInterface
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.preparations import ExecutorPreparations
@@ -51,6 +53,7 @@ def build_engine_core(
     """
     begin_s = time.perf_counter()
     setup = config if isinstance(config, EngineSetup) else resolve_engine(config)
+    make_scheduler = load_scheduler_class(setup.config.scheduler.scheduler_cls)
     capacity = None
     if setup.config.parallel.executor != "ray":  # nothing is known of other machines before their ranks have measured
         setup, capacity = fit_cache(setup)
@@ -68,7 +71,7 @@ def build_engine_core(
     options = options_of(setup)
     lora = setup.config.model.lora
     preparations = ExecutorPreparations(executor, options.max_num_seqs, lora.num_kept if lora.enable_lora else 0)
-    scheduler = Scheduler(
+    scheduler = make_scheduler(
         options,
         setup.config.cache,
         setup.groups,
@@ -102,6 +105,24 @@ def build_engine_core(
         encoder=setup.encoder,
         crosses=setup.crosses,
     )
+
+
+def load_scheduler_class(name: str | None) -> type[Scheduler]:
+    """Return the class that `scheduler_cls` names. Raises ConfigError if it cannot be had, or is no scheduler."""
+    if name is None:
+        return Scheduler
+    module, _, attribute = name.rpartition(".")
+    remedy = "give package.module.Class, of a module that the engine's process can import"
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"scheduler_cls={name!r} cannot be imported ({error}); {remedy}") from error
+    methods = [method for method in vars(SchedulerInterface) if not method.startswith("_")]
+    if missing := [method for method in methods if not hasattr(found, method)]:
+        raise ConfigError(
+            f"scheduler_cls={name!r} is not a scheduler: it has no {', '.join(missing)}; extend pagoda.Scheduler"
+        )
+    return found
 
 
 def llm_engine_builder(config: EngineConfig) -> Callable[[], LLMEngine]:

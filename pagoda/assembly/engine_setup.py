@@ -260,6 +260,7 @@ def scheduler_options(config: EngineConfig) -> SchedulerOptions:
     settings = {
         item.name: getattr(scheduler, item.name) for item in describe_settings(SchedulerConfig) if not item.is_group
     }
+    del settings["scheduler_cls"]
     return SchedulerOptions(
         **{**settings, "async_scheduling": bool(scheduler.async_scheduling)},
         **{item.name: getattr(prefill, item.name) for item in describe_settings(PrefillConfig)},

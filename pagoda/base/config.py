@@ -126,7 +126,11 @@ class CacheConfig:
         Setting("Fraction of the free memory for the KV cache; if unset, 0.95 of what steps leave on a GPU."),
     ] = 0.5
     swap_space: Annotated[
-        float, Setting("Host memory of each worker for the KV blocks of swapped requests, in GiB.", at_least=0)
+        float,
+        Setting(
+            "Host memory of each worker for the KV blocks of swapped requests, in GiB (0: nothing is swapped).",
+            at_least=0,
+        ),
     ] = 0.0
     kv_cache_dtype: Annotated[
         str,
@@ -186,7 +190,7 @@ class SchedulerConfig:
         PreemptionMode,
         Setting(
             "What happens to a preempted request: recompute, swap, cost (whichever is faster), or auto (swap only "
-            "requests with several sequences)."
+            "requests with several sequences). Without swap_space, all are recomputed."
         ),
     ] = PreemptionMode.AUTO
     enable_chunked_prefill: Annotated[bool, Setting("Compute long prompts in chunks, alternating with decodes.")] = True
@@ -196,6 +200,13 @@ class SchedulerConfig:
     speculative_config: Annotated[
         SpeculativeConfig, Setting("Speculative decoding: generate several tokens per step, with the same output.")
     ] = field(default_factory=SpeculativeConfig)
+    scheduler_cls: Annotated[
+        str | None,
+        Setting(
+            "Scheduler class of your own, as package.module.Class; from Python also the class itself.",
+            unset="pagoda.Scheduler",
+        ),
+    ] = None
     async_scheduling: Annotated[
         bool | None, Setting("Schedule the next step while the current one runs.", unset="on for a GPU, off for a CPU")
     ] = None

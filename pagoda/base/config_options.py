@@ -165,6 +165,8 @@ def normalize(item: DescribedSetting, value: Any) -> Any:
         return _to_mapping(name, value)
     if name in _DTYPES and isinstance(value, str):
         return _DTYPE_NAMES.get(value, value)
+    if item.type is str and isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 

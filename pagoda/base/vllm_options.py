@@ -141,7 +141,6 @@ REFUSED: Mapping[str, str] = {
     "kv_events_config": "events of the KV cache are not published",
     "truncation_side": "a prompt is cut at its beginning; set truncate_prompt_tokens in the request",
     "logprobs_mode": "log-probabilities are the model's own, before temperature and penalties",
-    "scheduler_cls": "use {scheduling_policy}",
     "nnodes": "use {distributed_executor_backend}=ray for several machines",
     "node_rank": "use {distributed_executor_backend}=ray for several machines",
     "master_addr": "use {distributed_executor_backend}=ray for several machines",

@@ -1,6 +1,7 @@
 """The scheduler: which requests run in each step, with how many tokens, in which blocks of the KV cache.
 
-scheduler.py         the API, and the outline of a step on one screen; scheduler_options.py: SchedulerOptions
+scheduler.py         the API, and the outline of a step on one screen; scheduler_options.py: SchedulerOptions;
+                     scheduler_interface.py: what the engine asks of a scheduler
 request.py           Request; RequestState and Sequence: what changes while it is served
 state.py             SchedulerState: one attribute per owner, and what always holds; planning to lifecycle work on it
 planning.py          the plan side: running, swapped, waiting requests, forks; preemption.py when blocks run out

@@ -13,8 +13,9 @@ from pagoda.base.errors import ConfigError, InvariantBroken, PagodaError, Reques
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.executor import Executor, StepProfile
 from pagoda.core.request import LoraRef, Request, RequestStatus
-from pagoda.core.scheduler import Scheduler, SchedulerStats
+from pagoda.core.scheduler_interface import SchedulerInterface
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.stats import SchedulerStats
 from pagoda.engine.preparations import ExecutorPreparations
 from pagoda.engine.wire import EngineSizes
 from pagoda.models.base import Encoder, check_media
@@ -38,7 +39,7 @@ class EngineCore:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: SchedulerInterface,
         executor: Executor,
         clock: Clock,
         sizes: EngineSizes,

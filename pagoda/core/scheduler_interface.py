@@ -1,0 +1,59 @@
+"""SchedulerInterface: what the engine asks of a scheduler. `scheduler_cls` names a class of one's own."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from pagoda.core.decision_log import DecisionLog
+from pagoda.core.request import Request, RequestStatus
+from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.stats import SchedulerStats
+
+
+class SchedulerInterface(Protocol):
+    """Decides what runs in each step. Called by one thread; docs/reference/scheduler-contract.md says what is promised.
+
+    The engine makes it with the arguments of `pagoda.Scheduler`, which most schedulers extend.
+    """
+
+    def add_request(self, request: Request) -> None:
+        """Add `request` to the waiting queue. Raises RequestError, with nothing changed, for one that cannot be had."""
+        ...
+
+    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> dict[int, EngineCoreOutputs]:
+        """End requests wherever they are; ignore ids that have ended. Return the ends by client."""
+        ...
+
+    def finish_sequence(self, request_id: str, index: int, status: RequestStatus) -> dict[int, EngineCoreOutputs]:
+        """End one sequence of a request; the others continue."""
+        ...
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether a request has not ended."""
+        ...
+
+    def schedule(self) -> SchedulerOutput:
+        """Plan the next step. Called again before the result is back, it plans the step after."""
+        ...
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput | None
+    ) -> dict[int, EngineCoreOutputs]:
+        """Apply the result of a step, in the order of planning; None: it computed nothing. Return outputs by client."""
+        ...
+
+    def fail_step(self, scheduler_output: SchedulerOutput, message: str) -> dict[int, EngineCoreOutputs]:
+        """Apply that a step raised: what it computed ends with `message`. Return outputs by client."""
+        ...
+
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        """Forget all cached prefixes. Return False, with nothing changed, if blocks are in use."""
+        ...
+
+    def make_stats(self) -> SchedulerStats:
+        """Return gauges and totals."""
+        ...
+
+    @property
+    def explain(self) -> DecisionLog:
+        """Why the last steps were planned as they were."""
+        ...
