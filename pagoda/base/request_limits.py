@@ -11,11 +11,12 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Protocol
 
 from pagoda.base.errors import ConfigError, RequestError
+from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.setting import Setting, default_of
 
 
 class _Lists(Protocol):
-    """The lists of a request, as SamplingParams or a request body holds them."""
+    """The lists of a request, as a request body holds them."""
 
     @property
     def stop(self) -> str | Sequence[str] | None: ...
@@ -120,7 +121,7 @@ class RequestLimits:
             message = f"{param or 'the body'}: {count} {what} are more than the limit of {allowed} ({name})"
             raise RequestError(message, param)
 
-    def check_lists(self, given: _Lists) -> None:
+    def check_lists(self, given: SamplingParams | _Lists) -> None:
         """Raise RequestError if a list in a request's sampling parameters exceeds its limit."""
         stop = (given.stop,) if isinstance(given.stop, str) else given.stop or ()
         self.check("stop_strings", len(stop), "stop")
