@@ -111,9 +111,10 @@ class Bart(Model):
 
 def read(config: ConfigReader) -> BartConfig:
     """Read the settings. Raises ConfigError for what is not supported."""
-    for name in ("normalize_before", "add_final_layer_norm", "normalize_embedding", "static_position_embeddings"):
-        config.refuse(name, *((True,) if name == "normalize_embedding" else ()))
-    config.refuse("tie_word_embeddings", True)
+    for name in ("normalize_before", "add_final_layer_norm", "static_position_embeddings"):
+        config.refuse(name)
+    for name in ("normalize_embedding", "tie_word_embeddings"):
+        config.expect(name, True)
     positions = config.integer("max_position_embeddings", 1024)
     decoder = read_stack(config, "bart", "decoder", positions)
     return BartConfig(

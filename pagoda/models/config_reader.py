@@ -45,12 +45,15 @@ class ConfigReader:
         return self.changed({key: value for key, value in defaults.items() if self.values.get(key) is None})
 
     def text_settings(self) -> "ConfigReader":
-        """Return the settings of the text model: `text_config` of a model that also takes images, else all."""
+        """Return the settings of the text model: `text_config` of a model that also takes images, else all.
+
+        Some of its settings may be given for the whole.
+        """
         text = self.section("text_config")
         if text is None:
             return self
-        inherited = ("dtype", "torch_dtype", "eos_token_id")
-        return text.changed({key: self.get(key) for key in inherited if self.has(key) and key not in text.values})
+        inherited = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings")
+        return text.changed({key: self.get(key) for key in inherited if self.has(key) and not text.has(key)})
 
     def integer(self, key: str, default: int | _Required = REQUIRED, most: int = _MOST) -> int:
         """Return an integer from 1 to `most`, so that a corrupt file cannot cause huge allocations."""
@@ -160,6 +163,11 @@ class ConfigReader:
         value = self.get(key)
         if value is not None and value is not False and value not in harmless:
             raise ConfigError(f"{self.origin}: {key} = {abbreviate(value)} is not supported")
+
+    def expect(self, key: str, value: object) -> None:
+        """Raise ConfigError if `key` is set to another value than this one."""
+        if self.has(key) and self.get(key) != value:
+            raise self.wrong(key, str(value))
 
     def wrong(self, key: str, expected: str) -> ConfigError:
         if self.get(key) is None:

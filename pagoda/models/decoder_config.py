@@ -224,7 +224,11 @@ def read_spec(
 
 
 def windows_by_layer_types(config: ConfigReader, layer_types: tuple[str, ...], window: int) -> tuple[int, ...]:
-    """Return 0 or `window` per layer. Raises ConfigError for an unsupported layer type, and if layers lack one."""
+    """Return 0 or `window` per layer.   window: 0 if none is set.
+
+    Raises ConfigError for an unsupported layer type, for a layer with a window if none is set, and if there are not as
+    many types as layers.
+    """
     if len(layer_types) != (num_layers := config.num_layers()):
         raise ConfigError(f"{config.origin}: layer_types has {len(layer_types)} entries for {num_layers} layers")
     for layer, kind in enumerate(layer_types):
@@ -233,6 +237,8 @@ def windows_by_layer_types(config: ConfigReader, layer_types: tuple[str, ...], w
                 f"{config.origin}: layer_types[{layer}] {abbreviate(kind)} is not supported; "
                 f"supported: {FULL}, {SLIDING}"
             )
+        if kind == SLIDING and not window:
+            raise ConfigError(f"{config.origin}: layer_types[{layer}] is {SLIDING}, but there is no sliding_window")
     return tuple(window if kind == SLIDING else 0 for kind in layer_types)
 
 

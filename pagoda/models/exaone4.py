@@ -14,11 +14,11 @@ from pagoda.models.norm_placement import PostNormDecoder
 
 def read(config: ConfigReader) -> DecoderConfig:
     config = config.with_defaults({"rms_norm_eps": 1e-5})
-    unrotated, windows = frozenset[int](), None
-    if config.has("sliding_window"):
-        layer_types = config.texts("layer_types") or _by_pattern(config)
-        windows = windows_by_layer_types(config, layer_types, config.integer("sliding_window"))
-        unrotated = frozenset(layer for layer, kind in enumerate(layer_types) if kind == FULL)
+    window = config.integer("sliding_window") if config.has("sliding_window") else 0
+    by_pattern = _by_pattern(config) if window else (FULL,) * config.num_layers()
+    layer_types = config.texts("layer_types") or by_pattern
+    windows = windows_by_layer_types(config, layer_types, window)
+    unrotated = frozenset(layer for layer, kind in enumerate(layer_types) if window and kind == FULL)
     return replace(read_decoder(config, "exaone4", windows), qk_norm=QKNorm.HEAD, unrotated_layers=unrotated)
 
 

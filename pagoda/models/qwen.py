@@ -63,7 +63,7 @@ def _with_experts(config: ConfigReader, decoder: DecoderConfig) -> DecoderConfig
 
 def _read_qwen2_moe(config: ConfigReader) -> DecoderConfig:
     config.refuse("use_sliding_window")
-    decoder = _with_experts(config, read_decoder(config, "qwen2_moe"))
+    decoder = _with_experts(config, read_decoder(config, "qwen2_moe", _layer_windows(config)))
     shared = replace(decoder.experts, shared_size=config.integer("shared_expert_intermediate_size"), shared_gate=True)
     return replace(decoder, qkv_bias=config.flag("qkv_bias", True), experts=shared)
 

@@ -252,6 +252,9 @@ def _read_tower(config: ConfigReader) -> TowerConfig:
     if channels != _CHANNELS:
         raise config.wrong("in_channels", str(_CHANNELS))
     patch, merge = config.integer("patch_size", 14, most=1024), config.integer("spatial_merge_size", 2, most=16)
+    if (rope := config.section("rope_parameters")) is not None:
+        rope.choice("rope_type", ("axial", "default"), "default")
+        rope.expect("rope_theta", RopeConfig().theta)
     window = config.integer("window_size", 112) // merge // patch
     if not window:
         raise config.wrong("window_size", f"at least {merge * patch} pixels")

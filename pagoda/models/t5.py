@@ -160,7 +160,7 @@ def read_mt5(config: ConfigReader) -> T5Config:
 
 
 def _read(config: ConfigReader, architecture: str, is_tied: bool) -> T5Config:
-    config.refuse("is_encoder_decoder", True)
+    config.expect("is_encoder_decoder", True)
     num_heads, num_layers = config.integer("num_heads"), config.integer("num_layers", most=_MOST_LAYERS)
     num_buckets = config.integer("relative_attention_num_buckets", 32)
     max_distance = config.integer("relative_attention_max_distance", 128, most=_MOST_DISTANCE)

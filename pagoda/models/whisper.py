@@ -164,7 +164,7 @@ class Whisper(Model):
 def read(config: ConfigReader) -> WhisperConfig:
     """Read the settings. Raises ConfigError for what is not supported."""
     config.refuse("scale_embedding")
-    config.refuse("tie_word_embeddings", True)
+    config.expect("tie_word_embeddings", True)
     config.refuse("median_filter_width", 7)  # as worker/alignment.py has it
     return WhisperConfig(
         spec=read_stack(config, "whisper", "decoder", config.integer("max_target_positions", 448)),

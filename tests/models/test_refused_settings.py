@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PretrainedConfig, WhisperConfig
+from transformers import BartConfig, PretrainedConfig, T5Config, WhisperConfig
 
 from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.base.config import EngineConfig
@@ -56,6 +57,7 @@ DEEPSEEK_V3_AS_RELEASED: dict[str, Any] = {
 }  # fmt: skip
 
 
+TOWER_THETA = ("vision_config", "rope_parameters", "rope_theta")
 MROPE = ("text_config", "rope_parameters", "mrope_interleaved")
 
 
@@ -95,6 +97,11 @@ def write(folder: Path, settings: dict[str, Any]) -> ModelFiles:
         ("gpt-oss", "hidden_act", "gelu", "'gelu' is not supported"),
         ("granitemoe", "hidden_act", "gelu", "'gelu' is not supported"),
         ("exaone4", "layer_types", ["chunked_attention"] * 3, "'chunked_attention' is not supported"),
+        ("exaone4", "layer_types", ["full_attention"] * 2, "2 entries for 3 layers"),
+        ("exaone4-full", "layer_types", ["full_attention"] * 2, "2 entries for 3 layers"),
+        ("exaone4-full", "layer_types", ["sliding_attention"] * 3, "but there is no sliding_window"),
+        ("qwen3", "layer_types", ["sliding_attention"] * 3, "but there is no sliding_window"),
+        ("qwen2-moe", "layer_types", ["full_attention"] * 4, "4 entries for 3 layers"),
         ("smollm3", "no_rope_layers", [1, 0], "a number for each of the 4 layers"),
         ("starcoder2", "hidden_act", "mish", "'mish' is not supported"),
         ("gpt-neox", "hidden_act", "mish", "'mish' is not supported"),
@@ -126,6 +133,10 @@ def test_a_setting_that_is_not_supported_is_named(name: str, key: str, value: An
     [
         ("Whisper", WhisperConfig, ("scale_embedding",), True, "not supported"),
         ("Whisper", WhisperConfig, ("median_filter_width",), 9, "not supported"),
+        ("Whisper", WhisperConfig, ("tie_word_embeddings",), False, "expected True"),
+        ("Bart", BartConfig, ("tie_word_embeddings",), False, "expected True"),
+        ("T5", partial(T5Config, decoder_start_token_id=0), ("is_encoder_decoder",), False, "expected True"),
+        ("Qwen2_5_VL", VISION_CONFIGS["qwen2.5-vl"], TOWER_THETA, 5000.0, "expected 10000"),
         ("Idefics3", VISION_CONFIGS["idefics3"], ("text_config", "qk_layer_norms"), True, "not supported"),
         ("Qwen2_5_VL", VISION_CONFIGS["qwen2.5-vl"], MROPE, True, "not supported"),
         ("Gemma3", VISION_CONFIGS["gemma3"], ("mm_tokens_per_image",), 8, "not a square"),
@@ -202,3 +213,15 @@ def test_embeddings_in_place_of_tokens_are_refused_where_layers_look_up_tokens(t
     options: dict[str, Any] = {"model": str(save(make_model("gemma4-shared"), tmp_path)), "device": "cpu"}
     with pytest.raises(ConfigError, match="enable_prompt_embeds"):
         resolve_engine(EngineConfig.from_options(**options, enable_prompt_embeds=True))
+
+
+@pytest.mark.parametrize(
+    ("of_whole", "of_text", "tied"), [(False, None, False), (None, False, False), (None, None, True)]
+)
+def test_whether_a_head_is_tied_may_be_said_for_the_whole(
+    of_whole: bool | None, of_text: bool | None, tied: bool, tmp_path: Path
+) -> None:
+    settings = json.loads(VISION_CONFIGS["gemma3"]().to_json_string(use_diff=False))
+    settings |= {"architectures": ["Gemma3ForConditionalGeneration"], "tie_word_embeddings": of_whole}
+    settings["text_config"]["tie_word_embeddings"] = of_text
+    assert read_architecture(write(tmp_path, settings))[1].spec.tie_embeddings is tied
