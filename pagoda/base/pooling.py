@@ -36,6 +36,7 @@ class PoolingPlan:
     prompts: instructions by name, put in front of a text.   default_prompt: the name of the one used by default.
     max_seq_length: tokens that the pooling was made for, if fewer than the model's positions.
     sizes: to which embeddings may be shortened ("Matryoshka"): None: to none, (): to any.
+    is_declared: the model's files say how it pools, so it was trained for that.
     """
 
     kind: PoolingKind = PoolingKind.LAST
@@ -49,6 +50,7 @@ class PoolingPlan:
     default_prompt: str | None = None
     max_seq_length: int | None = None
     sizes: tuple[int, ...] | None = None
+    is_declared: bool = False
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:

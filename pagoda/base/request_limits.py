@@ -79,6 +79,16 @@ class RequestLimits:
         int,
         Counted("log-probabilities of prompts in one answer (`n` times their tokens times `prompt_logprobs` + 1)"),
     ] = 524_288
+    output_tokens: Annotated[
+        int, Counted("tokens of output that a request may come to (outputs of all prompts times `max_tokens`)")
+    ] = 16_777_216
+    output_logprobs: Annotated[
+        int,
+        Counted(
+            "log-probabilities that a request may come to (outputs of all prompts times `max_tokens` times "
+            "`logprobs` + 1)"
+        ),
+    ] = 4_194_304
     audio_s: Annotated[int, _limit("seconds of sound in one file to transcribe")] = 7_200
     audio_bytes: Annotated[int, Counted("bytes of a sound file")] = 2_147_483_648
     list_entries: Annotated[
@@ -141,6 +151,15 @@ class RequestLimits:
         sizes["bad_words"] = sum(map(len, given.bad_words or ()))
         longest = max(sizes, key=lambda name: sizes[name])
         self.check("list_entries", num_prompts * sum(sizes.values()), longest)
+
+    def check_outputs(self, num_tokens: int, num_logprobs: int | None) -> None:
+        """Raise RequestError if the longest outputs take more memory than a request may hold.
+
+        num_tokens: of all outputs together, at their longest.   num_logprobs: per token, besides its own.
+        """
+        self.check("output_tokens", num_tokens, "max_tokens")
+        if num_logprobs is not None:
+            self.check("output_logprobs", num_tokens * (num_logprobs + 1), "logprobs")
 
     def check_bad_words_ids(self, words: Sequence[Sequence[int]]) -> None:
         """Like `check_lists`, for bad words as token ids."""

@@ -87,6 +87,24 @@ class LogOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerDefaults:
+    """What holds where a request does not say."""
+
+    enable_force_include_usage: Annotated[
+        bool,
+        Setting(
+            "Send token counts with every stream: at its end, and in each chunk if it has no stream_options.", flat=True
+        ),
+    ] = False
+    return_tokens_as_token_ids: Annotated[
+        bool, Setting('Write tokens in log-probabilities as "token_id:ID".', flat=True)
+    ] = False
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any], Setting("Variables of the chat template.", unset="none", flat=True)
+    ] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """The HTTP server (docs/internals/server.md)."""
 
@@ -126,12 +144,9 @@ class ServerConfig:
     strict_fields: Annotated[
         bool, Setting("Refuse requests with unknown fields, instead of ignoring those with a log line and a header.")
     ] = False
-    enable_force_include_usage: Annotated[
-        bool, Setting("Send token counts at the end of every stream, as if its stream_options had include_usage.")
-    ] = False
-    default_chat_template_kwargs: Annotated[
-        dict[str, Any], Setting("Variables of the chat template, where a request does not set them.", unset="none")
-    ] = field(default_factory=dict[str, Any])
+    answer_defaults: Annotated[AnswerDefaults, Setting("What holds where a request does not say.")] = field(
+        default_factory=AnswerDefaults
+    )
     trust_request_chat_template: Annotated[bool, Setting("Accept chat templates in requests.")] = False
     lora_sources: Annotated[LoRASources, Setting("Where the server's LoRA adapters come from.")] = field(
         default_factory=LoRASources

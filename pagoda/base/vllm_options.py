@@ -151,7 +151,6 @@ REFUSED: Mapping[str, str] = {
     "ngram_prompt_lookup_min": _SPECULATIVE,
     "tool_parser_plugin": "use {tool_call_parser} with one of the known formats",
     "response_role": "the role is always assistant",
-    "return_tokens_as_token_ids": "send return_tokens_as_token_ids with the request",
     "middleware": _PROXY,
     "ssl_ca_certs": f"client certificates are not checked; {_PROXY}",
     "ssl_cert_reqs": f"client certificates are not checked; {_PROXY}",
@@ -178,7 +177,7 @@ use_v2_block_manager enable_auto_tool_choice enable_reasoning enable_prompt_toke
 enable_request_id_headers exclude_tools_when_tool_choice_none enable_tokenizer_info_endpoint
 enable_server_load_tracking disable_log_stats disable_log_requests enable_log_requests enable_log_outputs
 disable_uvicorn_access_log allow_credentials disable_fastapi_docs disable_frontend_multiprocessing
-return_tokens_as_token_ids language_model_only enable_flashinfer_autotune disable_cascade_attention numa_bind
+language_model_only enable_flashinfer_autotune disable_cascade_attention numa_bind
 enable_offline_docs enable_ssl_refresh tokens_only
 """
 SWITCHES = frozenset(_SWITCHES.split())

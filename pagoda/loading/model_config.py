@@ -50,7 +50,7 @@ def build_tree(files: ModelFiles, architecture: Architecture, config: TreeConfig
     if files.format == "safetensors":
         modules = read_pooling(files.path, model.pooling, config.spec.hidden_size)
     if modules is not None:
-        model.pooling = modules.plan
+        model.pooling = replace(modules.plan, is_declared=True)
         model.dense = [Dense(spec) for spec in modules.dense]
     if files.format == "safetensors":
         given = ConfigReader(read_json_object(files.path / "config.json"), str(files.path / "config.json"))

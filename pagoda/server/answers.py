@@ -218,7 +218,7 @@ class TokenizeResponse(Struct):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | UnsetType = UNSET
+    token_strs: list[str] | None = None
 
 
 class DetokenizeResponse(Struct, frozen=True):

@@ -45,7 +45,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
             allow_origins=list(config.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", "X-Ignored-Fields"],
+            expose_headers=["X-Request-Id", "Retry-After", "X-Ignored-Fields", "X-Warning"],
         )
     return AccessLog(layers, state.generator.metrics.on_http, prefix=config.root_path.rstrip("/"))
 

@@ -149,7 +149,7 @@ async def _prepare(http: Request, state: ServerState, body: ChatCompletionReques
             )
             for _ in range(body.n or 1)
         ]
-        return ChatFormat(head, generation, body, readers)
+        return ChatFormat(head, generation, body, readers, state.writes_ids(body))
 
     return Prepared([prompt.prompt], params, answer_format)
 
@@ -212,8 +212,11 @@ class Reader:
 class ChatFormat:
     """The answer to a conversation."""
 
-    def __init__(self, head: Head, generation: Generation, body: ChatCompletionRequest, readers: list[Reader]) -> None:
-        """readers: one per choice."""
+    def __init__(
+        self, head: Head, generation: Generation, body: ChatCompletionRequest, readers: list[Reader], writes_ids: bool
+    ) -> None:
+        """readers: one per choice.   writes_ids: tokens of log-probabilities are written as ids."""
+        self._writes_ids = writes_ids
         self._head = head
         self._generation = generation
         self._body = body
@@ -301,8 +304,7 @@ class ChatFormat:
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
         if not self._body.logprobs or output.logprobs is None:
             return None
-        as_ids = self._body.return_tokens_as_token_ids
-        return chat_logprobs(output.token_ids, output.logprobs, self._body.top_logprobs or 0, as_ids)
+        return chat_logprobs(output.token_ids, output.logprobs, self._body.top_logprobs or 0, self._writes_ids)
 
     def _pieces(self, reader: Reader, calls: list[ToolCall]) -> list[DeltaToolCall]:
         """Return the pieces of calls for an event, one for each call: clients look at one per event.

@@ -55,7 +55,7 @@ async def _prepare(http: Request, state: ServerState, body: CompletionRequest) -
     return Prepared(
         body.prompts(),
         params,
-        lambda head, generation: CompletionFormat(head, generation, body, llm),
+        lambda head, generation: CompletionFormat(head, generation, body, llm, state.writes_ids(body)),
         add_special_tokens=body.add_special_tokens,
     )
 
@@ -63,7 +63,11 @@ async def _prepare(http: Request, state: ServerState, body: CompletionRequest) -
 class CompletionFormat:
     """The answer to a text completion. Tracks the text offset of each choice."""
 
-    def __init__(self, head: Head, generation: Generation, body: CompletionRequest, llm: AsyncEngine) -> None:
+    def __init__(
+        self, head: Head, generation: Generation, body: CompletionRequest, llm: AsyncEngine, writes_ids: bool
+    ) -> None:
+        """writes_ids: tokens of log-probabilities are written as ids."""
+        self._writes_ids = writes_ids
         self._head = head
         self._generation = generation
         self._body = body
@@ -134,7 +138,7 @@ class CompletionFormat:
             self._num_logprobs or 0,
             self._offsets[at],
             lambda token_id: self._llm.text.decode([token_id]),
-            self._body.return_tokens_as_token_ids,
+            self._writes_ids,
         )
         return logprobs
 

@@ -364,7 +364,7 @@ class Generator:
         limits = self.llm.input_processor.limits.of_request
         requests: list[Request] = []
         prepared: dict[int, PreparedParams] = {}  # by identity: most prompts share their parameters
-        num_prompt_tokens = 0
+        num_prompt_tokens = num_output_tokens = 0
         for index, (prompt, params, engine_id) in enumerate(zip(asked.prompts, asked.params, engine_ids, strict=True)):
             if id(params) not in prepared:
                 prepared[id(params)] = await self.llm.text.prepare_params(params)
@@ -385,6 +385,9 @@ class Generator:
                 name = asked.names[index]
                 raise RequestError(f"{name}: {str(error).removeprefix('prompt: ')}", name) from None
             requests.append(request)
+            if request.sampling is not None:
+                num_output_tokens += request.num_seqs * (request.sampling.max_tokens or 0)
+                limits.check_outputs(num_output_tokens, request.sampling.logprobs)
             if request.sampling is not None and request.sampling.prompt_logprobs is not None:
                 num_prompt_tokens += request.num_prompt_tokens
                 num_entries = request.num_seqs * num_prompt_tokens * (request.sampling.prompt_logprobs + 1)

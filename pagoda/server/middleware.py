@@ -99,8 +99,8 @@ class AccessLog:
     """Outermost layer of the app: gives every request an id, and logs a line when it has ended.
 
     Sets in scope["state"]: request_id, key and is_admin (see Gate), and timings (a dict that routes may fill). What
-    is noted there as ignored_fields becomes the header x-ignored-fields; error: why a request was refused or failed;
-    ended_as: the status to log for a stream that did not end well, after a 200 was sent.
+    is noted there as ignored_fields and warning becomes the headers x-ignored-fields and x-warning; error: why a
+    request was refused or failed; ended_as: the status to log for a stream that did not end well, after a 200.
     Of a path, a slash at its end is dropped, the address before it (`GET http://host/health`), and `prefix`, for a
     proxy that does not strip it.
     on_end: called with the method, the route and the status of every request.
@@ -127,8 +127,9 @@ class AccessLog:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id.encode())]
-                if ignored := state.get("ignored_fields"):
-                    headers.append((b"x-ignored-fields", ignored.encode()))
+                for name in ("ignored_fields", "warning"):
+                    if noted := state.get(name):
+                        headers.append((f"x-{name.replace('_', '-')}".encode(), noted.encode()))
                 message = {**message, "headers": headers}
             await send(message)
 

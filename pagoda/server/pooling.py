@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from starlette.requests import Request
@@ -45,6 +45,7 @@ from pagoda.server.pooling_bodies import (
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
+    VectorBody,
 )
 from pagoda.server.responses import cancel_on_disconnect, json_response, run_sized
 from pagoda.server.routing import Router
@@ -102,7 +103,7 @@ async def create_embedding(http: Request) -> Response:
     body, params = call.body, call.params()
     instruction = instruction_of(call.state.tasks.plan, body.prompt_name)
     pooled = await _pool_inputs(call, params, instruction)
-    numbers = _base64 if body.encoding_format == "base64" else np.ndarray.tolist
+    numbers = _written(body)
     return await pooled.answer(
         EmbeddingResponse, lambda index, vector: EmbeddingData(index=index, embedding=numbers(vector))
     )
@@ -111,9 +112,9 @@ async def create_embedding(http: Request) -> Response:
 @router.post("/pooling", answer=PoolingResponse, body=PoolingRequest)
 async def create_pooling(http: Request) -> Response:
     """Return what the model makes of the hidden states of each input: an embedding, classes, or a vector per token."""
-    call = await _read(http, PoolingRequest, "pool")
+    call = await _read(http, PoolingRequest, "pooling")
     pooled = await _pool_inputs(call, call.params())
-    numbers = _base64 if call.body.encoding_format == "base64" else np.ndarray.tolist
+    numbers = _written(call.body)
     return await pooled.answer(PoolingResponse, lambda index, vector: PoolingData(index=index, data=numbers(vector)))
 
 
@@ -165,6 +166,7 @@ async def _read(http: Request, kind: type[B], id_prefix: str) -> Call[B]:
     body = await state.bodies.read(http, kind)
     lora = state.adapter_of(body.model)
     http.scope["state"]["timings"]["model"] = body.model or state.model_names[0]
+    state.warn_of_untrained(http)
     return Call(http, state, body, lora, id_prefix)
 
 
@@ -228,5 +230,18 @@ async def _gather(generation: Generation) -> list[RequestOutput]:
     return [found[index] for index in range(len(generation.requests))]
 
 
-def _base64(vector: np.ndarray) -> str:
-    return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode("ascii")
+def _written(body: VectorBody) -> Callable[[np.ndarray], Any]:
+    """Return what turns a vector into the form that a body asks for."""
+    if body.encoding_format != "base64":
+        return np.ndarray.tolist
+    order = ">" if body.endianness == "big" else "<"
+
+    def as_base64(vector: np.ndarray) -> str:
+        if body.embed_dtype == "bfloat16":
+            bits = vector.astype(np.float32, copy=False).view(np.uint32)
+            numbers = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(f"{order}u2")  # to the nearest, ties to even
+        else:
+            numbers = vector.astype(f"{order}f{2 if body.embed_dtype == 'float16' else 4}")
+        return base64.b64encode(numbers.tobytes()).decode("ascii")
+
+    return as_base64

@@ -1,7 +1,7 @@
 """The bodies of requests whose prompts are pooled: embeddings, scores, rankings, classes."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from msgspec import Meta
 
@@ -11,6 +11,7 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.inputs.scoring import PairOptions
 from pagoda.server.body import Body, Flag, Priority, RequestId, TokenId, as_list, check_alike, one_of
 from pagoda.server.protocol import DESCRIBED_MESSAGES, Messages, check_chat
+from pagoda.server.sampling_body import UnservedField, check_unserved, with_unserved
 
 Texts = str | list[str]
 Inputs = str | list[str | TokenId | list[TokenId]]
@@ -103,18 +104,38 @@ class InputBody(PoolingBody, kw_only=True, frozen=True):
         return [f"input[{index}]" for index in range(len(self.input))]
 
 
-class VectorBody(InputBody, kw_only=True, frozen=True):
+_TYPE_OF_VECTORS = {
+    "embedding_type": UnservedField("other types of embeddings; use `encoding_format` and `embed_dtype`", ("float",)),
+    "embedding_types": UnservedField("several types of embeddings; use `embed_dtype`", (["float"],)),
+    "output_dtype": UnservedField("types of embeddings by this name; use `embed_dtype`", ("float",)),
+}
+"""What other servers call the form of a vector: a client that asks for another one would misread ours."""
+if TYPE_CHECKING:
+    _TypedBody = InputBody
+else:
+    _TypedBody = with_unserved(InputBody, _TYPE_OF_VECTORS)
+
+
+class VectorBody(_TypedBody, kw_only=True, frozen=True):
     """The fields of those that return vectors.
 
-    encoding_format: Numbers, or the bytes of float32 in base64.
+    encoding_format: Numbers, or the bytes of numbers in base64.
+    embed_dtype: The type of the numbers in base64.
+    endianness: The order of their bytes; native is little.
     dimensions: Keep so many elements of an embedding, of models made for it.
     normalize: Scale embeddings to unit length; if not given, as the model was made for.
     """
 
     encoding_format: Annotated[str, one_of("float", "base64")] = "float"
+    embed_dtype: Annotated[str, one_of("float32", "float16", "bfloat16")] = "float32"
+    endianness: Annotated[str, one_of("native", "little", "big")] = "native"
     dimensions: Count | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
+
+    def check(self, limits: RequestLimits) -> None:
+        super().check(limits)
+        check_unserved(self, _TYPE_OF_VECTORS)
 
 
 class EmbeddingRequest(VectorBody, kw_only=True, frozen=True):
@@ -172,7 +193,7 @@ class PairBody(PoolingBody, kw_only=True, frozen=True):
         limits.check("template_chars", len(self.chat_template or ""), "chat_template")
 
     def pair_options(self) -> PairOptions:
-        return PairOptions(self.chat_template, self.instruction)
+        return PairOptions(self.chat_template, self.instruction, getattr(self, "max_tokens_per_doc", 0))
 
     def _check_texts(self, limits: RequestLimits, given: dict[str, Sequence[str]]) -> None:
         """given: texts by the field that they are in."""
@@ -194,37 +215,43 @@ class ScoreRequest(PairBody, kw_only=True, frozen=True):
     text_1: One text, or as many as in `text_2`.
     text_2: What is compared with it.
     queries, data_1: Other names of `text_1`.
-    documents, data_2: Other names of `text_2`.
+    documents, items, data_2: Other names of `text_2`.
     """
 
     text_1: Texts | None = None
     text_2: Texts | None = None
     queries: Texts | None = None
     documents: Texts | None = None
+    items: Texts | None = None
     data_1: Texts | None = None
     data_2: Texts | None = None
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
-        given = [pair for pair in _PAIRS if any(getattr(self, name) is not None for name in pair)]
-        if len(given) != 1:
-            ways = "text_1 and text_2 (or queries and documents, or data_1 and data_2)"
+        given = self._given
+        fitting = [pair for pair in _PAIRS if given and given <= set(pair)]
+        if not fitting:
+            ways = "text_1 and text_2 (or queries and documents, queries and items, data_1 and data_2)"
             raise RequestError(f"text_1: give {ways}", "text_1")
-        for name in given[0]:
-            if getattr(self, name) is None:
+        for name in fitting[0]:
+            if name not in given:
                 raise RequestError(f"{name}: is required", name)
         first, second = self.texts()
-        self._check_texts(limits, {given[0][0]: first, given[0][1]: second})
+        self._check_texts(limits, dict(zip(self.names, (first, second), strict=True)))
         if len(first) not in (1, len(second)):
-            name = given[0][0]
+            name = self.names[0]
             raise RequestError(
                 f"{name}: {len(first)} texts cannot be paired with {len(second)}: give one, or as many", name
             )
 
     @property
+    def _given(self) -> set[str]:
+        return {name for pair in _PAIRS for name in pair if getattr(self, name) is not None}
+
+    @property
     def names(self) -> tuple[str, str]:
         """The fields that the texts are in."""
-        return next(pair for pair in _PAIRS if getattr(self, pair[0]) is not None)
+        return next(pair for pair in _PAIRS if self._given == set(pair))
 
     def texts(self) -> tuple[list[str], list[str]]:
         """The texts of both sides, as lists."""
@@ -232,7 +259,7 @@ class ScoreRequest(PairBody, kw_only=True, frozen=True):
         return as_list(first), as_list(second)
 
 
-_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
 
 
 class RerankDocument(Body, kw_only=True, frozen=True):
@@ -251,12 +278,14 @@ class RerankRequest(PairBody, kw_only=True, frozen=True):
     documents: Texts.
     top_n: Return only the best so many.
     return_documents: Return the texts of the documents.
+    max_tokens_per_doc: Keep so many tokens from the start of each document; 0: all.
     """
 
     query: str
     documents: list[str | RerankDocument]
     top_n: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     return_documents: Flag = True
+    max_tokens_per_doc: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)

@@ -117,7 +117,7 @@ async def stream_events(
     """Yield the answer as server-sent events, the last of them with the usage if that was asked for, or is forced."""
     options = body.stream_options
     has_usage = forces_usage or (options is not None and options.include_usage)
-    is_continuous = has_usage and options is not None and options.continuous_usage_stats
+    is_continuous = forces_usage if options is None else has_usage and options.continuous_usage_stats
     chunk: Chunk = answer_format.chunk()
     chunk.usage = None if has_usage else UNSET
     for choice in answer_format.opening(chunk):

@@ -174,7 +174,7 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
     cache_salt: Share cached prefixes only with requests that have the same salt.
     request_id: The id of the answer, without its prefix.
     return_token_ids: Tell the ids of the prompt's and the output's tokens.
-    return_tokens_as_token_ids: Write tokens in log-probabilities as "token_id:ID".
+    return_tokens_as_token_ids: Write tokens in log-probabilities as "token_id:ID"; by default as the server is set.
     response_format: The form of the output: text, JSON, or JSON by a schema.
     structured_outputs: What the output follows: one of json, regex, choice, grammar, json_object, structural_tag.
     guided_json: Older form of `structured_outputs`: a JSON schema.
@@ -219,7 +219,7 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
     cache_salt: str | None = None
     request_id: RequestId | None = None
     return_token_ids: Flag = False
-    return_tokens_as_token_ids: Flag = False
+    return_tokens_as_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None

@@ -1,6 +1,7 @@
 """The state that all routes share, kept in app.state, and how it is built from the settings and an engine client."""
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -29,8 +30,11 @@ from pagoda.server.middleware import Drain
 from pagoda.server.pooling_bodies import InputBody
 from pagoda.server.protocol import ChatCompletionRequest, TokenizeRequest
 from pagoda.server.responses import cancel_on_disconnect
+from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.tool_parsers import parser_for_template, parser_named
+
+logger = logging.getLogger("pagoda.server")
 
 
 @dataclass(slots=True)
@@ -42,6 +46,7 @@ class ServerState:
     templates: all of the model's, by name.   tool_parser: a name in TOOL_PARSERS, "none", "auto".
     trusts_templates: callers may send their own chat templates.   template_kwargs: for templates, where a request does
     not set them.   bodies: reads those of requests.   forces_usage: all streams tell it.
+    returns_token_ids: log-probabilities have ids of tokens, where a request does not say.
     """
 
     generator: Generator
@@ -55,10 +60,12 @@ class ServerState:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     has_admin_key: bool = False
     forces_usage: bool = False
+    returns_token_ids: bool = False
     bodies: BodyReader = field(default_factory=lambda: BodyReader(RequestLimits()))
     engine: ProcessClient | None = None
     drain: Drain = field(default_factory=Drain)
     started_at: int = field(default_factory=lambda: int(time.time()))
+    _has_warned: bool = False
 
     @property
     def tasks(self) -> ModelTasks:
@@ -77,6 +84,17 @@ class ServerState:
             known = ", ".join((*self.model_names, *self.adapters.by_name))
             raise ApiError(404, f"unknown model {abbreviate(name)}; this server has {shorten(known)}", "model")
         return served.lora
+
+    def warn_of_untrained(self, http: Request) -> None:
+        """Say, once in the log and in a header of each answer, that embeddings and scores of this model mean little."""
+        tasks = self.tasks
+        if not tasks.generates or tasks.plan.is_declared or not tasks.plan.embeds:
+            return
+        text = "this model generates text; nothing says that it was trained for embeddings or scores"
+        http.scope["state"]["warning"] = text
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s: %s (logged once)", http.scope["state"]["route"], text)
 
     def check_admin(self, http: Request) -> None:
         """Raise ApiError (403) if the server has an admin key and the caller did not send it."""
@@ -121,6 +139,11 @@ class ServerState:
         if asked is not None:
             return self.templates.get(asked, asked)
         return self.templates.get("tool_use", self.chat_template) if has_tools else self.chat_template
+
+    def writes_ids(self, body: SamplingBody) -> bool:
+        """Return whether tokens of log-probabilities are written as "token_id:ID"."""
+        asked = body.return_tokens_as_token_ids
+        return self.returns_token_ids if asked is None else asked
 
     def tool_parser_for(self, template: str | None) -> str | None:
         """Return the name of the parser for the output of this template, or None for plain text."""
@@ -179,9 +202,10 @@ async def build_state(
         templates=template.sources if template is not None else {},
         tool_parser=parser,
         trusts_templates=server.trust_request_chat_template,
-        template_kwargs=server.default_chat_template_kwargs,
+        template_kwargs=server.answer_defaults.default_chat_template_kwargs,
         bodies=BodyReader(config.model.request_limits, server.strict_fields),
-        forces_usage=server.enable_force_include_usage,
+        forces_usage=server.answer_defaults.enable_force_include_usage,
+        returns_token_ids=server.answer_defaults.return_tokens_as_token_ids,
         has_admin_key=server.admin_api_key is not None,
         engine=client,
     )

@@ -1,5 +1,6 @@
 """The bounds on single requests: what they refuse, how they are set, and that the documentation lists them."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -165,3 +166,23 @@ def test_a_text_is_bounded_in_bytes() -> None:
         with pytest.raises(RequestError, match="more than the limit of 100") as caught:
             limits.check_text(text + "a", "prompt")
         assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("params", "param", "is_refused"),
+    [
+        (SamplingParams(n=3, max_tokens=10), "max_tokens", True),
+        (SamplingParams(n=2, max_tokens=10), "max_tokens", False),
+        (SamplingParams(max_tokens=6, logprobs=1), "logprobs", True),
+        (SamplingParams(max_tokens=5, logprobs=1), "logprobs", False),
+    ],
+)
+def test_outputs_are_bounded_by_how_long_they_may_get(params: SamplingParams, param: str, is_refused: bool) -> None:
+    inputs = byte_inputs(RequestLimits(output_tokens=20, output_logprobs=10))
+    ask = functools.partial(inputs.process, "a", "prompt", params, arrival_time_s=0.0)
+    if not is_refused:
+        assert ask().sampling is not None
+        return
+    with pytest.raises(RequestError, match=f"{param}: .* `max_tokens`") as caught:
+        ask()
+    assert caught.value.param == param

@@ -106,8 +106,9 @@ class LiveServer:
     def engine_pid(self) -> int:
         """The child of the API process that runs the engine."""
         for pid, command in children(self.process.pid).items():
-            words = command.split(b"\0")  # python -m MODULE ...; none of a dead child
-            if b"engine" in b"".join(words[2:3]).rpartition(b".")[2]:
+            words = command.split(b"\0")  # python FLAGS run_module.py FOLDER MODULE ...; none of a dead child
+            modules = [words[at + 2] for at, word in enumerate(words) if word.endswith(b"run_module.py")]
+            if any(b"engine" in module.rpartition(b".")[2] for module in modules):
                 return pid
         raise AssertionError("no engine process")
 

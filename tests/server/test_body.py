@@ -25,6 +25,7 @@ from pagoda.server.protocol import (
     TokenizeRequest,
 )
 from pagoda.server.routing import PARTS_OF_BODIES, json_schemas
+from pagoda.server.state import ServerState
 
 LIMITS = RequestLimits()
 USER = {"role": "user", "content": "hi"}
@@ -215,3 +216,14 @@ def test_the_models_defaults_fill_what_a_request_leaves_open() -> None:
     given = params_of(b'{"prompt": "x", "temperature": 1, "top_k": 0}', asked=3)
     assert (given.temperature, given.top_k, given.max_tokens) == (1.0, 0, 3)
     assert params_of(b'{"prompt": "x", "use_beam_search": true}', asked=3).top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_server", "written"), [(None, True, True), (False, True, False), (True, False, True)]
+)
+def test_a_request_says_whether_tokens_are_written_as_ids_or_the_server_does(
+    asked: bool | None, of_server: bool, written: bool
+) -> None:
+    data = json.dumps({"prompt": "x", "return_tokens_as_token_ids": asked}).encode()
+    state: Any = SimpleNamespace(returns_token_ids=of_server)
+    assert ServerState.writes_ids(state, parse_body(data, CompletionRequest, LIMITS)) is written

@@ -48,7 +48,8 @@ NEUTRAL: dict[str, list[Any]] = {
     **{name: [None] for name in ("temperature", "top_p", "top_k", "min_p", "seed", "user", "cache_salt", "request_id")},
     **{name: [None, False] for name in ("ignore_eos", "include_stop_str_in_output", "echo", "return_token_ids")},
     **{name: [None, True] for name in ("skip_special_tokens", "spaces_between_special_tokens")},
-    **{name: [None, False] for name in ("return_tokens_as_token_ids", "return_timings")},
+    "return_tokens_as_token_ids": [None, False],
+    "return_timings": [None, False],
 }
 OF_CHAT: dict[str, list[Any]] = {
     "documents": [None, []],

@@ -126,6 +126,8 @@ def test_every_bound_has_a_case() -> None:
         "logprob_entries",
         "prompt_logprob_entries",
         "answer_prompt_logprobs",
+        "output_tokens",
+        "output_logprobs",
         "text_bytes",
         "images",
         "image_bytes",
@@ -159,10 +161,11 @@ def test_the_server_lists_its_limits_and_operators_set_them(tmp_path: Path) -> N
             status, answer = server.post(path, body)
             assert (status, answer["error"]["param"]) == (400, param)
             assert "more than the limit of" in answer["error"]["message"]
-        for options in ({}, {"stream_options": {"include_usage": False}}):  # and is told the usage of every stream
+        for options, is_along in (({}, True), ({"stream_options": {"include_usage": False}}, False)):
+            # and is told the usage of every stream
             *chunks, last = events(server, "/v1/completions", {"prompt": "x", "max_tokens": 2, **options})
             assert last["usage"]["completion_tokens"] == 2
-            assert chunks[0]["usage"] is None
+            assert {chunk["usage"] is not None for chunk in chunks} == {is_along}
 
 
 @pytest.mark.parametrize(
@@ -193,3 +196,27 @@ def test_the_longest_stop_strings_cost_little_memory(fake_server: LiveServer) ->
     before = peak_mib(fake_server)
     assert fake_server.post("/v1/completions", {**body, "stop": stop})[0] == 200
     assert peak_mib(fake_server) < before + 60
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "name"),
+    [
+        ({"prompt": ["x"] * 1_000, "logprobs": 20}, "logprobs", "output_logprobs"),
+        ({"prompt": ["x"] * 32, "n": 16, "logprobs": 5}, "logprobs", "output_logprobs"),
+        ({"prompt": ["x"] * 32, "n": 16, "logprobs": 5, "max_tokens": 3}, "", ""),
+    ],
+)
+def test_what_a_request_may_come_to_hold_is_bounded_before_it_starts(
+    fake_server: LiveServer, more: dict[str, Any], param: str, name: str
+) -> None:
+    """A token with 20 log-probabilities takes 4 kB: 1,000 outputs as long as the context would take 8 GB."""
+    body = {"max_tokens": None, "temperature": 1.0, **more}
+    status, answer = fake_server.post("/v1/completions", body)
+    if not name:
+        assert status == 200
+        return
+    error = answer["error"]
+    assert (status, error["param"]) == (400, param)
+    assert "`max_tokens` times `logprobs` + 1) are more than the limit of 4194304" in error["message"]
+    assert name in error["message"]
+    fake_server.wait_idle()

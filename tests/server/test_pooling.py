@@ -6,10 +6,12 @@ import signal
 import struct
 import threading
 import time
+import urllib.request
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagoda.base.request_limits import RequestLimits
@@ -46,6 +48,50 @@ def test_embeddings_as_numbers_as_bytes_and_of_token_ids(fake_server: LiveServer
     assert [len(vector) for vector in vectors(fake_server, dimensions=5)] == [5, 5, 5]
     cut = fake_server.post("/v1/embeddings", {"input": TEXTS[0], "truncate_prompt_tokens": 2})[1]
     assert cut["usage"]["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling"])
+@pytest.mark.parametrize(("order", "mark"), [("big", ">"), ("little", "<"), ("native", "<")])
+def test_bytes_are_of_the_type_and_order_that_a_client_asks_for(
+    fake_server: LiveServer, path: str, order: str, mark: str
+) -> None:
+    plain = vectors(fake_server)[0]
+    name = "embedding" if path == "/v1/embeddings" else "data"
+    for kind, size in (("float32", 4), ("float16", 2), ("bfloat16", 2)):
+        body = {"input": TEXTS[0], "encoding_format": "base64", "embed_dtype": kind, "endianness": order}
+        data = base64.b64decode(fake_server.post(path, body)[1]["data"][0][name])
+        if kind == "bfloat16":
+            given = (np.frombuffer(data, f"{mark}u2").astype(np.uint32) << 16).view(np.float32)
+        else:
+            given = np.frombuffer(data, f"{mark}f{size}").astype(np.float32)
+        assert np.allclose(given, plain, rtol=0 if kind == "float32" else 2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"embed_dtype": "fp8_e4m3"}, "embed_dtype"),
+        ({"endianness": "middle"}, "endianness"),
+        ({"encoding_format": "bytes"}, "encoding_format"),
+        ({"output_dtype": "int8"}, "output_dtype"),
+        ({"embedding_types": ["ubinary"]}, "embedding_types"),
+    ],
+)
+def test_a_form_that_is_not_served_is_refused(fake_server: LiveServer, more: dict[str, Any], param: str) -> None:
+    """Ignoring it would have the client decode noise."""
+    status, answer = fake_server.post("/v1/embeddings", {"input": "a", **more})
+    assert (status, answer["error"]["param"]) == (400, param)
+
+
+def test_a_model_that_was_not_trained_for_scores_says_so(fake_server: LiveServer) -> None:
+    request = urllib.request.Request(
+        f"{fake_server.url}/rerank",
+        json.dumps({"query": "a", "documents": ["b"]}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        assert "nothing says that it was trained for embeddings or scores" in answer.headers["X-Warning"]
+    assert fake_server.log.read_text().count("nothing says that it was trained") == 1
 
 
 def test_an_embedding_without_activation_is_not_normalised() -> None:
@@ -117,6 +163,9 @@ def test_scores_are_cosines(fake_server: LiveServer, path: str) -> None:
     assert [item["score"] for item in answer["data"]] == pytest.approx(cosines, abs=1e-6)
     same = {"queries": TEXTS[:2], "documents": TEXTS[:2]}
     assert [item["score"] for item in fake_server.post(path, same)[1]["data"]] == pytest.approx([1, 1], abs=1e-6)
+    items = {"queries": TEXTS[0], "items": TEXTS[1:]}
+    assert fake_server.post(path, items)[1]["data"] == answer["data"]
+    assert fake_server.post(path, {**items, "documents": ["a"]})[1]["error"]["param"] == "text_1"
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
@@ -133,6 +182,18 @@ def test_documents_are_ranked_by_their_scores(fake_server: LiveServer, path: str
     best = fake_server.post(path, {"query": TEXTS[0], "documents": documents, "top_n": 2, "return_documents": False})[1]
     assert [result["index"] for result in best["results"]] == order[:2]
     assert "document" not in best["results"][0]
+
+
+def test_documents_are_cut_where_a_client_asks_for_it(fake_server: LiveServer) -> None:
+    query, documents = TEXTS[0], [f"{TEXTS[0]} and more and more", TEXTS[0], "日本語"]
+    count = fake_server.post("/tokenize", {"prompt": query})[1]["count"]
+    body = {"query": query, "documents": documents, "max_tokens_per_doc": count}
+    whole, cut = (fake_server.post("/rerank", one)[1] for one in ({**body, "max_tokens_per_doc": 0}, body))
+    by_index = {one["index"]: one for one in cut["results"]}
+    assert by_index[0]["relevance_score"] == pytest.approx(by_index[1]["relevance_score"]) == pytest.approx(1)
+    assert by_index[0]["document"]["text"] == documents[0]
+    assert cut["usage"]["prompt_tokens"] < whole["usage"]["prompt_tokens"]
+    assert fake_server.post("/rerank", {**body, "max_tokens_per_doc": 1})[0] == 200
 
 
 def test_many_texts_beside_a_generated_one(fake_server: LiveServer) -> None:

@@ -153,6 +153,7 @@ def test_chat_tokens_are_the_templates(fake_server: LiveServer) -> None:
     text = "".join(answer["token_strs"])
     assert "Hello" in text
     assert text.endswith("assistantĊ")  # each as the vocabulary writes it
+    assert fake_server.post("/tokenize", {"prompt": "a"})[1]["token_strs"] is None
 
 
 def test_special_tokens_in_messages_are_text_and_in_prompts_are_not(fake_server: LiveServer) -> None:

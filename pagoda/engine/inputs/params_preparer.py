@@ -103,6 +103,7 @@ class ParamsPreparer:
             self._limits.of_request.check("prompt_logprob_entries", num_entries, "prompt_logprobs")
         room = self._limits.max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        self._limits.of_request.check_outputs(params.n * max_tokens, params.logprobs)
         return params.with_lengths(max_tokens, min(params.min_tokens, max_tokens))
 
     def _check_beams(self, params: SamplingParams) -> None:

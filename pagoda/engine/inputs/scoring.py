@@ -22,10 +22,12 @@ class PairOptions:
 
     template: Jinja text to use instead of the model's own; it gets messages of the roles query and document.
     instruction: the message of the role system, for templates that have a place for it.
+    max_second: tokens that are kept of each second text, from its start; 0: all.
     """
 
     template: str | None = None
     instruction: str | None = None
+    max_second: int = 0
 
 
 T = TypeVar("T")
@@ -69,6 +71,8 @@ class Scoring:
         self._num_first = len(first)
         self._num_pairs = len(second)
         self._is_joint = len(tasks.plan.labels) == 1
+        if options.max_second:
+            second = self._each(second, names[1], lambda text: self._cut_to(text, options.max_second))
         self.prompts: list[Prompt] = [*first, *second]
         embedding = dataclasses.replace(given, task="embed", normalize=True, use_activation=None)
         self.params = [embedding] * len(self.prompts)
@@ -116,10 +120,15 @@ class Scoring:
         if self._most is None:
             self._inputs.check_before_tokenising(text, self._params)
             return text
-        token_ids = self._encoded(text)
-        if len(token_ids) <= self._most:
+        return self._cut_to(text, self._most)
+
+    def _cut_to(self, text: str, most: int) -> str:
+        """Return the text of the first `most` tokens; a character that is cut is left out, unless nothing is left."""
+        token_ids = self._inputs.prompts.encode(text, False)
+        if len(token_ids) <= most:
             return text
-        return self._inputs.tokenizer.decode(token_ids[: self._most], skip_special_tokens=False)
+        kept = self._inputs.tokenizer.decode(token_ids[:most], skip_special_tokens=False)
+        return kept.rstrip("\ufffd") or kept
 
     def _rendered(self, query: str, document: str, options: PairOptions) -> list[int]:
         """Return the tokens of one pair, at most as many as are kept: the document is cut, not the template around."""
