@@ -85,11 +85,13 @@ class Journal:
 
     def end_sequence(self, request_id: str, sequence: int) -> None:
         """Record that a sequence has finished. Remove the request after its last one."""
-        entry = self._entries.get(request_id)
+        self._end_sequence(self._entries.get(request_id), sequence)
+
+    def _end_sequence(self, entry: JournalEntry | None, sequence: int) -> None:
         if entry is not None:
             entry.live.discard(sequence)
             if not entry.live:
-                self.close(request_id)
+                self.close(entry.request.request_id)
 
     def record(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
         """Record one step's outputs, and return what of them is new to the client.
@@ -111,7 +113,7 @@ class Journal:
         if outputs.prompt_logprobs:
             outputs = dataclasses.replace(outputs, prompt_logprobs=self._record_prompt_rows(outputs.prompt_logprobs))
         for finish in outputs.finishes:
-            self.end_sequence(finish.request_id, finish.sequence)
+            self._end_sequence(self._by_handle.get(finish.handle), finish.sequence)  # the id may be a later request's
         return outputs
 
     def _record_prompt_rows(self, received: Mapping[int, LogprobColumns]) -> dict[int, LogprobColumns]:

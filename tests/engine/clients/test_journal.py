@@ -75,6 +75,17 @@ def test_outputs_that_cross_an_abort_are_forgotten() -> None:
     assert entry.tokens == [[5], [6]]
 
 
+def test_an_end_that_crosses_an_abort_does_not_end_a_later_request_with_the_same_id() -> None:
+    journal = Journal()
+    journal.open(request("a", 1))
+    journal.close("a")  # its client has gone, and tries again
+    later = journal.open(request("a", 2))
+    journal.record(outputs(finishes=(Finish("a", 1, 0, RequestStatus.FINISHED_STOPPED),)))
+    assert list(journal) == [later]
+    journal.record(outputs(finishes=(Finish("a", 2, 0, RequestStatus.FINISHED_STOPPED),)))
+    assert len(journal) == 0
+
+
 def test_an_error_ends_every_live_sequence_once() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1, n=2))
