@@ -27,11 +27,12 @@ def build_input_processor(setup: EngineSetup) -> InputProcessor:
     """
     model, files = setup.config.model, setup.files
     tokenizer = load_tokenizer(files, model.tokenizer, model.chat_template)
+    max_logprobs = model.request_limits.max_logprobs
     limits = InputLimits(
         setup.spec.vocab_size,
         setup.max_model_len,
         setup.config.scheduler.max_num_seqs,
-        model.request_limits.max_logprobs,
+        setup.spec.vocab_size if max_logprobs == -1 else max_logprobs,
         model.request_limits,
         setup.tasks,
         setup.spec.hidden_size if model.enable_prompt_embeds else 0,

@@ -69,7 +69,11 @@ class RequestLimits:
     outputs: Annotated[int, Counted("outputs of one completion request (prompts times `n`)")] = 1_024
     max_logprobs: Annotated[
         int,
-        _limit("log-probabilities per token (`logprobs`, `top_logprobs`, `prompt_logprobs`)", flat=True),
+        Setting(
+            "log-probabilities per token (`logprobs`, `top_logprobs`, `prompt_logprobs`); -1: the whole vocabulary",
+            at_least=-1,
+            flat=True,
+        ),
     ] = 20
     logprob_entries: Annotated[int, Counted("log-probabilities per step (`n` times `logprobs` + 1)")] = 4_096
     prompt_logprob_entries: Annotated[
@@ -118,8 +122,9 @@ class RequestLimits:
     def __post_init__(self) -> None:
         for name, _, _ in describe_limits():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigError(f"request_limits.{name}={value!r:.80} must be an integer of at least 0")
+            least = -1 if name == "max_logprobs" else 0
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"request_limits.{name}={value!r:.80} must be an integer of at least {least}")
 
     # ---- checks
 

@@ -68,6 +68,19 @@ def ends_of(name: str) -> tuple[Any, ...]:
     return *((None,) if reader.func is read_optional_integer else ()), low, low + 1, high or MAX_COUNT
 
 
+def test_the_whole_vocabulary_may_be_reported(tmp_path: Path, on: DeviceUnderTest) -> None:
+    sizes = {"threads": 1, "block_size": 8, "num_blocks": 60, "max_model_len": 64, "max_num_seqs": 8}
+    with LLM(str(write_byte_llama(tmp_path)), max_logprobs=-1, **on.engine({"device": "cpu", **sizes})) as llm:
+        [answer] = llm.generate([5, 6], SamplingParams(max_tokens=2, logprobs=-1, prompt_logprobs=-1), use_tqdm=False)
+        with pytest.raises(RequestError, match=f"max_logprobs, which is {VOCAB}"):
+            llm.generate([5, 6], SamplingParams(logprobs=VOCAB + 1), use_tqdm=False)
+    assert answer.outputs[0].logprobs is not None
+    assert answer.prompt_logprobs is not None
+    for entry in (*answer.outputs[0].logprobs, answer.prompt_logprobs[1] or {}):
+        assert len(entry) == VOCAB
+        assert sum(math.exp(one.logprob) for one in entry.values()) == pytest.approx(1, abs=1e-4)
+
+
 def fields() -> list[str]:
     return [item.name for item in dataclasses.fields(SamplingParams)]
 

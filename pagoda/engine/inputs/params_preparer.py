@@ -77,7 +77,7 @@ class ParamsPreparer:
             asked = getattr(params, name)
             if asked is not None and asked > limits.max_logprobs:
                 raise RequestError(f"{name}={asked} is more than max_logprobs, which is {limits.max_logprobs}", name)
-        if params.logprobs is not None:
+        if params.logprobs is not None and params.n > 1:  # of one output, max_logprobs bounds them
             limits.of_request.check("logprob_entries", params.n * (params.logprobs + 1), "logprobs")
         if params.beam_search is not None:
             self._check_beams(params)

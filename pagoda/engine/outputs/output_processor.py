@@ -183,7 +183,7 @@ class _RequestState:
         params = request.sampling
         if params is not None and params.prompt_logprobs is not None:
             shown_with = tokenizer if params.detokenize else None
-            self.prompt_logprobs = PromptLogprobs(len(self.prompt_token_ids), params.prompt_logprobs, shown_with)
+            self.prompt_logprobs = PromptLogprobs(self.prompt_token_ids, params.prompt_logprobs, shown_with)
 
     def first_scheduled(self, num_cached_tokens: int, queue_s: float | None) -> None:
         """Record when the request was first scheduled. A replay on another engine does not change it."""
@@ -342,11 +342,11 @@ class PromptLogprobs:
     pieces, and only when the request's own reader needs them.
     """
 
-    def __init__(self, num_prompt_tokens: int, num_top: int, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, prompt_token_ids: Sequence[int], num_top: int, tokenizer: Tokenizer | None) -> None:
         self.rows: list[dict[int, Logprob] | None] = [None]
-        self._num_missing = num_prompt_tokens - 1
+        self._num_missing = len(prompt_token_ids) - 1
         self._num_top = num_top
-        self._texts = LogprobTexts(tokenizer)
+        self._texts = LogprobTexts(tokenizer, prompt_token_ids[:1])
         self._columns: deque[LogprobColumns] = deque()
 
     def add(self, columns: LogprobColumns) -> None:
@@ -373,12 +373,14 @@ class PromptLogprobs:
 class LogprobTexts:
     """Says what each token adds to the text before it: "" in the middle of a character, which its last token adds.
 
-    tokenizer: None leaves out the texts.
+    tokenizer: None leaves out the texts.   before: the tokens in front of the first entry, if there are any.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._open: tuple[bytes, int] = _CLOSED
+        for token_id in before:
+            self._open = self._read(token_id)[1]
 
     def entry(self, columns: LogprobColumns, row: int, num_top: int) -> dict[int, Logprob]:
         """Return the next position's candidates by token id: its own token, then the `num_top` most likely."""

@@ -191,6 +191,19 @@ def test_a_character_belongs_to_its_last_token() -> None:
     assert (shown[1][1], shown[4][1]) == ("è", "\u20ad")
 
 
+def test_a_character_of_a_prompt_may_begin_with_its_first_token() -> None:
+    processor = OutputProcessor(ByteTokenizer())
+    tokens = [*"日本".encode()]
+    asked = Request("r1", np.array(tokens, np.int32), SamplingParams(prompt_logprobs=0), handle=1)
+    processor.open(asked, OutputKind.CUMULATIVE)
+    ids = np.array(tokens[1:], np.int32)
+    columns = LogprobColumns(ids[:, None], np.zeros((5, 1), np.float32), np.ones(5, np.int32))
+    (out,) = processor.process(core_outputs([(1, 0, [97])], prompt_logprobs={1: columns}), 0.0).outputs
+    assert out.prompt_logprobs is not None
+    shown = [next(iter(entry.values())).decoded_token for entry in out.prompt_logprobs[1:] if entry]
+    assert shown == ["", "日", "", "", "本"]
+
+
 def test_without_text_candidates_have_no_text() -> None:
     processor = OutputProcessor(ByteTokenizer())
     processor.open(request(1, logprobs=1, detokenize=False), OutputKind.CUMULATIVE)
