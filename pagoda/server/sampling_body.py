@@ -125,7 +125,7 @@ class ResponseFormat(Body, kw_only=True, frozen=True):
     json_schema: Of type json_schema: an object whose `schema` is the schema.
     structures: Of type structural_tag: the tags, each with begin, schema and end.
     triggers: Of type structural_tag: what begins a tag.
-    format: Of type structural_tag: vLLM's newer form of both, of type triggered_tags.
+    format: Of type structural_tag: a tree of formats, instead of both.
     """
 
     type: Annotated[str, one_of("text", "json_object", "json_schema", "structural_tag")]

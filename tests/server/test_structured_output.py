@@ -130,7 +130,7 @@ def test_the_openai_client_parses_into_a_class(fake_server: LiveServer) -> None:
         (
             {"response_format": {"type": "structural_tag", "format": {"type": "sequence", "elements": []}}},
             "response_format",
-            "triggered_tags",
+            "at format/elements: must be a list",
         ),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format", "exclude each other"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "got regex and choice"),

@@ -14,6 +14,7 @@ from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.grammars.gbnf import gbnf_to_lark
 from pagoda.engine.grammars.json_schema import Schema, parse_schema, rewrite_schema
 from pagoda.engine.grammars.schema_size import iter_values
+from pagoda.engine.grammars.structural_tags import StructuralTags
 
 WHITESPACE = r" |\n[ \t]{0,32}"
 """White space in JSON: a space, or a line break and its indentation. Its length is bounded, so that a model cannot
@@ -118,9 +119,13 @@ def _of_choice(params: StructuredOutputsParams, field_name: str) -> str:
 def _of_regex(params: StructuredOutputsParams, field_name: str) -> str:
     assert params.regex is not None
     _check_count(len(params.regex), MAX_REGEX_CHARS, "characters in a regular expression", field_name)
-    # In Lark's syntax, a slash ends an expression, and an escaped line break is an error.
-    pattern = re.sub(r"\\.|/", lambda found: _REGEX_PIECES.get(found[0], found[0]), params.regex, flags=re.DOTALL)
-    return f"start: /{pattern}/"
+    return f"start: {_regex_literal(params.regex)}"
+
+
+def _regex_literal(pattern: str) -> str:
+    """Return a regular expression in Lark's syntax, where a slash ends it, and an escaped line break is an error."""
+    written = re.sub(r"\\.|/", lambda found: _REGEX_PIECES.get(found[0], found[0]), pattern, flags=re.DOTALL)
+    return f"/{written}/"
 
 
 _REGEX_PIECES = {"/": r"\/", "\\\n": r"\n"}
@@ -182,60 +187,17 @@ def _check_count(count: int, most: int, what: str, field_name: str) -> None:
 
 
 def _of_structural_tag(params: StructuredOutputsParams, field_name: str) -> str:
-    """Text in which a trigger begins a tag: one that the trigger begins, then JSON, then the tag's end."""
     assert isinstance(params.structural_tag, str)
-    given = parse_schema(params.structural_tag, field_name)
-    if isinstance(given, dict) and isinstance(given.get("format"), dict):
-        given = _of_format(given["format"])
-    structures = given.get("structures") if isinstance(given, dict) else None
-    triggers = given.get("triggers") if isinstance(given, dict) else None
-    if (
-        not isinstance(structures, list)
-        or not structures
-        or not isinstance(triggers, list)
-        or not _are_strings(triggers)
-    ):
-        raise RequestError(
-            f'{field_name}: a structural tag is {{"type": "structural_tag", "structures": [{{"begin", "schema", "end"}}'
-            ', ...], "triggers": ["...", ...]}, or a format of type "triggered_tags" whose tags contain a json_schema; '
-            "others are not supported",
-            field_name,
-        )
-    _check_count(max(len(structures), len(triggers)), MAX_SCHEMAS, "structures or triggers", field_name)
-    tags: list[str] = []
-    rules: list[str] = []
-    for index, tag in enumerate(structures):
-        if not isinstance(tag, dict) or not _are_strings([tag.get("begin"), tag.get("end", "")], allow_empty=True):
-            raise RequestError(f"{field_name}: structures[{index}] needs strings begin and end", field_name)
-        begin, end = tag["begin"], tag.get("end", "")
-        trigger = next((one for one in triggers if begin.startswith(one)), None)
-        if trigger is None:
-            raise RequestError(f"{field_name}: no trigger begins structures[{index}].begin, {begin!r:.80}", field_name)
-        body = json_rule(tag.get("schema", True), field_name, JsonStyle.of(params))
-        rest = begin.removeprefix(trigger)
-        tags.append(f"tag{index}")
-        rules.append(f"trigger{index}[lazy]: TEXT {literal(trigger)}")
-        rules.append(f"tag{index}: trigger{index} {literal(rest) if rest else ''} {body} {literal(end) if end else ''}")
-    return "\n".join([f"start: ({' | '.join(tags)})* tail", "tail: TEXT", r"TEXT: /(.|\n)*/", *rules])
+    style, num_regex_chars = JsonStyle.of(params), 0
 
+    def regex_rule(pattern: str) -> str:
+        nonlocal num_regex_chars
+        num_regex_chars += len(pattern)
+        _check_count(num_regex_chars, MAX_REGEX_CHARS, "characters in regular expressions", field_name)
+        return _regex_literal(pattern)
 
-def _of_format(given: dict[str, Any]) -> object:
-    """Return what vLLM's newer form of a structural tag says, in the older one; None if that cannot say it."""
-    tags = given.get("tags")
-    wants_more = given.get("at_least_one") or given.get("stop_after_first")
-    if given.get("type") != "triggered_tags" or wants_more or not isinstance(tags, list):
-        return None
-    structures: list[object] = []
-    for tag in tags:
-        content = tag.get("content") if isinstance(tag, dict) else None
-        if not isinstance(content, dict) or content.get("type") != "json_schema":
-            return None
-        structures.append({**tag, "schema": content.get("json_schema", True)})
-    return {"structures": structures, "triggers": given.get("triggers")}
-
-
-def _are_strings(values: object, allow_empty: bool = False) -> bool:
-    return isinstance(values, list) and all(isinstance(one, str) and (one or allow_empty) for one in values)
+    tags = StructuralTags(field_name, lambda schema: json_rule(schema, field_name, style), regex_rule, literal)
+    return tags.grammar(parse_schema(params.structural_tag, field_name))
 
 
 _BUILDERS: dict[str, Callable[[StructuredOutputsParams, str], str]] = {

@@ -95,7 +95,7 @@ def test_texts_that_are_forced_from_the_beginning_are_accepted(preparer: Grammar
     for given in forms:
         assert preparer.prepare(StructuredOutputsParams(**given, source="response_format"))
     assert "GBNF" in refusal(preparer, grammar="root ::= (((")
-    assert "no trigger begins structures[0].begin" in refusal(
+    assert "at structures/0/begin: no trigger begins '<a>'" in refusal(
         preparer, structural_tag={"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<b"]}
     )
     assert "262144" in refusal(preparer, regex="a" * 300_000)
