@@ -1,6 +1,6 @@
 """Ask a model that sees about an image, through a server: start it with such a model, then run this.
 
-.venv/bin/pip install openai 'pagoda-llm[vision]'
+.venv/bin/pip install openai pillow
 .venv/bin/pagoda serve --model HuggingFaceTB/SmolVLM-256M-Instruct
 .venv/bin/python examples/images.py [http://127.0.0.1:8000/v1]
 """

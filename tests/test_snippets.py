@@ -226,3 +226,9 @@ def test_type_checkers_accept_the_snippets_and_what_constructors_take(tmp_path: 
     errors = [(Path(one["file"]).name, one["message"]) for one in json.loads(done.stdout)["generalDiagnostics"]]
     assert [one for one in errors if one[0] != "wrong.py"] == []
     assert len(errors) == len(WRONG)
+
+
+def test_nothing_says_to_install_pagoda_from_an_index_that_does_not_have_it() -> None:
+    files = [path for folder in ("pagoda", "docs", "examples") for path in (ROOT / folder).rglob("*.[pm][yd]")]
+    assert len(files) > 100
+    assert [path for path in [*files, *ROOT.glob("*.md")] if "install 'pagoda-llm" in path.read_text()] == []

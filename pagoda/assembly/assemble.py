@@ -229,9 +229,7 @@ def _on_ray(setup: EngineSetup, on_death: Callable[[WorkerDied], object], group:
     try:
         from pagoda.executors.ray import RayRanks, connect
     except ImportError as error:
-        raise ConfigError(
-            "distributed_executor_backend='ray' needs Ray on every machine: pip install 'pagoda-llm[ray]'"
-        ) from error
+        raise ConfigError("distributed_executor_backend='ray' needs Ray on every machine: pip install ray") from error
     timeout_s = load_timeout_s(sum(setup.files.sizes().values()))
     start_ranks = partial(RayRanks, group=group)
     return MultiProcessExecutor(setup.config, start_ranks, host=connect(), load_timeout_s=timeout_s, on_death=on_death)

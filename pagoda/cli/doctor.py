@@ -129,7 +129,7 @@ def kernels_line() -> str:
     kernels = device.chosen_kernels("auto")
     if kernels == "triton":
         if find_spec("triton") is None:
-            return f"torch on {device.device} (slower), because Triton is not installed: pip install 'pagoda-llm[cuda]'"
+            return f"torch on {device.device} (slower), because Triton is not installed: pip install triton"
         return f"triton {version('triton')} on {device.device}, compiled when first used"
     if kernels != "native":
         return f"{kernels} on {device.device}"
@@ -155,7 +155,7 @@ def ranks_line() -> str:
     """Return what several ranks need: shared memory on this machine, and Ray for those on others."""
     os.close(os.memfd_create("pagoda-doctor"))
     if find_spec("ray") is None:
-        return "shared memory; no Ray, which ranks on several machines need: pip install 'pagoda-llm[ray]'"
+        return "shared memory; no Ray, which ranks on several machines need: pip install ray"
     address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition(":")
     if not host:

@@ -64,7 +64,7 @@ def select_ops(name: str, device: RunsKernels, max_model_len: int = 8192, batch_
 def _triton_ops(name: str, device: RunsKernels, max_model_len: int, batch_invariant: bool) -> Ops:
     """Return TritonOps; for "auto" without Triton, TorchOps with a warning."""
     if find_spec("triton") is None:
-        remedy = "Triton is not installed; pip install 'pagoda-llm[cuda]'"
+        remedy = "Triton is not installed; pip install triton"
         if name == "triton" or batch_invariant:
             raise ConfigError(f"{'batch_invariant' if batch_invariant else 'kernels=triton'}: {remedy}")
         logger.warning("running on torch's kernels, slower than those in Triton: %s", remedy)

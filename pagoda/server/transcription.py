@@ -85,7 +85,7 @@ async def _form(http: Request, kind: type[F]) -> AsyncGenerator[tuple[F, UploadF
     if state.generator.llm.input_processor.speech is None:
         raise RequestError("this model does not transcribe: serve a Whisper model", "model")
     if importlib.util.find_spec("python_multipart") is None:
-        raise RequestError("this server cannot read uploads: install it with pip install 'pagoda-llm[serve,audio]'")
+        raise RequestError("this server cannot read uploads: install it with pip install python-multipart")
     if not http.headers.get("content-type", "").startswith("multipart/form-data"):
         raise RequestError("the body is not a form with a file; send one with Content-Type: multipart/form-data")
     _check_charset(http.headers["content-type"])

@@ -84,6 +84,6 @@ def _pillow(where: str):
         from PIL import Image
     except ImportError:
         raise RequestError(
-            f"{where}: this machine cannot decode images: it lacks Pillow (pip install 'pagoda-llm[vision]')", where
+            f"{where}: this machine cannot decode images: it lacks Pillow (pip install pillow)", where
         ) from None
     return Image

@@ -101,7 +101,7 @@ def _opened(data: bytes | memoryview, name: str) -> Generator[tuple[Any, Any, st
         from av.error import FFmpegError
     except ImportError:
         raise RequestError(
-            f"{label} cannot be decoded: PyAV is not installed here; install it with pip install 'pagoda-llm[audio]'",
+            f"{label} cannot be decoded: PyAV is not installed here; install it with pip install av",
             "file",
         ) from None
     try:

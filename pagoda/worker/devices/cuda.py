@@ -279,7 +279,7 @@ def describe_gpus(proc: Path = Path("/proc/driver/nvidia/version")) -> str:
     try:
         triton = f"Triton {version('triton')}{_missing_for_triton()}"
     except PackageNotFoundError:
-        triton = "no Triton: pip install 'pagoda-llm[cuda]'"
+        triton = "no Triton: pip install triton"
     lines.append(f"driver {driver or 'unknown'}, torch {torch.__version__} for CUDA {torch.version.cuda}, {triton}")
     return "\n".join(lines)
 

@@ -115,4 +115,4 @@ def test_the_pixels_of_all_images_of_a_prompt_count():
 def test_without_pillow_the_error_says_what_to_install(monkeypatch):
     data = encoded(image_of(8, 8), "PNG")
     monkeypatch.setitem(sys.modules, "PIL", None)
-    assert "pip install 'pagoda-llm[vision]'" in refused(data)
+    assert "pip install pillow" in refused(data)
