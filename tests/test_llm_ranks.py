@@ -35,7 +35,9 @@ def expected(model: str) -> list[list[int]]:
         return [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY)]
 
 
-def test_two_ranks_give_the_tokens_of_one_and_a_death_ends_the_llm(model: str, expected: list[list[int]]) -> None:
+def test_two_ranks_give_the_tokens_of_one_and_a_death_ends_the_llm(
+    model: str, expected: list[list[int]], capfd: pytest.CaptureFixture[str]
+) -> None:
     before = set(children_of(os.getpid()))
     with LLM(model, tensor_parallel_size=2, **OPTIONS) as llm:
         ranks = set(children_of(os.getpid())) - before
@@ -45,6 +47,7 @@ def test_two_ranks_give_the_tokens_of_one_and_a_death_ends_the_llm(model: str, e
         assert set(llm.generate("x", params)[0].outputs[0].text) <= set("abcd")
         stream = llm.stream("Once", ENDLESS)
         next(stream)
+        assert capfd.readouterr().err == ""  # ranks log what the program that starts them does: here only warnings
         os.kill(max(ranks), signal.SIGKILL)
         with pytest.raises(WorkerDied, match=r"rank \d was killed by signal 9"):
             list(stream)

@@ -4,6 +4,8 @@ The executor sends every message to every rank, encoded once; each rank handles 
 reply's value is encoded by itself: its type follows from the message that it answers.
 """
 
+import logging
+
 import msgspec
 
 from pagoda.base.config import EngineConfig
@@ -40,6 +42,7 @@ class RankStart(msgspec.Struct, frozen=True):
     local_number, num_local: which of the ranks on its machine it is, and how many they are.
     messages, replies: the addresses to connect to.   folder: of their sockets, if there is one.
     curve: None if only processes of this user can reach them.
+    log_level: of the process that starts it, a number of `logging`.
     segment: file descriptor of the memory that the ranks of a machine share, or None if there is only one.
     previous, next: descriptors of sockets to this rank of the stages before and after, 0 where `segment` is theirs too.
     """
@@ -52,6 +55,7 @@ class RankStart(msgspec.Struct, frozen=True):
     replies: str
     folder: str | None = None
     curve: Curve | None = None
+    log_level: int = logging.WARNING
     segment: int | None = None
     previous: int = 0
     next: int = 0

@@ -361,7 +361,15 @@ class _RankProcesses:
             replies = address_of(self.replies)
             starts = [
                 RankStart(
-                    config, place, place.number, len(places), address_of(messages), replies, self._folder(), curve
+                    config,
+                    place,
+                    place.number,
+                    len(places),
+                    address_of(messages),
+                    replies,
+                    self._folder(),
+                    curve,
+                    logger.getEffectiveLevel(),
                 )
                 for place, messages in zip(places, self.messages, strict=True)
             ]

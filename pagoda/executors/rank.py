@@ -209,9 +209,8 @@ def _digest(setup: EngineSetup) -> str:
 
 
 def log_rank(start: RankStart) -> None:
-    """Log to standard error as all processes of an engine do."""
-    logs = start.config.server.logs
-    configure_logging(f"rank{start.place.number}", logs.log_level, logs.log_format)
+    """Log to standard error as the process does that starts the ranks."""
+    configure_logging(f"rank{start.place.number}", start.log_level, start.config.server.logs.log_format)
 
 
 def main(make: Callable[[RankStart], tuple[RankExecutor, Identity]] = make_executor) -> None:

@@ -10,8 +10,10 @@ import logging
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from typing import Any, Protocol
@@ -34,6 +36,7 @@ from pagoda.worker.devices import select_device
 logger = logging.getLogger("pagoda")
 
 PLACEMENT_TIMEOUT_S = 30.0  # for a place for all ranks; a server tries three times
+START_TIMEOUT_S = 300.0  # for their processes to start, which import torch
 END_TIMEOUT_S = 10.0
 HANDSHAKE_TIMEOUT_S = 5
 
@@ -53,12 +56,28 @@ def connect() -> str:
     Raises WorkerDied if it does not answer.
     """
     if not ray.is_initialized():
+        connected: Future[object] = Future()
+        threading.Thread(target=_stay_connected, args=(connected,), name="pagoda-ray", daemon=True).start()
         try:
-            ray.init(log_to_driver=True, logging_level=logging.WARNING)
+            connected.result()
         except (RayError, ConnectionError, RuntimeError, ValueError) as error:
             address = os.environ.get("RAY_ADDRESS", "")
             raise WorkerDied(f"no Ray cluster answers at {address or 'this machine'}: {error}") from error
     return ray.util.get_node_ip_address()
+
+
+def _stay_connected(connected: "Future[object]") -> None:
+    """Connect, in a thread that lasts as long as the process.
+
+    A cluster that Ray starts here is killed when the thread that started it ends, such as that of an LLM, and then Ray
+    ends this process, which another engine may use.
+    """
+    try:
+        connected.set_result(ray.init(log_to_driver=True, logging_level=logging.WARNING))
+    except BaseException as error:
+        connected.set_exception(error)
+        return
+    threading.Event().wait()
 
 
 class _Connection(Protocol):
@@ -185,7 +204,7 @@ class RayRanks:
             needs = _resources(start)
             options = {"num_cpus": needs.pop("CPU"), "num_gpus": needs.pop("GPU", 0), "resources": needs}
             self._actors.append(actor.options(**options, max_concurrency=3, scheduling_strategy=strategy).remote())
-        nodes = ray.get([actor.node.remote() for actor in self._actors], timeout=PLACEMENT_TIMEOUT_S)
+        nodes = self._nodes()
         for start, node in zip(starts, nodes, strict=True):
             if node != nodes[start.place.number - start.place.tensor_rank]:
                 raise ConfigError(
@@ -211,6 +230,18 @@ class RayRanks:
                 door.connect(address)
                 door.send(encoder.encode(local))
                 door.close()
+
+    def _nodes(self) -> list[str]:
+        """Return the node of each rank, once Ray has started its process."""
+        asked = [actor.node.remote() for actor in self._actors]
+        _, late = ray.wait(asked, num_returns=len(asked), timeout=START_TIMEOUT_S)
+        if late:
+            raise WorkerDied(
+                f"Ray has not started the processes of ranks {sorted(asked.index(one) for one in late)} within "
+                f"{START_TIMEOUT_S:.0f} s: `ray list actors` says why; on slow nodes, start Ray with more than 60 s in "
+                "RAY_worker_register_timeout_seconds, within which each of its processes must start"
+            )
+        return ray.get(asked)
 
     def _share_memory(self, starts: Sequence[RankStart], nodes: Sequence[str]) -> "list[str | None]":
         """Return, by stage, the path of the memory that its ranks share; None where a rank is alone."""

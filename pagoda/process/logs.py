@@ -12,16 +12,17 @@ FIELDS = "fields"
 """Attribute of a log record with its fields for machines: `logger.info(text, extra={FIELDS: {...}})`."""
 
 
-def configure_logging(process: str, level: str = "info", form: str = "text") -> None:
+def configure_logging(process: str, level: str | int = "info", form: str = "text") -> None:
     """Write the log of this process to standard error.
 
-    process: what its lines call it.   level: in LEVELS, of pagoda's own lines; of libraries only warnings are shown.
+    process: what its lines call it.   level: in LEVELS, or a number of `logging`, of pagoda's own lines; of libraries
+        only warnings are shown.
     form: in FORMATS.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines(process) if form == "json" else TextLines(process))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    logging.getLogger("pagoda").setLevel(level.upper())
+    logging.getLogger("pagoda").setLevel(level.upper() if isinstance(level, str) else level)
     logging.captureWarnings(True)
 
 

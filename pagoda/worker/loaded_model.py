@@ -104,6 +104,8 @@ def load(config: WorkerConfig, ranks: RankGroup = ALONE) -> LoadedModel:
     max_len = config.max_model_len + config.max_drafts + 1
     parallel = config.parallel
     ops = device.make_ops(parallel.kernels, max_len, parallel.batch_invariant)
+    if ops.name == "reference":
+        logger.warning("running on the reference kernels, which define results and take minutes for a long answer")
     model = load_model(
         config.files,
         ops,

@@ -2,6 +2,8 @@
 
 import asyncio
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -135,6 +137,34 @@ def test_a_cluster_without_room_is_an_error_that_says_what_is_missing(
     monkeypatch.setattr(ray_executor, "PLACEMENT_TIMEOUT_S", 1.0)
     with pytest.raises(WorkerDied, match=r"no room for 2 ranks for 1 s: they need \[\{'CPU': 2.0\}\]"):
         LLM(str(model), tensor_parallel_size=2, distributed_executor_backend="ray", **SIZES)
+
+
+def test_processes_that_do_not_start_in_time_are_an_error_that_names_them_and_rays_limit(
+    cluster: Cluster, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_executor, "START_TIMEOUT_S", 0.0)
+    node = cluster.add_node(num_cpus=1)
+    with pytest.raises(WorkerDied, match=r"processes of ranks \[0\] within 0 s.*RAY_worker_register_timeout_seconds"):
+        LLM(str(model), distributed_executor_backend="ray", **SIZES)
+    cluster.remove_node(node)
+
+
+@pytest.mark.slow
+def test_one_engine_after_the_other_on_the_cluster_that_ray_starts_here(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each in a thread of its own, whose end must not end the cluster: Ray would end this process."""
+    program = """
+import sys, time
+from pagoda import LLM, SamplingParams
+for _ in range(2):
+    with LLM(sys.argv[1], distributed_executor_backend="ray", max_model_len=128, kv_cache_memory="8MiB") as llm:
+        print(llm.generate("a", SamplingParams(temperature=0, max_tokens=3))[0].outputs[0].token_ids)
+"""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    done = subprocess.run([sys.executable, "-c", program, str(model)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len({line for line in done.stdout.splitlines() if line.startswith("[")}) == 1
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ class JournalEntry:
     tokens: emitted tokens per sequence.   live: indices of unfinished sequences.
     num_deaths: engine processes that died during a step with this request, and that no rejected one explains.
     is_suspect: whether it may have killed one. PROBATION_TOKENS tokens per sequence from one engine process clear it
-        (the first shows that prefill works, the second that decode does).
+        (the first shows that prefill works, the second that decode does); a beam search, as many steps.
     entered_process: number of the last engine process it was sent to, 0 if none.   num_since_entry: tokens from it.
     num_prompt_rows: prompt log-probabilities sent so far.   num_rows_to_skip: those that a new engine sends again.
     """
@@ -169,6 +169,7 @@ class Suspects:
         self._num_sent = 0  # requests sent to this engine process
         self._waiting: deque[str] = deque()  # suspects to be probed
         self._probe: str | None = None
+        self._num_probed_tokens = 0  # computed since the probe began
 
     @property
     def is_probing(self) -> bool:
@@ -190,6 +191,18 @@ class Suspects:
         entry.entered_process = self._process_number
         entry.num_since_entry = 0
         self._num_sent += 1
+
+    def note_computed(self, num_tokens: int) -> None:
+        """Clear a beam search that is probed once as many tokens have been computed as its prompt and two steps have.
+
+        It emits none before its end, until when all others would wait.
+        """
+        self._num_probed_tokens += num_tokens
+        probed = self._journal.get(self._probe) if self._probe is not None else None
+        if probed is not None and probed.request.is_beam_search:
+            request = probed.request
+            if self._num_probed_tokens >= len(request.prompt_token_ids) + PROBATION_TOKENS * request.num_seqs:
+                probed.is_suspect = False
 
     def next(self) -> list[JournalEntry]:
         """Return the requests to send now, if the probed suspect has been cleared or has ended: the next suspect.
@@ -229,7 +242,7 @@ class Suspects:
         while self._waiting:
             entry = self._journal.get(self._waiting.popleft())
             if entry is not None and entry.is_suspect:  # its id may be a new request's by now
-                self._probe = entry.request.request_id
+                self._probe, self._num_probed_tokens = entry.request.request_id, 0
                 return [entry]
         self._probe = None
         return [entry for entry in self._journal if entry.entered_process != self._process_number]

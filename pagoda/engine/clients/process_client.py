@@ -186,6 +186,8 @@ class ProcessClient:
                     self._send_next()
             case wire.StepReport(step_tokens, stats):
                 self._note_steps(step_tokens, stats)
+                if self._suspects.is_probing:
+                    self._send_next()
             case wire.IdleReport(stats, num_handled):
                 self._stats = stats
                 self._note_idle(num_handled)
@@ -285,6 +287,7 @@ class ProcessClient:
             del self._loaded[lora.digest]
 
     def _note_steps(self, step_tokens: tuple[int, ...], stats: wire.EngineStats | None) -> None:
+        self._suspects.note_computed(sum(step_tokens))
         for count in step_tokens:
             self.on_step(count)
         if stats is not None:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
 from pagoda.engine.clients.journal import MAX_DEATHS, Journal, JournalEntry, Suspects
@@ -253,3 +253,20 @@ def test_with_two_stages_the_request_in_the_younger_step_is_found(tmp_path: Path
     server.run_to_the_end()
     assert server.ends == {"request 0": "answered", "request 1": "answered", "request 2": "rejected"}
     assert server.num_deaths == 2, "it was probed after others, then alone"
+
+
+def test_a_beam_search_is_cleared_by_its_steps_since_it_emits_nothing_before_its_end() -> None:
+    journal = Journal()
+    suspects = Suspects(journal)
+    params = SamplingParams(n=2, max_tokens=50, beam_search=BeamSearchOptions())
+    for handle, name in enumerate(("beams", "other"), 1):
+        entry = journal.open(Request(name, np.arange(6, dtype=np.int32), params, handle=handle))
+        suspects.begin(1)
+        suspects.sent(entry)
+    assert suspects.assign_blame(FlightRecord(0, 0, np.empty(0, np.int64)), killed_from_outside=False) == []
+    assert [entry.request.request_id for entry in suspects.begin(2)] == ["beams"]
+    for num_tokens in (4, 2, 2):
+        suspects.note_computed(num_tokens)
+        assert suspects.next() == []
+    suspects.note_computed(2)
+    assert [entry.request.request_id for entry in suspects.next()] == ["other"]
