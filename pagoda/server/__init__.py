@@ -2,7 +2,7 @@
 
 A request passes AccessLog and Gate (middleware.py), and reaches its route. A route reads its body into a typed struct
 (body.py; protocol.py, sampling_body.py, pooling_bodies.py), admits it (admission.py), and turns it into prompts and
-parameters (chat.py, completions.py, pooling.py; tool_choice.py for the grammar of calls). Generator
+parameters (chat.py, completions.py, pooling.py; tool_choice.py for the grammar of calls). RequestStarter
 (generation.py) tokenises them and starts the requests in the engine; their outputs become the structs of answers.py
 (tool_parsers/ finds calls in text), which responses.py sends, whole or as a stream. respond.py is that course for all
 generated text. transcription.py (transcription_bodies.py) has forms with

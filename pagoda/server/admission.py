@@ -53,13 +53,13 @@ class Place:
         """Count it from now on. For Admission."""
         self._is_admitted = True
         self._num_waiting = self.num_requests
-        self._admission.count(self.num_requests, self.num_requests, self.num_tokens, 0)
+        self._admission.count(num_requests=self.num_requests, num_waiting=self.num_requests, num_tokens=self.num_tokens)
         if self.turn is not None:
             self.turn.set_result(None)
 
     def correct(self, num_tokens: int) -> None:
         """Replace the estimate of its tokens by what is known now."""
-        self._admission.count(0, 0, num_tokens - self.num_tokens, 0)
+        self._admission.count(num_tokens=num_tokens - self.num_tokens)
         self.num_tokens = num_tokens
 
     def hold(self, num_media_bytes: int) -> None:
@@ -70,11 +70,11 @@ class Place:
             full = f"it holds {others} bytes of processed images and audio, of {MAX_HELD_MEDIA_BYTES}"
             raise Refusal("media", f"the server is full: {full}")
         self._num_media_bytes = num_media_bytes
-        self._admission.count(0, 0, 0, more)
+        self._admission.count(num_media_bytes=more)
 
     def start(self) -> None:
         """It has a first token, and so no longer waits. Idempotent."""
-        self._admission.count(0, -self._num_waiting, 0, 0)
+        self._admission.count(num_waiting=-self._num_waiting)
         self._num_waiting = 0
 
     def close(self) -> None:
@@ -83,7 +83,12 @@ class Place:
         if not self._is_admitted:
             self._admission.leave(self)
         else:
-            self._admission.count(-self.num_requests, -self._num_waiting, -self.num_tokens, -self._num_media_bytes)
+            self._admission.count(
+                num_requests=-self.num_requests,
+                num_waiting=-self._num_waiting,
+                num_tokens=-self.num_tokens,
+                num_media_bytes=-self._num_media_bytes,
+            )
         self.num_requests = self._num_waiting = self.num_tokens = self._num_media_bytes = 0
 
 
@@ -205,7 +210,9 @@ class Admission:
             del self._line[place]
             place.admit()
 
-    def count(self, num_requests: int, num_waiting: int, num_tokens: int, num_media_bytes: int) -> None:
+    def count(
+        self, *, num_requests: int = 0, num_waiting: int = 0, num_tokens: int = 0, num_media_bytes: int = 0
+    ) -> None:
         """Add to the counts. For Place."""
         self.num_requests += num_requests
         self.num_waiting += num_waiting

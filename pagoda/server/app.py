@@ -47,7 +47,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", "X-Ignored-Fields", "X-Warning"],
         )
-    return AccessLog(layers, state.generator.metrics.on_http, prefix=config.root_path.rstrip("/"))
+    return AccessLog(layers, state.starter.metrics.on_http, prefix=config.root_path.rstrip("/"))
 
 
 logger = logging.getLogger("pagoda.server")
@@ -145,8 +145,8 @@ class _Server(uvicorn.Server):
             logger.warning("%d requests did not end in time and are aborted", drain.num_held)
             text = "the server is shutting down; the request was aborted before it was complete"
             error = ApiError(503, text, retry_after_s=RETRY_AFTER_S)
-            self._state.generator.admission.end_line(error)  # first: they would be admitted in place of those that end
-            self._state.generator.llm.fail_running(error)
+            self._state.starter.admission.end_line(error)  # first: they would be admitted in place of those that end
+            self._state.starter.llm.fail_running(error)
             if not await drain.wait_until_idle(LAST_ANSWERS_S):
                 # The remaining ones are streams whose clients do not read, and requests that have not started to run.
                 drain.cancel_rest()
@@ -185,18 +185,18 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
         config.server_timeouts.drain_timeout_s,
     )
     watch = asyncio.create_task(_end_with_engine(server, state))
-    report = asyncio.create_task(_report_load(state.generator.metrics))
+    report = asyncio.create_task(_report_load(state.starter.metrics))
     keep_objects()
     try:
         await server.serve(sockets=[listener])
     finally:
         watch.cancel()
         report.cancel()
-        state.generator.llm.text.close()
+        state.starter.llm.text.close()
     if state.engine is not None and state.engine.died is not None:
         raise state.engine.died
-    if state.generator.llm.died is not None:
-        raise state.generator.llm.died
+    if state.starter.llm.died is not None:
+        raise state.starter.llm.died
 
 
 async def _end_with_engine(server: _Server, state: ServerState) -> None:
@@ -204,7 +204,7 @@ async def _end_with_engine(server: _Server, state: ServerState) -> None:
 
     That is so if the engine cannot be restarted, or if its outputs can no longer be processed.
     """
-    ends = [asyncio.create_task(state.generator.llm.wait_until_dead())]
+    ends = [asyncio.create_task(state.starter.llm.wait_until_dead())]
     if state.engine is not None:
         ends.append(asyncio.create_task(state.engine.wait_until_gone()))
     try:

@@ -29,7 +29,7 @@ from pagoda.server.body import run_for_body
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
 from pagoda.server.protocol import ChatCompletionRequest
-from pagoda.server.respond import Head, Prepared, WholeOutput, respond
+from pagoda.server.respond import AnswerPlan, Head, WholeOutput, respond
 from pagoda.server.routing import Router
 from pagoda.server.state import ServerState
 from pagoda.server.tool_choice import ToolUse, special_token
@@ -108,10 +108,10 @@ router = Router()
 )
 async def create_chat_completion(http: Request) -> Response:
     """Generate the assistant's next message in a conversation."""
-    return await respond(http, ChatCompletionRequest, "chatcmpl", _prepare)
+    return await respond(http, ChatCompletionRequest, "chatcmpl", _plan)
 
 
-async def _prepare(http: Request, state: ServerState, body: ChatCompletionRequest) -> Prepared:
+async def _plan(http: Request, state: ServerState, body: ChatCompletionRequest) -> AnswerPlan:
     """Render the conversation. Raises ApiError for features that the model or the server lacks."""
     has_tools = bool(body.tools) and body.tool_choice != "none"
     template = state.template_for(body.chat_template, has_tools)
@@ -119,7 +119,7 @@ async def _prepare(http: Request, state: ServerState, body: ChatCompletionReques
     if body.documents and "documents" not in (template or ""):
         raise ApiError(400, "documents: this model's chat template does not support documents", "documents")
     top = (body.top_logprobs or 0) if body.logprobs else None
-    inputs = state.generator.llm.input_processor
+    inputs = state.starter.llm.input_processor
     defaults = inputs.default_sampling
     plain = await run_for_body(
         http, lambda: body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs, defaults)
@@ -127,8 +127,8 @@ async def _prepare(http: Request, state: ServerState, body: ChatCompletionReques
     tokenizer = inputs.tokenizer
     params = plain
     if use.has_grammar(body, plain):  # tools may have large schemas
-        params = await state.generator.llm.text.write_grammar(lambda: use.constrain(body, plain, tokenizer))
-    # Nothing is awaited after this: its images are in memory, uncounted until `Generator.begin` counts them.
+        params = await state.starter.llm.text.write_grammar(lambda: use.constrain(body, plain, tokenizer))
+    # Nothing is awaited after this: its images are in memory, uncounted until `RequestStarter.begin` counts them.
     prompt = await state.render(http, body, body.template_kwargs, use.tools, body.truncate_prompt_tokens is None)
     parser = TOOL_PARSERS[use.parser] if use.parser is not None else None
     if parser is not None and parser.keeps_special_tokens:
@@ -151,7 +151,7 @@ async def _prepare(http: Request, state: ServerState, body: ChatCompletionReques
         ]
         return ChatFormat(head, generation, body, readers, state.writes_ids(body))
 
-    return Prepared([prompt.prompt], params, answer_format)
+    return AnswerPlan([prompt.prompt], params, answer_format)
 
 
 class Reader:

@@ -21,7 +21,7 @@ from pagoda.server.answers import (
 from pagoda.server.body import run_for_body
 from pagoda.server.generation import Generation
 from pagoda.server.protocol import CompletionRequest
-from pagoda.server.respond import Head, Prepared, WholeOutput, respond
+from pagoda.server.respond import AnswerPlan, Head, WholeOutput, respond
 from pagoda.server.routing import Router
 from pagoda.server.state import ServerState
 
@@ -36,10 +36,10 @@ router = Router()
 )
 async def create_completion(http: Request) -> Response:
     """Continue a text, a list of token ids, or several of either."""
-    return await respond(http, CompletionRequest, "cmpl", _prepare)
+    return await respond(http, CompletionRequest, "cmpl", _plan)
 
 
-async def _prepare(http: Request, state: ServerState, body: CompletionRequest) -> Prepared:
+async def _plan(http: Request, state: ServerState, body: CompletionRequest) -> AnswerPlan:
     """Return the prompts and parameters of a request."""
     # With max_tokens 0, only the prompt is scored. The engine still samples one token, which is not returned.
     asked = body.asked_tokens[1]
@@ -47,12 +47,12 @@ async def _prepare(http: Request, state: ServerState, body: CompletionRequest) -
     num_logprobs = body.num_logprobs
     if num_logprobs is None and body.num_outputs > (body.n or 1):
         num_logprobs = 0  # of the sampled tokens only: what candidates are ranked by
-    llm = state.generator.llm
+    llm = state.starter.llm
     defaults = llm.input_processor.default_sampling
     params = await run_for_body(
         http, lambda: body.sampling_params(1 if asked == 0 else asked, num_logprobs, of_prompt, defaults)
     )
-    return Prepared(
+    return AnswerPlan(
         body.prompts(),
         params,
         lambda head, generation: CompletionFormat(head, generation, body, llm, state.writes_ids(body)),

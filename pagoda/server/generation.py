@@ -33,8 +33,8 @@ from pagoda.server.admission import Admission, Place
 from pagoda.server.answers import CompletionTokensDetails, PromptTokensDetails, Timings, Usage
 from pagoda.server.errors import ApiError
 from pagoda.server.pooling_bodies import PoolingBody
-from pagoda.server.responses import cancel_on_disconnect
 from pagoda.server.sampling_body import SamplingBody
+from pagoda.server.sending import cancel_on_disconnect
 
 
 class LiveIds:
@@ -93,7 +93,7 @@ _BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class PromptsToPrepare:
+class RawPrompts:
     """The prompts of one HTTP request before they are tokenised.
 
     params: of each prompt.   names: what errors call each prompt, () for "prompt".   lora: the adapter to use.
@@ -125,14 +125,14 @@ class PromptsToPrepare:
 
 
 class Generation:
-    """The prompts of one HTTP request, with common parameters. Created by Generator.begin, iterated once.
+    """The prompts of one HTTP request, with common parameters. Created by RequestStarter.begin, iterated once.
 
     It counts against admission from its creation, so its owner must close it, iterated or not.
     """
 
     def __init__(
         self,
-        generator: "Generator",
+        starter: "RequestStarter",
         http: HttpRequest,
         request_id: str,
         requests: Sequence[Request],
@@ -147,7 +147,7 @@ class Generation:
         self.num_reasoning_tokens: int | None = None  # None: of a model without reasoning
         self.last: list[RequestOutput | None] = [None] * len(requests)
         self._reasons: list[str] = []  # why outputs ended
-        self._generator = generator
+        self._starter = starter
         self._timings: dict[str, Any] = http.scope["state"]["timings"]
         self.key: str = http.scope["state"]["key"]
         self._place, self._at_end = place, place.at_end.pop_all()
@@ -167,10 +167,10 @@ class Generation:
 
     async def _follow(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         request = self.requests[index]
-        observed = RequestObserver(self._generator.metrics, request)
+        observed = RequestObserver(self._starter.metrics, request)
         has_run = True
         try:
-            async with contextlib.aclosing(self._generator.llm.stream(request)) as deltas:
+            async with contextlib.aclosing(self._starter.llm.stream(request)) as deltas:
                 async for delta in deltas:
                     now_s = time.perf_counter()
                     is_first = not observed.num_output_tokens
@@ -194,7 +194,7 @@ class Generation:
                 observed.on_end(self.last[index], time.perf_counter())
                 self._reasons += observed.finish_reasons
                 if request.sampling is not None and set(observed.finish_reasons) <= {"stop", "length"}:
-                    self._generator.admission.note_output(observed.num_output_tokens / request.num_seqs)
+                    self._starter.admission.note_output(observed.num_output_tokens / request.num_seqs)
 
     @property
     def usage(self) -> Usage:
@@ -229,7 +229,7 @@ def _media_bytes(media: Iterable[MediaItem]) -> int:
     return sum(item.features.nbytes for item in media if item.features is not None)
 
 
-class Generator:
+class RequestStarter:
     """Starts generations on one AsyncEngine."""
 
     def __init__(self, llm: AsyncEngine, admission: Admission, metrics: ServerMetrics) -> None:
@@ -325,7 +325,7 @@ class Generator:
         http: HttpRequest,
         place: Place,
         body: SamplingBody | PoolingBody,
-        asked: PromptsToPrepare,
+        asked: RawPrompts,
         request_id: str,
     ) -> Generation:
         """Tokenise and validate all prompts of a body. The caller must close the Generation.
@@ -341,10 +341,10 @@ class Generator:
         key = http.scope["state"]["key"]
         place.hold(_media_bytes(asked.media))  # at once: prompts may queue for a thread behind others' images
         engine_ids = place.at_end.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
-        preparing = self._prepare(asked, engine_ids, body.priority, self.salt(key, body.cache_salt), place.arrived_s)
+        making = self._make_requests(asked, engine_ids, body.priority, self.salt(key, body.cache_salt), place.arrived_s)
         # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
         is_long = asked.num_chars >= LONG_TEXT_CHARS or asked.has_grammar
-        requests = await (cancel_on_disconnect(http, preparing) if is_long else preparing)
+        requests = await (cancel_on_disconnect(http, making) if is_long else making)
         place.correct(sum(map(self._expected_tokens, requests)))
         place.hold(_media_bytes(item for request in requests for item in request.media))
         return Generation(self, http, request_id, requests, place)
@@ -353,9 +353,9 @@ class Generator:
         output = 0 if request.sampling is None else self.admission.expected_output(request.sampling.max_tokens)
         return request.num_prompt_tokens + request.encoder_len + output * request.num_seqs
 
-    async def _prepare(
+    async def _make_requests(
         self,
-        asked: PromptsToPrepare,
+        asked: RawPrompts,
         engine_ids: Sequence[str],
         priority: int,
         cache_salt: str | None,

@@ -28,8 +28,8 @@ from pagoda.server.protocol import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-from pagoda.server.responses import cancel_on_disconnect, json_response, run_sized
 from pagoda.server.routing import ERRORS, Router
+from pagoda.server.sending import cancel_on_disconnect, json_response, run_sized
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.state import ServerState, state_of
 
@@ -40,8 +40,8 @@ router = Router()
 async def liveness(http: Request) -> Response:
     """200 while the server does its work or can come back to it by itself; 503 if only a restart would help."""
     state = state_of(http)
-    if state.generator.llm.died is not None:  # the engine is gone, or its outputs cannot be read any more
-        return error_response(503, f"no request can be served any more: {state.generator.llm.died}")
+    if state.starter.llm.died is not None:  # the engine is gone, or its outputs cannot be read any more
+        return error_response(503, f"no request can be served any more: {state.starter.llm.died}")
     if state.engine is not None and state.engine.died is not None:
         return error_response(503, f"the engine cannot be restarted: {state.engine.died}")
     return Response()
@@ -74,7 +74,7 @@ async def show_version(http: Request) -> Response:
 async def load(http: Request) -> Response:
     """Admitted requests and tokens, and the lengths of the scheduler's queues."""
     state = state_of(http)
-    admission, stats = state.generator.admission, state.generator.metrics.stats()
+    admission, stats = state.starter.admission, state.starter.metrics.stats()
     return json_response(
         LoadResponse(
             server_load=admission.num_requests + admission.num_in_line,
@@ -92,7 +92,7 @@ async def load(http: Request) -> Response:
 @router.get("/metrics", answer="text/plain", errors={})
 async def metrics(http: Request) -> Response:
     """Metrics in Prometheus's text format."""
-    return Response(generate_latest(state_of(http).generator.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(generate_latest(state_of(http).starter.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/models", answer=ModelList)
@@ -134,7 +134,7 @@ async def abort_requests(http: Request) -> Response:
         state.check_admin(http)
     caller = http.scope["state"]
     key = None if caller["is_admin"] else caller["key"]
-    return json_response(AbortResponse(await state.generator.abort(body.request_ids or None, key)))
+    return json_response(AbortResponse(await state.starter.abort(body.request_ids or None, key)))
 
 
 @router.post(
@@ -146,7 +146,7 @@ async def reset_prefix_cache(http: Request) -> Response:
     """Empty the prefix cache. 409 if blocks are in use, unless running requests may be preempted."""
     state = state_of(http)
     state.check_admin(http)
-    if await state.generator.llm.reset_prefix_cache(_flag(http, "reset_running_requests")):
+    if await state.starter.llm.reset_prefix_cache(_flag(http, "reset_running_requests")):
         return Response()
     return error_response(409, "blocks are in use; try again when idle, or with reset_running_requests=true")
 
@@ -165,8 +165,8 @@ async def tokenize(http: Request) -> Response:
     state = state_of(http)
     body = await state.bodies.read(http, TokenizeRequest)
     state.adapter_of(body.model)
-    text = state.generator.llm.text
-    async with state.generator.admitted(http, 1):
+    text = state.starter.llm.text
+    async with state.starter.admitted(http, 1):
         if body.messages is not None:
             token_ids = (await state.render(http, body, body.chat_template_kwargs, body.tools or ())).token_ids
         else:
@@ -185,8 +185,8 @@ async def detokenize(http: Request) -> Response:
     state = state_of(http)
     body = await state.bodies.read(http, DetokenizeRequest)
     state.adapter_of(body.model)
-    async with state.generator.admitted(http, 1):
-        decoding = state.generator.llm.text.detokenize(body.tokens)
+    async with state.starter.admitted(http, 1):
+        decoding = state.starter.llm.text.detokenize(body.tokens)
         answer = DetokenizeResponse(await cancel_on_disconnect(http, decoding))
     return await run_sized(len(body.tokens), lambda: json_response(answer))
 
@@ -198,7 +198,7 @@ async def tokenizer_info(http: Request) -> Response:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": state.max_model_len,
-        **state.generator.llm.text.tokenizer_facts(),
+        **state.starter.llm.text.tokenizer_facts(),
         "chat_template": state.chat_template,
     }
     return JSONResponse(settings)

@@ -35,7 +35,7 @@ from pagoda.server.answers import (
     ScoreData,
     ScoreResponse,
 )
-from pagoda.server.generation import Generation, PromptsToPrepare
+from pagoda.server.generation import Generation, RawPrompts
 from pagoda.server.pooling_bodies import (
     ClassificationRequest,
     EmbeddingRequest,
@@ -47,8 +47,8 @@ from pagoda.server.pooling_bodies import (
     ScoreRequest,
     VectorBody,
 )
-from pagoda.server.responses import cancel_on_disconnect, json_response, run_sized
 from pagoda.server.routing import Router
+from pagoda.server.sending import cancel_on_disconnect, json_response, run_sized
 from pagoda.server.state import ServerState, state_of
 
 router = Router()
@@ -174,14 +174,14 @@ async def _score(
     call: Call[PairBody], first: list[str], second: list[str], names: tuple[str, str]
 ) -> tuple[Pooled, list[float]]:
     """Score pairs of texts.   names: of the fields that the texts are in."""
-    body, text = call.body, call.state.generator.llm.text
+    body, text = call.body, call.state.starter.llm.text
     call.state.check_template(body.chat_template)
-    async with call.state.generator.admitted(call.http, len(second)) as place:
+    async with call.state.starter.admitted(call.http, len(second)) as place:
         planning = text.plan_scores(first, second, body.pooling_params(), names, body.pair_options())
         scoring: Scoring = await cancel_on_disconnect(call.http, planning)
         of_first, of_second = _numbered(names[0], len(first)), _numbered(names[1], len(second))
         of_prompts = of_second if len(scoring.prompts) == len(second) else [*of_first, *of_second]
-        asked = PromptsToPrepare(scoring.prompts, scoring.params, of_prompts, call.lora)
+        asked = RawPrompts(scoring.prompts, scoring.params, of_prompts, call.lora)
         pooled = await _pool(call, place, asked)
     return pooled, scoring.scores(pooled.vectors)
 
@@ -194,7 +194,7 @@ async def _pool_inputs(call: Call[InputBody], params: PoolingParams, instruction
     """Pool each input on its own, with an instruction in front of each text, or the conversation."""
     body, names = call.body, call.body.names()
     prompts: list[Prompt]
-    async with call.state.generator.admitted(call.http, len(names)) as place:
+    async with call.state.starter.admitted(call.http, len(names)) as place:
         if body.messages is None:
             prompts = [with_instruction(one, instruction) for one in body.inputs()]
         else:
@@ -202,15 +202,15 @@ async def _pool_inputs(call: Call[InputBody], params: PoolingParams, instruction
             rendered = await call.state.render(call.http, body, body.chat_template_kwargs, must_fit=must_fit)
             prompts = [rendered.token_ids]
         adds_tokens = body.add_special_tokens is not False
-        asked = PromptsToPrepare(prompts, [params] * len(prompts), names, call.lora, adds_tokens)
+        asked = RawPrompts(prompts, [params] * len(prompts), names, call.lora, adds_tokens)
         return await _pool(call, place, asked)
 
 
-async def _pool(call: Call[PoolingBody], place: Place, asked: PromptsToPrepare) -> Pooled:
+async def _pool(call: Call[PoolingBody], place: Place, asked: RawPrompts) -> Pooled:
     """Pool all prompts. Raises RequestError, ApiError or WorkerDied."""
     http, state, body = call.http, call.state, call.body
     request_id = state.request_id(http, body.request_id, call.id_prefix, len(asked.prompts))
-    generation = await state.generator.begin(http, place, body, asked, request_id)
+    generation = await state.starter.begin(http, place, body, asked, request_id)
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
         outputs = await cancel_on_disconnect(http, _gather(generation))

@@ -1,7 +1,7 @@
 """The course of every request for generated text: parse, check, start, then stream the answer or gather it.
 
-An API (text completions, chat) says how its requests become prompts and parameters (`Prepare`), and how outputs become
-choices of its answers (`AnswerFormat`); everything else is here.
+An API (text completions, chat) says how its requests become prompts and parameters (`PlanAnswer`), and how outputs
+become choices of its answers (`AnswerFormat`); everything else is here.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.outputs.mailbox import GatheredPart
 from pagoda.server.answers import Timings, Usage
-from pagoda.server.generation import Generation, PromptsToPrepare
-from pagoda.server.responses import EventStream, cancel_on_disconnect, event, json_response, run_sized
+from pagoda.server.generation import Generation, RawPrompts
 from pagoda.server.sampling_body import SamplingBody
+from pagoda.server.sending import EventStream, cancel_on_disconnect, event, json_response, run_sized
 from pagoda.server.state import ServerState, state_of
 
 
@@ -70,8 +70,8 @@ class AnswerFormat(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    """A checked request: what to generate, and how to answer.   add_special_tokens: as for PromptsToPrepare."""
+class AnswerPlan:
+    """A checked request: what to generate, and how to answer.   add_special_tokens: as for RawPrompts."""
 
     prompts: Sequence[Prompt]
     params: SamplingParams
@@ -80,31 +80,31 @@ class Prepared:
 
 
 B = TypeVar("B", bound=SamplingBody)
-Prepare = Callable[[Request, ServerState, B], Awaitable[Prepared]]
+PlanAnswer = Callable[[Request, ServerState, B], Awaitable[AnswerPlan]]
 """Checks what the types of a body cannot express, and renders its prompts. Raises ApiError, RequestError."""
 
 
-async def respond(http: Request, kind: type[B], id_prefix: str, prepare: Prepare[B]) -> Response:
+async def respond(http: Request, kind: type[B], id_prefix: str, plan: PlanAnswer[B]) -> Response:
     """Answer a request for generated text.   kind: of the request's body.   id_prefix: of the answer's id.
 
-    Raises the errors of `BodyReader.read`, `prepare` and `Generator.begin`, which the application turns into answers.
+    Raises the errors of `BodyReader.read`, `plan` and `RequestStarter.begin`, which the app turns into answers.
     """
     state = state_of(http)
     body = await state.bodies.read(http, kind)
     lora = state.adapter_of(body.model)
     http.scope["state"]["timings"]["model"] = body.model or state.model_names[0]
     num_outputs = body.num_prompts * body.num_outputs
-    async with state.generator.admitted(http, body.num_prompts, num_outputs, body.asked_tokens[1]) as place:
-        prepared = await prepare(http, state, body)
+    async with state.starter.admitted(http, body.num_prompts, num_outputs, body.asked_tokens[1]) as place:
+        planned = await plan(http, state, body)
         # Chosen only now: while the prompt was rendered, another request may have taken the same header's id.
-        request_id = state.request_id(http, body.request_id, id_prefix, len(prepared.prompts))
-        params = [prepared.params] * len(prepared.prompts)
-        asked = PromptsToPrepare(prepared.prompts, params, (), lora, prepared.add_special_tokens)
-        generation = await state.generator.begin(http, place, body, asked, request_id)
+        request_id = state.request_id(http, body.request_id, id_prefix, len(planned.prompts))
+        params = [planned.params] * len(planned.prompts)
+        asked = RawPrompts(planned.prompts, params, (), lora, planned.add_special_tokens)
+        generation = await state.starter.begin(http, place, body, asked, request_id)
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
         head = Head(request_id, int(time.time()), body.model or state.model_names[0])
-        answer_format = prepared.answer_format(head, generation)
+        answer_format = planned.answer_format(head, generation)
         if body.stream:
             at_end.pop_all()
             return EventStream(stream_events(generation, answer_format, body, state.forces_usage), generation.close)

@@ -25,12 +25,12 @@ from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.admission import Admission
 from pagoda.server.body import BodyReader
 from pagoda.server.errors import ApiError
-from pagoda.server.generation import Generator
+from pagoda.server.generation import RequestStarter
 from pagoda.server.middleware import Drain
 from pagoda.server.pooling_bodies import InputBody
 from pagoda.server.protocol import ChatCompletionRequest, TokenizeRequest
-from pagoda.server.responses import cancel_on_disconnect
 from pagoda.server.sampling_body import SamplingBody
+from pagoda.server.sending import cancel_on_disconnect
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.tool_parsers import parser_for_template, parser_named
 
@@ -49,7 +49,7 @@ class ServerState:
     returns_token_ids: log-probabilities have ids of tokens, where a request does not say.
     """
 
-    generator: Generator
+    starter: RequestStarter
     adapters: ServedAdapters
     model_names: tuple[str, ...]
     max_model_len: int
@@ -70,7 +70,7 @@ class ServerState:
     @property
     def tasks(self) -> ModelTasks:
         """What the model can be asked for."""
-        return self.generator.llm.input_processor.limits.tasks
+        return self.starter.llm.input_processor.limits.tasks
 
     def adapter_of(self, name: str | None) -> Adapter | None:
         """Return the adapter that requests for this model use, or None for the model itself.
@@ -125,7 +125,7 @@ class ServerState:
             template_kwargs={**self.template_kwargs, **(template_kwargs or {})} or None,
             add_special_tokens=bool(body.add_special_tokens),
         )
-        rendering = self.generator.llm.text.render_chat(
+        rendering = self.starter.llm.text.render_chat(
             body.messages or (),
             options,
             must_fit=must_fit,
@@ -159,7 +159,7 @@ class ServerState:
         if asked is not None:
             return f"{prefix}-{asked}"
         request_id = f"{prefix}-{http.scope['state']['request_id']}"
-        is_free = self.generator.is_free(http.scope["state"]["key"], request_id, num_prompts)
+        is_free = self.starter.is_free(http.scope["state"]["key"], request_id, num_prompts)
         return request_id if is_free else f"{request_id}-{uuid.uuid4().hex[:8]}"
 
 
@@ -194,7 +194,7 @@ async def build_state(
     adapters = ServedAdapters(llm, tuple(names), server.lora_sources.lora_dir)
     await adapters.load_modules(server.lora_sources)
     return ServerState(
-        generator=Generator(llm, Admission(server.server_limits, server.server_timeouts.queue_timeout_s), metrics),
+        starter=RequestStarter(llm, Admission(server.server_limits, server.server_timeouts.queue_timeout_s), metrics),
         adapters=adapters,
         model_names=tuple(names),
         max_model_len=sizes.max_model_len,

@@ -21,8 +21,8 @@ from pagoda.engine.transcription.transcriber import Transcription, Transcription
 from pagoda.server.admission import Place
 from pagoda.server.body import parse_fields
 from pagoda.server.errors import ApiError
-from pagoda.server.responses import EventStream, cancel_on_disconnect, event, json_response, run_sized
 from pagoda.server.routing import Router
+from pagoda.server.sending import EventStream, cancel_on_disconnect, event, json_response, run_sized
 from pagoda.server.state import ServerState, state_of
 from pagoda.server.transcription_bodies import (
     DurationUsage,
@@ -82,7 +82,7 @@ async def create_translation(http: Request) -> Response:
 async def _form(http: Request, kind: type[F]) -> AsyncGenerator[tuple[F, UploadFile], None]:
     """Read a form: a file goes to disk from 1 MB on, as it comes. Raises RequestError."""
     state = state_of(http)
-    if state.generator.llm.input_processor.speech is None:
+    if state.starter.llm.input_processor.speech is None:
         raise RequestError("this model does not transcribe: serve a Whisper model", "model")
     if importlib.util.find_spec("python_multipart") is None:
         raise RequestError("this server cannot read uploads: install it with pip install python-multipart")
@@ -108,7 +108,7 @@ async def _form(http: Request, kind: type[F]) -> AsyncGenerator[tuple[F, UploadF
             parse_fields(
                 {k: v for k, v in fields.items() if k in known},
                 kind,
-                state.generator.llm.input_processor.limits.of_request,
+                state.starter.llm.input_processor.limits.of_request,
             ),
             file,
         )
@@ -135,14 +135,14 @@ async def _answer(
     if state.adapter_of(model) is not None:
         raise ApiError(400, "model: adapters do not transcribe", "model")
     http.scope["state"]["timings"]["model"] = model or state.model_names[0]
-    async with state.generator.admitted(http, 1, 1, None) as place:
+    async with state.starter.admitted(http, 1, 1, None) as place:
         key, name = http.scope["state"]["key"], file.filename or "upload"
-        new_id = state.generator.reserve_job(key, state.request_id(http, None, "audio", 1), place)
-        reading = state.generator.llm.text.begin_transcription(
+        new_id = state.starter.reserve_job(key, state.request_id(http, None, "audio", 1), place)
+        reading = state.starter.llm.text.begin_transcription(
             lambda limits, is_left: read_sound(_content(file), name, limits, is_left),
             options,
             lambda limits: claimed_bytes(_content(file), name, limits),
-            functools.partial(state.generator.admission.wait_to_hold, place),
+            functools.partial(state.starter.admission.wait_to_hold, place),
         )
         sound = await cancel_on_disconnect(http, reading)
         http.scope["state"]["timings"]["audio_s"] = round(sound.sound.duration_s, 2)
@@ -166,8 +166,8 @@ async def _outputs(
     state: ServerState, sound: Transcription, place: Place, new_id: Callable[[], str], key: str
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run a transcription; yield the output of each of its requests, each of which the metrics count."""
-    generator = state.generator
-    running = generator.llm.run_job(sound.job(), new_id, generator.salt(key, None), generator.observed)
+    starter = state.starter
+    running = starter.llm.run_job(sound.job(), new_id, starter.salt(key, None), starter.observed)
     async with contextlib.aclosing(running) as outputs:
         async for output in outputs:
             place.start()

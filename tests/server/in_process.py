@@ -15,7 +15,7 @@ from pagoda.engine.wire import EngineStats
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.admission import Admission
 from pagoda.server.app import create_app
-from pagoda.server.generation import Generator
+from pagoda.server.generation import RequestStarter
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.state import ServerState
 from tests.fake_engine import MAX_LEN, byte_inputs
@@ -51,7 +51,7 @@ def served(test: Callable[[httpx.AsyncClient], Awaitable[None]], config: ServerC
         async with AsyncEngine(client, byte_inputs()) as llm:
             metrics = ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, ""))
             state = ServerState(
-                generator=Generator(llm, Admission(config.server_limits, 0.0), metrics),
+                starter=RequestStarter(llm, Admission(config.server_limits, 0.0), metrics),
                 adapters=ServedAdapters(llm, ("m",), None),
                 model_names=("m",),
                 max_model_len=MAX_LEN,

@@ -23,7 +23,7 @@ from pagoda.engine.wire import EngineStats
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.admission import PRIOR_OUTPUT_TOKENS, Admission, Place, Refusal
 from pagoda.server.errors import ApiError
-from pagoda.server.generation import Generation, Generator, PromptsToPrepare
+from pagoda.server.generation import Generation, RawPrompts, RequestStarter
 from tests.server.live import FAKE_ENGINE, FAKE_FLAGS, serving
 
 
@@ -116,10 +116,10 @@ def test_images_are_counted_before_their_prompt_queues_for_a_thread() -> None:
     )
     http: Any = SimpleNamespace(scope={"state": {"timings": {}, "key": ""}}, receive=lambda: asyncio.sleep(60))
     body: Any = SimpleNamespace(priority=0, cache_salt=None)
-    prompts = PromptsToPrepare([{"prompt_token_ids": [1], "media": (item,)}, [1]], [PoolingParams()] * 2, (), None)
-    generator = Generator(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")))
+    prompts = RawPrompts([{"prompt_token_ids": [1], "media": (item,)}, [1]], [PoolingParams()] * 2, (), None)
+    starter = RequestStarter(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")))
     with admitted(admission, 1, 1) as place, pytest.raises(RequestError, match="stop here"):
-        asyncio.run(generator.begin(http, place, body, prompts, "a"))
+        asyncio.run(starter.begin(http, place, body, prompts, "a"))
     assert counted == [100]
 
 
@@ -129,18 +129,18 @@ def test_an_abort_between_the_requests_of_a_job_ends_it() -> None:
 
     llm: Any = SimpleNamespace(abort=abort)
     admission = Admission(ServerLimits(), 0.0)
-    generator = Generator(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")))
+    starter = RequestStarter(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")))
     with admission.enter(1, 1, "").at_end as at_end:
         place: Any = SimpleNamespace(at_end=at_end)
-        new_id, other = (generator.reserve_job("k", name, place) for name in ("audio-1", "audio-2"))
+        new_id, other = (starter.reserve_job("k", name, place) for name in ("audio-1", "audio-2"))
         new_id()
-        assert asyncio.run(generator.abort({"audio-1"}, "another key")) == []
+        assert asyncio.run(starter.abort({"audio-1"}, "another key")) == []
         new_id()
-        assert asyncio.run(generator.abort({"audio-1"}, "k")) == ["audio-1"]
+        assert asyncio.run(starter.abort({"audio-1"}, "k")) == ["audio-1"]
         with pytest.raises(RequestError, match="the transcription was aborted"):
             new_id()
         other()
-    assert asyncio.run(generator.abort(None, None)) == []
+    assert asyncio.run(starter.abort(None, None)) == []
 
 
 def test_an_abort_of_a_job_ends_no_other_whose_id_begins_alike() -> None:
@@ -149,12 +149,12 @@ def test_an_abort_of_a_job_ends_no_other_whose_id_begins_alike() -> None:
 
     llm: Any = SimpleNamespace(abort=abort)
     admission = Admission(ServerLimits(), 0.0)
-    generator = Generator(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")))
+    starter = RequestStarter(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")))
     with admission.enter(1, 1, "").at_end as at_end:
         place: Any = SimpleNamespace(at_end=at_end)
-        new_id, other = (generator.reserve_job("k", name, place) for name in ("audio-X", "audio-X-1"))
+        new_id, other = (starter.reserve_job("k", name, place) for name in ("audio-X", "audio-X-1"))
         assert new_id() != other()
-        assert asyncio.run(generator.abort({"audio-X"}, "k")) == ["audio-X"]
+        assert asyncio.run(starter.abort({"audio-X"}, "k")) == ["audio-X"]
         other()
         with pytest.raises(RequestError, match="the transcription was aborted"):
             new_id()
@@ -275,12 +275,12 @@ def test_only_outputs_that_came_to_their_end_are_expected_again(reason: str, is_
         yield RequestOutput("a", outputs=[part], finished=True, error="broken" if reason == "error" else None)
 
     metrics = ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, ""))
-    generator: Any = SimpleNamespace(admission=admission, metrics=metrics, llm=SimpleNamespace(stream=stream))
+    starter: Any = SimpleNamespace(admission=admission, metrics=metrics, llm=SimpleNamespace(stream=stream))
     http: Any = SimpleNamespace(scope={"state": {"timings": {}, "key": ""}})
     request = Request("a", np.array([1], np.int32), sampling=SamplingParams())
 
     async def main() -> None:
-        async with Generation(generator, http, "a", [request], admission.enter(1, 1, "")).outputs() as outputs:
+        async with Generation(starter, http, "a", [request], admission.enter(1, 1, "")).outputs() as outputs:
             async for _ in outputs:
                 pass
 

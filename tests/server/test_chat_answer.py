@@ -39,7 +39,7 @@ def test_log_probabilities_of_the_prompt_are_converted_once(monkeypatch: pytest.
         outputs=lambda: contextlib.aclosing(deltas()), usage=Usage(2, 50, 52, PromptTokensDetails(0))
     )
     body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], prompt_logprobs=1)
-    answer_format = chat.ChatFormat(Head("id", 0, "m"), generation, body, [chat.Reader(None, None, bytes)])
+    answer_format = chat.ChatFormat(Head("id", 0, "m"), generation, body, [chat.Reader(None, None, bytes)], False)
     answer = msgspec.json.decode(asyncio.run(whole_answer(generation, answer_format, body)).body)
     assert num_converted == 1
     assert answer["choices"][0]["message"]["content"] == "a" * NUM_DELTAS

@@ -37,7 +37,7 @@ def test_a_long_echoed_prompt_is_decoded_once_and_on_a_thread() -> None:
     )
     body = CompletionRequest(prompt="x", echo=True)
     texts: Any = SimpleNamespace(text=Texts())
-    answer_format = CompletionFormat(Head("id", 0, "m"), generation, body, texts)
+    answer_format = CompletionFormat(Head("id", 0, "m"), generation, body, texts, False)
     answer = msgspec.json.decode(asyncio.run(whole_answer(generation, answer_format, body)).body)
     assert answer["choices"][0]["text"] == "the prompt, aa"
     assert asked == [(5_000, False)]

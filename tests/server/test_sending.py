@@ -9,7 +9,7 @@ import pytest
 from starlette.types import Message
 
 from pagoda.server.answers import CompletionChoice, CompletionResponse, PromptTokensDetails, Usage
-from pagoda.server.responses import DONE, EventStream, json_response, run_sized
+from pagoda.server.sending import DONE, EventStream, json_response, run_sized
 
 
 @pytest.mark.parametrize("fails", [False, True])
