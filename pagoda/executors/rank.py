@@ -38,7 +38,7 @@ from pagoda.executors.messages import (
     failure_of,
 )
 from pagoda.kernels.native import build, library, variants
-from pagoda.kernels.native.threads import cpu_flags, take_share
+from pagoda.kernels.native.threads import bind_to_cores, cpu_flags
 from pagoda.layers.sharding import ALONE
 from pagoda.ops.tensor import RankGroup
 from pagoda.process.child_process import RendezvousDir, be_killed_with_parent, end_with_parent, read_start
@@ -162,7 +162,7 @@ def make_executor(start: RankStart) -> tuple[InProcessExecutor, Identity]:
     """Return the executor of this rank's worker, and what must be the same on all ranks."""
     parallel = start.config.parallel
     if parallel.threads is None:
-        parallel = dataclasses.replace(parallel, threads=take_share(start.local_number, start.num_local))
+        parallel = dataclasses.replace(parallel, threads=bind_to_cores(start.local_number, start.num_local))
     setup = resolve_engine(dataclasses.replace(start.config, parallel=parallel))
     overlap = options_of(setup).pipeline_depth > 1 and not setup.device.is_host
     worker = make_worker(setup, True, start.place, _group_of(start), start.local_number)

@@ -139,7 +139,7 @@ class ExpertsConfig:
     groups: ExpertGroups | None = None
 
 
-class Experts(Module):
+class StackedExperts(Module):
     """The experts' weights: gate and up of each in one matrix, and down."""
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
@@ -164,7 +164,7 @@ class MoE(Module):
         if config.groups is not None:
             declared = Vector(config.num_experts, zeros=not config.groups.has_bias, is_float32=True)
             self.choice_bias = Parameter[Tensor](declared)
-        self.experts = Experts(hidden_size, config)
+        self.experts = StackedExperts(hidden_size, config)
         self.shared_expert: GatedMLP | None = None
         self.shared_expert_gate: Linear | None = None
         if config.shared_size:

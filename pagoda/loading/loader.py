@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from pagoda.base.ranks import WHOLE, RankPlace
-from pagoda.kernels.linear.forms import MADE_WHILE_LOADING
+from pagoda.kernels.linear.forms import ONLINE_FORMS
 from pagoda.kernels.linear.quantize import (
     CodedWeight,
     StackedWeight,
@@ -39,7 +39,7 @@ from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import Piece, Region, bias_pieces, check_all_used, choose_naming, weight_pieces
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.rotary_tables import build_rotary_tables
-from pagoda.loading.shares import take_share
+from pagoda.loading.shares import shard_model
 from pagoda.loading.weights import Weights, open_weights, reorder_rows
 from pagoda.models.base import Model
 from pagoda.models.naming import Naming
@@ -87,7 +87,7 @@ def load_model(
         naming = replace(naming, substitutions=naming.substitutions + folders)
     if place.num_stages > 1:
         model.take_stage(place, ranks)
-    take_share(model, files, architecture, quantization, ranks)
+    shard_model(model, files, architecture, quantization, ranks)
     positions = num_positions or config.spec.max_position
     with _one_torch_thread():
         Filler(weights, naming, ops, dtype, device, quantization, positions, max_model_len).fill(model)
@@ -131,7 +131,7 @@ class Filler:
         self._weights, self._naming, self._ops = weights, naming, ops
         self._dtype, self._device, self._quantization = dtype, device, quantization
         self._num_positions, self._max_model_len = num_positions, max_model_len
-        self._made = MADE_WHILE_LOADING.get(quantization or "")  # of floats; else a checkpoint's own codes are kept
+        self._made = ONLINE_FORMS.get(quantization or "")  # of floats; else a checkpoint's own codes are kept
 
     def fill(self, model: Model) -> None:
         """Fill every parameter in the order of the tree, which is the order in which a forward reads them."""

@@ -15,7 +15,7 @@ from pagoda.loading.safetensors_header import read_headers
 from pagoda.loading.sentence_transformers import MODULES, read_pooling
 from pagoda.loading.token_ids import find_token_ids
 from pagoda.models.architecture import Architecture, TreeConfig
-from pagoda.models.base import Dense, Model
+from pagoda.models.base import DensePooling, Model
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.image_config import ImageConfig, read_image_config
 from pagoda.models.pooled_decoder import TOKEN_IDS
@@ -51,7 +51,7 @@ def build_tree(files: ModelFiles, architecture: Architecture, config: TreeConfig
         modules = read_pooling(files.path, model.pooling, config.spec.hidden_size)
     if modules is not None:
         model.pooling = replace(modules.plan, is_declared=True)
-        model.dense = [Dense(spec) for spec in modules.dense]
+        model.dense = [DensePooling(spec) for spec in modules.dense]
     if files.format == "safetensors":
         given = ConfigReader(read_json_object(files.path / "config.json"), str(files.path / "config.json"))
         if given.has("matryoshka_dimensions") or given.flag("is_matryoshka", False):

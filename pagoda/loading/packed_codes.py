@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from pagoda.base.errors import ConfigError
-from pagoda.kernels.linear.forms import HeldAs
+from pagoda.kernels.linear.forms import WeightFormat
 from pagoda.kernels.linear.quantize import BlockWeight, CodeRows, QuantizedWeight
 from pagoda.loading.quantization import AWQ, LEAST_GROUP, PackedFormat
 
@@ -63,7 +63,7 @@ def packed_weight(
     )
 
 
-def _read(piece: CodeRows, held: HeldAs, in_features: int, elements: torch.Tensor | None) -> QuantizedWeight:
+def _read(piece: CodeRows, held: WeightFormat, in_features: int, elements: torch.Tensor | None) -> QuantizedWeight:
     """Return the codes of a piece: the definition of what linear/code_rows.cpp packs.
 
     elements: as QuantizedWeight.order.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.dtypes import QUANTIZATIONS
 from pagoda.base.errors import ConfigError
-from pagoda.kernels.linear.forms import MADE_WHILE_LOADING, MXFP4, Q4, Q4_ZERO, Q8, Q8_ZERO, HeldAs
+from pagoda.kernels.linear.forms import MXFP4, ONLINE_FORMS, Q4, Q4_ZERO, Q8, Q8_ZERO, WeightFormat
 from pagoda.loading.model_files import ModelFiles, read_json_object
 from pagoda.models.config_reader import ConfigReader
 
@@ -86,13 +86,13 @@ class PackedFormat:
         return _WORD_BITS // self.bits if self.layout.words_along_out or self.layout.words_along_in else 1
 
     @property
-    def held_as(self) -> HeldAs:
+    def held_as(self) -> WeightFormat:
         """Return the form of its codes in memory; elements that share a scale are `group`, or a part of it."""
         if self.layout is STACKED:
-            return HeldAs(MXFP4, LEAST_GROUP)
+            return WeightFormat(MXFP4, LEAST_GROUP)
         group = next(size for size in (128, 64, 32) if self.group is None or self.group % size == 0)
         forms = {4: (Q4_ZERO, Q4), 8: (Q8_ZERO, Q8)}[self.bits]
-        return HeldAs(forms[self.symmetric], LEAST_GROUP if self.ordered else group)
+        return WeightFormat(forms[self.symmetric], LEAST_GROUP if self.ordered else group)
 
     def stem(self, name: str, names: Container[str]) -> str | None:
         """Return `layer` for the tensor `layer.weight` if the checkpoint, which has `names`, has it quantised.
@@ -286,7 +286,7 @@ def resolve_quantization(files: ModelFiles, quantization: str | None) -> str | N
         return own
     if quantization == "none":
         return None
-    if quantization in MADE_WHILE_LOADING or quantization == own:
+    if quantization in ONLINE_FORMS or quantization == own:
         return quantization
     if quantization == "gguf":
         raise ConfigError(f"quantization='gguf' needs a GGUF file, and {files.path} is not one; use 'int8'")

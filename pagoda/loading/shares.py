@@ -6,7 +6,7 @@ from gguf.constants import GGML_QUANT_SIZES
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.ranks import RankPlace
-from pagoda.kernels.linear.forms import MADE_WHILE_LOADING
+from pagoda.kernels.linear.forms import ONLINE_FORMS
 from pagoda.layers.kv import with_shapes_of
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Axis, Matrix
@@ -24,7 +24,7 @@ _GROUP_OF_INPUTS = 32  # in which native kernels quantise the inputs of 4-bit we
 _LARGEST_SIZE = 64  # that an error suggests
 
 
-def take_share(
+def shard_model(
     model: Model,
     files: ModelFiles,
     architecture: Architecture,
@@ -51,14 +51,14 @@ def take_share(
 def read_share(files: ModelFiles, quantization: str | None, place: RankPlace) -> Model:
     """Return the tree of a rank's share of a model, without its weights.
 
-    Raises ConfigError as `take_share`, and for more stages than the model can be divided into.
+    Raises ConfigError as `shard_model`, and for more stages than the model can be divided into.
     """
     architecture, config = read_architecture(files)
     model = build_tree(files, architecture, config)
     ranks = RankNumber(place.tensor_rank, place.tensor_size)
     if place.num_stages > 1:
         model.take_stage(place, ranks)
-    take_share(model, files, architecture, quantization, ranks)
+    shard_model(model, files, architecture, quantization, ranks)
     return model
 
 
@@ -72,7 +72,7 @@ def _divides(model: Model, size: int, group: int) -> bool:
 
 def column_group(model: Model, files: ModelFiles, architecture: Architecture, quantization: str | None) -> int:
     """Return of how many columns the boundaries between ranks must be multiples, in matrices divided along columns."""
-    made = MADE_WHILE_LOADING.get(resolve_quantization(files, quantization) or "")
+    made = ONLINE_FORMS.get(resolve_quantization(files, quantization) or "")
     stored = 1
     if files.format == "gguf":
         stored = _largest_block(model, files, architecture)

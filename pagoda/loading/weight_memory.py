@@ -8,7 +8,7 @@ from typing import Any
 
 from pagoda.base.dtypes import DTYPE_BYTES
 from pagoda.base.ranks import WHOLE, RankPlace
-from pagoda.kernels.linear.forms import FLOATS, GGUF_TYPES, MADE_WHILE_LOADING, NOT_TILED, Q8, HeldAs, packed_bias_bytes
+from pagoda.kernels.linear.forms import FLOATS, GGUF_TYPES, NOT_TILED, ONLINE_FORMS, Q8, WeightFormat, packed_bias_bytes
 from pagoda.layers.lora_targets import lora_targets
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import BiasTable, Matrix, Parameter, RotaryTable, Table, Vector, whole_of
@@ -19,7 +19,7 @@ from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import choose_naming, weight_pieces
 from pagoda.loading.quantization import PackedFormat, packed_format, resolve_quantization
 from pagoda.loading.safetensors_header import read_headers
-from pagoda.loading.shares import column_group, take_share
+from pagoda.loading.shares import column_group, shard_model
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
 
@@ -59,7 +59,7 @@ class SharesInMemory:
         self._held_as = _forms(files, self._architecture, self._whole, prepared)
         stored = packed_format(files)
         self._ordered = stored if stored is not None and stored.ordered else None
-        self._is_made = resolve_quantization(files, prepared.quantization) in MADE_WHILE_LOADING
+        self._is_made = resolve_quantization(files, prepared.quantization) in ONLINE_FORMS
         self._group: int | None = None
 
     def tree(self, place: RankPlace) -> Model:
@@ -71,7 +71,7 @@ class SharesInMemory:
             model.take_stage(place, ranks)
         if place.tensor_size > 1 and self._group is None:
             self._group = column_group(self._whole, self._files, architecture, quantization)
-        take_share(model, self._files, architecture, quantization, ranks, self._group)
+        shard_model(model, self._files, architecture, quantization, ranks, self._group)
         return model
 
     def weights(self, model: Model) -> int:
@@ -101,15 +101,15 @@ class SharesInMemory:
         return total
 
 
-def _shares_table(held: Sequence[HeldAs], made: bool, prepared: PreparedAs) -> bool:
+def _shares_table(held: Sequence[WeightFormat], made: bool, prepared: PreparedAs) -> bool:
     """Whether a tied embedding reads its rows from the head: see PrepareOps.table_of.   made: codes, while loading."""
     if prepared.packed:
         return not made
-    holds_floats = [*held] == [HeldAs(FLOATS[prepared.dtype])]
+    holds_floats = [*held] == [WeightFormat(FLOATS[prepared.dtype])]
     return holds_floats and (prepared.tiled or prepared.dtype != "bfloat16")  # which torch packs
 
 
-_HeldAs = Callable[[str, Matrix | Table], Sequence[HeldAs]]
+_HeldAs = Callable[[str, Matrix | Table], Sequence[WeightFormat]]
 """From a matrix or table and the path of its stored values to how its parts are held; one, if all are held alike."""
 
 
@@ -154,19 +154,19 @@ def _bytes(
                     columns += min(groups, columns) * (ordered.held_as.group - 1)
                 parts = [(held[0], rows)]
                 if len(held) > 1 and matrix.num_experts:  # of which all are in one form
-                    parts = [(HeldAs(Q8, 32), rows)]
+                    parts = [(WeightFormat(Q8, 32), rows)]
                 elif len(held) > 1:
                     parts = _runs(held, [len(of_part) for of_part in parameter.shard.rows])
                 bias = sum(packed_bias_bytes(run) for _, run in parts) if has_bias else 0
                 return count * (sum(of_run.packed_bytes(run, columns) for of_run, run in parts) + bias)
-            as_one = held[0] if len(held) == 1 else HeldAs(Q8, 32)
+            as_one = held[0] if len(held) == 1 else WeightFormat(Q8, 32)
             if not prepared.tiled or ordered is not None or as_one.form in NOT_TILED:
-                as_one = HeldAs(FLOATS[prepared.dtype])
+                as_one = WeightFormat(FLOATS[prepared.dtype])
             bias = rows * element if has_bias else 0
             return count * (as_one.tiled_bytes(rows, columns) + bias)
 
 
-def _runs(held: Sequence[HeldAs], rows: Sequence[int]) -> list[tuple[HeldAs, int]]:
+def _runs(held: Sequence[WeightFormat], rows: Sequence[int]) -> list[tuple[WeightFormat, int]]:
     """Return how neighbouring parts are held that are held alike, and their rows.   rows: of each part."""
     parts = groupby(zip(held, rows, strict=True), key=itemgetter(0))
     return [(of_run, sum(count for _, count in run)) for of_run, run in parts]
@@ -175,31 +175,31 @@ def _runs(held: Sequence[HeldAs], rows: Sequence[int]) -> list[tuple[HeldAs, int
 def _forms(files: ModelFiles, architecture: Architecture, model: Model, prepared: PreparedAs) -> _HeldAs:
     """Return a function that says how a matrix is held."""
     quantization = resolve_quantization(files, prepared.quantization)
-    made, stored = MADE_WHILE_LOADING.get(quantization or ""), None
+    made, stored = ONLINE_FORMS.get(quantization or ""), None
     if made is None and quantization is not None:
         by_format = _gguf_form if quantization == "gguf" else _packed_form
         stored = by_format(files, architecture, model)
 
-    def held_as(path: str, declared: Matrix | Table) -> Sequence[HeldAs]:
-        held: Sequence[HeldAs] | None = None
+    def held_as(path: str, declared: Matrix | Table) -> Sequence[WeightFormat]:
+        held: Sequence[WeightFormat] | None = None
         if isinstance(declared, Table) or declared.quantizable:
             if stored is not None:
                 held = stored(path, declared)
             elif made is not None and isinstance(declared, Matrix):
                 held = [made]
-        return held or [HeldAs(FLOATS[prepared.dtype])]
+        return held or [WeightFormat(FLOATS[prepared.dtype])]
 
     return held_as
 
 
-_StoredAs = Callable[[str, Matrix | Table], Sequence[HeldAs] | None]
+_StoredAs = Callable[[str, Matrix | Table], Sequence[WeightFormat] | None]
 
 
 def _gguf_form(files: ModelFiles, architecture: Architecture, model: Model) -> _StoredAs:
     """Floats where any part of a matrix has floats."""
     tensors = open_gguf(files.path).tensors
 
-    def held_as(path: str, declared: Matrix | Table) -> Sequence[HeldAs] | None:
+    def held_as(path: str, declared: Matrix | Table) -> Sequence[WeightFormat] | None:
         if isinstance(declared, Table):
             names = [architecture.gguf.find(path).name]
         else:
@@ -219,7 +219,7 @@ def _packed_form(files: ModelFiles, architecture: Architecture, model: Model) ->
     assert stored is not None
     naming = choose_naming(architecture, files, names, model)
 
-    def held_as(path: str, matrix: Matrix | Table) -> Sequence[HeldAs] | None:
+    def held_as(path: str, matrix: Matrix | Table) -> Sequence[WeightFormat] | None:
         if isinstance(matrix, Table) or (matrix.num_experts and stored.ordered):
             return None
         shard, experts = whole_of(matrix), range(max(1, matrix.num_experts))
@@ -234,7 +234,7 @@ def adapter_memory(model: Model, max_rank: int, dtype: str, packed: bool) -> int
 
     dtype: the compute dtype.   packed: in the native kernels' panels; else as dense matrices.
     """
-    held, element = HeldAs(FLOATS[dtype]), DTYPE_BYTES[dtype]
+    held, element = WeightFormat(FLOATS[dtype]), DTYPE_BYTES[dtype]
     stacked_ranks: dict[int, int] = {}  # of the parts of a fused weight, whose `a` are one weight
     inputs: dict[int, int] = {}
     total = 0

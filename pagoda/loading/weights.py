@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.registry import nearest
-from pagoda.kernels.linear.forms import GGUF_TYPES, MXFP4, HeldAs
+from pagoda.kernels.linear.forms import GGUF_TYPES, MXFP4, WeightFormat
 from pagoda.kernels.linear.quantize import BlockRows, BlockWeight, QuantizedWeight, UnstackedWeight
 from pagoda.loading.ctranslate2 import CTranslate2File
 from pagoda.loading.gguf_blocks import FLOATS, dequantize, read_codes
@@ -502,7 +502,7 @@ class MXFP4Weights:
             return None
         blocks, exponents = self._blocks(name, region)
         stored = BlockRows("MXFP4", blocks.flatten(1).numpy(), order, exponents.numpy())
-        held = HeldAs(MXFP4, BLOCK_VALUES)
+        held = WeightFormat(MXFP4, BLOCK_VALUES)
         return BlockWeight(held, (stored,), region.shape[1], lambda: read_mxfp4(blocks, exponents).reordered(order))
 
     def _blocks(self, name: str, region: Region) -> tuple[torch.Tensor, torch.Tensor]:

@@ -264,7 +264,7 @@ class DenseSpec:
     activation: Activation
 
 
-class Dense(PoolingLayer):
+class DensePooling(PoolingLayer):
     """activation(linear(x))."""
 
     def __init__(self, spec: DenseSpec) -> None:

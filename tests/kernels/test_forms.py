@@ -9,13 +9,13 @@ from pagoda.kernels.linear.forms import (
     BFLOAT16,
     FP8,
     GGUF_TYPES,
-    MADE_WHILE_LOADING,
     NATIVE_FORMS,
+    ONLINE_FORMS,
     Q4_ZERO,
     Q6,
     Q8,
-    HeldAs,
     Offset,
+    WeightFormat,
 )
 from pagoda.kernels.linear.quantize import quantize_to
 from pagoda.kernels.native.header import header
@@ -27,21 +27,21 @@ def test_gguf_types_are_held_in_forms_that_the_native_kernels_have() -> None:
 
 
 def test_every_setting_is_made_while_loading_or_of_a_checkpoint() -> None:
-    assert set(QUANTIZATIONS) - set(MADE_WHILE_LOADING) == {"gguf", "awq", "gptq", "compressed-tensors", "mxfp4"}
+    assert set(QUANTIZATIONS) - set(ONLINE_FORMS) == {"gguf", "awq", "gptq", "compressed-tensors", "mxfp4"}
     weight = torch.randn(3, 64)
-    for held in MADE_WHILE_LOADING.values():
+    for held in ONLINE_FORMS.values():
         assert (quantize_to(held, weight).dequantize() - weight).abs().max() < 0.2
 
 
 def test_what_the_native_kernels_hold() -> None:
-    assert HeldAs(Q8, 64).native() == HeldAs(Q8, 64)
-    assert HeldAs(Q4_ZERO, 128).native() == HeldAs(Q4_ZERO, 32)
-    assert HeldAs(Q6, 16).native() == HeldAs(Q6, 16)
-    assert HeldAs(BFLOAT16).native() == HeldAs(BFLOAT16)
+    assert WeightFormat(Q8, 64).native() == WeightFormat(Q8, 64)
+    assert WeightFormat(Q4_ZERO, 128).native() == WeightFormat(Q4_ZERO, 32)
+    assert WeightFormat(Q6, 16).native() == WeightFormat(Q6, 16)
+    assert WeightFormat(BFLOAT16).native() == WeightFormat(BFLOAT16)
     with pytest.raises(ValueError, match=r"Q8 in groups of 48 have no native kernel \(groups: 32 or 64\)"):
-        HeldAs(Q8, 48).native()
+        WeightFormat(Q8, 48).native()
     with pytest.raises(ValueError, match=r"FP8 .*groups: none"):
-        HeldAs(FP8).native()
+        WeightFormat(FP8).native()
 
 
 def test_the_header_has_every_form() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagoda.kernels.linear.forms import NATIVE_FORMS, Q4_ZERO, HeldAs, Offset
+from pagoda.kernels.linear.forms import NATIVE_FORMS, Q4_ZERO, Offset, WeightFormat
 from pagoda.kernels.linear.packed import PackedWeight
 from pagoda.kernels.linear.quantize import (
     QuantizedWeight,
@@ -23,7 +23,7 @@ from tests.device_under_test import DeviceUnderTest
 SHAPES = [(576, 960), (1536, 576), (100, 17), (17, 100), (1, 1), (33, 65), (130, 49)]  # in, out
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 QUANTIZED = {
-    f"{form.name} of {group}": HeldAs(form, group)
+    f"{form.name} of {group}": WeightFormat(form, group)
     for form in NATIVE_FORMS
     if form.offset is not Offset.NONE
     for group in form.native_groups

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagoda.kernels.linear import triton_vector
-from pagoda.kernels.linear.forms import Q4, Q4_MIN, Q4_ZERO, Q6, Q8, HeldAs
+from pagoda.kernels.linear.forms import Q4, Q4_MIN, Q4_ZERO, Q6, Q8, WeightFormat
 from pagoda.kernels.linear.quantize import CodedWeight, QuantizedWeight, quantize, quantize_fp8, quantize_vectors
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -15,14 +15,14 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {F32: 2e-5, BF16: 2e-2, F16: 3e-3}
 
 KINDS = {
-    "int8": HeldAs(Q8, 64),
-    "int8 of 32": HeldAs(Q8, 32),
-    "int4": HeldAs(Q4, 32),
-    "int4 with minima": HeldAs(Q4_MIN, 32),
-    "int4 of 128 with minima": HeldAs(Q4_MIN, 128),
-    "int4 of 64 with zeros": HeldAs(Q4_ZERO, 64),
-    "int4 of 128 with zeros": HeldAs(Q4_ZERO, 128),
-    "int6": HeldAs(Q6, 16),
+    "int8": WeightFormat(Q8, 64),
+    "int8 of 32": WeightFormat(Q8, 32),
+    "int4": WeightFormat(Q4, 32),
+    "int4 with minima": WeightFormat(Q4_MIN, 32),
+    "int4 of 128 with minima": WeightFormat(Q4_MIN, 128),
+    "int4 of 64 with zeros": WeightFormat(Q4_ZERO, 64),
+    "int4 of 128 with zeros": WeightFormat(Q4_ZERO, 128),
+    "int6": WeightFormat(Q6, 16),
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagoda.base.errors import ConfigError
-from pagoda.kernels.linear.forms import Q4, Q4_ZERO, Q8_ZERO, HeldAs
+from pagoda.kernels.linear.forms import Q4, Q4_ZERO, Q8_ZERO, WeightFormat
 from pagoda.kernels.linear.quantize import QuantizedWeight
 from pagoda.loading.packed_codes import packed_weight
 from pagoda.loading.quantization import AWQ, GPTQ, PackedFormat
@@ -90,13 +90,13 @@ def gptq_of_8_bits() -> tuple[QuantizedWeight, torch.Tensor]:
 
 
 MADE = [awq, gptq, gptq_v2, gptq_in_order_of_activations, gptq_of_8_bits]
-HELD_AS = {gptq_in_order_of_activations: HeldAs(Q4_ZERO, 32), gptq_of_8_bits: HeldAs(Q8_ZERO, GROUP)}
+HELD_AS = {gptq_in_order_of_activations: WeightFormat(Q4_ZERO, 32), gptq_of_8_bits: WeightFormat(Q8_ZERO, GROUP)}
 
 
 @pytest.mark.parametrize("made", MADE)
 def test_values(made: Any) -> None:
     weight, values = made()
-    assert (weight.held_as, weight.in_features) == (HELD_AS.get(made, HeldAs(Q4_ZERO, GROUP)), IN)
+    assert (weight.held_as, weight.in_features) == (HELD_AS.get(made, WeightFormat(Q4_ZERO, GROUP)), IN)
     assert torch.equal(weight.dequantize(), values)
 
 

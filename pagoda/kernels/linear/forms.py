@@ -101,13 +101,13 @@ FLOATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
 @dataclass(frozen=True, slots=True)
-class HeldAs:
+class WeightFormat:
     """A form and its group: elements along a row that share a scale; 0 for floats, and for a scale per output."""
 
     form: WeightForm
     group: int = 0
 
-    def native(self) -> "HeldAs":
+    def native(self) -> "WeightFormat":
         """Return what the native kernels hold in its place: the same, or smaller groups.
 
         Raises ValueError where they have nothing.
@@ -121,7 +121,7 @@ class HeldAs:
             raise ValueError(
                 f"weights of the form {form.name} in groups of {self.group} have no native kernel (groups: {known})"
             )
-        return HeldAs(form, max(fitting))
+        return WeightFormat(form, max(fitting))
 
     def packed_bytes(self, out_features: int, in_features: int) -> int:
         """Return the bytes of a weight's panels, for the native kernels."""
@@ -147,24 +147,24 @@ def packed_bias_bytes(out_features: int) -> int:
     return -(-out_features // PANEL) * PANEL * 4
 
 
-MADE_WHILE_LOADING = {"int8": HeldAs(Q8, 64), "fp8": HeldAs(FP8)}
+ONLINE_FORMS = {"int8": WeightFormat(Q8, 64), "fp8": WeightFormat(FP8)}
 """What the setting `quantization` makes of a matrix of floats; its other words keep the codes of a checkpoint."""
 
 
 GGUF_TYPES = {
-    "Q8_0": HeldAs(Q8, 32),
-    "Q5_0": HeldAs(Q5, 32),
-    "IQ4_NL": HeldAs(IQ4, 32),
-    "IQ4_XS": HeldAs(IQ4, 32),
-    "Q5_1": HeldAs(Q5_MIN, 32),
-    "Q5_K": HeldAs(Q5_MIN, 32),
-    "Q6_K": HeldAs(Q6, 16),
-    "Q3_K": HeldAs(Q4, 16),
-    "Q4_0": HeldAs(Q4, 32),
-    "Q2_K": HeldAs(Q2_MIN, 16),
-    "Q4_1": HeldAs(Q4_MIN, 32),
-    "Q4_K": HeldAs(Q4_MIN, 32),
-    "MXFP4": HeldAs(MXFP4, 32),
+    "Q8_0": WeightFormat(Q8, 32),
+    "Q5_0": WeightFormat(Q5, 32),
+    "IQ4_NL": WeightFormat(IQ4, 32),
+    "IQ4_XS": WeightFormat(IQ4, 32),
+    "Q5_1": WeightFormat(Q5_MIN, 32),
+    "Q5_K": WeightFormat(Q5_MIN, 32),
+    "Q6_K": WeightFormat(Q6, 16),
+    "Q3_K": WeightFormat(Q4, 16),
+    "Q4_0": WeightFormat(Q4, 32),
+    "Q2_K": WeightFormat(Q2_MIN, 16),
+    "Q4_1": WeightFormat(Q4_MIN, 32),
+    "Q4_K": WeightFormat(Q4_MIN, 32),
+    "MXFP4": WeightFormat(MXFP4, 32),
 }
 """How the codes of GGUF types are held: with as many bits as they have, or more. Tensors of other types are floats.
 

@@ -165,7 +165,7 @@ class PackedLinears:
     def prepare_quantized_linear(
         self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> PackedWeight:
-        """See PrepareOps. Inputs are quantised in the same groups; those are as HeldAs.native says.
+        """See PrepareOps. Inputs are quantised in the same groups; those are as WeightFormat.native says.
 
         Raises ValueError for codes without a kernel.
         """

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from pagoda.kernels.linear.forms import FP8, Q8, HeldAs, Offset, WeightForm
+from pagoda.kernels.linear.forms import FP8, Q8, Offset, WeightForm, WeightFormat
 
 LARGEST_FP8 = 448.0
 """The largest number of float8_e4m3fn."""
@@ -38,8 +38,8 @@ class QuantizedWeight:
     order: torch.Tensor | None = None
 
     @property
-    def held_as(self) -> HeldAs:
-        return HeldAs(self.form, self.group)
+    def held_as(self) -> WeightFormat:
+        return WeightFormat(self.form, self.group)
 
     @property
     def out_features(self) -> int:
@@ -176,7 +176,7 @@ class BlockWeight:
     order: see QuantizedWeight.
     """
 
-    held_as: HeldAs
+    held_as: WeightFormat
     pieces: Sequence[BlockRows | CodeRows]
     in_features: int
     read: Callable[[], QuantizedWeight]
@@ -254,15 +254,15 @@ def stack_codes(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Stack parts row-wise; 8 bits in groups of 32 if they are of different forms."""
     if not all(_is_alike(parts[0], part) for part in parts):
         parts = [part.tiled() for part in parts]
-        fits = [part.held_as == HeldAs(Q8, 32) and part.order is None for part in parts]
+        fits = [part.held_as == WeightFormat(Q8, 32) and part.order is None for part in parts]
         parts = [part if fit else quantize(part.dequantize(), 32) for part, fit in zip(parts, fits, strict=True)]
     codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
     offsets = [part.offsets for part in parts if part.offsets is not None]
     return replace(parts[0], codes=codes, scales=scales, offsets=torch.cat(offsets) if offsets else None)
 
 
-def quantize_to(held: HeldAs, weight: torch.Tensor) -> CodedWeight:
-    """Quantise weight [out, in], any float dtype, to one of forms.MADE_WHILE_LOADING."""
+def quantize_to(held: WeightFormat, weight: torch.Tensor) -> CodedWeight:
+    """Quantise weight [out, in], any float dtype, to one of forms.ONLINE_FORMS."""
     return quantize_fp8(weight) if held.form is FP8 else quantize(weight, held.group)
 
 

@@ -30,7 +30,7 @@ def cores_to_pin(threads: int, root: Path = Path("/")) -> list[tuple[int, ...]]:
     return cores if whole and threads == len(cores) > 1 else []
 
 
-def take_share(number: int, count: int, root: Path = Path("/")) -> int:
+def bind_to_cores(number: int, count: int, root: Path = Path("/")) -> int:
     """Keep this process, the `number`-th of `count` that compute at the same time, on its share of the cores.
 
     With fewer cores than processes, or with a quota of time on shared cores, the system places them.
