@@ -102,6 +102,16 @@ def test_prompt_embeddings() -> None:
     assert "32 tokens from the prefix cache" in lines[3]
 
 
+def test_engine_steps() -> None:
+    lines = run("engine_steps.py").splitlines()
+    assert [re.sub(r": '.*", "", line) for line in lines] == [
+        "step 15: first ended, 1 left",
+        "step 19: second ended, 0 left",
+    ]
+    assert "Paris" in lines[0]
+    assert "four, five" in lines[1]
+
+
 def test_policy() -> None:
     lengths = [int(line.split()[0]) for line in run("policy.py").splitlines()]
     assert len(lengths) == 4

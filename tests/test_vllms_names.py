@@ -3,16 +3,19 @@
 import asyncio
 import copy
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pagoda
 from pagoda import LLM, AsyncLLM, RequestError, RequestOutputKind, SamplingParams, TokensPrompt, UsageError
+from pagoda.core.kv import KVCacheManager
 from pagoda.engine.inputs.callers_tokenizer import CallersTokenizer
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.llm_engine import LLMEngine
@@ -278,3 +281,13 @@ def test_async_outputs_are_of_the_kind_that_was_asked_for() -> None:
     assert sum(asyncio.run(texts(RequestOutputKind.DELTA))) == 4
     assert asyncio.run(texts(None))[-1] == 4
     assert asyncio.run(texts(RequestOutputKind.FINAL_ONLY)) == [4]
+
+
+def test_the_page_of_names_names_what_there_is() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "howto" / "vllm-names.md").read_text()
+    names = set(re.findall(r"`(pagoda\.[\w.]+)`", page))
+    assert len(names) > 40
+    for name in names:
+        pkgutil.resolve_name(name)
+    for method in re.findall(r"`(\w+)`", "".join(re.findall(r"\| ([^|]*) of the manager", page))):
+        assert callable(getattr(KVCacheManager, method))
