@@ -100,6 +100,12 @@ def _read_truncation(name: str, value: Any) -> int | None:
     return value
 
 
+def _read_side(name: str, value: Any) -> str | None:
+    if value not in (None, "left", "right"):
+        raise refuse(name, value, "left, right or None")
+    return value
+
+
 def _read_grammar(name: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise refuse(name, value, "None; set structured_outputs")
@@ -160,6 +166,7 @@ _READERS: Mapping[str, Reader] = {
     "logprobs": partial(read_optional_integer, low=-1),
     "prompt_logprobs": partial(read_optional_integer, low=-1),
     "truncate_prompt_tokens": _read_truncation,
+    "truncation_side": _read_side,
     "structured_outputs": _read_structure,
     "grammar": _read_grammar,
     "beam_search": _read_beams,
@@ -215,7 +222,7 @@ class SamplingParams:
         max_logprobs allows).
     detokenize: False leaves the text empty.   spaces_between_special_tokens: has no effect.
     truncate_prompt_tokens: keep only this many tokens from the end of the prompt, or from the start of one that
-        an encoder reads (-1: as many as fit).
+        an encoder reads (-1: as many as fit).   truncation_side: where tokens are cut off instead, "left" or "right".
     structured_outputs: constrains the output; StructuredOutputsParams or a mapping of its fields. The engine replaces
         it by `grammar`, its own representation.
     beam_search: search for the `n` best outputs with `n` beams, instead of sampling; see BeamSearchParams.
@@ -259,6 +266,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     structured_outputs: Converted[
         StructuredOutputsParams | Mapping[str, Any] | None, StructuredOutputsParams | None
     ] = _UNSET

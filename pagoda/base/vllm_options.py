@@ -139,7 +139,7 @@ REFUSED: Mapping[str, str] = {
     "allow_credentials": _CORS,
     "kv_transfer_config": "KV caches cannot be transferred between servers",
     "kv_events_config": "events of the KV cache are not published",
-    "truncation_side": "a prompt is cut at its beginning; set truncate_prompt_tokens in the request",
+    "truncation_side": "set truncation_side in the request, next to truncate_prompt_tokens",
     "logprobs_mode": "log-probabilities are the model's own, before temperature and penalties",
     "nnodes": "use {distributed_executor_backend}=ray for several machines",
     "node_rank": "use {distributed_executor_backend}=ray for several machines",

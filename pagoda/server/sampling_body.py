@@ -66,7 +66,6 @@ UNSERVED = {
     "stream_interval": UnservedField("`stream_interval`: every chunk is sent at once", (1,)),
     "suffix": UnservedField("`suffix` (fill in the middle)"),
     "thinking_token_budget": UnservedField("a budget for reasoning", (-1,)),
-    "truncation_side": UnservedField("truncating prompts at their end", ("left",)),
     "vllm_xargs": UnservedField("`vllm_xargs`", ({},)),
     "watermarking": UnservedField("watermarks"),
     "web_search_options": UnservedField("web search"),
@@ -170,6 +169,7 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
     skip_special_tokens: Leave special tokens out of the text.
     spaces_between_special_tokens: Has no effect.
     truncate_prompt_tokens: Keep so many tokens from the end of the prompt (for encoders: its start); -1: all that fit.
+    truncation_side: Where they are cut off instead.
     priority: Smaller is sooner, where requests are scheduled by priority.
     cache_salt: Share cached prefixes only with requests that have the same salt.
     request_id: The id of the answer, without its prefix.
@@ -215,6 +215,7 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
     skip_special_tokens: Flag = True
     spaces_between_special_tokens: Flag = True
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    truncation_side: Annotated[str, one_of("left", "right")] | None = None
     priority: Priority = 0
     cache_salt: str | None = None
     request_id: RequestId | None = None

@@ -32,6 +32,7 @@ ENDS: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None, (0,), (VOCAB - 1,), ANY_LENGTH, range(VOCAB)),
     "logit_bias": ({}, {0: 100, 1: -100}, {MAX_COUNT: 1}, dict.fromkeys(range(VOCAB), -100.0), {5: LEAST}),
     "truncate_prompt_tokens": (None, -1, 1, MAX_COUNT),
+    "truncation_side": (None, "left", "right"),
     "structured_outputs": (None, {"choice": ["a", "b" * 500]}, {"regex": ".*"}, {"json_object": True}),
     "grammar": (None,),  # the engine's own
     "beam_search": (None, BeamSearchOptions(-10.0), BeamSearchOptions(10.0, "never")),

@@ -28,7 +28,6 @@ NEUTRAL: dict[str, list[Any]] = {
     "function_call": ["none"],
     "kv_transfer_params": [None, {}],
     "thinking_token_budget": [None, -1],
-    "truncation_side": ["left"],
     "logits_processors": [[]],
     "suffix": ["", None],
     "response_format": [None, {"type": "text"}],
@@ -44,6 +43,7 @@ NEUTRAL: dict[str, list[Any]] = {
     "min_tokens": [None, 0],
     "no_repeat_ngram_size": [None, 0],
     "truncate_prompt_tokens": [None, -1],
+    "truncation_side": [None, "left", "right"],
     "session_id": [None, "s"],
     **{name: [None] for name in ("temperature", "top_p", "top_k", "min_p", "seed", "user", "cache_salt", "request_id")},
     **{name: [None, False] for name in ("ignore_eos", "include_stop_str_in_output", "echo", "return_token_ids")},
@@ -106,7 +106,6 @@ ASKING: dict[str, Any] = {
     "functions": [{"name": "f"}],
     "function_call": "auto",
     "kv_transfer_params": {"a": 1},
-    "truncation_side": "right",
     "guided_decoding_backend": "xgrammar",
 }
 

@@ -116,7 +116,7 @@ class InputProcessor:
     def num_kept(self, params: Params | PreparedParams) -> int | None:
         """Return how many tokens from its start a prompt to pool, or for an encoder, keeps; None for all.
 
-        A prompt of generated text keeps tokens from its end instead; `make_request` cuts that.
+        A prompt of generated text is cut by `make_request`, mostly at its beginning.
         """
         given = params.params if isinstance(params, PreparedParams) else params
         is_read_whole = isinstance(given, PoolingParams) or self.limits.source is not None
@@ -182,16 +182,20 @@ class InputProcessor:
         self, prompt: EncodedPrompt, params: Params, before: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the validated prompt's token ids and embeddings.   before: a prompt adapter's, to put in front."""
+        side = "left"
         if isinstance(params, SamplingParams):
             num_added = len(before) if before is not None else 0
             # What an encoder reads is cut already.
             truncate = params.truncate_prompt_tokens if self.limits.source is None else None
-            token_ids = self.prompts.checked_ids(prompt, truncate, 1 + num_added)
+            side = params.truncation_side or side
+            if side == "left" and params.truncation_side and self.limits.source is not None:
+                raise RequestError("truncation_side: what an encoder reads is cut at its end", "truncation_side")
+            token_ids = self.prompts.checked_ids(prompt, truncate, 1 + num_added, side)
         elif before is None:
             token_ids = self.prompts.checked_ids(prompt, None, num_output=0)
         else:
             raise RequestError("a prompt adapter is for generating text: prompts to pool have none", "lora_request")
-        embeds = prompt.cut_to(len(token_ids))
+        embeds = prompt.cut_to(len(token_ids), side)
         if before is not None:
             token_ids = np.concatenate([np.full(len(before), PLACEHOLDER_ID, np.int32), token_ids])
             embeds = before if embeds is None else np.concatenate([before, embeds])

@@ -34,11 +34,11 @@ class EncodedPrompt:
     media: tuple[MediaItem, ...] = ()
     encoder_len: int = 0
 
-    def cut_to(self, num_tokens: int) -> np.ndarray | None:
-        """Return the embeddings that remain if only the last `num_tokens` positions do."""
+    def cut_to(self, num_tokens: int, side: str) -> np.ndarray | None:
+        """Return the embeddings that remain if `num_tokens` positions do.   side: see `PromptEncoder.checked_ids`."""
         if self.embeds is None:
             return None
-        remaining = self.embeds[len(self.token_ids) - num_tokens :]
+        remaining = self.embeds[:num_tokens] if side == "right" else self.embeds[len(self.token_ids) - num_tokens :]
         return remaining if len(remaining) else None
 
 
@@ -133,18 +133,22 @@ class PromptEncoder:
         check_encodable("prompt", text)
         return self._tokenizer.encode(text, add_special_tokens)
 
-    def checked_ids(self, prompt: EncodedPrompt, truncate: int | None, num_output: int = 1) -> np.ndarray:
+    def checked_ids(
+        self, prompt: EncodedPrompt, truncate: int | None, num_output: int = 1, side: str = "left"
+    ) -> np.ndarray:
         """Return the validated prompt's token ids: int32 [num_prompt_tokens]. Raises RequestError.
 
         truncate: as SamplingParams.truncate_prompt_tokens.
         num_output: tokens for which there must be room: one of output, and those of a prompt adapter.
+        side: where tokens are cut off, "left" (at the beginning) or "right".
         """
         token_ids = prompt.token_ids
         most = self._limits.max_model_len - num_output
         if len(token_ids) == 0:
             raise RequestError("the prompt is empty: it needs at least one token", "prompt")
         if truncate is not None:
-            token_ids = token_ids[-(most if truncate == -1 else truncate) :]
+            kept = most if truncate == -1 else truncate
+            token_ids = token_ids[:kept] if side == "right" else token_ids[-kept:]
         if len(token_ids) > most:
             raise self._too_long(f"{len(token_ids)} tokens", num_output, prompt.name)
         return self._checked(token_ids)

@@ -105,6 +105,15 @@ def test_truncation_keeps_the_end() -> None:
     assert make("x" * 99 + "y", truncate_prompt_tokens=-1).num_prompt_tokens == MAX_LEN - 1
 
 
+def test_truncation_at_the_end_is_asked_for() -> None:
+    assert make("abcdef", truncate_prompt_tokens=2, truncation_side="right").prompt_token_ids.tolist() == list(b"ab")
+    assert make("abcdef", truncate_prompt_tokens=2, truncation_side="left").prompt_token_ids.tolist() == list(b"ef")
+    assert make("y" + "x" * 99, truncate_prompt_tokens=-1, truncation_side="right").prompt_token_ids[0] == ord("y")
+    assert make("abc", truncation_side="right").num_prompt_tokens == 3
+    with pytest.raises(RequestError, match="truncation_side='middle' is not allowed: it must be left, right or None"):
+        make("abc", truncation_side="middle")
+
+
 def test_bad_words_at_the_beginning_and_after_a_space() -> None:
     given = sampling("x", bad_words=["no", " so"], bad_words_token_ids=[[1, 2]])
     assert given.bad_words_token_ids == ((1, 2), tuple(b"no"), tuple(b" no"), tuple(b"so"), tuple(b" so"))
