@@ -19,7 +19,11 @@ WORKLOADS ?= offline64 single
 BENCH_DIR := build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-sanitizers lint types strict-types imports docs bench wheel clean
+# What the first run of a target takes, said before it starts: `du` of x86-64 Linux, times of two cores (CONTRIBUTING.md).
+NEW_DEMO := installs 1.1 GB into $(VENV) (torch 0.75 GB, with libraries for GPUs more; about 75 s), fetches a model of 94 MB, compiles the kernels
+NEW_TEST := installs 4.2 GB into $(VENV), $(VENV)-clients and $(VENV)-wheel, fetches models of 180 MB
+
+.PHONY: help say-demo say-test demo test test-slow test-sanitizers lint types strict-types imports docs bench wheel clean
 
 help:
 	@echo "make demo       install, fetch the default model, answer a prompt (PROMPT='...')"
@@ -32,7 +36,14 @@ help:
 	@echo "make wheel      the wheel, in $(DIST): kernels for all kinds of x86-64 CPUs, or VARIANTS='avx2 avx512_bf16'"
 	@echo "make clean      remove $(VENV), $(VENV)-* and build output"
 
-demo: $(VENV)/.installed
+say-demo:
+	@test -e $(VENV)/.installed || echo "make demo: $(NEW_DEMO)"
+
+say-test:
+	@test -e $(WHEEL_VENV)/.installed || echo "make test: $(NEW_TEST)"
+	@echo "make test: lint, types and tests take about 19 minutes on two cores"
+
+demo: say-demo $(VENV)/.installed
 	@$(BIN)/pagoda generate --chat --temperature 0 --max-tokens 64 "$(PROMPT)"
 
 # The tests start hundreds of processes, which read compiled modules even where the environment says not to write them.
@@ -41,7 +52,7 @@ test test-slow: export PYTHONDONTWRITEBYTECODE :=
 # Each worker begins with one half of the files in their order, so that nearly all servers and references of a file are made
 # once; one that is done takes over half of what is left to the other, so that none waits at the end. `doctor` compiles the
 # kernels, which otherwise both do at the same time.
-test: lint $(CLIENTS_VENV)/.installed $(WHEEL_VENV)/.installed
+test: say-test lint $(CLIENTS_VENV)/.installed $(WHEEL_VENV)/.installed
 	$(BIN)/pagoda models pull smollm2-135m minilm-l6
 	$(BIN)/pagoda doctor
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
