@@ -5,7 +5,7 @@ import logging
 from dataclasses import dataclass, field
 
 from pagoda.base.abbreviate import abbreviate
-from pagoda.base.config import EngineConfig, ParallelConfig, PrefillConfig, SchedulerConfig, SchedulingMode
+from pagoda.base.config import EngineConfig, ParallelConfig, PrefillConfig, SchedulerConfig
 from pagoda.base.config_fit import fit_block_size, fit_defaults, fit_whole_prompts, note_given, pipeline_depth
 from pagoda.base.config_rules import check_settings
 from pagoda.base.dtypes import WITH_SCALES
@@ -134,7 +134,7 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
             "or int8; take 'auto' or 'int8', or kernels='torch'"
         )
     _check_fp8(config, kernels)
-    _check(config, max_model_len)
+    scheduler_options(config).check(max_model_len)
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, dtype=dtype, max_model_len=max_model_len),
@@ -312,20 +312,3 @@ def _dtype(asked: str, checkpoint: str) -> str:
     if asked != "auto":
         return asked
     return checkpoint if checkpoint in ("float32", "bfloat16", "float16") else "bfloat16"
-
-
-def _check(config: EngineConfig, max_model_len: int) -> None:
-    """Raise ConfigError for settings that contradict each other or are not supported."""
-    scheduler = config.scheduler
-    budget = scheduler.max_num_batched_tokens
-    if budget < scheduler.max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens={budget} is less than max_num_seqs={scheduler.max_num_seqs}: "
-            "not every running sequence could get a token in each step; raise the first or lower the second"
-        )
-    whole_prompts = not scheduler.enable_chunked_prefill and scheduler.scheduling_mode is SchedulingMode.MIXED
-    if whole_prompts and budget < max_model_len:
-        raise ConfigError(
-            f"without chunked prefill a prompt must fit one step: max_num_batched_tokens={budget} is less than "
-            f"max_model_len={max_model_len}; raise the first, lower the second, or leave chunked prefill on"
-        )

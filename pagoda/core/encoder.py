@@ -319,7 +319,8 @@ class EncoderInputs:
 
     def drain_into(self, plan: StepPlan) -> None:
         """Tell workers which outputs to drop, and give them the items whose outputs they lack."""
-        plan.encoder_freed = self._cache.take_evicted()
+        if freed := self._cache.take_evicted():
+            plan.events["encoder_freed"] = freed
         new = self._cache.take_new()
         if not new:
             return
@@ -328,4 +329,4 @@ class EncoderInputs:
             if run.content_hash in new:
                 new.discard(run.content_hash)
                 inputs.append(self._table.owner(run.row).request.spec.media[run.item])
-        plan.encoder_inputs = tuple(inputs)
+        plan.events["encoder_inputs"] = tuple(inputs)

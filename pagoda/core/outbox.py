@@ -52,14 +52,14 @@ class Outbox:
     def drain_into(self, plan: StepPlan) -> None:
         """Let the step that is planned say what workers must know."""
         if self._released:
-            plan.released, self._released = np.array(self._released, np.int32), []
+            plan.events["released"], self._released = np.array(self._released, np.int32), []
         if self._beams:
             columns = np.array(self._beams, np.int32).T
-            plan.beams, self._beams = BeamRows(*map(np.ascontiguousarray, columns)), []
+            plan.events["beams"], self._beams = BeamRows(*map(np.ascontiguousarray, columns)), []
         if self._preempted_ids:
-            plan.preempted_ids, self._preempted_ids = tuple(self._preempted_ids), []
+            plan.events["preempted_ids"], self._preempted_ids = tuple(self._preempted_ids), []
         if self._finished_ids:
-            plan.finished_ids, self._finished_ids = tuple(self._finished_ids), []
+            plan.events["finished_ids"], self._finished_ids = tuple(self._finished_ids), []
 
     # For clients, with the next EngineCoreOutputs
 

@@ -280,7 +280,7 @@ def _fork(state: SchedulerState, plan: StepPlan, source: int, request: RequestSt
         state.kv.fork(source, row, int(state.table.num_computed[source]))
         forks.append(RowFork(source, row, sequence.index, sequence.seed))
     where = int(np.flatnonzero(plan.rows == source)[0])
-    plan.forks = (*plan.forks, *forks)
+    plan.events["forks"] = (*plan.events.get("forks", ()), *forks)
     plan.sample_rows = np.concatenate((plan.sample_rows, np.array([fork.dst for fork in forks], np.int32)))
     plan.sample_index = np.concatenate((plan.sample_index, np.full(len(forks), where, np.int32)))
 
@@ -339,9 +339,9 @@ def _drain(state: SchedulerState, plan: StepPlan) -> None:
             sequence = state.table.owner(row)
             state.log.note(Copied(sequence.request.request_id, sequence.index, source, target))
     if plan.entering:
-        plan.admitted = tuple(_row_init(state, row, *entry) for row, entry in plan.entering.items())
+        plan.events["admitted"] = tuple(_row_init(state, row, *entry) for row, entry in plan.entering.items())
     if state.config.has_followers:
-        plan.decided = state.table.report_tokens(plan.at)
+        plan.events["decided"] = state.table.report_tokens(plan.at)
     state.kv.drain_into(plan)
     state.outbox.drain_into(plan)
     state.encoder.drain_into(plan)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pagoda.base.config import PreemptionMode, SchedulingMode, SchedulingPolicy
+from pagoda.base.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,3 +55,24 @@ class SchedulerOptions:
     def max_rows(self) -> int:
         """Return the rows of the table: each step in flight may pin max_num_seqs of them until it is complete."""
         return self.max_num_seqs * max(self.pipeline_depth, 1)
+
+    def check(self, max_model_len: int) -> None:
+        """Raise ConfigError for options that contradict each other; it says what to change."""
+        budget = self.max_num_batched_tokens
+        if budget < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens={budget} is less than max_num_seqs={self.max_num_seqs}: "
+                "not every running sequence could get a token in each step; raise the first or lower the second"
+            )
+        mixed = self.scheduling_mode is SchedulingMode.MIXED
+        if mixed and not self.enable_chunked_prefill and budget < max_model_len:
+            raise ConfigError(
+                f"without chunked prefill a prompt must fit one step: max_num_batched_tokens={budget} is less than "
+                f"max_model_len={max_model_len}; raise the first, lower the second, or leave chunked prefill on"
+            )
+        if self.prefill_beside_decodes and (not self.enable_chunked_prefill or self.no_partial_media):
+            raise ConfigError(
+                f"prefill_beside_decodes={self.prefill_beside_decodes} cuts prompts anywhere: leave "
+                "enable_chunked_prefill on and no_partial_media off, or prompts that must not be cut wait until "
+                "nothing decodes"
+            )

@@ -1,13 +1,12 @@
 """SchedulerState: the owners of all that a scheduler keeps, built from its settings. Plain functions work on it."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from pagoda.base.clock import Clock
 from pagoda.base.config import CacheConfig, SchedulingMode
 from pagoda.base.errors import ConfigError, InvariantBroken
-from pagoda.core.beams import BeamSearch
 from pagoda.core.decision_log import DecisionLog, Reason
 from pagoda.core.drafts import Drafts
 from pagoda.core.encoder import EncoderInputs
@@ -21,6 +20,9 @@ from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.stats import CostModel, SchedulerStats
 from pagoda.core.stops import StopTokens
+
+if TYPE_CHECKING:
+    from pagoda.core.beams import BeamSearch
 
 
 class Preparations(Protocol):
@@ -46,7 +48,7 @@ class SchedulerState:
     """One attribute per owner (docs/internals/scheduler.md). Only its own methods change what an owner keeps.
 
     requests: all that have not ended, by id; written by lifecycle.py.   num_admissions: so far; also written there.
-    searches: of beam searches whose prompt is computed; written by committing.py, dropped by lifecycle.py.
+    searches: of beam searches whose prompt is computed; written by beams.py, dropped by lifecycle.py.
     waiting, swapped: requests without KV, and with KV in host memory.
     preparations: of grammars and adapters; None if no request needs any.
     is_phased, cuts_prompts: what the settings say of steps and of prompts.   whole_items: media items are never split.
@@ -64,7 +66,11 @@ class SchedulerState:
         encoder_decoder: bool,
         preparations: Preparations | None,
     ) -> None:
-        _check_config(config, kv_groups, num_blocks, max_model_len)
+        config.check(max_model_len)
+        if num_blocks < 1:
+            raise ConfigError("the KV cache has no blocks; raise kv_cache_memory or num_blocks")
+        if kv_groups and all(group.kind is KVGroupKind.CROSS for group in kv_groups):
+            raise ConfigError("a model with KV needs at least one full or window KV group")
         self.config = config
         self.clock = clock
         self.preparations = preparations
@@ -160,30 +166,3 @@ _PLACES = {
     RequestStatus.SWAPPED: (False, True, False),
     RequestStatus.RUNNING: (False, False, True),
 }
-
-
-def _check_config(
-    config: SchedulerOptions, kv_groups: tuple[KVGroupSpec, ...], num_blocks: int, max_model_len: int
-) -> None:
-    """Raises ConfigError that names the setting, its value and the remedy."""
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens={config.max_num_batched_tokens} is below max_num_seqs={config.max_num_seqs}: "
-            "a decode step could not hold every sequence"
-        )
-    mixed = config.scheduling_mode is SchedulingMode.MIXED
-    if mixed and not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
-        raise ConfigError(
-            f"without chunked prefill max_num_batched_tokens={config.max_num_batched_tokens} must be at least "
-            f"max_model_len={max_model_len}"
-        )
-    if config.prefill_beside_decodes and (not config.enable_chunked_prefill or config.no_partial_media):
-        raise ConfigError(
-            f"prefill_beside_decodes={config.prefill_beside_decodes} cuts prompts anywhere: leave "
-            "enable_chunked_prefill on and no_partial_media off, or prompts that must not be cut wait until nothing "
-            "decodes"
-        )
-    if num_blocks < 1:
-        raise ConfigError("the KV cache has no blocks; raise kv_cache_memory or num_blocks")
-    if kv_groups and all(group.kind is KVGroupKind.CROSS for group in kv_groups):
-        raise ConfigError("a model with KV needs at least one full or window KV group")

@@ -1,25 +1,13 @@
 """StepPlan: one step while it is planned, and the builder of its SchedulerOutput."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from pagoda.core.decision_log import Reason
-from pagoda.core.request import MediaItem, RequestState
-from pagoda.core.scheduler_output import (
-    NO_BEAMS,
-    NO_INTS,
-    NO_PAIRS,
-    NO_TOKENS,
-    AdmitKind,
-    BeamRows,
-    BlockDelta,
-    EncoderRun,
-    RowFork,
-    RowInit,
-    RowTokens,
-    SchedulerOutput,
-)
+from pagoda.core.request import RequestState
+from pagoda.core.scheduler_output import NO_INTS, AdmitKind, EncoderRun, SchedulerOutput
 
 
 @dataclass(slots=True)
@@ -50,7 +38,7 @@ class StepPlan:
 
     rows, start, num_new, ends: int32 [num_rows], everything placed, bulk rows first.   at: int64 [num_rows], `rows`.
     has_prompts: a row computes more than its last token.
-    The others are fields of SchedulerOutput.
+    events: the other fields of SchedulerOutput that are not as usual, filled in by their owners.
     """
 
     row_cap = 0
@@ -63,17 +51,6 @@ class StepPlan:
     rows = start = num_new = ends = sample_rows = sample_index = NO_INTS
     at: np.ndarray = NO_INTS
     has_prompts = False
-    forks: tuple[RowFork, ...] = ()
-    decided: RowTokens = NO_TOKENS
-    beams: BeamRows = NO_BEAMS
-    admitted: tuple[RowInit, ...] = ()
-    block_delta = BlockDelta()
-    swap_out = swap_in = copies = NO_PAIRS
-    released = NO_INTS
-    preempted_ids: tuple[str, ...] = ()
-    finished_ids: tuple[str, ...] = ()
-    encoder_freed: tuple[str, ...] = ()
-    encoder_inputs: tuple[MediaItem, ...] = ()
 
     def __init__(self, step: int, budget: int, encoder_budget: int, now_s: float) -> None:
         self.step = step
@@ -87,6 +64,7 @@ class StepPlan:
         self.encoder_runs: dict[int, list[EncoderRun]] = {}
         self.entering: dict[int, tuple[AdmitKind, int]] = {}
         self.preempted: list[RequestState] = []
+        self.events: dict[str, Any] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -171,26 +149,14 @@ class StepPlan:
     def build_output(self) -> SchedulerOutput:
         """Return the step as workers get it. Nothing changes."""
         return SchedulerOutput(
-            step=self.step,
-            rows=self.rows,
-            start=self.start,
-            num_new=self.num_new,
-            sample_rows=self.sample_rows,
-            sample_index=self.sample_index,
-            total_num_scheduled_tokens=self.num_scheduled,
-            admitted=self.admitted,
-            decided=self.decided,
-            forks=self.forks,
-            beams=self.beams,
-            released=self.released,
-            block_delta=self.block_delta,
-            swap_out=self.swap_out,
-            swap_in=self.swap_in,
-            copies=self.copies,
+            self.step,
+            self.rows,
+            self.start,
+            self.num_new,
+            self.sample_rows,
+            self.sample_index,
+            self.num_scheduled,
             drafts=self.drafts,
             encoder_runs=self.runs,
-            encoder_inputs=self.encoder_inputs,
-            encoder_freed=self.encoder_freed,
-            preempted_ids=self.preempted_ids,
-            finished_ids=self.finished_ids,
+            **self.events,
         )

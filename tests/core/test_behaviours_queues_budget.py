@@ -208,7 +208,7 @@ def test_a_row_with_nothing_to_compute_is_skipped() -> None:
 
 
 def test_impossible_budgets_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max_num_batched_tokens=4 is below max_num_seqs=8"):
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=4 is less than max_num_seqs=8"):
         Rig(max_num_batched_tokens=4)
     with pytest.raises(ConfigError, match="max_model_len=256"):
         Rig(enable_chunked_prefill=False)

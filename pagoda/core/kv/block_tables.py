@@ -288,13 +288,13 @@ class BlockTables:
     def drain_into(self, plan: StepPlan) -> None:
         """Let the step that is planned say how tables and blocks change; the next step starts empty."""
         if self._changed:
-            plan.block_delta, self._changed = _merge(self._changed), []
+            plan.events["block_delta"], self._changed = _merge(self._changed), []
         if self.copies:
-            plan.copies, self.copies = np.array(self.copies, np.int32)[:, 1:], []
+            plan.events["copies"], self.copies = np.array(self.copies, np.int32)[:, 1:], []
         if self._swap_out:
-            plan.swap_out, self._swap_out = np.concatenate(self._swap_out), []
+            plan.events["swap_out"], self._swap_out = np.concatenate(self._swap_out), []
         if self._swap_in:
-            plan.swap_in, self._swap_in = np.concatenate(self._swap_in), []
+            plan.events["swap_in"], self._swap_in = np.concatenate(self._swap_in), []
 
     # Invariants
 
