@@ -159,7 +159,7 @@ def _commit_any(
         if sequence is None or sequence.is_finished:
             continue
         spec = sequence.request.spec
-        if not sequence.request.has_output:  # it was preempted or parked while in flight; its vector is complete
+        if not sequence.request.has_output:  # it was preempted or swapped out while in flight; its vector is complete
             first.append(state.outbox.note_first_output(sequence.request))
         finish = finish_sequence(state, sequence, RequestStatus.FINISHED_STOPPED)
         finishes.append((spec.client_index, finish))
@@ -175,7 +175,7 @@ def _commit_any(
 
 
 def _append(state: SchedulerState, sequence: Sequence, tokens: list[int]) -> tuple[int, Finish | None]:
-    """Append to a running sequence, or to one that was preempted or parked meanwhile. Return (kept, its end)."""
+    """Append to a running sequence, or to one that was preempted or swapped out meanwhile. Return (kept, its end)."""
     table, spec, row = state.table, sequence.request.spec, sequence.row
     if row >= 0:
         num_tokens, limit = int(table.num_tokens[row]), int(table.length_limit[row])

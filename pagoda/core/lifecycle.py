@@ -103,16 +103,16 @@ def fork_row(state: SchedulerState, source: int, sequence: Sequence) -> int:
 
 def requeue(state: SchedulerState, request: RequestState) -> None:
     """The request loses all KV, wherever that is, and waits again. Tokens are kept."""
-    is_parked = request.status is RequestStatus.SWAPPED
+    was_swapped = request.status is RequestStatus.SWAPPED
     for sequence in request.sequences:
         if sequence.row >= 0:
             _free_row(state, sequence)
         if not sequence.is_finished:
-            state.kv.drop_parked(sequence)
+            state.kv.drop_swapped(sequence)
             state.table.rewind(sequence)
     if request.spec.is_beam_search:
         _restart_search(state, request)
-    if is_parked:
+    if was_swapped:
         state.swapped.remove(request)
     else:
         _leave(state, request)
@@ -132,7 +132,7 @@ def _restart_search(state: SchedulerState, request: RequestState) -> None:
     state.kv.hash_prompt(request)
 
 
-def park(state: SchedulerState, request: RequestState) -> None:
+def swap_out(state: SchedulerState, request: RequestState) -> None:
     """The request's KV moves to host memory; it waits there with all that it has computed."""
     sequences = [sequence for sequence in request.sequences if sequence.row >= 0]
     state.kv.swap_out(sequences)

@@ -12,7 +12,16 @@ from pagoda.core.lifecycle import finish_all, finish_one, fork_row, give_row, mo
 from pagoda.core.policy import RequestQueue, key_of
 from pagoda.core.preemption import next_victim, preempt, preempt_for
 from pagoda.core.request import RequestState, RequestStatus, Sequence, without_features
-from pagoda.core.rules import fit_chunk, fit_chunks, place_chunk, place_chunks, why_never, why_skipped, why_stopped
+from pagoda.core.rules import (
+    MAX_ADAPTER_SKIPS,
+    fit_chunk,
+    fit_chunks,
+    place_chunk,
+    place_chunks,
+    why_never,
+    why_skipped,
+    why_stopped,
+)
 from pagoda.core.scheduler_output import AdmitKind, RowFork, RowInit
 from pagoda.core.state import SchedulerState
 from pagoda.core.step_plan import Chunk, StepPlan
@@ -104,7 +113,7 @@ def _has_outgrown_pool(state: SchedulerState, request: RequestState, end: int) -
 
 
 def resume_swapped(state: SchedulerState, plan: StepPlan) -> bool:
-    """Bring parked requests back while rules, blocks and budget allow.
+    """Bring swapped requests back while rules, blocks and budget allow.
 
     Return False if one of them has to wait: then no waiting request may enter before it.
     """
@@ -222,7 +231,7 @@ def _offer(
     skipped_keys, skipped = set[Hashable](), None
     while plan.budget > 0 and (request := queue.peek(skipped_keys, after=skipped)) is not None:
         try:
-            reason = why_skipped(state, request, queue)
+            reason = why_skipped(state, request, queue, plan)
         except RequestError as error:
             finishes = finish_all(state, request, RequestStatus.FINISHED_ERROR, str(error))
             state.outbox.post_finishes(request, finishes)
@@ -231,6 +240,8 @@ def _offer(
             state.log.held(request.request_id, reason, stops_queue=False)
             if reason is Reason.LORA:
                 skipped_keys.add(key_of(request))
+                request.num_adapter_skips += 1
+                plan.closed_to_adapters |= request.num_adapter_skips > MAX_ADAPTER_SKIPS
             else:
                 skipped = request
             continue

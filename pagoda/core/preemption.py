@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from pagoda.base.config import PreemptionMode
 from pagoda.core.decision_log import Preempted, Reason
-from pagoda.core.lifecycle import park, requeue
+from pagoda.core.lifecycle import requeue, swap_out
 from pagoda.core.request import RequestState, RequestStatus
 from pagoda.core.state import SchedulerState
 from pagoda.core.stats import CostModel
@@ -40,7 +40,7 @@ def preempt(state: SchedulerState, victim: RequestState, plan: StepPlan, for_req
         state.kv.uncache_uncomputed(sequence.row)
     swap = _swaps(state, victim, rows, lost)
     if swap:
-        park(state, victim)
+        swap_out(state, victim)
         state.stats.swap_outs += 1
     else:
         requeue(state, victim)

@@ -14,7 +14,7 @@ class RequestStatus(IntEnum):
 
     WAITING = 0
     RUNNING = 1
-    SWAPPED = 2  # KV parked in host memory
+    SWAPPED = 2  # its KV is in host memory
     PREEMPTED = 3  # KV dropped; back in waiting
     FINISHED_STOPPED = 4  # eos, stop token or stop string
     FINISHED_LENGTH_CAPPED = 5  # max_tokens or max_model_len
@@ -199,6 +199,7 @@ class RequestState:
     num_cached_tokens: prompt tokens found in the prefix cache at its first admission.   queue_s: seconds from its
         arrival to its first admission.   has_output: its client was sent a first token.
     num_prompt_logprobs_sent: prompt positions whose logprobs were sent; a resumed request computes them again.
+    num_adapter_skips: steps in which requests after it could enter, because its adapter had no room.
     num_draft_tokens, num_accepted_tokens: drafts verified for its sequences, and those that were right.
     """
 
@@ -213,6 +214,7 @@ class RequestState:
     queue_s: float = 0.0
     has_output: bool = False
     num_prompt_logprobs_sent: int = 0
+    num_adapter_skips: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
@@ -226,7 +228,7 @@ class RequestState:
         return [sequence for sequence in self.sequences if sequence.end is None]
 
     @property
-    def followers(self) -> list[Sequence]:
+    def siblings(self) -> list[Sequence]:
         """Sequences that will share the first one's prompt blocks when they return with it; none before the fork."""
         return [] if self.awaiting_fork else self.unfinished[1:]
 

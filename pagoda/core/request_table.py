@@ -25,7 +25,7 @@ class RequestTable:
     is_active: bool [rows], rows of running sequences.
     is_pooled: bool [rows], samples nothing.   is_beam: bool [rows], its next token depends on its siblings'.
     length_limit: int32 [rows], num_tokens at which the row ends.
-    order: int64 [rows], the running order.   handle, index, client: what outputs are labelled with.
+    running_order: int64 [rows], the running order.   handle, index, client: what outputs are labelled with.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RequestTable:
         self._handle, self.handle = _column(max_rows, np.int64)
         self._index, self.index = _column(max_rows, np.int32)
         self._client, self.client = _column(max_rows, np.int32)
-        self._order = np.zeros(max_rows, np.int64)
+        self._running_order = np.zeros(max_rows, np.int64)
         self._is_active, self.is_active = _column(max_rows, np.bool_)
         self.sequence_of: list[Sequence | None] = [None] * max_rows
         self.has_pinned_rows = False
@@ -112,7 +112,7 @@ class RequestTable:
         self._is_beam[row] = is_beam
 
     def _assign(self, row: int, sequence: Sequence) -> int:
-        self._order[row] = (sequence.request.admission << 16) | sequence.index
+        self._running_order[row] = (sequence.request.admission << 16) | sequence.index
         self._index[row] = sequence.index
         self._is_active[row] = True
         self.sequence_of[row] = sequence
@@ -252,14 +252,14 @@ class RequestTable:
 
     def have_siblings(self, rows: np.ndarray) -> np.ndarray:
         """Return which of `rows`, in running order, are followed or preceded by one of the same request; bool."""
-        requests = self._order[rows] >> 16
+        requests = self._running_order[rows] >> 16
         same = requests[1:] == requests[:-1]
         return np.append(same, False) | np.append(False, same)
 
     def active_rows(self) -> np.ndarray:
         """int64 [n]: rows of running sequences, in running order."""
         rows = self._is_active.nonzero()[0]
-        return rows[np.argsort(self._order[rows], kind="stable")]
+        return rows[np.argsort(self._running_order[rows], kind="stable")]
 
     def owner(self, row: int) -> Sequence:
         """Return the sequence of a row that has one."""

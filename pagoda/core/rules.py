@@ -14,14 +14,19 @@ from pagoda.core.step_plan import Chunk, StepPlan
 # What holds a request back
 
 
-def why_skipped(state: SchedulerState, request: RequestState, queue: RequestQueue) -> Reason | None:
+MAX_ADAPTER_SKIPS = 64
+"""Steps in which a request may be skipped for its adapter; after that, no adapter's newcomers pass it."""
+
+
+def why_skipped(state: SchedulerState, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Reason | None:
     """Return why the first request of `queue` is passed over in this step, or None.
 
     It keeps its place, and those after it may enter; with Reason.LORA, only those with another adapter or none. Raises
     RequestError if it cannot have what it needs.
     """
     config, lora = state.config, request.spec.lora
-    if config.max_loras and lora is not None and not state.batch.has_room_for_adapter(lora, config.max_loras):
+    has_limit = config.max_loras and lora is not None
+    if has_limit and (plan.closed_to_adapters or not state.batch.has_room_for_adapter(lora, config.max_loras)):
         return Reason.LORA
     if state.in_flight.has_late_tokens(request):  # they would be sampled twice; a swapped one stops its queue
         return Reason.IN_FLIGHT if queue is state.waiting else None

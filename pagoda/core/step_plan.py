@@ -34,6 +34,7 @@ class StepPlan:
     most_decodes: running rows that may decode, None for all.   decodes: those that are placed, if there is a limit.
     bulk_*: rows placed by numpy.   placed: row -> (start, num_new), placed one by one.
     entering: row -> (kind, computed tokens), of rows that workers get to know in this step.
+    closed_to_adapters: a request has waited too long for its adapter: no request with one enters after it.
     is_steady: the bulk rows are a steady step, whose `at`, `ends` and `sample_index` are known.
 
     rows, start, num_new, ends: int32 [num_rows], everything placed, bulk rows first.   at: int64 [num_rows], `rows`.
@@ -45,6 +46,7 @@ class StepPlan:
     prompt_budget: int | None = None
     most_decodes: int | None = None
     num_scheduled = 0
+    closed_to_adapters = False
     is_steady = False
     bulk_rows = bulk_start = bulk_new = NO_INTS
 

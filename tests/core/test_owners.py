@@ -29,7 +29,7 @@ COLUMNS = {
             "_is_pooled",
             "_is_beam",
             "_length_limit",
-            "_order",
+            "_running_order",
             "_handle",
             "_index",
             "_client",

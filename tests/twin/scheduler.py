@@ -136,6 +136,7 @@ class TwinScheduler:
         self.admitted: list[Record] = []
         self.has_prompt = False
         phased = self.config.scheduling_mode is SchedulingMode.PHASED  # its prompts are never cut
+        self.closed_to_adapters = False
         self.cuts = not phased and self.config.enable_chunked_prefill
         self.cap = self.config.long_prefill_token_threshold if self.cuts and len(self.requests) > 1 else 0
         started = [sequence for state in self.running for sequence in state.alive if sequence.started]
@@ -327,6 +328,7 @@ class TwinScheduler:
             state = queue[0]
             if self._has_too_many_adapters(state):
                 closed.add(adapter_of(state.request))
+                self._count_skip(state)
                 continue
             if state.stale_steps or self._num_seqs_running() + state.num_seqs > self.config.max_num_seqs:
                 return False
@@ -372,9 +374,16 @@ class TwinScheduler:
 
     def _admit_waiting(self) -> None:
         skipped: list[TwinRequest] = []
+        closed: set[Hashable] = set()
         while self.waiting and self.budget > 0:
             state = self.waiting[0]
-            if state.stale_steps or self._has_too_many_adapters(state):
+            if adapter_of(state.request) in closed or self._has_too_many_adapters(state):
+                if adapter_of(state.request) not in closed:
+                    closed.add(adapter_of(state.request))
+                    self._count_skip(state)
+                skipped.append(self.waiting.pop(0))
+                continue
+            if state.stale_steps:
                 skipped.append(self.waiting.pop(0))
                 continue
             answer = self._why_never(state) or self._why_held(state, skipped) or self._admit(state)
@@ -407,11 +416,17 @@ class TwinScheduler:
     def _num_seqs_running(self) -> int:
         return sum(state.num_seqs for state in self.running)
 
+    def _count_skip(self, state: TwinRequest) -> None:
+        """The first of those with its adapter is passed over: 64 times, then none with an adapter passes it."""
+        state.adapter_skips += 1
+        self.closed_to_adapters |= state.adapter_skips > 64
+
     def _has_too_many_adapters(self, state: TwinRequest) -> bool:
         limit = self.config.max_loras
         in_use = {adapter_of(other.request) for other in self.running} - {None}
         adapter = adapter_of(state.request)
-        return limit > 0 and adapter is not None and adapter not in in_use and len(in_use) >= limit
+        has_room = not self.closed_to_adapters and (adapter in in_use or len(in_use) < limit)
+        return limit > 0 and adapter is not None and not has_room
 
     def _may_chunk(self, state: TwinRequest) -> bool:
         if self.config.scheduling_mode is SchedulingMode.MIXED:

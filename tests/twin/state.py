@@ -39,6 +39,7 @@ class TwinRequest:
     sequences: list[TwinSequence]
     status: str = "waiting"  # waiting, running, swapped, preempted, gone
     epoch: int = 0  # rises when it leaves the running set
+    adapter_skips: int = 0
     stale_steps: int = 0  # steps that sample for it, planned before it left, not back
     drop_before: int = 0  # results of epochs before this are dropped (reset)
     forked: bool = False

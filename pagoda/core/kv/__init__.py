@@ -3,7 +3,7 @@
 manager.py        KVCacheManager, which the scheduler asks: admission, and what happens to rows and requests
 block_tables.py   BlockTables: gives blocks to rows, shares them (copy-on-write), frees what windows have left
 prefix_cache.py   PrefixCache: hashes of full blocks, and the blocks found by them
-host_tier.py      HostTier: KV that is parked in host memory
+host_tier.py      HostTier: KV of swapped requests, in host memory
 block_pool.py     BlockPool: reference counts and free blocks of one memory tier
 sizing.py         KVGroupSpec: what layers ask for; how many blocks things need: pure functions
 

@@ -1,4 +1,4 @@
-"""HostTier: parks the KV of whole requests in host memory and brings it back."""
+"""HostTier: keeps the KV of whole requests in host memory and brings it back."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from pagoda.core.kv.sizing import KVSizing, blocks_for
 from pagoda.core.request import Sequence
 from pagoda.core.request_table import RequestTable
 
-_Parked = tuple[np.ndarray, np.ndarray]  # of one KV group, int32 each: table indices, the blocks there
+_Swapped = tuple[np.ndarray, np.ndarray]  # of one KV group, int32 each: table indices, the blocks there
 
 
 class HostTier:
@@ -24,11 +24,11 @@ class HostTier:
         self._table = table
         self._tables = tables
         self._sizing = sizing
-        self._parked: dict[Sequence, tuple[_Parked, ...]] = {}
+        self._swapped: dict[Sequence, tuple[_Swapped, ...]] = {}
 
-    def _in_use(self, row: int) -> list[_Parked]:
+    def _in_use(self, row: int) -> list[_Swapped]:
         """Per KV group: (table indices, device blocks) that hold computed tokens of the row."""
-        tables, used = self._tables, list[_Parked]()
+        tables, used = self._tables, list[_Swapped]()
         computed = blocks_for(int(self._table.num_computed[row]), self._sizing.block_size)
         for group, entries in zip(tables.groups, tables.entries, strict=True):
             count = computed if group.grows else int(tables.num_cross_blocks[row])
@@ -59,11 +59,11 @@ class HostTier:
         self._tables.note_swap_out(np.stack((sources[order], host[order]), axis=1))
         host_of, at = host[inverse], 0
         for sequence, row_used in zip(sequences, used, strict=True):
-            parked: list[_Parked] = []
+            swapped: list[_Swapped] = []
             for index, blocks in row_used:
-                parked.append((index, host_of[at : at + len(blocks)]))
+                swapped.append((index, host_of[at : at + len(blocks)]))
                 at += len(blocks)
-            self._parked[sequence] = tuple(parked)
+            self._swapped[sequence] = tuple(swapped)
             self._tables.free_row(sequence.row)
 
     def blocks_to_swap_in(self, sequences: list[Sequence], ends: list[int]) -> int:
@@ -78,19 +78,19 @@ class HostTier:
 
     def _num_tail_copies(self, sequences: list[Sequence]) -> int:
         """Copies of shared tails that `sequences` need: the last one with a reference writes to the block itself."""
-        partly = [self._parked[one] for one in sequences if one.num_computed % self._sizing.block_size]
-        tails = [parked[group.index][1][-1] for parked in partly for group in self._tables.growing]
+        partly = [self._swapped[one] for one in sequences if one.num_computed % self._sizing.block_size]
+        tails = [swapped[group.index][1][-1] for swapped in partly for group in self._tables.growing]
         blocks, num_writers = np.unique(np.array(tails, np.int32), return_counts=True)
         return int(np.minimum(num_writers, self.pool.ref_count[blocks] - 1).sum())
 
     def _host_blocks(self, sequences: list[Sequence]) -> np.ndarray:
-        return np.concatenate([blocks for sequence in sequences for _, blocks in self._parked[sequence]])
+        return np.concatenate([blocks for sequence in sequences for _, blocks in self._swapped[sequence]])
 
     def _has_shared_tail(self, sequence: Sequence) -> bool:
         if sequence.num_computed % self._sizing.block_size == 0:
             return False
-        parked = self._parked[sequence]
-        tails = [parked[group.index][1][-1:] for group in self._tables.growing]
+        swapped = self._swapped[sequence]
+        tails = [swapped[group.index][1][-1:] for group in self._tables.growing]
         return any((self.pool.ref_count[tail] > 1).any() for tail in tails)
 
     def swap_in(self, sequences: list[Sequence]) -> None:
@@ -104,8 +104,8 @@ class HostTier:
         self._tables.note_swap_in(np.stack((unique[order], device[order]), axis=1))
         device_of, at = device[inverse], 0
         for sequence, tail_is_shared in zip(sequences, shared, strict=True):
-            parts: list[_Parked] = []
-            for index, blocks in self._parked[sequence]:
+            parts: list[_Swapped] = []
+            for index, blocks in self._swapped[sequence]:
                 parts.append((index, device_of[at : at + len(blocks)]))
                 at += len(blocks)
             self._tables.restore(sequence.row, parts, tail_is_shared=tail_is_shared)
@@ -113,17 +113,19 @@ class HostTier:
 
     def drop(self, sequence: Sequence) -> None:
         """Free the host blocks of a sequence, if it has any."""
-        for _, blocks in self._parked.pop(sequence, ()):
+        for _, blocks in self._swapped.pop(sequence, ()):
             self.pool.free(blocks[::-1])
 
     def check(self) -> None:
-        """Check the pool, and that its counts equal the parked references. Raises InvariantBroken."""
+        """Check the pool, and that its counts equal the swapped references. Raises InvariantBroken."""
         self.pool.check()
         counted = np.zeros(len(self.pool.ref_count), np.int64)
-        for sequence, parked in self._parked.items():
-            for _, blocks in parked:
+        for sequence, swapped in self._swapped.items():
+            for _, blocks in swapped:
                 np.add.at(counted, blocks, 1)
             if sequence.is_finished or sequence.row >= 0:
-                raise InvariantBroken(f"{sequence.request.request_id}: a sequence that is not parked has host blocks")
+                raise InvariantBroken(
+                    f"{sequence.request.request_id}: a sequence that is not swapped out has host blocks"
+                )
         if (counted != self.pool.ref_count).any():
             raise InvariantBroken("a host block's reference count is not that of the swapped sequences")

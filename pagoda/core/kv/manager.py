@@ -81,13 +81,13 @@ class KVCacheManager:
     def hash_prompt(self, request: RequestState) -> None:
         """Hash the tokens of a request without rows now, so that its admission need not."""
         if self._prefix_cache.enabled:
-            for sequence in (request.unfinished[0], *request.followers):
+            for sequence in (request.unfinished[0], *request.siblings):
                 self._prefix_cache.hash_tokens(sequence)
 
     def get_computed_blocks(self, request: RequestState) -> CachedPrefix:
         """Return the cached prefix of the first sequence of a request without rows, as block ids per KV group."""
-        # Its followers share its blocks, which a hit in a window group may not all have.
-        if not request.spec.reads_prefix_cache or (self._tables.windows and request.followers):
+        # Its siblings share its blocks, which a hit in a window group may not all have.
+        if not request.spec.reads_prefix_cache or (self._tables.windows and request.siblings):
             self.hash_prompt(request)  # it fills the cache all the same; the sequence that was hashed may have failed
             return self._prefix_cache.nothing
         return self._prefix_cache.longest_prefix(request.unfinished[0])
@@ -95,7 +95,7 @@ class KVCacheManager:
     def most_blocks(self, request: RequestState) -> int:
         """Return the most blocks that the request's known tokens hold at once. A pool with fewer can never serve it."""
         num_tokens, encoder_len = len(request.unfinished[0].token_ids), request.spec.encoder_len
-        return self.sizing.blocks_for_request(num_tokens, encoder_len) + self._blocks_of_followers(request)
+        return self.sizing.blocks_for_request(num_tokens, encoder_len) + self._blocks_of_siblings(request)
 
     def why_no_blocks(
         self, request: RequestState, prefix: CachedPrefix, num_new: int, *, others_run: bool, num_freed: int = 0
@@ -110,7 +110,7 @@ class KVCacheManager:
         if self._admit_whole_prompt:
             num_known = len(request.unfinished[0].token_ids)
             whole = self._blocks_to_admit(num_known, prefix, encoder_len, capped=True)
-            need = max(need, whole + self._blocks_of_followers(request))
+            need = max(need, whole + self._blocks_of_siblings(request))
         return self._why_short(need - num_freed, others_run=others_run)
 
     def num_freed_with(self, rows: list[int], prefix: CachedPrefix) -> int:
@@ -120,8 +120,8 @@ class KVCacheManager:
         alone = blocks[(self._pool.ref_count[blocks] == counts) & (blocks != 0)]
         return len(np.setdiff1d(alone, np.concatenate(prefix.blocks or (NO_BLOCKS,))))
 
-    def _blocks_of_followers(self, request: RequestState) -> int:
-        lengths = [len(sequence.token_ids) for sequence in request.followers]
+    def _blocks_of_siblings(self, request: RequestState) -> int:
+        lengths = [len(sequence.token_ids) for sequence in request.siblings]
         return self.sizing.blocks_for_siblings(lengths, request.spec.num_prompt_tokens)
 
     def _blocks_to_admit(self, num_tokens: int, prefix: CachedPrefix, encoder_len: int, *, capped: bool = False) -> int:
@@ -233,7 +233,7 @@ class KVCacheManager:
         """Move the KV of sibling sequences to the host. Their rows lose all device blocks."""
         self._host.swap_out(sequences)
 
-    def drop_parked(self, sequence: Sequence) -> None:
+    def drop_swapped(self, sequence: Sequence) -> None:
         """Free what the sequence has on the host, if anything."""
         self._host.drop(sequence)
 
