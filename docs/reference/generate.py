@@ -432,7 +432,7 @@ def metrics_page() -> str:
         "row does not list others."
     )
     when = (
-        "## When they count\n\nA request's prompt counts when it is computed (`prompt_tokens`), each of its outputs "
+        "## When they count\n\nA request's prompt counts with its first token (`prompt_tokens`), each of its outputs "
         "when it ends (`request_success`), also if the\nclient left (`abort`). Gaps between tokens are those within "
         "one output, also with `n` above 1. A transcription is several requests (a window each, and\nits repetitions "
         "at other temperatures), each of which counts. Totals that the scheduler keeps (preemptions,\nprefix cache, "

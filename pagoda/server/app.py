@@ -64,7 +64,11 @@ _INVOKED = {
 
 @router.post("/invocations")
 async def invoke(http: Request) -> Response:
-    """What SageMaker calls: the body means a route by its `messages`, `prompt`, `input`, `text_1` or `query`."""
+    """What SageMaker calls: the body is that of another route, whose answer it gets.
+
+    One with `messages` is that of /v1/chat/completions (of /v1/embeddings, if the model generates no text), with
+    `prompt` of /v1/completions, with `input` of /v1/embeddings, with `text_1` of /score, with `query` of /rerank.
+    """
     asked = await state_of(http).bodies.find_field(http, tuple(_INVOKED))
     if asked is None:
         raise RequestError(f"the body has none of {', '.join(_INVOKED)}, which say what is asked for")
