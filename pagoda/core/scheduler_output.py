@@ -4,8 +4,8 @@ SchedulerOutput carries arrays for what every step has (rows that run) and tuple
 that applied every earlier SchedulerOutput needs nothing else: rows that it knows are named by number.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import numpy as np
@@ -285,6 +285,38 @@ class EngineCoreOutputs:
 def only_finishes(finishes: Iterable[Finish]) -> EngineCoreOutputs:
     """Return outputs without tokens."""
     return EngineCoreOutputs(NO_HANDLES, NO_INTS, NO_INTS, NO_INTS, tuple(finishes))
+
+
+def split_outputs(outputs: EngineCoreOutputs, most_logprobs: int) -> Iterator[EngineCoreOutputs]:
+    """Yield the outputs of one step as several, with at most so many log-probabilities each.
+
+    The tokens of a sequence stay together, and with its end.
+    """
+    logprobs = outputs.logprobs
+    if logprobs is None or logprobs.token_ids.size <= most_logprobs:
+        yield outputs
+        return
+    most_tokens = max(1, most_logprobs // logprobs.token_ids.shape[1])
+    first = np.concatenate(([0], np.cumsum(outputs.counts)))  # token of each sequence
+    begin, left = 0, outputs.finishes
+    rest = replace(outputs, handles=NO_HANDLES, sequences=NO_INTS, counts=NO_INTS, token_ids=NO_INTS)
+    yield replace(rest, finishes=(), logprobs=None)
+    while begin < len(outputs.handles):
+        end = max(begin + 1, int(np.searchsorted(first, first[begin] + most_tokens, "right")) - 1)
+        rows, tokens = slice(begin, end), slice(int(first[begin]), int(first[end]))
+        pairs = set(zip(outputs.handles[rows].tolist(), outputs.sequences[rows].tolist(), strict=True))
+        yield EngineCoreOutputs(
+            outputs.handles[rows],
+            outputs.sequences[rows],
+            outputs.counts[rows],
+            outputs.token_ids[tokens],
+            tuple(finish for finish in left if (finish.handle, finish.sequence) in pairs),
+            LogprobColumns(logprobs.token_ids[tokens], logprobs.logprobs[tokens], logprobs.ranks[tokens]),
+        )
+        left = tuple(finish for finish in left if (finish.handle, finish.sequence) not in pairs)
+        begin = end
+    if left:
+        yield only_finishes(left)
 
 
 def join_outputs(parts: Iterable[EngineCoreOutputs]) -> EngineCoreOutputs:

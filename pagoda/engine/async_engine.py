@@ -11,7 +11,7 @@ from pagoda.base.clock import SystemClock
 from pagoda.base.errors import PagodaError, RequestError, WorkerDied, fresh
 from pagoda.base.outputs import RequestOutput
 from pagoda.core.request import LoraRef, Request, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs
+from pagoda.core.scheduler_output import EngineCoreOutputs, split_outputs
 from pagoda.engine.async_text import AsyncText
 from pagoda.engine.inputs.adapters import Adapter, AdapterUses
 from pagoda.engine.inputs.input_processor import InputProcessor
@@ -20,6 +20,9 @@ from pagoda.engine.outputs.output_processor import PROMPT_LOGPROBS, OutputKind, 
 from pagoda.engine.transcription.piece import Job, Question
 
 logger = logging.getLogger("pagoda")
+
+_LOGPROBS_AT_ONCE = 2048
+"""So many log-probabilities are turned into objects per turn of the event loop: about 2 ms."""
 
 
 class EngineCoreClient(Protocol):
@@ -198,13 +201,15 @@ class AsyncEngine:
                 except PagodaError as error:
                     self._fail_all(error)
                     return
-                done = self._outputs.process(outputs, self._clock.now())
-                if done.failed:
-                    self._client.abort(done.failed)
-                for request_id, sequence in done.stopped:
-                    self._client.finish_sequence(request_id, sequence, RequestStatus.FINISHED_STOPPED)
-                self._deliver(done.outputs)
-                await asyncio.sleep(0)  # the outputs of more steps may be ready: others get their turn between them
+                for part in split_outputs(outputs, _LOGPROBS_AT_ONCE):
+                    done = self._outputs.process(part, self._clock.now())
+                    if done.failed:
+                        self._client.abort(done.failed)
+                    for request_id, sequence in done.stopped:
+                        self._client.finish_sequence(request_id, sequence, RequestStatus.FINISHED_STOPPED)
+                    self._deliver(done.outputs)
+                    # The outputs of more steps may be ready: others get their turn between them.
+                    await asyncio.sleep(0)
         except Exception as error:  # if this task ended silently, readers would wait forever
             logger.exception("failed to process the engine's outputs")
             self._fail_all(WorkerDied(f"internal error in the client: {type(error).__name__}: {error}"))

@@ -6,7 +6,7 @@ import pytest
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns
+from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns, split_outputs
 from pagoda.engine.outputs import output_processor
 from pagoda.engine.outputs.detokenizer import StopStrings
 from pagoda.engine.outputs.output_processor import OutputKind, OutputProcessor, ProcessedOutputs
@@ -294,3 +294,36 @@ def test_an_output_that_the_kv_cache_cuts_short_is_an_output_and_an_empty_one_an
     first, second = (one for one in outputs if one.finished)
     assert (first.error, [part.finish_reason for part in first.outputs]) == (None, ["length", "length"])
     assert (second.error, second.outputs[0].text) == ("too few blocks", "")
+
+
+@pytest.mark.parametrize("most", [1, 6, 9, 12, 1_000])
+def test_a_step_in_parts_gives_what_it_gives_at_once(most: int) -> None:
+    """Each part has few log-probabilities to convert; the tokens of a sequence stay together, and with its end."""
+    num_tokens, num_columns = 8, 3
+    columns = LogprobColumns(
+        np.arange(num_tokens * num_columns, dtype=np.int32).reshape(num_tokens, num_columns) % 26 + 97,
+        np.linspace(-5, -1, num_tokens * num_columns, dtype=np.float32).reshape(num_tokens, num_columns),
+        np.ones(num_tokens, np.int32),
+    )
+    tokens = columns.token_ids[:, 0].tolist()
+    step = core_outputs(
+        [(1, 0, tokens[:2]), (2, 0, tokens[2:3]), (3, 0, tokens[3:6]), (4, 0, tokens[6:])],
+        (end(2, LENGTH), end(3, LENGTH), end(5, LENGTH)),
+        logprobs=columns,
+        num_cached_tokens={1: 2},
+    )
+    found: list[dict[str, object]] = []
+    parts = list(split_outputs(step, most))
+    for given in ([step], parts):
+        processor = OutputProcessor(ByteTokenizer())
+        for handle in range(1, 6):
+            processor.open(request(handle, logprobs=2), OutputKind.DELTA)
+        outs = [one for part in given for one in processor.process(part, 0.0).outputs]
+        found.append({one.request_id: (one.outputs, one.finished, one.num_cached_tokens) for one in outs})
+        assert len(outs) == len(found[-1]) == 5
+    assert found[0] == found[1]
+    assert (len(parts) > 1) == (most < columns.token_ids.size)
+    sizes = [len(part.token_ids) for part in parts]
+    assert all(
+        size * num_columns <= most or len(part.handles) == 1 for size, part in zip(sizes, parts, strict=True) if size
+    )
