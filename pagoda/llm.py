@@ -49,8 +49,8 @@ from pagoda.engine.offline import (
     OutputStream,
     generate_all,
     pool_all,
-    transcribe_all,
 )
+from pagoda.engine.offline_transcription import transcribe_all
 from pagoda.engine.outputs.output_processor import OutputKind
 from pagoda.engine.outputs.results import (
     beam_sampling,

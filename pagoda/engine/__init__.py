@@ -6,7 +6,7 @@ sounds       transcription/: a sound file becomes such requests, and their token
 core         engine_core.py: schedule, execute, update: one step; the only place where time passes
 text out     outputs/: columns of token ids become RequestOutputs, cut at stop strings
 one thread   llm_engine.py has all three, stepped by its caller; engine_thread.py steps it on a thread, for LLM
-             (offline.py) and AsyncLLM
+             (offline.py, offline_transcription.py) and AsyncLLM
 event loops  async_engine.py has text in and out on the event loop (async_text.py), and reaches a core through clients/:
              ThreadClient on a thread, for AsyncLLM; for the server ProcessClient in another process: Journal keeps
              what a replay needs, Supervisor starts the next process after a death, Suspects finds the request at fault

@@ -3,7 +3,6 @@
 import itertools
 import logging
 import queue
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +10,7 @@ from tqdm import tqdm
 
 from pagoda.base.errors import CapacityError, InvariantBroken, PagodaError, RequestError, WorkerDied, fresh
 from pagoda.base.lora import LoRARequest
-from pagoda.base.outputs import CompletionOutput, RequestOutput, TranscriptionOutput
+from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
@@ -19,8 +18,6 @@ from pagoda.engine.engine_thread import EngineThread, result_of
 from pagoda.engine.inputs.prompts import Prompt, text_of
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.output_processor import OutputKind
-from pagoda.engine.transcription.piece import Job
-from pagoda.engine.transcription.transcriber import Transcription
 
 logger = logging.getLogger("pagoda")
 
@@ -272,171 +269,3 @@ def _collect(call: _Call, outputs: dict[str, RequestOutput], use_tqdm: bool) -> 
         while some := call.next_outputs():
             outputs.update((output.request_id, output) for output in some)
             bar.update(len(some))
-
-
-class _Transcribing:
-    """Sounds on their way to text: the jobs of each, and the requests that their questions have become.
-
-    most: requests that run at once, of all sounds; further jobs wait.
-    """
-
-    def __init__(self, thread: OfflineThread, most: int) -> None:
-        self._thread, self._engine = thread, thread.engine
-        self._mail: Mail = queue.SimpleQueue()
-        self._new: list[NewRequest] = []
-        self._num_jobs: dict[int, int] = {}
-        self._waiting: deque[tuple[int, Job]] = deque()
-        self._most = most
-        self.asked: dict[str, tuple[int, Job]] = {}
-        self.ended: dict[int, RequestError | CapacityError | None] = {}
-
-    @property
-    def has_room(self) -> bool:
-        """Return whether another sound could run."""
-        return not self._waiting and len(self.asked) < self._most
-
-    def start(self, index: int, job: Job) -> None:
-        """index: of the sound."""
-        self._num_jobs[index] = 1
-        self._waiting.append((index, job))
-        self._start_waiting()
-
-    def _start_waiting(self) -> None:
-        """Start as many jobs as may run, but for those of sounds that have ended meanwhile."""
-        while self._waiting and len(self.asked) < self._most:
-            index, job = self._waiting.popleft()
-            if self._num_jobs[index]:
-                self._advance(index, job, None)
-
-    def _advance(self, index: int, job: Job, answer: RequestOutput | None) -> None:
-        """Run a job until it asks the next question, or ends."""
-        try:
-            asked = job.send(answer) if answer is not None else next(job)
-            if isinstance(asked, list):
-                self._num_jobs[index] += len(asked)
-                self._waiting.extend((index, one) for one in asked)
-                self._advance(index, job, None)
-                return
-            request = self._engine.input_processor.make_request(
-                self._thread.new_id(), asked.prompt, asked.params, arrival_time_s=self._engine.core.now()
-            )
-        except StopIteration:
-            self._end_job(index)
-        except (RequestError, CapacityError) as error:
-            self._fail(index, error)
-        else:
-            self.asked[request.request_id] = index, job
-            self._new.append(NewRequest(request, OutputKind.FINAL_ONLY))
-
-    def _end_job(self, index: int) -> None:
-        self._num_jobs[index] -= 1
-        if not self._num_jobs[index]:
-            self.ended[index] = None
-
-    def _fail(self, index: int, error: RequestError | CapacityError) -> None:
-        """End a sound."""
-        self.ended[index] = error
-        self._num_jobs[index] = 0
-        of_sound = [request_id for request_id, (owner, _) in self.asked.items() if owner == index]
-        for request_id in of_sound:
-            del self.asked[request_id]
-        self._new = [new for new in self._new if new.request.request_id not in of_sound]
-        if of_sound:
-            self._thread.abort(of_sound)
-
-    def submit(self) -> None:
-        """Queue the new requests, until none is left. Raises the engine's error."""
-        while self._new:
-            new, self._new = self._new, []
-            for request_id, error in self._thread.add(self._mail, new).items():
-                if not isinstance(error, RequestError | CapacityError):
-                    raise error
-                if request_id in self.asked:
-                    self._fail(self.asked[request_id][0], error)
-            self._start_waiting()
-
-    def step(self) -> None:
-        """Wait for some of all answers, and advance their jobs. All must be submitted. Raises the engine's error."""
-        outputs = self._mail.get()
-        assert outputs is not None
-        if isinstance(outputs, PagodaError):
-            raise fresh(outputs)
-        for output in outputs:
-            owner = self.asked.pop(output.request_id, None)
-            if owner is None or not output.finished:
-                continue
-            index, job = owner
-            if output.error is not None:
-                self._fail(index, RequestError(output.error, "file"))
-            else:
-                self._advance(index, job, output)
-        self._start_waiting()
-
-
-def transcribe_all(
-    thread: OfflineThread,
-    sounds: Sequence[Callable[[], Transcription]],
-    names: Sequence[str],
-    use_tqdm: bool,
-) -> list[TranscriptionOutput]:
-    """Return an output for each sound, in their order; that of one that cannot be transcribed has `error` set.
-
-    sounds: each reads its file when it is its turn: as many are open at once as sequences run, and as fit into
-    _MAX_HELD_BYTES.   names: of the files.
-    Raises RequestError or CapacityError if there is only one.
-    """
-    outputs: dict[int, TranscriptionOutput] = {}
-    open_sounds: dict[int, Transcription] = {}
-    waiting = list(range(len(sounds)))[::-1]
-    most = thread.engine.input_processor.limits.max_num_seqs
-    disable = None if use_tqdm else True
-
-    def held_bytes() -> int:
-        return sum(one.num_bytes for one in open_sounds.values())
-
-    with thread.entered(), tqdm(total=0, desc="Sound", unit="s", disable=disable, bar_format=_SOUND_BAR) as bar:
-        work = _Transcribing(thread, most)
-        try:
-            while waiting or work.asked or work.ended:
-                while waiting and work.has_room and held_bytes() < _MAX_HELD_BYTES:
-                    index = waiting.pop()
-                    try:
-                        open_sounds[index] = sounds[index]()
-                    except (RequestError, CapacityError) as error:
-                        outputs[index] = _failed(names[index], error, len(sounds))
-                        continue
-                    bar.total += round(open_sounds[index].sound.duration_s)
-                    work.start(index, open_sounds[index].job())
-                    work.submit()  # so that the engine computes while the next file is read
-                work.submit()
-                if work.asked:
-                    work.step()
-                for index, error in _popped(work.ended):
-                    done = open_sounds.pop(index)
-                    outputs[index] = done.output() if error is None else _failed(names[index], error, len(sounds))
-                done_s = sum(one.done_s for one in open_sounds.values())
-                bar.n = round(done_s + sum(one.duration for one in outputs.values()))
-                bar.refresh()
-        finally:
-            if work.asked:
-                thread.abort(list(work.asked))
-    return [outputs[index] for index in range(len(sounds))]
-
-
-_MAX_HELD_BYTES = 2**30
-_SOUND_BAR = "{desc}: {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} s [{elapsed}]"
-
-
-def _popped(
-    ended: dict[int, RequestError | CapacityError | None],
-) -> list[tuple[int, RequestError | CapacityError | None]]:
-    found = list(ended.items())
-    ended.clear()
-    return found
-
-
-def _failed(name: str, error: RequestError | CapacityError, count: int) -> TranscriptionOutput:
-    if count == 1:
-        raise error
-    logger.warning("%s is not transcribed: %s", name, error)
-    return TranscriptionOutput(name=name, error=str(error))
