@@ -9,9 +9,10 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
 
 import typer
+
+from pagoda.cli.help_format import CacheDir, JsonObject
 
 # Instruction sets that the kernels have code for, as /proc/cpuinfo spells them, best last.
 CPU_FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
@@ -19,10 +20,8 @@ PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "huggingface_
 
 
 def doctor(
-    cache_dir: Annotated[
-        str | None, typer.Option("--cache-dir", help="Folder where downloaded models are kept.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON object.")] = False,
+    cache_dir: CacheDir = None,
+    as_json: JsonObject = False,
 ) -> None:
     """Report hardware and selected kernels.
 

@@ -1,7 +1,7 @@
 """Commands as `pagoda` registers them: how they are parsed, and how their help is formatted."""
 
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -10,7 +10,11 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.options import MOST_USED, PANELS, PROMPT, SAMPLING_FIELDS
 
+JsonObject = Annotated[bool, typer.Option("--json", help="Print a single JSON object.")]
+CacheDir = Annotated[str | None, typer.Option("--cache-dir", help="Folder where downloaded models are kept.")]
+
 _ANY_LENGTH = 10_000
+_IN_GROUP = re.compile(r", --[\w-]+\.[\w.-]+")  # the longer spelling of a flag that has a short one
 _SOURCES = "pagoda.sources"  # in a context's meta: where values are from that are not on the command line
 _TOO_MANY_ARGUMENTS = "Got unexpected extra argument"  # as click words it
 
@@ -65,7 +69,8 @@ class Command(TyperCommand):
                 continue
             panel = getattr(parameter, "rich_help_panel", None)
             default = "Arguments" if parameter.param_type_name == "argument" else "Options"
-            groups[panel or default].append(record)
+            names = _IN_GROUP.sub("", record[0])
+            groups[panel or default].append((names, record[1]))
         for name, records in groups.items():
             if records:
                 with formatter.section(name):

@@ -7,17 +7,15 @@ from typing import Annotated
 
 import typer
 
-from pagoda.cli.help_format import Group
+from pagoda.cli.help_format import CacheDir, Group, JsonObject
 
 app = typer.Typer(cls=Group, help="List and fetch models.", no_args_is_help=True, rich_markup_mode=None)
-
-CacheDir = Annotated[str | None, typer.Option("--cache-dir", help="Folder where downloaded models are kept.")]
 
 
 @app.command("list")
 def list_models(
     cache_dir: CacheDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON object.")] = False,
+    as_json: JsonObject = False,
 ) -> None:
     """List the models of the catalog and all models in the cache."""
     from pagoda.base.config import ModelConfig

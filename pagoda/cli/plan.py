@@ -11,6 +11,7 @@ import typer
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, ConfigError
+from pagoda.cli.help_format import JsonObject
 from pagoda.cli.layouts import Layout, layouts_of, proposal
 from pagoda.cli.options import engine_config, engine_options
 
@@ -77,7 +78,7 @@ class Plan:
 @engine_options()
 def plan(
     options: dict[str, object],
-    as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON object.")] = False,
+    as_json: JsonObject = False,
     pull: Annotated[bool, typer.Option("--pull", help="Fetch the model first if it is not cached.")] = False,
 ) -> None:
     """Print what a model and settings need.

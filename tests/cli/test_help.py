@@ -39,7 +39,9 @@ def flags_of(*command: str) -> set[str]:
     for name in command:
         found = found.commands[name]  # type: ignore[attr-defined]
     shown = [parameter for parameter in found.params if not getattr(parameter, "hidden", False)]
-    return {flag for parameter in shown for flag in (*parameter.opts, *parameter.secondary_opts) if "--" in flag}
+    spellings = [some for parameter in shown for some in (parameter.opts, parameter.secondary_opts)]
+    short = [[flag for flag in some if "." not in flag] or some for some in spellings]  # not also --group.field
+    return {flag for some in short for flag in some if "--" in flag}
 
 
 @pytest.fixture(params=["40", "80", "200"])

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pagoda.cli.bench.workload import note, random_workload, read_workload, report
+from pagoda.cli.bench.workload import JsonLine, note, random_workload, read_workload, report
 
 
 def bench_serve(
@@ -34,7 +34,7 @@ def bench_serve(
     ] = True,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY")] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Timeout per request in seconds.")] = 600.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON line on standard output.")] = False,
+    as_json: JsonLine = False,
 ) -> None:
     """Load a running server; report throughput, TTFT, ITL, TPOT, E2E percentiles and goodput."""
     from pagoda.cli.bench import load

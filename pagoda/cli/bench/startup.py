@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from pagoda.base.errors import ConfigError
-from pagoda.cli.bench.workload import percentile, report
+from pagoda.cli.bench.workload import JsonLine, percentile, report
 from pagoda.process.child_process import module_command
 
 PROMPT = "Once upon a time"
@@ -32,7 +32,7 @@ def startup(
     model: Annotated[str | None, typer.Option("--model", "-m", help="Model, as for `pagoda generate`.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens.")] = 16,
     serve: Annotated[bool, typer.Option("--serve", help="Time `pagoda serve` until it is ready.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON line on standard output.")] = False,
+    as_json: JsonLine = False,
 ) -> None:
     """Time from the command to the first text (--serve: until ready) and to the end of a short answer.
 

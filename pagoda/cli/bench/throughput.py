@@ -12,7 +12,7 @@ import typer
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.cli.bench.workload import WorkItem, percentile, random_workload, read_workload, report
+from pagoda.cli.bench.workload import JsonLine, WorkItem, percentile, random_workload, read_workload, report
 from pagoda.cli.options import engine_options
 from pagoda.ops.forward import OP_TABLE
 
@@ -101,7 +101,7 @@ def throughput(
     top_p: Annotated[float, typer.Option("--top-p", help="Draw from the most likely tokens of this share.")] = 1.0,
     top_k: Annotated[int, typer.Option("--top-k", help="Draw from so many tokens; 0: from all.")] = 0,
     profile: Annotated[bool, typer.Option("--profile", help="Show how much time each part of a step takes.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON line on standard output.")] = False,
+    as_json: JsonLine = False,
 ) -> None:
     """Output tokens per second on a workload. Outputs have exactly max_tokens tokens: all engines do the same work.
 
@@ -191,7 +191,7 @@ def latency(
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of each output.")] = 128,
     iterations: Annotated[int, typer.Option(min=1, help="Measured batches.")] = 10,
     warm_up: Annotated[int, typer.Option(min=0, help="Unmeasured batches to run first.")] = 2,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a single JSON line on standard output.")] = False,
+    as_json: JsonLine = False,
 ) -> None:
     """Measure the time of a batch of equal requests: median, p90, p99. Prompts are random, so none is cached."""
     from pagoda.cli.session import load

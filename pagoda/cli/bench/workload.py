@@ -7,8 +7,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from pagoda.base.errors import ConfigError
+
+JsonLine = Annotated[bool, typer.Option("--json", help="Print a single JSON line on standard output.")]
 
 
 @dataclass(frozen=True, slots=True)
