@@ -1,6 +1,7 @@
 """LLM: run a model in a Python program. Outputs are returned in the order of the prompts."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -331,7 +332,9 @@ class LLM:
         with self._thread.entered():
             lora = self.llm_engine.input_processor.find_adapter(lora_request)
             if isinstance(lora, LoraRef):  # the engine does not know of prompt adapters
-                self._thread.call(lambda engine: engine.core.load_adapter(lora))
+                loaded = self._thread.call(lambda engine: engine.core.begin_load_adapter(lora))
+                wait([loaded])
+                self._thread.call(lambda engine: engine.core.end_load_adapter(lora, loaded))
             self._added[lora_request.lora_int_id] = lora
         return True
 

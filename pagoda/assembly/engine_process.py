@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 import zmq
@@ -34,6 +36,7 @@ logger = logging.getLogger("pagoda.engine")
 STATS_INTERVAL_S = 0.1
 RETURN_MEMORY_AFTER_MS = 1_000
 """Without a message for so long, an idle engine returns the memory of its largest steps to the system."""
+LOOK_AT_LOADS_MS = 5
 
 
 class EngineServer:
@@ -48,12 +51,17 @@ class EngineServer:
         self._num_handled = 0
         self._num_steps = 0
         self._step_s = 0.0
+        self._loading: dict[int, tuple[LoraRef, Future[Any]]] = {}  # by call id
 
     def run(self) -> None:
         """Serve forever. An exception of the engine core ends the process; the client can replay its requests."""
         core = self._core
         while True:
-            if not core.has_unfinished_requests():
+            self._end_loads()
+            if not core.has_unfinished_requests() and self._loading:
+                if not self._socket.poll(LOOK_AT_LOADS_MS):
+                    continue
+            elif not core.has_unfinished_requests():
                 self._send(wire.IdleReport(self._make_stats(), self._num_handled))
                 if not self._socket.poll(RETURN_MEMORY_AFTER_MS):
                     return_freed_memory()
@@ -86,7 +94,7 @@ class EngineServer:
             case wire.ResetPrefixCache(call_id, preempt_running):
                 self._send(wire.ResetReply(call_id, self._core.reset_prefix_cache(preempt_running)))
             case wire.LoadAdapter(call_id, lora):
-                self._send(wire.AdapterReply(call_id, self._load_adapter(lora)))
+                self._begin_load(call_id, lora)
             case wire.UnloadAdapter(lora):
                 self._core.unload_adapter(lora)
             case message:
@@ -109,13 +117,23 @@ class EngineServer:
             status = RequestStatus.FINISHED_ERROR
         self._send(wire.RequestRefused(message.handle, reason, status))
 
-    def _load_adapter(self, lora: LoraRef) -> str | None:
-        """Load an adapter; return why it cannot be used, or None."""
+    def _begin_load(self, call_id: int, lora: LoraRef) -> None:
         try:
-            self._core.load_adapter(lora)
+            self._loading[call_id] = (lora, self._core.begin_load_adapter(lora))
         except RequestError as error:
-            return str(error)
-        return None
+            self._send(wire.AdapterReply(call_id, str(error)))
+        self._end_loads()
+
+    def _end_loads(self) -> None:
+        """Reply to the calls whose adapter has been loaded, or cannot be."""
+        done = [call_id for call_id, (_, loaded) in self._loading.items() if loaded.done()]
+        for call_id in done:
+            why = None
+            try:
+                self._core.end_load_adapter(*self._loading.pop(call_id))
+            except RequestError as error:
+                why = str(error)
+            self._send(wire.AdapterReply(call_id, why))
 
     def _send(self, message: msgspec.Struct) -> None:
         self._socket.send(self._codec.encode(message))

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -177,10 +178,18 @@ class EngineCore:
 
         Raises RequestError if it cannot be used.
         """
+        self.end_load_adapter(lora, self.begin_load_adapter(lora))
+
+    def begin_load_adapter(self, lora: LoraRef) -> "Future[Any]":
+        """Begin to read a LoRA adapter; steps go on meanwhile. When the future is done, call `end_load_adapter`."""
         preparations = self._require_adapters()
         self._release_rows()
+        return preparations.begin_load(lora)
+
+    def end_load_adapter(self, lora: LoraRef, loaded: "Future[Any]") -> None:
+        """Wait for what `begin_load_adapter` returned. Raises RequestError if the adapter cannot be used."""
         try:
-            preparations.load_adapter(lora)
+            self._require_adapters().end_load(lora, loaded)
         except ConfigError as error:
             raise RequestError(f"LoRA adapter {lora.name!r}: {error}", "lora_request") from None
 

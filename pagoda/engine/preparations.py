@@ -58,12 +58,17 @@ class ExecutorPreparations:
         if request.lora is not None:
             self._adapters.unpin(request.lora.identity)
 
-    def load_adapter(self, lora: LoraRef) -> None:
-        """Load an adapter now, or only check it if running requests use all that there is room for.
+    def begin_load(self, lora: LoraRef) -> "Future[Any]":
+        """Begin to load an adapter, over the limit if running requests use all that there is room for."""
+        return self._adapters.load(lora)
 
-        Raises PagodaError that says why it cannot be used.
-        """
-        self._adapters.load(lora)
+    def end_load(self, lora: LoraRef, loaded: "Future[Any]") -> None:
+        """Wait for what `begin_load` returned. Raises PagodaError that says why the adapter cannot be used."""
+        try:
+            loaded.result()
+        except BaseException:
+            self._adapters.drop(lora)
+            raise
 
     def unload_adapter(self, lora: LoraRef) -> None:
         """Free an adapter's memory once no running request uses it. Ignore one that is not loaded."""
@@ -119,15 +124,9 @@ class _Kept(Generic[T]):
         logger.warning("%s cannot be used: %s", what, error)
         raise RequestError(f"{what} cannot be used: {error}") from error
 
-    def load(self, item: T) -> None:
-        """Prepare it now, over the limit if need be. Raises its error."""
-        key = self._key(item)
-        future = self.ask(item) or self._begin(key, item)
-        try:
-            future.result()
-        except BaseException:
-            self.drop(item)
-            raise
+    def load(self, item: T) -> "Future[Any]":
+        """Return when the ranks have it; begin to prepare it, over the limit if need be."""
+        return self.ask(item) or self._begin(self._key(item), item)
 
     def drop(self, item: T) -> None:
         """The ranks forget it, as soon as no row uses it."""

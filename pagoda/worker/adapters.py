@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias, cast
@@ -29,7 +30,7 @@ logger = logging.getLogger("pagoda")
 
 _COMPARED_ROWS = 4096
 
-_Pieces: TypeAlias = dict[Parameter[object], list[LowRankPiece]]
+AdapterPieces: TypeAlias = dict[Parameter[object], list[LowRankPiece]]
 """What an adapter's files say about each parameter that it adapts."""
 
 
@@ -44,9 +45,10 @@ class AdapterLimits:
 class AdapterStore:
     """The adapters that are loaded, each in a slot of the tables of the layers that it adapts.
 
-    The engine says which are loaded and unloaded, between steps. One that finds no free slot, because rows of ended
-    requests have not left theirs yet, is kept aside until a row needs it. The file is identified by its digest: a
-    request never gets other weights than those it was accepted for.
+    The engine says which are loaded and unloaded, between steps. Another thread may read one meanwhile; it is kept
+    aside until the next step, and where it finds no free slot then, because rows of ended requests have not left theirs
+    yet, until a row needs it. The file is identified by its digest: a request never gets other weights than those it
+    was accepted for.
     tables: by identity of the weight that a layer passes to its op; a layer gets one with its first adapter.
     """
 
@@ -65,7 +67,7 @@ class AdapterStore:
         self._embeddings = {id(module.weight): module for _, module in walk(model) if isinstance(module, Embedding)}
         self._tables: dict[int, FillableLowRank] = {}
         self._slots: dict[str, int] = {}  # by digest
-        self._aside: dict[str, _Pieces] = {}  # by digest: without a slot
+        self._aside: dict[str, Future[AdapterPieces]] = {}  # by digest: without a slot
         self._users = np.zeros(limits.max_loaded + 1, np.int64)  # rows, by slot
         self._unloaded: set[str] = set()  # digests to drop when their last user leaves
 
@@ -89,23 +91,43 @@ class AdapterStore:
                 raise RequestError("it is not loaded", "model")
             if slot is None:
                 raise RequestError(f"all {self._limits.max_loaded} adapters that fit in memory are in use", "model")
-            self._fill(slot, ref.digest, self._aside.pop(ref.digest))
+            self._fill(slot, ref.digest, self._aside.pop(ref.digest).result())
         self._users[slot] += 1
         return slot
 
     def load(self, ref: LoraRef) -> None:
-        """Read an adapter, into a slot if there is a free one. Raises PagodaError that says why it cannot be used."""
+        """Read an adapter now, into a slot if there is a free one.
+
+        Raises PagodaError that says why it cannot be used.
+        """
+        read: Future[AdapterPieces] = Future()
+
+        def read_now() -> Future[AdapterPieces]:
+            read.set_result(self.read(ref))
+            return read
+
+        self.begin(ref, read_now)
+        self.settle()
+
+    def begin(self, ref: LoraRef, read: Callable[[], "Future[AdapterPieces]"]) -> "Future[AdapterPieces] | None":
+        """Begin to load an adapter, unless it is loaded. Return when it can be used, or cannot; None: now.
+
+        read: begins to call `self.read`, on a thread.
+        """
         self._unloaded.discard(ref.digest)
-        if ref.digest in self._slots or ref.digest in self._aside:
-            return
-        begin_s = time.perf_counter()
-        pieces = self._read(ref)
-        slot = self._free_slot()
-        if slot is None:
-            self._aside[ref.digest] = pieces
-        else:
-            self._fill(slot, ref.digest, pieces)
-        logger.info("adapter %s loaded in %.3f s", ref.name, time.perf_counter() - begin_s)
+        known = self._aside.get(ref.digest)
+        if ref.digest in self._slots:
+            return None
+        if known is None or (known.done() and known.exception() is not None):
+            known = self._aside[ref.digest] = read()
+        return known
+
+    def settle(self) -> None:
+        """Give adapters that have been read a slot, as far as there are free ones."""
+        for digest in [digest for digest, read in self._aside.items() if read.done() and read.exception() is None]:
+            slot = self._free_slot()
+            if slot is not None:
+                self._fill(slot, digest, self._aside.pop(digest).result())
 
     def unload(self, ref: LoraRef) -> None:
         """Drop an adapter, as soon as no row uses it. Ignore one that is not loaded."""
@@ -141,8 +163,12 @@ class AdapterStore:
         for table in self._tables.values():
             table.clear(slot)
 
-    def _read(self, ref: LoraRef) -> "_Pieces":
-        """Return what the adapter's files say about each parameter that it adapts."""
+    def read(self, ref: LoraRef) -> AdapterPieces:
+        """Return what the adapter's files say about each parameter that it adapts. May be called on any thread.
+
+        Raises PagodaError that says why it cannot be used.
+        """
+        begin_s = time.perf_counter()
         files = check_adapter(Path(ref.path), self._targets, self._limits.max_rank)
         if files.digest != ref.digest:
             raise RequestError(
@@ -150,9 +176,11 @@ class AdapterStore:
             )
         for target, copy in read_copies(files).items():
             self._check_copy(target, copy)
-        return read_adapter(files, self._targets, self._device)
+        pieces = read_adapter(files, self._targets, self._device)
+        logger.info("adapter %s read in %.3f s", ref.name, time.perf_counter() - begin_s)
+        return pieces
 
-    def _fill(self, slot: int, digest: str, pieces: "_Pieces") -> None:
+    def _fill(self, slot: int, digest: str, pieces: AdapterPieces) -> None:
         try:
             for parameter, of_parameter in pieces.items():
                 embedding = self._embeddings.get(id(parameter))
@@ -210,6 +238,7 @@ class Adapters:
         """Apply a step's events, in SchedulerOutput's order. A row whose adapter cannot be used fails, alone."""
         for row in output.released.tolist():
             self._forget(row)
+        self.store.settle()
         for init in output.admitted:
             self._forget(init.row)
             if init.lora is None:

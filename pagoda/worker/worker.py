@@ -3,8 +3,9 @@
 import logging
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import torch
 
@@ -17,7 +18,7 @@ from pagoda.models.base import Model
 from pagoda.ops.tensor import RankGroup
 from pagoda.process.host_threads import host_pool
 from pagoda.process.out_of_memory import is_out_of_memory
-from pagoda.worker.adapters import Adapters, AdapterStore
+from pagoda.worker.adapters import AdapterPieces, Adapters, AdapterStore
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.dry_runs import DryRuns, LargestSteps, largest_graphs
 from pagoda.worker.encoders import EncoderOutputs
@@ -42,7 +43,9 @@ class Worker:
         self._config, self._ranks = config, ranks
         self._runner: ModelRunner | None = None
         self._loaded: LoadedModel | None = None
-        self._mask_thread = host_pool(1, "pagoda-masks")  # made before `load` pins the calling thread
+        # Made before `load` pins the calling thread.
+        self._mask_thread = host_pool(1, "pagoda-masks")
+        self._reading_thread = host_pool(1, "pagoda-adapters")
         self._calls: dict[str, Callable[..., object]] = {
             "prepare_grammar": self._prepare_grammar,
             "drop_grammar": self._drop_grammar,
@@ -234,17 +237,15 @@ class Worker:
         return self._loaded.store if self._loaded is not None else None
 
     @torch.inference_mode()  # as steps, which may have made the tables that this writes to
-    def _load_adapter(self, lora: LoraRef) -> None:
-        if self.store is None:
+    def _load_adapter(self, lora: LoraRef) -> "Future[None] | None":
+        store = self.store
+        if store is None:
             raise RequestError("this worker has no LoRA adapters: they are off (enable_lora)", "lora_request")
-        try:
-            self.store.load(lora)
-        except Exception as error:
-            if isinstance(error, PagodaError):
-                raise
-            if isinstance(error, OSError) or is_out_of_memory(error):
-                raise RequestError(f"the adapter {lora.name!r} cannot be loaded: {error}", "lora_request") from error
-            raise
+        if self._model().device.is_host:
+            read = store.begin(lora, lambda: self._reading_thread.submit(_read_adapter, store, lora))
+            return _end_of(read) if read is not None else None
+        with _errors_of(lora):  # now, because other threads must not use a GPU while graphs are captured
+            return store.load(lora)
 
     @torch.inference_mode()
     def _unload_adapter(self, lora: LoraRef) -> None:
@@ -271,6 +272,40 @@ class Worker:
 
     def shutdown(self) -> None:
         """Free the model and the pools. Idempotent."""
+        self._reading_thread.shutdown(wait=False, cancel_futures=True)
         if self._runner is not None:
             self._runner.shutdown()
         self._runner = self._loaded = None
+
+
+@torch.inference_mode()
+def _read_adapter(store: AdapterStore, lora: LoraRef) -> AdapterPieces:
+    with _errors_of(lora):
+        return store.read(lora)
+
+
+def _end_of(read: "Future[AdapterPieces]") -> "Future[None]":
+    """Return the end of a future without its result, which stays here."""
+    ended: Future[None] = Future()
+
+    def end(read: "Future[AdapterPieces]") -> None:
+        if read.cancelled():
+            ended.cancel()
+        elif (error := read.exception()) is not None:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    read.add_done_callback(end)
+    return ended
+
+
+@contextmanager
+def _errors_of(lora: LoraRef) -> Generator[None]:
+    """Raise RequestError if files cannot be read, or memory runs out."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, PagodaError) and (isinstance(error, OSError) or is_out_of_memory(error)):
+            raise RequestError(f"the adapter {lora.name!r} cannot be loaded: {error}", "lora_request") from error
+        raise

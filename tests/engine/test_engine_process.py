@@ -1,5 +1,6 @@
 """The engine process's loop: an idle engine returns memory once nothing has come for a while."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,8 @@ import pytest
 
 from pagoda.assembly import engine_process
 from pagoda.assembly.engine_process import RETURN_MEMORY_AFTER_MS, EngineServer
+from pagoda.base.errors import RequestError
+from pagoda.core.request import LoraRef
 from pagoda.engine import wire
 from pagoda.engine.engine_core import EngineCore
 from tests.fake_engine import fake_core
@@ -49,3 +52,35 @@ def test_memory_is_returned_after_a_while_without_work(
     with pytest.raises(Ended):
         EngineServer(core, executor, socket).run()
     assert len(returned) == most
+
+
+@pytest.mark.parametrize("error", [None, RequestError("no such file")])
+def test_an_adapter_that_is_being_read_delays_no_other_message(error: RequestError | None) -> None:
+    loading: Future[None] = Future()
+    core: Any = fake_core()
+    core.begin_load_adapter = lambda lora: loading
+    core.end_load_adapter = lambda lora, loaded: loaded.result()
+    encode, sent = wire.Codec(wire.ToEngine).encode, list[object]()
+    messages = [encode(wire.LoadAdapter(1, LoraRef("a", "/a", "a"))), encode(wire.ResetPrefixCache(2, False))]
+
+    class Socket:
+        def send(self, data: bytes) -> None:
+            sent.append(wire.Codec(wire.FromEngine).decode(data))
+
+        def poll(self, timeout_ms: int) -> bool:
+            if not messages and not loading.done():
+                loading.set_exception(error) if error is not None else loading.set_result(None)
+            return bool(messages)
+
+        def recv(self, flags: int = 0) -> bytes:
+            if not messages:
+                raise engine_process.zmq.Again if flags else Ended
+            return messages.pop(0)
+
+    executor: Any = SimpleNamespace(take_step_tokens=tuple)
+    socket: Any = Socket()
+    with pytest.raises(Ended):
+        EngineServer(core, executor, socket).run()
+    replies = [one for one in sent if isinstance(one, wire.ResetReply | wire.AdapterReply)]
+    assert replies == [wire.ResetReply(2, True), wire.AdapterReply(1, str(error) if error is not None else None)]
+    assert isinstance(sent[-1], wire.IdleReport)

@@ -2,7 +2,9 @@
 
 import asyncio
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -82,10 +84,10 @@ def store_of(llm: LLM) -> AdapterStore:
 
 
 def loaded(llm: LLM) -> set[str]:
-    """Return the digests of the adapters with a slot, once the worker has done what it was told so far."""
+    """Return the digests of the adapters that it holds, once the worker has done what it was told so far."""
     executor = llm.llm_engine.core._executor
     assert isinstance(executor, InProcessExecutor)
-    return executor._on_thread(lambda: set(store_of(llm)._slots))
+    return executor._on_thread(lambda: {*store_of(llm)._slots, *store_of(llm)._aside})
 
 
 def test_each_prompt_of_a_call_has_its_own_adapter(
@@ -256,6 +258,30 @@ def test_an_adapter_is_unloaded_after_the_rows_that_use_it(
     llm.remove_lora(7)  # of an idle engine, at once
     assert digest not in loaded(llm)
     assert tokens(llm, PROMPT, ask(folders["a"])) == expected["a"]
+
+
+def test_steps_go_on_while_an_adapter_is_read(
+    model: Path, folders: dict[str, Path], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a slow disk, say."""
+    reads, goes_on, read = threading.Event(), threading.Event(), AdapterStore.read
+
+    def read_slowly(store: AdapterStore, ref: LoraRef) -> object:
+        reads.set()
+        assert goes_on.wait(60)
+        return read(store, ref)
+
+    monkeypatch.setattr(AdapterStore, "read", read_slowly)
+    with LLM(str(model), **OPTIONS) as llm, ThreadPoolExecutor(2) as callers:
+        added = callers.submit(llm.add_lora, LoRARequest("a", 5, str(folders["a"])))
+        assert reads.wait(60)
+        waiting = callers.submit(tokens, llm, PROMPT, ask(folders["a"]))
+        assert tokens(llm, PROMPT, None) == expected[""]
+        assert not added.done()
+        assert not waiting.done()
+        goes_on.set()
+        assert added.result(60)
+        assert waiting.result(60) == expected["a"]
 
 
 def test_tables_that_a_step_made_are_written_between_steps(

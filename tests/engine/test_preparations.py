@@ -137,7 +137,7 @@ def test_an_operator_loads_over_the_limit_and_unloads_what_is_in_use(ranks: Rank
     ranks.done("a")
     kept.pin(wants(adapter="a"))
     ranks.call = lambda name, item: _done(ranks.calls, name, item)  # type: ignore[method-assign]
-    kept.load_adapter(LoraRef("b", "/b", "b"))
+    kept.begin_load(LoraRef("b", "/b", "b"))
     kept.unload_adapter(LoraRef("a", "/a", "a"))
     kept.unload_adapter(LoraRef("a", "/a", "a"))
     assert ranks.calls[1:] == [("load_adapter", "b"), ("unload_adapter", "a")]

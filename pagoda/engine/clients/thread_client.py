@@ -68,7 +68,9 @@ class ThreadClient:
         return await self._call(lambda engine: engine.core.reset_prefix_cache(preempt_running))
 
     async def load_adapter(self, lora: LoraRef) -> None:
-        await self._call(lambda engine: engine.core.load_adapter(lora))
+        loaded = await self._call(lambda engine: engine.core.begin_load_adapter(lora))
+        await asyncio.wait({asyncio.wrap_future(loaded)})
+        await self._call(lambda engine: engine.core.end_load_adapter(lora, loaded))
 
     def unload_adapter(self, lora: LoraRef) -> None:
         self._post(lambda engine: engine.core.unload_adapter(lora))
