@@ -220,7 +220,7 @@ class GGUFFile:
 
     def bytes_of(self, tensor: GGUFTensor) -> memoryview:
         """Return the tensor's bytes in the mapped file, without a copy; valid as long as the view exists."""
-        return memoryview(self._mapped[tensor.part])[tensor.offset : tensor.offset + tensor.num_bytes]
+        return self._mapped[tensor.part][tensor.offset : tensor.offset + tensor.num_bytes].data
 
     def get(self, key: str, kind: type[T]) -> T | None:
         """Return the scalar or string under `key`, or None. Raises ConfigError if it has another type."""

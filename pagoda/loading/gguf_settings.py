@@ -168,6 +168,7 @@ def _hf_words(file: GGUFFile, name: str) -> dict[str, object]:
     values: dict[str, object] = {ours: file.get(f"{name}.{key}", int) for key, ours in _INTEGERS.items()}
     values |= {ours: file.get(f"{name}.{key}", float) for key, ours in _NUMBERS.items()}
     values |= {ours: file.get(f"{name}.{key}", bool) for key, ours in _FLAGS.items()}
+    values["sliding_window"] = values["sliding_window"] or None  # Phi-4 files have 0
     if values["rope_theta"] is None:
         values["rope_theta"] = 10_000.0  # llama.cpp's, where the publisher's may be another
     values["head_dim"] = head_dim = _head_dim(file, name)

@@ -229,6 +229,9 @@ def test_layers_with_windows_are_those_that_the_file_names(empty: GGUFFile) -> N
     ):
         config = read(empty, "gemma3", settings | {"attention.sliding_window_pattern": pattern})
         assert config.spec.layer_windows == expected
+    for name in ("phi3", "gemma3", "starcoder2"):
+        none = settings_of(name, CASES[0][1]) | {"attention.sliding_window": 0}
+        assert read(empty, name, none).spec.layer_windows == (0,) * 4
     del settings["attention.sliding_window"]
     assert read(empty, "gemma3", settings).spec.layer_windows == (0,) * 4
 
