@@ -282,7 +282,8 @@ class ChatFormat:
         if calls:
             message.content = content or None
             message.tool_calls = [
-                MessageToolCall(id=_call_id(), function=FunctionCall(call.arguments, call.name or "")) for call in calls
+                MessageToolCall(id=call.id or _call_id(), function=FunctionCall(call.arguments, call.name or ""))
+                for call in calls
             ]
         if thought and self._body.include_reasoning:
             message.reasoning = message.reasoning_content = thought
@@ -317,7 +318,7 @@ class ChatFormat:
                 reader.call_is_kept = self._body.parallel_tool_calls is not False or not reader.num_calls
                 reader.num_calls += reader.call_is_kept
             if reader.call_is_kept:
-                begins: dict[str, Any] = {} if call.name is None else {"id": _call_id(), "type": "function"}
+                begins: dict[str, Any] = {} if call.name is None else {"id": call.id or _call_id(), "type": "function"}
                 function = FunctionCall(call.arguments, UNSET if call.name is None else call.name)
                 kept.append(DeltaToolCall(index=reader.num_calls - 1, function=function, **begins))
         return kept

@@ -1,18 +1,18 @@
 """Which tools an answer may or must call, and the grammar that enforces it."""
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.engine.grammars.tool_grammar import CALL_FORMATS, MAX_CALLS, Tool
+from pagoda.engine.grammars.tool_grammar import MAX_CALLS, CallFormat, Tool
 from pagoda.engine.templates.generic_tools import lacks_tools
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.server.errors import ApiError
 from pagoda.server.protocol import ChatCompletionRequest, NamedTool
 from pagoda.server.state import ServerState
+from pagoda.server.tool_parsers import TOOL_PARSERS
 from pagoda.server.tool_parsers.base import Schemas
 
 _GENERIC = "hermes"
@@ -38,7 +38,7 @@ class ToolUse:
         is_generic = bool(tools) and template is not None and lacks_tools(template)
         parser = state.tool_parser_for(template) if tools else None
         # A call is only certain where a grammar holds it, and formats without one are not written by force.
-        is_free = parser is None or parser not in CALL_FORMATS
+        is_free = parser is None or TOOL_PARSERS[parser].GRAMMAR is None
         if tools and (
             (state.tool_parser == "auto" and is_generic) or (is_forced and is_free and state.tool_parser != "none")
         ):
@@ -55,23 +55,27 @@ class ToolUse:
 
     @property
     def schemas(self) -> Schemas:
-        """The JSON schemas of each tool's arguments, by name."""
+        """The JSON schema of each tool's arguments, by its name."""
         functions = [tool["function"] for tool in self.tools]
-        properties = {one["name"]: (one.get("parameters") or {}).get("properties") for one in functions}
-        return {name: given if isinstance(given, Mapping) else {} for name, given in properties.items()}
+        return {one["name"]: one.get("parameters") or True for one in functions}
+
+    @property
+    def _format(self) -> CallFormat | None:
+        return TOOL_PARSERS[self.parser].GRAMMAR if self.parser is not None else None
 
     def has_grammar(self, body: ChatCompletionRequest, params: SamplingParams) -> bool:
         """Whether a grammar holds the calls: if one is forced, if a tool is `strict`, and for the generic format."""
         is_strict = any(tool["function"].get("strict") for tool in self.tools)
         is_held = self.is_forced or ((is_strict or self.is_generic) and params.structured_outputs is None)
-        return bool(self.tools) and self.parser is not None and self.parser in CALL_FORMATS and is_held
+        return bool(self.tools) and self._format is not None and is_held
 
     def constrain(self, body: ChatCompletionRequest, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
         """Return params, with the grammar of the calls if there is one.
 
         Raises RequestError for a tool's schema that is not supported.
         """
-        if self.parser is None or not self.has_grammar(body, params):
+        form = self._format
+        if form is None or not self.has_grammar(body, params):
             return params
         functions = [tool["function"] for tool in self.tools]
         tools = [
@@ -82,7 +86,6 @@ class ToolUse:
         if isinstance(body.tool_choice, NamedTool):
             name, most = body.tool_choice.function["name"], 1
             tools = [tool for tool in tools if tool.name == name]
-        form = CALL_FORMATS[self.parser]
         marker_id = special_token(tokenizer, form.list_marker)
         if self.is_forced:
             text = form.forced(tools, most, marker_id)

@@ -1,7 +1,7 @@
 """Grammars of tool calls, in the formats that models write them in.
 
-A call's name is one of the tools', and its arguments keep to that tool's schema. Each format has a parser of the same
-name in `server/tool_parsers/`.
+A call's name is one of the tools', and its arguments keep to that tool's schema. The formats are fields of their
+parsers in `server/tool_parsers/`.
 """
 
 import json
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pagoda.base.errors import RequestError
-from pagoda.base.registry import Registry
 from pagoda.engine.grammars.grammar_text import JsonStyle, json_rule, literal, rewritten_rule
 from pagoda.engine.grammars.json_schema import Schema, rewrite_properties
 
@@ -278,26 +277,12 @@ def _literals(text: str) -> list[str]:
     return [literal(text)] if text else []
 
 
-def _bracketed(call: CallRules, marker: str | None = None) -> CallFormat:
+def bracketed(call: CallRules, marker: str | None = None) -> CallFormat:
+    """Return the format of a list of calls, which begins the answer or follows a marker."""
     return CallFormat(call, "", "", ", ", "[", "]", marker, starts_answer=marker is None)
 
 
-def _deepseek(call: CallRules, opening: str, separator: str) -> CallFormat:
+def deepseek(call: CallRules, opening: str, separator: str) -> CallFormat:
+    """Return DeepSeek's format: a section of calls."""
     begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     return CallFormat(call, opening, "<｜tool▁call▁end｜>", separator, "", end, begin)
-
-
-CALL_FORMATS: Registry[CallFormat] = Registry(
-    "tool call format",
-    {
-        "hermes": CallFormat(JsonCall("arguments"), "<tool_call>\n", "\n</tool_call>", "\n"),
-        "llama_json": CallFormat(JsonCall("parameters"), separator="; ", starts_answer=True),
-        "pythonic": _bracketed(PythonCall()),
-        "mistral": _bracketed(JsonCall("arguments"), "[TOOL_CALLS]"),
-        "granite": _bracketed(JsonCall("arguments"), "<|tool_call|>"),
-        "deepseek_v3": _deepseek(
-            NamedCall("\n```json\n", "\n```"), "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n"
-        ),
-        "deepseek_v31": _deepseek(NamedCall("<｜tool▁sep｜>"), "<｜tool▁call▁begin｜>", ""),
-    },
-)

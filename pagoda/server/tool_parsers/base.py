@@ -9,40 +9,44 @@ import json
 import re
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pagoda.base.text import is_encodable
+from pagoda.engine.grammars.tool_grammar import CallFormat
+from pagoda.server.tool_parsers.literals import LiteralReader
 
-Schemas = Mapping[str, Mapping[str, Any]]
-"""By tool: the JSON schemas of its arguments, by name."""
+Schemas = Mapping[str, Any]
+"""By tool: the JSON schema of the object of its arguments."""
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 """What yields wherever it needs more text, and returns a T."""
 LONGEST_NAME = 256  # characters; what is longer is not the name of a tool
 _LONGEST_HEAD = 512  # of a call in JSON, up to its arguments
+_CALL_KEYS = ("name", "arguments", "parameters")
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_STRUCTURE = r'["\[\]{}]|\\.?'
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A tool call, or a piece of one.
 
-    name: None in a piece that goes on with the call before it.   arguments: a string with JSON, as in OpenAI's format.
+    name: None in a piece that goes on with the call before it.   arguments: a string with JSON, as in OpenAI's format:
+    those of all pieces of a call are an object.   id: if the model gives calls ids of its own.
     """
 
     name: str | None
     arguments: str
+    id: str | None = None
 
 
 def merged(pieces: Iterable[ToolCall]) -> list[ToolCall]:
     """Return the pieces with those of the same call made into one."""
-    found: list[tuple[str | None, list[str]]] = []
+    found: list[tuple[ToolCall, list[str]]] = []
     for piece in pieces:
         if piece.name is not None or not found:
-            found.append((piece.name, []))
+            found.append((piece, []))
         found[-1][1].append(piece.arguments)
-    return [ToolCall(name, "".join(arguments)) for name, arguments in found]
+    return [ToolCall(first.name, "".join(arguments), first.id) for first, arguments in found]
 
 
 @dataclass(slots=True)
@@ -54,10 +58,15 @@ class Parsed:
 class ToolParser:
     """Reads one answer, whose format a subclass says in `read`; without one, everything is content.
 
+    MARKS: a chat template that has all of them uses the format.   GRAMMAR: of calls in it; None: they are not enforced.
+    VLLMS_NAMES: what vLLM calls the format.
     White space in front of calls, between them and after the last is dropped with them.
     text: what has come and is not read yet.   is_over: no more comes.   space: in front of the mark read last.
     """
 
+    MARKS: ClassVar[tuple[str, ...]] = ()
+    GRAMMAR: ClassVar[CallFormat | None] = None
+    VLLMS_NAMES: ClassVar[tuple[str, ...]] = ()
     keeps_special_tokens = False
     """The text of special tokens is part of the format."""
 
@@ -69,6 +78,11 @@ class ToolParser:
         self.parsed = Parsed()
         self._has_calls = False
         self._reading = self._read_all()
+
+    @classmethod
+    def is_of(cls, template: str) -> bool:
+        """Return whether a chat template uses the format."""
+        return bool(cls.MARKS) and all(mark in template for mark in cls.MARKS)
 
     def feed(self, text: str) -> Parsed:
         """Add text; return the content and the pieces of calls that are certain now."""
@@ -96,9 +110,9 @@ class ToolParser:
 
     # ---- what `read` is made of; each returns at the end of the text, at the latest
 
-    def begin(self, name: str, arguments: str = "") -> None:
+    def begin(self, name: str, arguments: str = "", call_id: str | None = None) -> None:
         """Begin a call."""
-        self.parsed.calls.append(ToolCall(name, arguments))
+        self.parsed.calls.append(ToolCall(name, arguments, call_id))
         self._has_calls = True
 
     def add(self, arguments: str) -> None:
@@ -106,17 +120,14 @@ class ToolParser:
         if arguments:
             self.parsed.calls.append(ToolCall(None, arguments))
 
-    def text_until(self, *marks: str, is_kept: bool = True) -> Reading[str]:
-        """Read content up to the first of the marks, and that; return it, "" if none comes.
-
-        is_kept: False: drop the content.
-        """
+    def text_until(self, *marks: str) -> Reading[str]:
+        """Read content up to the first of the marks, and that; return it, "" if none comes."""
         pattern = re.compile("|".join(map(re.escape, marks)))
         while True:
             found = pattern.search(self.text)
             until = found.start() if found else len(self.text) - max(held_back(self.text, mark) for mark in marks)
             content = self.text[:until].rstrip()
-            self.parsed.content += content if is_kept else ""
+            self.parsed.content += content
             self.space, self.text = self.text[len(content) : until], self.text[len(content) :]
             if found:
                 self.text = self.text[len(self.space) + len(found[0]) :]
@@ -148,86 +159,71 @@ class ToolParser:
         self.text = self.text[found.end() :]
         return found
 
-    def arguments(self, *marks: str) -> Reading[None]:
-        """Pass on the JSON object that is next, up to its end, or to a mark outside of its strings."""
-        end = ObjectEnd(*marks)
-        while not (self.text.strip() or self.is_over):
-            yield
-        self.text = self.text.lstrip()
+    def arguments(self) -> Reading[bool]:
+        """Pass on the object that is next, {} if there is none; return whether it is complete."""
+        if (yield from self.comes("{")):
+            return (yield from self.value())
+        self.add("{}")
+        return True
+
+    def value(self) -> Reading[bool]:
+        """Pass on the value that is next as JSON, up to its end or what cannot be a part of it; return which."""
+        reader = LiteralReader()
         while True:
-            stop = end.find(self.text)
-            size = stop if stop is not None else len(self.text) if self.is_over else end.at
-            self.add(self.text[:size])
-            self.text, end.at = self.text[size:], 0
-            if stop is not None or self.is_over:
-                return
+            self.add(reader.read(self.text, self.is_over))
+            self.text, reader.at = self.text[reader.at :], 0
+            if reader.is_done or reader.is_broken:
+                return reader.is_done
             yield
 
-    def json_call(self, *marks: str) -> Reading[str | None]:
+    def json_call(self, needs_arguments: bool = False) -> Reading[str | None]:
         """Read {"name": ..., "arguments": {...}}. Return None, or if it is not a call, what was read.
 
-        Its arguments are passed on as they are written if the name is in front of them.
-        marks: where it ends although its object does not; not read.
+        Its arguments are passed on as they come if the name is in front of them.
+        needs_arguments: without them it is not a call.
         """
         if not (yield from self.comes("{")):
             return ""
-        end = ObjectEnd(*marks)
+        reader, written = LiteralReader(takes_words=False), ""
         while True:
             found = _HEAD.match(self.text, 0, _LONGEST_HEAD)
             if found is not None and (name := _name(found["name"])) is not None:
                 self.text = self.text[found.end() :]
                 self.begin(name)
-                yield from self.arguments(*marks)
-                yield from self._rest_of_object(*marks)
+                if (yield from self.value()):
+                    yield from self._end_of_object()
                 return None
-            if (stop := end.find(self.text)) is not None or self.is_over:
+            written += reader.read(self.text, self.is_over)
+            if reader.is_done or reader.is_broken:
                 break
             yield
-        read, self.text = self.text[:stop], "" if stop is None else self.text[stop:]
-        call = _as_call(read)
-        if call is not None:
-            self.begin(call.name or "", call.arguments)
-        return read if call is None else None
-
-    def _rest_of_object(self, *marks: str) -> Reading[None]:
-        end = ObjectEnd(*marks, depth=1)
-        while (stop := end.find(self.text)) is None and not self.is_over:
-            yield
-        self.text = self.text[stop:] if stop is not None else ""
-
-
-class ObjectEnd:
-    """Finds the end of a JSON object while its text grows, looking at each character once."""
-
-    def __init__(self, *marks: str, depth: int = 0) -> None:
-        """marks: outside of strings, the object ends in front of one.   depth: of objects that have begun."""
-        self.at = 0
-        self._marks = marks
-        self._structure = re.compile("|".join([*map(re.escape, marks), _STRUCTURE]), re.DOTALL)
-        self._depth = depth
-        self._in_string = False
-
-    def find(self, text: str) -> int | None:
-        """Return where the object or list that `text` begins with ends, or None.   text: what it was, and more."""
-        until = len(text) - max((held_back(text, mark) for mark in self._marks), default=0)
-        for found in self._structure.finditer(text, self.at, until):
-            mark = found[0]
-            if mark == "\\":
-                self.at = found.start()  # what it escapes is not known yet
-                return None
-            self.at = found.end()
-            if mark == '"':
-                self._in_string = not self._in_string
-            elif self._in_string or mark[0] == "\\":
-                continue
-            elif mark in self._marks:
-                return found.start()
-            else:
-                self._depth += 1 if mark in "[{" else -1
-                if not self._depth:
-                    return self.at
-        self.at = until
+        read, self.text = self.text[: reader.at], self.text[reader.at :]
+        members = _members(written) if reader.is_done else {}
+        call = _as_call(members, needs_arguments)
+        if members is None or call is None:
+            return read
+        self.begin(call.name or "", call.arguments)
+        self._keep({name: value for name, value in members.items() if name not in _CALL_KEYS})
         return None
+
+    def _end_of_object(self) -> Reading[None]:
+        """Read the end of the object whose arguments were read, and its other members."""
+        reader, written = LiteralReader(in_object=True), "{"
+        while True:
+            written += reader.read(self.text, self.is_over)
+            if reader.is_done or reader.is_broken:
+                break
+            yield
+        members = _members(written.replace("{, ", "{", 1)) if reader.is_done else None
+        if members is not None:
+            self.text = self.text[reader.at :]
+            self._keep(members)
+
+    def _keep(self, members: dict[str, Any]) -> None:
+        """Make content of a call's further members, but for those that only describe it."""
+        kept = {name: value for name, value in members.items() if name not in ("id", "type")}
+        written = json.dumps(kept, ensure_ascii=False) if kept else ""
+        self.parsed.content += written if is_encodable(written) else json.dumps(kept)
 
 
 def held_back(text: str, marker: str) -> int:
@@ -250,15 +246,35 @@ def _name(quoted: str) -> str | None:
     return name if is_encodable(name) else None
 
 
-def _as_call(text: str) -> ToolCall | None:
-    """Return the call in {"name": ..., "arguments" or "parameters": ...}; None if it is not one or not encodable."""
+def _members(written: str) -> dict[str, Any] | None:
+    """Return the members of an object in JSON; None if one occurs twice, or it is nested too deeply."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(members := dict(pairs)) < len(pairs):
+            raise ValueError
+        return members
+
     try:
-        value = json.loads(text)
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-            return None
-        arguments = value.get("arguments", value.get("parameters", {}))
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+        return json.loads(written, object_pairs_hook=unique)
     except (ValueError, RecursionError):
         return None
-    return ToolCall(value["name"], arguments) if is_encodable(value["name"] + arguments) else None
+
+
+def _as_call(members: dict[str, Any] | None, needs_arguments: bool) -> ToolCall | None:
+    """Return the call in {"name": ..., "arguments" or "parameters": ...}; None if it is not one or not encodable.
+
+    Arguments may be an object, a string with the JSON of one, or nothing.
+    """
+    given = [name for name in ("arguments", "parameters") if members and name in members]
+    if members is None or not isinstance(members.get("name"), str) or len(given) > 1 or len(given) < needs_arguments:
+        return None
+    arguments = members[given[0]] if given else {}
+    try:
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        if not isinstance(arguments, dict | None):
+            return None
+        written = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return None
+    return ToolCall(members["name"], written) if is_encodable(members["name"] + written) else None

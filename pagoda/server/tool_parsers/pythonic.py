@@ -1,21 +1,12 @@
 """PythonicParser: the answer is a Python list of calls, whose values become JSON as they are written."""
 
 import json
-import math
 import re
-from typing import NoReturn
 
+from pagoda.engine.grammars.tool_grammar import PythonCall, bracketed
 from pagoda.server.tool_parsers.base import Reading, ToolParser
 
-_MAX_DEPTH = 64
 _WORD = re.compile(r"""[^\s=(),:'"\[\]{}]+""")
-_NUMBER = re.compile(r"-?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?")
-_HEX = r"u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}"
-_PLAIN = {quote: re.compile(rf"(?:[^\\{quote}])+") for quote in "\"'"}
-_ESCAPE = re.compile(rf"\\({_HEX}|.)", re.DOTALL)
-_LONGEST_ESCAPE = 10
-_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", **{c: c for c in "\\'\"/"}}
-_KEYWORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 
 
 class _OtherText(Exception):
@@ -28,22 +19,30 @@ class PythonicParser(ToolParser):
     A list of anything else comes out as text. Text after the list is content.
     """
 
+    MARKS = ("func_name1(params_name1=",)  # how Meta's prompts show the format to the model
+    GRAMMAR = bracketed(PythonCall())
+    VLLMS_NAMES = ("llama4_pythonic",)
+
+    @classmethod
+    def is_of(cls, template: str) -> bool:
+        return super().is_of(template.replace(" ", ""))
+
     def read(self) -> Reading[None]:
-        self._is_certain = False  # that what is read belongs to a call
-        self._before = ""  # what has been read, and comes out as text if that turns out not to be so
+        self._before = ""  # what has been read, and comes out as text if it is not a call
         try:
             yield from self._expect("[")
             while True:
                 yield from self._call()
-                self._is_certain = False
                 if (yield from self._expect(",", "]")) == "]":
                     return
         except _OtherText:
-            self.text = self._before + self.text
+            rest = self._before + self.text
+            is_cut = self.is_over and self._has_calls and not any(map(str.isalnum, rest))
+            self.text = "" if is_cut else rest
 
-    def begin(self, name: str, arguments: str = "") -> None:
-        super().begin(name, arguments)
-        self._is_certain, self._before = True, ""
+    def begin(self, name: str, arguments: str = "", call_id: str | None = None) -> None:
+        super().begin(name, arguments, call_id)
+        self._before = ""
 
     def _call(self) -> Reading[None]:
         name, keys = (yield from self._word()), set[str]()
@@ -51,36 +50,41 @@ class PythonicParser(ToolParser):
         if (yield from self._peek()) == ")":
             yield from self._expect(")")
             return self.begin(name, "{}")
-        while True:
-            key = yield from self._word()
-            if key in keys:
-                raise _OtherText
-            yield from self._expect("=")
-            if not keys:
-                self.begin(name)
-            self.add(f"{', ' if keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
-            keys.add(key)
-            yield from self._value(0)
-            if (yield from self._expect(",", ")")) == ")":
-                return self.add("}")
+        try:
+            while True:
+                key = yield from self._word()
+                if key in keys:
+                    raise _OtherText
+                yield from self._expect("=")
+                yield from self._peek()
+                if not keys:
+                    self.begin(name)
+                self.add(f"{', ' if keys else '{'}{json.dumps(key, ensure_ascii=False)}: ")
+                keys.add(key)
+                self._before = ""
+                if not (yield from self.value()):
+                    raise _OtherText
+                mark = yield from self._expect(",", ")")
+                if mark == ")" or (yield from self._peek()) == ")":  # after a comma too many
+                    break
+        finally:
+            if keys:
+                self.add("}")
+        if mark == ",":
+            yield from self._expect(")")
+        self._before = ""
 
     def _peek(self) -> Reading[str]:
         """Return the next character that is not white space."""
         while not (start := self.text.lstrip()):
             if self.is_over:
-                self._end_early()
+                raise _OtherText
             yield
         return start[0]
 
-    def _end_early(self) -> NoReturn:
-        if self._is_certain:
-            self.text = ""
-        raise _OtherText
-
-    def _read(self, size: int) -> str:
-        read, self.text = self.text[:size], self.text[size:]
-        self._before += "" if self._is_certain else read
-        return read
+    def _read(self, size: int) -> None:
+        self._before += self.text[:size]
+        self.text = self.text[size:]
 
     def _expect(self, *marks: str) -> Reading[str]:
         mark = yield from self._peek()
@@ -90,7 +94,7 @@ class PythonicParser(ToolParser):
         return mark
 
     def _word(self) -> Reading[str]:
-        """Read a name, number or keyword."""
+        """Read a name."""
         yield from self._peek()
         begin = len(self.text) - len(self.text.lstrip())
         while (found := _WORD.match(self.text, begin)) is not None and found.end() == len(self.text):
@@ -101,77 +105,3 @@ class PythonicParser(ToolParser):
             raise _OtherText
         self._read(found.end())
         return found[0]
-
-    def _value(self, depth: int) -> Reading[None]:
-        mark = yield from self._peek()
-        if depth > _MAX_DEPTH:
-            raise _OtherText
-        if mark in "\"'":
-            yield from self._string()
-        elif mark in "[{":
-            yield from self._items(mark, depth)
-        else:
-            word = yield from self._word()
-            value = _KEYWORDS.get(word) or _number(word)
-            if value is None and self.is_over and not self.text:
-                self._end_early()
-            self.add(json.dumps(word, ensure_ascii=False) if value is None else value)  # the call has begun
-
-    def _items(self, mark: str, depth: int) -> Reading[None]:
-        """Pass on a list or a dict."""
-        close = "]" if mark == "[" else "}"
-        yield from self._expect(mark)
-        self.add(mark)
-        comma = ""
-        while (yield from self._peek()) != close:
-            if comma:
-                yield from self._expect(",")
-            self.add(comma)
-            if mark == "{":
-                yield from self._string()
-                yield from self._expect(":")
-                self.add(": ")
-            yield from self._value(depth + 1)
-            comma = ", "
-        yield from self._expect(close)
-        self.add(close)
-
-    def _string(self) -> Reading[None]:
-        """Pass on a string, piece by piece."""
-        quote = yield from self._expect('"', "'")
-        self.add('"')
-        while not self.text.startswith(quote):
-            if (plain := _PLAIN[quote].match(self.text)) is not None:
-                self.add(json.dumps(self._read(plain.end()), ensure_ascii=False)[1:-1])
-            elif len(self.text) >= _LONGEST_ESCAPE or (self.text[1:] and (self.is_over or self.text[1] not in "uUx")):
-                escape = _ESCAPE.match(self.text)
-                assert escape is not None  # what is not plain is a backslash
-                self._read(escape.end())
-                self.add(_unescaped(escape[1]))
-            elif self.is_over:
-                self._end_early()
-            else:
-                yield
-        self._read(1)
-        self.add('"')
-
-
-def _number(word: str) -> str | None:
-    """Return a number as JSON; None for what is not a finite one."""
-    if _NUMBER.fullmatch(word) is None:
-        return None
-    try:
-        value = float(word) if word.endswith(".") else json.loads(word)
-    except ValueError:  # Python has no 01 either
-        return None
-    return json.dumps(value) if math.isfinite(value) else None
-
-
-def _unescaped(code: str) -> str:
-    """Return what an escape is, as JSON. Half of a pair of surrogates is written as JSON's own escape."""
-    value = int(code[1:], 16) if len(code) > 1 else -1
-    if 0xD800 <= value < 0xE000:
-        return f"\\u{value:04x}"
-    # Python keeps the backslash of an escape that it does not know.
-    text = chr(value) if 0 <= value < 0x110000 else _ESCAPED.get(code, "\\" + code)
-    return json.dumps(text, ensure_ascii=False)[1:-1]

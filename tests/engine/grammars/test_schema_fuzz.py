@@ -20,10 +20,11 @@ from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.grammars.json_schema import rewrite_schema
 from pagoda.engine.grammars.llguidance_backend import GrammarVocabulary, compile_grammar
 from pagoda.engine.grammars.preparer import GrammarPreparer
-from pagoda.engine.grammars.tool_grammar import CALL_FORMATS, Tool
+from pagoda.engine.grammars.tool_grammar import Tool
 from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.server.tool_parsers import TOOL_PARSERS
 from tests.cached_models import cached_model
 
 Rng = random.Random
@@ -79,7 +80,9 @@ def test_json_in_place_of_a_tools_parameters_gives_a_grammar_or_a_request_error(
         for keyword in rng.sample(("properties", "required", "minProperties", "maxProperties"), 1):
             schema[keyword] = any_json(rng, 2)
         try:
-            CALL_FORMATS[name].forced([Tool("f", schema)], 2)
+            form = TOOL_PARSERS[name].GRAMMAR
+            assert form is not None
+            form.forced([Tool("f", schema)], 2)
         except RequestError:
             num_refused += 1
     assert 100 < num_refused < 1000
