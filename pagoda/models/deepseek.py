@@ -15,9 +15,7 @@ from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import DecoderConfig, read_decoder, read_experts
 from pagoda.models.llama import Llama
 from pagoda.models.naming import Naming
-
-_PANEL = 32
-"""Rows of a head's matrices are a multiple of this: the native kernels multiply so many at once."""
+from pagoda.ops.shape_rules import PANEL_ROWS
 
 
 def _read_v2(config: ConfigReader) -> DecoderConfig:
@@ -67,7 +65,7 @@ def _read(
         query_rank=config.integer("q_lora_rank") if config.has("q_lora_rank") else 0,
     )
     multiples = {
-        "kv_lora_rank": (heads.latent, _PANEL), "v_head_dim": (heads.value, _PANEL),
+        "kv_lora_rank": (heads.latent, PANEL_ROWS), "v_head_dim": (heads.value, PANEL_ROWS),
         "qk_rope_head_dim": (heads.rotated, 16),
     }  # fmt: skip
     for key, (size, unit) in multiples.items():

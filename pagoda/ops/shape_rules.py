@@ -48,11 +48,17 @@ def check_written(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         )
 
 
+PANEL_ROWS = 32
+"""Rows of a head's matrix are a multiple of this: the native kernels multiply so many at once."""
+
+
 def check_by_head(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    """A weight must have as many rows for each head."""
+    """A weight must have as many rows for each head, and whole panels."""
     x, weight = shapes["x"], shapes["weight"]
     if len(x) != 3 or weight[0] % x[1]:
         raise ValueError(f"a weight {weight} has not as many rows for each head of x {x}")
+    if x[1] > 1 and weight[0] // x[1] % PANEL_ROWS:
+        raise ValueError(f"a weight {weight} has {weight[0] // x[1]} rows per head; must be a multiple of {PANEL_ROWS}")
 
 
 def check_factors(shapes: Shapes, arguments: Mapping[str, object]) -> None:

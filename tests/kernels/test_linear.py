@@ -203,6 +203,13 @@ def test_a_matrix_for_each_head(native: Any, reference: Any, dtype: torch.dtype)
     assert torch.equal(torch.cat([native.linear_by_head(row, packed) for row in x.split(1)]), got)
 
 
+def test_a_head_whose_rows_are_no_whole_panels_is_refused(native: Any) -> None:
+    x, weight = torch.randn(3, 2, 8), native.prepare_linear(torch.randn(2 * 48, 8))
+    with pytest.raises(ValueError, match="48 rows per head; must be a multiple of 32"):
+        native.linear_by_head(x, weight)
+    assert native.linear_by_head(x[:, :1], native.prepare_linear(torch.randn(48, 8))).shape == (3, 48)
+
+
 def test_rows_may_be_strided(native: Any) -> None:
     """x may be a slice of wider rows, at any offset."""
     torch.manual_seed(0)
