@@ -40,12 +40,11 @@ class StepsInFlight:
         """Raise ValueError, with nothing changed, unless `output` is the oldest step in flight, and `result` its."""
         if result.step != output.step:
             raise ValueError(f"the result of step {result.step} was given for step {output.step}")
-        steps = [one.step for one in self.outputs]
-        if steps and steps[0] == output.step:
+        if self.outputs and self.outputs[0].step == output.step:
             return
-        if output.step in steps:
+        if any(one.step == output.step for one in self.outputs):
             raise ValueError(
-                f"step {output.step} was planned after step {steps[0]}, whose result is not back: "
+                f"step {output.step} was planned after step {self.outputs[0].step}, whose result is not back: "
                 "give results in the order of planning"
             )
         raise ValueError(f"step {output.step} is not in flight: each step's result is given once, to its scheduler")

@@ -321,7 +321,7 @@ def _join(state: SchedulerState, plan: StepPlan, leader: int, request: RequestSt
 def finish_plan(state: SchedulerState, plan: StepPlan) -> None:
     """Fill in the second part of the plan."""
     plan.rows, plan.start, plan.num_new = plan.arrays()
-    if plan.is_steady and not plan.placed:
+    if plan.is_steady and len(plan.rows) == len(plan.at):  # nothing else was placed
         plan.sample_rows = plan.rows
         state.table.advance(plan.at, plan.ends, plan.num_new)
     else:

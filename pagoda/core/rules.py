@@ -25,8 +25,9 @@ def why_skipped(state: SchedulerState, request: RequestState, queue: RequestQueu
     RequestError if it cannot have what it needs.
     """
     config, lora = state.config, request.spec.lora
-    has_limit = config.max_loras and lora is not None
-    if has_limit and (plan.closed_to_adapters or not state.batch.has_room_for_adapter(lora, config.max_loras)):
+    if config.max_loras and lora is not None and plan.closed_to_adapters:
+        return Reason.LORA
+    if config.max_loras and lora is not None and not state.batch.has_room_for_adapter(lora, config.max_loras):
         return Reason.LORA
     if state.in_flight.has_late_tokens(request):  # they would be sampled twice; a swapped one stops its queue
         return Reason.IN_FLIGHT if queue is state.waiting else None
@@ -175,7 +176,8 @@ def place_chunk(
     state: SchedulerState, plan: StepPlan, request: RequestState, row: int, start: int, chunk: Chunk
 ) -> None:
     """A row that enters computes the chunk."""
-    plan.place(row, start, chunk.num_new)
+    one = np.array([(row, start, chunk.num_new)], np.int32)
+    plan.place(one[:, 0], one[:, 1], one[:, 2], chunk.num_new)
     if plan.prompt_budget is not None:
         plan.take_prompt_tokens(row, chunk.num_new)
     state.encoder.place(plan, request, row, chunk)
@@ -185,7 +187,7 @@ def place_chunks(
     state: SchedulerState, plan: StepPlan, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray
 ) -> None:
     """Running rows compute their next `num_new` tokens."""
-    plan.place_bulk(rows, start, num_new, int(num_new.sum()))
+    plan.place(rows, start, num_new, int(num_new.sum()))
     if plan.prompt_budget is None and plan.most_decodes is None:
         return
     is_prompt = np.isin(rows, list(state.batch.prefilling))

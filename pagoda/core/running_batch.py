@@ -177,7 +177,7 @@ class RunningBatch:
             self.changed(rows=False)
             return False
         self._num_computed = ends
-        plan.place_bulk(running.rows, start, running.ones, len(ends))
+        plan.place(running.rows, start, running.ones, len(ends))
         plan.is_steady, plan.at, plan.ends, plan.sample_index = True, running.at, ends, running.numbers
         return True
 

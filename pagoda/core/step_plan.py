@@ -32,12 +32,11 @@ class StepPlan:
     row_cap: most tokens of a prompt that one row gets, 0 for no cap.
     prompt_budget: tokens left for prompts, None for no limit of their own.   prompts: placed rows that take of it.
     most_decodes: running rows that may decode, None for all.   decodes: those that are placed, if there is a limit.
-    bulk_*: rows placed by numpy.   placed: row -> (start, num_new), placed one by one.
     entering: row -> (kind, computed tokens), of rows that workers get to know in this step.
     closed_to_adapters: a request has waited too long for its adapter: no request with one enters after it.
-    is_steady: the bulk rows are a steady step, whose `at`, `ends` and `sample_index` are known.
+    is_steady: the rows placed first are a steady step, whose `at`, `ends` and `sample_index` are known.
 
-    rows, start, num_new, ends: int32 [num_rows], everything placed, bulk rows first.   at: int64 [num_rows], `rows`.
+    rows, start, num_new, ends: int32 [num_rows], everything placed, in that order.   at: int64 [num_rows], `rows`.
     has_prompts: a row computes more than its last token.
     events: the other fields of SchedulerOutput that are not as usual, filled in by their owners.
     """
@@ -48,8 +47,6 @@ class StepPlan:
     num_scheduled = 0
     closed_to_adapters = False
     is_steady = False
-    bulk_rows = bulk_start = bulk_new = NO_INTS
-
     rows = start = num_new = ends = sample_rows = sample_index = NO_INTS
     at: np.ndarray = NO_INTS
     has_prompts = False
@@ -59,7 +56,7 @@ class StepPlan:
         self.budget = budget
         self.encoder_budget = encoder_budget
         self.now_s = now_s
-        self.placed: dict[int, tuple[int, int]] = {}
+        self._placed: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.prompts: set[int] = set()
         self.decodes: set[int] = set()
         self.drafts: dict[int, np.ndarray] = {}
@@ -70,7 +67,7 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        return not self.placed and len(self.bulk_rows) == 0
+        return not self.num_scheduled
 
     @property
     def runs(self) -> tuple[EncoderRun, ...]:
@@ -81,18 +78,9 @@ class StepPlan:
         """Workers get to know the row, with `num_computed` computed tokens."""
         self.entering[row] = (kind, num_computed)
 
-    def place(self, row: int, start: int, num_new: int) -> None:
-        """The row computes `num_new` tokens from `start`."""
-        self.placed[row] = (start, num_new)
-        self.budget -= num_new
-        self.num_scheduled += num_new
-
-    def place_bulk(self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray, total: int) -> None:
-        """`place` for many rows at once; `total` is the sum of `num_new`."""
-        if len(self.bulk_rows):
-            rows, start = np.concatenate((self.bulk_rows, rows)), np.concatenate((self.bulk_start, start))
-            num_new = np.concatenate((self.bulk_new, num_new))
-        self.bulk_rows, self.bulk_start, self.bulk_new = rows, start, num_new
+    def place(self, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray, total: int) -> None:
+        """`rows` compute `num_new` tokens from `start` on (int32 [n] each), `total` in all."""
+        self._placed.append((rows, start, num_new))
         self.budget -= total
         self.num_scheduled += total
 
@@ -111,13 +99,10 @@ class StepPlan:
     def take_out(self, row: int) -> None:
         """The row does not run in this step after all; its share of the budget is returned."""
         self.is_steady = False
-        if row in self.placed:
-            returned = self.placed.pop(row)[1]
-        else:
-            keep = self.bulk_rows != row
-            returned = int(self.bulk_new[~keep].sum())
-            self.bulk_rows, self.bulk_start = self.bulk_rows[keep], self.bulk_start[keep]
-            self.bulk_new = self.bulk_new[keep]
+        rows, start, num_new = self.arrays()
+        keep = rows != row
+        returned = int(num_new[~keep].sum())
+        self._placed = [(rows[keep], start[keep], num_new[keep])]
         self.budget += returned
         self.num_scheduled -= returned
         if self.prompt_budget is not None and row in self.prompts:
@@ -128,18 +113,11 @@ class StepPlan:
         self.entering.pop(row, None)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return rows, start, num_new of what is placed so far: int32 [num_rows], bulk rows first."""
-        if not self.placed:
-            return self.bulk_rows, self.bulk_start, self.bulk_new
-        rows = np.fromiter(self.placed, np.int32, len(self.placed))
-        pairs = np.array(list(self.placed.values()), np.int32)
-        if not len(self.bulk_rows):
-            return rows, pairs[:, 0], pairs[:, 1]
-        return (
-            np.concatenate((self.bulk_rows, rows)),
-            np.concatenate((self.bulk_start, pairs[:, 0])),
-            np.concatenate((self.bulk_new, pairs[:, 1])),
-        )
+        """Return rows, start, num_new of what is placed so far: int32 [num_rows]."""
+        if len(self._placed) == 1:
+            return self._placed[0]
+        rows, start, num_new = zip(*(self._placed or [(NO_INTS, NO_INTS, NO_INTS)]), strict=True)
+        return np.concatenate(rows), np.concatenate(start), np.concatenate(num_new)
 
     def ends_of(self, num_computed: np.ndarray) -> np.ndarray:
         """Return the computed counts after this step, as planned so far; int32 [rows of the table]."""
