@@ -165,6 +165,7 @@ _READERS: Mapping[str, Reader] = {
     "forced_eos_token_id": partial(read_optional_integer, low=0),
     "logprobs": partial(read_optional_integer, low=-1),
     "prompt_logprobs": partial(read_optional_integer, low=-1),
+    "logprob_token_ids": lambda name, value: read_token_ids(name, value) or None,
     "truncate_prompt_tokens": _read_truncation,
     "truncation_side": _read_side,
     "structured_outputs": _read_structure,
@@ -220,6 +221,7 @@ class SamplingParams:
     stop: strings that end the output; cut off unless include_stop_str_in_output.   stop_token_ids: ids that end it.
     logprobs / prompt_logprobs: how many top entries to report per output / prompt token (None: nothing, -1: as many as
         max_logprobs allows).
+    logprob_token_ids: report these tokens in place of the top entries, without ranks; `logprobs` is their number.
     detokenize: False leaves the text empty.   spaces_between_special_tokens: has no effect.
     truncate_prompt_tokens: keep only this many tokens from the end of the prompt, or from the start of one that
         an encoder reads (-1: as many as fit).   truncation_side: where tokens are cut off instead, "left" or "right".
@@ -261,6 +263,7 @@ class SamplingParams:
     no_repeat_ngram_size: int = 0
     forced_eos_token_id: int | None = None
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -300,6 +303,8 @@ class SamplingParams:
             raise refuse("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True, because they are searched for in the text", "stop")
+        if self.logprob_token_ids is not None and self.logprobs not in (None, len(self.logprob_token_ids)):
+            raise refuse("logprobs", self.logprobs, "left out next to logprob_token_ids, or their number")
         if self.beam_search is not None:
             self._check_beam_search()
 
@@ -339,6 +344,7 @@ _NEUTRAL_IN_BEAM_SEARCH: dict[str, tuple[object, ...]] = {
     "bad_words": ((),),
     "bad_words_token_ids": ((),),
     "allowed_token_ids": (None,),
+    "logprob_token_ids": (None,),
     "logit_bias": ((),),
     "presence_penalty": (0.0,),
     "frequency_penalty": (0.0,),

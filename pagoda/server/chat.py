@@ -118,7 +118,7 @@ async def _plan(http: Request, state: ServerState, body: ChatCompletionRequest) 
     use = ToolUse.of(body, state, template)
     if body.documents and "documents" not in (template or ""):
         raise ApiError(400, "documents: this model's chat template does not support documents", "documents")
-    top = (body.top_logprobs or 0) if body.logprobs else None
+    top = body.num_top if body.logprobs else None
     inputs = state.starter.llm.input_processor
     defaults = inputs.default_sampling
     plain = await run_for_body(
@@ -305,7 +305,7 @@ class ChatFormat:
     def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
         if not self._body.logprobs or output.logprobs is None:
             return None
-        return chat_logprobs(output.token_ids, output.logprobs, self._body.top_logprobs or 0, self._writes_ids)
+        return chat_logprobs(output.token_ids, output.logprobs, self._body.num_top, self._writes_ids)
 
     def _pieces(self, reader: Reader, calls: list[ToolCall]) -> list[DeltaToolCall]:
         """Return the pieces of calls for an event, one for each call: clients look at one per event.

@@ -175,12 +175,18 @@ class ChatCompletionRequest(_ChatBody, kw_only=True, frozen=True):
         check_chat(limits, self.messages, self.tools, self.chat_template, self.chat_template_kwargs)
         limits.check_values({"documents": self.documents})
         limits.check_names(reasoning_effort=self.reasoning_effort)
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs: needs logprobs to be true", "top_logprobs")
+        for name in ("top_logprobs", "logprob_token_ids"):
+            if getattr(self, name) and not self.logprobs:
+                raise RequestError(f"{name}: needs logprobs to be true", name)
         if self.continue_final_message and self.add_generation_prompt is True:
             raise RequestError("continue_final_message: excludes add_generation_prompt", "continue_final_message")
         if self.tool_choice is not None and self.tool_choice != "none" and not self.tools:
             raise RequestError("tool_choice: needs tools", "tool_choice")
+
+    @property
+    def num_top(self) -> int:
+        """Entries of `top_logprobs` per token; -1: as many as the server allows."""
+        return len(set(self.logprob_token_ids)) if self.logprob_token_ids else self.top_logprobs or 0
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -261,6 +267,8 @@ class CompletionRequest(_TextBody, kw_only=True, frozen=True):
     @property
     def num_logprobs(self) -> int | None:
         """Number of log-probabilities per token; None for null and false."""
+        if self.logprob_token_ids:
+            return len(set(self.logprob_token_ids))
         return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
 
     def prompts(self) -> list[Prompt]:

@@ -53,7 +53,6 @@ UNSERVED = {
     "guided_decoding_backend": UnservedField("grammar libraries other than llguidance", ("auto", "guidance")),
     "kv_transfer_params": UnservedField(_TRANSFER, ({},)),
     "logits_processors": UnservedField("logits processors of callers"),
-    "logprob_token_ids": UnservedField("log-probabilities of chosen tokens; use `logprobs`"),
     "media_io_kwargs": UnservedField(_MEDIA, ({},)),
     "mm_processor_kwargs": UnservedField(_MEDIA, ({},)),
     "modalities": UnservedField("modalities other than text", (["text"], "text")),
@@ -165,6 +164,7 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
     include_stop_str_in_output: Leave the text of `stop` in the output.
     bad_words: Words whose usual tokens are never generated; the text may occur in others ("the" in "these").
     allowed_token_ids: Sample from these tokens only.
+    logprob_token_ids: Log-probabilities of these tokens, in place of the most likely ones.
     prompt_logprobs: So many log-probabilities of each prompt token; -1: as many as the server allows.
     skip_special_tokens: Leave special tokens out of the text.
     spaces_between_special_tokens: Has no effect.
@@ -211,6 +211,7 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
     include_stop_str_in_output: Flag = False
     bad_words: list[str] | None = None
     allowed_token_ids: list[TokenId] | None = None
+    logprob_token_ids: list[TokenId] | None = None
     prompt_logprobs: NumTop | None = None
     skip_special_tokens: Flag = True
     spaces_between_special_tokens: Flag = True

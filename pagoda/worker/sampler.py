@@ -122,11 +122,23 @@ class Sampler:
                 if is_some:
                     logits, chosen = logits.index_select(0, index[1]), tokens.index_select(0, index[1])
             columns = self.top_logprobs(logits, chosen, int(table.num_logprobs[rows].max()))
+            _report_ids(columns, logits, table, rows[wanted])
         return Drawn(tokens, best[0], columns, wanted if is_some else None, masks is not None)
 
     def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> LogprobTensors:
         """See SamplingOps.top_logprobs."""
         return self._ops.top_logprobs(logits, chosen, k)
+
+
+def _report_ids(columns: LogprobTensors, logits: torch.Tensor, table: TableMirror, rows: np.ndarray) -> None:
+    """Put the tokens that rows report in place of their most likely ones.   rows: int32 [n], of the logits."""
+    for draw in np.flatnonzero(table.has_logprob_ids[rows]).tolist():
+        ids = table.logprob_ids[int(rows[draw])]
+        assert ids is not None
+        (index,) = to_device([ids], logits.device)
+        own, place = logits[draw], slice(1, 1 + len(ids))
+        columns.logprobs[draw, place] = own[index] - own[columns.token_ids[draw, 0]] + columns.logprobs[draw, 0]
+        columns.token_ids[draw, place] = index.int()
 
 
 def _spread(some: LogprobColumns, index: np.ndarray, tokens: np.ndarray) -> LogprobColumns:

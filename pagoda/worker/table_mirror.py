@@ -29,6 +29,7 @@ _COLUMNS = (
     "frequency",
     "repetition",
     "num_logprobs",
+    "has_logprob_ids",
 )
 
 
@@ -46,6 +47,8 @@ class TableMirror:
     num_encoder: int32 [max_rows], encoder tokens, of an encoder-decoder model.
     cross_groups: the KV groups of cross attention, whose tables hold encoder tokens.   growing_tables: of the others.
     num_logprobs, num_prompt_logprobs: int32 [max_rows], requested top entries, -1 for none.
+    logprob_ids: per row, int64 array of the tokens to report in place of them, or None.   has_logprob_ids: bool
+        [max_rows].
     constraints, pooling: per row, or None.   constrained: bool [max_rows], rows with constraints.
     reads_output: bool [max_rows], rows whose constraints depend on which tokens were sampled before.
     logprobs_after: bool [max_rows], rows whose log-probabilities are taken after the constraints.
@@ -89,6 +92,8 @@ class TableMirror:
         self.repetition = np.ones(max_rows, np.float32)
         self.num_logprobs = np.full(max_rows, -1, np.int32)
         self.num_prompt_logprobs = np.full(max_rows, -1, np.int32)
+        self.has_logprob_ids = np.zeros(max_rows, np.bool_)
+        self.logprob_ids: list[np.ndarray | None] = [None] * max_rows
         self.constrained = np.zeros(max_rows, np.bool_)
         self.reads_output = np.zeros(max_rows, np.bool_)
         self.logprobs_after = np.zeros(max_rows, np.bool_)
@@ -146,7 +151,8 @@ class TableMirror:
 
     def _clear(self, row: int) -> None:
         self.constraints[row] = self.token_counts[row] = None
-        self.pooling[row] = None
+        self.pooling[row] = self.logprob_ids[row] = None
+        self.has_logprob_ids[row] = False
         self.pair_start[row] = _NO_PAIR
         self.constrained[row] = self.reads_output[row] = self.wants_states[row] = self.logprobs_after[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
@@ -179,6 +185,9 @@ class TableMirror:
         self.repetition[row] = params.repetition_penalty
         if params.logprobs is not None:
             self.num_logprobs[row] = params.logprobs
+        if params.logprob_token_ids is not None:
+            self.logprob_ids[row] = np.array(params.logprob_token_ids, np.int64)
+            self.has_logprob_ids[row] = True
         if params.beam_search is not None:
             needed = num_beam_candidates(params, init.eos_token_ids)
             self.num_logprobs[row] = max(needed, params.logprobs or 0)
@@ -213,7 +222,7 @@ class TableMirror:
         self.wants_states[dst] = False
         self.seeds[dst] = fork.seed & 0xFFFFFFFFFFFFFFFF
         self._constrain(dst, self.constraints[src])
-        self.pooling[dst] = self.pooling[src]
+        self.pooling[dst], self.logprob_ids[dst] = self.pooling[src], self.logprob_ids[src]
 
 
 class RotaryPositions:

@@ -76,6 +76,8 @@ class ParamsPreparer:
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name)
             if asked is not None and asked > limits.max_logprobs:
+                if name == "logprobs" and params.logprob_token_ids is not None:
+                    name = "logprob_token_ids"  # what the caller wrote
                 raise RequestError(f"{name}={asked} is more than max_logprobs, which is {limits.max_logprobs}", name)
         if params.logprobs is not None and params.n > 1:  # of one output, max_logprobs bounds them
             limits.of_request.check("logprob_entries", params.n * (params.logprobs + 1), "logprobs")
@@ -83,6 +85,7 @@ class ParamsPreparer:
             self._check_beams(params)
         limits.check_ids("stop_token_ids", params.stop_token_ids)
         limits.check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        limits.check_ids("logprob_token_ids", params.logprob_token_ids or ())
         forced = params.forced_eos_token_id
         limits.check_ids("forced_eos_token_id", () if forced is None else (forced,))
         limits.check_ids("logit_bias", tuple(token_id for token_id, _ in params.logit_bias))
@@ -117,7 +120,10 @@ class ParamsPreparer:
             )
 
     def _bound_logprobs(self, params: SamplingParams) -> SamplingParams:
-        """Return params whose log-probabilities, where all are asked for (-1), are as many as the limit allows."""
+        """Return params that say how many log-probabilities are asked for: -1 is as many as the limit allows."""
+        if params.logprob_token_ids is not None:
+            ids = tuple(dict.fromkeys(params.logprob_token_ids))
+            params = dataclasses.replace(params, logprob_token_ids=ids, logprobs=len(ids))
         most = min(self._limits.vocab_size, self._limits.max_logprobs)
         names = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
         return dataclasses.replace(params, **dict.fromkeys(names, most)) if names else params

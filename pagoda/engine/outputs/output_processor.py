@@ -253,6 +253,7 @@ class OutputSequence:
         self.stop_reason: int | str | None = None
         wants_text = params is not None and params.detokenize
         self._logprob_texts = LogprobTexts(tokenizer if wants_text else None)
+        self._logprob_texts.has_ranks = params is None or params.logprob_token_ids is None
         self._num_logprobs = params.logprobs if params is not None else None
         self._include_stop = params is not None and params.include_stop_str_in_output
         self._logprobs: list[dict[int, Logprob]] | None = [] if self._num_logprobs is not None else None
@@ -373,12 +374,14 @@ class PromptLogprobs:
 class LogprobTexts:
     """Says what each token adds to the text before it: "" in the middle of a character, which its last token adds.
 
+    has_ranks: False for candidates in any order.
     tokenizer: None leaves out the texts.   before: the tokens in front of the first entry, if there are any.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._open: tuple[bytes, int] = _CLOSED
+        self.has_ranks = True
         for token_id in before:
             self._open = self._read(token_id)[1]
 
@@ -390,7 +393,7 @@ class LogprobTexts:
         entry = {ids[0]: Logprob(values[0], int(columns.ranks[row]), own)}
         for rank, (token_id, value) in enumerate(zip(ids[1:], values[1:], strict=True), start=1):
             if token_id != ids[0]:
-                entry[token_id] = Logprob(value, rank, self._read(token_id)[0])
+                entry[token_id] = Logprob(value, rank if self.has_ranks else None, self._read(token_id)[0])
         self._open = after
         return entry
 
