@@ -130,7 +130,7 @@ def test_blocks_without_their_scales_are_refused(tmp_path: Path) -> None:
     tensors = load_file(packed / "model.safetensors")
     name = "model.layers.1.mlp.experts.down_proj_scales"
     save_file({**tensors, name: tensors[name][:, :-1].contiguous()}, packed / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"down_proj_blocks' of the shape .* does not fit scales of"):
+    with pytest.raises(ConfigError, match=r"down_proj_blocks' has the shape .* does not fit scales of"):
         logits(packed)
     save_file({**tensors, name: tensors[name].float()}, packed / "model.safetensors")
     with pytest.raises(ConfigError, match="down_proj_scales' is F32, expected U8"):
