@@ -1,7 +1,7 @@
 """EngineThread: run an LLMEngine on a thread of its own, for all threads or tasks of a program.
 
 Callers post commands: requests, aborts, adapters. The thread runs them between two steps, so that the requests of all
-callers share one batch, and a Stepper passes on what each step puts out. Callers only wait. Everything that they share
+callers share one batch, and `step` passes on what each step puts out. Callers only wait. Everything that they share
 with the thread is a SimpleQueue or a single dict operation: a signal handler, a finalizer or a fork may interrupt a
 caller anywhere without leaving a lock behind.
 """
@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pagoda.base.errors import InvariantBroken, PagodaError, UsageError, WorkerDied, fresh
 from pagoda.engine.llm_engine import LLMEngine
@@ -29,18 +29,6 @@ Reply = Callable[[Any, BaseException | None], object]
 _EXIT_WAIT_S = 10.0  # how long the end of the program waits for the step in progress
 
 
-class Stepper(Protocol):
-    """Runs the steps of an engine, and passes on their outputs. Called on the engine's thread: must not block."""
-
-    def step(self, engine: LLMEngine) -> None:
-        """Run one step. Raises WorkerDied."""
-        ...
-
-    def end(self, error: PagodaError) -> None:
-        """The engine has ended: there are no further outputs."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Command:
     run: Callable[[LLMEngine], object]
@@ -50,14 +38,22 @@ class _Command:
 class EngineThread:
     """Thread-safe access to one LLMEngine. The engine ends with `stop`, or when nothing refers to this object."""
 
-    def __init__(self, build: Callable[[], LLMEngine], on_ready: Reply, stepper: Stepper, name: str) -> None:
-        """Start the thread.
+    def __init__(
+        self,
+        build: Callable[[], LLMEngine],
+        on_ready: Reply,
+        step: Callable[[LLMEngine], object],
+        on_end: Callable[[PagodaError], object],
+        name: str,
+    ) -> None:
+        """Start the thread. What is given must not refer to this object; all is called on the thread.
 
-        build: makes the engine; called on the thread, because the thread settings of math libraries apply to the
-            calling thread.   on_ready: gets the engine, or the error of `build`.
-        stepper: must not refer to this object.   name: what errors call the object that the caller uses.
+        build: makes the engine there, because the thread settings of math libraries apply to the calling thread.
+        on_ready: gets the engine, or the error of `build`.   step: runs a step, and passes on its outputs without
+            blocking.   on_end: gets the error that says why there are no further outputs.
+        name: what errors call the object that the caller uses.
         """
-        self._runner = _Runner(stepper, name)
+        self._runner = _Runner(step, on_end, name)
         self._name = name
         self._pid = os.getpid()
         self._is_stopped = False
@@ -141,10 +137,10 @@ class EngineThread:
 class _Runner:
     """What the thread runs, and what callers share with it."""
 
-    def __init__(self, stepper: Stepper, name: str) -> None:
+    def __init__(self, step: Callable[[LLMEngine], object], on_end: Callable[[PagodaError], object], name: str) -> None:
         self.commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self.error: PagodaError | None = None  # why the engine has ended
-        self._stepper = stepper
+        self._step, self._on_end = step, on_end
         self._name = name
 
     def run(self, build: Callable[[], LLMEngine], on_ready: Reply) -> None:
@@ -159,7 +155,7 @@ class _Runner:
         reason: PagodaError = UsageError(f"this {self._name} was closed while it generated")
         try:
             while self._run_commands(engine):
-                self._stepper.step(engine)
+                self._step(engine)
         except Exception as error:
             reason = self._reason(error)
         finally:
@@ -195,7 +191,7 @@ class _Runner:
     def _end(self, error: PagodaError) -> None:
         self.error = error  # before the queue is emptied: see `post`
         self.refuse_commands()
-        self._stepper.end(error)
+        self._on_end(error)
 
     def _reason(self, error: Exception) -> PagodaError:
         """Return the error that callers get after `error` ended the engine."""

@@ -38,7 +38,7 @@ class NewRequest:
 
 
 class _Delivery:
-    """The Stepper that puts the outputs of each request into its caller's mail."""
+    """Puts the outputs of each request into its caller's mail, on the engine's thread."""
 
     def __init__(self) -> None:
         self._mail: dict[str, Mail] = {}  # by request id
@@ -81,10 +81,10 @@ class OfflineThread(EngineThread):
 
     def __init__(self, build: Callable[[], LLMEngine]) -> None:
         """Start the thread and wait for the engine. Raises what `build` raises."""
-        self._delivery = _Delivery()
+        delivery = self._delivery = _Delivery()
         self._ids = itertools.count()
         ready: queue.SimpleQueue[tuple[LLMEngine, BaseException | None]] = queue.SimpleQueue()
-        super().__init__(build, lambda engine, error: ready.put((engine, error)), self._delivery, "LLM")
+        super().__init__(build, lambda engine, error: ready.put((engine, error)), delivery.step, delivery.end, "LLM")
         self.engine = result_of(ready.get())
 
     def new_id(self) -> str:

@@ -19,8 +19,6 @@ logger = logging.getLogger("pagoda.engine")
 
 T = TypeVar("T")
 
-_Outputs = asyncio.Queue[EngineCoreOutputs | PagodaError]
-
 
 class ThreadClient:
     """An EngineCoreClient over an EngineThread."""
@@ -28,10 +26,15 @@ class ThreadClient:
     def __init__(self, build: Callable[[], LLMEngine], name: str) -> None:
         """Begin to build the engine on its thread.   name: what errors call the object that the caller uses."""
         self._loop = asyncio.get_running_loop()
-        self._outputs: _Outputs = asyncio.Queue()
+        self._outputs: asyncio.Queue[EngineCoreOutputs | PagodaError] = asyncio.Queue()
         self._ready: asyncio.Future[LLMEngine] = self._loop.create_future()
-        stepper = _CoreStepper(self._loop, self._outputs)
-        self.thread = EngineThread(build, partial(_settle, self._loop, self._ready), stepper, name)
+        put = self._put = partial(_call_on, self._loop, self._outputs.put_nowait)
+
+        def step(engine: LLMEngine) -> None:
+            for outputs in engine.core.step().values():
+                put(outputs)
+
+        self.thread = EngineThread(build, partial(_settle, self._loop, self._ready), step, put, name)
 
     async def start(self) -> LLMEngine:
         """Wait for the engine; return it. Raises what `build` raises."""
@@ -50,7 +53,7 @@ class ThreadClient:
             refused = error_outputs(request, reason, RequestStatus.FINISHED_ERROR)
         else:
             return
-        _call_on(self._loop, self._outputs.put_nowait, refused)
+        self._put(refused)
 
     def abort(self, request_ids: list[str]) -> None:
         self._post(lambda engine: engine.core.abort(request_ids))
@@ -92,20 +95,6 @@ class ThreadClient:
         done: asyncio.Future[T] = self._loop.create_future()
         self.thread.post(run, partial(_settle, self._loop, done))
         return await done
-
-
-class _CoreStepper:
-    """The Stepper that passes the core's outputs, without their texts, to an event loop."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, outputs: _Outputs) -> None:
-        self._loop, self._outputs = loop, outputs
-
-    def step(self, engine: LLMEngine) -> None:
-        for outputs in engine.core.step().values():
-            _call_on(self._loop, self._outputs.put_nowait, outputs)
-
-    def end(self, error: PagodaError) -> None:
-        _call_on(self._loop, self._outputs.put_nowait, error)
 
 
 def _settle(
