@@ -42,7 +42,7 @@ REASONING_BEGIN, REASONING_END = "<think>", "</think>"
 class ReasoningSplitter:
     """Splits text into (reasoning, answer) pieces. Reasoning is only recognised at the beginning of the answer.
 
-    inside: the prompt ends with <think>, as with some templates.
+    inside: the prompt ends inside a thought: after <think>, as with some templates, or further on.
     """
 
     def __init__(self, inside: bool = False) -> None:
@@ -92,9 +92,11 @@ def template_reasons(template: str | None) -> bool:
     return template is not None and REASONING_END in template
 
 
-def opens_reasoning(prompt: str) -> bool:
-    """Return whether a rendered prompt ends with <think>."""
-    return prompt.rstrip().endswith(REASONING_BEGIN)
+def opens_reasoning(prompt: str, continued: str = "") -> bool:
+    """Return whether a rendered prompt ends inside a thought.   continued: the text of the message that it goes on."""
+    if prompt.rstrip().endswith(REASONING_BEGIN):
+        return True
+    return all(text.rfind(REASONING_BEGIN) > text.rfind(REASONING_END) for text in (prompt, continued))
 
 
 router = Router()
@@ -133,17 +135,18 @@ async def _plan(http: Request, state: ServerState, body: ChatCompletionRequest) 
     parser = TOOL_PARSERS[use.parser] if use.parser is not None else None
     if parser is not None and parser.keeps_special_tokens:
         params = dataclasses.replace(params, skip_special_tokens=False)
-    if params.structured_outputs is not None and template_reasons(template) and opens_reasoning(prompt.text):
+    reasons = template_reasons(template)
+    is_thinking = reasons and opens_reasoning(prompt.text, _continued(body))
+    if params.structured_outputs is not None and is_thinking:
         end: str | int | None = special_token(tokenizer, REASONING_END)
         form = dataclasses.replace(params.structured_outputs, reasoning_end=REASONING_END if end is None else end)
         params = dataclasses.replace(params, structured_outputs=form)
 
     def answer_format(head: Head, generation: Generation) -> ChatFormat:
-        reasons = template_reasons(template)
         readers = [
             Reader(
                 parser(use.schemas) if parser is not None else None,
-                ReasoningSplitter(inside=opens_reasoning(prompt.text)) if reasons else None,
+                ReasoningSplitter(inside=is_thinking) if reasons else None,
                 tokenizer.token_bytes,
                 use.is_forced,
             )
@@ -152,6 +155,14 @@ async def _plan(http: Request, state: ServerState, body: ChatCompletionRequest) 
         return ChatFormat(head, generation, body, readers, state.writes_ids(body))
 
     return AnswerPlan([prompt.prompt], params, answer_format)
+
+
+def _continued(body: ChatCompletionRequest) -> str:
+    """Return the text of the message that the answer continues; "" if it begins a new one."""
+    content = body.messages[-1].get("content") if body.continue_final_message else ""
+    if isinstance(content, list):
+        return "".join(text for part in content if isinstance(text := part.get("text"), str))
+    return content or ""
 
 
 class Reader:

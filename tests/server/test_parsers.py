@@ -387,6 +387,12 @@ def test_an_open_think_tag_in_the_prompt_is_recognised() -> None:
     assert not opens_reasoning("<think>x</think>")
 
 
+def test_a_continued_thought_is_open_until_it_ends() -> None:
+    assert opens_reasoning("<think>a</think><|assistant|>\n<think>\nLet me see.", "<think>\nLet me see. ")
+    assert not opens_reasoning("<|user|><think>?<|assistant|>\nLet me see.", "Let me see. ")  # a caller's text
+    assert not opens_reasoning("<|assistant|><think>\na\n</think>So", "<think>\na\n</think>So")
+
+
 @pytest.mark.parametrize("escape", [r"\ud800", r"x\udfff"])
 @pytest.mark.parametrize("place", ["name", "arguments"])
 def test_a_call_that_utf8_cannot_encode_comes_out_as_text(escape: str, place: str) -> None:

@@ -21,6 +21,7 @@ Call a tool with <tool_call>{"name": ..., "arguments": ...}</tool_call>. Tools: 
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 LLAMA = HERMES.replace("<tool_call>", "").replace("</tool_call>", "") + '{# {"name":, "parameters": {}} #}'
+CONTINUED = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{# </think> #}"
 THINKING = HERMES + "{# <think> </think> #}"
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Zürich", "days": 2}}</tool_call>'
@@ -29,6 +30,7 @@ SAID = [
     '{"name": "weather", "parameters": {"city": "Zürich", "days": 2}}',
     f"<think>\nWhere? 2 < 3, so Zürich.\n</think>\n\n{CALL}",
     "No <tool is needed: <tool_call>not JSON</tool_call>",
+    "Bern is near.\n</think>\n\nIt rains.",
 ]
 TOOLS: list[Any] = [
     {
@@ -124,6 +126,21 @@ def test_reasoning_comes_apart_from_calls(client: openai.OpenAI, ask: Any) -> No
     assert ask(client, 2, extra_body=thinking) == ("", [ZURICH], "Where? 2 < 3, so Zürich.\n", "tool_calls")
     silent = ask(client, 2, extra_body={**thinking, "include_reasoning": False})
     assert silent == ("", [ZURICH], "", "tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_rest_of_a_continued_thought_is_reasoning(client: openai.OpenAI, stream: bool) -> None:
+    turns: Any = [*MESSAGES, {"role": "assistant", "content": "<think>\nLet me see. "}]
+    more = {"chat_template": CONTINUED, "continue_final_message": True, "add_generation_prompt": False}
+    asked: Any = {"model": "smollm2-135m", "messages": turns, "seed": 4, "extra_body": more}
+    if stream:
+        parts: list[Any] = [part.choices[0].delta for part in client.chat.completions.create(**asked, stream=True)]
+        thought = "".join(getattr(part, "reasoning", None) or "" for part in parts)
+        content = "".join(part.content or "" for part in parts)
+    else:
+        message: Any = client.chat.completions.create(**asked).choices[0].message
+        thought, content = message.reasoning, message.content
+    assert (thought, content) == ("Bern is near.\n", "It rains.")
 
 
 def test_reasoning_has_both_names_and_its_tokens_are_counted(scripted: LiveServer, client: openai.OpenAI) -> None:
