@@ -9,7 +9,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pagoda.assembly.assemble import llm_engine_builder
 from pagoda.base.config import EngineConfig
@@ -51,6 +51,7 @@ from pagoda.engine.outputs.results import (
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.transcription.sound import load_sound
 from pagoda.engine.transcription.transcriber import TranscriptionOptions
+from pagoda.vllm_names import missing_method
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +172,11 @@ class AsyncLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_method(type(self), name)
 
     # ---- whole outputs
 

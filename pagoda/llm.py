@@ -5,7 +5,7 @@ from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pagoda.assembly.assemble import llm_engine_builder
 from pagoda.base.config import EngineConfig
@@ -64,6 +64,7 @@ from pagoda.engine.outputs.results import (
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.transcription.sound import load_sound
 from pagoda.engine.transcription.transcriber import Transcriber, Transcription, TranscriptionOptions
+from pagoda.vllm_names import missing_method
 
 _METRICS: dict[str, tuple[str, Literal["gauge", "counter"]]] = {
     "num_requests_running": ("num_running", "gauge"),
@@ -148,6 +149,11 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_method(type(self), name)
 
     # ---- whole outputs
 

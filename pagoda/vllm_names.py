@@ -67,6 +67,31 @@ INSTEAD: Mapping[str, str] = {
 }
 """Names and modules of vLLM that are not here -> what to use."""
 
+METHODS: Mapping[str, str] = {
+    "apply_model": "the model belongs to the engine's workers, and is not handed out",
+    "check_health": "a request raises WorkerDied once the engine is gone",
+    "collective_rpc": "workers take no calls of programs",
+    "do_log_stats": "use get_metrics() of LLM, stats() of AsyncLLM",
+    "errored": "a request raises WorkerDied once the engine is gone",
+    "get_model_config": "use get_tokenizer(), and EngineArgs(...) for settings",
+    "is_running": "a request raises WorkerDied once the engine is gone",
+    "is_sleeping": "an engine does not sleep; close it, and make a new one",
+    "preprocess_chat": "use get_tokenizer().apply_chat_template(messages)",
+    "reward": "use encode(prompts, pooling_task=...)",
+    "set_tokenizer": "use LLM(tokenizer=...)",
+    "sleep": "an engine does not sleep; close it, and make a new one",
+    "start_profile": "use `pagoda bench throughput --profile`",
+    "stop_profile": "use `pagoda bench throughput --profile`",
+    "wake_up": "an engine does not sleep; close it, and make a new one",
+}
+"""Methods of vLLM's LLM and AsyncLLM that are not here -> what to use."""
+
+
+def missing_method(owner: type, name: str) -> AttributeError:
+    """Return the error for a method or attribute that an object of `owner` does not have."""
+    remedy = f": {METHODS[name]}" if name in METHODS else ""
+    return AttributeError(f"{owner.__name__!r} object has no attribute {name!r:.80}{remedy}")
+
 
 def missing(name: str) -> str:
     """Return the error for a name that `pagoda` does not have."""

@@ -19,7 +19,7 @@ from pagoda.core.kv import KVCacheManager
 from pagoda.engine.inputs.callers_tokenizer import CallersTokenizer
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.llm_engine import LLMEngine
-from pagoda.vllm_names import MODULES
+from pagoda.vllm_names import METHODS, MODULES
 from tests.fake_engine import byte_inputs, fake_core
 
 SHORT = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
@@ -184,6 +184,16 @@ def test_a_missing_attribute_is_an_attribute_error_that_says_what_to_use() -> No
     with pytest.raises(AttributeError, match="pagoda has no VllmConfig: use pagoda.EngineConfig"):
         pagoda.VllmConfig  # pyright: ignore[reportAttributeAccessIssue]  # noqa: B018
     assert not hasattr(pagoda, "nosuch")
+
+
+def test_a_missing_method_is_an_attribute_error_that_says_what_to_use(llm: LLM) -> None:
+    for one in (llm, AsyncLLM("smollm2-135m")):
+        with pytest.raises(AttributeError, match="LLM' object has no attribute 'sleep': an engine does not sleep"):
+            getattr(one, "sleep")  # noqa: B009
+        with pytest.raises(AttributeError, match="LLM' object has no attribute 'nosuch'$"):
+            getattr(one, "nosuch")  # noqa: B009
+    assert not hasattr(LLM, "sleep")
+    assert METHODS.keys() & (vars(LLM).keys() | vars(AsyncLLM).keys()) == set()
 
 
 def test_an_engine_is_stepped_by_hand() -> None:
