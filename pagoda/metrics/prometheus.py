@@ -1,14 +1,18 @@
 """Prometheus metrics, with the names that existing dashboards and load generators use."""
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
+from types import TracebackType
+from typing import Self
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
+from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestMetrics, RequestOutput
 from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
@@ -235,20 +239,34 @@ class ServerMetrics:
 
 
 class RequestObserver:
-    """Updates the metrics for one request: call `on_delta` for each delta, then `on_end`, or `forget`."""
+    """Updates the metrics for one request, which runs during the block: call `on_delta` for each delta.
+
+    A block that ends with a RequestError leaves no trace: the request was refused before it ran.
+    """
 
     def __init__(self, metrics: ServerMetrics, request: Request) -> None:
         self._metrics = metrics
         self.request = request
-        metrics.running[self] = None
+        self._last: RequestOutput | None = None
         self._last_s = 0.0
         self._open = set(range(request.num_seqs))
         self.num_output_tokens = 0
         self.finish_reasons: list[str] = []
 
+    def __enter__(self) -> Self:
+        self._metrics.running[self] = None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del self._metrics.running[self]
+        if not isinstance(error, RequestError):
+            self._on_end(time.perf_counter())
+
     def on_delta(self, delta: RequestOutput, now_s: float) -> int:
         """Observe a delta; return its number of tokens."""
-        metrics = self._metrics
+        metrics, self._last = self._metrics, delta
         count = 0
         for part in delta.outputs:
             new = len(part.token_ids)
@@ -271,17 +289,13 @@ class RequestObserver:
             self._last_s = now_s
         return count
 
-    def on_end(self, last: RequestOutput | None, now_s: float) -> None:
-        """Observe the end of the request; count unfinished outputs as aborted.   last: the last delta, if any."""
+    def _on_end(self, now_s: float) -> None:
+        """Observe the end of the request; count unfinished outputs as aborted."""
         for _ in self._open:
             self._finish("abort")
         self._open.clear()
-        self.forget()
-        self._metrics.on_end(self.request, self.num_output_tokens, last.metrics if last is not None else None, now_s)
-
-    def forget(self) -> None:
-        """End without a trace: the request was refused before it ran. Idempotent."""
-        self._metrics.running.pop(self, None)
+        times = self._last.metrics if self._last is not None else None
+        self._metrics.on_end(self.request, self.num_output_tokens, times, now_s)
 
     def _finish(self, reason: str) -> None:
         self._metrics.on_finish(reason)

@@ -200,7 +200,7 @@ class BodyReader:
         for name in shown:
             if name not in self._logged and len(self._logged) < _MAX_LOGGED_NAMES:
                 self._logged.add(name)
-                logger.warning("unknown field %s of %s is ignored (logged once)", name, http.url.path[:100])
+                logger.warning("unknown field %s of %s is ignored (logged once)", name, http.scope["path"][:100])
 
 
 HINTS = frozenset(

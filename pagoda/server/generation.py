@@ -40,7 +40,7 @@ from pagoda.server.sending import cancel_on_disconnect
 class LiveIds:
     """Ids of running generations, by API key. Different keys may use the same id, and cannot see each other's.
 
-    The engine's ids are per prompt, made of the key's digest, the request's id and the prompt's number.
+    The engine's ids are per prompt, made of the key's number, the request's id and the prompt's number.
     """
 
     def __init__(self) -> None:
@@ -168,33 +168,31 @@ class Generation:
     async def _follow(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         request = self.requests[index]
         observed = RequestObserver(self._starter.metrics, request)
-        has_run = True
         try:
-            async with contextlib.aclosing(self._starter.llm.stream(request)) as deltas:
-                async for delta in deltas:
-                    now_s = time.perf_counter()
-                    is_first = not observed.num_output_tokens
-                    self.num_output_tokens += observed.on_delta(delta, now_s)
-                    if (is_first and observed.num_output_tokens) or delta.pooled is not None:
-                        self.num_cached_tokens += delta.num_cached_tokens or 0
-                    self.last[index] = delta
-                    if is_first:
-                        self._place.start()
-                    if delta.finished and delta.error is not None:
-                        # "error" is a failure of the engine; otherwise, the request can never be served.
-                        is_ours = any(part.finish_reason == "error" for part in delta.outputs)
-                        raise ApiError(500 if is_ours else 400, delta.error)
-                    yield index, delta
-        except RequestError:  # rejected before it ran: not counted in the metrics
-            has_run = False
-            observed.forget()
-            raise
+            with observed:
+                async with contextlib.aclosing(self._starter.llm.stream(request)) as deltas:
+                    async for delta in deltas:
+                        yield index, self._noted(index, delta, observed)
         finally:
-            if has_run:
-                observed.on_end(self.last[index], time.perf_counter())
-                self._reasons += observed.finish_reasons
-                if request.sampling is not None and set(observed.finish_reasons) <= {"stop", "length"}:
-                    self._starter.admission.note_output(observed.num_output_tokens / request.num_seqs)
+            reasons = observed.finish_reasons
+            self._reasons += reasons
+            if request.sampling is not None and reasons and set(reasons) <= {"stop", "length"}:
+                self._starter.admission.note_output(observed.num_output_tokens / request.num_seqs)
+
+    def _noted(self, index: int, delta: RequestOutput, observed: RequestObserver) -> RequestOutput:
+        """Return a delta after counting it. Raises ApiError if it says that the request has failed."""
+        is_first = not observed.num_output_tokens
+        self.num_output_tokens += observed.on_delta(delta, time.perf_counter())
+        if (is_first and observed.num_output_tokens) or delta.pooled is not None:
+            self.num_cached_tokens += delta.num_cached_tokens or 0
+        self.last[index] = delta
+        if is_first:
+            self._place.start()
+        if delta.finished and delta.error is not None:
+            # "error" is a failure of the engine; otherwise, the request can never be served.
+            is_ours = any(part.finish_reason == "error" for part in delta.outputs)
+            raise ApiError(500 if is_ours else 400, delta.error)
+        return delta
 
     @property
     def usage(self) -> Usage:
@@ -291,18 +289,11 @@ class RequestStarter:
         self, request: Request, outputs: AsyncGenerator[RequestOutput, None]
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request, counting it in the metrics."""
-        observer, last = RequestObserver(self.metrics, request), None
-        try:
+        with RequestObserver(self.metrics, request) as observer:
             async with contextlib.aclosing(outputs):
-                async for last in outputs:
-                    observer.on_delta(last, time.perf_counter())
-                    yield last
-        except RequestError:
-            observer.forget()
-            raise
-        finally:
-            if observer in self.metrics.running:
-                observer.on_end(last, time.perf_counter())
+                async for output in outputs:
+                    observer.on_delta(output, time.perf_counter())
+                    yield output
 
     async def abort(self, request_ids: set[str] | None, key: str | None) -> list[str]:
         """Abort running generations, or all if `request_ids` is None; return the ids of those that were running.

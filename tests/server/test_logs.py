@@ -105,7 +105,7 @@ def test_the_line_of_the_load_names_a_request_that_runs_for_long(caplog: pytest.
         params = SamplingParams(max_tokens=5)
         ids = np.asarray([1], np.int32)
         request = Request(request_id, ids, params, arrival_time_s=now_s - age_s)
-        RequestObserver(metrics, request)
+        RequestObserver(metrics, request).__enter__()
 
     async def main() -> None:
         task = asyncio.create_task(_report_load(metrics, interval_s=0.01))

@@ -151,10 +151,7 @@ class LoopWork:
 
 
 async def work_of(http: httpx.AsyncClient, path: str, body: bytes) -> LoopWork:
-    async def pieces() -> Any:
-        yield body
-
-    request = http.build_request("POST", path, content=pieces(), headers={"Content-Type": "application/json"})
+    request = http.build_request("POST", path, content=body, headers={"Content-Type": "application/json"})
     with LoopWork() as work:
         answer = await http.send(request)
     assert answer.status_code in (200, 400, 404, 429), answer.text

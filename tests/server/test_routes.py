@@ -262,7 +262,10 @@ def test_operators_routes(fake_server: LiveServer) -> None:
     fake_server.wait_idle()
     assert fake_server.post("/reset_prefix_cache", b"")[0] == 200
     assert fake_server.get("/openapi.json")[0] == 200
-    assert fake_server.get("/docs")[0] == 200
+    status, page = fake_server.get("/docs")
+    assert status == 200
+    assert "Not served: only a neutral value" not in page, "these fields are listed after the table"
+    assert page.count("<p>Not served: <code>audio</code>, ") == 2
 
 
 METRICS = [

@@ -149,7 +149,7 @@ class InputProcessor:
         check_type(given)
         bounds = self.limits.of_request
         _check_request_id(request_id)
-        # Divided by 2 because the server adds a key digest, a route prefix and numbers to a caller's id.
+        # Divided by 2 because the server adds a key's number, a route prefix and numbers to a caller's id.
         bounds.check("name_chars", len(request_id) // 2, "request_id")
         if cache_salt is not None:
             _check_salt(cache_salt)
