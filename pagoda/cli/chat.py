@@ -96,7 +96,7 @@ def converse(
         )
     else:
         with console.status("loading") if console.is_terminal else nullcontext():
-            session = Session(load(options), model_name(options))
+            session = Session(load(options, chat=True), model_name(options))
     params = session.params(sampling, CHAT_TOKENS, options.get("seed"))
     is_known = url is None or "temperature" in session.given
     temperature = f", temperature {params.temperature:g}" if is_known else ""

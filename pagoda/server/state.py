@@ -186,6 +186,12 @@ async def build_state(
     client.on_step = metrics.iteration_tokens.observe
     asyncio.get_running_loop().run_in_executor(None, inputs.grammars.load)  # before clients could wait for it
     template = inputs.tokenizer.facts.chat_template
+    if template is None and inputs.limits.tasks.generates and inputs.speech is None:
+        logger.warning(
+            "%s has no chat template: /v1/completions works, /v1/chat/completions is a 400 unless --chat-template FILE "
+            "gives it one",
+            names[0],
+        )
     source = template.source if template is not None else None
     parser = server.tool_call_parser
     if parser not in ("auto", "none"):

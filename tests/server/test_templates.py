@@ -83,6 +83,12 @@ def test_a_malformed_tool_is_named(server: tuple[LiveServer, StallReader], tools
         assert (status, answer["error"]["param"]) == (400, param)
 
 
+def test_a_server_of_a_base_model_warns_at_its_start(gemma_server: LiveServer, fake_server: LiveServer) -> None:
+    warning = "has no chat template: /v1/completions works"
+    assert f"gemma3-270m {warning}" in gemma_server.log.read_text()
+    assert warning not in fake_server.log.read_text()
+
+
 def test_a_slow_template_occupies_its_thread_only(tmp_path: Path) -> None:
     """Others are answered beside it, and the event loop is never kept for long. Two signals end the server."""
     with watched_serving(tmp_path, *FAKE_FLAGS) as (live, stalls):

@@ -1,5 +1,6 @@
 """Decode images with Pillow: bounded by their pixels before they are decoded, upright, and in RGB."""
 
+import functools
 import io
 import warnings
 from typing import TYPE_CHECKING
@@ -36,20 +37,18 @@ def decode_image(data: bytes, where: str, budget: PixelBudget) -> "Image":
     where: what errors call it.   Raises RequestError for anything else, and beyond the budget, before decoding.
     """
     pil = _pillow(where)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what Pillow warns of is refused by the budget, or harmless
-        try:
-            with pil.open(io.BytesIO(data), formats=FORMATS) as opened:
-                budget.take(*opened.size, where)
-                return _upright_rgb(opened)
-        except pil.UnidentifiedImageError:
-            raise RequestError(f"{where}: not a PNG, JPEG, WebP or GIF image", where) from None
-        except pil.DecompressionBombError as error:
-            raise RequestError(f"{where}: {shorten(str(error))}", where) from None
-        except RequestError:
-            raise
-        except Exception as error:  # a broken file may raise anything in Pillow
-            raise RequestError(f"{where}: the image cannot be decoded: {shorten(str(error))}", where) from None
+    try:
+        with pil.open(io.BytesIO(data), formats=FORMATS) as opened:
+            budget.take(*opened.size, where)
+            return _upright_rgb(opened)
+    except pil.UnidentifiedImageError:
+        raise RequestError(f"{where}: not a PNG, JPEG, WebP or GIF image", where) from None
+    except pil.DecompressionBombError as error:
+        raise RequestError(f"{where}: {shorten(str(error))}", where) from None
+    except RequestError:
+        raise
+    except Exception as error:  # a broken file may raise anything in Pillow
+        raise RequestError(f"{where}: the image cannot be decoded: {shorten(str(error))}", where) from None
 
 
 def is_pil_image(given: object) -> bool:
@@ -86,4 +85,14 @@ def _pillow(where: str):
         raise RequestError(
             f"{where}: this machine cannot decode images: it lacks Pillow (pip install pillow)", where
         ) from None
+    _ignore_warnings()
     return Image
+
+
+@functools.cache
+def _ignore_warnings() -> None:
+    """Ignore Pillow's warnings: the budget refuses what they are about, or it is harmless.
+
+    Once, for the process: `warnings.catch_warnings` changes what all threads see.
+    """
+    warnings.filterwarnings("ignore", module=r"PIL\.")

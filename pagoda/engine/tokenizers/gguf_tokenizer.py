@@ -43,7 +43,7 @@ def load_gguf_tokenizer(path: Path, chat_template: str | None = None) -> Library
     names = _special_names(file, tokens)
     if kind != "bert":
         _put_bos_and_eos(file, kind, backend, names)
-    template = chat_template if chat_template is not None else _chat_templates(file)
+    template = chat_template if chat_template is not None else chat_templates(file)
     bos_id = file.get("tokenizer.ggml.bos_token_id", int)
     longest = max(map(len, tokens))
     return LibraryTokenizer(backend, make_facts(backend, bos_id, end_token_ids(file), template, names, longest))
@@ -227,7 +227,7 @@ def _special_names(file: GGUFFile, tokens: list[str]) -> dict[str, str]:
     return names
 
 
-def _chat_templates(file: GGUFFile) -> dict[str, str] | None:
+def chat_templates(file: GGUFFile) -> dict[str, str] | None:
     """Return the file's templates by name: tokenizer.chat_template is "default", others have a name after it."""
     templates: dict[str, str] = {}
     for key in file.metadata:

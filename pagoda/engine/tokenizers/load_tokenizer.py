@@ -8,9 +8,10 @@ import tokenizers
 
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import ConfigError, RequestError
-from pagoda.engine.tokenizers.gguf_tokenizer import load_gguf_tokenizer
+from pagoda.engine.tokenizers.gguf_tokenizer import chat_templates, load_gguf_tokenizer
 from pagoda.engine.tokenizers.tokenizer import LibraryTokenizer, bos_eos_template, library_failure, make_facts
 from pagoda.loading.ctranslate2 import END_TOKEN
+from pagoda.loading.gguf_file import open_gguf
 from pagoda.loading.model_files import ModelFiles, exists, identify, read_json_object
 from pagoda.models.config_reader import ConfigReader
 
@@ -44,6 +45,20 @@ def load_tokenizer(
         )
     names = {"eos_token": END_TOKEN} if files.format == "ctranslate2" else {}
     return load_folder_tokenizer(folder, template_text, names)
+
+
+def has_chat_template(files: ModelFiles, tokenizer_override: str | None = None) -> bool:
+    """Return whether a model, or the tokenizer used in its place, has a chat template. Loads neither.
+
+    Raises ConfigError for files that cannot be read.
+    """
+    source = files.path if tokenizer_override is None else Path(tokenizer_override).expanduser()
+    if source.is_dir() and not (source / "tokenizer.json").is_file() and any(source.glob("*.gguf")):
+        source = identify(source).path
+    if source.suffix == ".gguf":
+        return chat_templates(open_gguf(source)) is not None
+    folder = source if source.is_dir() else source.parent
+    return bool(_folder_chat_template(folder, _read_json(folder / "tokenizer_config.json")))
 
 
 def _read_chat_template(given: str) -> str:

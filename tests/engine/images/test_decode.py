@@ -3,6 +3,7 @@
 import io
 import struct
 import sys
+import warnings
 import zlib
 
 import numpy as np
@@ -116,3 +117,17 @@ def test_without_pillow_the_error_says_what_to_install(monkeypatch):
     data = encoded(image_of(8, 8), "PNG")
     monkeypatch.setitem(sys.modules, "PIL", None)
     assert "pip install pillow" in refused(data)
+
+
+def test_decoding_leaves_the_processes_warnings_as_they_are(monkeypatch):
+    """Several threads decode at once; `catch_warnings` on one would change what the others see."""
+    data = encoded(image_of(4, 4), "PNG")
+    decode(data)
+    before, during = list(warnings.filters), []
+    opened = Image.open
+    monkeypatch.setattr(
+        Image, "open", lambda *args, **more: during.append(list(warnings.filters)) or opened(*args, **more)
+    )
+    decode(data)
+    assert during == [before]
+    assert warnings.filters == before
