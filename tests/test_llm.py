@@ -273,3 +273,22 @@ def test_smollm2_answers() -> None:
         deltas = list(llm.stream_chat(messages, SamplingParams(max_tokens=20, temperature=0.0)))
         assert "Rome" in "".join(map(text_of, deltas))
         assert deltas[-1].finished
+
+
+@pytest.mark.slow
+def test_five_llms_in_a_row_hold_no_more_memory_than_one() -> None:
+    """Each has threads of its own, whose scratch is freed with them."""
+    program = """
+import sys
+from pathlib import Path
+from pagoda import LLM, SamplingParams
+for _ in range(5):
+    with LLM(sys.argv[1], max_model_len=2048, kv_cache_memory="64MiB") as llm:
+        llm.generate("word " * 1500, SamplingParams(max_tokens=2))
+    print(int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) >> 10)
+"""
+    command = [sys.executable, "-c", program, str(cached_model("smollm2-135m").path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    held = [int(mib) for mib in done.stdout.split()]
+    assert len(held) == 5, done.stderr
+    assert held[-1] - held[0] < 32, held

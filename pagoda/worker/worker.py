@@ -16,6 +16,7 @@ from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.layers.sharding import ALONE
 from pagoda.models.base import Model
 from pagoda.ops.tensor import RankGroup
+from pagoda.process.allocator import return_freed_memory
 from pagoda.process.host_threads import host_pool
 from pagoda.process.out_of_memory import is_out_of_memory
 from pagoda.worker.adapters import AdapterPieces, Adapters, AdapterStore
@@ -271,11 +272,12 @@ class Worker:
         return StepProfile(times.num_steps, dict(times.seconds), ops, num_ops, region_s)
 
     def shutdown(self) -> None:
-        """Free the model and the pools. Idempotent."""
+        """Free the model and the pools, and return their memory to the system. Idempotent."""
         self._reading_thread.shutdown(wait=False, cancel_futures=True)
         if self._runner is not None:
             self._runner.shutdown()
         self._runner = self._loaded = None
+        return_freed_memory()
 
 
 @torch.inference_mode()
