@@ -16,8 +16,8 @@ from llguidance import LLMatcher, LLTokenizer
 from pagoda.engine.grammars.llguidance_backend import compile_grammar
 from pagoda.engine.grammars.schema_size import MAX_PATTERN_CHARS, iter_values
 
-_MAX_STEPS = 3000
-"""Bytes of names that are compared with the patterns of one schema; each takes 20 to 400 µs."""
+_MAX_STEPS = 1500
+"""Bytes of names that are compared with the patterns of one schema; each takes 20 to 500 µs."""
 
 
 class ListedNames:
@@ -53,7 +53,7 @@ class ListedNames:
         todo = [(matcher, 0, list(self._texts))]
         while todo:
             matcher, depth, texts = todo.pop()
-            self._num_steps += 1
+            self._num_steps += 1 + len(pattern) // 64  # a step takes longer in a long expression
             if self.is_exhausted:
                 return None
             by_byte: dict[int, list[bytes]] = {}
