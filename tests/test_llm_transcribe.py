@@ -12,8 +12,7 @@ import pytest
 
 from pagoda import LLM, AsyncLLM
 from pagoda.base.errors import RequestError
-from pagoda.base.outputs import TranscriptionOutput
-from pagoda.engine.llm_engine import LLMEngine
+from pagoda.base.outputs import RequestOutput, TranscriptionOutput
 from pagoda.engine.offline import _Delivery
 from pagoda.engine.transcription.sound import Sound
 from pagoda.engine.transcription.transcriber import Transcriber, TranscriptionOptions
@@ -82,14 +81,14 @@ def test_words_have_the_times_of_transformers_in_any_company_and_change_no_segme
 
 def test_all_sounds_together_have_no_more_requests_than_sequences_run(llm: LLM, monkeypatch: Any) -> None:
     most = 0
-    step = _Delivery.step
+    deliver = _Delivery.deliver
 
-    def counting(self: _Delivery, engine: LLMEngine) -> None:
+    def counting(self: _Delivery, outputs: list[RequestOutput]) -> None:
         nonlocal most
         most = max(most, len(self._mail))
-        step(self, engine)
+        deliver(self, outputs)
 
-    monkeypatch.setattr(_Delivery, "step", counting)
+    monkeypatch.setattr(_Delivery, "deliver", counting)
     sounds = [noise(100, seed).samples for seed in (1, 2)]
     found = llm.transcribe(sounds, use_tqdm=False, language="en", cut_at_silences=True, **GREEDY)
     assert all(output.segments for output in found)
