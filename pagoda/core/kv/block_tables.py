@@ -209,8 +209,11 @@ class BlockTables:
             self._mark_shared_tail(source)
             self._mark_shared_tail(row)
 
-    def restore(self, row: int, parts: list[tuple[np.ndarray, np.ndarray]], *, tail_is_shared: bool) -> None:
-        """Fill an empty row with blocks that hold its content already: per KV group, (table indices, blocks)."""
+    def restore(self, row: int, parts: list[tuple[np.ndarray, np.ndarray]], *, has_tail: bool) -> None:
+        """Fill an empty row with blocks that hold its content already: per KV group, (table indices, blocks).
+
+        has_tail: the last one is partly filled; a sibling may have it, too.
+        """
         self.num_blocks[row] = self.num_cross_blocks[row] = 0
         for group, entries, released, (index, blocks) in zip(
             self.groups, self.entries, self.num_released, parts, strict=True
@@ -224,7 +227,7 @@ class BlockTables:
             elif len(index):
                 self.num_blocks[row] = max(int(self.num_blocks[row]), int(index[-1]) + 1)
         self._reserve(np.array([row]))
-        if tail_is_shared:
+        if has_tail:
             self._mark_shared_tail(row)
 
     def _mark_shared_tail(self, row: int) -> None:

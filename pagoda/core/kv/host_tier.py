@@ -86,16 +86,8 @@ class HostTier:
     def _host_blocks(self, sequences: list[Sequence]) -> np.ndarray:
         return np.concatenate([blocks for sequence in sequences for _, blocks in self._swapped[sequence]])
 
-    def _has_shared_tail(self, sequence: Sequence) -> bool:
-        if sequence.num_computed % self._sizing.block_size == 0:
-            return False
-        swapped = self._swapped[sequence]
-        tails = [swapped[group.index][1][-1:] for group in self._tables.growing]
-        return any((self.pool.ref_count[tail] > 1).any() for tail in tails)
-
     def swap_in(self, sequences: list[Sequence]) -> None:
         """Bring sibling sequences back into their new rows. The caller checked `blocks_to_swap_in`."""
-        shared = [self._has_shared_tail(sequence) for sequence in sequences]
         host = self._host_blocks(sequences)
         unique, first, inverse, counts = np.unique(host, return_index=True, return_inverse=True, return_counts=True)
         device = self._tables.allocate(len(unique))
@@ -103,12 +95,12 @@ class HostTier:
         order = np.argsort(first)
         self._tables.note_swap_in(np.stack((unique[order], device[order]), axis=1))
         device_of, at = device[inverse], 0
-        for sequence, tail_is_shared in zip(sequences, shared, strict=True):
+        for sequence in sequences:
             parts: list[_Swapped] = []
             for index, blocks in self._swapped[sequence]:
                 parts.append((index, device_of[at : at + len(blocks)]))
                 at += len(blocks)
-            self._tables.restore(sequence.row, parts, tail_is_shared=tail_is_shared)
+            self._tables.restore(sequence.row, parts, has_tail=sequence.num_computed % self._sizing.block_size != 0)
             self.drop(sequence)
 
     def drop(self, sequence: Sequence) -> None:
