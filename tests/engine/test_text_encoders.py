@@ -305,5 +305,5 @@ def test_a_bias_of_logits_that_is_not_zeros_is_refused(tmp_path: Path) -> None:
     theirs: Any = make_bart()
     theirs.final_logits_bias[0, 3] = 1
     theirs.save_pretrained(write_byte_llama(tmp_path))
-    with pytest.raises(ConfigError, match="final_logits_bias is not zeros"):
+    with pytest.raises(ConfigError, match="final_logits_bias' is not zeros"):
         LLM(str(tmp_path), num_blocks=50, device="cpu")
