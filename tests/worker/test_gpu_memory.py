@@ -68,7 +68,7 @@ def engine_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             assert config.device == "cuda"
             return gpu
 
-        for module in ("engine_setup", "worker.loaded_model"):
+        for module in ("assembly.engine_setup", "worker.loaded_model"):
             monkeypatch.setattr(f"pagoda.{module}.select_device", select)
         settings = {"device": "cuda", "kernels": "torch", "dtype": "float32", "gpu_memory_utilization": 1.0}
         return build_engine_core(EngineConfig.from_options(**{"model": folder, **settings, **options}))
