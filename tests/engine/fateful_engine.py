@@ -5,6 +5,7 @@ while it loads. "die": as soon as it is ready. ENGINE_FATES_FILE: counts the pro
 """
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ def run_short(*args: Any, **options: Any) -> Any:
 
 
 def die(server: process.EngineServer) -> None:
+    server._socket.close(linger=10_000)
+    server._socket.context.term()  # returns once the client has been sent that it is ready
+    time.sleep(0.2)
     os._exit(3)
 
 
