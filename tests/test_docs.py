@@ -112,10 +112,10 @@ def test_the_chinese_readme_has_the_same_commands_and_figures() -> None:
     """Both have the same commands, code, links and numbers; only the sentences differ."""
     english, chinese = ((ROOT / name).read_text() for name in ("README.md", "README.zh-CN.md"))
     assert _code(english) == _code(chinese)
-    assert len(_code(english)) > 40
+    assert len(_code(english)) > 10
     assert _targets(english) - {"README.zh-CN.md"} == _targets(chinese) - {"README.md"}
     assert _numbers(english) == _numbers(chinese)
-    assert len(_numbers(english)) > 30
+    assert len(_numbers(english)) > 20
 
 
 def _code(page: str) -> list[str]:
@@ -172,11 +172,6 @@ def _help(*command: str) -> str:
 def test_the_readme_s_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
     cached_model("smollm2-135m")
     examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    said: list[str] = []
-    for example in examples:
-        exec(compile(example, "README.md", "exec"), {"__name__": "readme"})
-        said.append(capsys.readouterr().out)
-    assert len(said) == 2, "one with LLM, one with AsyncLLM"
-    assert said[0].startswith("The capital of France is ->  Paris")
-    assert "asyncio.run" in examples[1]
-    assert said[1].strip()
+    assert len(examples) == 1
+    exec(compile(examples[0], "README.md", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out.startswith("The capital of France is ->  Paris")
