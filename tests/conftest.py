@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
+from hypothesis import settings
 
 from pagoda.worker.devices import is_available
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+# How long an example takes is the machine's affair.
+settings.register_profile("pagoda", deadline=None)
+settings.load_profile("pagoda")
 
 # Triton decides while it is imported whether kernels are compiled for a GPU or interpreted.
 if not is_available("cuda"):

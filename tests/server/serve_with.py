@@ -1,9 +1,13 @@
-"""`pagoda serve` with another engine process: `python -m tests.server.serve_with MODULE serve FLAGS...`"""
+"""`pagoda serve` with another engine process: `python -m tests.server.serve_with MODULE serve FLAGS...`
+
+Pauses between engines that are of no use are short, so that a server gives up in seconds.
+"""
 
 import sys
 from typing import Any
 
 from pagoda.cli.main import main
+from pagoda.engine.clients import supervisor
 from pagoda.engine.clients.process_client import ProcessClient
 
 
@@ -19,4 +23,5 @@ def use_engine(module: str) -> None:
 
 if __name__ == "__main__":
     use_engine(sys.argv.pop(1))
+    supervisor.MAX_PAUSE_S = 0.1
     main()

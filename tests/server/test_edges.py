@@ -349,7 +349,7 @@ def test_a_browser_can_read_refusals(tmp_path: Path) -> None:
         ):
             got, answer = ask("https://a.example", body, headers)
             assert (got, answer["access-control-allow-origin"]) == (status, "https://a.example")
-            assert {"X-Request-Id", "Retry-After", "X-Ignored-Fields"} == set(
+            assert {"X-Request-Id", "Retry-After", "X-Ignored-Fields", "X-Warning"} == set(
                 answer["access-control-expose-headers"].split(", ")
             )
             assert answer["x-request-id"]
