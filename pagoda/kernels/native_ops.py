@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from ctypes import addressof, byref, c_int32, c_int64
-from functools import partial
+from functools import partial, partialmethod
 
 import torch
 
@@ -52,9 +52,6 @@ class NativeOps:
         self.sample = sampling.sample
         self.top_logprobs = sampling.top_logprobs
         self.mask_logits = sampling.mask_logits
-        for op in OP_TABLE.values():
-            # Views need no kernel: torch's are the same tensors.
-            setattr(self, op.name, partial(self._run, op) if op.slices is None else reference_of(op))
 
     def _run(self, op: Op, *args: object, **kwargs: object) -> object:
         """Call an op's kernel; return its result: a tensor, a tuple of tensors, or None."""
@@ -131,3 +128,14 @@ class NativeOps:
 
     def _pin_worker(self, thread: int, cpus: Sequence[int]) -> bool:
         return self.library["pin_thread"](thread, (c_int32 * len(cpus))(*cpus), len(cpus))
+
+
+# Methods of the class, not of each object: one that refers to itself would hold its packed weights until Python looks
+# for such circles.
+for _op in OP_TABLE.values():
+    # Views need no kernel: torch's are the same tensors.
+    setattr(
+        NativeOps,
+        _op.name,
+        partialmethod(NativeOps._run, _op) if _op.slices is None else staticmethod(reference_of(_op)),
+    )

@@ -6,7 +6,7 @@ No op is named here: a call's inputs, outputs and checks follow from the op tabl
 from collections.abc import Callable, Sequence
 from ctypes import addressof, sizeof
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partialmethod
 from typing import NoReturn, cast
 
 import torch
@@ -90,8 +90,6 @@ class RecordingOps:
             num_layers=like.num_layers,
         )
         self._groups = (RowGroup * len(metadata_of(self.batch)))()
-        for op in FORWARD_OPS.values():
-            setattr(self, op.name, partial(self._view if op.slices is not None else self._record, op))
 
     def __getattr__(self, name: str) -> NoReturn:
         raise NotRecordable(f"{name!r} within a forward")
@@ -210,6 +208,11 @@ class RecordingOps:
             calls[maker[between]] = self._op_call(OP_TABLE[fused], first.arguments, list(call.outputs.values()))
             calls[index] = None
         return [call for call in calls if call is not None]
+
+
+for _op in FORWARD_OPS.values():  # of the class: see NativeOps
+    _method = RecordingOps._view if _op.slices is not None else RecordingOps._record
+    setattr(RecordingOps, _op.name, partialmethod(_method, _op))
 
 
 def record_forward(
