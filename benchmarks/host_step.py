@@ -27,7 +27,7 @@ from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine.wire import EngineFacts
+from pagoda.engine.wire import EngineSizes
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.kernels.batch import ForwardBatch
 from pagoda.kernels.torch_ops import TorchOps
@@ -105,7 +105,7 @@ def measure(num_rows: int, num_steps: int) -> dict[str, float]:
     executor.set_pools(num_blocks, 0)
     clock = SystemClock()
     scheduler = Scheduler(options, CacheConfig(block_size=BLOCK), NoModel.kv_groups, num_blocks, MAX_LEN, clock)
-    core = EngineCore(scheduler, executor, clock, EngineFacts(MAX_LEN, BLOCK, num_blocks, 0), VOCAB, 2)
+    core = EngineCore(scheduler, executor, clock, EngineSizes(MAX_LEN, BLOCK, num_blocks, 0), VOCAB, 2)
     for number in range(num_rows):
         params = SamplingParams(temperature=0, max_tokens=MAX_LEN - 64, ignore_eos=True)
         prompt = np.random.default_rng(number).integers(0, VOCAB, 24).astype(np.int32)
