@@ -24,10 +24,10 @@ RESULTS = Path(__file__).parent / "results"
 QUESTIONS = {
     "offline64": "64 requests at once: tokens per second",
     "single": "One request: tokens per second",
-    "prefix64": "64 requests with the same first 1,024 tokens",
-    "Q4_K_M": "1B in 4 bits, 16 streams: tokens per second",
+    "Q4_K_M streams": "1B in 4 bits, 16 requests: tokens per second",
+    "Q4_K_M prefill": "1B in 4 bits, a prompt: tokens per second",
 }
-"""The charts of the picture, by workload or file: one question each."""
+"""The charts of the picture, by workload, or by file and measure: one question each."""
 MEASURES = {"decode": "one stream", "prefill": "prompt of 512", "streams": "16 streams"}
 PEERS = ("OpenVINO", "vLLM", "llama.cpp")
 WIDTH, LABELS, BARS, LINE = 480, 170, 240, 26
@@ -60,8 +60,9 @@ def charts_of(results: dict[str, list[Row]]) -> list[Chart]:
     for row in results.get("throughput", []):
         found[row["workload"]] = [(one["engine"], one["out_tok_s"]) for one in row["engines"] if one["out_tok_s"]]
     for row in results.get("gguf_speed", []):
-        if "streams" in row:
-            found[row["file"]] = [("pagoda", row["streams pagoda"]), ("llama.cpp", row["streams llama.cpp"])]
+        for measure in MEASURES.keys() & row.keys():
+            speeds = [(engine, row[f"{measure} {engine}"]) for engine in ("pagoda", "llama.cpp")]
+            found[f"{row['file']} {measure}"] = speeds
     return [
         Chart(question, sorted(found[name], key=lambda bar: -bar[1]))
         for name, question in QUESTIONS.items()
