@@ -124,8 +124,9 @@ def _needed(schema: dict[str, Any], kind: Any) -> list[Any]:
     """Return the schemas of what a value of the type `kind` must contain."""
     if kind == "object":
         others = True if "patternProperties" in schema else schema.get("additionalProperties", True)
-        properties = schema.get("properties", {})
-        return [properties.get(name, others) for name in _iterable(schema.get("required")) if isinstance(name, str)]
+        properties = schema.get("properties")
+        known = properties if isinstance(properties, dict) else {}  # the library refuses values of a wrong type
+        return [known.get(name, others) for name in _iterable(schema.get("required")) if isinstance(name, str)]
     count, first = schema.get("minItems"), schema.get("prefixItems", [])
     if kind != "array" or not isinstance(count, int) or not isinstance(first, list):
         return []

@@ -70,7 +70,7 @@ class StructuralTags:
 
     def grammar(self, given: Any) -> str:
         """Return the grammar. Raises RequestError for what is not a structural tag, or not a supported one."""
-        if not isinstance(given, dict) or ("format" not in given and "structures" not in given):
+        if not isinstance(given, dict) or (given.get("format") is None and "structures" not in given):
             raise self._refuse("", f'a structural tag is {{"format": {{"type": ...}}}}, or the older {_OLDER}')
         if given.get("format") is not None:
             part = self._format(given["format"], "format", ())
@@ -96,7 +96,7 @@ class StructuralTags:
     def _format(self, given: Any, place: str, ends: Sequence[str]) -> _Part:
         """ends: strings that end the tag around it, if it is the last part of one."""
         kind = given.get("type") if isinstance(given, dict) else None
-        if kind not in self._kinds:
+        if not isinstance(kind, str) or kind not in self._kinds:
             raise self._refuse(place, f"a format's type is one of {', '.join(self._kinds)} (got {kind!r:.80})")
         self._num_formats += 1
         if self._num_formats > _MAX_FORMATS:
