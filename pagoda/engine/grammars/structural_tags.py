@@ -1,7 +1,7 @@
 """Structural tags: text with structured parts, as a grammar. The format is xgrammar's, and its older one.
 
-Free text (`any_text`, and what is around `triggered_tags`) ends where the tag around it ends: at the first of its end
-strings. Outside of tags it goes on to the end of the output, so nothing may follow it.
+Free text (`any_text`, and what is around `triggered_tags`) ends where the innermost tag with an end around it ends: at
+the first of its end strings. Outside of such tags it goes on to the end of the output, so nothing may follow it.
 """
 
 from collections.abc import Callable, Sequence
@@ -203,17 +203,20 @@ class StructuralTags:
             raise self._refuse(place, "repeat needs 0 <= min <= max <= 10,000, or max -1 for any number")
         return _Part(f"({body}){{{least},{'' if most == -1 else most}}}")
 
-    def _tag(self, given: dict[str, Any], place: str, _ends: Sequence[str]) -> _Part:
+    def _tag(self, given: dict[str, Any], place: str, ends: Sequence[str]) -> _Part:
         begin = self._strings({"begin": given.get("begin")}, "begin", place, allow_empty=True)[0]
-        part = self._tag_after(begin, given, place)
+        part = self._tag_after(begin, given, place, ends)
         return _Part(f"({part.body})", part.follows)
 
-    def _tag_after(self, written: str, tag: Any, place: str) -> _Part:
-        """Return a tag's begin as far as it is `written`, content and end."""
-        ends = [end for end in self._strings(tag, "end", place, allow_empty=True) if end]
-        part = self._format(tag.get("content"), f"{place}/content", ends)
-        follows = _Follows.NOTHING if part.follows is _Follows.NOTHING else _Follows.ANYTHING
-        return _Part(f"{self._literal(written)} {self._closed(part, ends)}", follows)
+    def _tag_after(self, written: str, tag: Any, place: str, ends: Sequence[str] = ()) -> _Part:
+        """Return a tag's begin as far as it is `written`, content and end. One without an end ends as what is around.
+
+        ends: see `_format`.
+        """
+        own_ends = [end for end in self._strings(tag, "end", place, allow_empty=True) if end]
+        part = self._format(tag.get("content"), f"{place}/content", own_ends or ends)
+        follows = _Follows.ANYTHING if own_ends else part.follows
+        return _Part(f"{self._literal(written)} {self._closed(part, own_ends)}", follows)
 
     def _tags(self, given: dict[str, Any], place: str) -> list[tuple[str, dict[str, Any], str]]:
         """Return the begin, the tag and the place of each tag."""
