@@ -125,16 +125,18 @@ def _normal_calls(where: str, calls: Any, form: CallForm) -> list[Any]:
     return normal
 
 
-def _arguments(where: str, given: Any) -> Any:
+def _arguments(where: str, given: Any) -> dict[str, Any]:
     """Return the arguments of a call as an object; none, and JSON's null, are an empty one. Raises RequestError."""
+    arguments = given
     if isinstance(given, str):
         try:
-            given = json.loads(given) if given.strip() else {}
+            arguments = json.loads(given) if given.strip() else {}
         except (ValueError, RecursionError):
-            raise RequestError(f"{where}: expected a string with a JSON object", where) from None
-        if given is not None and not isinstance(given, dict):
-            raise RequestError(f"{where}: expected a string with a JSON object", where)
-    return {} if given is None else given
+            arguments = given
+    if arguments is not None and not isinstance(arguments, Mapping):
+        why = f"expected a JSON object, or a string with one (got {abbreviate(given)})"
+        raise RequestError(f"{where}: {why}", where)
+    return dict(arguments or {})
 
 
 def _content_of_parts(where: str, parts: Sequence[Any], form: ContentForm) -> str | list[dict[str, str]]:

@@ -432,7 +432,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"role": "assistant", "tool_calls": 5}, r"messages\[1\]\.tool_calls is int, expected a list"),
     (
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-        r"tool_calls\[0\]\.function\.arguments: expected a string with a JSON object",
+        r"tool_calls\[0\]\.function\.arguments: expected a JSON object, or a string with one",
     ),
     ({"role": "tool"}, r"messages\[1\] has no content"),
     ({"role": "tool", "content": [{"type": "image_url", "image_url": {}}]}, "this model takes text only"),

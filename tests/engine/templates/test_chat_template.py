@@ -180,3 +180,11 @@ def test_arguments_that_are_nothing_are_an_empty_object(written: object) -> None
     call = {"type": "function", "function": {"name": "f", "arguments": written}}
     turn = normal_message(0, {"role": "assistant", "tool_calls": [call]})
     assert turn["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize("written", [[1], 3, 0, True, False, [], "[1]", "3", "false", '"a"', "a", "{"])
+def test_arguments_that_are_no_object_are_refused(written: object) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": written}}
+    with pytest.raises(RequestError, match="arguments: expected a JSON object, or a string with one") as caught:
+        normal_message(0, {"role": "assistant", "tool_calls": [call]})
+    assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
