@@ -247,6 +247,7 @@ def check_token_ids(request: Request, vocab_size: int) -> None:
     named = {
         "allowed_token_ids": params.allowed_token_ids or (),
         "stop_token_ids": params.stop_token_ids,
+        "logprob_token_ids": params.logprob_token_ids or (),
         "logit_bias": tuple(token for token, _ in params.logit_bias),
         "bad_words_token_ids": tuple(token for word in params.bad_words_token_ids for token in word),
         "forced_eos_token_id": () if params.forced_eos_token_id is None else (params.forced_eos_token_id,),

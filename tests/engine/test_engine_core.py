@@ -134,6 +134,7 @@ def test_token_ids_outside_the_vocabulary_are_refused() -> None:
             ([5], SamplingParams(logit_bias=((2000, 1.0),)), "logit_bias: id 2000"),
             ([5], SamplingParams(bad_words_token_ids=((1, 3000),)), "bad_words_token_ids: id 3000"),
             ([5], SamplingParams(stop_token_ids=(4000,)), "stop_token_ids: id 4000"),
+            ([5], SamplingParams(logprob_token_ids=(1, 4500)), "logprob_token_ids: id 4500"),
             ([5], SamplingParams(forced_eos_token_id=5000), "forced_eos_token_id: id 5000"),
             ([5], SamplingParams(speech=SpeechRules(suppressed=(1, 6000))), "speech: id 6000"),
         ]
