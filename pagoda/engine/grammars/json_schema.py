@@ -271,7 +271,10 @@ class _Rewriter:
         for pattern, schema in list(patterns.items()):
             names = self._listed_names.matched_only(pattern)
             if self._listed_names.is_exhausted:
-                raise self._refuse((*at, "patternProperties"), "too many long names to compare patterns with")
+                raise self._refuse(
+                    (*at, "patternProperties"),
+                    "too many patterns or long names of properties to compare with each other",
+                )
             if names is None or not isinstance(out.get("properties", {}), dict):
                 continue
             del patterns[pattern]

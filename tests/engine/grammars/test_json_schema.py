@@ -11,7 +11,9 @@ import jsonschema
 import pytest
 
 from pagoda.base.errors import RequestError
+from pagoda.engine.grammars import dead_ends
 from pagoda.engine.grammars.json_schema import parse_schema, rewrite_schema
+from pagoda.engine.grammars.llguidance_backend import compile_grammar
 
 EQUIVALENT: dict[str, dict[str, Any]] = {
     "definitions": {
@@ -159,6 +161,53 @@ def test_comparing_patterns_with_names_is_bounded(made: Callable[[str], str]) ->
     with contextlib.suppress(RequestError):
         rewrite_schema(schema, "json")
     assert time.thread_time() - begin_s < 8
+
+
+def test_patterns_that_the_library_refuses_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_compiled = 0
+
+    def counted(*given: Any) -> Any:
+        nonlocal num_compiled
+        num_compiled += 1
+        return compile_grammar(*given)
+
+    monkeypatch.setattr(dead_ends, "compile_grammar", counted)
+    with pytest.raises(RequestError, match="too many patterns or long names"):
+        rewrite_schema({"patternProperties": {f"({i}": True for i in range(20_000)}}, "json")
+    assert num_compiled < 400
+    num_compiled = 0
+    same = {"type": "object", "patternProperties": {"^x-": True, "(": True}}
+    rewrite_schema({"properties": {f"p{i}": same for i in range(60)}}, "json")  # as many documents have it
+    assert num_compiled == 2
+
+
+def test_references_are_followed_in_linear_time() -> None:
+    class Counted(dict[str, Any]):
+        num_reads = 0
+
+        def get(self, *given: Any) -> Any:
+            Counted.num_reads += 1
+            return super().get(*given)
+
+    def reads(count: int) -> int:
+        # each definition needs the next; their order winds from both ends to the middle
+        at = [i for pair in zip(range(count), reversed(range(count)), strict=True) for i in pair][:count]
+        defs: dict[str, Any] = {f"d{i}": None for i in range(count)}
+        for own, following in itertools.pairwise(at):
+            defs[f"d{own}"] = Counted(allOf=[{"$ref": f"d{following}"}])
+        defs[f"d{at[-1]}"] = Counted(type="null")
+        Counted.num_reads = 0
+        assert dead_ends.endless(defs) == set()
+        return Counted.num_reads
+
+    assert reads(600) <= 2 * reads(300)
+
+
+def test_names_with_one_schema_are_followed_once() -> None:
+    schema: Any = {"type": "null"}
+    for _ in range(60):
+        schema = {"type": "object", "required": ["a", "b", "a"], "additionalProperties": schema}
+    assert rewrite_schema(schema, "json") == schema
 
 
 @pytest.mark.parametrize(
