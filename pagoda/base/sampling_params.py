@@ -165,7 +165,7 @@ _READERS: Mapping[str, Reader] = {
     "forced_eos_token_id": partial(read_optional_integer, low=0),
     "logprobs": partial(read_optional_integer, low=-1),
     "prompt_logprobs": partial(read_optional_integer, low=-1),
-    "logprob_token_ids": lambda name, value: read_token_ids(name, value) or None,
+    "logprob_token_ids": lambda name, value: tuple(dict.fromkeys(read_token_ids(name, value))) or None,
     "truncate_prompt_tokens": _read_truncation,
     "truncation_side": _read_side,
     "structured_outputs": _read_structure,
@@ -304,7 +304,9 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True, because they are searched for in the text", "stop")
         if self.logprob_token_ids is not None and self.logprobs not in (None, len(self.logprob_token_ids)):
-            raise refuse("logprobs", self.logprobs, "left out next to logprob_token_ids, or their number")
+            raise refuse(
+                "logprobs", self.logprobs, "left out next to logprob_token_ids, or the number of different ones"
+            )
         if self.beam_search is not None:
             self._check_beam_search()
 

@@ -236,6 +236,9 @@ class CompletionRequest(_TextBody, kw_only=True, frozen=True):
             raise RequestError(f"{field}: 0 is only allowed with echo", field)
         if self.logprobs is True:
             raise RequestError("logprobs: expected an integer >= 0, got true", "logprobs")
+        if self.echo and self.logprob_token_ids:
+            why = "with echo, the prompt's log-probabilities are of the most likely tokens; leave out one of the two"
+            raise RequestError(f"logprob_token_ids: {why}", "logprob_token_ids")
 
     @property
     def num_prompts(self) -> int:

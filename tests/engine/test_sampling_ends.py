@@ -86,7 +86,7 @@ def test_the_whole_vocabulary_may_be_reported(tmp_path: Path, on: DeviceUnderTes
 
 def test_chosen_tokens_are_reported_in_place_of_the_most_likely(llm: LLM) -> None:
     """With the values that all of the vocabulary would have, whatever the neighbours ask for."""
-    chosen = SamplingParams(max_tokens=4, seed=1, n=2, logprob_token_ids=(9, 100, 9), presence_penalty=1.0)
+    chosen = SamplingParams(max_tokens=4, seed=1, n=2, logprob_token_ids=(9, 100, 9), logprobs=2, presence_penalty=1.0)
     others = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=3, logprobs=20), replace(chosen, n=1)]
     answers = llm.generate([[5, 6]] * 4, [chosen, *others], use_tqdm=False)
     for output in (*answers[0].outputs, answers[3].outputs[0]):

@@ -74,7 +74,7 @@ def test_minus_one_asks_for_as_many_logprobs_as_the_server_allows(real_server: L
 
 def test_chosen_tokens_are_reported_in_place_of_the_most_likely(real_server: LiveServer) -> None:
     ids = [260, 17]
-    more = {"max_tokens": 3, "temperature": 0, "logprob_token_ids": ids, "return_tokens_as_token_ids": True}
+    more = {"max_tokens": 3, "temperature": 0, "logprob_token_ids": [*ids, ids[0]], "return_tokens_as_token_ids": True}
     chat = {"messages": [{"role": "user", "content": "Hi"}], **more}
     status, answer = real_server.post("/v1/chat/completions", {**chat, "logprobs": True})
     assert status == 200, answer
@@ -85,8 +85,10 @@ def test_chosen_tokens_are_reported_in_place_of_the_most_likely(real_server: Liv
     answer = real_server.post("/v1/completions", {"prompt": PROMPT, **more})[1]
     for own, top in zip(*(answer["choices"][0]["logprobs"][name] for name in ("tokens", "top_logprobs")), strict=True):
         assert {*top} == {own, *(f"token_id:{i}" for i in ids)}
-    status, answer = real_server.post("/v1/chat/completions", chat)
-    assert (status, answer["error"]["param"]) == (400, "logprob_token_ids")
+    echoed = {"prompt": PROMPT, "echo": True, "logprobs": 1, **more}  # the prompt's would be of other tokens
+    for path, refused in (("/v1/chat/completions", chat), ("/v1/completions", echoed)):
+        status, answer = real_server.post(path, refused)
+        assert (status, answer["error"]["param"]) == (400, "logprob_token_ids")
 
 
 def test_chat_logprobs_and_echo(real_server: LiveServer) -> None:

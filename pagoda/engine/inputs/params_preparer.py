@@ -122,8 +122,7 @@ class ParamsPreparer:
     def _bound_logprobs(self, params: SamplingParams) -> SamplingParams:
         """Return params that say how many log-probabilities are asked for: -1 is as many as the limit allows."""
         if params.logprob_token_ids is not None:
-            ids = tuple(dict.fromkeys(params.logprob_token_ids))
-            params = dataclasses.replace(params, logprob_token_ids=ids, logprobs=len(ids))
+            params = dataclasses.replace(params, logprobs=len(params.logprob_token_ids))
         most = min(self._limits.vocab_size, self._limits.max_logprobs)
         names = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
         return dataclasses.replace(params, **dict.fromkeys(names, most)) if names else params
