@@ -52,7 +52,10 @@ class RequestLimits:
 
     tokenized_chars: Annotated[
         int,
-        Counted("characters in a text that may be longer than the context (`/tokenize`, `truncate_prompt_tokens`)"),
+        Counted(
+            "characters in texts that may be longer than the context (`/tokenize`, `truncate_prompt_tokens`, "
+            "`max_tokens_per_doc`)"
+        ),
     ] = 1_048_576
     stop_strings: Annotated[int, Counted("strings in `stop`")] = 64
     stop_chars: Annotated[int, Counted("characters in all strings of `stop`")] = 8_192

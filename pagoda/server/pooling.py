@@ -11,6 +11,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.pooling import PoolingParams
 from pagoda.engine.inputs.adapters import Adapter
@@ -55,6 +56,8 @@ router = Router()
 
 _ELEMENTS_PER_TOKEN = 16
 """So many elements of a vector take as long to encode as a token with 20 log-probabilities."""
+_CHARS_PER_TOKEN = 1024
+"""So many characters of a document, too."""
 
 B = TypeVar("B", bound=PoolingBody, covariant=True)
 D = TypeVar("D")
@@ -85,6 +88,11 @@ class Pooled:
     vectors: list[np.ndarray]
     usage: PoolingUsage
 
+    @property
+    def num_elements(self) -> int:
+        """Elements of all vectors."""
+        return sum(vector.size for vector in self.vectors)
+
     async def answer(self, kind: type[PooledList[D]], entry: Callable[[int, np.ndarray], D]) -> Response:
         """Return the answer with an entry for each vector.   entry: from its index and the vector."""
 
@@ -92,8 +100,7 @@ class Pooled:
             data = [entry(index, vector) for index, vector in enumerate(self.vectors)]
             return json_response(kind(id=self.id, created=self.created, model=self.model, data=data, usage=self.usage))
 
-        num_elements = sum(vector.size for vector in self.vectors)
-        return await run_sized(num_elements // _ELEMENTS_PER_TOKEN, respond)
+        return await run_sized(self.num_elements // _ELEMENTS_PER_TOKEN, respond)
 
 
 @router.post("/v1/embeddings", answer=EmbeddingResponse, body=EmbeddingRequest)
@@ -138,10 +145,14 @@ async def create_score(http: Request) -> Response:
     """Return how well each pair of texts matches."""
     call = await _read(http, ScoreRequest, "score")
     first, second = call.body.texts()
-    pooled, scores = await _score(call, first, second, call.body.names)
-    data = [ScoreData(index=index, score=score) for index, score in enumerate(scores)]
-    answer = ScoreResponse(id=pooled.id, created=pooled.created, model=pooled.model, data=data, usage=pooled.usage)
-    return json_response(answer)
+    pooled, scoring = await _score(call, first, second, call.body.names)
+
+    def respond() -> Response:
+        data = [ScoreData(index=index, score=score) for index, score in enumerate(scoring.scores(pooled.vectors))]
+        answer = ScoreResponse(id=pooled.id, created=pooled.created, model=pooled.model, data=data, usage=pooled.usage)
+        return json_response(answer)
+
+    return await run_sized(pooled.num_elements // _ELEMENTS_PER_TOKEN, respond)
 
 
 @router.post("/v1/rerank", answer=RerankResponse, body=RerankRequest)
@@ -151,13 +162,19 @@ async def create_ranking(http: Request) -> Response:
     """Return documents in the order of how well they match a query."""
     call = await _read(http, RerankRequest, "rerank")
     body, texts = call.body, call.body.texts()
-    pooled, scores = await _score(call, [body.query], texts, ("query", "documents"))
-    order = sorted(range(len(scores)), key=lambda index: -scores[index])  # stable: of equals, the first
-    results = [RerankResult(index=index, relevance_score=scores[index]) for index in order[: body.top_n or None]]
-    if body.return_documents:
-        for result in results:
-            result.document = RankedDocument(texts[result.index])
-    return json_response(RerankResponse(id=pooled.id, model=pooled.model, usage=pooled.usage, results=results))
+    pooled, scoring = await _score(call, [body.query], texts, ("query", "documents"))
+
+    def respond() -> Response:
+        scores = scoring.scores(pooled.vectors)
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])  # stable: of equals, the first
+        results = [RerankResult(index=index, relevance_score=scores[index]) for index in order[: body.top_n or None]]
+        if body.return_documents:
+            for result in results:
+                result.document = RankedDocument(texts[result.index])
+        return json_response(RerankResponse(id=pooled.id, model=pooled.model, usage=pooled.usage, results=results))
+
+    num_chars = sum(map(len, texts)) if body.return_documents else 0
+    return await run_sized(pooled.num_elements // _ELEMENTS_PER_TOKEN + num_chars // _CHARS_PER_TOKEN, respond)
 
 
 async def _read(http: Request, kind: type[B], id_prefix: str) -> Call[B]:
@@ -172,8 +189,8 @@ async def _read(http: Request, kind: type[B], id_prefix: str) -> Call[B]:
 
 async def _score(
     call: Call[PairBody], first: list[str], second: list[str], names: tuple[str, str]
-) -> tuple[Pooled, list[float]]:
-    """Score pairs of texts.   names: of the fields that the texts are in."""
+) -> tuple[Pooled, Scoring]:
+    """Pool pairs of texts; return what makes scores of the vectors, too.   names: of the fields of the texts."""
     body, text = call.body, call.state.starter.llm.text
     call.state.check_template(body.chat_template)
     async with call.state.starter.admitted(call.http, len(second)) as place:
@@ -183,7 +200,7 @@ async def _score(
         of_prompts = of_second if len(scoring.prompts) == len(second) else [*of_first, *of_second]
         asked = RawPrompts(scoring.prompts, scoring.params, of_prompts, call.lora)
         pooled = await _pool(call, place, asked)
-    return pooled, scoring.scores(pooled.vectors)
+    return pooled, scoring
 
 
 def _numbered(name: str, count: int) -> list[str]:
@@ -240,8 +257,17 @@ def _written(body: VectorBody) -> Callable[[np.ndarray], Any]:
         if body.embed_dtype == "bfloat16":
             bits = vector.astype(np.float32, copy=False).view(np.uint32)
             numbers = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(f"{order}u2")  # to the nearest, ties to even
+        elif body.embed_dtype == "float16":
+            with np.errstate(over="ignore"):
+                numbers = vector.astype(f"{order}f2")
+            if np.any(np.isinf(numbers) & np.isfinite(vector)):
+                raise RequestError(
+                    f"embed_dtype: float16 holds numbers of up to 65504, and one of this answer is "
+                    f"{np.abs(vector).max():.6g}: ask for bfloat16 or float32, or set normalize to true",
+                    "embed_dtype",
+                )
         else:
-            numbers = vector.astype(f"{order}f{2 if body.embed_dtype == 'float16' else 4}")
+            numbers = vector.astype(f"{order}f4")
         return base64.b64encode(numbers.tobytes()).decode("ascii")
 
     return as_base64

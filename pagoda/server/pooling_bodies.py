@@ -204,7 +204,7 @@ class PairBody(PoolingBody, kw_only=True, frozen=True):
             for index, text in enumerate(texts):
                 if not text:
                     raise RequestError(f"{name}[{index}]: is empty", f"{name}[{index}]")
-        if self.truncate_prompt_tokens is not None:
+        if self.truncate_prompt_tokens is not None or self.pair_options().max_second:
             num_chars = sum(len(text) for texts in given.values() for text in texts)
             limits.check("tokenized_chars", num_chars, next(iter(given)))
 

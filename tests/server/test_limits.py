@@ -9,7 +9,7 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits, describe_limits
 from pagoda.server.body import Body, parse_body
-from pagoda.server.pooling_bodies import EmbeddingRequest
+from pagoda.server.pooling_bodies import EmbeddingRequest, RerankRequest
 from pagoda.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -42,6 +42,12 @@ CASES: list[tuple[str, type[Body], dict[str, Any], str]] = [
         CompletionRequest,
         {"prompt": ["x" * 600_000] * 2, "truncate_prompt_tokens": 5},
         "prompt",
+    ),
+    (
+        "tokenized_chars",
+        RerankRequest,
+        {"query": "x", "documents": ["x" * 600_000, {"text": "x" * 600_000}], "max_tokens_per_doc": 1},
+        "documents",
     ),
     ("stop_strings", CompletionRequest, {"prompt": "x", "stop": ["a"] * 65}, "stop"),
     ("stop_chars", CompletionRequest, {"prompt": "x", "stop": "a" * 60_000}, "stop"),

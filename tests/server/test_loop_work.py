@@ -5,17 +5,24 @@ The routes and their fields are read from the server's own list, so a new one is
 
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 from msgspec import inspect as kinds
+from starlette.responses import Response
 
+from pagoda.server import pooling
+from pagoda.server.answers import PoolingUsage, PromptTokensDetails
 from pagoda.server.app import _INVOKED, ENDPOINTS
+from pagoda.server.pooling import Pooled
 from pagoda.server.routing import Endpoint
+from pagoda.server.sending import json_response
 from tests.server.in_process import served
 
 SIZES = (16_000, 128_000, 500_000)
@@ -182,3 +189,27 @@ def test_what_runs_on_the_loop_does_not_grow_with_the_body(endpoint: Endpoint) -
     served(test)
     assert grown == {}, f"lines and calls on the loop, for bodies of {SIZES} bytes"
     assert near_large == set(), "calls of functions in C that may read a large value"
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_large_rankings_are_made_on_a_thread(monkeypatch: pytest.MonkeyPatch, returns: bool) -> None:
+    class Scores:
+        def scores(self, vectors: list[np.ndarray]) -> list[float]:
+            return [0.5] * 2
+
+    async def score(*_: object) -> tuple[Pooled, Scores]:
+        return Pooled("id", 0, "m", [np.ones(4, np.float32)] * 2, PoolingUsage(1, 1, PromptTokensDetails(0))), Scores()
+
+    def encode(answer: Any) -> Response:
+        threads.append(threading.current_thread())
+        return json_response(answer)
+
+    async def test(http: httpx.AsyncClient) -> None:
+        body = {"query": "a", "documents": ["b" * 500_000, "c"], "return_documents": returns}
+        assert (await http.post("/rerank", json=body)).status_code == 200
+
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(pooling, "_score", score)
+    monkeypatch.setattr(pooling, "json_response", encode)
+    served(test)
+    assert [one is threading.main_thread() for one in threads] == [not returns]

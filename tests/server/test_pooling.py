@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.server.body import parse_body
+from pagoda.server.pooling import _written
 from pagoda.server.pooling_bodies import EmbeddingRequest
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
 
@@ -81,6 +83,17 @@ def test_a_form_that_is_not_served_is_refused(fake_server: LiveServer, more: dic
     """Ignoring it would have the client decode noise."""
     status, answer = fake_server.post("/v1/embeddings", {"input": "a", **more})
     assert (status, answer["error"]["param"]) == (400, param)
+
+
+def test_a_number_that_float16_cannot_hold_is_refused() -> None:
+    """Else it would be an infinity, with status 200."""
+    body = {"input": "a", "encoding_format": "base64", "embed_dtype": "float16"}
+    write = _written(parse_body(json.dumps(body).encode(), EmbeddingRequest, RequestLimits()))
+    largest = base64.b64decode(write(np.array([-65_504, 65_519], np.float32)))
+    assert np.frombuffer(largest, "<f2").tolist() == [-65_504, 65_504]
+    with pytest.raises(RequestError, match="one of this answer is 70000: ask for bfloat16 or float32") as got:
+        write(np.array([1, -70_000], np.float32))
+    assert got.value.param == "embed_dtype"
 
 
 def test_a_model_that_was_not_trained_for_scores_says_so(fake_server: LiveServer) -> None:
