@@ -127,12 +127,14 @@ async def _plan(http: Request, state: ServerState, body: ChatCompletionRequest) 
         http, lambda: body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs, defaults)
     )
     tokenizer = inputs.tokenizer
+    argument_types = await run_for_body(http, use.argument_types)
     params = plain
     if use.has_grammar(body, plain):  # tools may have large schemas
         params = await state.starter.llm.text.write_grammar(lambda: use.constrain(body, plain, tokenizer))
     # Nothing is awaited after this: its images are in memory, uncounted until `RequestStarter.begin` counts them.
     prompt = await state.render(http, body, body.template_kwargs, use.tools, body.truncate_prompt_tokens is None)
-    parser = TOOL_PARSERS[use.parser] if use.parser is not None else None
+    is_formatted = plain.structured_outputs is not None and not use.is_forced  # by the request itself: not a call
+    parser = TOOL_PARSERS[use.parser] if use.parser is not None and not is_formatted else None
     if parser is not None and parser.keeps_special_tokens:
         params = dataclasses.replace(params, skip_special_tokens=False)
     reasons = template_reasons(template)
@@ -145,7 +147,7 @@ async def _plan(http: Request, state: ServerState, body: ChatCompletionRequest) 
     def answer_format(head: Head, generation: Generation) -> ChatFormat:
         readers = [
             Reader(
-                parser(use.schemas) if parser is not None else None,
+                parser(argument_types) if parser is not None else None,
                 ReasoningSplitter(inside=is_thinking) if reasons else None,
                 tokenizer.token_bytes,
                 use.is_forced,

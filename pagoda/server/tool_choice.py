@@ -13,7 +13,7 @@ from pagoda.server.errors import ApiError
 from pagoda.server.protocol import ChatCompletionRequest, NamedTool
 from pagoda.server.state import ServerState
 from pagoda.server.tool_parsers import TOOL_PARSERS
-from pagoda.server.tool_parsers.base import Schemas
+from pagoda.server.tool_parsers.argument_types import ANY_ARGUMENTS, ArgumentTypes, argument_types
 
 _GENERIC = "hermes"
 
@@ -53,11 +53,12 @@ class ToolUse:
             )
         return cls(tools, parser, is_generic, is_forced)
 
-    @property
-    def schemas(self) -> Schemas:
-        """The JSON schema of each tool's arguments, by its name."""
+    def argument_types(self) -> dict[str, ArgumentTypes]:
+        """Return each tool's name, with the types of its arguments if the parser reads them: that takes time."""
         functions = [tool["function"] for tool in self.tools]
-        return {one["name"]: one.get("parameters") or True for one in functions}
+        if self.parser is None or not TOOL_PARSERS[self.parser].reads_types:
+            return dict.fromkeys((one["name"] for one in functions), ANY_ARGUMENTS)
+        return argument_types({one["name"]: one.get("parameters") or True for one in functions})
 
     @property
     def _format(self) -> CallFormat | None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pagoda.base.errors import ConfigError
 from pagoda.server.chat import ReasoningSplitter, opens_reasoning
 from pagoda.server.tool_parsers import TOOL_PARSERS, parser_for_template, parser_named
+from pagoda.server.tool_parsers.argument_types import argument_types
 from pagoda.server.tool_parsers.base import ToolParser, merged
 from pagoda.server.tool_parsers.formats import HermesParser, LlamaJsonParser, NamedCallParser
 
@@ -27,7 +28,7 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, ob
 def made(name: str) -> ToolParser:
     types = {"s": "string", "n": "integer", "o": "object"}
     properties = {key: {"type": kind} for key, kind in types.items()}
-    return TOOL_PARSERS[name]({"f": {"type": "object", "properties": properties}})
+    return TOOL_PARSERS[name](argument_types({"f": {"type": "object", "properties": properties}}))
 
 
 HERMES = [
@@ -87,6 +88,11 @@ LLAMA = [
     (' {"name": "f", "para', ' {"name": "f", "para', []),
     ('{"name": "f"}; {"answer": 42} .', '; {"answer": 42} .', [("f", {})]),
     ('{"name": "f"} done', " done", [("f", {})]),
+    ('{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
+    ('{"name": "Bob"}', '{"name": "Bob"}', []),
+    ('{"name": "f", "age": 3} .', '{"name": "f", "age": 3} .', []),
+    ('<|python_tag|>{"name": "g"}', "", [("g", {})]),
+    ('I call {"name": "f"}', "I call", [("f", {})]),
 ]
 
 
@@ -99,7 +105,20 @@ def test_hermes_calls_in_any_chunks(text: str, content: str, calls: list[object]
 @pytest.mark.parametrize(("text", "content", "calls"), LLAMA)
 @given(data=st.data())
 def test_llama_calls_in_any_chunks(text: str, content: str, calls: list[object], data: st.DataObject) -> None:
-    assert read(LlamaJsonParser(), cut(text, data)) == (content, calls)
+    assert read(made("llama_json"), cut(text, data)) == (content, calls)
+
+
+@pytest.mark.parametrize("name", ["mistral", "granite"])
+@given(data=st.data())
+def test_a_list_of_objects_that_have_names_is_text_without_the_mark(name: str, data: st.DataObject) -> None:
+    for text in (
+        '[{"name": "Bob", "age": 3}, {"name": "Ann", "age": 5}]',
+        '[{"name": "Bob"}]',
+        '[{"name": "f", "n": 1}]',
+    ):
+        assert read(made(name), cut(text, data)) == (text, [])
+    assert read(made(name), cut('[{"name": "f"}, {"name": "f"}]', data)) == ("", [("f", {})] * 2)
+    assert read(made(name), cut(PIECES[name][0] + '[{"name": "g"}]', data)) == ("", [("g", {})])
 
 
 @given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", " ", "\n", "{", "}", '"name"', ":", "1", "x", "<"])))
@@ -118,14 +137,15 @@ def test_a_llama_answer_without_a_valid_call_loses_nothing(pieces: list[str]) ->
     assert read(LlamaJsonParser(), pieces) == read(LlamaJsonParser(), [text]) == (text, [])
 
 
-SHARED_PIECES = [*' \n[]{},;1"', '"x"', "prose"]
+NAMED = '{"name": "Bob", "age": 3}'
+SHARED_PIECES = [*' \n[]{},;1"', '"x"', "prose", NAMED, "٢"]
 CALL = '{"name": "f", "arguments": {"a": [1]}}'
 SECTION = ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool"]
 TAGS = ["<tool_call>", "</tool_call>", "<tool"]
 PIECES: dict[str, list[str]] = {
     "hermes": ["<tool_call>", "</tool_call>", "<tool", CALL],
-    "llama_json": [*LLAMA_PIECES[:2], CALL, '{"a": 1}'],
-    "pythonic": ["[f(a=1)]", "[g()]", "[f(a='x]')", "f(a=1)", "a='"],
+    "llama_json": [*LLAMA_PIECES[:2], CALL, '{"a": 1}', '{"name": "f"}'],
+    "pythonic": ["[f(a=1)]", "[g()]", "[f(a='x]')", "f(a=1)", "a='", "[f(a=1٢)]"],
     "mistral": ["[TOOL_CALLS]", "[TOOL", f"[{CALL}]", f"[{CALL}, {CALL}]", '[{"a": 1}]'],
     "granite": ["<|tool_call|>", "<|tool", f"[{CALL}]", f"[{CALL}, {CALL}]", '[{"a": 1}]'],
     "deepseek_v3": [*SECTION, 'function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```'],
@@ -265,7 +285,8 @@ def test_pythons_strings_become_json_as_they_are_written(text: str, data: st.Dat
 
 
 def test_a_value_that_is_no_literal_of_python_becomes_a_string() -> None:
-    text, expected = "[f(x=1, y=bär, z=[a.b, 01])] hi", {"x": 1, "y": "bär", "z": ["a.b", "01"]}
+    text = "[f(x=1, y=bär, z=[a.b, 01], d=1٢)] hi"
+    expected = {"x": 1, "y": "bär", "z": ["a.b", "01"], "d": "1٢"}
     assert read(made("pythonic"), list(text)) == read(made("pythonic"), [text]) == (" hi", [("f", expected)])
 
 
@@ -303,12 +324,15 @@ def test_newlines_around_a_value_may_be_missing(data: st.DataObject) -> None:
         ({}, "NaN", "NaN"),
         ({}, "-Infinity", "-Infinity"),
         ({}, "1e999", "1e999"),
+        ({}, "1٢", "1٢"),
+        ({"type": "integer"}, "٢", "٢"),
+        ({}, "-१.5e१", "-१.5e१"),
         ({}, r'["\ud800"]', ["\ud800"]),
         ({}, r'{"é\udfff": "é"}', {"é\udfff": "é"}),
     ],
 )
 def test_the_schema_says_what_is_a_string_and_everything_is_json(schema: object, value: str, read_as: object) -> None:
-    parser = TOOL_PARSERS["glm"]({"f": {"type": "object", "properties": {"x": schema}}})
+    parser = TOOL_PARSERS["glm"](argument_types({"f": {"type": "object", "properties": {"x": schema}}}))
     text = f"<tool_call>f\n<arg_key>x</arg_key><arg_value>{value}</arg_value></tool_call>"
     pieces = parser.feed(text).calls
     assert json.loads("".join(piece.arguments for piece in pieces)) == {"x": read_as}

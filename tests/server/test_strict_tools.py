@@ -145,7 +145,7 @@ def test_properties_that_are_no_mapping_say_nothing_of_the_arguments() -> None:
     function = {"name": "f", "parameters": {"properties": [1]}}
     body = msgspec.convert({**ASK, "tools": [{"type": "function", "function": function}]}, ChatCompletionRequest)
     state: Any = SimpleNamespace(tool_parser="glm", tool_parser_for=lambda _: "glm")
-    parser = TOOL_PARSERS["glm"](ToolUse.of(body, state, HERMES).schemas)
+    parser = TOOL_PARSERS["glm"](ToolUse.of(body, state, HERMES).argument_types())
     assert parser.feed("<tool_call>f\n<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>").calls
 
 

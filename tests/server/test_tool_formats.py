@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda.server.tool_parsers import TOOL_PARSERS
-from pagoda.server.tool_parsers.base import Schemas, ToolCall, ToolParser, merged
+from pagoda.server.tool_parsers.argument_types import MAX_STEPS, ArgumentTypes, argument_types
+from pagoda.server.tool_parsers.base import ToolCall, ToolParser, merged
 from tests.server.test_parsers import WRITTEN
 
 NAMED = {
@@ -33,8 +34,7 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[ToolCall]]:
 
 
 def made(name: str, schema: Any = True) -> ToolParser:
-    schemas: Schemas = {"fun_xq": schema, "f": schema}
-    return TOOL_PARSERS[name](schemas)
+    return TOOL_PARSERS[name](argument_types({"fun_xq": schema, "f": schema}))
 
 
 def sample(name: str) -> str:
@@ -142,6 +142,31 @@ def test_references_without_end_are_read_once() -> None:
     schema = {"properties": {"x": {"$ref": "#/$defs/d0"}}, "$defs": loop}
     text = "<tool_call>f\n<arg_key>x</arg_key><arg_value>7</arg_value></tool_call>"
     assert arguments("glm", text, schema) == [("f", {"x": 7})]
+
+
+def test_a_schema_of_any_depth_and_size_is_looked_at_within_bounds() -> None:
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(500)} | {"d500": {"type": "string"}}
+    text = "<tool_call>f\n<arg_key>x</arg_key><arg_value>7</arg_value></tool_call>"
+    for ref in ("#/$defs/d0", f"#/anyOf/{'9' * 5000}"):
+        assert arguments("glm", text, {"properties": {"x": {"$ref": ref}}, "$defs": chain}) == [("f", {"x": 7})]
+    near = {"properties": {"x": {"$ref": "#/$defs/d450"}}, "$defs": chain}
+    assert arguments("glm", text, near) == [("f", {"x": "7"})]
+    nested: Any = {"type": "string"}
+    for _ in range(500):
+        nested = {"allOf": [nested]}
+    assert arguments("glm", text, {"properties": {"x": nested}}) == [("f", {"x": 7})]
+    wide = {"properties": {f"p{i}": {"type": "string"} for i in range(500)}, "anyOf": [{"title": "t"}] * 500}
+    types = argument_types({"narrow": {"properties": {"x": {"type": "string"}}}, "wide": wide, "f": wide})
+    assert sum(one.num_steps for one in types.values()) < 2 * MAX_STEPS
+    assert types["narrow"].of("x") == types["wide"].of("p0") == {"string"} < types["wide"].of("p499")
+    assert types["wide"].of("none") == types["f"].of("p0") == ArgumentTypes(True).of("p0")
+
+
+def test_a_schema_is_looked_at_before_the_answer_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = made("glm", {"properties": {"x": {"type": "string"}}})
+    monkeypatch.delattr(ArgumentTypes, "_types")
+    text = "<tool_call>f\n<arg_key>x</arg_key><arg_value>7</arg_value></tool_call>"
+    assert [call.arguments for call in read(parser, [text])[1]] == ['{"x": "7"}']
 
 
 # ---- calls that are nearly right

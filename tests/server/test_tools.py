@@ -121,6 +121,12 @@ def test_the_parser_is_that_of_the_requests_own_template(client: openai.OpenAI, 
 
 
 @pytest.mark.parametrize("ask", [whole, streamed])
+def test_an_answer_in_the_requests_own_format_is_not_a_call(client: openai.OpenAI, ask: Any) -> None:
+    for form in ({"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": r"\{.*"}}):
+        assert ask(client, 1, extra_body={"chat_template": LLAMA, **form}) == (SAID[1], [], "", "stop")
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
 def test_reasoning_comes_apart_from_calls(client: openai.OpenAI, ask: Any) -> None:
     thinking = {"chat_template": THINKING}
     assert ask(client, 2, extra_body=thinking) == ("", [ZURICH], "Where? 2 < 3, so Zürich.\n", "tool_calls")

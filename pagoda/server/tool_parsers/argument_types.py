@@ -1,10 +1,15 @@
 """The JSON types that a tool's arguments may have, as a validator of its schema would see them."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 Types = frozenset[str]
 _ALL: Types = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+MAX_STEPS = 20_000  # tens of milliseconds, for all tools of a request together
+_MAX_DEPTH = 64
+_OTHER = "\ud800"  # an argument that no schema lists: a body's strings are Unicode
+_INDEX = re.compile("[0-9]{1,9}")
 
 
 def type_of(value: object) -> str:
@@ -16,42 +21,67 @@ def type_of(value: object) -> str:
 
 
 class ArgumentTypes:
-    """The types of one tool's arguments.   schema: that of the object of all arguments, with its definitions."""
+    """The types of one tool's arguments, worked out when this is made: that takes time, parsing an answer must not.
 
-    def __init__(self, schema: Any) -> None:
+    schema: that of the object of all arguments, with its definitions.
+    max_steps: how many of its schemas are looked at, the same one for each argument anew. Arguments that this does not
+    suffice for may have all types, and so may what is nested or referred to too deeply.   num_steps: those taken.
+    """
+
+    def __init__(self, schema: Any, max_steps: int = MAX_STEPS) -> None:
+        self.num_steps = 0
+        self._max_steps = max_steps
         self._schema = schema
-        self._by_ref: dict[tuple[str, str | None], Types] = {}
+        self._names: dict[str, None] = {}  # of the arguments that the schema lists
+        self._found: dict[tuple[int, str | None], Types] = {}  # by the schema's id
+        self._others = self._types(schema, _OTHER, 0) or _ALL
+        self._by_name: dict[str, Types] = {}
+        for name in self._names:
+            types = self._types(schema, name, 0) or _ALL
+            if self.num_steps >= max_steps:
+                self._others = _ALL
+                break
+            self._by_name[name] = types
+        self._found.clear()
 
     def of(self, name: str) -> Types:
         """Return the types that an argument may have; all, if the schema says nothing or allows none."""
-        return self._types(self._schema, name) or _ALL
+        return self._by_name.get(name, self._others)
 
-    def _types(self, schema: Any, name: str | None) -> Types:
+    def _types(self, schema: Any, name: str | None, depth: int) -> Types:
         """Return the types of what the schema describes, or of its property `name`."""
+        self.num_steps += 1
         if not isinstance(schema, Mapping):
             return frozenset() if schema is False and name is None else _ALL
-        found = self._of_property(schema, name) if name is not None else _own_types(schema)
+        key = (id(schema), name)
+        if key not in self._found:
+            if depth > _MAX_DEPTH or self.num_steps >= self._max_steps:
+                return _ALL
+            self._found[key] = _ALL  # of a reference to itself
+            self._found[key] = self._combined(schema, name, depth + 1)
+        return self._found[key]
+
+    def _combined(self, schema: Mapping[str, Any], name: str | None, depth: int) -> Types:
+        found = self._of_property(schema, name, depth) if name is not None else _own_types(schema)
         if isinstance(ref := schema.get("$ref"), str):
-            found &= self._referenced(ref, name)
+            found &= self._types(self._target(ref), name, depth)
         for part in _schemas(schema.get("allOf")):
-            found &= self._types(part, name)
+            found &= self._types(part, name, depth)
         for keyword in ("anyOf", "oneOf"):
             if parts := _schemas(schema.get(keyword)):
-                found &= frozenset[str]().union(*(self._types(part, name) for part in parts))
+                found &= frozenset[str]().union(*(self._types(part, name, depth) for part in parts))
         return found
 
-    def _of_property(self, schema: Mapping[str, Any], name: str) -> Types:
+    def _of_property(self, schema: Mapping[str, Any], name: str, depth: int) -> Types:
         properties = schema.get("properties")
-        if isinstance(properties, Mapping) and name in properties:
-            return self._types(properties[name], None)
+        if isinstance(properties, Mapping):
+            if name == _OTHER:
+                self._names |= dict.fromkeys(properties)
+            if name in properties:
+                return self._types(properties[name], None, depth)
         others = schema.get("additionalProperties")
-        return self._types(others, None) if isinstance(others, Mapping) and "patternProperties" not in schema else _ALL
-
-    def _referenced(self, ref: str, name: str | None) -> Types:
-        if (ref, name) not in self._by_ref:
-            self._by_ref[ref, name] = _ALL  # of a reference to itself
-            self._by_ref[ref, name] = self._types(self._target(ref), name)
-        return self._by_ref[ref, name]
+        is_said = isinstance(others, Mapping) and "patternProperties" not in schema
+        return self._types(others, None, depth) if is_said else _ALL
 
     def _target(self, ref: str) -> Any:
         """Return what a JSON pointer of this schema points to; True, which allows all, if there is no such place."""
@@ -62,11 +92,24 @@ class ArgumentTypes:
             step = step.replace("~1", "/").replace("~0", "~")
             if isinstance(place, Mapping) and step in place:
                 place = place[step]
-            elif isinstance(place, list) and step.isdecimal() and int(step) < len(place):
+            elif isinstance(place, list) and _INDEX.fullmatch(step) is not None and int(step) < len(place):
                 place = place[int(step)]
             else:
                 return True
         return place
+
+
+ANY_ARGUMENTS = ArgumentTypes(True)
+
+
+def argument_types(schemas: Mapping[str, Any]) -> dict[str, ArgumentTypes]:
+    """Return the types of each tool's arguments.   schemas: of the object of its arguments, by tool."""
+    types: dict[str, ArgumentTypes] = {}
+    num_left = MAX_STEPS
+    for tool, schema in schemas.items():
+        types[tool] = ArgumentTypes(schema, num_left)
+        num_left -= types[tool].num_steps
+    return types
 
 
 def _own_types(schema: Mapping[str, Any]) -> Types:

@@ -13,10 +13,9 @@ from typing import Any, ClassVar, TypeVar
 
 from pagoda.base.text import is_encodable
 from pagoda.engine.grammars.tool_grammar import CallFormat
+from pagoda.server.tool_parsers.argument_types import ArgumentTypes
 from pagoda.server.tool_parsers.literals import LiteralReader
 
-Schemas = Mapping[str, Any]
-"""By tool: the JSON schema of the object of its arguments."""
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 """What yields wherever it needs more text, and returns a T."""
@@ -69,10 +68,12 @@ class ToolParser:
     VLLMS_NAMES: ClassVar[tuple[str, ...]] = ()
     keeps_special_tokens = False
     """The text of special tokens is part of the format."""
+    reads_types = False
+    """The format does not say of which type a value is."""
 
-    def __init__(self, schemas: Schemas | None = None) -> None:
-        """schemas: of the arguments, for formats that do not say of which type a value is."""
-        self.schemas = schemas or {}
+    def __init__(self, tools: Mapping[str, ArgumentTypes] | None = None) -> None:
+        """tools: those that may be called, by name; the types of their arguments matter only if `reads_types`."""
+        self.tools = tools or {}
         self.text = self.space = ""
         self.is_over = False
         self.parsed = Parsed()
@@ -176,11 +177,12 @@ class ToolParser:
                 return reader.is_done
             yield
 
-    def json_call(self, needs_arguments: bool = False) -> Reading[str | None]:
+    def json_call(self, is_marked: bool = True) -> Reading[str | None]:
         """Read {"name": ..., "arguments": {...}}. Return None, or if it is not a call, what was read.
 
         Its arguments are passed on as they come if the name is in front of them.
-        needs_arguments: without them it is not a call.
+        is_marked: the format's mark is in front. Without it, an object that has no arguments is only a call if it is
+        the name of a known tool and nothing else: any answer in JSON may have a name.
         """
         if not (yield from self.comes("{")):
             return ""
@@ -199,12 +201,17 @@ class ToolParser:
             yield
         read, self.text = self.text[: reader.at], self.text[reader.at :]
         members = _members(written) if reader.is_done else {}
-        call = _as_call(members, needs_arguments)
-        if members is None or call is None:
+        call = _as_call(members)
+        if members is None or call is None or not (is_marked or self._is_sure(members)):
             return read
         self.begin(call.name or "", call.arguments)
         self._keep({name: value for name, value in members.items() if name not in _CALL_KEYS})
         return None
+
+    def _is_sure(self, members: dict[str, Any]) -> bool:
+        """Return whether an object without a mark is a call."""
+        has_arguments = "arguments" in members or "parameters" in members
+        return has_arguments or (len(members) == 1 and members["name"] in self.tools)
 
     def _end_of_object(self) -> Reading[None]:
         """Read the end of the object whose arguments were read, and its other members."""
@@ -260,13 +267,13 @@ def _members(written: str) -> dict[str, Any] | None:
         return None
 
 
-def _as_call(members: dict[str, Any] | None, needs_arguments: bool) -> ToolCall | None:
+def _as_call(members: dict[str, Any] | None) -> ToolCall | None:
     """Return the call in {"name": ..., "arguments" or "parameters": ...}; None if it is not one or not encodable.
 
     Arguments may be an object, a string with the JSON of one, or nothing.
     """
     given = [name for name in ("arguments", "parameters") if members and name in members]
-    if members is None or not isinstance(members.get("name"), str) or len(given) > 1 or len(given) < needs_arguments:
+    if members is None or not isinstance(members.get("name"), str) or len(given) > 1:
         return None
     arguments = members[given[0]] if given else {}
     try:

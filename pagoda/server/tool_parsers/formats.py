@@ -34,7 +34,7 @@ class LlamaJsonParser(ToolParser):
     """Llama 3: {"name": ..., "parameters": ...}, or several separated by semicolons.
 
     <|python_tag|> may precede them. The tag and semicolons are dropped with the call that follows them; where none
-    follows, they come out as text. After some text, an object is a call only if it begins as one and has parameters.
+    follows, they come out as text. After some text, an object without the tag is a call only if it begins as one.
     """
 
     TAG = "<|python_tag|>"
@@ -54,14 +54,16 @@ class LlamaJsonParser(ToolParser):
                 before += mark
             else:
                 self.text = mark + self.text
-            yield from self._calls(before, needs_arguments=mark != self.TAG)
+            yield from self._calls(before, is_marked=mark == self.TAG)
 
-    def _calls(self, before: str, needs_arguments: bool = False) -> Reading[None]:
+    def _calls(self, before: str, is_marked: bool = False) -> Reading[None]:
         """Read calls; what follows the last, `before` with it if there is none, is content if it is not a call."""
         written = None
         while written is None:
-            before += (yield from self.take(self.TAG)) + (yield from self.take(";"))
-            written = (yield from self.json_call(needs_arguments)) if (yield from self.comes("{")) else ""
+            tag = yield from self.take(self.TAG)
+            is_marked = is_marked or bool(tag)
+            before += tag + (yield from self.take(";"))
+            written = (yield from self.json_call(is_marked)) if (yield from self.comes("{")) else ""
             before = "" if written is None else before
         self.parsed.content += before + written
 
@@ -70,7 +72,8 @@ class MistralParser(ToolParser):
     """Mistral: [TOOL_CALLS] [{"name": ..., "arguments": ...}, ...], with text around it.
 
     The marker is a special token of the model's, and so is not in the text where those are left out: then a list of
-    calls is the beginning of the answer. A list of anything else comes out as text.
+    calls is the beginning of the answer. Without the marker, an object that has no arguments is a call only if it is
+    the name of a known tool and nothing else. A list of anything else comes out as text.
     """
 
     MARKERS: tuple[str, ...] = ("[TOOL_CALLS]",)
@@ -84,13 +87,16 @@ class MistralParser(ToolParser):
             self.parsed.content += rest
 
     def _list(self, before: str = "") -> Reading[str]:
-        """Read a list of calls if one is next; return what was read after the last of them, or `before` and that."""
-        expected = "["
+        """Read a list of calls if one is next; return what was read after the last of them, or `before` and that.
+
+        before: the marker, and the white space in front of it.
+        """
+        is_marked, expected = bool(before), "["
         while taken := (yield from self.take(expected)):
             before += taken
             if not (yield from self.comes("{")):
                 break
-            if (written := (yield from self.json_call())) is not None:
+            if (written := (yield from self.json_call(is_marked))) is not None:
                 return before + written
             before, expected = "", ","
             if (yield from self.take("]")):

@@ -7,8 +7,8 @@ from enum import Enum
 
 _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"""[^\s<=(),:'"\[\]{}]+""")
-_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?")
-_JSON_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")  # \d is any script's digit
+_JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _PLAIN = {quote: re.compile(rf"[^\\{quote}]+") for quote in "\"'"}
 _HEX = r"u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|x[0-9a-fA-F]{2}"
 _ESCAPE = re.compile(rf"\\({_HEX}|.)", re.DOTALL)

@@ -3,7 +3,7 @@
 import json
 import re
 
-from pagoda.server.tool_parsers.argument_types import ArgumentTypes, Types
+from pagoda.server.tool_parsers.argument_types import ANY_ARGUMENTS, Types
 from pagoda.server.tool_parsers.base import Reading, ToolParser, held_back
 from pagoda.server.tool_parsers.literals import as_json
 
@@ -20,6 +20,7 @@ class TaggedArgumentsParser(ToolParser):
     Strings come out as they are written, other values when they are complete.
     """
 
+    reads_types = True
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
     CALL_OPEN = CALL_END = PADDING = ""
     CALL: re.Pattern[str]
@@ -42,7 +43,7 @@ class TaggedArgumentsParser(ToolParser):
                 self.parsed.content += before
 
     def _call(self, name: str) -> Reading[None]:
-        types, comma = ArgumentTypes(self.schemas.get(name, True)), ""
+        types, comma = self.tools.get(name, ANY_ARGUMENTS), ""
         self.begin(name, "{")
         while (argument := (yield from self._next_argument())) is not None:
             self.add(f"{comma}{json.dumps(argument, ensure_ascii=False)}: ")
