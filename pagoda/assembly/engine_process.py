@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from pagoda.assembly.assemble import build_engine_core
+from pagoda.base.abbreviate import shown_id
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, ConfigError, InvariantBroken, PagodaError, RequestError, WorkerDied
 from pagoda.core.executor import Executor
@@ -112,7 +113,7 @@ class EngineServer:
         except PagodaError as error:
             reason = str(error)
         except Exception as error:
-            logger.exception("request %s could not be queued", message.request_id)
+            logger.exception("request %s could not be queued", shown_id(message.request_id))
             reason = f"the engine could not queue this request: {type(error).__name__}: {error}"
             status = RequestStatus.FINISHED_ERROR
         self._send(wire.RequestRefused(message.handle, reason, status))

@@ -1,8 +1,11 @@
-"""Values in error messages: short, on one line, whatever the value is."""
+"""Values in error messages and logs: short, on one line, whatever the value is."""
 
+import json
+import re
 import reprlib
 
 _MAX_INT_BITS = 256
+_PLAIN_VALUE = re.compile(r"[\w.:/+@%-]*", re.ASCII)
 
 
 class _Abbreviation(reprlib.Repr):
@@ -33,6 +36,16 @@ def abbreviate(value: object, limit: int = 120) -> str:
 def shorten(text: str, limit: int = 120) -> str:
     """Return `text` without quotes, cut to `limit` characters; the cut is marked and states the full length."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def quoted(text: str) -> str:
+    """Return `text` for a line of a log: in quotes if it could look like anything but one value."""
+    return text if _PLAIN_VALUE.fullmatch(text) else json.dumps(text)
+
+
+def shown_id(request_id: str) -> str:
+    """Return a request's id, which its caller may have chosen, for a line of a log or an error message."""
+    return quoted(shorten(request_id))
 
 
 def human_bytes(num_bytes: float) -> str:

@@ -7,6 +7,7 @@ import logging
 
 import numpy as np
 
+from pagoda.base.abbreviate import shown_id
 from pagoda.base.errors import RequestError
 from pagoda.core.decision_log import Reason
 from pagoda.core.request import Request, RequestState, RequestStatus, Sequence
@@ -237,7 +238,7 @@ def refuse(state: SchedulerState, request: RequestState, why: str) -> None:
     """The request ends without being served. If it has output already, that is its result: it ends for its length."""
     num_prompt = request.spec.num_prompt_tokens
     has_output = any(len(sequence.token_ids) > num_prompt for sequence in request.sequences)
-    message = f"request {request.request_id} {why}"
+    message = f"request {shown_id(request.request_id)} {why}"
     logger.warning("%s: it %s", message, "ends with the output it has" if has_output else "is ignored")
     status = RequestStatus.FINISHED_LENGTH_CAPPED if has_output else RequestStatus.FINISHED_IGNORED
     state.outbox.post_finishes(request, finish_all(state, request, status, message))

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
+from pagoda.base.abbreviate import shown_id
 from pagoda.base.clock import SystemClock
 from pagoda.base.errors import PagodaError, RequestError, WorkerDied, fresh
 from pagoda.base.outputs import RequestOutput
@@ -174,7 +175,7 @@ class AsyncEngine:
                     prompt_logprobs.convert_some()
                     await asyncio.sleep(0)
         except Exception as error:  # concerns this request only
-            logger.exception("%s of request %s could not be processed", PROMPT_LOGPROBS, output.request_id)
+            logger.exception("%s of request %s could not be processed", PROMPT_LOGPROBS, shown_id(output.request_id))
             said = f"{PROMPT_LOGPROBS} could not be processed: {type(error).__name__}: {error}"
             parts = [dataclasses.replace(part, finish_reason="error") for part in output.outputs]
             return dataclasses.replace(output, outputs=parts, finished=True, error=said)

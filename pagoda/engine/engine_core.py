@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pagoda.base.abbreviate import shown_id
 from pagoda.base.clock import Clock
 from pagoda.base.errors import ConfigError, InvariantBroken, PagodaError, RequestError, WorkerDied
 from pagoda.core.decision_log import DecisionLog
@@ -108,7 +109,9 @@ class EngineCore:
         try:
             self._scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR)
         except Exception as error:
-            reason = f"request {request.request_id} could not be queued ({cause!r}) nor removed again ({error!r})"
+            reason = (
+                f"request {shown_id(request.request_id)} could not be queued ({cause!r}) nor removed again ({error!r})"
+            )
             raise InvariantBroken(reason) from cause
 
     def abort(self, request_ids: Iterable[str]) -> None:

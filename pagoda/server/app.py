@@ -17,6 +17,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from pagoda.base.abbreviate import shown_id
 from pagoda.base.errors import RequestError
 from pagoda.base.server_config import ServerConfig
 from pagoda.metrics.prometheus import ServerMetrics
@@ -255,4 +256,5 @@ async def _report_load(metrics: ServerMetrics, interval_s: float = 10.0) -> None
                 if age_s >= _LONG_S:
                     text += f"; the oldest request, {{oldest_request}}, has {oldest.num_output_tokens} tokens after "
                     text += "{oldest_age_s} s"
-            logger.info("%s", text.format(**fields), extra={FIELDS: fields})
+            shown = fields | {"oldest_request": shown_id(str(fields.get("oldest_request", "")))}
+            logger.info("%s", text.format(**shown), extra={FIELDS: fields})

@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import hmac
 import ipaddress
-import json
 import logging
 import re
 import time
@@ -20,7 +19,7 @@ from urllib.parse import quote
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagoda.base.abbreviate import shorten
+from pagoda.base.abbreviate import quoted, shorten
 from pagoda.base.server_config import MAX_HELD_BODY_BYTES, ServerConfig
 from pagoda.process.logs import FIELDS
 from pagoda.server.admission import Refusal
@@ -300,7 +299,6 @@ _PROBED = HEALTH_PATHS | {"/metrics", "/load"}
 """Paths that machines ask for again and again: a success is only logged with --log-level debug."""
 _LONGEST_PATH = 200
 _LONGEST_REASON = 200
-_PLAIN_VALUE = re.compile(r"[\w.:/+@%-]*", re.ASCII)
 _NOT_NAMED = ("method", "path", "status", "duration_ms")
 
 
@@ -311,13 +309,8 @@ def _line(fields: dict[str, Any]) -> str:
     """
     path = quote(fields["path"], safe="/:")
     begin = f"{fields['method']} {path} {fields['status']} in {fields['duration_ms']} ms"
-    named = (f"{name}={_shown(value)}" for name, value in fields.items() if name not in _NOT_NAMED and value != "")
+    named = (f"{name}={quoted(str(value))}" for name, value in fields.items() if name not in _NOT_NAMED and value != "")
     return ", ".join((begin, *named))
-
-
-def _shown(value: object) -> str:
-    text = str(value)
-    return text if _PLAIN_VALUE.fullmatch(text) else json.dumps(text)
 
 
 def _address(host: str) -> str:

@@ -1,5 +1,6 @@
 """What a server logs: its start, requests, load and end, in one form for all of its processes."""
 
+import ast
 import asyncio
 import http.client
 import json
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import pagoda
 from pagoda import SamplingParams
 from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
@@ -97,11 +99,16 @@ def test_a_line_tells_the_load_while_there_is_any(caplog: pytest.LogCaptureFixtu
     assert caplog.messages[0].endswith("KV cache 25.0% full, prefix hits 50.0%")
 
 
-def test_the_line_of_the_load_names_a_request_that_runs_for_long(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("first", "shown"), [("cmpl-first", "cmpl-first"), ('x,"' * 85, r'"(x,\\"){40}\.\.\. \(255 characters\)"')]
+)
+def test_the_line_of_the_load_names_a_request_that_runs_for_long(
+    caplog: pytest.LogCaptureFixture, first: str, shown: str
+) -> None:
     caplog.set_level(logging.INFO, logger="pagoda")
     metrics = ServerMetrics("m", lambda: EngineStats(num_running=2), dict.fromkeys(CACHE_LABELS, ""))
     now_s = time.perf_counter()
-    for request_id, age_s in (("cmpl-first", 540), ("cmpl-second", 1)):
+    for request_id, age_s in ((first, 540), ("cmpl-second", 1)):
         params = SamplingParams(max_tokens=5)
         ids = np.asarray([1], np.int32)
         request = Request(request_id, ids, params, arrival_time_s=now_s - age_s)
@@ -114,4 +121,16 @@ def test_the_line_of_the_load_names_a_request_that_runs_for_long(caplog: pytest.
         task.cancel()
 
     asyncio.run(asyncio.wait_for(main(), 20))
-    assert re.search(r"; the oldest request, cmpl-first, has 0 tokens after 5\d\d s$", caplog.messages[0])
+    assert re.search(rf"; the oldest request, {shown}, has 0 tokens after 5\d\d s$", caplog.messages[0])
+
+
+def test_no_log_line_has_a_requests_id_as_its_caller_wrote_it() -> None:
+    found: list[str] = []
+    for path in Path(pagoda.__path__[0]).rglob("*.py"):
+        text = path.read_text()
+        calls = ast.walk(ast.parse(text)) if "logger." in text and "request_id" in text else ()
+        for call in calls:
+            if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("logger."):
+                names = [ast.unparse(arg) for arg in call.args]
+                found += [f"{path}:{call.lineno}" for name in names if name.endswith("request_id")]
+    assert found == []

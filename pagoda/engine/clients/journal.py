@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from pagoda.base.abbreviate import shown_id
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns, only_finishes
 from pagoda.engine.flight_recorder import FlightRecord, request_key
@@ -228,7 +229,9 @@ class Suspects:
             if (entry.is_suspect and self._num_sent == 1) or entry.num_deaths >= MAX_DEATHS:
                 self._journal.close(entry.request.request_id)
                 logger.error(
-                    "request %s was running in %d engine deaths: rejected", entry.request.request_id, entry.num_deaths
+                    "request %s was running in %d engine deaths: rejected",
+                    shown_id(entry.request.request_id),
+                    entry.num_deaths,
                 )
                 rejected.append(entry)
             entry.is_suspect = True

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
+from pagoda.base.abbreviate import shown_id
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError, WorkerDied, fresh
 from pagoda.core.request import LoraRef, Request, RequestStatus
@@ -241,7 +242,7 @@ class ProcessClient:
         except (UnicodeEncodeError, OverflowError) as error:
             self._end_entry(entry, f"the request cannot be encoded: {error}", RequestStatus.FINISHED_IGNORED)
         except Exception as error:
-            logger.exception("request %s could not be sent to the engine", entry.request.request_id)
+            logger.exception("request %s could not be sent to the engine", shown_id(entry.request.request_id))
             self._end_entry(entry, f"the request could not be sent to the engine: {type(error).__name__}: {error}")
         else:
             for sequence in set(range(request.num_seqs)) - entry.live:
@@ -266,7 +267,7 @@ class ProcessClient:
         """Finish requests with an error that an idle engine has lost: their clients would wait forever."""
         for entry in list(self._journal):
             if entry.entered_process == self._supervisor.process_number:
-                logger.error("request %s: the engine is idle and does not have it", entry.request.request_id)
+                logger.error("request %s: the engine is idle and does not have it", shown_id(entry.request.request_id))
                 self._end_entry(entry, "the engine has lost this request")
 
     def _send_next(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from pagoda.base.abbreviate import shown_id
 from pagoda.base.errors import CapacityError, PagodaError, RequestError
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler import SchedulerStats
@@ -48,7 +49,7 @@ class ThreadClient:
         if isinstance(error, RequestError | CapacityError):
             refused = error_outputs(request, str(error), RequestStatus.FINISHED_IGNORED)
         elif error is not None and not isinstance(error, PagodaError):
-            logger.error("request %s could not be queued", request.request_id, exc_info=error)
+            logger.error("request %s could not be queued", shown_id(request.request_id), exc_info=error)
             reason = f"the engine could not queue this request: {type(error).__name__}: {error}"
             refused = error_outputs(request, reason, RequestStatus.FINISHED_ERROR)
         else:

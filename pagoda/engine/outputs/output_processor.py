@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from pagoda.base.abbreviate import shown_id
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagoda.base.outputs import RequestOutputKind as OutputKind
 from pagoda.core.request import Request, RequestStatus
@@ -196,14 +197,16 @@ class _RequestState:
         """Finish a sequence without new tokens, or with an error."""
         if finish.message is not None and finish.status is RequestStatus.FINISHED_LENGTH_CAPPED:
             self._cut_short = finish.message
-            logger.warning("request %s: output %d ends early: %s", finish.request_id, finish.sequence, finish.message)
+            logger.warning(
+                "request %s: output %d ends early: %s", shown_id(finish.request_id), finish.sequence, finish.message
+            )
         elif finish.message is not None:
             self.error = finish.message
         self.sequences[finish.sequence].end(finish.status)
 
     def fail(self, what: str, error: Exception) -> None:
         """Finish with an error without touching the text, which may be what failed.   what: could not be processed."""
-        logger.error("%s of request %s could not be processed", what, self.request.request_id, exc_info=error)
+        logger.error("%s of request %s could not be processed", what, shown_id(self.request.request_id), exc_info=error)
         self.error = f"{what} could not be processed: {type(error).__name__}: {error}"
         for sequence in self.sequences:
             if not sequence.is_done:
