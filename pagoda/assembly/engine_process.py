@@ -59,11 +59,11 @@ class EngineServer:
         core = self._core
         while True:
             self._end_loads()
-            if not core.has_unfinished_requests() and self._loading:
-                if not self._socket.poll(LOOK_AT_LOADS_MS):
-                    continue
-            elif not core.has_unfinished_requests():
+            if not core.has_unfinished_requests():
+                # Also while adapters are read, from however slow a disk: such an engine does not hang.
                 self._send(wire.IdleReport(self._make_stats(), self._num_handled))
+                while self._loading and not self._socket.poll(LOOK_AT_LOADS_MS):
+                    self._end_loads()
                 if not self._socket.poll(RETURN_MEMORY_AFTER_MS):
                     return_freed_memory()
                 self._handle(self._socket.recv())
@@ -129,11 +129,17 @@ class EngineServer:
         """Reply to the calls whose adapter has been loaded, or cannot be."""
         done = [call_id for call_id, (_, loaded) in self._loading.items() if loaded.done()]
         for call_id in done:
+            lora, loaded = self._loading.pop(call_id)
             why = None
             try:
-                self._core.end_load_adapter(*self._loading.pop(call_id))
-            except RequestError as error:
+                self._core.end_load_adapter(lora, loaded)
+            except (WorkerDied, InvariantBroken):
+                raise
+            except PagodaError as error:
                 why = str(error)
+            except Exception as error:
+                logger.exception("the adapter %s could not be loaded", lora.name)
+                why = f"the adapter {lora.name!r} could not be loaded: {type(error).__name__}: {error}"
             self._send(wire.AdapterReply(call_id, why))
 
     def _send(self, message: msgspec.Struct) -> None:

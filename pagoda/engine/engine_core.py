@@ -11,7 +11,7 @@ import numpy as np
 
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.clock import Clock
-from pagoda.base.errors import ConfigError, InvariantBroken, PagodaError, RequestError, WorkerDied
+from pagoda.base.errors import InvariantBroken, PagodaError, RequestError, WorkerDied
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.executor import Executor, StepProfile
 from pagoda.core.request import LoraRef, Request, RequestStatus
@@ -191,10 +191,7 @@ class EngineCore:
 
     def end_load_adapter(self, lora: LoraRef, loaded: "Future[Any]") -> None:
         """Wait for what `begin_load_adapter` returned. Raises RequestError if the adapter cannot be used."""
-        try:
-            self._require_adapters().end_load(lora, loaded)
-        except ConfigError as error:
-            raise RequestError(f"LoRA adapter {lora.name!r}: {error}", "lora_request") from None
+        self._require_adapters().end_load(lora, loaded)
 
     def unload_adapter(self, lora: LoraRef) -> None:
         """Free an adapter's memory once no running request uses it. Ignore one that is not loaded."""

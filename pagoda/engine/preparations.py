@@ -69,6 +69,7 @@ class ExecutorPreparations:
         except BaseException:
             self._adapters.drop(lora)
             raise
+        self._adapters.fits(lora)
 
     def unload_adapter(self, lora: LoraRef) -> None:
         """Free an adapter's memory once no running request uses it. Ignore one that is not loaded."""
@@ -100,7 +101,7 @@ class _Kept(Generic[T]):
         if known is not None:
             self._known.move_to_end(key)
             return known[1]
-        if not self._make_room():
+        if not self._make_room(key):
             return None
         return self._begin(key, item)
 
@@ -118,8 +119,10 @@ class _Kept(Generic[T]):
         if future is None or not future.done():
             return False
         error = future.exception()
-        if error is None or isinstance(error, WorkerDied):  # the next step raises it, too
+        if isinstance(error, WorkerDied):  # the next step raises it, too
             return True
+        if error is None:
+            return self.fits(item)
         self.drop(item)  # some ranks may have it; the next request for it tries again
         logger.warning("%s cannot be used: %s", what, error)
         raise RequestError(f"{what} cannot be used: {error}") from error
@@ -141,10 +144,19 @@ class _Kept(Generic[T]):
     def pending(self) -> "list[Future[Any]]":
         return [future for _, future in self._known.values() if not future.done()]
 
-    def _make_room(self) -> bool:
-        """Drop what is not needed until one more has room; return whether it has."""
-        idle = [item for key, (item, future) in self._known.items() if key not in self.pins and future.done()]
-        too_many = len(self._known.keys() | self.pins.keys()) + 1 - self._limit
+    def fits(self, item: T) -> bool:
+        """Drop what makes the ranks have more than the limit next to this item; return whether they can use it now.
+
+        They have more when loads went on at the same time, of which none could make room by dropping another.
+        """
+        key = self._key(item)
+        return key in self.pins or (key in self._known and self._make_room(key))
+
+    def _make_room(self, key: Hashable) -> bool:
+        """Drop what is not needed until an item has room, which the ranks may have; return whether it has."""
+        others = [(other, item, future) for other, (item, future) in self._known.items() if other != key]
+        idle = [item for other, item, future in others if other not in self.pins and future.done()]
+        too_many = len(self._known.keys() | self.pins.keys() | {key}) - self._limit
         for item in idle[: max(0, too_many)]:
             self.drop(item)
         return too_many <= len(idle)

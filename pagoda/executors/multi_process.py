@@ -151,7 +151,7 @@ class MultiProcessExecutor:
         self._lock = threading.Lock()  # of `_asked` and `_died`
         self._asked: dict[int, _Asked] = {}  # by number, the oldest first
         self._died: RankDied | None = None
-        self._number = LOADED
+        self._number = self._newest_done = LOADED
         self._longest_step_s = 0.0
         self._is_running = False
         self._processes: _RankProcesses | None = None
@@ -264,6 +264,7 @@ class MultiProcessExecutor:
         if failures and not is_loading and self._ends_the_group(asked, len(failures) < len(replies)):
             raise _failed_alone(asked)
         result = None if failures else asked.finish(replies)
+        self._newest_done = max(self._newest_done, reply.number)
         with self._lock:
             if self._asked.pop(reply.number, None) is None:  # shut down meanwhile
                 return
@@ -303,8 +304,11 @@ class MultiProcessExecutor:
             late_s = 0.0 if one.failed_at_s is None else now_s - one.failed_at_s
             if late_s > ALONE_S and self._ends_the_group(one, is_some=True):
                 raise _failed_alone(one)
-        if asked and (why := self._hangs(*next(iter(asked.items())), now_s)):  # ranks do one after another
-            raise RankDied(why)
+        for number, one in asked.items():
+            if why := self._hangs(number, one, now_s):
+                raise RankDied(why)
+            if number > self._newest_done:  # ranks do one after another, apart from what goes on during later ones
+                break
 
     def _hangs(self, number: int, asked: _Asked, now_s: float) -> str:
         """Return which ranks hang, and with what; "" while there is progress."""

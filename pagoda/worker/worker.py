@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from pagoda.base.errors import CapacityError, PagodaError, RequestError, StepTooLarge, WorkerDied
+from pagoda.base.errors import CapacityError, ConfigError, RequestError, StepTooLarge, WorkerDied
 from pagoda.core.executor import Capacity, StepProfile, StepSize
 from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import SchedulerOutput
@@ -304,10 +304,12 @@ def _end_of(read: "Future[AdapterPieces]") -> "Future[None]":
 
 @contextmanager
 def _errors_of(lora: LoraRef) -> Generator[None]:
-    """Raise RequestError if files cannot be read, or memory runs out."""
+    """Raise RequestError if files cannot be used, or memory runs out: other ranks may have no such error."""
     try:
         yield
+    except RequestError:
+        raise
     except Exception as error:
-        if not isinstance(error, PagodaError) and (isinstance(error, OSError) or is_out_of_memory(error)):
+        if isinstance(error, ConfigError | CapacityError | OSError) or is_out_of_memory(error):
             raise RequestError(f"the adapter {lora.name!r} cannot be loaded: {error}", "lora_request") from error
         raise

@@ -8,7 +8,7 @@ import pytest
 
 from pagoda.assembly import engine_process
 from pagoda.assembly.engine_process import RETURN_MEMORY_AFTER_MS, EngineServer
-from pagoda.base.errors import RequestError
+from pagoda.base.errors import ConfigError, RequestError
 from pagoda.core.request import LoraRef
 from pagoda.engine import wire
 from pagoda.engine.engine_core import EngineCore
@@ -54,8 +54,9 @@ def test_memory_is_returned_after_a_while_without_work(
     assert len(returned) == most
 
 
-@pytest.mark.parametrize("error", [None, RequestError("no such file")])
-def test_an_adapter_that_is_being_read_delays_no_other_message(error: RequestError | None) -> None:
+@pytest.mark.parametrize("error", [None, RequestError("no such file"), ConfigError("bad file"), KeyError("a bug")])
+def test_an_adapter_that_is_being_read_delays_no_other_message(error: Exception | None) -> None:
+    """Nor does the engine count as having work meanwhile, or end with an adapter that cannot be used."""
     loading: Future[None] = Future()
     core: Any = fake_core()
     core.begin_load_adapter = lambda lora: loading
@@ -81,6 +82,9 @@ def test_an_adapter_that_is_being_read_delays_no_other_message(error: RequestErr
     socket: Any = Socket()
     with pytest.raises(Ended):
         EngineServer(core, executor, socket).run()
-    replies = [one for one in sent if isinstance(one, wire.ResetReply | wire.AdapterReply)]
-    assert replies == [wire.ResetReply(2, True), wire.AdapterReply(1, str(error) if error is not None else None)]
-    assert isinstance(sent[-1], wire.IdleReport)
+    why = f"the adapter 'a' could not be loaded: KeyError: {error}" if isinstance(error, KeyError) else str(error)
+    reply, idle, loaded = sent[-3:]
+    assert reply == wire.ResetReply(2, True)
+    assert isinstance(idle, wire.IdleReport)
+    assert idle.num_handled == 2
+    assert loaded == wire.AdapterReply(1, why if error is not None else None)

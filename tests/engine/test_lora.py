@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ from pagoda.base.lora import LoRAConfig
 from pagoda.core.request import LoraRef
 from pagoda.engine.inputs.adapters import AdapterUses
 from pagoda.executors.in_process import InProcessExecutor
+from pagoda.loading.adapters.files import digest_of
 from pagoda.worker.adapters import AdapterStore
 from pagoda.worker.worker import Worker
 from tests.device_under_test import DeviceUnderTest
@@ -282,6 +284,50 @@ def test_steps_go_on_while_an_adapter_is_read(
         goes_on.set()
         assert added.result(60)
         assert waiting.result(60) == expected["a"]
+
+
+@pytest.mark.parametrize("fault", ["missing", "truncated", "not finite"])
+def test_a_worker_refuses_an_adapter_that_only_it_may_be_unable_to_read(
+    llm: LLM, folders: dict[str, Path], tmp_path: Path, fault: str
+) -> None:
+    """With a RequestError, which ends no group of ranks where others can read it."""
+    folder = tmp_path / "a"
+    if fault != "missing":
+        shutil.copytree(folders["a"], folder)
+        weights = folder / "adapter_model.safetensors"
+        if fault == "truncated":
+            weights.write_bytes(weights.read_bytes()[:-10])
+        else:
+            save_file({name: tensor * torch.inf for name, tensor in load_file(weights).items()}, weights)
+    lora = LoraRef("a", str(folder), digest_of(folder) if fault != "missing" else "00")
+    loaded = llm._thread.call(lambda engine: engine.core._executor.call("load_adapter", lora))
+    try:
+        with pytest.raises(RequestError, match="the adapter 'a' cannot be loaded: .*a"):
+            loaded.result(60)
+    finally:
+        llm._thread.call(lambda engine: engine.core._executor.call("unload_adapter", lora)).result(60)
+
+
+def test_adapters_loaded_at_the_same_time_are_used_in_turn(
+    model: Path, folders: dict[str, Path], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than are kept: none of them is ready in time to make room for another."""
+    goes_on, read = threading.Event(), AdapterStore.read
+
+    def read_late(store: AdapterStore, ref: LoraRef) -> object:
+        assert goes_on.wait(60)
+        return read(store, ref)
+
+    monkeypatch.setattr(AdapterStore, "read", read_late)
+    with LLM(str(model), **{**OPTIONS, "max_loras": 1, "max_cpu_loras": 1}) as llm, ThreadPoolExecutor(3) as callers:
+        added = [callers.submit(llm.add_lora, LoRARequest(name, ord(name), str(folders[name]))) for name in "abc"]
+        while len(loaded(llm)) < len(added):
+            time.sleep(0.001)
+        goes_on.set()
+        assert all(one.result(60) for one in added)
+        assert len(loaded(llm)) == 1
+        for name in "abca":
+            assert tokens(llm, PROMPT, ask(folders[name])) == expected[name]
 
 
 def test_tables_that_a_step_made_are_written_between_steps(

@@ -146,6 +146,38 @@ def test_an_operator_loads_over_the_limit_and_unloads_what_is_in_use(ranks: Rank
     assert kept.why_not_ready(wants(adapter="c")) is None
 
 
+def test_loads_at_the_same_time_leave_no_more_than_the_limit(ranks: Ranks) -> None:
+    """As after a restart: none of them could make room for another."""
+    kept, loras = make(ranks, max_adapters=2), [LoraRef(name, f"/{name}", name) for name in "abcd"]
+    loads = [kept.begin_load(lora) for lora in loras]
+    ranks.done(*"abcd")
+    for lora, loaded in zip(loras, loads, strict=True):
+        kept.end_load(lora, loaded)
+    dropped = [name for call, name in ranks.calls if call == "unload_adapter"]
+    assert len(dropped) == 2
+    assert [kept.why_not_ready(wants(adapter=name)) for name in sorted({*"abcd"} - {*dropped})] == [None] * 2
+    for name in dropped:
+        assert kept.why_not_ready(wants(adapter=name)) is Reason.ADAPTER
+        ranks.done(name)
+        assert kept.why_not_ready(wants(adapter=name)) is None
+    assert len([call for call, _ in ranks.calls if call == "unload_adapter"]) == 4
+
+
+def test_an_adapter_loaded_over_the_limit_is_used_once_there_is_a_place_for_it(ranks: Ranks) -> None:
+    kept, second = make(ranks, max_adapters=1), LoraRef("b", "/b", "b")
+    kept.why_not_ready(wants(adapter="a"))
+    ranks.done("a")
+    kept.pin(wants(adapter="a"))
+    loaded = kept.begin_load(second)
+    ranks.done("b")
+    kept.end_load(second, loaded)
+    assert kept.why_not_ready(wants(adapter="a")) is None
+    assert kept.why_not_ready(wants(adapter="b")) is Reason.ADAPTER
+    kept.unpin(wants(adapter="a"))
+    assert kept.why_not_ready(wants(adapter="b")) is None
+    assert ranks.calls[2:] == [("unload_adapter", "a")]
+
+
 def _done(calls: list[tuple[str, str]], name: str, lora: LoraRef) -> "Future[Any]":
     calls.append((name, lora.digest))
     future: Future[Any] = Future()

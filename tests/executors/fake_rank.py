@@ -1,7 +1,8 @@
 """A rank without a model, for which request ids say what goes wrong on which rank. `python -m`.
 
 "kill-1": when a request of this id is admitted, rank 1 dies of SIGKILL; also "stop", "exit", "raise", "disagree".
-"raise": all ranks raise.   An adapter named "bad" is refused, "bad-N" by rank N alone; with "stop-N", rank N hangs.
+"raise": all ranks raise.   An adapter named "bad" is refused, "bad-N" by rank N alone; with "stop-N", rank N hangs;
+"slow" is read for ever, next to steps.
 A model named "bad-N" cannot be loaded by rank N; with "slow-N", it takes forever to load it, and with
 "stuck-N" to make its pools. "other-N", "old-N": rank N has other files, or kernels.
 """
@@ -80,7 +81,7 @@ class FaultyExecutor:
             os.kill(os.getpid(), signal.SIGSTOP)
         if adapter in ("bad", f"bad-{self._number}"):
             future.set_exception(RequestError("no such adapter", "lora_request"))
-        else:
+        elif adapter != "slow":
             future.set_result(None)
         return future
 

@@ -216,6 +216,14 @@ def test_a_rank_that_hangs_in_a_call_ends_all_later_than_in_a_step() -> None:
         assert deaths.came.wait(30)
 
 
+def test_a_step_that_hangs_while_an_adapter_is_read_has_the_timeout_of_a_step() -> None:
+    with running(config_of(), step_timeout_s=1.0, load_timeout_s=300.0) as executor:
+        executor.call("load_adapter", LoraRef("slow"))
+        assert executor.submit(step(1, [(0, 0, 3)], admitted=a_request())).result(60).step == 1
+        with pytest.raises(WorkerDied, match=r"no progress with a step for 1 s: ranks \[1\] hang"):
+            executor.submit(step(2, [(1, 0, 3)], admitted=a_request("stop-1", 1))).result(60)
+
+
 def test_idle_ranks_do_not_hang_and_one_that_dies_is_noticed() -> None:
     deaths = Deaths()
     with running(config_of(), step_timeout_s=0.2, on_death=deaths) as executor:

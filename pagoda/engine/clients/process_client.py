@@ -4,8 +4,9 @@ It sends requests to the process, and records every token in the Journal before 
 or hangs, the Supervisor starts another one, and this replays the running requests, those that may have killed it one at
 a time (Suspects). If no engine can be started any more, every caller gets WorkerDied.
 
-Adapters that were loaded are loaded into the next engine as well, but not again if that dies before it replies:
-requests carry their adapter, and an engine reads one that it does not hold, so that this only saves a request the wait.
+Adapters that were loaded last, as many as it keeps, are loaded into the next engine as well, but not again if that dies
+before it replies: requests carry their adapter, and an engine reads one that it does not hold, so that this only saves
+a request the wait.
 """
 
 import asyncio
@@ -52,6 +53,7 @@ class ProcessClient:
         self._replies: dict[int, asyncio.Future[_Reply]] = {}  # that calls wait for, by call id
         self._call_ids = itertools.count(1)
         self._loaded: dict[str, LoraRef] = {}  # adapters, by digest
+        self._num_kept = config.model.lora.num_kept
         self._num_unloads: Counter[str] = Counter()
         self._takes_loads = asyncio.Event()
         self._stats = wire.EngineStats()
@@ -278,7 +280,7 @@ class ProcessClient:
         # A load that kills an engine must not look like a suspect.
         if self.is_up and not self._suspects.is_probing and not self._takes_loads.is_set():
             self._takes_loads.set()
-            for lora in self._loaded.values():
+            for lora in list(self._loaded.values())[-self._num_kept :]:
                 self._call(partial(wire.LoadAdapter, lora=lora)).add_done_callback(partial(self._on_loaded_again, lora))
 
     def _on_loaded_again(self, lora: LoraRef, done: "asyncio.Future[_Reply]") -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from pagoda.base.abbreviate import shown_id
-from pagoda.base.errors import CapacityError, PagodaError, RequestError
+from pagoda.base.errors import InvariantBroken, PagodaError, UsageError, WorkerDied
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler import SchedulerStats
 from pagoda.core.scheduler_output import EngineCoreOutputs
@@ -46,14 +46,14 @@ class ThreadClient:
 
     def _on_added(self, request: Request, _: object, error: BaseException | None) -> None:
         """Finish a request that was refused. If the engine has ended, that ends all requests: nothing is to do here."""
-        if isinstance(error, RequestError | CapacityError):
+        if error is None or isinstance(error, WorkerDied | InvariantBroken | UsageError):
+            return
+        if isinstance(error, PagodaError):
             refused = error_outputs(request, str(error), RequestStatus.FINISHED_IGNORED)
-        elif error is not None and not isinstance(error, PagodaError):
+        else:
             logger.error("request %s could not be queued", shown_id(request.request_id), exc_info=error)
             reason = f"the engine could not queue this request: {type(error).__name__}: {error}"
             refused = error_outputs(request, reason, RequestStatus.FINISHED_ERROR)
-        else:
-            return
         self._put(refused)
 
     def abort(self, request_ids: list[str]) -> None:
@@ -73,7 +73,7 @@ class ThreadClient:
 
     async def load_adapter(self, lora: LoraRef) -> None:
         loaded = await self._call(lambda engine: engine.core.begin_load_adapter(lora))
-        await asyncio.wait({asyncio.wrap_future(loaded)})
+        await asyncio.gather(asyncio.wrap_future(loaded), return_exceptions=True)
         await self._call(lambda engine: engine.core.end_load_adapter(lora, loaded))
 
     def unload_adapter(self, lora: LoraRef) -> None:

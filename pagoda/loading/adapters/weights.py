@@ -54,8 +54,15 @@ def _rows(tensor: torch.Tensor, target: LoRATarget, share: LoRAShare) -> torch.T
 
 
 def read_copies(files: AdapterFiles) -> dict[str, torch.Tensor]:
-    """Return the copies of the model's embedding and head that the file has, [vocab, hidden], by target."""
+    """Return the copies of the model's embedding and head that the file has, [vocab, hidden], by target.
+
+    Raises ConfigError for a file that changed since it was checked.
+    """
     if not files.copies:
         return {}
-    with safe_open(files.folder / WEIGHTS_FILE, framework="pt") as opened:
-        return {target: opened.get_tensor(name) for target, name in files.copies.items()}
+    path = files.folder / WEIGHTS_FILE
+    try:
+        with safe_open(path, framework="pt") as opened:
+            return {target: opened.get_tensor(name) for target, name in files.copies.items()}
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read: {shorten(str(error))}") from None

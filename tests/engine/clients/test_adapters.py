@@ -93,8 +93,8 @@ def test_requests_and_adapters_outlive_a_killed_engine(tmp_path: Path) -> None:
 class Engines:
     """A client whose engines are the test: it sees what they are sent, and says when they begin, reply and die."""
 
-    def __init__(self) -> None:
-        self.client = ProcessClient(EngineConfig.from_options(distributed_executor_backend="fake"), 60.0)
+    def __init__(self, **options: object) -> None:
+        self.client = ProcessClient(EngineConfig.from_options(distributed_executor_backend="fake", **options), 60.0)
         self.sent: list[object] = []
         self._link: Any = SimpleNamespace(is_up=True, send=self.sent.append, send_bytes=self.sent.append)
 
@@ -172,6 +172,21 @@ def test_an_adapter_that_is_refused_when_it_is_loaded_again_is_forgotten() -> No
         await engines.die()
         engines.begin()
         assert engines.sent == []
+
+    asyncio.run(work())
+
+
+def test_no_more_adapters_than_are_kept_are_loaded_again() -> None:
+    async def work() -> None:
+        engines = Engines(enable_lora=True, max_loras=2)
+        engines.begin()
+        for call_id, lora in enumerate((ONE, TWO, THREE), 1):
+            loading = await engines.load(lora)
+            await engines.reply(call_id)
+            await loading
+        await engines.die()
+        engines.begin()
+        assert engines.sent == [wire.LoadAdapter(4, TWO), wire.LoadAdapter(5, THREE)]
 
     asyncio.run(work())
 
