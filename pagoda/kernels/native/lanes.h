@@ -106,6 +106,7 @@ typedef LanesOf<uint16_t, 16> u16x16;
 typedef LanesOf<float, 8> f32x8;
 typedef LanesOf<double, 8> f64x8;
 typedef LanesOf<int64_t, 8> i64x8;
+typedef LanesOf<uint64_t, 8> u64x8;
 typedef LanesOf<uint16_t, 8> u16x8;
 
 // ---- what the operators do not offer, for one vector and for pairs ----

@@ -49,8 +49,9 @@ f64x8 exp(f64x8 x) {
     const double terms[] = {1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0};
     for (double term : terms) p = fused(p, r, f64x8{} + term);
     __m512d roots = _mm512_permutex2var_pd(_mm512_loadu_pd(ROOTS), (__m512i)shifted, _mm512_loadu_pd(ROOTS + 8));
-    i64x8 power = ((i64x8)shifted >> 4) << 52;
-    return select(x < -708.0, f64x8{}, (f64x8)((i64x8)(p * (f64x8)roots) + power));
+    // Unsigned: lanes below -708, which are 0 in the end, may overflow.
+    u64x8 power = (u64x8)((i64x8)shifted >> 4) << 52;
+    return select(x < -708.0, f64x8{}, (f64x8)((u64x8)(p * (f64x8)roots) + power));
 }
 #else
 f64x8 exp(f64x8 x) {
@@ -62,7 +63,7 @@ f64x8 exp(f64x8 x) {
                             1.0 / 5040.0,      1.0 / 720.0,      1.0 / 120.0,     1.0 / 24.0,     1.0 / 6.0,
                             0.5,               1.0,              1.0};
     for (double term : terms) p = fused(p, r, f64x8{} + term);
-    f64x8 power = (f64x8)(((i64x8)shifted + 1023) << 52);
+    f64x8 power = (f64x8)(((u64x8)shifted + 1023) << 52);  // unsigned: lanes that are 0 in the end may overflow
     return select(x < -708.0, f64x8{}, p * power);
 }
 #endif
