@@ -48,6 +48,7 @@ FILES = (
     "engine/test_structured_output",
     "engine/test_beams_with_grammars",
     "engine/test_lora",
+    "engine/test_sampling_ends",
     "engine/test_prompt_adapters",
     "engine/test_prompt_embeds",
     "engine/test_pooling",
