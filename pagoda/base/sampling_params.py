@@ -149,7 +149,7 @@ _READERS: Mapping[str, Reader] = {
     "top_k": lambda name, value: max(read_integer(name, value, -1), 0),
     "min_p": partial(read_number, low=0.0, high=1.0),
     "seed": partial(read_optional_integer, low=-_MAX_SEED - 1, high=_MAX_SEED),
-    "max_tokens": partial(read_optional_integer, low=1),
+    "max_tokens": partial(read_optional_integer, low=0),
     "min_tokens": partial(read_integer, low=0),
     "stop": read_strings,
     "stop_token_ids": read_token_ids,
@@ -212,7 +212,8 @@ class SamplingParams:
     n: output sequences of one prompt.   temperature: 0 is greedy.
     top_p: in (0, 1].   top_k: 0 or -1 is off.   min_p: in [0, 1].
     seed: makes the output repeatable, in any batch; output i of n uses seed + i.
-    max_tokens: maximum output tokens; None: as many as the model allows.   min_tokens: minimum output tokens.
+    max_tokens: maximum output tokens; None: as many as the model allows; 0: none, only the prompt is scored, which may
+        have max_model_len tokens.   min_tokens: minimum output tokens.
     presence_penalty, frequency_penalty: in [-2, 2], count the output.
     repetition_penalty: in [1e-6, 1e6], prompt and output.
     logit_bias: token id -> bias added to its logit, in [-100, 100].   allowed_token_ids: sample only these tokens.
@@ -312,6 +313,8 @@ class SamplingParams:
 
     def _check_beam_search(self) -> None:
         """Raise RequestError for fields that have no meaning in a beam search."""
+        if self.max_tokens == 0:
+            raise refuse("max_tokens", 0, "at least 1 in a beam search")
         for name, neutral in _NEUTRAL_IN_BEAM_SEARCH.items():
             if getattr(self, name) not in neutral:
                 raise RequestError(

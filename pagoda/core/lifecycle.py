@@ -43,8 +43,8 @@ def _check(state: SchedulerState, request: Request) -> None:
         raise RequestError("the prompt is empty", "prompt")
     if (request.sampling is None) == (request.pooling is None):
         raise RequestError("exactly one of sampling and pooling parameters must be given", "sampling")
-    if num_tokens + (request.sampling is not None) > longest:
-        room = "with at least one output token " if request.sampling else ""
+    if num_tokens + request.wants_output > longest:
+        room = "with at least one output token " if request.wants_output else ""
         raise RequestError(f"the prompt has {num_tokens} tokens; {room}max_model_len is {longest}", "prompt")
     if request.prior_output and len(request.prior_output) != request.num_seqs:
         raise RequestError(

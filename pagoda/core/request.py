@@ -138,6 +138,14 @@ class Request:
         return not self.skip_prefix_read and (self.sampling is None or self.sampling.prompt_logprobs is None)
 
     @property
+    def wants_output(self) -> bool:
+        """Whether its client gets tokens: not if it is pooled, or only scored (max_tokens 0).
+
+        Where a prompt is scored, one token is sampled and dropped.
+        """
+        return self.sampling is not None and self.sampling.max_tokens != 0
+
+    @property
     def num_seqs(self) -> int:
         return self.sampling.n if self.sampling is not None else 1
 

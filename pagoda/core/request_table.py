@@ -18,7 +18,8 @@ _NO_LIMIT = np.iinfo(np.int32).max
 class RequestTable:
     """The token columns. Everyone may read them; only the verbs below write them (readers get read-only views).
 
-    token_ids: int32 [rows, max_model_len], prompt then output.
+    token_ids: int32 [rows, max_model_len + 1], prompt then output. The last place is for the token that is sampled, and
+        dropped, after a prompt of max_model_len tokens that is only scored.
     num_prompt_tokens, num_tokens, num_computed: int32 [rows].
     num_pending: int32 [rows], sampled tokens planned and not yet back that count as known; 0 without `expect_tokens`.
     num_in_flight: int32 [rows], tokens planned whose step is not complete; kept only with `track_in_flight`.
@@ -33,7 +34,7 @@ class RequestTable:
     ) -> None:
         self.max_rows = max_rows
         self.max_model_len = max_model_len
-        self._token_ids, self.token_ids = _column((max_rows, max_model_len), np.int32)
+        self._token_ids, self.token_ids = _column((max_rows, max_model_len + 1), np.int32)
         self._num_prompt_tokens, self.num_prompt_tokens = _column(max_rows, np.int32)
         self._num_tokens, self.num_tokens = _column(max_rows, np.int32)
         self._num_computed, self.num_computed = _column(max_rows, np.int32)

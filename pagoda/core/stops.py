@@ -71,10 +71,12 @@ def find_end(request: Request, output_len: int, tokens: list[int], length_limit:
     """Find where `tokens`, generated after `output_len` others, end a sequence; None if it continues.
 
     Token by token: eos, stop tokens, then length. Below min_tokens only the length ends anything, and the eos of a
-    grammar that allows no other token.
+    grammar that allows no other token. Where no output is wanted, the first token ends it, whatever it is.
     """
     sampling = request.sampling
     assert sampling is not None
+    if tokens and not request.wants_output:
+        return End(1, RequestStatus.FINISHED_LENGTH_CAPPED)
     for at, token in enumerate(tokens, 1):
         may_stop = output_len + at >= sampling.min_tokens
         if (may_stop or sampling.grammar) and not sampling.ignore_eos and token in request.eos_token_ids:

@@ -150,7 +150,7 @@ class ServerMetrics:
         first_s = times.first_token_time
         if first_s is not None:
             self._decode.observe(now_s - first_s)
-        elif request.pooling is not None:
+        elif not request.wants_output:
             first_s = times.finished_time  # its prompt is all that is computed
         if first_s is not None and times.first_scheduled_time is not None:
             self._queue.observe(times.first_scheduled_time - times.arrival_time)
@@ -276,7 +276,8 @@ class RequestObserver:
             if part.finish_reason is not None and part.index in self._open:
                 self._open.discard(part.index)
                 self._finish(part.finish_reason)
-        if delta.pooled is not None:
+        is_read = delta.finished and delta.error is None and "abort" not in self.finish_reasons
+        if is_read and not self.request.wants_output:
             metrics.on_prompt(self.request.num_prompt_tokens, delta.num_cached_tokens or 0)
         if count:
             if not self.num_output_tokens:

@@ -41,8 +41,6 @@ async def create_completion(http: Request) -> Response:
 
 async def _plan(http: Request, state: ServerState, body: CompletionRequest) -> AnswerPlan:
     """Return the prompts and parameters of a request."""
-    # With max_tokens 0, only the prompt is scored. The engine still samples one token, which is not returned.
-    asked = body.asked_tokens[1]
     of_prompt = body.num_logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
     num_logprobs = body.num_logprobs
     if num_logprobs is None and body.num_outputs > (body.n or 1):
@@ -50,7 +48,7 @@ async def _plan(http: Request, state: ServerState, body: CompletionRequest) -> A
     llm = state.starter.llm
     defaults = llm.input_processor.default_sampling
     params = await run_for_body(
-        http, lambda: body.sampling_params(1 if asked == 0 else asked, num_logprobs, of_prompt, defaults)
+        http, lambda: body.sampling_params(body.asked_tokens[1], num_logprobs, of_prompt, defaults)
     )
     return AnswerPlan(
         body.prompts(),
@@ -75,7 +73,6 @@ class CompletionFormat:
         self._n = body.num_outputs
         # Read for every delta of a stream, so they are worked out once.
         self._num_logprobs = body.num_logprobs
-        self._is_hidden = body.asked_tokens[1] == 0
         num_choices = len(generation.requests) * self._n
         self._offsets = [0] * num_choices
         self._has_begun = [False] * num_choices
@@ -107,7 +104,7 @@ class CompletionFormat:
         at = index * self._n + output.index
         is_first = not self._has_begun[at]
         self._has_begun[at] = True
-        text, token_ids = ("", []) if self._is_hidden else (output.text, output.token_ids)
+        text = output.text
         if is_first and body.echo:
             given = self._prompt_token_ids(index)[self._generation.requests[index].num_embeds :]
             text = self._llm.text.decode(given) + text
@@ -117,7 +114,7 @@ class CompletionFormat:
         if is_first and body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(delta.prompt_logprobs)
         if body.return_token_ids:
-            choice.token_ids = token_ids
+            choice.token_ids = output.token_ids
             if is_first:
                 choice.prompt_token_ids = self._prompt_token_ids(index)
         return choice
@@ -126,8 +123,7 @@ class CompletionFormat:
         self, at: int, index: int, delta: RequestOutput, output: CompletionOutput, is_first: bool
     ) -> CompletionLogprobs:
         """Return the log-probabilities of an output; with echo, the first ones are those of the prompt."""
-        token_ids = [] if self._is_hidden else output.token_ids
-        entries = [] if self._is_hidden else list(output.logprobs or [])
+        token_ids, entries = output.token_ids, output.logprobs or []
         if is_first and self._body.echo:
             prompt_ids = self._prompt_token_ids(index)
             known = delta.prompt_logprobs or [None] * len(prompt_ids)

@@ -183,7 +183,8 @@ class Generation:
         """Return a delta after counting it. Raises ApiError if it says that the request has failed."""
         is_first = not observed.num_output_tokens
         self.num_output_tokens += observed.on_delta(delta, time.perf_counter())
-        if (is_first and observed.num_output_tokens) or delta.pooled is not None:
+        has_no_tokens = delta.finished and not self.requests[index].wants_output  # it is pooled, or only scored
+        if (is_first and observed.num_output_tokens) or has_no_tokens:
             self.num_cached_tokens += delta.num_cached_tokens or 0
         self.last[index] = delta
         if is_first:

@@ -200,7 +200,8 @@ class CompletionRequest(_TextBody, kw_only=True, frozen=True):
 
     prompt: A text, token ids, or a list of either.
     prompt_embeds: Embeddings in place of tokens: a tensor of torch.save, in base64, or several.
-    max_tokens: Most tokens of an output: 16, if not given; with null, as many as the model's context has left.
+    max_tokens: Most tokens of an output: 16, if not given; with null, as many as the model's context has left. With 0,
+        the prompt is only scored (`echo`, `logprobs`); it may then fill the model's context.
     max_completion_tokens: The same; goes before `max_tokens`.
     best_of: Generate so many outputs, and return the `n` most likely ones.
     logprobs: Log-probabilities of each token and so many of the most likely ones.

@@ -67,7 +67,7 @@ def test_parameters_are_normalised(given: dict[str, object], kept: dict[str, obj
         ("min_p", 2, r"\[0, 1\]"),
         ("seed", 2**63, r"\[-9223372036854775808, 9223372036854775807\]"),
         ("seed", 1.0, "an integer"),
-        ("max_tokens", 0, "at least 1"),
+        ("max_tokens", -1, "at least 0"),
         ("max_tokens", BIG, "2147483647"),
         ("min_tokens", -1, "at least 0"),
         ("min_tokens", 17, "max_tokens, which is 16"),

@@ -6,7 +6,7 @@ from pagoda.base.config import PreemptionMode, SchedulingMode, SchedulingPolicy
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import LoraRef
-from tests.core.rig import Rig
+from tests.core.rig import FILL, Rig
 
 
 def test_arrival_order() -> None:
@@ -63,6 +63,19 @@ def test_a_prompt_longer_than_the_model_is_refused_on_arrival() -> None:
         rig.add("a", 32)
     rig.add("a", 31)
     assert rig.step().scheduled == {"a": 31}
+
+
+def test_a_prompt_as_long_as_the_model_is_served_if_it_is_only_scored() -> None:
+    for facts in ({}, {"async_scheduling": True, "pipeline_depth": 2}, {"has_followers": True}):
+        rig = Rig(max_model_len=32, max_num_batched_tokens=31, **facts)
+        with pytest.raises(RequestError, match="max_model_len is 32"):
+            rig.add("a", 33, max_tokens=0)
+        rig.add("a", 32, max_tokens=0, n=2, eos_token_ids=(FILL,))
+        assert rig.step().scheduled == {"a/0": 31}
+        last = rig.step()
+        assert last.scheduled == {"a/0": 1}
+        assert last.finished == {"a/0": "length", "a/1": "length"}
+        assert rig.free == 16
 
 
 def test_a_phased_engine_ignores_what_can_never_run_whole() -> None:

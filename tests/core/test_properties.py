@@ -150,7 +150,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         shared=st.integers(0, 18),
         flavour=st.integers(0, 1),
         n=st.sampled_from([1, 1, 1, 2, 3]),
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.integers(0, 12),
         min_tokens=st.sampled_from([0, 0, 2]),
         ends=st.sampled_from([(), (), (1,), (2, 3)]),
         priority=st.integers(0, 2),
@@ -184,6 +184,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         setting = self.traffic.setting
         self.count += 1
+        if (
+            max_tokens == 0 and n > 1 and not setting.beams
+        ):  # only scored: its prompt may be as long as the model allows
+            length = setting.max_model_len
+            if setting.scheduler.scheduling_mode is SchedulingMode.PHASED:  # which ignores more than a step takes
+                length = min(length, setting.scheduler.max_num_batched_tokens)
         prompt = [(7 * flavour + place) % VOCABULARY for place in range(length)]
         prompt[shared:] = [(self.count + place) % VOCABULARY for place in range(len(prompt[shared:]))]
         embeds = None
@@ -206,7 +212,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         if setting.beams and flavour:
             options = BeamSearchOptions(penalty, early)
-            sampling = SamplingParams(n=n, max_tokens=max_tokens, stop_token_ids=ends[:1], beam_search=options)
+            sampling = SamplingParams(n=n, max_tokens=max_tokens or 1, stop_token_ids=ends[:1], beam_search=options)
         request = make_request(
             self.count,
             prompt,

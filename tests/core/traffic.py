@@ -72,6 +72,8 @@ def truth_of(request: Request, sequence: int, max_model_len: int) -> list[int]:
         return []
     tokens = [int(token) for token in request.prompt_token_ids]
     output: list[int] = []
+    if sampling.max_tokens == 0:
+        return [next_token(request.seed + sequence, tokens, VOCABULARY)]
     limit = min(sampling.max_tokens or max_model_len, max_model_len - len(tokens))
     if sampling.beam_search is not None:
         found = plain_beam_search(

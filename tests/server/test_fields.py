@@ -154,6 +154,21 @@ def test_max_completion_tokens_is_the_limit_on_both_routes(fake_server: LiveServ
         assert answer["usage"]["completion_tokens"] == 7
     scored = fake_server.post("/v1/completions", {"prompt": "a b", "max_completion_tokens": 0, "echo": True})
     assert scored[1]["choices"][0]["text"] == "a b"
+    assert scored[1]["usage"]["completion_tokens"] == 0
+
+
+def test_a_prompt_that_is_only_scored_may_fill_the_context(fake_server: LiveServer) -> None:
+    body = {"prompt": [5] * 2048, "max_tokens": 0, "echo": True, "return_token_ids": True}
+    before = fake_server.metric("prompt_tokens_total")
+    status, answer = fake_server.post("/v1/completions", body)
+    assert status == 200, answer
+    assert answer["choices"][0]["prompt_token_ids"] == body["prompt"]
+    assert answer["choices"][0]["token_ids"] == []
+    assert fake_server.metric("prompt_tokens_total") == before + 2048
+    for change in ({"prompt": [5] * 2049}, {"max_tokens": 1}, {"max_tokens": None}):
+        status, answer = fake_server.post("/v1/completions", {**body, **change})
+        assert (status, answer["error"]["param"]) == (400, "prompt")
+        assert "2048 tokens" in answer["error"]["message"]
 
 
 def test_all_logprobs_of_many_prompts_count_against_the_limit_of_an_answer(fake_server: LiveServer) -> None:

@@ -146,6 +146,8 @@ def test_a_token_outside_the_vocabulary_is_named(fake_server: LiveServer, before
 def test_echo_returns_the_prompt(fake_server: LiveServer) -> None:
     choice = fake_server.post("/v1/completions", {**TEXT, "echo": True})[1]["choices"][0]
     assert choice["text"].startswith("Once upon a time")
+    scored = events(fake_server, "/v1/completions", {**TEXT, "max_tokens": 0, "echo": True})
+    assert [(c["choices"][0]["text"], c["choices"][0]["finish_reason"]) for c in scored] == [(TEXT["prompt"], "length")]
 
 
 def test_chat_tokens_are_the_templates(fake_server: LiveServer) -> None:

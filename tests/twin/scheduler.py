@@ -217,7 +217,9 @@ class TwinScheduler:
             want = min(want, self.budget - self._kept_after(sequence, only_siblings=True))
         else:
             want = min(want, max(1, self.budget - self._kept_after(sequence, only_siblings=False)))
-        return min(want, self.budget, self.max_model_len - sequence.computed - 1)
+        # The token at the model's last position is computed only if it is the prompt's.
+        last = max(len(sequence.tokens), self.max_model_len - 1)
+        return min(want, self.budget, last - sequence.computed)
 
     def _kept_after(self, taker: TwinSequence, *, only_siblings: bool) -> int:
         """Tokens that a prompt, or drafts, leave: one for each decoding sequence after it (that runs with siblings)."""
@@ -240,7 +242,8 @@ class TwinScheduler:
         known = len(sequence.tokens) + sequence.placeholders
         if sequence.placeholders and known >= sequence.num_prompt + self._max_tokens(state):
             return False  # what is in flight ends it
-        return min(known + len(sequence.drafts), self.max_model_len - 1) > sequence.computed
+        last = max(len(sequence.tokens), self.max_model_len - 1)
+        return min(known + len(sequence.drafts), last) > sequence.computed
 
     def _capped(self, state: TwinRequest, computed: int, want: int, num_drafts: int = 0) -> int:
         """Prompts are capped; drafts are not, nor are media items that must stay whole."""
@@ -793,6 +796,8 @@ class TwinScheduler:
         for token in tokens:
             sequence.tokens.append(token)
             taken.append(token)
+            if sampling.max_tokens == 0:
+                return taken, "length"  # the prompt is only scored
             may_stop = sequence.num_output >= sampling.min_tokens
             eos = token in state.request.eos_token_ids and not sampling.ignore_eos
             if eos and (may_stop or sampling.grammar):

@@ -131,7 +131,7 @@ class InputProcessor:
         else:
             self.params.check_lists(params)
         if params.truncate_prompt_tokens is None:
-            self.prompts.check_length(text_of(prompt), num_output=int(isinstance(params, SamplingParams)))
+            self.prompts.check_length(text_of(prompt), num_output=_num_output(params))
 
     def make_request(
         self,
@@ -190,7 +190,8 @@ class InputProcessor:
             side = params.truncation_side or side
             if side == "left" and params.truncation_side and self.limits.source is not None:
                 raise RequestError("truncation_side: what an encoder reads is cut at its end", "truncation_side")
-            token_ids = self.prompts.checked_ids(prompt, truncate, 1 + num_added, side)
+            room = 1 + num_added if num_added else _num_output(params)
+            token_ids = self.prompts.checked_ids(prompt, truncate, room, side)
         elif before is None:
             token_ids = self.prompts.checked_ids(prompt, None, num_output=0)
         else:
@@ -227,6 +228,11 @@ class InputProcessor:
         if self._seeds is not None:
             return int(self._seeds.integers(1 << _SEED_BITS))
         return secrets.randbits(_SEED_BITS)
+
+
+def _num_output(params: Params) -> int:
+    """Return the tokens of output for which the context must have room."""
+    return int(isinstance(params, SamplingParams) and params.max_tokens != 0)
 
 
 def _placed(prompt: EncodedPrompt, num_tokens: int, num_added: int) -> tuple[MediaItem, ...]:

@@ -108,7 +108,7 @@ class OutputProcessor:
         ):
             new, first, at = token_ids[at : at + count], at, at + count
             state = self._by_handle.get(handle)
-            if state is None or (sequence := state.sequences[index]).is_done:
+            if state is None or not state.request.wants_output or (sequence := state.sequences[index]).is_done:
                 continue
             touched[handle] = state
             try:
