@@ -6,7 +6,7 @@ request.py           Request; RequestState and Sequence: what changes while it i
 state.py             SchedulerState: one attribute per owner, and what always holds; planning to lifecycle work on it
 planning.py          the plan side: running, swapped, waiting requests, forks; preemption.py when blocks run out
 rules.py             what skips a request or stops its queue, what shortens a chunk; policy.py: the queues, and victims
-committing.py        the commit side: tokens, ends, failed rows, beam search (beams.py); stops.py: where an end is
+committing.py        the commit side: tokens, ends (stops.py), failed rows; committing_beams.py: beam searches
 drafts.py            draft tokens: offered, placed in a step, verified
 lifecycle.py         requests are added, and move between waiting, running, swapped and ended
 request_table.py     tokens and counts of all sequences, as numpy columns; running_batch.py: the rows that run

@@ -1,26 +1,12 @@
-"""Beam search: BeamSearch says which continuations of a request's beams survive; the rest moves rows and blocks.
+"""Beam search: which continuations of a request's beams survive. It knows token ids and log-probabilities only."""
 
-BeamSearch knows token ids and log-probabilities, nothing else. `extend_beams` gives it the results of a step.
-"""
-
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from pagoda.core.grammar import MASKED_LOGPROB
-from pagoda.core.lifecycle import finish_all, finish_sequence
-from pagoda.core.outbox import with_first_output
-from pagoda.core.request import Request, RequestState, RequestStatus, Sequence, num_beam_candidates
-from pagoda.core.scheduler_output import (
-    EngineCoreOutputs,
-    Finish,
-    LogprobColumns,
-    ModelRunnerOutput,
-    SchedulerOutput,
-    join_outputs,
-    only_finishes,
-)
-from pagoda.core.state import SchedulerState
+from pagoda.core.request import Request, RequestStatus
+from pagoda.core.scheduler_output import LogprobColumns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,121 +191,3 @@ def columns_of(hypothesis: Hypothesis) -> tuple[list[int], LogprobColumns]:
 # need not be computed in the same step. Nothing is emitted before the search is done. The number of rows stays the
 # same: a beam with several continuations keeps its row for the best of them, and the others take the rows of beams that
 # do not continue, sharing its blocks (copied when they are written to).
-
-
-def extend_beams(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
-    """Take the beams' part of a step's result. Return the rest: the result itself if the step has none of beams."""
-    is_beam = state.table.is_beam[output.sample_rows]
-    if not is_beam.any():
-        return result
-    requests: dict[RequestState, None] = {}
-    first = np.cumsum(result.num_sampled) - result.num_sampled
-    for i in np.flatnonzero(is_beam & (result.num_sampled > 0)).tolist():
-        row = int(output.sample_rows[i])
-        sequence = state.table.sequence_of[row]
-        if sequence is None or sequence.is_finished or row in result.failed:
-            continue
-        if sequence.row != row:
-            _compute_again(state, sequence)
-        else:
-            assert result.logprobs is not None, "`without_unscored` has refused these rows"
-            _search_of(state, sequence.request).take(sequence.index, _candidates(sequence, result.logprobs, first[i]))
-            requests[sequence.request] = None
-    for request in requests:
-        search = state.searches.get(request)
-        if search is not None and search.is_ready:
-            _extend_search(state, request, search)
-    return _without_samples(result, is_beam)
-
-
-def without_unscored(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
-    """Refuse the beams of a worker that returns no log-probabilities."""
-    if result.logprobs is not None:
-        return result
-    sampled = output.sample_rows[result.num_sampled > 0]
-    rows = sampled[state.table.is_beam[sampled]].tolist()
-    message = "this worker does not return log-probabilities, which beam search needs"
-    failed = dict.fromkeys(rows, message) | result.failed
-    return replace(result, failed=failed, refused=result.refused.union(rows)) if rows else result
-
-
-def _without_samples(result: ModelRunnerOutput, mask: np.ndarray) -> ModelRunnerOutput:
-    """Return the result with no token for the samples in the mask."""
-    logprobs = result.logprobs
-    if logprobs is not None:
-        logprobs = logprobs[~np.repeat(mask, result.num_sampled)]
-    num_sampled = np.where(mask, 0, result.num_sampled).astype(np.int32)
-    return replace(result, num_sampled=num_sampled, logprobs=logprobs)
-
-
-def _compute_again(state: SchedulerState, sequence: Sequence) -> None:
-    """The sequence left its row while its token was in flight: after a swap, it computes the last token again."""
-    if sequence.request.status is RequestStatus.SWAPPED:
-        state.table.roll_back(sequence, 1)
-
-
-def _search_of(state: SchedulerState, request: RequestState) -> BeamSearch:
-    if request not in state.searches:
-        spec = request.spec
-        state.searches[request] = BeamSearch(spec, state.table.limit_of(spec) - spec.num_prompt_tokens)
-    return state.searches[request]
-
-
-def _candidates(sequence: Sequence, logprobs: LogprobColumns, at: int) -> Candidates:
-    """Return a copy of the entries that the request asked for, whatever its neighbours in the batch did."""
-    spec = sequence.request.spec
-    assert spec.sampling is not None
-    count = max(num_beam_candidates(spec.sampling, spec.eos_token_ids), spec.sampling.logprobs or 0)
-    columns = slice(1, 1 + count)  # the first one is the token that a request without beams would take
-    return Candidates(logprobs.token_ids[at, columns].copy(), logprobs.logprobs[at, columns].copy())
-
-
-def _extend_search(state: SchedulerState, request: RequestState, search: BeamSearch) -> None:
-    beams = search.extend()
-    if search.is_done:
-        _end_search(state, request, search)
-        return
-    for beam in beams:
-        if beam.source != beam.slot:
-            _copy_beam(state, request.sequences[beam.source], request.sequences[beam.slot])
-    for beam in beams:
-        sequence, source = request.sequences[beam.slot], request.sequences[beam.source]
-        position = int(state.table.num_tokens[sequence.row])
-        state.table.append_tokens(sequence, [beam.token_id])
-        state.outbox.post_beam(sequence.row, source.row, position, beam.token_id)
-    state.batch.changed(rows=False)
-
-
-def _copy_beam(state: SchedulerState, source: Sequence, sequence: Sequence) -> None:
-    """The beam of one row continues in another one too."""
-    state.kv.free(sequence.row)
-    state.kv.remove_sequence(sequence)
-    state.table.overwrite(source.row, sequence.row)
-    state.kv.fork(source.row, sequence.row, int(state.table.num_computed[source.row]))
-
-
-def _end_search(state: SchedulerState, request: RequestState, search: BeamSearch) -> None:
-    """Emit the hypotheses, best first. If a grammar allows too few, the last sequences end without a token."""
-    first = state.outbox.take_first_outputs(np.array(request.rows))
-    parts: list[EngineCoreOutputs] = []
-    finishes: list[Finish] = []
-    for sequence, hypothesis in zip(request.sequences, search.finished, strict=False):
-        token_ids, columns = columns_of(hypothesis)
-        state.stats.generation_tokens += len(token_ids)
-        parts.append(_hypothesis_output(sequence, token_ids, columns))
-        finishes.append(finish_sequence(state, sequence, hypothesis.status, hypothesis.stop_token))
-    finishes += finish_all(state, request, RequestStatus.FINISHED_STOPPED)
-    outputs = join_outputs([*parts, only_finishes(finishes)])
-    for one in first:
-        outputs = with_first_output(outputs, one)
-    state.outbox.post(request, outputs)
-
-
-def _hypothesis_output(sequence: Sequence, token_ids: list[int], columns: LogprobColumns) -> EngineCoreOutputs:
-    return EngineCoreOutputs(
-        np.array([sequence.request.spec.handle], np.int64),
-        np.array([sequence.index], np.int32),
-        np.array([len(token_ids)], np.int32),
-        np.array(token_ids, np.int32),
-        logprobs=columns,
-    )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pagoda.core.beams import extend_beams, without_unscored
+from pagoda.core.committing_beams import extend_beams, without_unscored
 from pagoda.core.in_flight import find_spoiled
 from pagoda.core.lifecycle import finish_one, finish_sequence
 from pagoda.core.outbox import with_first_output

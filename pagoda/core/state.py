@@ -48,7 +48,7 @@ class SchedulerState:
     """One attribute per owner (docs/internals/scheduler.md). Only its own methods change what an owner keeps.
 
     requests: all that have not ended, by id; written by lifecycle.py.   num_admissions: so far; also written there.
-    searches: of beam searches whose prompt is computed; written by beams.py, dropped by lifecycle.py.
+    searches: of beam searches whose prompt is computed; written by committing_beams.py, dropped by lifecycle.py.
     waiting, swapped: requests without KV, and with KV in host memory.
     preparations: of grammars and adapters; None if no request needs any.
     is_phased, cuts_prompts: what the settings say of steps and of prompts.   whole_items: media items are never split.

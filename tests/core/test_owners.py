@@ -43,7 +43,7 @@ COLUMNS = {
     "prefilling": "running_batch.py",
     "leaders": "running_batch.py",
     "requests": "lifecycle.py",
-    "searches": "beams.py",
+    "searches": "committing_beams.py",
 }
 
 # Written as attributes of an object that was built elsewhere: request.status = ...
