@@ -3,11 +3,11 @@
 from collections.abc import Callable
 
 from pagoda.base.config import PreemptionMode
+from pagoda.core.cost_model import CostModel
 from pagoda.core.decision_log import Preempted, Reason
 from pagoda.core.lifecycle import requeue, swap_out
 from pagoda.core.request import RequestState, RequestStatus
 from pagoda.core.state import SchedulerState
-from pagoda.core.stats import CostModel
 from pagoda.core.step_plan import StepPlan
 
 _NO_ROOM = (Reason.NUM_SEQS, Reason.BLOCKS, Reason.WATERMARK)

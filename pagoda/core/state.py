@@ -7,6 +7,7 @@ import numpy as np
 from pagoda.base.clock import Clock
 from pagoda.base.config import CacheConfig, SchedulingMode
 from pagoda.base.errors import ConfigError, InvariantBroken
+from pagoda.core.cost_model import CostModel
 from pagoda.core.decision_log import DecisionLog, Reason
 from pagoda.core.drafts import Drafts
 from pagoda.core.encoder import EncoderInputs
@@ -18,7 +19,7 @@ from pagoda.core.request import Request, RequestState, RequestStatus
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.core.stats import CostModel, SchedulerStats
+from pagoda.core.stats import SchedulerStats
 from pagoda.core.stops import StopTokens
 
 if TYPE_CHECKING:

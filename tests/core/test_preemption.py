@@ -4,11 +4,11 @@ import numpy as np
 
 from pagoda.base.config import PreemptionMode, SchedulingPolicy
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.cost_model import CostModel
 from pagoda.core.decision_log import Preempted
 from pagoda.core.preemption import PREEMPTION_RULES
 from pagoda.core.request import Request, RequestState, RequestStatus, Sequence
 from pagoda.core.scheduler_output import AdmitKind, ModelRunnerOutput, SchedulerOutput
-from pagoda.core.stats import CostModel
 from tests.core.rig import Rig
 
 
