@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from pagoda import LLM, SamplingParams
-from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
+from pagoda.core.request import AdmitKind
+from pagoda.core.scheduler_output import RowInit, SchedulerOutput
 from pagoda.kernels.select import select_ops
 from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.sampler import Sampler

@@ -13,6 +13,7 @@ request_table.py     tokens and counts of all sequences, as numpy columns; runni
 kv/                  KVCacheManager: blocks, block tables, prefix cache, host memory; encoder.py: encoder outputs
 step_plan.py         StepPlan, and the output built from it; scheduler_output.py: what workers get and return
 in_flight.py         steps whose results are not back, and what depends on one that fails; outbox.py: notifications
-stats.py             counts for metrics, and measured costs; decision_log.py: why each step was planned as it was
+events.py            what happens, as a stream; stats.py: totals of it for metrics; decision_log.py: why each step was
+                     planned as it was; cost_model.py: measured costs
 executor.py          where steps run, and grammar.py: what masks tokens, as the engine and the workers implement them
 """

@@ -3,24 +3,8 @@
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 
-
-class Reason(Enum):
-    """Why a waiting request did not enter in a step."""
-
-    BUDGET = "token budget spent"
-    NUM_SEQS = "max_num_seqs sequences are running"
-    BLOCKS = "not enough free blocks"
-    WATERMARK = "too few free blocks above the watermark"
-    NEVER = "can never be served"
-    LORA = "max_loras adapters are in the batch"
-    ENCODER = "encoder budget or cache spent"
-    GRAMMAR = "grammar not compiled yet"
-    ADAPTER = "adapter not loaded yet"
-    DELAY = "waiting for more prompts to gather"
-    PARTIAL_PREFILLS = "too many prompts are mid-prefill"
-    IN_FLIGHT = "one of its tokens is still in flight"
+from pagoda.core.events import Reason
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from pagoda.core.decision_log import Reason
+from pagoda.core.events import Reason
 from pagoda.core.request import MediaItem, RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import EncoderRun, SchedulerOutput

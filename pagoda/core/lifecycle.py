@@ -9,9 +9,9 @@ import numpy as np
 
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.errors import RequestError
-from pagoda.core.decision_log import Reason
-from pagoda.core.request import Request, RequestState, RequestStatus, Sequence
-from pagoda.core.scheduler_output import AdmitKind, Finish
+from pagoda.core.events import Reason
+from pagoda.core.request import AdmitKind, Request, RequestState, RequestStatus, Sequence
+from pagoda.core.scheduler_output import Finish
 from pagoda.core.state import SchedulerState
 from pagoda.core.stops import find_end
 

@@ -6,12 +6,13 @@ from copy import copy
 import numpy as np
 
 from pagoda.base.errors import RequestError
-from pagoda.core.decision_log import Admitted, Copied, Reason
+from pagoda.core.decision_log import Admitted, Copied
+from pagoda.core.events import Reason
 from pagoda.core.kv import CachedPrefix
 from pagoda.core.lifecycle import finish_all, finish_one, fork_row, give_row, move_to_running, refuse
 from pagoda.core.policy import RequestQueue, key_of
 from pagoda.core.preemption import next_victim, preempt, preempt_for
-from pagoda.core.request import RequestState, RequestStatus, Sequence, without_features
+from pagoda.core.request import AdmitKind, RequestState, RequestStatus, Sequence, without_features
 from pagoda.core.rules import (
     MAX_ADAPTER_SKIPS,
     fit_chunk,
@@ -22,7 +23,7 @@ from pagoda.core.rules import (
     why_skipped,
     why_stopped,
 )
-from pagoda.core.scheduler_output import AdmitKind, RowFork, RowInit
+from pagoda.core.scheduler_output import RowFork, RowInit
 from pagoda.core.state import SchedulerState
 from pagoda.core.step_plan import Chunk, StepPlan
 

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from pagoda.base.config import PreemptionMode
 from pagoda.core.cost_model import CostModel
-from pagoda.core.decision_log import Preempted, Reason
+from pagoda.core.decision_log import Preempted
+from pagoda.core.events import Reason
 from pagoda.core.lifecycle import requeue, swap_out
 from pagoda.core.request import RequestState, RequestStatus
 from pagoda.core.state import SchedulerState

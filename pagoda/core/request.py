@@ -41,6 +41,14 @@ _FINISH_REASONS = {
 }
 
 
+class AdmitKind(IntEnum):
+    """How a request enters the running batch."""
+
+    NEW = 0
+    RESUMED = 1  # was preempted by recompute
+    SWAPPED_IN = 2  # its KV comes back by `swap_in` of the same step
+
+
 PLACEHOLDER_ID = 0
 """The token id of prompt positions that are given as embeddings. No output depends on it."""
 

@@ -6,23 +6,16 @@ that applied every earlier SchedulerOutput needs nothing else: rows that it know
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 
 import numpy as np
 
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import LoraRef, MediaItem, RequestStatus
+from pagoda.core.request import AdmitKind, LoraRef, MediaItem, RequestStatus
 
 NO_INTS = np.empty(0, np.int32)
 NO_HANDLES = np.empty(0, np.int64)
 NO_PAIRS = np.empty((0, 2), np.int32)
-
-
-class AdmitKind(IntEnum):
-    NEW = 0
-    RESUMED = 1  # was preempted by recompute
-    SWAPPED_IN = 2  # its KV comes back by `swap_in` of the same step
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,9 +8,10 @@ from pagoda.base.clock import Clock
 from pagoda.base.config import CacheConfig, SchedulingMode
 from pagoda.base.errors import ConfigError, InvariantBroken
 from pagoda.core.cost_model import CostModel
-from pagoda.core.decision_log import DecisionLog, Reason
+from pagoda.core.decision_log import DecisionLog
 from pagoda.core.drafts import Drafts
 from pagoda.core.encoder import EncoderInputs
+from pagoda.core.events import Reason
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager, KVGroupKind, KVGroupSpec, KVSizing
 from pagoda.core.outbox import Outbox

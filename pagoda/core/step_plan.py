@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from pagoda.core.decision_log import Reason
-from pagoda.core.request import RequestState
-from pagoda.core.scheduler_output import NO_INTS, AdmitKind, EncoderRun, SchedulerOutput
+from pagoda.core.events import Reason
+from pagoda.core.request import AdmitKind, RequestState
+from pagoda.core.scheduler_output import NO_INTS, EncoderRun, SchedulerOutput
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Generic, TypeVar
 
 from pagoda.base.errors import RequestError, WorkerDied
-from pagoda.core.decision_log import Reason
+from pagoda.core.events import Reason
 from pagoda.core.executor import Executor
 from pagoda.core.request import LoraRef, Request
 

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
+from pagoda.core.request import AdmitKind
+from pagoda.core.scheduler_output import RowInit, SchedulerOutput
 from pagoda.worker.batch_rows import PaddedSize, Padding
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.forward_runner import Computed, ForwardRunner

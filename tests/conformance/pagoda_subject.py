@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from pagoda.base.clock import VirtualClock
-from pagoda.core.request import RequestStatus
+from pagoda.core.request import AdmitKind, RequestStatus
 from pagoda.core.scheduler import Scheduler
-from pagoda.core.scheduler_output import AdmitKind, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tests.conformance.settings import request_of, settings_of
 
 Record = dict[str, Any]

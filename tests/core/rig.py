@@ -9,10 +9,10 @@ from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.kv import KVGroupSpec
-from pagoda.core.request import Request, RequestStatus
+from pagoda.core.request import AdmitKind, Request, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.core.scheduler_output import AdmitKind, Finish, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.scheduler_output import Finish, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.state import Preparations
 
 FILL = 7

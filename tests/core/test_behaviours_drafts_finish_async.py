@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from pagoda.base.config import PreemptionMode
-from pagoda.core.request import LoraRef, RequestStatus
-from pagoda.core.scheduler_output import AdmitKind, ModelRunnerOutput
+from pagoda.core.request import AdmitKind, LoraRef, RequestStatus
+from pagoda.core.scheduler_output import ModelRunnerOutput
 from tests.core.rig import FILL, PlannedStep, Rig
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from pagoda.base.config import PreemptionMode, SchedulingMode, SchedulingPolicy
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
-from pagoda.core.request import LoraRef, MediaItem, RequestStatus
-from pagoda.core.scheduler_output import AdmitKind
+from pagoda.core.request import AdmitKind, LoraRef, MediaItem, RequestStatus
 from tests.core.rig import Rig
 
 PHASED = SchedulingMode.PHASED

@@ -7,8 +7,8 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.cost_model import CostModel
 from pagoda.core.decision_log import Preempted
 from pagoda.core.preemption import PREEMPTION_RULES
-from pagoda.core.request import Request, RequestState, RequestStatus, Sequence
-from pagoda.core.scheduler_output import AdmitKind, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.request import AdmitKind, Request, RequestState, RequestStatus, Sequence
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tests.core.rig import Rig
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.core import planning
-from pagoda.core.decision_log import Held, Reason
+from pagoda.core.decision_log import Held
+from pagoda.core.events import Reason
 from pagoda.core.policy import RequestQueue
 from pagoda.core.request import LoraRef, Request, RequestState, RequestStatus
 from pagoda.core.rules import why_skipped, why_stopped

@@ -11,10 +11,10 @@ import numpy as np
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingPolicy
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
-from pagoda.core.request import Request, RequestStatus
+from pagoda.core.request import AdmitKind, Request, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.core.scheduler_output import AdmitKind, EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput
 from tests.core.exact_worker import SPOILED, ExactWorker, logprobs_after, next_token, pooled_vector
 from tests.core.plain_beam_search import plain_beam_search
 from tests.twin import TwinScheduler

@@ -8,7 +8,7 @@ import pytest
 
 from pagoda.base.errors import RequestError, WorkerDied
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.decision_log import Reason
+from pagoda.core.events import Reason
 from pagoda.core.request import LoraRef, Request
 from pagoda.engine import preparations
 from pagoda.engine.preparations import ExecutorPreparations

@@ -20,8 +20,8 @@ from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.grammar import MaskWork
-from pagoda.core.request import RequestStatus
-from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
+from pagoda.core.request import AdmitKind, RequestStatus
+from pagoda.core.scheduler_output import RowInit, SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend

@@ -9,7 +9,8 @@ from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingParams, PoolingPlan
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.kv import KVGroupSpec, KVShape
-from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
+from pagoda.core.request import AdmitKind
+from pagoda.core.scheduler_output import RowInit, SchedulerOutput
 from pagoda.kernels.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 

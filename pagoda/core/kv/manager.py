@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from pagoda.base.config import CacheConfig
-from pagoda.core.decision_log import Reason
+from pagoda.core.events import Reason
 from pagoda.core.kv.block_pool import NO_BLOCKS, BlockPool
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.host_tier import HostTier

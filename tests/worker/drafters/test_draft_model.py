@@ -4,7 +4,8 @@ import numpy as np
 import torch
 
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.scheduler_output import AdmitKind, RowInit, SchedulerOutput
+from pagoda.core.request import AdmitKind
+from pagoda.core.scheduler_output import RowInit, SchedulerOutput
 from pagoda.worker.drafters.drafter import MAX_DRAFT_STEP_TOKENS
 from pagoda.worker.drafters.models import DraftForward, DraftModelDrafter
 from pagoda.worker.sampler import Sampler
