@@ -16,6 +16,12 @@ from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.devices.cuda import CudaDevice
 
 
+REFUSED_BY_TRITON = ("deepseek-v", "gpt-oss")
+"""How the names (in tests/models/tiny.py) of models begin that are refused with Triton's kernels when an engine starts:
+with latent attention, or biases of experts.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceUnderTest:
     """name: of the hardware.   dtype, kernels: of an engine there."""
@@ -61,10 +67,8 @@ class DeviceUnderTest:
             self.must_be_a_cpu("the native kernels run on a CPU")
 
     def must_compute(self, model: str) -> None:
-        """Skip the test of a model (by its name in tests/models/tiny.py) that is refused with Triton's kernels: with
-        latent attention, or biases of experts.
-        """
-        if self._is_invariant and model.startswith(("deepseek-v", "gpt-oss")):
+        """Skip the test of a model, by its name in tests/models/tiny.py, that is refused with Triton's kernels."""
+        if self._is_invariant and model.startswith(REFUSED_BY_TRITON):
             pytest.skip(f"{model} does not run on Triton's kernels: it is refused when an engine starts")
 
     def must_check_indices(self) -> None:

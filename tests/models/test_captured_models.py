@@ -17,7 +17,7 @@ from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
 from pagoda.worker.devices.cuda import CudaCapture
 from pagoda.worker.forward_runner import Computed, ForwardRunner
-from tests.device_under_test import ON_CPU, made, moved
+from tests.device_under_test import ON_CPU, REFUSED_BY_TRITON, made, moved
 from tests.models.paged_runner import PagedRunner
 from tests.models.tiny import CONFIGS, make_model, save
 from tests.models.tiny_encoders import CONFIGS as ENCODERS
@@ -60,7 +60,10 @@ def mark_slow_except_quick(names: Iterable[str]) -> list[Any]:
     return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize("name", mark_slow_except_quick(CONFIGS))
+RUN = [name for name in CONFIGS if not name.startswith(REFUSED_BY_TRITON)]
+
+
+@pytest.mark.parametrize("name", mark_slow_except_quick(RUN))
 def test_decode_steps(name: str, gpu: SimulatedGpu, tmp_path: Path) -> None:
     files = identify(save(make_model(name), tmp_path))
 
