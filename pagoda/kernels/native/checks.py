@@ -13,10 +13,10 @@ def bad_index(what: str, value: int, at: int, limit: int) -> InvariantBroken:
 
 
 def check_below(what: str, indices: np.ndarray, limit: int) -> None:
-    """Raise InvariantBroken if one of `indices` (integers, [n]) is not in 0 .. limit - 1."""
+    """Raise InvariantBroken if one of `indices` (integers of any shape) is not in 0 .. limit - 1."""
     if indices.size and (indices.min() < 0 or indices.max() >= limit):
         at = int(np.flatnonzero((indices < 0) | (indices >= limit))[0])
-        raise bad_index(what, int(indices[at]), at, limit)
+        raise bad_index(what, int(indices.flat[at]), at, limit)
 
 
 _GROUP_RULES = {
