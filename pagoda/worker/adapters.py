@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -47,8 +47,8 @@ class AdapterStore:
 
     The engine says which are loaded and unloaded, between steps. Another thread may read one meanwhile; it is kept
     aside until the next step, and where it finds no free slot then, because rows of ended requests have not left theirs
-    yet, until a row needs it. The file is identified by its digest: a request never gets other weights than those it
-    was accepted for.
+    yet, or no memory, until a row needs it. The file is identified by its digest: a request never gets other weights
+    than those it was accepted for.
     tables: by identity of the weight that a layer passes to its op; a layer gets one with its first adapter.
     """
 
@@ -91,7 +91,7 @@ class AdapterStore:
                 raise RequestError("it is not loaded", "model")
             if slot is None:
                 raise RequestError(f"all {self._limits.max_loaded} adapters that fit in memory are in use", "model")
-            self._fill(slot, ref.digest, self._aside.pop(ref.digest).result())
+            self._fill(slot, ref.digest)
         self._users[slot] += 1
         return slot
 
@@ -107,7 +107,9 @@ class AdapterStore:
             return read
 
         self.begin(ref, read_now)
-        self.settle()
+        slot = self._free_slot()
+        if ref.digest in self._aside and slot is not None:
+            self._fill(slot, ref.digest)
 
     def begin(self, ref: LoraRef, read: Callable[[], "Future[AdapterPieces]"]) -> "Future[AdapterPieces] | None":
         """Begin to load an adapter, unless it is loaded. Return when it can be used, or cannot; None: now.
@@ -123,11 +125,17 @@ class AdapterStore:
         return known
 
     def settle(self) -> None:
-        """Give adapters that have been read a slot, as far as there are free ones."""
+        """Give adapters that have been read a slot, as far as there are free ones, and memory."""
         for digest in [digest for digest, read in self._aside.items() if read.done() and read.exception() is None]:
             slot = self._free_slot()
-            if slot is not None:
-                self._fill(slot, digest, self._aside.pop(digest).result())
+            if slot is None:
+                return
+            try:
+                self._fill(slot, digest)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                return  # requests that need it fail with this, and no others
 
     def unload(self, ref: LoraRef) -> None:
         """Drop an adapter, as soon as no row uses it. Ignore one that is not loaded."""
@@ -180,18 +188,19 @@ class AdapterStore:
         logger.info("adapter %s read in %.3f s", ref.name, time.perf_counter() - begin_s)
         return pieces
 
-    def _fill(self, slot: int, digest: str, pieces: AdapterPieces) -> None:
+    def _fill(self, slot: int, digest: str) -> None:
+        """Put an adapter that has been read into a slot. If that fails, it stays aside."""
         try:
-            for parameter, of_parameter in pieces.items():
+            for parameter, pieces in self._aside[digest].result().items():
                 embedding = self._embeddings.get(id(parameter))
                 if embedding is not None and embedding.scale != 1.0:
-                    for piece in of_parameter:
-                        piece.b.mul_(embedding.scale)
-                self._table_of(parameter).fill(slot, of_parameter)
+                    pieces = [replace(piece, b=piece.b * embedding.scale) for piece in pieces]
+                self._table_of(parameter).fill(slot, pieces)
         except BaseException:
             self._clear(slot)
             raise
         self._slots[digest] = slot
+        del self._aside[digest]
 
     def _table_of(self, parameter: Parameter[object]) -> FillableLowRank:
         key = id(parameter.value)
@@ -248,8 +257,9 @@ class Adapters:
             except Exception as error:
                 if not isinstance(error, PagodaError | OSError) and not is_out_of_memory(error):
                     raise
-                logger.warning("adapter %s cannot be used: %s", init.lora.name, error)
-                self._failed[init.row] = f"the adapter {init.lora.name!r} cannot be used: {error}"
+                why = str(error) or "memory ran out"  # a MemoryError may say nothing
+                logger.warning("adapter %s cannot be used: %s", init.lora.name, why)
+                self._failed[init.row] = f"the adapter {init.lora.name!r} cannot be used: {why}"
         for fork in output.forks:
             self._forget(fork.dst)
             slot = self._slots[fork.src]

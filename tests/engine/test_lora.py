@@ -4,7 +4,7 @@ import asyncio
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +19,8 @@ from pagoda.base.lora import LoRAConfig
 from pagoda.core.request import LoraRef
 from pagoda.engine.inputs.adapters import AdapterUses
 from pagoda.executors.in_process import InProcessExecutor
+from pagoda.kernels.low_rank.packed import PackedLowRank
+from pagoda.kernels.low_rank.table import LowRankPiece
 from pagoda.loading.adapters.files import digest_of
 from pagoda.worker.adapters import AdapterStore
 from pagoda.worker.worker import Worker
@@ -306,6 +308,27 @@ def test_a_worker_refuses_an_adapter_that_only_it_may_be_unable_to_read(
             loaded.result(60)
     finally:
         llm._thread.call(lambda engine: engine.core._executor.call("unload_adapter", lora)).result(60)
+
+
+def test_memory_that_runs_out_while_an_adapter_gets_a_slot_fails_its_requests_alone(
+    model: Path, folders: dict[str, Path], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, is_short = PackedLowRank.fill, threading.Event()
+
+    def fill_if_there_is_memory(table: PackedLowRank, slot: int, pieces: Sequence[LowRankPiece]) -> None:
+        if is_short.is_set():
+            raise MemoryError
+        fill(table, slot, pieces)
+
+    monkeypatch.setattr(PackedLowRank, "fill", fill_if_there_is_memory)
+    is_short.set()
+    with LLM(str(model), **OPTIONS) as llm:
+        adapters = [ask(folders["a"]), None]
+        failed, other = (one.outputs[0] for one in llm.generate([PROMPT] * 2, GREEDY, lora_request=adapters))
+        assert failed.finish_reason == "error"
+        assert other.token_ids == expected[""]
+        is_short.clear()
+        assert tokens(llm, PROMPT, ask(folders["a"])) == expected["a"]
 
 
 def test_adapters_loaded_at_the_same_time_are_used_in_turn(
