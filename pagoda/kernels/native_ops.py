@@ -14,7 +14,7 @@ from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.kernels.kv_cache.native_pages import plain_keys
 from pagoda.kernels.linear.packed import PackedLinears
 from pagoda.kernels.low_rank.packed import PackedLowRank
-from pagoda.kernels.native.abi import NO_CACHE, Bad, Shared
+from pagoda.kernels.native.abi import NO_CACHE, CheckResult, Shared
 from pagoda.kernels.native.arguments import Call, new_group, prepare_call, torch_facts
 from pagoda.kernels.native.checks import bad_group, bad_index
 from pagoda.kernels.native.dtypes import TORCH_DTYPES
@@ -98,14 +98,14 @@ class NativeOps:
                 record, limit = getattr(call.record, name), call.shapes[declared.below][0]
                 check, tensor = self.library["check_indices"], arguments[name]
                 assert isinstance(tensor, torch.Tensor)
-                if check(record.data, record.dtype, tensor.numel(), limit, byref(at)) != Bad.NOTHING:
+                if check(record.data, record.dtype, tensor.numel(), limit, byref(at)) != CheckResult.NOTHING:
                     raise bad_index(f"{call.op.name}: {name}", int(tensor.view(-1)[at.value]), at.value, limit)
             if isinstance(declared, Group):
                 num_blocks = NO_CACHE if declared.cache is None else getattr(call.record, declared.cache).num_blocks
                 rows = next(call.shapes[name][0] for name, what in call.op.arguments.items() if isinstance(what, Rows))
                 queries, written = (rows, 0) if declared.rows is Slots.QUERIES else (-1, rows)
                 bad = self.library["check_group"](addressof(groups[0]), num_blocks, queries, written, byref(at))
-                if bad != Bad.NOTHING:
+                if bad != CheckResult.NOTHING:
                     raise bad_group(bad, at.value, num_blocks)
 
     def pin_threads(self, cores: Sequence[Sequence[int]]) -> bool:

@@ -36,9 +36,6 @@ class TorchOps(ReferenceOps):
         for op in FORWARD_OPS.values():
             setattr(self, op.name, torch_version_of(op))
 
-    def plain_keys(self, pages: torch.Tensor) -> torch.Tensor:
-        return pages
-
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return linear.prepare(weight, bias)
 

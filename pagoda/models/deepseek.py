@@ -19,7 +19,7 @@ from pagoda.ops.shape_rules import PANEL_ROWS
 
 
 def _read_v2(config: ConfigReader) -> DecoderConfig:
-    config = _with_defaults(config, {"num_experts_per_tok": None, "n_shared_experts": 2, "first_k_dense_replace": 0})
+    config = _with_defaults(config, {"n_shared_experts": 2, "first_k_dense_replace": 0})
     config.choice("scoring_func", ("softmax",), "softmax")
     config.refuse("norm_topk_prob")
     config.refuse("mlp_bias")

@@ -100,10 +100,7 @@ class SiglipLayer(Module):
         self, ops: ForwardOps, x: Tensor, residual: Tensor | None, batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
         """x [T, hidden], not yet added to the residual stream -> the same."""
-        if residual is None:
-            x, residual = self.layer_norm1(ops, x), x
-        else:
-            x, residual = self.layer_norm1.add(ops, x, residual)
+        x, residual = self.layer_norm1.add(ops, x, residual)
         x, residual = self.self_attn(ops, x, residual, batch, (), last=False)
         x, residual = self.layer_norm2.add(ops, x, residual)
         return self.mlp(ops, x), residual
@@ -127,8 +124,6 @@ class Siglip(Module):
         x, residual = self.embeddings(ops, batch), None
         for layer in self.encoder.layers:
             x, residual = layer(ops, x, residual, batch)
-        if residual is None:
-            return self.post_layernorm(ops, x)
         return self.post_layernorm.add(ops, x, residual)[0]
 
 

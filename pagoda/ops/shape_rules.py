@@ -76,15 +76,11 @@ def check_gate_up(shapes: Shapes, arguments: Mapping[str, object]) -> None:
         raise ValueError(f"gate_up of {shapes['gate_up'][1]} columns has no halves")
 
 
-def check_heads(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+def check_text(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     """Queries, K and V must have heads of one size, and queries a multiple of the others' heads."""
     q, k = shapes["q"], shapes["k"]
     if q[1] % k[1] or q[2] != k[2]:
         raise ValueError(f"heads of q {q} do not fit those of k {k}")
-
-
-def check_text(shapes: Shapes, arguments: Mapping[str, object]) -> None:
-    check_heads(shapes, arguments)
     _check_bias(shapes, arguments)
 
 

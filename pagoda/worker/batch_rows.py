@@ -103,7 +103,7 @@ def _power_of_two(count: int) -> int:
 class BatchRows:
     """The rows of a batch, or of its tail, on the host: see AttentionMetadata.
 
-    tables: a block table per KV group.   longest, furthest: its max_query_len and max_seq_len.
+    tables: a block table per KV group.   max_query_len, max_seq_len: its largest of both.
     shared: the shared prefix of each group, 0 tokens if it has none; empty if no group has one.
     last_seen: None: every token sees those up to its own.
     """
@@ -111,8 +111,8 @@ class BatchRows:
     query_start: np.ndarray
     seq_lens: np.ndarray
     tables: list[np.ndarray]
-    longest: int
-    furthest: int
+    max_query_len: int
+    max_seq_len: int
     shared: tuple[np.ndarray, ...] = ()
     last_seen: np.ndarray | None = None
 
@@ -143,15 +143,15 @@ class BatchRows:
         Padding tokens belong to padding rows at the end, which write to the null block; some of these have no tokens.
         """
         count, num_blocks = len(self.seq_lens), -(-size.context // block_size)
-        num_tokens, longest = int(self.query_start[-1]), size.max_query_len
-        further = size.num_tokens - num_tokens - longest * np.arange(size.num_rows - count, dtype=np.int32)
-        further = np.clip(further, 0, longest)
+        num_tokens, per_row = int(self.query_start[-1]), size.max_query_len
+        further = size.num_tokens - num_tokens - per_row * np.arange(size.num_rows - count, dtype=np.int32)
+        further = np.clip(further, 0, per_row)
         query_start = np.concatenate([self.query_start, num_tokens + np.cumsum(further, dtype=np.int32)])
         tables = [np.zeros((size.num_rows, num_blocks), np.int32) for _ in self.tables]
         for table, of_rows in zip(tables, self.tables, strict=True):
             table[:count, : of_rows.shape[1]] = of_rows
         seq_lens = np.concatenate([self.seq_lens, further])
-        return BatchRows(query_start, seq_lens, tables, longest, size.context, self.shared)
+        return BatchRows(query_start, seq_lens, tables, per_row, size.context, self.shared)
 
     def ends(self, wanted: np.ndarray) -> tuple["BatchRows", np.ndarray]:
         """Return the shortest row ends that contain the tokens `wanted`, and their indices in the batch (int64).
@@ -183,9 +183,11 @@ class BatchRows:
         query_start, seq_lens, *tables = tensors
         seen = None if self.last_seen is None else tables.pop()
         shared = tables[len(slots) :] if self.shared else [None] * len(slots)
-        longest, furthest = self.longest, self.furthest
+        max_query_len, max_seq_len = self.max_query_len, self.max_seq_len
         return tuple(
-            AttentionMetadata(query_start, seq_lens, table, of_group, block_size, longest, furthest, prefix, seen)
+            AttentionMetadata(
+                query_start, seq_lens, table, of_group, block_size, max_query_len, max_seq_len, prefix, seen
+            )
             for of_group, table, prefix in zip(slots, tables[: len(slots)], shared, strict=True)
         )
 
@@ -244,9 +246,9 @@ class CrossRows:
     ) -> tuple[AttentionMetadata, ...]:
         """Return the metadata of all groups.   others: of those without cross attention.   tensors: `arrays`."""
         starts, lengths, *rest = tensors
-        merged, furthest = list(others), int(self.lengths.max())
+        merged, max_seq_len = list(others), int(self.lengths.max())
         for group, table, slots in zip(groups, rest, rest[len(groups) :], strict=False):
-            merged.insert(group, AttentionMetadata(starts, lengths, table, slots, self.block_size, 1, furthest))
+            merged.insert(group, AttentionMetadata(starts, lengths, table, slots, self.block_size, 1, max_seq_len))
         return tuple(merged)
 
 
@@ -264,16 +266,16 @@ def gather_rows(
     query_start = np.zeros(num_rows + 1, np.int32)
     np.cumsum(num_new, out=query_start[1:])
     seq_lens = start + num_new
-    longest, furthest = int(num_new.max()), int(seq_lens.max())
-    if longest == 1:
+    max_query_len, max_seq_len = int(num_new.max()), int(seq_lens.max())
+    if max_query_len == 1:
         token_rows, at_row = output.rows, np.arange(num_rows)
         positions = np.array(start)  # a copy: the scheduler's own array may be a strided view
     else:
         token_rows, at_row = np.repeat(output.rows, num_new), np.repeat(np.arange(num_rows), num_new)
         positions = np.arange(query_start[-1], dtype=np.int32) + np.repeat(start - query_start[:-1], num_new)
     block, offset = np.divmod(positions, block_size)
-    tables = [of_group[output.rows, : -(-furthest // block_size)] for of_group in table.growing_tables]
+    tables = [of_group[output.rows, : -(-max_seq_len // block_size)] for of_group in table.growing_tables]
     slots = [of_rows[at_row, block].astype(np.int64) * block_size + offset for of_rows in tables]
     if not tables:  # a model without KV still needs to know where rows begin
         tables, slots = [np.zeros((num_rows, 1), np.int32)], [np.zeros(1, np.int64)]
-    return BatchRows(query_start, seq_lens, tables, longest, furthest), token_rows, positions, slots
+    return BatchRows(query_start, seq_lens, tables, max_query_len, max_seq_len), token_rows, positions, slots

@@ -138,8 +138,8 @@ class StagingBatch:
         size = None
         is_plain = embeds is None and not self._num_token_types and not table.cross_groups and table.rotary is None
         if self.padding is not None and is_plain and draw_logits is None:
-            size = self.padding.size_of(len(output.rows), num_tokens, rows.longest, rows.furthest)
-        if self.padding is not None and rows.longest == 1:  # only kernels whose steps are captured read them
+            size = self.padding.size_of(len(output.rows), num_tokens, rows.max_query_len, rows.max_seq_len)
+        if self.padding is not None and rows.max_query_len == 1:  # only kernels whose steps are captured read them
             rows = rows.with_shared_prefixes(output.start, block_size)
         if embeds is not None and embeds.last_seen is not None:
             rows = rows.with_last_seen(positions, embeds.index, embeds.last_seen)

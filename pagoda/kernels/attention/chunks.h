@@ -108,8 +108,8 @@ struct Context {
             if (bs % 16 == 0 && CHUNK % bs == 0) return load_whole_blocks(table, kv_head, chunk_at, low, high, w, keys, values);
         }
         load_values(table, kv_head, chunk_at, w, values);
-        if (p.more_dim > 0) {
-            turn_values(values, w.keys);
+        if (p.rope_dim > 0) {
+            transpose_values(values, w.keys);
             load_keys<8, false>(table, kv_head, chunk_at, low, high, w.keys + p.head_dim / WIDTH * CHUNK, keys);
             for (int g = 0; g < LANE_GROUPS; g++) keys.keys[g] = w.keys + 16 * g;
         } else if (bs % 16 == 0) {
@@ -121,7 +121,7 @@ struct Context {
 
     // The values of a chunk as keys: from a row of lanes per position (pair) to one per dimension (pair). Keys of positions
     // that no query sees stay as they are.
-    void turn_values(const ValueChunk<Kind>& values, Lane* keys) const {
+    void transpose_values(const ValueChunk<Kind>& values, Lane* keys) const {
         for (int j = values.begin; j < values.end; j++) {
             const Lane* v = values.rows[j];
             for (int d = 0; d < p.head_dim; d += WIDTH) {

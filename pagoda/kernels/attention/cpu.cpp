@@ -176,9 +176,9 @@ PAGODA_EXPORT void pagoda_attention_with_sinks(const AttentionWithSinksArgs* a, 
 // Not of an int8 cache: a key's two parts would have two scales.
 PAGODA_EXPORT void pagoda_latent_attention(const LatentAttentionArgs* a, int32_t threads) {
     Problem p = paged_problem(*a, 0, 0.0f, nullptr);
-    p.more_dim = static_cast<int>(a->cache.head_dim);
-    p.q_more = a->q_rotated.data;
-    p.q_more_stride = a->q_rotated.stride;
+    p.rope_dim = static_cast<int>(a->cache.head_dim);
+    p.q_rope = a->q_rotated.data;
+    p.q_rope_stride = a->q_rotated.stride;
     attend_paged(p, a->cache.dtype, a->q.rows, threads);
 }
 

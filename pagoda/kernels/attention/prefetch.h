@@ -21,7 +21,7 @@ class PagePrefetcher {
         regions_[count_++] = {from, from + bytes};
     }
     // The next few lines.
-    __attribute__((always_inline)) void ask() {
+    __attribute__((always_inline)) void issue() {
         if (at_ >= end_) {
             if (next_ == count_) return;
             at_ = regions_[next_].begin, end_ = regions_[next_].end, next_++;
@@ -29,8 +29,8 @@ class PagePrefetcher {
         for (int line = 0; line < LINES; line++) __builtin_prefetch(at_ + 64 * line, 0, 2);
         at_ += 64 * LINES;
     }
-    void ask_rest() {
-        while (at_ < end_ || next_ < count_) ask();
+    void issue_rest() {
+        while (at_ < end_ || next_ < count_) issue();
     }
 
   private:

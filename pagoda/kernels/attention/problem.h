@@ -24,12 +24,12 @@ struct Problem {
     const int32_t* last_seen = nullptr;  // of each query token, not less than its own position; or null
     const float* bias = nullptr;  // [num_heads][2 * bias_reach + 1]: added to a score, by distance of key and query; or null
     int bias_reach = 0;
-    // Latent attention, if more_dim > 0: a key is the value, of head_dim elements, then a K of more_dim; so is a query.
-    int more_dim = 0;
-    const void* q_more = nullptr;
-    int64_t q_more_stride = 0;
-    int key_dim() const { return head_dim + more_dim; }
-    int k_page_dim() const { return more_dim > 0 ? more_dim : head_dim; }
+    // Latent attention, if rope_dim > 0: a key is the value, of head_dim elements, then a K of rope_dim; so is a query.
+    int rope_dim = 0;
+    const void* q_rope = nullptr;
+    int64_t q_rope_stride = 0;
+    int key_dim() const { return head_dim + rope_dim; }
+    int k_page_dim() const { return rope_dim > 0 ? rope_dim : head_dim; }
     int group() const { return num_heads / num_kv_heads; }
     // The first and last position that query `token` at `at` sees in a row of `length` positions.
     int first_visible(int at) const { return window > 0 ? std::max(0, at - window + 1) : 0; }

@@ -100,24 +100,24 @@ struct Attention {
     void load_queries_of(const Tile& t, int64_t kv_head, Word* to, const Workspace<Kind>& w) const {
         int group = p.group();
         int64_t depth = p.key_dim() / WIDTH, words = words_of<Kind>(depth);
-        Word* in_order = reinterpret_cast<Word*>(w.partials);  // used by no segment yet; more_dim is at most head_dim
+        Word* in_order = reinterpret_cast<Word*>(w.partials);  // used by no segment yet; rope_dim is at most head_dim
         for (int r = 0; r < rows(t); r++) {
             int64_t token = t.first_token + r / group, head = kv_head * group + r % group;
             const T* from = static_cast<const T*>(p.q) + token * p.q_stride + head * p.head_dim;
             F::query(from, in_order + r * words, p.head_dim);
-            if (p.more_dim > 0) {
-                const T* more = static_cast<const T*>(p.q_more) + token * p.q_more_stride + head * p.more_dim;
-                F::query(more, in_order + r * words + words_of<Kind>(p.head_dim / WIDTH), p.more_dim);
+            if (p.rope_dim > 0) {
+                const T* rope = static_cast<const T*>(p.q_rope) + token * p.q_rope_stride + head * p.rope_dim;
+                F::query(rope, in_order + r * words + words_of<Kind>(p.head_dim / WIDTH), p.rope_dim);
             }
         }
         order_by_tile<Kind>(to, rows(t), depth, [&](int r, int64_t i) { return in_order[r * words + i]; });
     }
 
     // Compute a segment's sums; part(h) receives those of the unit's h-th head. Meanwhile prefetch what this thread reads
-    // next: the unit's positions below `walked_until`, then the beginning of `then`.
+    // next: the unit's positions below `walked_until`, then the beginning of `upcoming`.
     template <class PartOf>
     void run_segment(const Unit& unit, int segment, const Workspace<Kind>& w, PartOf&& part, int walked_until,
-                     const Unit* then) const {
+                     const Unit* upcoming) const {
         const Tile& t = *unit.tile;
         Heads heads = unit.heads;
         PagePrefetcher ahead;
@@ -137,15 +137,15 @@ struct Attention {
             ahead.clear();
             if (chunk_at + CHUNK < walked_until)
                 context.prefetch_chunk(unit, chunk_at + CHUNK, false, ahead);
-            else if (then != nullptr)
-                context.prefetch_chunk(*then, then->tile->first_visible(p) / CHUNK * CHUNK, true, ahead);
+            else if (upcoming != nullptr)
+                context.prefetch_chunk(*upcoming, upcoming->tile->first_visible(p) / CHUNK * CHUNK, true, ahead);
             for (int h = 0; h < heads.count; h++) {
                 context.load_chunk(table, heads.first + h, chunk_at, visible, end, w, keys, values);
                 scores_of<Kind>(w.queries_of(h), n, keys, p.key_dim() / WIDTH, w.scores, ahead);
                 online_softmax(t, heads.first + h, chunk_at, keys.groups, w, part(h), w.sums_of(h));
                 outputs_of<Kind>(w.weights, n, values, hd, w.keep, part(h).acc, ahead);
             }
-            ahead.ask_rest();
+            ahead.issue_rest();
         }
         for (int h = 0; h < heads.count; h++) {
             for (int r = 0; r < n; r++) part(h).total[r] = lane_sum(load(w.sums_of(h) + r * 16));
@@ -173,8 +173,8 @@ struct Attention {
         }
     }
 
-    // Run all segments of a unit. The same thread runs `then` next.
-    void run_unit(const Unit& unit, const Unit* then) const {
+    // Run all segments of a unit. The same thread runs `upcoming` next.
+    void run_unit(const Unit& unit, const Unit* upcoming) const {
         const Tile& t = *unit.tile;
         Heads heads = unit.heads;
         int n = rows(t), first = t.first_segment(p);
@@ -182,7 +182,7 @@ struct Attention {
         load_queries(t, heads, w);
         for (int s = 0; s < t.num_segments(p); s++) {
             auto part = [&](int h) { return s == 0 ? w.combined(h) : w.next(h); };
-            run_segment(unit, first + s, w, part, t.end(p), then);
+            run_segment(unit, first + s, w, part, t.end(p), upcoming);
             if (s == 0) continue;
             for (int h = 0; h < heads.count; h++) combine(w.combined(h), w.next(h), n, p.head_dim);
         }

@@ -117,7 +117,7 @@ inline void score_tile(const typename Kind::Word* q, const KeyChunk<Kind>& chunk
     for (int n = 0; n < N; n++) keys[n] = chunk.keys[first_group + n];
     int64_t stride = chunk.stride;
     for (int64_t i = 0; i < depth; i++, q += words_of<Kind>(M)) {
-        ahead.ask();
+        ahead.issue();
         multiply_lanes<Kind, M, N>(sums, keys, ALL_BITS, [&](int r, int product) { return q[product * M + r]; });
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) keys[n] += stride;
@@ -138,7 +138,7 @@ inline void output_tile(const typename Kind::Word* weights, const ValueChunk<Kin
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) sums[r][n] = load(acc + r * head_dim + column + 16 * n) * keep[r];
     auto step = [&](int j, uint32_t mask) __attribute__((always_inline)) {
-        ahead.ask();
+        ahead.issue();
         const typename Kind::Lane* values[N];
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) values[n] = chunk.rows[j] + column + 16 * n;

@@ -150,10 +150,10 @@ void finish_tile(const LinearJob& job, const float* sums, int64_t sums_stride, i
 
 // ---- a rectangle of the output ----
 
-// Rows [row, row_end) of panels [panel, panel_end), with a gate of their partners too. then: the panel that this thread
-// will probably multiply next, or -1.
+// Rows [row, row_end) of panels [panel, panel_end), with a gate of their partners too. next_panel: the one that this
+// thread will probably multiply next, or -1.
 void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end,
-              int64_t then) {
+              int64_t next_panel) {
     const PackedLinear& w = *job.weight;
     const Tiles& tiles = tiles_of(w);
     const char* panels = static_cast<const char*>(w.panels);
@@ -173,7 +173,7 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
         const char* first = panels + panel * bytes;
         int64_t columns = w.out_features - panel * PANEL;
         if (columns > width * PANEL) columns = width * PANEL;
-        int64_t upcoming = panel + width < panel_end ? panel + width : then;
+        int64_t upcoming = panel + width < panel_end ? panel + width : next_panel;
         // Together, the calls prefetch once everything that the next ones read, and each step as much as any other: the
         // weights arrive while the tiles compute.
         int64_t span = job.gate != GATE_NONE ? bytes : width * bytes, each = (span + all_steps - 1) / all_steps;
@@ -202,16 +202,16 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
 }
 
 // What a thread claims: one of `blocks` blocks of rows, times `width` panels.
-struct Cut {
+struct Split {
     int64_t blocks, width;
 };
 
 // The division that finishes first on `threads` equally fast threads: the busiest one has the fewest rows x panels.
 // Among divisions within 2 % of the best, the coarsest, which reads weights and rows least often.
-Cut cut(const LinearJob& job, int64_t panels, int threads) {
+Split split_work(const LinearJob& job, int64_t panels, int threads) {
     int64_t least = (job.rows * row_bytes(*job.weight) + BLOCK_BYTES - 1) / BLOCK_BYTES, most = job.rows / CLAIM_ROWS;
     if (least > most) least = most;
-    Cut best{};
+    Split best{};
     int64_t best_cost = INT64_MAX / 50;
     for (int64_t blocks = least; blocks <= most && blocks < least + 4; blocks++) {
         int64_t pieces = (CLAIMS_PER_THREAD * threads + blocks - 1) / blocks;
@@ -273,16 +273,16 @@ void linear_multiply(const LinearJob& job, int thread, int num_threads, std::ato
         return linear_multiply_part(job, 0, job.rows, mine.begin, mine.end);
     }
     Operand x = operand(job);
-    auto [blocks, width] = cut(job, panels, num_threads);
+    auto [blocks, width] = split_work(job, panels, num_threads);
     int64_t pieces = (panels + width - 1) / width;
     for (;;) {
         int64_t claim = claims.fetch_add(1, std::memory_order_relaxed);
         if (claim >= blocks * pieces) return;
         int64_t block = claim / pieces, panel = claim % pieces * width;
         // If all threads are equally fast, they claim in turn.
-        int64_t guess = claim + num_threads, then = guess < blocks * pieces ? guess % pieces * width : -1;
+        int64_t guess = claim + num_threads, next_panel = guess < blocks * pieces ? guess % pieces * width : -1;
         multiply(job, x, job.rows * block / blocks, job.rows * (block + 1) / blocks, panel,
-                 panel + width < panels ? panel + width : panels, then);
+                 panel + width < panels ? panel + width : panels, next_panel);
     }
 }
 

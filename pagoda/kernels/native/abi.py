@@ -32,7 +32,7 @@ NO_CACHE = -1
 """In place of a number of blocks: the op reads no cache, and all tokens of a row must be in the batch."""
 
 
-class Bad(IntEnum):
+class CheckResult(IntEnum):
     """The result of a check: the return value of the checking functions."""
 
     NOTHING = 0
@@ -66,7 +66,7 @@ ENUMS: dict[str, type[IntEnum]] = {
     "": DType,
     "DOMAIN_": Domain,
     "OFFSET_": Offset,
-    "BAD_": Bad,
+    "BAD_": CheckResult,
     "RANKS_": RankFailure,
     "LAYOUT_": Layout,
 }

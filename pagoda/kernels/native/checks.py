@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.kernels.native.abi import NO_CACHE, Bad
+from pagoda.kernels.native.abi import NO_CACHE, CheckResult
 
 
 def bad_index(what: str, value: int, at: int, limit: int) -> InvariantBroken:
@@ -20,21 +20,23 @@ def check_below(what: str, indices: np.ndarray, limit: int) -> None:
 
 
 _GROUP_RULES = {
-    Bad.QUERY_START: "query_start must begin at 0, never decrease, and end at the number of queries",
-    Bad.SEQ_LEN: "seq_lens must be at least the row's queries, and its blocks must fit in the block table",
-    Bad.BLOCK_ID: "a block id in block_table is outside the cache",
-    Bad.LAST_SEEN: "last_seen must be a position of the row, from the token's own on, and not decrease within the row",
-    Bad.SLOT: "slot_mapping must have a slot within the cache for every token",
+    CheckResult.QUERY_START: "query_start must begin at 0, never decrease, and end at the number of queries",
+    CheckResult.SEQ_LEN: "seq_lens must be at least the row's queries, and its blocks must fit in the block table",
+    CheckResult.BLOCK_ID: "a block id in block_table is outside the cache",
+    CheckResult.LAST_SEEN: (
+        "last_seen must be a position of the row, from the token's own on, and not decrease within the row"
+    ),
+    CheckResult.SLOT: "slot_mapping must have a slot within the cache for every token",
 }
 
 
 def bad_group(bad: int, at: int, num_blocks: int) -> InvariantBroken:
     """Return the error for AttentionMetadata that points outside the cache. at: the row, or for a slot the token."""
-    which = "token" if bad == Bad.SLOT else "row"
-    rule, cache = _GROUP_RULES[Bad(bad)], f"{num_blocks} blocks"
+    which = "token" if bad == CheckResult.SLOT else "row"
+    rule, cache = _GROUP_RULES[CheckResult(bad)], f"{num_blocks} blocks"
     if num_blocks == NO_CACHE:
         cache = "no cache"
-        if bad == Bad.SEQ_LEN:
+        if bad == CheckResult.SEQ_LEN:
             rule = "seq_lens must be the row's queries, all of whose tokens must be in the batch"
     return InvariantBroken(f"attention metadata, {which} {at}: {rule} ({cache}); the step was not run")
 
