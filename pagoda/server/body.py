@@ -7,8 +7,9 @@ import json
 import logging
 import re
 import typing
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
 import msgspec
 import numpy as np
@@ -53,8 +54,27 @@ def one_of(*words: str) -> Meta:
     return Meta(max_length=_LONGEST_WORD, extra_json_schema={"enum": list(words)}, extra={_WORDS: words})
 
 
+@dataclass(frozen=True, slots=True)
+class UnservedField:
+    """A field that clients send, of which only values that ask for nothing are accepted.
+
+    what: completes "this server does not support ...".   neutral: accepted values, in addition to NEUTRAL.
+    """
+
+    what: str
+    neutral: tuple[Any, ...] = ()
+
+
+NEUTRAL: tuple[Any, ...] = (None, False, [], "")
+
+
 class Body(Struct, kw_only=True, frozen=True):
-    """A request body: null is the same as not given; of unknown fields see BodyReader."""
+    """A request body: null is the same as not given; of unknown fields see BodyReader.
+
+    unserved: fields that are known but not declared, by name.
+    """
+
+    unserved: ClassVar[Mapping[str, UnservedField]] = {}
 
     def __post_init__(self) -> None:
         for name, words in _words(type(self)):
@@ -247,10 +267,16 @@ def _fields_decoder(names: tuple[str, ...]) -> "msgspec.json.Decoder[Any]":
 
 
 def unknown_fields(data: bytes | msgspec.Raw, kind: type[Body]) -> list[str]:
-    """Return the fields of a JSON object that neither `kind` nor the bodies in its fields declare, and no HINTS."""
+    """Return the fields of a JSON object that neither `kind` nor the bodies in its fields declare, and no HINTS.
+
+    Raises RequestError for a field that is not served and has another than a neutral value.
+    """
     given = _decode_names(data)
     known = _nested(kind)
-    unknown = [name for name in given if name not in known and name not in HINTS]
+    for name, field in kind.unserved.items():
+        if name in given and msgspec.json.decode(given[name]) not in (*NEUTRAL, *field.neutral):
+            raise RequestError(f"{name}: this server does not support {field.what}", name)
+    unknown = [name for name in given if not (name in known or name in HINTS or name in kind.unserved)]
     for name, inner in known.items():
         if inner is not None and (value := given.get(name)) is not None and bytes(value)[:1] == b"{":
             unknown += [f"{name}.{one}" for one in unknown_fields(value, inner)]

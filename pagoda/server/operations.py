@@ -199,7 +199,7 @@ async def tokenizer_info(http: Request) -> Response:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": state.max_model_len,
         **state.starter.llm.text.tokenizer_facts(),
-        "chat_template": state.chat_template,
+        "chat_template": state.chat_template.source if state.chat_template is not None else None,
     }
     return JSONResponse(settings)
 

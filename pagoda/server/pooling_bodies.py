@@ -1,7 +1,7 @@
 """The bodies of requests whose prompts are pooled: embeddings, scores, rankings, classes."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
@@ -9,9 +9,8 @@ from pagoda.base.errors import RequestError
 from pagoda.base.pooling import TASKS, PoolingParams, PoolingTask
 from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.inputs.scoring import PairOptions
-from pagoda.server.body import Body, Flag, Priority, RequestId, TokenId, as_list, check_alike, one_of
+from pagoda.server.body import Body, Flag, Priority, RequestId, TokenId, UnservedField, as_list, check_alike, one_of
 from pagoda.server.protocol import DESCRIBED_MESSAGES, Messages, check_chat
-from pagoda.server.sampling_body import UnservedField, check_unserved, with_unserved
 
 Texts = str | list[str]
 Inputs = str | list[str | TokenId | list[TokenId]]
@@ -110,13 +109,9 @@ _TYPE_OF_VECTORS = {
     "output_dtype": UnservedField("types of embeddings by this name; use `embed_dtype`", ("float",)),
 }
 """What other servers call the form of a vector: a client that asks for another one would misread ours."""
-if TYPE_CHECKING:
-    _TypedBody = InputBody
-else:
-    _TypedBody = with_unserved(InputBody, _TYPE_OF_VECTORS)
 
 
-class VectorBody(_TypedBody, kw_only=True, frozen=True):
+class VectorBody(InputBody, kw_only=True, frozen=True):
     """The fields of those that return vectors.
 
     encoding_format: Numbers, or the bytes of numbers in base64.
@@ -126,16 +121,13 @@ class VectorBody(_TypedBody, kw_only=True, frozen=True):
     normalize: Scale embeddings to unit length; if not given, as the model was made for.
     """
 
+    unserved = _TYPE_OF_VECTORS
     encoding_format: Annotated[str, one_of("float", "base64")] = "float"
     embed_dtype: Annotated[str, one_of("float32", "float16", "bfloat16")] = "float32"
     endianness: Annotated[str, one_of("native", "little", "big")] = "native"
     dimensions: Count | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
-
-    def check(self, limits: RequestLimits) -> None:
-        super().check(limits)
-        check_unserved(self, _TYPE_OF_VECTORS)
 
 
 class EmbeddingRequest(VectorBody, kw_only=True, frozen=True):

@@ -5,7 +5,7 @@ types cannot: it checks fields against each other, and counts and sizes against 
 is apart: body.py (what a body is, and its types of values) and sampling_body.py (how text is generated, in which form).
 """
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -30,7 +30,7 @@ from pagoda.server.body import (
     check_alike,
     one_of,
 )
-from pagoda.server.sampling_body import CHAT_ONLY, TEXT_ONLY, SamplingBody, check_unserved, with_unserved
+from pagoda.server.sampling_body import CHAT_ONLY, TEXT_ONLY, SamplingBody, unserved_with
 
 
 class ToolFunction(Body, kw_only=True, frozen=True):
@@ -121,13 +121,7 @@ def check_chat(
             del message[name]
 
 
-if TYPE_CHECKING:
-    _ChatBody = _TextBody = SamplingBody
-else:
-    _ChatBody, _TextBody = with_unserved(SamplingBody, TEXT_ONLY), with_unserved(SamplingBody, CHAT_ONLY)
-
-
-class ChatCompletionRequest(_ChatBody, kw_only=True, frozen=True):
+class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     """POST /v1/chat/completions
 
     messages: The conversation.
@@ -149,6 +143,7 @@ class ChatCompletionRequest(_ChatBody, kw_only=True, frozen=True):
     add_special_tokens: Add the tokenizer's own, such as the one that begins a text; most templates write them.
     """
 
+    unserved = unserved_with(TEXT_ONLY, "chat completion", "/v1/completions")
     messages: Annotated[Messages, Meta(min_length=1, extra_json_schema=DESCRIBED_MESSAGES)]
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
@@ -170,7 +165,6 @@ class ChatCompletionRequest(_ChatBody, kw_only=True, frozen=True):
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
-        check_unserved(self, TEXT_ONLY, " with a chat completion; it belongs to /v1/completions")
         limits.check_lists_of_prompts(self, 1)
         check_chat(limits, self.messages, self.tools, self.chat_template, self.chat_template_kwargs)
         limits.check_values({"documents": self.documents})
@@ -195,7 +189,7 @@ class ChatCompletionRequest(_ChatBody, kw_only=True, frozen=True):
         return {name: value for name, value in given.items() if value is not None} | (self.chat_template_kwargs or {})
 
 
-class CompletionRequest(_TextBody, kw_only=True, frozen=True):
+class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
     """POST /v1/completions
 
     prompt: A text, token ids, or a list of either.
@@ -209,6 +203,7 @@ class CompletionRequest(_TextBody, kw_only=True, frozen=True):
     add_special_tokens: Add the tokenizer's own, such as the one that begins a text.
     """
 
+    unserved = unserved_with(CHAT_ONLY, "text completion", "/v1/chat/completions")
     prompt: str | list[str | TokenId | list[TokenId]] | None = None
     prompt_embeds: str | list[str] | None = None
     max_tokens: PromptOnlyCount | UnsetType | None = UNSET
@@ -220,7 +215,6 @@ class CompletionRequest(_TextBody, kw_only=True, frozen=True):
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
-        check_unserved(self, CHAT_ONLY, " with a text completion; it belongs to /v1/chat/completions")
         if not self.prompt_embeds and not self.prompt:
             raise RequestError("prompt: is required" if self.prompt is None else "prompt: is empty", "prompt")
         limits.check("prompts", self.num_prompts, "prompt")

@@ -128,6 +128,9 @@ def json_schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
         names = {one.name: one.encode_name for one in msgspec.structs.fields(kind)}
         for name, text in _meanings(kind).items():
             schema["properties"][names[name]].setdefault("description", text)
+        if issubclass(kind, Body):
+            unserved = {"description": "Not served: only a neutral value", "enum": [None], "default": None}
+            schema["properties"] |= dict.fromkeys(kind.unserved, unserved)
     return schemas
 
 

@@ -1,15 +1,13 @@
 """SamplingBody: the fields of chat and text completions that say how text is generated, and in which form.
 
-Fields of OpenAI's and vLLM's APIs that are known but not supported are declared first: clients send many of them with a
-neutral value, which is accepted. Any other value is rejected with an explanation.
+Fields of OpenAI's and vLLM's APIs that are known but not served are listed first.
 """
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from msgspec import UNSET, Meta, Struct, defstruct
+from msgspec import UNSET, Meta
 
 from pagoda.base.errors import RequestError
 from pagoda.base.registry import nearest
@@ -26,22 +24,11 @@ from pagoda.server.body import (
     RequestId,
     Seed,
     TokenId,
+    UnservedField,
     one_of,
 )
 
 _TEXT_TOKENS = 16  # of a text completion that says nothing, as in OpenAI's API
-Unserved = Annotated[Any, Meta(description="Not served: only a neutral value", extra_json_schema={"enum": [None]})]
-
-
-@dataclass(frozen=True, slots=True)
-class UnservedField:
-    """what: completes "this server does not support ...".   neutral: accepted values, in addition to NEUTRAL."""
-
-    what: str
-    neutral: tuple[Any, ...] = ()
-
-
-NEUTRAL: tuple[Any, ...] = (None, False, [], "")
 _TRANSFER = "disaggregated serving"
 _MEDIA = "options for processing images; edit preprocessor_config.json in a copy of the model"
 
@@ -69,40 +56,31 @@ UNSERVED = {
     "watermarking": UnservedField("watermarks"),
     "web_search_options": UnservedField("web search"),
 }
-
-
-def with_unserved(base: type[Struct], fields: Mapping[str, UnservedField]) -> Any:
-    """Return a body that declares these fields, so that `check_unserved` sees their values."""
-    declared = [(name, Unserved, None) for name in fields]
-    return defstruct(f"{base.__name__}More", declared, bases=(base,), kw_only=True, frozen=True)
-
-
 CHAT_ONLY = {
-    "add_generation_prompt": UnservedField("`add_generation_prompt`", (True,)),
-    "chat_template": UnservedField("`chat_template`"),
-    "chat_template_kwargs": UnservedField("`chat_template_kwargs`", ({},)),
-    "continue_final_message": UnservedField("`continue_final_message`"),
-    "documents": UnservedField("`documents`"),
-    "include_reasoning": UnservedField("`include_reasoning`", (True,)),
-    "messages": UnservedField("`messages`"),
-    "parallel_tool_calls": UnservedField("`parallel_tool_calls`", (True,)),
-    "reasoning_effort": UnservedField("`reasoning_effort`", ("none",)),
-    "tool_choice": UnservedField("`tool_choice`", ("none", "auto")),
-    "tools": UnservedField("`tools`"),
-    "top_logprobs": UnservedField("`top_logprobs`; use `logprobs`"),
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (),
+    "documents": (),
+    "include_reasoning": (True,),
+    "messages": (),
+    "parallel_tool_calls": (True,),
+    "reasoning_effort": ("none",),
+    "tool_choice": ("none", "auto"),
+    "tools": (),
+    "top_logprobs": (),
 }
+TEXT_ONLY = {"best_of": (1,), "prompt_embeds": ()}
+"""Fields of one kind of completion only, with the values that have no effect on the other."""
+_INSTEAD = {"best_of": " (use `n`)", "top_logprobs": "; use `logprobs`"}
 
 
-TEXT_ONLY = {"best_of": UnservedField("`best_of` (use `n`)", (1,)), "prompt_embeds": UnservedField("`prompt_embeds`")}
-
-
-def check_unserved(body: Struct, fields: Mapping[str, UnservedField] = UNSERVED, where: str = "") -> None:
-    """Raise RequestError for the first of the fields that has a value other than a neutral one."""
-    for name, field in fields.items():
-        value = getattr(body, name)
-        if value is None or value in NEUTRAL or value in field.neutral:
-            continue
-        raise RequestError(f"{name}: this server does not support {field.what}{where}", name)
+def unserved_with(only: Mapping[str, tuple[Any, ...]], kind: str, path: str) -> dict[str, UnservedField]:
+    """Return the fields that a kind of completion does not serve.   only: those that belong to `path`."""
+    return UNSERVED | {
+        name: UnservedField(f"`{name}`{_INSTEAD.get(name, '')} with a {kind}; it belongs to {path}", neutral)
+        for name, neutral in only.items()
+    }
 
 
 class StreamOptions(Body, kw_only=True, frozen=True):
@@ -133,13 +111,7 @@ class ResponseFormat(Body, kw_only=True, frozen=True):
     format: dict[str, Any] | None = None
 
 
-if TYPE_CHECKING:
-    _Unserved = Body
-else:
-    _Unserved = with_unserved(Body, UNSERVED)
-
-
-class SamplingBody(_Unserved, kw_only=True, frozen=True):
+class SamplingBody(Body, kw_only=True, frozen=True):
     """The fields common to chat and text completions.
 
     model: A name of the model (also if not given), or of an adapter.
@@ -235,7 +207,6 @@ class SamplingBody(_Unserved, kw_only=True, frozen=True):
     early_stopping: bool | Annotated[str, one_of("never")] | None = None
 
     def check(self, limits: RequestLimits) -> None:
-        check_unserved(self)
         limits.check_lists(self)
         limits.check_names(model=self.model, user=self.user, cache_salt=self.cache_salt)
         limits.check_values(_structure_values(self), "grammar_chars")  # before a schema is written as text

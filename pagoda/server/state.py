@@ -20,6 +20,7 @@ from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.chat_prompts import ChatOptions, RenderedChat
+from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.engine.wire import EngineSizes
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.admission import Admission
@@ -42,8 +43,8 @@ class ServerState:
     """The state that all routes share.
 
     adapters: LoRA adapters by name.
-    model_names: the first is the default in responses.   chat_template: the model's own.
-    templates: all of the model's, by name.   tool_parser: a name in TOOL_PARSERS, "none", "auto".
+    model_names: the first is the default in responses.   chat_template: the model's own, of one or several names.
+    tool_parser: a name in TOOL_PARSERS, "none", "auto".
     trusts_templates: callers may send their own chat templates.   template_kwargs: for templates, where a request does
     not set them.   bodies: reads those of requests.   forces_usage: all streams tell it.
     returns_token_ids: log-probabilities have ids of tokens, where a request does not say.
@@ -53,8 +54,7 @@ class ServerState:
     adapters: ServedAdapters
     model_names: tuple[str, ...]
     max_model_len: int
-    chat_template: str | None
-    templates: Mapping[str, str]
+    chat_template: ChatTemplate | None
     tool_parser: str
     trusts_templates: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -103,7 +103,7 @@ class ServerState:
 
     def check_template(self, template: str | None) -> None:
         """Raise ApiError (400) for a caller's template if those are not trusted: the sandbox does not prevent loops."""
-        if template is not None and template not in self.templates and not self.trusts_templates:
+        if template is not None and template not in self._named and not self.trusts_templates:
             hint = "start the server with --trust-request-chat-template to allow templates in requests"
             raise ApiError(400, f"chat_template: this server only uses the model's own; {hint}", "chat_template")
 
@@ -135,10 +135,14 @@ class ServerState:
         return await cancel_on_disconnect(http, rendering)
 
     def template_for(self, asked: str | None, has_tools: bool) -> str | None:
-        """Return the text of the template of a request, as ChatTemplate picks it.   asked: a text, or a name."""
+        """Return the text of the template of a request.   asked: a text, or a name."""
         if asked is not None:
-            return self.templates.get(asked, asked)
-        return self.templates.get("tool_use", self.chat_template) if has_tools else self.chat_template
+            return self._named.get(asked, asked)
+        return None if self.chat_template is None else self.chat_template.source_for(has_tools)
+
+    @property
+    def _named(self) -> Mapping[str, str]:
+        return {} if self.chat_template is None else self.chat_template.sources
 
     def writes_ids(self, body: SamplingBody) -> bool:
         """Return whether tokens of log-probabilities are written as "token_id:ID"."""
@@ -192,7 +196,6 @@ async def build_state(
             "gives it one",
             names[0],
         )
-    source = template.source if template is not None else None
     parser = server.tool_call_parser
     if parser not in ("auto", "none"):
         parser = parser_named(parser)  # raises for an unknown name, before the first request needs it
@@ -204,8 +207,7 @@ async def build_state(
         adapters=adapters,
         model_names=tuple(names),
         max_model_len=sizes.max_model_len,
-        chat_template=source,
-        templates=template.sources if template is not None else {},
+        chat_template=template,
         tool_parser=parser,
         trusts_templates=server.trust_request_chat_template,
         template_kwargs=server.answer_defaults.default_chat_template_kwargs,

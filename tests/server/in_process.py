@@ -56,7 +56,6 @@ def served(test: Callable[[httpx.AsyncClient], Awaitable[None]], config: ServerC
                 model_names=("m",),
                 max_model_len=MAX_LEN,
                 chat_template=None,
-                templates={},
                 tool_parser="auto",
                 trusts_templates=True,
             )

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pagoda.base.errors import ConfigError
-from pagoda.server.chat import ReasoningSplitter, opens_reasoning
+from pagoda.server.reasoning import ReasoningSplitter, opens_reasoning
 from pagoda.server.tool_parsers import TOOL_PARSERS, parser_for_template, parser_named
 from pagoda.server.tool_parsers.argument_types import argument_types
 from pagoda.server.tool_parsers.base import ToolParser, merged

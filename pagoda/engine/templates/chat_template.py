@@ -60,7 +60,11 @@ class ChatTemplate:
     @property
     def source(self) -> str:
         """The text of the default template."""
-        return self.sources.get("default") or next(iter(self.sources.values()))
+        return self.source_for(has_tools=False)
+
+    def source_for(self, has_tools: bool) -> str:
+        """Return the text of the template that conversations with tools, or without, are rendered by."""
+        return self.sources[self._name_for(has_tools)]
 
     # Compiled when it is first rendered: many models are never used for chats.
 
@@ -96,7 +100,7 @@ class ChatTemplate:
         Raises RequestError if messages are malformed, if the template does not render tools, tool calls or tool
         results that were given, and if the template raises an error.
         """
-        name = self._name_for({"tools": tools})
+        name = self._name_for(bool(tools))
         calls = self._history_of(name).form if any(map(_has_calls, messages)) else DEFAULT_CALLS
         values = template_values(
             messages,
@@ -179,7 +183,7 @@ class ChatTemplate:
         hidden text: a template can cut them up, and a caller who reads one could write special tokens.
         """
         try:
-            return templates[self._name_for(values)].render({**special_tokens, **values})
+            return templates[self._name_for(bool(values["tools"]))].render({**special_tokens, **values})
         except Exception as error:  # a template may raise any Python exception
             if templates is not self._plain or shown is not None:
                 self._fill(self._plain, self.special_tokens, values if shown is None else shown)
@@ -190,14 +194,14 @@ class ChatTemplate:
             message = shorten(repr(error), MAX_MESSAGE_CHARS)
             raise RequestError(f"the chat template fails on these messages: {message}", "messages") from None
 
-    def _name_for(self, values: Mapping[str, Any]) -> str:
-        if values["tools"] and "tool_use" in self.sources:
+    def _name_for(self, has_tools: bool) -> str:
+        if has_tools and "tool_use" in self.sources:
             return "tool_use"
         return "default" if "default" in self.sources else next(iter(self.sources))
 
     def _check_places(self, values: Mapping[str, Any]) -> None:
         """Raise RequestError for tools, tool calls or tool results that the template would silently drop."""
-        name = self._name_for(values)
+        name = self._name_for(bool(values["tools"]))
         if values["tools"] and "tools" not in self.sources[name]:
             raise RequestError("tools: this model's chat template does not support tools", "tools")
         for index, message in enumerate(values["messages"]):
