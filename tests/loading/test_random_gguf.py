@@ -117,4 +117,5 @@ def test_loading_takes_anonymous_memory_once(kind: str, tmp_path: Path):
     assert (final - base) * 1024 > 0.9 * stored
     assert peak - base <= 1.1 * (final - base)
     planned = weight_memory(identify(path), PreparedAs("bfloat16", None, packed=True, num_positions=257))
-    assert (peak - base) * 1024 < planned + (64 << 20)  # a KV cache of 16 MiB, and what a step needs
+    # A KV cache of 16 MiB, what a step needs, and what the allocator holds of further imports: 24 to 70 MiB in 20 runs.
+    assert (peak - base) * 1024 < planned + (96 << 20)
