@@ -9,7 +9,7 @@ import json
 import pickletools
 import struct
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeGuard
@@ -120,7 +120,6 @@ class _Tensor:
     strides: tuple[int, ...]
 
 
-_MARK = object()
 # What zipfile raises for archives that are cut, changed, encrypted or of a newer form.
 _BROKEN_ARCHIVE = (
     *(zipfile.BadZipFile, struct.error, NotImplementedError, RuntimeError, OSError, EOFError),
@@ -169,7 +168,7 @@ def _strided(raw: bytes, tensor: _Tensor) -> np.ndarray:
 def _unpickled(data: bytes) -> _Tensor:
     """Return what a pickle of one tensor describes."""
     try:
-        found = _Machine().run(data)
+        found = _run(data)
     except (ValueError, IndexError, KeyError, UnicodeDecodeError):
         raise TensorFileError(f"not a pickle of a tensor; {_EXPECTED}, saved by torch.save") from None
     if not isinstance(found, _Tensor):
@@ -177,109 +176,77 @@ def _unpickled(data: bytes) -> _Tensor:
     return found
 
 
-class _Machine:
-    """Runs the few opcodes with which torch.save writes a tensor. Calls nothing: two known functions are recognised."""
-
-    def __init__(self) -> None:
-        self._stack: list[Any] = []
-        self._memo: dict[int, Any] = {}
-
-    def run(self, data: bytes) -> object:
-        """Return the object of a pickle. Raises TensorFileError for opcodes that no plain tensor needs."""
-        for opcode, argument, _ in pickletools.genops(data):
-            name = opcode.name
-            if name == "STOP":
-                return self._stack.pop()
-            step = _OPCODES.get(name)
-            if step is None:
-                raise TensorFileError(f"its pickle has {name}, which no tensor needs; {_EXPECTED}")
-            step(self, argument)
-        raise ValueError("no end")
-
-    def push(self, value: object) -> None:
-        self._stack.append(value)
-
-    def put(self, argument: Any) -> None:
-        self._memo[argument] = self._stack[-1]
-
-    def get(self, argument: Any) -> None:
-        self.push(self._memo[argument])
-
-    def pack(self, count: int) -> None:
-        """Replace the last `count` objects by a tuple of them."""
-        if len(self._stack) < count:
-            raise IndexError(count)
-        self._stack[len(self._stack) - count :] = [tuple(self._stack[len(self._stack) - count :])]
-
-    def pack_to_mark(self, argument: Any) -> None:
-        at = len(self._stack) - 1
-        while self._stack[at] is not _MARK:
-            at -= 1
-            if at < 0:
-                raise IndexError(at)
-        self._stack[at:] = [tuple(self._stack[at + 1 :])]
-
-    def name(self, argument: Any) -> None:
-        self.push(_Global(str(argument)))
-
-    def storage(self, argument: Any) -> None:
-        """("storage", type, key, device, elements)"""
-        match self._stack.pop():
-            case ("storage", _Global(name=kind), str(key), str(), int()):
-                dtype = _STORAGES.get(kind.removeprefix("torch "))
-                if dtype is None:
-                    raise TensorFileError(f"elements of another type; {_EXPECTED}")
-                self.push(_Storage(dtype, key))
-            case _:
-                raise TensorFileError(f"its pickle has another object; {_EXPECTED}")
-
-    def reduce(self, argument: Any) -> None:
-        arguments, function = self._stack.pop(), self._stack.pop()
-        match function, arguments:
-            case _Global(name="collections OrderedDict"), ():
-                self.push(None)  # a tensor's hooks
-            case (
-                _Global(name="torch._utils _rebuild_tensor_v2"),
-                (_Storage() as storage, int(offset), tuple(shape), tuple(strides), bool(), *_),
-            ) if _is_shape(shape) and _is_shape(strides) and len(shape) == len(strides) and 0 <= offset < 2**48:
-                self.push(_Tensor(storage, offset, tuple(shape), tuple(strides)))
-            case _Global(name="torch._utils _rebuild_parameter"), (_Tensor() as tensor, bool(), *_):
-                self.push(tensor)
-            case _Global(name=called), _:
-                sparse = (
-                    "; a sparse tensor must be made dense (to_dense)"
-                    if "sparse" in called or "layout" in called
-                    else ""
-                )
-                raise TensorFileError(f"its pickle calls {called[:80]!r}; {_EXPECTED}{sparse}")
-            case _:
-                raise TensorFileError(f"its pickle has another object; {_EXPECTED}")
+_CONSTANTS: Mapping[str, Any] = {"EMPTY_TUPLE": (), "NEWTRUE": True, "NEWFALSE": False, "NONE": None}
+_VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINUNICODE", "SHORT_BINUNICODE"}
+_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
-def _constant(value: object) -> Callable[[_Machine, Any], None]:
-    return lambda machine, _: machine.push(value)
+def _run(data: bytes) -> object:
+    """Return the object of a pickle, of the few opcodes with which torch.save writes a tensor. Calls nothing."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[Any, Any] = {}
+    for opcode, argument, _ in pickletools.genops(data):
+        name = opcode.name
+        if name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name in _VALUES:
+            stack.append(argument)
+        elif name == "MARK":
+            marks.append(len(stack))
+        elif name == "GLOBAL":
+            stack.append(_Global(str(argument)))
+        elif name in _TUPLES:
+            begin = len(stack) - _TUPLES[name]
+            if begin < 0:
+                raise IndexError(begin)
+            stack[begin:] = [tuple(stack[begin:])]
+        elif name == "TUPLE":
+            begin = marks.pop()
+            stack[begin:] = [tuple(stack[begin:])]
+        elif name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif name in ("BINGET", "LONG_BINGET"):
+            stack.append(memo[argument])
+        elif name == "BINPERSID":
+            stack.append(_storage(stack.pop()))
+        elif name == "REDUCE":
+            arguments = stack.pop()
+            stack.append(_result(stack.pop(), arguments))
+        elif name == "STOP":
+            return stack.pop()
+        elif name != "PROTO":
+            raise TensorFileError(f"its pickle has {name}, which no tensor needs; {_EXPECTED}")
+    raise ValueError("no end")
 
 
-def _push_argument(machine: _Machine, argument: Any) -> None:
-    machine.push(argument)
+def _storage(described: object) -> _Storage:
+    """described: ("storage", type, key, device, elements)."""
+    match described:
+        case ("storage", _Global(name=kind), str(key), str(), int()):
+            dtype = _STORAGES.get(kind.removeprefix("torch "))
+            if dtype is None:
+                raise TensorFileError(f"elements of another type; {_EXPECTED}")
+            return _Storage(dtype, key)
+        case _:
+            raise TensorFileError(f"its pickle has another object; {_EXPECTED}")
 
 
-_OPCODES: Mapping[str, Callable[[_Machine, Any], Any]] = {
-    "PROTO": lambda machine, _: None,
-    "GLOBAL": _Machine.name,
-    "MARK": _constant(_MARK),
-    "EMPTY_TUPLE": _constant(()),
-    "TUPLE": _Machine.pack_to_mark,
-    "TUPLE1": lambda machine, _: machine.pack(1),
-    "TUPLE2": lambda machine, _: machine.pack(2),
-    "TUPLE3": lambda machine, _: machine.pack(3),
-    "NEWTRUE": _constant(True),
-    "NEWFALSE": _constant(False),
-    "NONE": _constant(None),
-    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1"), _push_argument),
-    **dict.fromkeys(("BINUNICODE", "SHORT_BINUNICODE"), _push_argument),
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _Machine.put),
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.get),
-    "BINPERSID": _Machine.storage,
-    "REDUCE": _Machine.reduce,
-}
+def _result(function: object, arguments: object) -> _Tensor | None:
+    """Return what one of the known functions would; None for a tensor's hooks."""
+    match function, arguments:
+        case _Global(name="collections OrderedDict"), ():
+            return None
+        case (
+            _Global(name="torch._utils _rebuild_tensor_v2"),
+            (_Storage() as storage, int(offset), tuple(shape), tuple(strides), bool(), *_),
+        ) if _is_shape(shape) and _is_shape(strides) and len(shape) == len(strides) and 0 <= offset < 2**48:
+            return _Tensor(storage, offset, tuple(shape), tuple(strides))
+        case _Global(name="torch._utils _rebuild_parameter"), (_Tensor() as tensor, bool(), *_):
+            return tensor
+        case _Global(name=called), _:
+            is_sparse = "sparse" in called or "layout" in called
+            remedy = "; a sparse tensor must be made dense (to_dense)" if is_sparse else ""
+            raise TensorFileError(f"its pickle calls {called[:80]!r}; {_EXPECTED}{remedy}")
+        case _:
+            raise TensorFileError(f"its pickle has another object; {_EXPECTED}")
