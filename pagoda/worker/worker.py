@@ -244,7 +244,8 @@ class Worker:
             raise RequestError("this worker has no LoRA adapters: they are off (enable_lora)", "lora_request")
         if self._model().device.is_host:
             read = store.begin(lora, lambda: self._reading_thread.submit(_read_adapter, store, lora))
-            return _end_of(read) if read is not None else None
+            # What was read stays here: the call ends, without a result, right after it on the same thread.
+            return self._reading_thread.submit(_await_read, read) if read is not None else None
         with _errors_of(lora):  # now, because other threads must not use a GPU while graphs are captured
             return store.load(lora)
 
@@ -286,20 +287,8 @@ def _read_adapter(store: AdapterStore, lora: LoraRef) -> AdapterPieces:
         return store.read(lora)
 
 
-def _end_of(read: "Future[AdapterPieces]") -> "Future[None]":
-    """Return the end of a future without its result, which stays here."""
-    ended: Future[None] = Future()
-
-    def end(read: "Future[AdapterPieces]") -> None:
-        if read.cancelled():
-            ended.cancel()
-        elif (error := read.exception()) is not None:
-            ended.set_exception(error)
-        else:
-            ended.set_result(None)
-
-    read.add_done_callback(end)
-    return ended
+def _await_read(read: "Future[AdapterPieces]") -> None:
+    read.result()
 
 
 @contextmanager
