@@ -1,6 +1,6 @@
 """Models: one file per family, which shows a model as a tree of layers and reads its settings. No torch.
 
-llama.py        the decoder that most others vary, by settings or (norm_placement.py) by where their norms are
+llama.py        the decoder that most others vary, by settings or (decoder_layers.py) by where their norms are
 pooled_decoder.py   decoders without their head
 siglip.py, idefics3.py, qwen2_5_vl.py   models that see: towers, and the decoders that read them
 bert.py, modernbert.py   encoders, with a classification head or without

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import FULL, SLIDING, DecoderConfig, read_decoder, windows_by_layer_types
-from pagoda.models.norm_placement import OneNormDecoder
+from pagoda.models.decoder_config import FULL, SLIDING, DecoderConfig, Norms, read_decoder, windows_by_layer_types
+from pagoda.models.llama import Llama
 
 
 def _read(
@@ -27,7 +27,7 @@ def _read(
     return replace(
         decoder,
         norm_bias=False,
-        parallel=True,
+        norms=Norms.SHARED,
         qkv_bias=attention_bias,
         attention_out_bias=attention_bias,
         logit_scale=config.positive("logit_scale", 0.0625),
@@ -49,6 +49,6 @@ def _read_cohere2(config: ConfigReader) -> DecoderConfig:
 
 
 COHERE = Architecture(
-    name="cohere", hf_names=("CohereForCausalLM",), model=OneNormDecoder, read=_read_cohere, gguf_name="command-r"
+    name="cohere", hf_names=("CohereForCausalLM",), model=Llama, read=_read_cohere, gguf_name="command-r"
 )
-COHERE2 = Architecture(name="cohere2", hf_names=("Cohere2ForCausalLM",), model=OneNormDecoder, read=_read_cohere2)
+COHERE2 = Architecture(name="cohere2", hf_names=("Cohere2ForCausalLM",), model=Llama, read=_read_cohere2)

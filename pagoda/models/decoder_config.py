@@ -40,6 +40,16 @@ class QKNorm(Enum):
     ALL_HEADS = "all heads at once"
 
 
+class Norms(Enum):
+    """Where a layer norms the residual stream, or what joins it."""
+
+    BEFORE = "before attention and before the MLP"
+    AFTER = "after attention and after the MLP"
+    BOTH = "before and after each of them"
+    PARALLEL = "before each of them; the MLP computes from the state in front of the attention"
+    SHARED = "once before both, which compute from the same state"
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """Facts that differ between decoders.
@@ -53,7 +63,6 @@ class DecoderConfig:
     full_heads: of layers with full attention, None if they are as those of the others.   full_k_is_v: see Attention.
     unrotated_layers: indices of the layers whose attention has no rotary embedding.
     learned_positions: a table has an embedding of each position, which is added to that of the token.
-    parallel: the MLP computes from the state in front of the attention.
     fused_qkv, fused_gate_up: the checkpoint stores q, k and v as one matrix, gate and up as one.   qkv_by_head: of such
     a matrix, see Attention.   plain_mlp: MLPs are not gated.   head_bias: of the head for tokens.
     experts: in place of the MLP, if there are any.   dense_layers: indices of the layers with an MLP even so.
@@ -73,6 +82,7 @@ class DecoderConfig:
     logit_scale: float = 1.0
     embedding_scale: float = 1.0
     input_scale: float = 1.0
+    norms: Norms = Norms.BEFORE
     layer_norms: bool = False
     norm_bias: bool = True
     unit_offset_norms: bool = False
@@ -83,7 +93,6 @@ class DecoderConfig:
     unrotated_layers: frozenset[int] = frozenset()
     attention_sinks: bool = False
     learned_positions: bool = False
-    parallel: bool = False
     fused_qkv: bool = False
     qkv_by_head: bool = False
     fused_gate_up: bool = False

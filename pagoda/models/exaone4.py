@@ -7,9 +7,17 @@ from dataclasses import replace
 
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import FULL, SLIDING, DecoderConfig, QKNorm, read_decoder, windows_by_layer_types
+from pagoda.models.decoder_config import (
+    FULL,
+    SLIDING,
+    DecoderConfig,
+    Norms,
+    QKNorm,
+    read_decoder,
+    windows_by_layer_types,
+)
+from pagoda.models.llama import Llama
 from pagoda.models.naming import POST_NORM_GGUF
-from pagoda.models.norm_placement import PostNormDecoder
 
 
 def read(config: ConfigReader) -> DecoderConfig:
@@ -19,7 +27,8 @@ def read(config: ConfigReader) -> DecoderConfig:
     layer_types = config.texts("layer_types") or by_pattern
     windows = windows_by_layer_types(config, layer_types, window)
     unrotated = frozenset(layer for layer, kind in enumerate(layer_types) if window and kind == FULL)
-    return replace(read_decoder(config, "exaone4", windows), qk_norm=QKNorm.HEAD, unrotated_layers=unrotated)
+    decoder = read_decoder(config, "exaone4", windows)
+    return replace(decoder, norms=Norms.AFTER, qk_norm=QKNorm.HEAD, unrotated_layers=unrotated)
 
 
 def _by_pattern(config: ConfigReader) -> tuple[str, ...]:
@@ -30,7 +39,7 @@ def _by_pattern(config: ConfigReader) -> tuple[str, ...]:
 EXAONE4 = Architecture(
     name="exaone4",
     hf_names=("Exaone4ForCausalLM",),
-    model=PostNormDecoder,
+    model=Llama,
     read=read,
     gguf_name="exaone4",
     gguf=POST_NORM_GGUF,

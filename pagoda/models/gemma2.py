@@ -6,12 +6,13 @@ from pagoda.models.decoder_config import (
     FULL,
     SLIDING,
     DecoderConfig,
+    Norms,
     read_activation,
     read_spec,
     windows_by_layer_types,
 )
+from pagoda.models.llama import Llama
 from pagoda.models.naming import gguf_naming
-from pagoda.models.norm_placement import SandwichDecoder
 
 _CAPS: dict[str, object] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 # Google's configs omit settings that equal the first release; these are its values. A cap that is null is off.
@@ -57,6 +58,7 @@ def read(config: ConfigReader) -> DecoderConfig:
         attention_softcap=config.not_negative("attn_logit_softcapping", 0.0),
         logit_softcap=config.not_negative("final_logit_softcapping", 0.0),
         embedding_scale=spec.hidden_size**0.5,
+        norms=Norms.BOTH,
         unit_offset_norms=True,
         qkv_bias=attention_bias,
         attention_out_bias=attention_bias,
@@ -78,7 +80,7 @@ def _gguf_settings(config: ConfigReader) -> dict[str, object]:
 GEMMA2 = Architecture(
     name="gemma2",
     hf_names=("Gemma2ForCausalLM",),
-    model=SandwichDecoder,
+    model=Llama,
     read=read,
     gguf_name="gemma2",
     gguf=GGUF,

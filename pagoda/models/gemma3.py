@@ -24,14 +24,15 @@ from pagoda.models.decoder_config import (
     FULL,
     SLIDING,
     DecoderConfig,
+    Norms,
     QKNorm,
     read_activation,
     read_spec,
     windows_by_layer_types,
 )
 from pagoda.models.gemma2 import GGUF, gguf_query_scalar
+from pagoda.models.llama import Llama
 from pagoda.models.naming import MULTIMODAL, Naming
-from pagoda.models.norm_placement import SandwichDecoder
 from pagoda.models.siglip import JOINED, Siglip, SiglipConfig, SiglipEncoder, read_siglip
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
@@ -54,7 +55,7 @@ _LAYERS_OF_27B = 62
 _SIGLIP: dict[str, object] = {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16}
 
 
-class EmbeddingGemma(SandwichDecoder):
+class EmbeddingGemma(Llama):
     """Its tokens attend to both sides, so that it embeds texts and generates nothing."""
 
     is_causal = False
@@ -97,7 +98,7 @@ class Gemma3Encoder(SiglipEncoder):
         return self.multi_modal_projector(ops, ops.mean_rows(x, batch.inputs[JOINED].tensor))
 
 
-class Gemma3WithVision(SandwichDecoder):
+class Gemma3WithVision(Llama):
     def __init__(self, config: Gemma3VisionConfig) -> None:
         super().__init__(replace(config.text, spec=config.spec))
         self.vision = Gemma3Encoder(config)
@@ -107,10 +108,10 @@ class Gemma3WithVision(SandwichDecoder):
         return self.vision
 
 
-def _model(config: DecoderConfig | Gemma3VisionConfig) -> SandwichDecoder:
+def _model(config: DecoderConfig | Gemma3VisionConfig) -> Llama:
     if isinstance(config, Gemma3VisionConfig):
         return Gemma3WithVision(config)
-    return EmbeddingGemma(config) if config.bidirectional else SandwichDecoder(config)
+    return EmbeddingGemma(config) if config.bidirectional else Llama(config)
 
 
 def _read(config: ConfigReader) -> DecoderConfig | Gemma3VisionConfig:
@@ -163,6 +164,7 @@ def read(config: ConfigReader) -> DecoderConfig:
         attention_softcap=config.not_negative("attn_logit_softcapping", 0.0),
         logit_softcap=config.not_negative("final_logit_softcapping", 0.0),
         embedding_scale=spec.hidden_size**0.5,
+        norms=Norms.BOTH,
         unit_offset_norms=True,
         qk_norm=QKNorm.HEAD,
         qkv_bias=attention_bias,

@@ -22,15 +22,16 @@ from pagoda.models.decoder_config import (
     FULL,
     SLIDING,
     DecoderConfig,
+    Norms,
     QKNorm,
     read_activation,
     read_spec,
     windows_by_layer_types,
 )
+from pagoda.models.decoder_layers import SandwichLayer
 from pagoda.models.gemma3 import read_layer_rope
-from pagoda.models.llama import LlamaLayer, LlamaModel
+from pagoda.models.llama import Llama, LlamaModel
 from pagoda.models.naming import MULTIMODAL
-from pagoda.models.norm_placement import SandwichDecoder, SandwichLayer
 from pagoda.ops.batch import ForwardBatch, Input, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import RankGroup, Tensor
@@ -133,8 +134,8 @@ class Gemma4Layer(SandwichLayer):
 class Gemma4Model(LlamaModel):
     """Layers of which the last ones may read what earlier ones keep, and may have inputs of their own."""
 
-    def __init__(self, config: Gemma4Config, layer: type[LlamaLayer]) -> None:
-        super().__init__(config, layer)
+    def __init__(self, config: Gemma4Config) -> None:
+        super().__init__(config)
         windows, own = config.spec.layer_windows, range(config.num_own)
         for index in range(config.num_own, len(windows)):
             attention = self.layers[index].self_attn
@@ -148,6 +149,10 @@ class Gemma4Model(LlamaModel):
             self.embed_tokens_per_layer = Embedding(config.input_vocab, size, config.input_size**0.5)
             self.per_layer_model_projection = Linear(config.spec.hidden_size, size)
             self.per_layer_projection_norm = RMSNorm(config.input_size, config.norm_eps)
+
+    def make_layer(self, config: DecoderConfig, index: int, rotary: Rotary) -> Gemma4Layer:
+        assert isinstance(config, Gemma4Config)
+        return Gemma4Layer(config, index, rotary)
 
     def take_stage(self, place: RankPlace, ranks: RankGroup, is_tied: bool) -> None:
         """Raises ConfigError if layers read what only another stage has, also."""
@@ -174,8 +179,7 @@ class Gemma4Model(LlamaModel):
         return replace(batch, inputs={**batch.inputs, LAYER_INPUTS: Input(both)})
 
 
-class Gemma4(SandwichDecoder):
-    layer = Gemma4Layer
+class Gemma4(Llama):
     body = Gemma4Model
 
     def __init__(self, config: Gemma4Config) -> None:
@@ -216,6 +220,7 @@ def read(config: ConfigReader) -> Gemma4Config:
         attention_scale=1.0,
         logit_softcap=config.not_negative("final_logit_softcapping", 0.0),
         embedding_scale=spec.hidden_size**0.5,
+        norms=Norms.BOTH,
         qk_norm=QKNorm.HEAD,
         v_norm=True,
         full_heads=_read_full_heads(config, spec, k_is_v),

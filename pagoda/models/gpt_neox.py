@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, read_decoder
+from pagoda.models.decoder_config import DecoderConfig, Norms, read_decoder
 from pagoda.models.llama import Llama
 from pagoda.models.naming import Naming, gguf_naming
-from pagoda.models.norm_placement import ParallelDecoder
 
 
 def read(config: ConfigReader) -> DecoderConfig:
@@ -26,17 +25,13 @@ def read(config: ConfigReader) -> DecoderConfig:
     )
     return replace(
         decoder,
-        parallel=config.flag("use_parallel_residual", True),
+        norms=Norms.PARALLEL if config.flag("use_parallel_residual", True) else Norms.BEFORE,
         fused_qkv=True,
         qkv_by_head=True,
         qkv_bias=attention_bias,
         attention_out_bias=attention_bias,
         mlp_bias=True,
     )
-
-
-def _model(config: DecoderConfig) -> Llama:
-    return ParallelDecoder(config) if config.parallel else Llama(config)
 
 
 _TENSORS = (
@@ -53,7 +48,7 @@ _TENSORS = (
 GPT_NEOX = Architecture(
     name="gpt_neox",
     hf_names=("GPTNeoXForCausalLM",),
-    model=_model,
+    model=Llama,
     read=read,
     hf=(Naming(substitutions=_TENSORS), Naming(substitutions=(*_TENSORS, (r"^gpt_neox\.", "")))),
     gguf_name="gptneox",

@@ -5,101 +5,25 @@ from dataclasses import replace
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.ranks import WHOLE, RankPlace
-from pagoda.layers.attention import FUSED_Q_K_V, Q_K_V, Attention, SharedKVAttention
 from pagoda.layers.kv import place_kv, place_kv_of_stage
-from pagoda.layers.latent_attention import LatentAttention
 from pagoda.layers.linear import Embedding, LMHead
-from pagoda.layers.mlp import GatedMLP, MoE, PlainMLP
 from pagoda.layers.module import Module
-from pagoda.layers.norm import RMSNorm
 from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, QKNorm, read_decoder
+from pagoda.models.decoder_config import DecoderConfig, read_decoder
+from pagoda.models.decoder_layers import LAYERS, LlamaLayer
 from pagoda.models.naming import gguf_naming
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import RankGroup, Tensor
 
 
-def attention_of(config: DecoderConfig, index: int, rotary: Rotary) -> Attention | LatentAttention:
-    """Return the attention of layer `index`."""
-    if config.latent is not None:
-        return LatentAttention(
-            config.spec.hidden_size, config.latent, rotary, config.attention_scale, config.attention_out_bias
-        )
-
-    heads, window = config.heads_of(index), config.spec.layer_windows[index]
-
-    def norm(num_heads: int) -> RMSNorm | None:
-        if config.qk_norm is QKNorm.NONE:
-            return None
-        size = heads.dim * (num_heads if config.qk_norm is QKNorm.ALL_HEADS else 1)
-        return RMSNorm(size, config.norm_eps, config.unit_offset_norms)
-
-    return Attention(
-        config.spec.hidden_size,
-        heads,
-        rotary,
-        causal=not config.bidirectional,
-        window=window,
-        scale=config.attention_scale,
-        softcap=config.attention_softcap,
-        qkv_bias=config.qkv_bias,
-        out_bias=config.attention_out_bias,
-        names=FUSED_Q_K_V if config.fused_qkv else Q_K_V,
-        by_head=config.qkv_by_head,
-        q_norm=norm(heads.num_heads),
-        k_norm=norm(heads.num_kv_heads),
-        v_norm=RMSNorm(heads.dim, config.norm_eps, unit_offset=True, zeros=True) if config.v_norm else None,
-        k_is_v=config.full_k_is_v and not window,
-        rotates=index not in config.unrotated_layers,
-        sinks=config.attention_sinks,
-    )
-
-
-def mlp_of(config: DecoderConfig, index: int) -> GatedMLP | PlainMLP | MoE:
-    """Return the MLP of layer `index`, or its experts."""
-    spec = config.spec
-    if config.experts.num_experts and index not in config.dense_layers:
-        return MoE(spec.hidden_size, config.experts)
-    sizes = spec.hidden_size, spec.intermediate_size
-    if config.plain_mlp:
-        return PlainMLP(*sizes, config.activation, config.mlp_bias)
-    gate, up = ("gate_up_proj",) * 2 if config.fused_gate_up else ("gate_proj", "up_proj")
-    return GatedMLP(*sizes, config.activation, config.mlp_bias, (gate, up, "down_proj"))
-
-
-class LlamaLayer(Module):
-    """Attention and an MLP, each after a norm; x is added to the residual stream by the norm that follows it."""
-
-    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
-        self.input_layernorm = config.norm()
-        self.self_attn: Attention | LatentAttention | SharedKVAttention = attention_of(config, index, rotary)
-        self.post_attention_layernorm = config.norm()
-        self.mlp = mlp_of(config, index)
-
-    def __call__(
-        self,
-        ops: ForwardOps,
-        x: Tensor,
-        residual: Tensor | None,
-        batch: ForwardBatch,
-        kv: Sequence[KVLayer],
-        last: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """x [T, hidden], not yet added to the residual stream -> the same for the tokens that continue."""
-        x, residual = self.input_layernorm.add(ops, x, residual)
-        x, residual = self.self_attn(ops, x, residual, batch, kv, last)
-        x, residual = self.post_attention_layernorm.add(ops, x, residual)
-        return self.mlp(ops, x), residual
-
-
 class LlamaModel(Module):
     """Token ids to final hidden states."""
 
-    def __init__(self, config: DecoderConfig, layer: type[LlamaLayer]) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         spec = config.spec
         full_dim = (config.full_heads or config.heads).dim
         full = window = Rotary(config.rope_full, full_dim)
@@ -111,9 +35,14 @@ class LlamaModel(Module):
         self.embed_positions: Embedding | None = None
         if config.learned_positions:
             self.embed_positions = Embedding(spec.max_position, spec.hidden_size, is_divided=False, by_position=True)
-        self.layers = [layer(config, index, window if size else full) for index, size in enumerate(spec.layer_windows)]
+        self.layers = [
+            self.make_layer(config, index, window if size else full) for index, size in enumerate(spec.layer_windows)
+        ]
         self.norm = config.norm()
         self.place, self.ranks = WHOLE, None
+
+    def make_layer(self, config: DecoderConfig, index: int, rotary: Rotary) -> LlamaLayer:
+        return LAYERS[config.norms](config, index, rotary)
 
     def take_stage(self, place: RankPlace, ranks: RankGroup, is_tied: bool) -> None:
         """Keep a range of the layers; the first stage also keeps the embedding, the last one the norm.
@@ -162,16 +91,15 @@ class LlamaModel(Module):
 
 
 class Llama(Model):
-    """The model and its head. Models that differ in their layers name another layer class; `body`: what holds them."""
+    """The model and its head.   body: what holds the layers."""
 
-    layer: type[LlamaLayer] = LlamaLayer
     body: type[LlamaModel] = LlamaModel
     takes_embeds = True
 
     def __init__(self, config: DecoderConfig) -> None:
         spec = config.spec
         self.spec = spec
-        self.model = self.body(config, self.layer)
+        self.model = self.body(config)
         tied = self.model.embed_tokens if spec.tie_embeddings else None
         self.lm_head = LMHead(
             spec.hidden_size, spec.vocab_size, tied, config.logit_softcap, config.logit_scale, config.head_bias

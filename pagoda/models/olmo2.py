@@ -5,22 +5,21 @@ from dataclasses import replace
 from pagoda.models import llama
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, QKNorm
+from pagoda.models.decoder_config import DecoderConfig, Norms, QKNorm
 from pagoda.models.naming import POST_NORM_GGUF
-from pagoda.models.norm_placement import PostNormDecoder
 
 
 def read(config: ConfigReader) -> DecoderConfig:
     for key in ("clip_qkv", "sliding_window", "layer_types"):
         config.refuse(key)
     decoder = llama.read(config.with_defaults({"rms_norm_eps": 1e-5}), "olmo2")
-    return replace(decoder, qk_norm=QKNorm.ALL_HEADS)
+    return replace(decoder, norms=Norms.AFTER, qk_norm=QKNorm.ALL_HEADS)
 
 
 OLMO2 = Architecture(
     name="olmo2",
     hf_names=("Olmo2ForCausalLM",),
-    model=PostNormDecoder,
+    model=llama.Llama,
     read=read,
     gguf_name="olmo2",
     gguf=POST_NORM_GGUF,

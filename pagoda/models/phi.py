@@ -6,10 +6,9 @@ from dataclasses import replace
 
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, read_decoder
+from pagoda.models.decoder_config import DecoderConfig, Norms, read_decoder
 from pagoda.models.llama import Llama
 from pagoda.models.naming import BARE, Naming, gguf_naming
-from pagoda.models.norm_placement import OneNormDecoder
 
 
 def _read_phi(config: ConfigReader) -> DecoderConfig:
@@ -23,7 +22,7 @@ def _read_phi(config: ConfigReader) -> DecoderConfig:
         plain_mlp=True,
         default_activation="gelu_new",
     )
-    return replace(decoder, parallel=True, qkv_bias=True, attention_out_bias=True, mlp_bias=True, head_bias=True)
+    return replace(decoder, norms=Norms.SHARED, qkv_bias=True, attention_out_bias=True, mlp_bias=True, head_bias=True)
 
 
 _TENSORS = (
@@ -36,7 +35,7 @@ _TENSORS = (
 PHI = Architecture(
     name="phi",
     hf_names=("PhiForCausalLM",),
-    model=OneNormDecoder,
+    model=Llama,
     read=_read_phi,
     hf=(Naming(substitutions=_TENSORS), Naming(substitutions=_TENSORS + BARE.substitutions)),
     gguf_name="phi2",

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, read_decoder
+from pagoda.models.decoder_config import DecoderConfig, Norms, read_decoder
 from pagoda.models.llama import Llama
-from pagoda.models.norm_placement import OneNormDecoder
 
 
 def read(config: ConfigReader) -> DecoderConfig:
@@ -14,12 +13,8 @@ def read(config: ConfigReader) -> DecoderConfig:
     return replace(
         read_decoder(config, "stablelm", rotated=0.25, layer_norm_eps="layer_norm_eps"),
         qkv_bias=config.flag("use_qkv_bias", False),
-        parallel=config.flag("use_parallel_residual", False),
+        norms=Norms.SHARED if config.flag("use_parallel_residual", False) else Norms.BEFORE,
     )
-
-
-def _model(config: DecoderConfig) -> Llama:
-    return OneNormDecoder(config) if config.parallel else Llama(config)
 
 
 def _gguf_settings(config: ConfigReader) -> dict[str, object]:
@@ -30,7 +25,7 @@ def _gguf_settings(config: ConfigReader) -> dict[str, object]:
 STABLELM = Architecture(
     name="stablelm",
     hf_names=("StableLmForCausalLM",),
-    model=_model,
+    model=Llama,
     read=read,
     gguf_name="stablelm",
     gguf_settings=_gguf_settings,
