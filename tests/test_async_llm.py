@@ -25,6 +25,7 @@ from pagoda import (
 )
 from pagoda.engine.llm_engine import LLMEngine
 from tests.cached_models import cached_model
+from tests.engine.step_per_command import step_per_command
 from tests.fake_engine import byte_inputs, fake_core
 
 SHORT = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
@@ -56,12 +57,15 @@ def test_generate_yields_everything_so_far_and_stream_what_is_new() -> None:
         outputs = [output.outputs[0].text async for output in llm.generate("p", SHORT)]
         assert outputs[-1] == expected.text
         assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(outputs))
-        deltas = [output.outputs[0] async for output in llm.stream("p", SHORT)]
+        with step_per_command((await llm._running()).client.thread, num_free_steps=3):
+            stream = llm.stream("p", SHORT)
+            deltas = [(await anext(stream)).outputs[0]]
+        deltas += [output.outputs[0] async for output in stream]
         assert "".join(delta.text for delta in deltas) == expected.text
         assert [token for delta in deltas for token in delta.token_ids] == expected.token_ids
         assert len(deltas) > 1
 
-    run(test, step_s=0.002)
+    run(test)
 
 
 def test_chats() -> None:
@@ -111,9 +115,10 @@ def test_mistakes_raise_before_anything_runs(call: Callable[[AsyncLLM], Any], sa
 
 def test_closing_ends_what_is_in_flight_and_refuses_the_rest() -> None:
     async def test(llm: AsyncLLM) -> None:
-        stream = llm.stream("p", LONG)
-        await anext(stream)
-        await llm.close()
+        with step_per_command((await llm._running()).client.thread, num_free_steps=3):
+            stream = llm.stream("p", LONG)
+            await anext(stream)
+            await llm.close()
         with pytest.raises(UsageError, match="closed while it generated"):
             await collect(stream)
         with pytest.raises(UsageError, match="this AsyncLLM is closed"):
@@ -122,7 +127,7 @@ def test_closing_ends_what_is_in_flight_and_refuses_the_rest() -> None:
             await llm.start()
         await llm.close()
 
-    run(test, step_s=0.005)
+    run(test)
 
 
 @pytest.mark.parametrize("reads", [False, True])

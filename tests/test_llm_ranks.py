@@ -21,7 +21,6 @@ from tests.engine.lora_adapters import EVERYTHING, write_adapter
 OPTIONS: dict[str, object] = {"max_model_len": 256, "dtype": "float32", "kv_cache_memory": "8MiB"}
 PROMPTS = ["The sky is", "Once upon a time", "a"]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-ENDLESS = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +44,8 @@ def test_two_ranks_give_the_tokens_of_one_and_a_death_ends_the_llm(
         assert [list(output.outputs[0].token_ids) for output in llm.generate(PROMPTS, GREEDY)] == expected
         params = SamplingParams(max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[a-d]{3,9}"))
         assert set(llm.generate("x", params)[0].outputs[0].text) <= set("abcd")
-        stream = llm.stream("Once", ENDLESS)
-        next(stream)
+        os.kill(max(ranks), signal.SIGSTOP)  # so that it dies in the middle of a step
+        stream = llm.stream("Once", GREEDY)
         assert capfd.readouterr().err == ""  # ranks log what the program that starts them does: here only warnings
         os.kill(max(ranks), signal.SIGKILL)
         with pytest.raises(WorkerDied, match=r"rank \d was killed by signal 9"):
@@ -98,12 +97,15 @@ def test_a_death_ends_asyncllm(model: str) -> None:
     async def main() -> None:
         before = set(children_of(os.getpid()))
         llm = AsyncLLM(model, distributed_executor_backend="mp", **OPTIONS)
-        outputs = llm.generate("Once", ENDLESS)
-        await anext(outputs)
+        assert [_ async for _ in llm.generate("Once", GREEDY)]
         (rank,) = set(children_of(os.getpid())) - before
+        os.kill(rank, signal.SIGSTOP)  # so that it dies in the middle of a step
+        first = asyncio.ensure_future(anext(llm.generate("Once", GREEDY)))
+        while not (await llm._engine())._outputs.live_ids:
+            await asyncio.sleep(0.001)
         os.kill(rank, signal.SIGKILL)
         with pytest.raises(WorkerDied, match="rank 0 was killed by signal 9"):
-            [_ async for _ in outputs]
+            await first
         await llm.close()
         assert set(children_of(os.getpid())) <= before
 

@@ -1,5 +1,6 @@
 """One LLM in threads, signal handlers, after fork, while it is closed: never a corrupt heap, never a deadlock."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -22,6 +23,7 @@ from pagoda.engine import engine_thread, offline
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.executors.fake import FakeExecutor
 from tests.cached_models import cached_model
+from tests.engine.step_per_command import step_per_command
 from tests.fake_engine import MAX_LEN, byte_inputs, fake_core
 
 LONG = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
@@ -91,6 +93,15 @@ def wait_until_idle(llm: LLM) -> None:
     )
 
 
+def held(llm: LLM, num_free_steps: int = 0) -> contextlib.AbstractContextManager[None]:
+    return step_per_command(llm._thread, num_free_steps)
+
+
+def wait_until_queued(llm: LLM, count: int) -> None:
+    """Wait until the engine has so many requests."""
+    wait_until(lambda: len(llm.llm_engine._outputs) == count)
+
+
 def wait_until(condition: Callable[[], object]) -> None:
     while not condition():
         time.sleep(0.001)
@@ -103,7 +114,10 @@ def test_threads_get_what_they_would_get_alone_and_run_in_one_batch(llm: LLM, ex
     alone = [tokens(llm.generate(prompt, params)[0]) for prompt, params in work]
     assert executor.most_rows <= 1
     with ThreadPoolExecutor(8) as pool:
-        together = list(pool.map(lambda item: tokens(llm.generate(*item)[0]), work))
+        with held(llm):
+            asked = [pool.submit(llm.generate, *item) for item in work]
+            wait_until_queued(llm, 8)
+        together = [tokens(one.result()[0]) for one in asked]
     assert together == alone
     assert executor.most_rows >= 4
     wait_until_idle(llm)
@@ -123,12 +137,17 @@ def test_streams_and_batches_of_threads_mix(llm: LLM) -> None:
 
 def test_a_short_request_does_not_wait_for_a_long_one(llm: LLM) -> None:
     ended: list[str] = []
-    driver = threading.Thread(target=lambda: (llm.generate("long", LONG), ended.append("long")))
-    driver.start()
-    wait_until(llm.llm_engine.has_unfinished_requests)
-    llm.generate("short", SHORT)
-    ended.append("short")
-    driver.join()
+    short, long = (
+        threading.Thread(target=lambda name, params: (llm.generate(name, params), ended.append(name)), args=args)
+        for args in (("short", SHORT), ("long", LONG))
+    )
+    with held(llm):
+        long.start()
+        wait_until_queued(llm, 1)
+        short.start()
+        wait_until_queued(llm, 2)
+    short.join()
+    long.join()
     assert ended == ["short", "long"]
 
 
@@ -152,11 +171,13 @@ def test_a_forgotten_stream_leaves_nothing_behind(llm: LLM, num_read: int) -> No
 
 def test_a_stream_dropped_while_another_thread_generates_is_aborted(llm: LLM) -> None:
     driver = threading.Thread(target=lambda: llm.generate("long", LONG))
-    driver.start()
-    wait_until(llm.llm_engine.has_unfinished_requests)
-    stream = llm.stream("forgotten", LONG)
-    next(stream)
-    del stream
+    with held(llm, num_free_steps=3):
+        driver.start()
+        wait_until_queued(llm, 1)
+        stream = llm.stream("forgotten", LONG)
+        next(stream)
+        del stream
+        wait_until_queued(llm, 1)
     driver.join()
     wait_until_idle(llm)
 
@@ -164,7 +185,7 @@ def test_a_stream_dropped_while_another_thread_generates_is_aborted(llm: LLM) ->
 # ---- signals
 
 
-def test_a_signal_handler_gets_an_error_and_the_interrupted_call_continues(llm: LLM) -> None:
+def test_a_signal_handler_gets_an_error_and_the_interrupted_call_continues(llm: LLM, executor: SlowExecutor) -> None:
     expected = tokens(llm.generate("long", LONG)[0])
     errors: list[str] = []
 
@@ -176,13 +197,9 @@ def test_a_signal_handler_gets_an_error_and_the_interrupted_call_continues(llm: 
                 errors.append(str(error))
 
     before = signal.signal(signal.SIGUSR1, handler)
+    signals_at(executor, {executor.num_steps + 10 * i for i in range(1, 8)}, signal.SIGUSR1)
     try:
-        timers = [threading.Timer(0.02 * i, lambda: os.kill(os.getpid(), signal.SIGUSR1)) for i in range(1, 8)]
-        for timer in timers:
-            timer.start()
         assert tokens(llm.generate("long", LONG)[0]) == expected
-        for timer in timers:
-            timer.join()
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert errors
@@ -243,8 +260,8 @@ def test_a_signal_handler_cannot_end_a_stream_by_reading_it(llm: LLM, executor: 
             errors.append(str(error))
 
     before = signal.signal(signal.SIGUSR1, handler)
-    signal_at(executor, executor.num_steps + 5, signal.SIGUSR1)
     try:
+        signals_at(executor, {executor.num_steps + 5}, signal.SIGUSR1)
         llm.generate("inner", LONG)
     finally:
         signal.signal(signal.SIGUSR1, before)
@@ -252,11 +269,12 @@ def test_a_signal_handler_cannot_end_a_stream_by_reading_it(llm: LLM, executor: 
     assert [token for delta in stream for token in delta.outputs[0].token_ids] == expected
 
 
-def signal_at(executor: SlowExecutor, step: int, number: int) -> None:
-    """Send a signal to this process when the engine begins a step, which is in progress when the handler runs."""
+def signals_at(executor: SlowExecutor, steps: set[int], number: int) -> None:
+    """Send a signal to this process when the engine begins one of these steps, and the main thread waits for it."""
 
     def on_step(current: int) -> None:
-        if current == step:
+        if current in steps:
+            wait_until(main_thread_waits)
             os.kill(os.getpid(), number)
 
     executor.on_step = on_step
@@ -265,7 +283,7 @@ def signal_at(executor: SlowExecutor, step: int, number: int) -> None:
 def test_closing_from_a_signal_handler_ends_the_call(executor: SlowExecutor) -> None:
     llm = LLM.over(lambda: LLMEngine(fake_core(executor), byte_inputs()))
     before = signal.signal(signal.SIGUSR1, lambda *_: llm.close())
-    signal_at(executor, 5, signal.SIGUSR1)
+    signals_at(executor, {5}, signal.SIGUSR1)
     try:
         with pytest.raises(UsageError, match="closed"):
             llm.generate("long", LONG)
@@ -302,14 +320,18 @@ def test_what_a_handler_raises_ends_the_call_it_interrupts_and_nothing_else(
     other = threading.Thread(target=lambda: found.append(tokens(llm.generate("other", MEDIUM)[0])))
 
     def interrupt(step: int) -> None:
-        if len(llm.llm_engine._outputs) == 2:
-            executor.on_step = lambda _: None
-            os.kill(os.getpid(), number)
+        if len(llm.llm_engine._outputs) == 1:  # the other's, which must not end before the interrupted call
+            wait_until(lambda: not llm._thread._runner.commands.empty())
+            return
+        executor.on_step = lambda _: None
+        wait_until(main_thread_waits)
+        os.kill(os.getpid(), number)
 
     before = signal.signal(number, handler)
     try:
-        other.start()
         executor.on_step = interrupt
+        other.start()
+        wait_until_queued(llm, 1)
         with pytest.raises(error):
             list(llm.stream("mine", LONG)) if streams else llm.generate(["mine", "mine too"], LONG)
         assert signal.getsignal(number) is handler
@@ -387,12 +409,12 @@ def test_closing_while_others_generate_ends_their_calls(executor: SlowExecutor) 
             errors.append(str(error))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: len(llm.llm_engine._outputs) == 4)
-    stream = llm.stream("a stream", LONG)
-    next(stream)
-    llm.close()
+    with held(llm):
+        for thread in threads:
+            thread.start()
+        wait_until_queued(llm, 4)
+        stream = llm.stream("a stream", LONG)
+        llm.close()
     for thread in threads:
         thread.join(10)
     assert errors == ["this LLM was closed while it generated"] * 4

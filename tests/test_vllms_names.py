@@ -20,6 +20,7 @@ from pagoda.engine.inputs.callers_tokenizer import CallersTokenizer
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.vllm_names import METHODS, MODULES
+from tests.engine.step_per_command import step_per_command
 from tests.fake_engine import byte_inputs, fake_core
 
 SHORT = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
@@ -225,9 +226,10 @@ def test_an_asyncllm_can_be_shut_down_without_waiting() -> None:
         with pytest.raises(UsageError, match="closed"):
             await anext(llm.generate("a", SHORT))
         llm = await AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs())).start()
-        stream = llm.stream("a", SamplingParams(max_tokens=1000, seed=1, ignore_eos=True))
-        await anext(stream)
-        llm.shutdown()
+        with step_per_command((await llm._running()).client.thread, num_free_steps=3):
+            stream = llm.stream("a", SamplingParams(max_tokens=200, seed=1, ignore_eos=True))
+            await anext(stream)
+            llm.shutdown()
         with pytest.raises(UsageError, match="closed"):
             async for _ in stream:
                 pass

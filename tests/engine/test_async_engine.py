@@ -22,6 +22,7 @@ from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import OutputKind, PromptLogprobs
 from pagoda.executors.fake import FakeExecutor
 from pagoda.llm import LLM
+from tests.engine.step_per_command import step_per_command
 from tests.fake_engine import MAX_LEN, byte_inputs, fake_core
 from tests.generate import generate, prepare
 
@@ -43,6 +44,13 @@ def run(test: Callable[[AsyncEngine], Awaitable[None]], executor: Executor | Non
 
 async def collect(llm: AsyncEngine, prompt: str, params: SamplingParams = SHORT, **more: Any) -> list[RequestOutput]:
     return [output async for output in generate(llm, prompt, params, **more)]
+
+
+def held(llm: AsyncEngine) -> contextlib.AbstractContextManager[None]:
+    """In the block, let the engine compute three steps, and one for each command."""
+    client = llm._client
+    assert isinstance(client, ThreadClient)
+    return step_per_command(client.thread, num_free_steps=3)
 
 
 async def until_running(llm: AsyncEngine, count: int) -> None:
@@ -108,38 +116,41 @@ def test_a_stop_string_frees_the_engine() -> None:
 
 def test_leaving_the_iteration_aborts_the_request() -> None:
     async def test(llm: AsyncEngine) -> None:
-        async with contextlib.aclosing(generate(llm, "p", LONG)) as outputs:
-            async for _ in outputs:
-                break
-        await until_running(llm, 0)
+        with held(llm):
+            async with contextlib.aclosing(generate(llm, "p", LONG)) as outputs:
+                async for _ in outputs:
+                    break
+            await until_running(llm, 0)
         assert (await collect(llm, "next"))[-1].finished
 
-    run(test, step_s=0.01)
+    run(test)
 
 
 def test_cancelling_the_reader_aborts_the_request() -> None:
     async def test(llm: AsyncEngine) -> None:
-        reader = asyncio.create_task(collect(llm, "p", LONG))
-        await until_running(llm, 1)
-        reader.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reader
-        await until_running(llm, 0)
+        with held(llm):
+            reader = asyncio.create_task(collect(llm, "p", LONG))
+            await until_running(llm, 1)
+            reader.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reader
+            await until_running(llm, 0)
 
-    run(test, step_s=0.01)
+    run(test)
 
 
 def test_an_abort_ends_the_readers_iteration() -> None:
     async def test(llm: AsyncEngine) -> None:
-        reader = asyncio.create_task(collect(llm, "p", LONG, request_id="mine"))
-        await until_running(llm, 1)
-        assert await llm.abort(["mine", "unknown"]) == ["mine"]
+        with held(llm):
+            reader = asyncio.create_task(collect(llm, "p", LONG, request_id="mine"))
+            await until_running(llm, 1)
+            assert await llm.abort(["mine", "unknown"]) == ["mine"]
         last = (await reader)[-1]
         assert last.finished
         assert last.outputs[0].finish_reason == "abort"
         assert await llm.abort(["mine"]) == []
 
-    run(test, step_s=0.01)
+    run(test)
 
 
 def test_bad_requests_are_refused_before_they_run() -> None:
@@ -149,14 +160,15 @@ def test_bad_requests_are_refused_before_they_run() -> None:
         with pytest.raises(RequestError, match="vocabulary"):
             await collect(llm, "x", SamplingParams(stop_token_ids=[999]))  # type: ignore[arg-type]
         request = await prepare(llm, "x", LONG, "same")
-        stream = llm.stream(request)
-        await anext(stream)
-        with pytest.raises(RequestError, match="'same' is in use"):
-            await anext(llm.stream(await prepare(llm, "y", SHORT, "same")))
-        await stream.aclose()
+        with held(llm):
+            stream = llm.stream(request)
+            await anext(stream)
+            with pytest.raises(RequestError, match="'same' is in use"):
+                await anext(llm.stream(await prepare(llm, "y", SHORT, "same")))
+            await stream.aclose()
         assert (await collect(llm, "y", request_id="same"))[-1].finished
 
-    run(test, step_s=0.005)
+    run(test)
 
 
 def test_an_id_that_is_used_again_before_the_last_output_was_read_is_the_later_requests() -> None:
@@ -194,13 +206,14 @@ def test_a_dead_engine_fails_every_reader_and_later_requests() -> None:
 
 def test_shutting_down_ends_what_is_in_flight() -> None:
     async def test(llm: AsyncEngine) -> None:
-        reader = asyncio.create_task(collect(llm, "p", LONG))
-        await until_running(llm, 1)
-        await llm.shutdown()
+        with held(llm):
+            reader = asyncio.create_task(collect(llm, "p", LONG))
+            await until_running(llm, 1)
+            await llm.shutdown()
         assert (await reader)[-1].outputs[0].finish_reason == "abort"
         await llm.shutdown()
 
-    run(test, step_s=0.01)
+    run(test)
 
 
 def test_text_services() -> None:
@@ -253,10 +266,13 @@ def test_the_logprobs_of_a_long_prompt_delay_no_other_request(monkeypatch: pytes
         monkeypatch.setattr(Mailbox, "put", put)
         turning = asyncio.create_task(turn())
         params = SamplingParams(max_tokens=100, ignore_eos=True, detokenize=False)
-        other = asyncio.create_task(collect(llm, "x", params, request_id="other"))
-        await until(lambda: "put other" in events)
         asking = dataclasses.replace(params, max_tokens=1, prompt_logprobs=20)
-        (output,) = await collect(llm, "y" * size, asking, request_id="asking")
+        with held(llm):
+            other = asyncio.create_task(collect(llm, "x", params, request_id="other"))
+            await until(lambda: "put other" in events)
+            asked = asyncio.create_task(collect(llm, "y" * size, asking, request_id="asking"))
+            await until(lambda: "asking" in llm._outputs)
+        (output,) = await asked
         assert len(output.prompt_logprobs or []) == size
         await other
         turning.cancel()

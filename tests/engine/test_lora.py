@@ -27,6 +27,7 @@ from pagoda.worker.worker import Worker
 from tests.device_under_test import DeviceUnderTest
 from tests.engine.byte_llama import SMALL_ENGINE, write_byte_llama
 from tests.engine.lora_adapters import EVERYTHING, write_adapter
+from tests.engine.step_per_command import step_per_command
 from tests.worker.recalls import recall_steps
 
 OPTIONS: dict[str, Any] = {
@@ -248,11 +249,12 @@ def test_an_adapter_is_unloaded_after_the_rows_that_use_it(
     assert llm.add_lora(LoRARequest("a", 7, str(folders["a"])))
     digest = llm.llm_engine.input_processor.find_adapter(ask(folders["a"])).digest
     assert digest in loaded(llm)
-    stream = llm.stream(PROMPT, GREEDY, lora_request=ask(folders["a"]))
-    got = list(next(stream).outputs[0].token_ids)
-    assert llm.remove_lora(7)
-    assert not llm.remove_lora(7)
-    assert digest in loaded(llm)
+    with step_per_command(llm._thread, num_free_steps=3):
+        stream = llm.stream(PROMPT, GREEDY, lora_request=ask(folders["a"]))
+        got = list(next(stream).outputs[0].token_ids)
+        assert llm.remove_lora(7)
+        assert not llm.remove_lora(7)
+        assert digest in loaded(llm)
     got += [token for delta in stream for token in delta.outputs[0].token_ids]
     assert got == expected["a"]
     tokens(llm, "another step, which frees the row", None)
@@ -384,10 +386,12 @@ def test_async_requests_finish_when_their_adapter_and_its_files_are_removed(
                 return [output async for output in outputs][-1].outputs[0].token_ids
 
             await llm.add_lora(given)
-            tasks = [asyncio.create_task(collect(number)) for number in range(12)]  # some of them have to wait
-            await asyncio.sleep(0.02)
-            assert await llm.remove_lora(3)
-            shutil.rmtree(folder)
+            with step_per_command((await llm._running()).client.thread):
+                tasks = [asyncio.create_task(collect(number)) for number in range(12)]  # some of them have to wait
+                while len((await llm._engine())._outputs.live_ids) < len(tasks):
+                    await asyncio.sleep(0.001)
+                assert await llm.remove_lora(3)
+                shutil.rmtree(folder)
             assert await asyncio.gather(*tasks) == [expected["c"]] * 12
             with pytest.raises(RequestError, match="no adapter_config.json"):
                 await collect(99)
