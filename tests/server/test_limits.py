@@ -168,7 +168,7 @@ def test_the_server_lists_its_limits_and_operators_set_them(tmp_path: Path) -> N
             assert (status, answer["error"]["param"]) == (400, param)
             assert "more than the limit of" in answer["error"]["message"]
         for options, is_along in (({}, True), ({"stream_options": {"include_usage": False}}, False)):
-            # and is told the usage of every stream
+            # every stream ends with its usage
             *chunks, last = events(server, "/v1/completions", {"prompt": "x", "max_tokens": 2, **options})
             assert last["usage"]["completion_tokens"] == 2
             assert {chunk["usage"] is not None for chunk in chunks} == {is_along}
