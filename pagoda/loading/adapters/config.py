@@ -101,8 +101,12 @@ class AdapterConfig:
         return None
 
 
+_END_OF_PATH = r"(.*\.)?({})$"
+"""A pattern of ranks or alphas as PEFT applies it."""
+
+
 def _matching(patterns: Mapping[str, T], module: str) -> Iterator[T]:
-    return (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
+    return (value for pattern, value in patterns.items() if re.match(_END_OF_PATH.format(pattern), module))
 
 
 def _names(names: str | tuple[str, ...], module: str) -> bool:
@@ -187,18 +191,21 @@ class _Fields:
         if not isinstance(values, dict):
             raise self._bad(name, "must be an object")
         for key, value in values.items():
-            yield self._regex(name, key), value
+            self._check_regex(name, _END_OF_PATH.format(key))
+            yield key, value
 
-    def _regex(self, name: str, pattern: str) -> str:
+    def _check_regex(self, name: str, pattern: str) -> None:
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise self._bad(name, f"has a regular expression that does not compile: {error}") from None
-        return pattern
 
     def _modules(self, name: str) -> str | tuple[str, ...]:
         value = self._values.get(name)
-        return self._regex(name, value) if isinstance(value, str) else self._names(name)
+        if not isinstance(value, str):
+            return self._names(name)
+        self._check_regex(name, value)
+        return value
 
     def _names(self, name: str) -> tuple[str, ...]:
         value = self._values.get(name)

@@ -83,12 +83,16 @@ def test_scale_and_rank_of_a_module(tmp_path: Path, targets: AdapterTargets) -> 
         ("rank_pattern", {"q_proj": -1}),
         ("rank_pattern", ["q_proj"]),
         ("alpha_pattern", {"(": 4}),
+        ("alpha_pattern", {"(?i)Q_PROJ": 4}),  # which is not at the beginning of what PEFT makes of it
+        ("rank_pattern", {"(" * 3000 + ")" * 3000: 4}),
+        ("target_modules", "q_proj{" + "9" * 30 + "}"),
         ("target_modules", [3]),
         ("target_modules", "layers.(0"),
         ("exclude_modules", {"q_proj": 1}),
         ("layers_to_transform", ["0"]),
         ("use_rslora", "yes"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_refuses_by_name(setting: str, value: Any, tmp_path: Path, targets: AdapterTargets) -> None:
     with pytest.raises(ConfigError, match=rf"adapter_config.json: {setting}="):
