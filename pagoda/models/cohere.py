@@ -7,7 +7,14 @@ from dataclasses import replace
 
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import FULL, SLIDING, DecoderConfig, Norms, read_decoder, windows_by_layer_types
+from pagoda.models.decoder_config import (
+    FULL,
+    DecoderConfig,
+    Norms,
+    read_decoder,
+    read_layer_types,
+    windows_by_layer_types,
+)
 from pagoda.models.llama import Llama
 
 
@@ -40,9 +47,7 @@ def _read_cohere(config: ConfigReader) -> DecoderConfig:
 
 
 def _read_cohere2(config: ConfigReader) -> DecoderConfig:
-    num_layers, every = config.num_layers(), config.integer("sliding_window_pattern", 4)
-    by_index = tuple(SLIDING if (layer + 1) % every else FULL for layer in range(num_layers))
-    kinds = config.texts("layer_types") or by_index
+    kinds = read_layer_types(config, config.integer("sliding_window_pattern", 4))
     windows = windows_by_layer_types(config, kinds, config.integer("sliding_window", 4096))
     unrotated = frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL)
     return replace(_read(config, "cohere2", 10_000.0, windows), unrotated_layers=unrotated)

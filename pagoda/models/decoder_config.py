@@ -232,6 +232,12 @@ def read_spec(
     )
 
 
+def read_layer_types(config: ConfigReader, full_every: int) -> tuple[str, ...]:
+    """Return `layer_types`. Without them, every `full_every`-th layer has full attention, and the others a window."""
+    by_index = (SLIDING if (layer + 1) % full_every else FULL for layer in range(config.num_layers()))
+    return config.texts("layer_types") or tuple(by_index)
+
+
 def windows_by_layer_types(config: ConfigReader, layer_types: tuple[str, ...], window: int) -> tuple[int, ...]:
     """Return 0 or `window` per layer.   window: 0 if none is set.
 

@@ -9,11 +9,11 @@ from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import (
     FULL,
-    SLIDING,
     DecoderConfig,
     Norms,
     QKNorm,
     read_decoder,
+    read_layer_types,
     windows_by_layer_types,
 )
 from pagoda.models.llama import Llama
@@ -23,17 +23,11 @@ from pagoda.models.naming import POST_NORM_GGUF
 def read(config: ConfigReader) -> DecoderConfig:
     config = config.with_defaults({"rms_norm_eps": 1e-5})
     window = config.integer("sliding_window") if config.has("sliding_window") else 0
-    by_pattern = _by_pattern(config) if window else (FULL,) * config.num_layers()
-    layer_types = config.texts("layer_types") or by_pattern
+    layer_types = read_layer_types(config, config.integer("sliding_window_pattern", 4) if window else 1)
     windows = windows_by_layer_types(config, layer_types, window)
     unrotated = frozenset(layer for layer, kind in enumerate(layer_types) if window and kind == FULL)
     decoder = read_decoder(config, "exaone4", windows)
     return replace(decoder, norms=Norms.AFTER, qk_norm=QKNorm.HEAD, unrotated_layers=unrotated)
-
-
-def _by_pattern(config: ConfigReader) -> tuple[str, ...]:
-    every = config.integer("sliding_window_pattern", 4)
-    return tuple(SLIDING if (layer + 1) % every else FULL for layer in range(config.num_layers()))
 
 
 EXAONE4 = Architecture(

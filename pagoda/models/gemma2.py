@@ -3,11 +3,10 @@
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader, read_rope
 from pagoda.models.decoder_config import (
-    FULL,
-    SLIDING,
     DecoderConfig,
     Norms,
     read_activation,
+    read_layer_types,
     read_spec,
     windows_by_layer_types,
 )
@@ -41,9 +40,7 @@ GGUF = gguf_naming(
 def read(config: ConfigReader) -> DecoderConfig:
     config.refuse("use_bidirectional_attention")
     config = config.changed({**_CAPS, **config.values}).with_defaults(_DEFAULTS)
-    alternating = tuple(FULL if layer % 2 else SLIDING for layer in range(config.num_layers()))
-    layer_types = config.texts("layer_types") or alternating
-    windows = windows_by_layer_types(config, layer_types, config.integer("sliding_window"))
+    windows = windows_by_layer_types(config, read_layer_types(config, 2), config.integer("sliding_window"))
     rope = read_rope(config)
     max_position = rope.max_position(config.integer("max_position_embeddings"))
     spec = read_spec(config, "gemma2", max_position, windows, tie_embeddings=True)

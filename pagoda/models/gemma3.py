@@ -27,6 +27,7 @@ from pagoda.models.decoder_config import (
     Norms,
     QKNorm,
     read_activation,
+    read_layer_types,
     read_spec,
     windows_by_layer_types,
 )
@@ -175,12 +176,10 @@ def read(config: ConfigReader) -> DecoderConfig:
 
 def _layer_windows(config: ConfigReader, bidirectional: bool) -> tuple[int, ...]:
     pattern = config.integer("_sliding_window_pattern", config.integer("sliding_window_pattern"))
-    num_layers = config.num_layers()
-    by_pattern = tuple(SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers))
     window = config.integer("sliding_window")
     if bidirectional:  # the setting counts both sides; less than this many tokens away on either
         window = window // 2 + 1
-    return windows_by_layer_types(config, config.texts("layer_types") or by_pattern, window)
+    return windows_by_layer_types(config, read_layer_types(config, pattern), window)
 
 
 def read_layer_rope(config: ConfigReader, layer_type: str, theta_key: str, default_theta: float) -> RopeConfig:

@@ -25,6 +25,7 @@ from pagoda.models.decoder_config import (
     Norms,
     QKNorm,
     read_activation,
+    read_layer_types,
     read_spec,
     windows_by_layer_types,
 )
@@ -191,8 +192,8 @@ def read(config: ConfigReader) -> Gemma4Config:
     config = config.text_settings().with_defaults(_DEFAULTS)
     config.refuse("enable_moe_block")
     config.refuse("use_bidirectional_attention", "vision")  # which concerns the tokens of images alone
-    num_layers, max_position = config.num_layers(), config.integer("max_position_embeddings")
-    types = config.texts("layer_types") or tuple(FULL if at % 6 == 5 else SLIDING for at in range(num_layers))
+    max_position = config.integer("max_position_embeddings")
+    types = read_layer_types(config, 6)
     window = config.integer("sliding_window", most=max_position - 1)
     windows = windows_by_layer_types(config, (*types[:-1], FULL), window)  # the last one is full, whatever it says
     spec = read_spec(config, "gemma4", max_position, windows, tie_embeddings=True)

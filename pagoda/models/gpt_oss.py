@@ -5,11 +5,10 @@ from dataclasses import replace
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import (
-    FULL,
-    SLIDING,
     DecoderConfig,
     read_decoder,
     read_experts,
+    read_layer_types,
     windows_by_layer_types,
 )
 from pagoda.models.llama import Llama
@@ -20,11 +19,8 @@ def read(config: ConfigReader) -> DecoderConfig:
     config = config.with_defaults({"rms_norm_eps": 1e-5})
     if not config.has("rope_parameters") and not config.has("rope_scaling"):
         raise config.wrong("rope_scaling", "an object")
-    alternating = tuple(FULL if layer % 2 else SLIDING for layer in range(config.num_layers()))
-    layer_types = config.texts("layer_types") or alternating
-    decoder = read_decoder(
-        config, "gpt_oss", windows_by_layer_types(config, layer_types, config.integer("sliding_window", 128)), 150_000.0
-    )
+    windows = windows_by_layer_types(config, read_layer_types(config, 2), config.integer("sliding_window", 128))
+    decoder = read_decoder(config, "gpt_oss", windows, 150_000.0)
     attention_bias = config.flag("attention_bias", True)
     return replace(
         decoder,

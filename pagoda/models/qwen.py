@@ -15,6 +15,7 @@ from pagoda.models.decoder_config import (
     QKNorm,
     read_decoder,
     read_experts,
+    read_layer_types,
     windows_by_layer_types,
 )
 from pagoda.models.llama import Llama
@@ -28,7 +29,7 @@ def _layer_windows(config: ConfigReader) -> tuple[int, ...]:
     """With `use_sliding_window`, those from layer `max_window_layers` on, unless `layer_types` lists them."""
     num_layers = config.num_layers()
     if not config.flag("use_sliding_window", False) or not config.has("sliding_window"):
-        return windows_by_layer_types(config, config.texts("layer_types") or (FULL,) * num_layers, 0)
+        return windows_by_layer_types(config, read_layer_types(config, full_every=1), 0)
     first = config.number("max_window_layers", 28)
     by_index = tuple(SLIDING if layer >= first else FULL for layer in range(num_layers))
     return windows_by_layer_types(config, config.texts("layer_types") or by_index, config.integer("sliding_window"))
