@@ -41,7 +41,7 @@ LOOK_AT_LOADS_MS = 5
 
 
 class EngineServer:
-    """Serves one client over one socket until the parent exits."""
+    """Serves the clients of the parent process over one socket until that exits."""
 
     def __init__(self, core: EngineCore, executor: RecordedExecutor, socket: "zmq.Socket[bytes]") -> None:
         self._core = core
@@ -72,9 +72,9 @@ class EngineServer:
             of_step = core.step()
             self._step_s += core.now() - began_s
             self._num_steps += 1
-            for outputs in of_step.values():
+            for client_index, outputs in of_step.items():
                 stats = self._make_stats() if outputs.finishes or self._is_time_for_stats() else None
-                self._send(wire.StepOutputs(outputs, self._executor.take_step_tokens(), stats))
+                self._send(wire.StepOutputs(client_index, outputs, self._executor.take_step_tokens(), stats))
             if not of_step and self._is_time_for_stats():
                 self._send(wire.StepReport(self._executor.take_step_tokens(), self._make_stats()))
 
@@ -88,10 +88,10 @@ class EngineServer:
         match self._codec.decode(data):
             case wire.AddRequest() as message:
                 self._add(message)
-            case wire.AbortRequests(request_ids):
-                self._core.abort(request_ids)
-            case wire.FinishSequence(request_id, sequence, status):
-                self._core.finish_sequence(request_id, sequence, status)
+            case wire.AbortRequests(keys):
+                self._core.abort(keys)
+            case wire.FinishSequence(key, sequence, status):
+                self._core.finish_sequence(key, sequence, status)
             case wire.ResetPrefixCache(call_id, preempt_running):
                 self._send(wire.ResetReply(call_id, self._core.reset_prefix_cache(preempt_running)))
             case wire.LoadAdapter(call_id, lora):
@@ -116,7 +116,7 @@ class EngineServer:
             logger.exception("request %s could not be queued", shown_id(message.request_id))
             reason = f"the engine could not queue this request: {type(error).__name__}: {error}"
             status = RequestStatus.FINISHED_ERROR
-        self._send(wire.RequestRefused(message.handle, reason, status))
+        self._send(wire.RequestRefused(message.key, reason, status))
 
     def _begin_load(self, call_id: int, lora: LoraRef) -> None:
         try:

@@ -380,4 +380,5 @@ def _row_init(state: SchedulerState, row: int, kind: AdmitKind, num_computed: in
         encoder_len=spec.encoder_len,
         cache_salt=spec.cache_salt,
         prompt_embeds=spec.prompt_embeds,
+        key=spec.key,
     )

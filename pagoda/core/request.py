@@ -96,6 +96,10 @@ def without_features(item: MediaItem) -> MediaItem:
     return item if item.features is None else replace(item, features=None)
 
 
+RequestKey = tuple[int, int]
+"""What identifies an unfinished request of an engine: its client's index and the handle that this client chose."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One prompt and its parameters; yields `sampling.n` output sequences.
@@ -130,6 +134,10 @@ class Request:
     encoder_len: int = 0
     prior_output: tuple[tuple[int, ...], ...] = ()
     prompt_embeds: np.ndarray | None = None
+
+    @property
+    def key(self) -> RequestKey:
+        return (self.client_index, self.handle)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import AdmitKind, LoraRef, MediaItem, RequestStatus
+from pagoda.core.request import AdmitKind, LoraRef, MediaItem, RequestKey, RequestStatus
 
 NO_INTS = np.empty(0, np.int32)
 NO_HANDLES = np.empty(0, np.int64)
@@ -27,7 +27,7 @@ class RowInit:
     sequence: its index in the request.   seed: of this sequence (request seed + index).
     cache_salt: of its request; what is learnt from this row's text may only be used for rows with the same salt.
     prompt_embeds: of its request: float32 [n, hidden], for positions 0 .. n - 1.
-    media: of its request, without features.
+    media: of its request, without features.   key: of its request.
     """
 
     row: int
@@ -47,6 +47,7 @@ class RowInit:
     encoder_len: int = 0
     cache_salt: str | None = None
     prompt_embeds: np.ndarray | None = None
+    key: RequestKey = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)

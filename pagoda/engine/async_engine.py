@@ -33,11 +33,11 @@ class EngineCoreClient(Protocol):
         """Queue a request; its outputs, or its rejection, are returned by next_outputs."""
         ...
 
-    def abort(self, request_ids: list[str]) -> None:
-        """Abort requests; ignore unknown ids. An aborted request produces no further output, not even a Finish."""
+    def abort(self, handles: Sequence[int]) -> None:
+        """Abort requests; ignore unknown ones. An aborted request produces no further output, not even a Finish."""
         ...
 
-    def finish_sequence(self, request_id: str, sequence: int, status: RequestStatus) -> None:
+    def finish_sequence(self, handle: int, sequence: int, status: RequestStatus) -> None:
         """Finish one sequence (a stop string was found); the request's other sequences continue."""
         ...
 
@@ -159,7 +159,7 @@ class AsyncEngine:
                 del self._readers[request_id]
                 if request_id in self._outputs:
                     self._outputs.close(request_id)
-                    self._client.abort([request_id])
+                    self._client.abort([request.handle])
             if request.lora is not None and (unused := self._adapter_uses.end(request.lora)) is not None:
                 self._client.unload_adapter(unused)
 
@@ -184,7 +184,7 @@ class AsyncEngine:
     async def abort(self, request_ids: Sequence[str]) -> list[str]:
         """Abort requests and return the ids that were running. Each gets a last output with finish_reason "abort"."""
         live = [request_id for request_id in request_ids if request_id in self._outputs]
-        self._client.abort(live)
+        self._client.abort(self._outputs.handles_of(live))
         self._deliver(self._outputs.abort(live, self._clock.now()))
         return live
 
@@ -206,8 +206,8 @@ class AsyncEngine:
                     done = self._outputs.process(part, self._clock.now())
                     if done.failed:
                         self._client.abort(done.failed)
-                    for request_id, sequence in done.stopped:
-                        self._client.finish_sequence(request_id, sequence, RequestStatus.FINISHED_STOPPED)
+                    for handle, sequence in done.stopped:
+                        self._client.finish_sequence(handle, sequence, RequestStatus.FINISHED_STOPPED)
                     self._deliver(done.outputs)
                     # The outputs of more steps may be ready: others get their turn between them.
                     await asyncio.sleep(0)

@@ -4,7 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from pagoda.base.clock import Clock
 from pagoda.base.errors import InvariantBroken, PagodaError, RequestError, WorkerDied
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.executor import Executor, StepProfile
-from pagoda.core.request import LoraRef, Request, RequestStatus
+from pagoda.core.request import LoraRef, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_interface import SchedulerInterface
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.stats import SchedulerStats
@@ -77,14 +77,17 @@ class EngineCore:
         self._waits_for_drafts = waits_for_drafts
         self._no_drafts_until = 0  # the last step that is certain to propose none
         self._in_flight: deque[_InFlight] = deque()
+        self._ids: dict[RequestKey, str] = {}  # of unfinished requests in the scheduler, and of those just ended
+        self._keys: dict[str, RequestKey] = {}  # the same, by id
 
     def now(self) -> float:
         """Return the engine's clock in seconds; Request.arrival_time_s uses the same clock."""
         return self._clock.now()
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises RequestError for token ids outside of the vocabulary and for a duplicate id.
+        """Queue a request. Raises RequestError for token ids outside of the vocabulary.
 
+        No other request may have had its key. Its id is a label: several clients may use the same, or one client again.
         If it fails, the engine's state is unchanged.
         """
         check_token_ids(request, self._vocab_size)
@@ -97,6 +100,7 @@ class EngineCore:
             raise RequestError("structured output is not available on this engine", "structured_outputs")
         if self._preparations is not None:
             self._preparations.begin(request)
+        request = self._under_own_id(request)
         try:
             self._scheduler.add_request(request)
         except PagodaError:  # raised by checks, before anything has changed
@@ -104,6 +108,19 @@ class EngineCore:
         except Exception as error:
             self._remove_half_added(request, error)
             raise
+        self._ids[request.key], self._keys[request.request_id] = request.request_id, request.key
+
+    def _under_own_id(self, request: Request) -> Request:
+        """Return a request under an id that no other in the scheduler has: its own, if that is free."""
+        if self._keys.get(request.request_id, request.key) == request.key:
+            return request
+        client_index, handle = request.key
+        return replace(request, request_id=f"{request.request_id} ({client_index}/{handle})")
+
+    def _forget(self, request_id: str) -> None:
+        key = self._keys.pop(request_id, None)  # None: of a request that could not be added
+        if key is not None and self._ids[key] == request_id:
+            del self._ids[key]
 
     def _remove_half_added(self, request: Request, cause: Exception) -> None:
         try:
@@ -114,15 +131,17 @@ class EngineCore:
             )
             raise InvariantBroken(reason) from cause
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort requests in any state; they produce no further output. Ignore unknown ids."""
-        self._scheduler.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED)
+    def abort(self, keys: Iterable[RequestKey]) -> None:
+        """Abort requests in any state; they produce no further output. Ignore unknown ones."""
+        ids = [self._ids[key] for key in keys if key in self._ids]
+        self._scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
 
     def finish_sequence(
-        self, request_id: str, sequence: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED
+        self, key: RequestKey, sequence: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED
     ) -> None:
         """Finish one sequence from outside (a stop string was found); the request's other sequences continue."""
-        self._scheduler.finish_sequence(request_id, sequence, status)
+        if key in self._ids:
+            self._scheduler.finish_sequence(self._ids[key], sequence, status)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has work. Steps in flight count, even if all their requests have finished."""
@@ -140,6 +159,8 @@ class EngineCore:
             began_s = self._clock.now()
             output = self._scheduler.schedule()
             self.scheduler_s += self._clock.now() - began_s
+            for request_id in output.finished_ids:
+                self._forget(request_id)
             if not output.is_empty or _has_events(output):
                 in_flight.append(_InFlight(output, self._executor.submit(output)))
             elif not in_flight:

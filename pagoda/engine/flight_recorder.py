@@ -5,7 +5,6 @@ completed, that it has. The supervisor reads it to tell a hung step from a busy 
 crash.
 """
 
-import hashlib
 import mmap
 import struct
 from collections.abc import Sequence
@@ -17,16 +16,17 @@ from typing import Any
 import numpy as np
 
 from pagoda.core.executor import Capacity, Executor, StepSize
+from pagoda.core.request import RequestKey
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 _HEADER = struct.Struct("<qq")  # steps begun, steps ended
 _SLOTS_AT = _HEADER.size  # of each slot: the number of its keys; then the keys of each
 
 
-def request_key(request_id: str) -> int:
-    """Return the 64-bit hash that identifies a request in the recorder."""
-    digest = hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+def packed_key(key: RequestKey) -> int:
+    """Return the number that stands for a request in the recorder."""
+    client_index, handle = key
+    return client_index << 40 | handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class FlightRecord:
     """A snapshot of the recorder.
 
     steps_begun - steps_ended: steps in flight.
-    keys: int64, `request_key` of every request in the steps that may be running: with one stage the oldest in flight.
+    keys: int64, `packed_key` of every request in the steps that may be running: with one stage the oldest in flight.
         If there is none, of every request in the last step.
     """
 
@@ -113,7 +113,7 @@ class RecordedExecutor:
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         for init in output.admitted:
-            self._key_of_row[init.row] = request_key(init.request_id)
+            self._key_of_row[init.row] = packed_key(init.key)
             self._prompt_end_of_row[init.row] = len(init.token_ids)
         for fork in output.forks:
             self._key_of_row[fork.dst] = self._key_of_row[fork.src]

@@ -60,15 +60,15 @@ class LLMEngine:
         for outputs in self.core.step().values():
             done = self._outputs.process(outputs, self.core.now())
             if done.failed:
-                self.core.abort(done.failed)
-            for request_id, sequence in done.stopped:
-                self.core.finish_sequence(request_id, sequence, RequestStatus.FINISHED_STOPPED)
+                self.core.abort([(0, handle) for handle in done.failed])
+            for handle, sequence in done.stopped:
+                self.core.finish_sequence((0, handle), sequence, RequestStatus.FINISHED_STOPPED)
             ready += done.outputs
         return ready
 
     def abort(self, request_ids: Sequence[str]) -> list[RequestOutput]:
         """Abort requests; return their last outputs, with finish_reason "abort". Ignore unknown ids."""
-        self.core.abort(request_ids)
+        self.core.abort([(0, handle) for handle in self._outputs.handles_of(request_ids)])
         return self._outputs.abort(request_ids, self.core.now())
 
     def get_num_unfinished_requests(self) -> int:

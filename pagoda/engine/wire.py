@@ -13,31 +13,31 @@ import msgspec
 import numpy as np
 
 from pagoda.base.config import EngineConfig
-from pagoda.core.request import LoraRef, Request, RequestStatus
+from pagoda.core.request import LoraRef, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler import SchedulerStats
 from pagoda.core.scheduler_output import EngineCoreOutputs
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
-    """A new request, encoded separately, so that a malformed one can be rejected by its id.
+    """A new request, encoded separately, so that a malformed one can be rejected by its key.
 
     num_arrays: frames that follow the message.
     """
 
     request_id: str
-    handle: int
+    key: RequestKey
     request: msgspec.Raw
     num_arrays: int = 0
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
-    request_ids: tuple[str, ...]
+    keys: tuple[RequestKey, ...]
 
 
 class FinishSequence(msgspec.Struct, frozen=True, tag="finish_sequence"):
     """Finish a sequence (a stop string was found in its text); the request's other sequences continue."""
 
-    request_id: str
+    key: RequestKey
     sequence: int
     status: RequestStatus
 
@@ -127,6 +127,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     whenever a sequence ends: a client that has its last token finds it counted in the metrics.
     """
 
+    client_index: int
     outputs: EngineCoreOutputs
     step_tokens: tuple[int, ...] = ()
     stats: EngineStats | None = None
@@ -148,7 +149,7 @@ class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
     status: FINISHED_IGNORED where the request is at fault, FINISHED_ERROR where the engine is.
     """
 
-    handle: int
+    key: RequestKey
     message: str
     status: RequestStatus = RequestStatus.FINISHED_IGNORED
 
@@ -229,7 +230,7 @@ class Codec:
         self._arrays = []
         encoded = msgspec.Raw(self._request_encoder.encode(request))
         arrays, self._arrays = self._arrays, []
-        return (self.encode(AddRequest(request.request_id, request.handle, encoded, len(arrays))), *arrays)
+        return (self.encode(AddRequest(request.request_id, request.key, encoded, len(arrays))), *arrays)
 
     def decode(self, data: bytes) -> Any:
         """Decode a message. Raises msgspec.DecodeError if it is malformed."""

@@ -230,7 +230,7 @@ class Script:
 def play(core: EngineCore, trace: Trace, script: Script) -> None:
     """Run the script to its end; the trace has what every request got."""
     order = sorted(range(len(script.requests)), key=lambda i: script.arrivals[i])
-    leaves = {step: f"r{number}" for number, step in script.leaves.items()}
+    leaves = {step: (0, number) for number, step in script.leaves.items()}
     step = 0
     while order or core.has_unfinished_requests():
         while order and (script.arrivals[order[0]] <= step or not core.has_unfinished_requests()):

@@ -69,7 +69,7 @@ def test_an_aborted_requests_blocks_are_free_within_two_steps(state: str, depth:
         pytest.fail(f"never {state}")
     assert not any(name == "r1" for name, _ in answers.finishes)
 
-    core.abort(["r1"])
+    core.abort([(0, 1)])
     num_steps = 0
     while True:
         stats = core.make_stats()

@@ -52,7 +52,7 @@ def scheduled(
         for each in waiting[:count]:
             core.add_request(each)
         if chooser is not None and chooser.random() < 0.2:
-            core.abort([f"r{100 + chooser.randrange(3)}"])
+            core.abort([(0, 100 + chooser.randrange(3))])
         del waiting[:count]
         for outputs in core.step().values():
             answers.take(outputs, names)

@@ -72,7 +72,7 @@ def test_sequences_go_on_from_what_each_has_emitted(settings: dict[str, object])
     whole = [expected(text, 12, 40 + sequence) for sequence in range(3)]
     emitted = (tuple(whole[0][:7]), tuple(whole[1][:3]), ())
     core.add_request(replace(request(0, text, SamplingParams(max_tokens=12, n=3), seed=40), prior_output=emitted))
-    core.finish_sequence("r0", 1)
+    core.finish_sequence((0, 0), 1)
     answers = Answers()
     while core.has_unfinished_requests():
         for outputs in core.step().values():
@@ -94,7 +94,7 @@ def test_sequences_end_by_stop_token_eos_and_from_outside() -> None:
 
     def stop_third(num_steps: int, answers: Answers) -> None:
         if len(answers.tokens.get(("r2", 0), ())) == 10:
-            core.finish_sequence("r2", 0, RequestStatus.FINISHED_STOPPED)
+            core.finish_sequence((0, 2), 0, RequestStatus.FINISHED_STOPPED)
 
     answers = drive(core, requests, stop_third)
     assert answers.tokens["r0", 0] == truth[:5]
@@ -113,13 +113,41 @@ def test_an_aborted_request_ends_without_output_and_others_continue(depth: int) 
 
     def abort(num_steps: int, answers: Answers) -> None:
         if num_steps == 5:
-            core.abort(["r1", "unknown"])
+            core.abort([(0, 1), (0, 99)])
             seen.append(len(answers.tokens["r1", 0]))
 
     answers = drive(core, requests, abort)
     assert len(answers.tokens["r1", 0]) == seen[0]
     for i in (0, 2):
         assert answers.tokens[f"r{i}", 0] == expected(texts[i], 12, 0)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_are_told_apart_by_client_and_handle_whatever_their_ids(depth: int) -> None:
+    """Two clients use the same ids and handles, and one an id again whose first request still runs."""
+    core = make_core(fake, pipeline_depth=depth, async_scheduling=depth > 1)
+    text = prompts(1)[0]
+    sampling = SamplingParams(max_tokens=12)
+    asked = [(client, handle) for client in (0, 1) for handle in (5, 6)]
+    for seed, (client, handle) in enumerate(asked):
+        core.add_request(replace(request(handle, text, sampling, seed), request_id="same", client_index=client))
+    found: dict[tuple[int, int], list[int]] = {key: [] for key in asked}
+    ended: list[tuple[int, int]] = []
+    num_aborted = -1
+    while core.has_unfinished_requests():
+        for client, outputs in core.step().items():
+            for handle, token in zip(outputs.handles.tolist(), outputs.token_ids.tolist(), strict=True):
+                found[client, handle].append(token)
+            ended += [(client, finish.handle) for finish in outputs.finishes]
+        if num_aborted < 0 and len(found[0, 5]) == 4:
+            core.abort([(0, 6), (2, 5)])
+            core.finish_sequence((1, 5), 0)
+            num_aborted = len(found[0, 6])
+    assert found[0, 5] == expected(text, 12, 0)
+    assert found[1, 6] == expected(text, 12, 3)
+    assert 0 < len(found[0, 6]) == num_aborted < 12
+    assert len(found[1, 5]) < 12
+    assert set(ended) == {(0, 5), (1, 6)}
 
 
 def test_token_ids_outside_the_vocabulary_are_refused() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from pagoda.base.config import EngineConfig
 from pagoda.engine.clients.engine_link import open_recorder
-from pagoda.engine.flight_recorder import FlightRecorder, request_key
+from pagoda.engine.flight_recorder import FlightRecorder, packed_key
 from pagoda.process.child_process import RendezvousDir
 
 
@@ -15,11 +15,11 @@ def test_a_step_in_flight_is_seen_with_its_requests(tmp_path: Path) -> None:
     reader = FlightRecorder(tmp_path / "flight", 8, 2, create=True)
     writer = FlightRecorder(tmp_path / "flight", 8, 2)
     assert reader.read().steps_begun == 0
-    keys = np.array([request_key("a"), request_key("b"), request_key("a")])
+    keys = np.array([packed_key((0, 1)), packed_key((1, 1)), packed_key((0, 1))])
     writer.begin_step(keys)
     record = reader.read()
     assert record.steps_begun - record.steps_ended == 1
-    assert set(record.keys.tolist()) == {request_key("a"), request_key("b")}
+    assert set(record.keys.tolist()) == {packed_key((0, 1)), packed_key((1, 1))}
     writer.end_step()
     record = reader.read()
     assert record.steps_begun == record.steps_ended == 1

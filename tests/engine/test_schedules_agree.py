@@ -344,7 +344,7 @@ def test_drafts_of_an_aborted_request_do_not_reach_the_next_one(
 
     def abort(step: int, answers: Answers) -> None:
         if step in (3, 9):
-            core.abort([f"r{step // 3}"])
+            core.abort([(0, step // 3)])
 
     answers = drive(core, requests, abort)
     core.shutdown()

@@ -545,7 +545,7 @@ def test_abort_and_shutdown_while_compiling(model: Path, tokenizer: Tokenizer, e
     core.add_request(request(1, [5], KINDS[0], eos=(EOS,)))
     core.step()
     assert slow.is_loading.wait(10)
-    core.abort(["r0"])
+    core.abort([(0, 0)])
     core.step()
     assert core.has_unfinished_requests()
     core.shutdown()  # returns though a grammar is still being compiled

@@ -1,7 +1,7 @@
 """The app of all routes on a test's own event loop, over an engine that ends every request at once."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -30,7 +30,7 @@ class EndingClient:
     def add_request(self, request: Request) -> None:
         self._outputs.put_nowait(error_outputs(request, "ended by the test", RequestStatus.FINISHED_IGNORED))
 
-    def abort(self, request_ids: list[str]) -> None:
+    def abort(self, handles: Sequence[int]) -> None:
         pass
 
     async def next_outputs(self) -> EngineCoreOutputs:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pagoda.base.abbreviate import shown_id
-from pagoda.core.request import Request, RequestStatus
+from pagoda.core.request import Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns, only_finishes
-from pagoda.engine.flight_recorder import FlightRecord, request_key
+from pagoda.engine.flight_recorder import FlightRecord, packed_key
 
 logger = logging.getLogger("pagoda.engine")
 
@@ -46,56 +46,49 @@ class JournalEntry:
 
 
 class Journal:
-    """Unfinished requests by id, in order of arrival. Owned by the client of the engine process."""
+    """Unfinished requests of all clients, in order of arrival. Owned by what starts the engine process."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, JournalEntry] = {}
-        self._by_handle: dict[int, JournalEntry] = {}
+        self._entries: dict[RequestKey, JournalEntry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._entries
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._entries
 
     def __iter__(self) -> Iterator[JournalEntry]:
         return iter(self._entries.values())
 
     def open(self, request: Request) -> JournalEntry:
-        """Add a request. Its id and handle must not be in use."""
-        assert request.request_id not in self._entries, f"request id {request.request_id!r} is in use"
-        assert request.handle not in self._by_handle, f"handle {request.handle} is in use"
+        """Add a request. Its key must not be in use; its id is only a label."""
+        assert request.key not in self._entries, f"client and handle {request.key} are in use"
         prior = request.prior_output or ((),) * request.num_seqs
         entry = JournalEntry(request, [list(tokens) for tokens in prior], set(range(request.num_seqs)))
-        self._entries[request.request_id] = entry
-        self._by_handle[request.handle] = entry
+        self._entries[request.key] = entry
         return entry
 
-    def close(self, request_id: str) -> JournalEntry | None:
-        """Remove and return a request's entry; ignore unknown ids."""
-        entry = self._entries.pop(request_id, None)
-        if entry is not None:
-            self._by_handle.pop(entry.request.handle, None)
-        return entry
+    def close(self, key: RequestKey) -> JournalEntry | None:
+        """Remove and return a request's entry; None for an unknown one."""
+        return self._entries.pop(key, None)
 
-    def get(self, request_id: str) -> JournalEntry | None:
-        return self._entries.get(request_id)
+    def get(self, key: RequestKey) -> JournalEntry | None:
+        return self._entries.get(key)
 
-    def by_handle(self, handle: int) -> JournalEntry | None:
-        return self._by_handle.get(handle)
+    def of_client(self, client_index: int) -> list[RequestKey]:
+        """Return the unfinished requests of a client."""
+        return [key for key in self._entries if key[0] == client_index]
 
-    def end_sequence(self, request_id: str, sequence: int) -> None:
+    def end_sequence(self, key: RequestKey, sequence: int) -> None:
         """Record that a sequence has finished. Remove the request after its last one."""
-        self._end_sequence(self._entries.get(request_id), sequence)
-
-    def _end_sequence(self, entry: JournalEntry | None, sequence: int) -> None:
+        entry = self._entries.get(key)
         if entry is not None:
             entry.live.discard(sequence)
             if not entry.live:
-                self.close(entry.request.request_id)
+                del self._entries[key]
 
-    def record(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
-        """Record one step's outputs, and return what of them is new to the client.
+    def record(self, client_index: int, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+        """Record one step's outputs for a client, and return what of them is new to it.
 
         Prompt log-probabilities of requests aborted meanwhile are dropped; the reader drops their tokens.
         """
@@ -104,7 +97,7 @@ class Journal:
         for handle, sequence, count in zip(
             outputs.handles.tolist(), outputs.sequences.tolist(), outputs.counts.tolist(), strict=True
         ):
-            entry = self._by_handle.get(handle)
+            entry = self._entries.get((client_index, handle))
             if entry is not None:
                 entry.tokens[sequence].extend(flat[at : at + count])
                 entry.num_since_entry += count
@@ -112,16 +105,20 @@ class Journal:
                     entry.is_suspect = False
             at += count
         if outputs.prompt_logprobs:
-            outputs = dataclasses.replace(outputs, prompt_logprobs=self._record_prompt_rows(outputs.prompt_logprobs))
+            outputs = dataclasses.replace(
+                outputs, prompt_logprobs=self._record_prompt_rows(client_index, outputs.prompt_logprobs)
+            )
         for finish in outputs.finishes:
-            self._end_sequence(self._by_handle.get(finish.handle), finish.sequence)  # the id may be a later request's
+            self.end_sequence((client_index, finish.handle), finish.sequence)
         return outputs
 
-    def _record_prompt_rows(self, received: Mapping[int, LogprobColumns]) -> dict[int, LogprobColumns]:
+    def _record_prompt_rows(
+        self, client_index: int, received: Mapping[int, LogprobColumns]
+    ) -> dict[int, LogprobColumns]:
         """Drop the rows that an earlier engine has sent: a new one computes the prompt from the beginning."""
         fresh: dict[int, LogprobColumns] = {}
         for handle, columns in received.items():
-            entry = self._by_handle.get(handle)
+            entry = self._entries.get((client_index, handle))
             if entry is None:
                 continue
             skip = min(entry.num_rows_to_skip, len(columns.ranks))
@@ -168,8 +165,8 @@ class Suspects:
         self._journal = journal
         self._process_number = 0
         self._num_sent = 0  # requests sent to this engine process
-        self._waiting: deque[str] = deque()  # suspects to be probed
-        self._probe: str | None = None
+        self._waiting: deque[RequestKey] = deque()  # suspects to be probed
+        self._probe: RequestKey | None = None
         self._num_probed_tokens = 0  # computed since the probe began
 
     @property
@@ -181,9 +178,9 @@ class Suspects:
         """Begin with a new engine process. Return the requests to send to it now, in this order."""
         self._process_number = process_number
         self._num_sent = 0
-        suspects = [entry.request.request_id for entry in self._journal if entry.is_suspect]
+        suspects = [entry.request.key for entry in self._journal if entry.is_suspect]
         # First the one that was probed when the last engine died: then it is alone.
-        self._waiting = deque(sorted(suspects, key=lambda request_id: request_id != self._probe))
+        self._waiting = deque(sorted(suspects, key=lambda key: key != self._probe))
         self._probe = None
         return self._next_to_send()
 
@@ -227,7 +224,7 @@ class Suspects:
         for entry in self._in_last_steps(flight):
             entry.num_deaths += 1
             if (entry.is_suspect and self._num_sent == 1) or entry.num_deaths >= MAX_DEATHS:
-                self._journal.close(entry.request.request_id)
+                self._journal.close(entry.request.key)
                 logger.error(
                     "request %s was running in %d engine deaths: rejected",
                     shown_id(entry.request.request_id),
@@ -244,8 +241,8 @@ class Suspects:
         """Return the first waiting suspect that has not ended, or else all requests that this engine has not got."""
         while self._waiting:
             entry = self._journal.get(self._waiting.popleft())
-            if entry is not None and entry.is_suspect:  # its id may be a new request's by now
-                self._probe, self._num_probed_tokens = entry.request.request_id, 0
+            if entry is not None and entry.is_suspect:
+                self._probe, self._num_probed_tokens = entry.request.key, 0
                 return [entry]
         self._probe = None
         return [entry for entry in self._journal if entry.entered_process != self._process_number]
@@ -254,5 +251,5 @@ class Suspects:
         """Return the requests in the steps of a death: all that the engine was sent, if none of them is known."""
         sent = [entry for entry in self._journal if entry.entered_process == self._process_number]
         keys = set(flight.keys.tolist()) if flight.steps_begun else set()
-        found = [entry for entry in sent if request_key(entry.request.request_id) in keys]
+        found = [entry for entry in sent if packed_key(entry.request.key) in keys]
         return found or sent

@@ -1,8 +1,8 @@
 """ProcessClient: run requests in an engine process that is restarted if it dies, without losing one of them.
 
-It sends requests to the process, and records every token in the Journal before a client gets it. When the process ends
-or hangs, the Supervisor starts another one, and this replays the running requests, those that may have killed it one at
-a time (Suspects). If no engine can be started any more, every caller gets WorkerDied.
+It sends the requests of all clients to the process, and records every token in the Journal before its client gets it.
+When the process ends or hangs, the Supervisor starts another one, and this replays the running requests, those that may
+have killed it one at a time (Suspects). If no engine can be started any more, every caller gets WorkerDied.
 
 Adapters that were loaded last, as many as it keeps, are loaded into the next engine as well, but not again if that dies
 before it replies: requests carry their adapter, and an engine reads one that it does not hold, so that this only saves
@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from pagoda.base.abbreviate import shown_id
@@ -34,10 +34,14 @@ _MAX_LOADS = 2  # of one call to load an adapter, in as many engines
 _Reply = wire.ResetReply | wire.AdapterReply | None
 """None: the engine has died before it replied."""
 
+Sink = Callable[[EngineCoreOutputs | WorkerDied], object]
+"""Takes what a client gets of the steps, or the error that ended the engine for good."""
+
 
 class ProcessClient:
-    """An EngineCoreClient over a child process (ZeroMQ, msgpack).
+    """An EngineCoreClient over a child process (ZeroMQ, msgpack), and the way to it for clients in other processes.
 
+    The methods of EngineCoreClient are those of client 0. Others `connect`, and give their index with each call.
     step_timeout_s: an engine that has work and makes no progress for so long counts as dead; see EngineLink.
     module: what the child process runs.
     """
@@ -49,6 +53,7 @@ class ProcessClient:
         self._journal = Journal()
         self._codec = wire.Codec(wire.FromEngine)
         self._outputs: asyncio.Queue[EngineCoreOutputs | WorkerDied] = asyncio.Queue()
+        self._sinks: dict[int, Sink] = {0: self._outputs.put_nowait}  # by client
         self._suspects = Suspects(self._journal)
         self._replies: dict[int, asyncio.Future[_Reply]] = {}  # that calls wait for, by call id
         self._call_ids = itertools.count(1)
@@ -71,23 +76,24 @@ class ProcessClient:
 
     def add_request(self, request: Request) -> None:
         if self.died is not None:
-            self._outputs.put_nowait(self.died)
+            self._put(request.client_index, self.died)
             return
         entry = self._journal.open(request)
         if self.is_up and not self._suspects.is_probing:
             self._enter(entry)
 
-    def abort(self, request_ids: list[str]) -> None:
-        known = [request_id for request_id in request_ids if request_id in self._journal]
-        for request_id in known:
-            self._journal.close(request_id)
+    def abort(self, handles: Sequence[int], client_index: int = 0) -> None:
+        known = [key for handle in handles if (key := (client_index, handle)) in self._journal]
+        for key in known:
+            self._journal.close(key)
         if known:
             self._send(wire.AbortRequests(tuple(known)))
         self._send_next()
 
-    def finish_sequence(self, request_id: str, sequence: int, status: RequestStatus) -> None:
-        self._journal.end_sequence(request_id, sequence)
-        self._send(wire.FinishSequence(request_id, sequence, status))
+    def finish_sequence(self, handle: int, sequence: int, status: RequestStatus, client_index: int = 0) -> None:
+        key = (client_index, handle)
+        self._journal.end_sequence(key, sequence)
+        self._send(wire.FinishSequence(key, sequence, status))
         self._send_next()
 
     async def next_outputs(self) -> EngineCoreOutputs:
@@ -141,6 +147,23 @@ class ProcessClient:
         """End the engine process; running requests are dropped. Idempotent."""
         await self._supervisor.shutdown()
 
+    # ---- clients in other processes
+
+    def connect(self, client_index: int, sink: Sink) -> None:
+        """Pass what a client gets to `sink` from now on. No other client may have had this index."""
+        assert client_index not in self._sinks, f"client {client_index} is connected"
+        self._sinks[client_index] = sink
+
+    def disconnect(self, client_index: int) -> None:
+        """Abort all requests of a client, which has gone."""
+        del self._sinks[client_index]
+        self.abort([handle for _, handle in self._journal.of_client(client_index)], client_index)
+
+    def _put(self, client_index: int, item: EngineCoreOutputs | WorkerDied) -> None:
+        """Pass something to a client, unless it has gone."""
+        if (sink := self._sinks.get(client_index)) is not None:
+            sink(item)
+
     # ---- state for operators
 
     @property
@@ -182,9 +205,9 @@ class ProcessClient:
 
     def on_message(self, message: wire.FromEngine) -> None:
         match message:
-            case wire.StepOutputs(outputs, step_tokens, stats):
+            case wire.StepOutputs(client_index, outputs, step_tokens, stats):
                 self._note_steps(step_tokens, stats)
-                self._outputs.put_nowait(self._journal.record(outputs))
+                self._put(client_index, self._journal.record(client_index, outputs))
                 if self._suspects.is_probing:
                     self._send_next()
             case wire.StepReport(step_tokens, stats):
@@ -194,8 +217,8 @@ class ProcessClient:
             case wire.IdleReport(stats, num_handled):
                 self._stats = stats
                 self._note_idle(num_handled)
-            case wire.RequestRefused(handle, text, status):
-                entry = self._journal.by_handle(handle)
+            case wire.RequestRefused(key, text, status):
+                entry = self._journal.get(key)
                 if entry is not None:
                     self._end_entry(entry, text, status)
                 self._send_next()
@@ -222,13 +245,14 @@ class ProcessClient:
         rejected = self._suspects.assign_blame(flight, killed_from_outside)
         for entry in rejected:
             message = "this request crashed the engine process repeatedly"
-            self._outputs.put_nowait(error_outputs(entry.request, message, live=entry.live))
+            self._put(entry.request.client_index, error_outputs(entry.request, message, live=entry.live))
         return bool(rejected)
 
     def on_give_up(self, error: WorkerDied) -> None:
         self._end_calls()
         self._takes_loads.set()  # so that calls that wait for it see that the engine has died
-        self._outputs.put_nowait(error)
+        for client_index in self._sinks:
+            self._put(client_index, error)
 
     # ---- one engine
 
@@ -248,14 +272,14 @@ class ProcessClient:
             self._end_entry(entry, f"the request could not be sent to the engine: {type(error).__name__}: {error}")
         else:
             for sequence in set(range(request.num_seqs)) - entry.live:
-                self._send(wire.FinishSequence(request.request_id, sequence, RequestStatus.FINISHED_STOPPED))
+                self._send(wire.FinishSequence(request.key, sequence, RequestStatus.FINISHED_STOPPED))
 
     def _end_entry(
         self, entry: JournalEntry, message: str, status: RequestStatus = RequestStatus.FINISHED_ERROR
     ) -> None:
         """Finish a request with an error that the engine does not have."""
-        self._journal.close(entry.request.request_id)
-        self._outputs.put_nowait(error_outputs(entry.request, message, status, entry.live))
+        self._journal.close(entry.request.key)
+        self._put(entry.request.client_index, error_outputs(entry.request, message, status, entry.live))
 
     def _note_idle(self, num_handled: int) -> None:
         link = self._supervisor.link

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -56,11 +56,12 @@ class ThreadClient:
             refused = error_outputs(request, reason, RequestStatus.FINISHED_ERROR)
         self._put(refused)
 
-    def abort(self, request_ids: list[str]) -> None:
-        self._post(lambda engine: engine.core.abort(request_ids))
+    def abort(self, handles: Sequence[int]) -> None:
+        keys = [(0, handle) for handle in handles]
+        self._post(lambda engine: engine.core.abort(keys))
 
-    def finish_sequence(self, request_id: str, sequence: int, status: RequestStatus) -> None:
-        self._post(lambda engine: engine.core.finish_sequence(request_id, sequence, status))
+    def finish_sequence(self, handle: int, sequence: int, status: RequestStatus) -> None:
+        self._post(lambda engine: engine.core.finish_sequence((0, handle), sequence, status))
 
     async def next_outputs(self) -> EngineCoreOutputs:
         item = await self._outputs.get()

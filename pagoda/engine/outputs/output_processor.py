@@ -30,13 +30,13 @@ _POSITIONS_AT_ONCE = 64
 class ProcessedOutputs:
     """The result of processing one step.
 
-    stopped: (request id, sequence) pairs that a stop string ended; the engine core must finish them too.
-    failed: ids of requests whose output could not be processed; the engine core must abort them too.
+    stopped: (handle, sequence) pairs that a stop string ended; the engine core must finish them too.
+    failed: handles of requests whose output could not be processed; the engine core must abort them too.
     """
 
     outputs: list[RequestOutput] = field(default_factory=list)
-    stopped: list[tuple[str, int]] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
+    stopped: list[tuple[int, int]] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
 
 
 class OutputProcessor:
@@ -58,6 +58,10 @@ class OutputProcessor:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
+
+    def handles_of(self, request_ids: Iterable[str]) -> list[int]:
+        """Return the handles of requests; ignore unknown ids."""
+        return [self._by_id[request_id].request.handle for request_id in request_ids if request_id in self._by_id]
 
     def open(self, request: Request, kind: OutputKind, prompt: str | None = None) -> "PromptLogprobs | None":
         """Add a request; its id and handle must not be in use.
@@ -97,7 +101,7 @@ class OutputProcessor:
             except Exception as error:  # concerns this request only
                 state.fail(PROMPT_LOGPROBS, error)
                 touched[handle] = state
-                done.failed.append(state.request.request_id)
+                done.failed.append(handle)
         for handle, vector in outputs.pooled.items():
             if (state := self._by_handle.get(handle)) is not None:
                 state.pooled = vector  # its request ends in the same step
@@ -113,10 +117,10 @@ class OutputProcessor:
             touched[handle] = state
             try:
                 if sequence.append(new, ends.get((handle, index)), outputs.logprobs, first):
-                    done.stopped.append((state.request.request_id, index))
+                    done.stopped.append((handle, index))
             except Exception as error:  # concerns this request only
                 state.fail("the output", error)
-                done.failed.append(state.request.request_id)
+                done.failed.append(handle)
         for finish in outputs.finishes:
             state = self._by_handle.get(finish.handle)
             if state is not None:

@@ -207,11 +207,11 @@ def test_adapters_are_loaded_after_the_probes_of_suspects() -> None:
         assert [isinstance(message, wire.LoadAdapter) for message in sent] == [False]
         one = np.ones(1, np.int32)
         two_tokens = EngineCoreOutputs(one.astype(np.int64), one * 0, one * 2, np.ones(2, np.int32))
-        client.on_message(wire.StepOutputs(two_tokens, (2,), None))
+        client.on_message(wire.StepOutputs(0, two_tokens, (2,), None))
         await asyncio.sleep(0)
         assert [type(message) for message in sent[1:]] == [wire.LoadAdapter] * 2
         await engines.die()
-        assert "innocent" in client._journal
+        assert (0, 1) in client._journal
         for task in (loading, late):
             task.cancel()
 

@@ -27,8 +27,8 @@ def outputs(*rows: tuple[int, int, list[int]], finishes: tuple[Finish, ...] = ()
 def test_tokens_are_recorded_and_replayed_in_order() -> None:
     journal = Journal()
     a, b = journal.open(request("a", 1)), journal.open(request("b", 2))
-    journal.record(outputs((1, 0, [5]), (2, 0, [6, 7])))
-    journal.record(outputs((1, 0, [8])))
+    journal.record(0, outputs((1, 0, [5]), (2, 0, [6, 7])))
+    journal.record(0, outputs((1, 0, [8])))
     assert journal.replay(a).prior_output == ((5, 8),)
     assert journal.replay(b).prior_output == ((6, 7),)
     assert [e.request.request_id for e in journal] == ["a", "b"]
@@ -39,23 +39,23 @@ def test_two_tokens_of_each_sequence_clear_the_suspicion() -> None:
     one, three = journal.open(request("a", 1)), journal.open(request("b", 2, n=3))
     one.is_suspect = three.is_suspect = True
     prefill = outputs((1, 0, [5]), (2, 0, [7]), (2, 1, [8]), (2, 2, [9]))
-    journal.record(prefill)
+    journal.record(0, prefill)
     assert (one.is_suspect, three.is_suspect) == (True, True)
-    journal.record(prefill)
+    journal.record(0, prefill)
     assert (one.is_suspect, three.is_suspect) == (False, False)
 
 
 def test_all_sequences_are_replayed_and_only_some_are_live() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1, n=3))
-    journal.record(outputs((1, 0, [5]), (1, 1, [6]), (1, 2, [7])))
-    journal.record(outputs((1, 1, [9]), finishes=(Finish("a", 1, 1, RequestStatus.FINISHED_STOPPED),)))
+    journal.record(0, outputs((1, 0, [5]), (1, 1, [6]), (1, 2, [7])))
+    journal.record(0, outputs((1, 1, [9]), finishes=(Finish("a", 1, 1, RequestStatus.FINISHED_STOPPED),)))
     assert journal.replay(entry).prior_output == ((5,), (6, 9), (7,))
     assert entry.live == {0, 2}
     length = RequestStatus.FINISHED_LENGTH_CAPPED
-    journal.record(outputs((1, 2, [11]), finishes=(Finish("a", 1, 2, length),)))
+    journal.record(0, outputs((1, 2, [11]), finishes=(Finish("a", 1, 2, length),)))
     assert entry.live == {0}
-    journal.end_sequence("a", 0)  # at a stop string
+    journal.end_sequence((0, 1), 0)  # at a stop string
     assert len(journal) == 0
 
 
@@ -68,21 +68,21 @@ def test_a_request_with_n_without_tokens_is_replayed_whole() -> None:
 def test_outputs_that_cross_an_abort_are_forgotten() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1, n=2))
-    journal.record(outputs((1, 0, [5]), (1, 1, [6])))
-    journal.close("a")
-    journal.record(outputs((1, 0, [7])))
-    assert "a" not in journal
+    journal.record(0, outputs((1, 0, [5]), (1, 1, [6])))
+    journal.close((0, 1))
+    journal.record(0, outputs((1, 0, [7])))
+    assert (0, 1) not in journal
     assert entry.tokens == [[5], [6]]
 
 
 def test_an_end_that_crosses_an_abort_does_not_end_a_later_request_with_the_same_id() -> None:
     journal = Journal()
     journal.open(request("a", 1))
-    journal.close("a")  # its client has gone, and tries again
+    journal.close((0, 1))  # its client has gone, and tries again
     later = journal.open(request("a", 2))
-    journal.record(outputs(finishes=(Finish("a", 1, 0, RequestStatus.FINISHED_STOPPED),)))
+    journal.record(0, outputs(finishes=(Finish("a", 1, 0, RequestStatus.FINISHED_STOPPED),)))
     assert list(journal) == [later]
-    journal.record(outputs(finishes=(Finish("a", 2, 0, RequestStatus.FINISHED_STOPPED),)))
+    journal.record(0, outputs(finishes=(Finish("a", 2, 0, RequestStatus.FINISHED_STOPPED),)))
     assert len(journal) == 0
 
 
@@ -91,7 +91,7 @@ def test_an_error_ends_every_live_sequence_once() -> None:
     entry = journal.open(request("a", 1, n=2))
     finishes = error_outputs(entry.request, "no").finishes
     assert [(f.sequence, f.message) for f in finishes] == [(0, "no"), (1, "no")]
-    journal.end_sequence("a", 0)
+    journal.end_sequence((0, 1), 0)
     assert [f.sequence for f in error_outputs(entry.request, "no", live=entry.live).finishes] == [1]
 
 
@@ -102,7 +102,7 @@ def columns(*tokens: int) -> LogprobColumns:
 
 def told(journal: Journal, handle: int, *tokens: int) -> list[int]:
     step = dataclasses.replace(outputs(), prompt_logprobs={handle: columns(*tokens)})
-    found = journal.record(step).prompt_logprobs
+    found = journal.record(0, step).prompt_logprobs
     return found[handle].token_ids[:, 0].tolist() if handle in found else []
 
 
@@ -122,7 +122,7 @@ def test_the_prompt_of_a_request_with_n_is_told_once_and_that_of_another_too() -
     entry = journal.open(request("a", 1, n=2))
     journal.open(request("b", 2))
     assert told(journal, 1, 1, 2) == [1, 2]
-    journal.record(outputs((1, 0, [5]), (1, 1, [6])))
+    journal.record(0, outputs((1, 0, [5]), (1, 1, [6])))
     journal.replay(entry)
     assert told(journal, 1, 1, 2) == []
     assert told(journal, 2, 7, 8) == [7, 8]

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
-from pagoda.core.request import Request, RequestStatus
+from pagoda.core.request import Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
 from pagoda.engine.clients.journal import MAX_DEATHS, Journal, JournalEntry, Suspects
-from pagoda.engine.flight_recorder import FlightRecord, FlightRecorder, request_key
+from pagoda.engine.flight_recorder import FlightRecord, FlightRecorder, packed_key
 
 NEVER = 99
 
@@ -66,8 +66,11 @@ class Server:
         if not self.suspects.is_probing:
             self._enter(entry)
 
+    def key(self, name: str) -> RequestKey:
+        return (0, list(self.kinds).index(name) + 1)
+
     def abort(self, name: str) -> None:
-        self.journal.close(name)
+        self.journal.close(self.key(name))
         self.engine.pop(name, None)
         self.ends[name] = "aborted"
         self._send_next()
@@ -89,7 +92,7 @@ class Server:
 
     def _emit(self, name: str) -> None:
         """Emit one token of each sequence of a request; finish it after the last one."""
-        entry = self.journal.get(name)
+        entry = self.journal.get(self.key(name))
         assert entry is not None
         handle, count = entry.request.handle, entry.request.num_seqs
         ends = len(entry.tokens[0]) + 1 == self.kinds[name].length
@@ -101,14 +104,14 @@ class Server:
             token_ids=np.ones(count, np.int32),
             finishes=tuple(Finish(name, handle, sequence, done) for sequence in range(count)),
         )
-        self.journal.record(outputs if ends else dataclasses.replace(outputs, finishes=()))
+        self.journal.record(0, outputs if ends else dataclasses.replace(outputs, finishes=()))
         if ends:
             del self.engine[name]
             self.ends[name] = "answered"
 
     def die(self, killed_from_outside: bool = False, in_step: bool = True) -> None:
         """End the engine during a step, or after its last one."""
-        keys = np.array([request_key(name) for name in self.last_batch], np.int64)
+        keys = np.array([packed_key(self.key(name)) for name in self.last_batch], np.int64)
         self.num_deaths += 1
         flight = FlightRecord(self.num_steps, self.num_steps - (in_step and self.num_steps > 0), keys)
         for entry in self.suspects.assign_blame(flight, killed_from_outside):
@@ -230,12 +233,26 @@ def test_an_id_used_again_is_not_sent_twice() -> None:
         server.add(Kind())
     server.step(list(server.engine))
     server.die()
-    second = server.journal.close("request 1")
+    second = server.journal.close(server.key("request 1"))
     assert second is not None
     server.journal.open(second.request)
-    server._enter(server.journal.get("request 1"))  # type: ignore[arg-type]
+    server._enter(server.journal.get(server.key("request 1")))  # type: ignore[arg-type]
     server.run_to_the_end()
     assert set(server.ends.values()) == {"answered"}
+
+
+def test_a_request_is_not_blamed_for_an_earlier_one_with_the_same_id() -> None:
+    """Its client left during the step that killed the engine, and tried again."""
+    server = Server()
+    for _ in range(2):
+        server.add(Kind(length=3))
+    server.step(list(server.engine))
+    first = server.journal.close(server.key("request 0"))
+    assert first is not None
+    server.suspects.sent(server.journal.open(dataclasses.replace(first.request, handle=9)))
+    flight = FlightRecord(2, 1, np.array([packed_key((0, 1)), packed_key((0, 2))]))
+    assert server.suspects.assign_blame(flight, killed_from_outside=False) == []
+    assert [entry.request.key for entry in server.journal if entry.is_suspect] == [(0, 2)]
 
 
 def test_with_two_stages_the_request_in_the_younger_step_is_found(tmp_path: Path) -> None:
@@ -245,7 +262,7 @@ def test_with_two_stages_the_request_in_the_younger_step_is_found(tmp_path: Path
         server.add(kind)
     recorder = FlightRecorder(tmp_path / "flight", 8, 2, 2, create=True)
     for names in (["request 0", "request 1"], ["request 2"]):
-        recorder.begin_step(np.array([request_key(name) for name in names]))
+        recorder.begin_step(np.array([packed_key(server.key(name)) for name in names]))
     assert server.suspects.assign_blame(recorder.read(), killed_from_outside=False) == []
     recorder.close()
     assert [entry.request.request_id for entry in server.journal if entry.is_suspect] == list(server.kinds)

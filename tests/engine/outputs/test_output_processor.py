@@ -118,7 +118,7 @@ def test_a_stop_string_ends_the_sequence_and_notifies_the_core(kind: OutputKind)
     for ids in STEPS:
         done = processor.process(core_outputs([(1, 0, ids)]), 0.0)
         told += done.outputs
-    assert done.stopped == [("r1", 0)]
+    assert done.stopped == [(1, 0)]
     assert told[-1].finished
     final = told[-1].outputs[0]
     assert (final.finish_reason, final.stop_reason) == ("stop", "lo w")
