@@ -49,16 +49,25 @@ class CompletionOutput:
 class RequestMetrics:
     """Times in seconds on the engine's clock; None until they happen.
 
+    last_token_time: when the last output so far was received.   scheduler_time: seconds that the scheduler took for the
+    steps of all requests while this one waited or ran.
     num_draft_tokens, num_accepted_tokens: drafts verified for this request (speculative decoding), and the right ones.
     """
 
     arrival_time: float = 0.0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    last_token_time: float | None = None
     finished_time: float | None = None
+    scheduler_time: float = 0.0
     num_preemptions: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """Seconds from its arrival to its first step."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
 
 @dataclass(slots=True)

@@ -262,6 +262,7 @@ class EngineCoreOutputs:
     finishes: sequences that ended in this step; their last tokens are included above.
     num_cached_tokens, queue_s: handle -> prompt tokens found in the prefix cache, and seconds from arrival to the first
         step; sent once, with the first emission.
+    scheduler_s: that the scheduler has taken since the engine began; 0 if that is not known.
     """
 
     handles: np.ndarray
@@ -274,6 +275,7 @@ class EngineCoreOutputs:
     pooled: dict[int, np.ndarray] = field(default_factory=dict)
     num_cached_tokens: dict[int, int] = field(default_factory=dict)
     queue_s: dict[int, float] = field(default_factory=dict)
+    scheduler_s: float = 0.0
 
 
 def only_finishes(finishes: Iterable[Finish]) -> EngineCoreOutputs:

@@ -167,7 +167,7 @@ class EngineCore:
                 outputs = self._scheduler.update_from_output(output, None)
                 if not outputs and self._preparations is not None:
                     self._preparations.wait(_PREPARATION_WAIT_S)
-                return outputs
+                return self._with_time(outputs)
             if not output.is_empty and self._may_schedule():
                 return {}
         return self._collect(in_flight.popleft())
@@ -184,7 +184,10 @@ class EngineCore:
         began_s = self._clock.now()
         outputs = self._scheduler.update_from_output(step.output, result)
         self.scheduler_s += self._clock.now() - began_s
-        return outputs
+        return self._with_time(outputs)
+
+    def _with_time(self, outputs: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
+        return {client: replace(one, scheduler_s=self.scheduler_s) for client, one in outputs.items()}
 
     def _may_schedule(self) -> bool:
         """Return whether another step may be scheduled before the oldest result is collected."""

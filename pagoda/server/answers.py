@@ -45,19 +45,47 @@ class Usage(Struct, frozen=True):
     completion_tokens_details: CompletionTokensDetails | None = None
 
 
-class Timings(Struct):
-    """Token counts and durations of a request; durations are missing until they are known."""
+class RequestFigures(Struct):
+    """Token counts and durations of a request; durations are missing until they are known.
+
+    missed_tokens: of the prompt, not found in the prefix cache.
+    scheduler_ms: that the scheduler took for the steps of all requests while this one waited or ran.
+    """
 
     id: str
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
+    missed_tokens: int | UnsetType = UNSET
     preemptions: int | UnsetType = UNSET
     draft_tokens: int | UnsetType = UNSET
     accepted_draft_tokens: int | UnsetType = UNSET
     queue_ms: float | UnsetType = UNSET
     prefill_ms: float | UnsetType = UNSET
     decode_ms: float | UnsetType = UNSET
+    scheduler_ms: float | UnsetType = UNSET
+
+
+class Timings(RequestFigures, kw_only=True):
+    """What `return_timings` returns: llama.cpp's fields of this name, and those of RequestFigures.
+
+    cache_n, prompt_n: tokens of the prompt that were found in the prefix cache, and those that were not.
+    received: seconds since the epoch.   predicted_n: generated tokens, of all outputs.
+    draft_n, draft_n_accepted: only with speculative decoding.
+    """
+
+    received: float
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float | UnsetType = UNSET
+    prompt_per_token_ms: float | UnsetType = UNSET
+    prompt_per_second: float | UnsetType = UNSET
+    predicted_n: int
+    predicted_ms: float | UnsetType = UNSET
+    predicted_per_token_ms: float | UnsetType = UNSET
+    predicted_per_second: float | UnsetType = UNSET
+    draft_n: int | UnsetType = UNSET
+    draft_n_accepted: int | UnsetType = UNSET
 
 
 class PromptLogprob(Struct, frozen=True):

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 from starlette.requests import Request as HttpRequest
 
 from pagoda.base.errors import RequestError
-from pagoda.base.outputs import RequestOutput
+from pagoda.base.outputs import RequestMetrics, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import MediaItem, Request
 from pagoda.engine.async_engine import AsyncEngine
@@ -30,7 +31,7 @@ from pagoda.engine.outputs.mailbox import PROMPTS_PER_TURN, merged
 from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.admission import Admission, Place
-from pagoda.server.answers import CompletionTokensDetails, PromptTokensDetails, Timings, Usage
+from pagoda.server.answers import CompletionTokensDetails, PromptTokensDetails, RequestFigures, Timings, Usage
 from pagoda.server.errors import ApiError
 from pagoda.server.pooling_bodies import PoolingBody
 from pagoda.server.sampling_body import SamplingBody
@@ -155,7 +156,7 @@ class Generation:
     def close(self) -> None:
         """Release its admission and record what the access log says. Idempotent; `outputs` must not be running."""
         self._at_end.close()
-        self._timings.update(msgspec.to_builtins(self.timings), finish_reason="+".join(dict.fromkeys(self._reasons)))
+        self._timings.update(msgspec.to_builtins(self.figures), finish_reason="+".join(dict.fromkeys(self._reasons)))
 
     def outputs(self) -> "contextlib.aclosing[AsyncGenerator[tuple[int, RequestOutput], None]]":
         """Iterate over (index of the prompt, delta); prompts interleave. Leaving the block aborts unfinished requests.
@@ -203,24 +204,62 @@ class Generation:
         return Usage(prompt, output, prompt + output, PromptTokensDetails(self.num_cached_tokens), details)
 
     @property
-    def timings(self) -> Timings:
-        """Statistics for the access log and for return_timings; the durations are those of the first prompt."""
-        noted = Timings(self.request_id, self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens)
-        times = next((o.metrics for o in self.last if o is not None and o.metrics is not None), None)
+    def figures(self) -> RequestFigures:
+        """Statistics for the access log; the durations are those of the first prompt."""
+        noted = RequestFigures(self.request_id, self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens)
+        times = self._times
         if times is None:
             return noted
-        scheduled, first, end = times.first_scheduled_time, times.first_token_time, times.finished_time
+        noted.missed_tokens = self.num_prompt_tokens - self.num_cached_tokens
         noted.preemptions = times.num_preemptions
         if times.num_draft_tokens:
             noted.draft_tokens = times.num_draft_tokens
             noted.accepted_draft_tokens = times.num_accepted_tokens
-        if scheduled is not None:
-            noted.queue_ms = round((scheduled - times.arrival_time) * 1e3, 1)
-            if first is not None:
-                noted.prefill_ms = round((first - scheduled) * 1e3, 1)
-        if first is not None and end is not None:
-            noted.decode_ms = round((end - first) * 1e3, 1)
+        if times.time_in_queue is not None:
+            noted.queue_ms = _as_ms(times.time_in_queue)
+        first = times.first_token_time
+        if first is not None and times.first_scheduled_time is not None:
+            noted.prefill_ms = _as_ms(first - times.first_scheduled_time)
+        if first is not None and (last := times.finished_time or times.last_token_time) is not None:
+            noted.decode_ms = _as_ms(last - first)
+        noted.scheduler_ms = round(times.scheduler_time * 1e3, 3)
         return noted
+
+    @property
+    def timings(self) -> Timings:
+        """Statistics for return_timings."""
+        figures = self.figures
+        num_missed = self.num_prompt_tokens - self.num_cached_tokens
+        arrival_s = self.requests[0].arrival_time_s
+        timings = Timings(
+            **{name: getattr(figures, name) for name in figures.__struct_fields__},
+            received=round(time.time() - (time.perf_counter() - arrival_s), 3),
+            cache_n=self.num_cached_tokens,
+            prompt_n=num_missed,
+            predicted_n=self.num_output_tokens,
+            draft_n=figures.draft_tokens,
+            draft_n_accepted=figures.accepted_draft_tokens,
+        )
+        if (prompt_ms := figures.prefill_ms) is not UNSET:
+            timings.prompt_ms = prompt_ms
+            timings.prompt_per_token_ms, timings.prompt_per_second = _per_token(num_missed, prompt_ms)
+        if (decode_ms := figures.decode_ms) is not UNSET:
+            timings.predicted_ms = decode_ms
+            timings.predicted_per_token_ms, timings.predicted_per_second = _per_token(self.num_output_tokens, decode_ms)
+        return timings
+
+    @property
+    def _times(self) -> RequestMetrics | None:
+        return next((one.metrics for one in self.last if one is not None and one.metrics is not None), None)
+
+
+def _as_ms(seconds: float) -> float:
+    return round(seconds * 1e3, 1)
+
+
+def _per_token(num_tokens: int, ms: float) -> tuple[float, float]:
+    """Return milliseconds per token, and tokens per second; 0 where they have no meaning."""
+    return round(ms / num_tokens, 3) if num_tokens else 0.0, round(num_tokens * 1e3 / ms, 2) if ms else 0.0
 
 
 def _media_bytes(media: Iterable[MediaItem]) -> int:

@@ -114,7 +114,10 @@ async def respond(http: Request, kind: type[B], id_prefix: str, plan: PlanAnswer
 async def stream_events(
     generation: Generation, answer_format: AnswerFormat, body: SamplingBody, forces_usage: bool = False
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the answer as server-sent events, the last of them with the usage if that was asked for, or is forced."""
+    """Yield the answer as server-sent events.
+
+    The last has the usage, if that was asked for or is forced, and the timings, if those were asked for.
+    """
     options = body.stream_options
     has_usage = forces_usage or (options is not None and options.include_usage)
     is_continuous = forces_usage if options is None else has_usage and options.continuous_usage_stats
@@ -134,6 +137,8 @@ async def stream_events(
                 chunk.choices = [choice]
                 if is_continuous:
                     chunk.usage = generation.usage
+                if body.timings_per_token:
+                    chunk.timings = generation.timings
                 encoded.append(event(chunk))
         return b"".join(encoded)
 
@@ -147,9 +152,9 @@ async def stream_events(
             encoded = await run_sized(size, lambda index=index, delta=delta: events(index, delta))
             if encoded:
                 yield encoded
-    if has_usage:
-        chunk.choices, chunk.usage = [], generation.usage
-        if body.return_timings:
+    if has_usage or body.wants_timings:
+        chunk.choices, chunk.usage = [], generation.usage if has_usage else UNSET
+        if body.wants_timings:
             chunk.timings = generation.timings
         yield event(chunk)
 
@@ -166,7 +171,7 @@ async def whole_answer(generation: Generation, answer_format: AnswerFormat, body
                     part.add(output)
                 else:
                     gathered[index, output.index] = GatheredPart.of(output)
-    timings = generation.timings if body.return_timings else UNSET
+    timings = generation.timings if body.wants_timings else UNSET
 
     def respond_whole() -> Response:
         outputs = [(index, last[index], gathered[index, at].merged()) for index, at in sorted(gathered)]

@@ -154,7 +154,8 @@ class SamplingBody(Body, kw_only=True, frozen=True):
     guided_choice: Older form of `structured_outputs`: one of these texts.
     guided_grammar: Older form of `structured_outputs`: a grammar.
     guided_whitespace_pattern: The white space between the parts of JSON, a regular expression.
-    return_timings: Tell how long the parts of the work took.
+    return_timings: Tell how long the parts of the work took: in `timings` of the answer, of a stream in its last chunk.
+    timings_per_token: The same in every chunk of a stream, as far as they are known.
     use_beam_search: Search for the `n` most likely outputs, instead of sampling.
     length_penalty: Of a beam search: the power of an output's length that its log-probability is divided by.
     early_stopping: Of a beam search: end as soon as there are `n` outputs; "never": only when no better one can come.
@@ -202,6 +203,7 @@ class SamplingBody(Body, kw_only=True, frozen=True):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     return_timings: Flag = False
+    timings_per_token: Flag = False
     use_beam_search: Flag = False
     length_penalty: float | None = None
     early_stopping: bool | Annotated[str, one_of("never")] | None = None
@@ -229,6 +231,10 @@ class SamplingBody(Body, kw_only=True, frozen=True):
             return "max_completion_tokens", most
         most = getattr(self, "max_tokens", None)
         return "max_tokens", _TEXT_TOKENS if most is UNSET else most
+
+    @property
+    def wants_timings(self) -> bool:
+        return self.return_timings or self.timings_per_token
 
     @property
     def num_prompts(self) -> int:

@@ -1,6 +1,7 @@
 """Every route of the server over a real socket, on the fake executor."""
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -334,7 +335,36 @@ def test_series_of_rare_events_exist_from_the_start(keyed_server: LiveServer) ->
 
 def test_timings_are_sent_on_request(fake_server: LiveServer) -> None:
     answer = fake_server.post("/v1/completions", {**TEXT, "return_timings": True})[1]
-    assert {"queue_ms", "prefill_ms", "decode_ms", "cached_tokens", "preemptions"} <= set(answer["timings"])
+    timings = answer["timings"]
+    assert {"queue_ms", "prefill_ms", "decode_ms", "cached_tokens", "preemptions", "scheduler_ms"} <= set(timings)
+    usage = answer["usage"]
+    assert timings["cache_n"] + timings["prompt_n"] == usage["prompt_tokens"]
+    assert timings["missed_tokens"] == timings["prompt_n"]
+    assert timings["cached_tokens"] == timings["cache_n"]
+    assert timings["predicted_n"] == usage["completion_tokens"]
+    assert timings["predicted_ms"] == timings["decode_ms"]
+    assert timings["prompt_ms"] == timings["prefill_ms"]
+    of_tokens = ("prompt_per_token_ms", "prompt_per_second", "predicted_per_token_ms", "predicted_per_second")
+    assert all(timings[name] > 0 for name in of_tokens)
+    assert "draft_n" not in timings
+    assert timings["received"] == pytest.approx(time.time(), abs=60)
+    assert "timings" not in fake_server.post("/v1/completions", TEXT)[1]
+
+
+def test_a_streams_timings_are_in_its_last_chunk_or_in_each(fake_server: LiveServer) -> None:
+    with_usage = {"stream_options": {"include_usage": True}}
+    for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+        for more in ({}, with_usage):
+            *chunks, last = events(fake_server, path, {**body, "return_timings": True, **more})
+            assert not any("timings" in chunk for chunk in chunks)
+            assert last["choices"] == []
+            assert ("usage" in last) == bool(more)
+            assert last["timings"]["predicted_n"] == body["max_tokens"]
+        chunks = events(fake_server, path, {**body, "timings_per_token": True})
+        counts = [chunk["timings"]["predicted_n"] for chunk in chunks if "timings" in chunk]
+        assert counts == sorted(counts)
+        assert counts[-1] == body["max_tokens"]
+        assert len(counts) > 2
 
 
 def test_abort_by_id_ends_a_request_with_its_output_so_far(fake_server: LiveServer) -> None:

@@ -47,6 +47,10 @@ def test_timings_and_metrics_report_accepted_drafts(server: LiveServer) -> None:
     body = {"prompt": text * 6, "max_tokens": 40, "temperature": 0, "return_timings": True}
     timings = server.post("/v1/completions", body)[1]["timings"]
     assert 0 < timings["accepted_draft_tokens"] <= timings["draft_tokens"]
+    assert (timings["draft_n"], timings["draft_n_accepted"]) == (
+        timings["draft_tokens"],
+        timings["accepted_draft_tokens"],
+    )
     page = server.get("/metrics")[1]
     per_pos = re.findall(r'spec_decode_num_accepted_tokens_per_pos_total\{.*position="(\d)"\} (\S+)', page)
     total = re.search(r"spec_decode_num_accepted_tokens_total\{.*\} (\S+)", page)

@@ -50,6 +50,8 @@ class OutputProcessor:
         self._is_lazy = is_lazy
         self._by_handle: dict[int, _RequestState] = {}
         self._by_id: dict[str, _RequestState] = {}
+        self._scheduler_s = 0.0  # of all engines so far
+        self._engine_scheduler_s = 0.0  # of the last one: the next begins at 0
         # Prompts of one request have the same stop strings, and so have most requests of one program.
         self._stops: weakref.WeakValueDictionary[tuple[str, ...], StopStrings] = weakref.WeakValueDictionary()
 
@@ -72,6 +74,7 @@ class OutputProcessor:
         assert request.request_id not in self._by_id
         assert request.handle not in self._by_handle
         state = _RequestState(request, kind, prompt, self._tokenizer, self._stops_of(request))
+        state.scheduler_began_s = self._scheduler_s
         self._by_handle[request.handle] = self._by_id[request.request_id] = state
         return state.prompt_logprobs
 
@@ -85,6 +88,7 @@ class OutputProcessor:
     def process(self, outputs: EngineCoreOutputs, now_s: float) -> ProcessedOutputs:
         """Process one step's outputs. Ignore tokens of requests and sequences that have finished meanwhile."""
         done = ProcessedOutputs()
+        self._note_time(outputs.scheduler_s)
         touched: dict[int, _RequestState] = {}
         ends = {(finish.handle, finish.sequence): finish for finish in outputs.finishes}
         for handle, num_cached in outputs.num_cached_tokens.items():
@@ -134,6 +138,12 @@ class OutputProcessor:
             self._emit(state, now_s, done.outputs)
         return done
 
+    def _note_time(self, scheduler_s: float) -> None:
+        if scheduler_s:
+            is_same_engine = scheduler_s >= self._engine_scheduler_s
+            self._scheduler_s += scheduler_s - (self._engine_scheduler_s if is_same_engine else 0.0)
+            self._engine_scheduler_s = scheduler_s
+
     def abort(self, request_ids: Iterable[str], now_s: float) -> list[RequestOutput]:
         """Finish requests as aborted and return their last outputs. Ignore unknown ids."""
         outputs: list[RequestOutput] = []
@@ -157,6 +167,9 @@ class OutputProcessor:
     def _emit(self, state: "_RequestState", now_s: float, into: list[RequestOutput]) -> None:
         if state.metrics.first_token_time is None and any(sequence.token_ids for sequence in state.sequences):
             state.metrics.first_token_time = now_s
+        if state.metrics.first_token_time is not None:
+            state.metrics.last_token_time = now_s
+        state.metrics.scheduler_time = self._scheduler_s - state.scheduler_began_s
         finished = all(sequence.is_done for sequence in state.sequences)
         if finished:
             state.metrics.finished_time = now_s
@@ -180,6 +193,7 @@ class _RequestState:
             OutputSequence(request, index, is_final_only, tokenizer, stops) for index in range(request.num_seqs)
         ]
         self.metrics = RequestMetrics(arrival_time=request.arrival_time_s)
+        self.scheduler_began_s = 0.0
         self.num_cached_tokens: int | None = None
         self.error: str | None = None
         self._cut_short: str | None = None  # why a sequence ended before its time

@@ -327,3 +327,17 @@ def test_a_step_in_parts_gives_what_it_gives_at_once(most: int) -> None:
     assert all(
         size * num_columns <= most or len(part.handles) == 1 for size, part in zip(sizes, parts, strict=True) if size
     )
+
+
+def test_the_schedulers_time_counts_while_a_request_waits_or_runs_also_across_engines() -> None:
+    processor = OutputProcessor(ByteTokenizer())
+    processor.open(request(1), OutputKind.DELTA)
+    processor.process(core_outputs([(1, 0, [72])], scheduler_s=2.0), 11.0)
+    processor.open(request(2), OutputKind.DELTA)
+    (first,) = processor.process(core_outputs([(1, 0, [72])], scheduler_s=2.5), 12.0).outputs
+    assert first.metrics is not None
+    assert (first.metrics.scheduler_time, first.metrics.last_token_time) == (2.5, 12.0)
+    processor.process(core_outputs([(2, 0, [72])], scheduler_s=0.25), 13.0)  # of the next engine
+    (second,) = processor.process(core_outputs([(2, 0, [72])], (end(2, LENGTH),), scheduler_s=1.0), 14.0).outputs
+    assert second.metrics is not None
+    assert second.metrics.scheduler_time == 1.5
