@@ -26,6 +26,7 @@ from pagoda.engine import wire
 from pagoda.engine.clients.engine_link import SOCKET, open_recorder
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.flight_recorder import RecordedExecutor
+from pagoda.engine.step_strip import StepStrip
 from pagoda.executors.multi_process import RankDied
 from pagoda.process.allocator import keep_objects, return_freed_memory
 from pagoda.process.child_process import RendezvousDir, end_with_parent, read_start
@@ -43,9 +44,12 @@ LOOK_AT_LOADS_MS = 5
 class EngineServer:
     """Serves the clients of the parent process over one socket until that exits."""
 
-    def __init__(self, core: EngineCore, executor: RecordedExecutor, socket: "zmq.Socket[bytes]") -> None:
+    def __init__(
+        self, core: EngineCore, executor: RecordedExecutor, strip: StepStrip, socket: "zmq.Socket[bytes]"
+    ) -> None:
         self._core = core
         self._executor = executor
+        self._strip = strip
         self._socket = socket
         self._codec = wire.Codec(wire.ToEngine)
         self._stats_at = 0.0
@@ -98,6 +102,9 @@ class EngineServer:
                 self._begin_load(call_id, lora)
             case wire.UnloadAdapter(lora):
                 self._core.unload_adapter(lora)
+            case wire.Look(call_id, takes_steps):
+                steps = self._strip.take() if takes_steps else ()
+                self._send(wire.LookReply(call_id, self._core.view(), steps, self._make_stats()))
             case message:
                 raise AssertionError(f"no such message: {message}")
 
@@ -169,7 +176,7 @@ def main() -> None:
     config = msgspec.msgpack.decode(data, type=EngineConfig)
     configure_logging("engine", config.server.logs.log_level, config.server.logs.log_format)
     try:
-        core, executor = _build(config, place)
+        core, executor, strip = _build(config, place)
     except Exception as error:
         known = isinstance(error, PagodaError | OSError | MemoryError) or is_out_of_memory(error)
         if not known:
@@ -180,19 +187,21 @@ def main() -> None:
         sys.exit(1)
     keep_objects()
     socket.send(codec.encode(wire.Ready(core.sizes)))
-    EngineServer(core, executor, socket).run()
+    EngineServer(core, executor, strip, socket).run()
 
 
-def _build(config: EngineConfig, place: RendezvousDir) -> tuple[EngineCore, RecordedExecutor]:
+def _build(config: EngineConfig, place: RendezvousDir) -> tuple[EngineCore, RecordedExecutor, StepStrip]:
     recorder = open_recorder(place, config)
-    recorded: list[RecordedExecutor] = []
+    made: list[tuple[RecordedExecutor, StepStrip]] = []
 
     def record(executor: Executor, max_rows: int) -> Executor:
-        recorded.append(RecordedExecutor(executor, recorder, max_rows))
-        return recorded[0]
+        strip = StepStrip(executor, max_rows)
+        made.append((RecordedExecutor(strip, recorder, max_rows), strip))
+        return made[0][0]
 
     # The process runs no other threads, so pinning is safe.
-    return build_engine_core(config, wrap_executor=record, pin_threads=True, on_death=_end_like), recorded[0]
+    core = build_engine_core(config, wrap_executor=record, pin_threads=True, on_death=_end_like)
+    return core, *made[0]
 
 
 def _end_like(error: WorkerDied) -> None:

@@ -27,6 +27,7 @@ from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, ModelRunnerO
 from pagoda.core.state import Preparations, SchedulerState
 from pagoda.core.stats import SchedulerStats
 from pagoda.core.step_plan import StepPlan
+from pagoda.core.view import SchedulerView, view_of
 
 
 class Scheduler:
@@ -209,6 +210,10 @@ class Scheduler:
             running_adapters=tuple(sorted({lora.name for lora in loras if lora is not None})),
             waiting_adapters=tuple(sorted(state.waiting.adapter_names() | state.swapped.adapter_names())),
         )
+
+    def view(self) -> SchedulerView:
+        """Return what runs now and who has which blocks, for people who look."""
+        return view_of(self._state)
 
     @property
     def explain(self) -> DecisionLog:

@@ -7,6 +7,7 @@ from pagoda.core.decision_log import DecisionLog
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.stats import SchedulerStats
+from pagoda.core.view import SchedulerView
 
 
 class SchedulerInterface(Protocol):
@@ -51,6 +52,10 @@ class SchedulerInterface(Protocol):
 
     def make_stats(self) -> SchedulerStats:
         """Return gauges and totals."""
+        ...
+
+    def view(self) -> SchedulerView:
+        """Return what runs now and who has which blocks, for people who look."""
         ...
 
     @property

@@ -18,6 +18,7 @@ from pagoda.core.request import LoraRef, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_interface import SchedulerInterface
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.stats import SchedulerStats
+from pagoda.core.view import SchedulerView
 from pagoda.engine.preparations import ExecutorPreparations
 from pagoda.engine.wire import EngineSizes
 from pagoda.models.base import Encoder, check_media
@@ -245,6 +246,10 @@ class EngineCore:
     def make_stats(self) -> SchedulerStats:
         """Return the scheduler's gauges and counters (see Scheduler.make_stats)."""
         return self._scheduler.make_stats()
+
+    def view(self) -> SchedulerView:
+        """Return what runs now and who has which blocks."""
+        return self._scheduler.view()
 
     @property
     def explain(self) -> DecisionLog:

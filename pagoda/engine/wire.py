@@ -16,6 +16,8 @@ from pagoda.base.config import EngineConfig
 from pagoda.core.request import LoraRef, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler import SchedulerStats
 from pagoda.core.scheduler_output import EngineCoreOutputs
+from pagoda.core.view import SchedulerView
+from pagoda.engine.step_strip import StepNote
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
@@ -56,7 +58,14 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
     lora: LoraRef
 
 
-ToEngine = AddRequest | AbortRequests | FinishSequence | ResetPrefixCache | LoadAdapter | UnloadAdapter
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """Somebody looks at the engine.   takes_steps: it notes its steps for a while from then on."""
+
+    call_id: int
+    takes_steps: bool
+
+
+ToEngine = AddRequest | AbortRequests | FinishSequence | ResetPrefixCache | LoadAdapter | UnloadAdapter | Look
 
 
 _SIZE_THE_CACHE = ("kv_cache_memory", "gpu_memory_utilization", "swap_space")
@@ -176,7 +185,18 @@ class AdapterReply(msgspec.Struct, frozen=True, tag="adapter_reply"):
     error: str | None
 
 
-FromEngine = Ready | StartFailed | StepOutputs | StepReport | RequestRefused | IdleReport | ResetReply | AdapterReply
+class LookReply(msgspec.Struct, frozen=True, tag="look_reply"):
+    """What runs now, and the steps that have ended since the last look."""
+
+    call_id: int
+    view: SchedulerView
+    steps: tuple[StepNote, ...]
+    stats: EngineStats
+
+
+FromEngine = (
+    Ready | StartFailed | StepOutputs | StepReport | RequestRefused | IdleReport | ResetReply | AdapterReply | LookReply
+)
 
 
 LARGE_ARRAY_BYTES = 64 * 2**10

@@ -22,6 +22,10 @@ class Steps:
         """Allow so many more steps, and no further one. The engine must be idle or held, or just have been killed."""
         self._shared.set(ALLOWED, self._shared.get(DONE) + num_steps)
 
+    def allow_one_more(self) -> None:
+        """Allow a step after those that were computed, if the engine is held."""
+        self._shared.set(ALLOWED, self._shared.get(DONE) + 1)
+
     def hold_next_engine_after(self, num_steps: int) -> None:
         """Allow the engine that will replace a killed one so many steps."""
         self._shared.set(DONE, 0)

@@ -50,7 +50,7 @@ def test_memory_is_returned_after_a_while_without_work(
     executor: Any = SimpleNamespace(take_step_tokens=tuple)
     socket: Any = Silence(waits_ms)
     with pytest.raises(Ended):
-        EngineServer(core, executor, socket).run()
+        EngineServer(core, executor, executor, socket).run()
     assert len(returned) == most
 
 
@@ -81,7 +81,7 @@ def test_an_adapter_that_is_being_read_delays_no_other_message(error: Exception 
     executor: Any = SimpleNamespace(take_step_tokens=tuple)
     socket: Any = Socket()
     with pytest.raises(Ended):
-        EngineServer(core, executor, socket).run()
+        EngineServer(core, executor, executor, socket).run()
     why = f"the adapter 'a' could not be loaded: KeyError: {error}" if isinstance(error, KeyError) else str(error)
     reply, idle, loaded = sent[-3:]
     assert reply == wire.ResetReply(2, True)

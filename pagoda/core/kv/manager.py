@@ -78,6 +78,24 @@ class KVCacheManager:
 
     # A request enters
 
+    def owners_of_blocks(self, rows: np.ndarray, owners: np.ndarray, num_owners: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return what each usable block is for, and how many distinct blocks each owner has.
+
+        owners: of each of `rows`, from 0.
+        The first is int32 [num_blocks]: 0 free, 1 free and in the prefix cache, 2 of several owners, 3 + its only one.
+        """
+        pairs = [NO_BLOCKS.astype(np.int64)]
+        for group, entries in zip(self.sizing.groups, self._tables.entries, strict=True):
+            used = (self._tables.num_blocks if group.grows else self._tables.num_cross_blocks)[rows]
+            held = entries[rows, : used.max(initial=0)]
+            row_at, place = np.nonzero((held != 0) & (np.arange(held.shape[1]) < used[:, None]))
+            pairs.append(owners[row_at] * (self.num_blocks + 1) + held[row_at, place])
+        owner_of, block_of = np.divmod(np.unique(np.concatenate(pairs)), self.num_blocks + 1)
+        kinds = self._pool.has_content.astype(np.int32)
+        kinds[block_of] = 3 + owner_of
+        kinds[np.bincount(block_of, minlength=len(kinds)) > 1] = 2
+        return kinds[self._pool.first_id :], np.bincount(owner_of, minlength=num_owners).astype(np.int32)
+
     def hash_prompt(self, request: RequestState) -> None:
         """Hash the tokens of a request without rows now, so that its admission need not."""
         if self._prefix_cache.enabled:

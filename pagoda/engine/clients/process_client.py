@@ -31,7 +31,7 @@ logger = logging.getLogger("pagoda.engine")
 
 _MAX_LOADS = 2  # of one call to load an adapter, in as many engines
 
-_Reply = wire.ResetReply | wire.AdapterReply | None
+_Reply = wire.ResetReply | wire.AdapterReply | wire.LookReply | None
 """None: the engine has died before it replied."""
 
 Sink = Callable[[EngineCoreOutputs | WorkerDied], object]
@@ -140,6 +140,16 @@ class ProcessClient:
         self._num_unloads[lora.digest] += 1
         self._send(wire.UnloadAdapter(lora))
 
+    async def look(self, takes_steps: bool = False) -> wire.LookReply | None:
+        """Return what the engine does now, and the steps since the last look that took them; None while it is down."""
+        if not self.is_up:
+            return None
+        reply = await self._call(partial(wire.Look, takes_steps=takes_steps))
+        if not isinstance(reply, wire.LookReply):
+            return None
+        self._stats = reply.stats
+        return reply
+
     def stats(self) -> wire.EngineStats:
         return self._stats
 
@@ -222,7 +232,7 @@ class ProcessClient:
                 if entry is not None:
                     self._end_entry(entry, text, status)
                 self._send_next()
-            case wire.ResetReply() | wire.AdapterReply():
+            case wire.ResetReply() | wire.AdapterReply() | wire.LookReply():
                 self._settle(message.call_id, message)
             case wire.Ready() | wire.StartFailed():
                 raise AssertionError(f"the supervisor's: {message}")

@@ -1,0 +1,79 @@
+"""StepStrip: the sizes and times of the last steps, noted while somebody looks."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pagoda.core.executor import Capacity, Executor, StepSize
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+_MOST_STEPS = 512
+LOOK_S = 3.0
+"""Steps are noted for so long after somebody has looked."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepNote:
+    """A step that has ended.   began_s, ended_s: on the system's monotonic clock.
+
+    num_prompt_tokens, num_sampled: tokens of prompts that it computed, and tokens that it sampled.
+    """
+
+    step: int
+    began_s: float
+    ended_s: float
+    num_prompt_tokens: int
+    num_sampled: int
+    num_preempted: int
+
+
+class StepStrip:
+    """An executor over `inner` that notes its steps.   max_rows: of the scheduler's table."""
+
+    def __init__(self, inner: Executor, max_rows: int) -> None:
+        self._inner = inner
+        self._prompt_end_of_row = np.zeros(max_rows, np.int64)
+        self._notes = deque[StepNote](maxlen=_MOST_STEPS)
+        self._until_s = 0.0
+
+    def take(self) -> tuple[StepNote, ...]:
+        """Return the steps that have ended since the last call, the last ones of many; go on noting for a while."""
+        self._until_s = time.monotonic() + LOOK_S
+        return tuple(self._notes.popleft() for _ in range(len(self._notes)))
+
+    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
+        ends = self._prompt_end_of_row
+        for init in output.admitted:
+            ends[init.row] = init.num_prompt_tokens
+        for fork in output.forks:
+            ends[fork.dst] = ends[fork.src]
+        began_s = time.monotonic()
+        future = self._inner.submit(output)
+        if began_s < self._until_s and not output.is_empty:
+            computed = np.minimum(output.num_new, ends[output.rows] - output.start)
+            num_prompt = int(np.maximum(computed, 0).sum())
+            sizes = (num_prompt, len(output.sample_rows), len(output.preempted_ids))
+            future.add_done_callback(lambda _: self._end(output.step, began_s, *sizes))
+        return future
+
+    def _end(self, step: int, began_s: float, num_prompt: int, num_sampled: int, num_preempted: int) -> None:
+        # With several steps in flight, one computes nothing before the one before it has ended.
+        begun_s = max(began_s, self._notes[-1].ended_s) if self._notes else began_s
+        self._notes.append(StepNote(step, begun_s, time.monotonic(), num_prompt, num_sampled, num_preempted))
+
+    def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
+        return self._inner.start(sizes)
+
+    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
+        self._inner.set_pools(num_blocks, num_host_blocks)
+
+    def call(self, name: str, *args: object) -> "Future[Any]":
+        return self._inner.call(name, *args)
+
+    def shutdown(self) -> None:
+        self._inner.shutdown()
