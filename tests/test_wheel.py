@@ -26,6 +26,7 @@ from pagoda.base.server_config import ServerTimeouts
 from pagoda.kernels.native.threads import cpu_flags
 from pagoda.kernels.native.variants import runnable
 from pagoda.loading.fetch_wheel import default_cache_dir
+from pagoda.server.pages.files import PAGE_PATHS
 from pagoda.server.routing import HEALTH_PATHS
 from tests.cached_models import cached_model
 from tests.kernels.test_variants import ASSEMBLES, foreign, instructions
@@ -156,6 +157,8 @@ def test_an_installed_server_answers_without_a_compiler(installed: Path, tmp_pat
         body = {"model": "smollm2-135m", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
         assert "Paris" in answer.json()["choices"][0]["text"]
+        for path in PAGE_PATHS:
+            assert httpx.get(f"http://127.0.0.1:{port}{path}").status_code == 200
         server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0, log.read_text()
     finally:

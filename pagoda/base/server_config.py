@@ -1,5 +1,6 @@
 """The settings of the HTTP server, documented where they are declared (see pagoda.base.config)."""
 
+import ipaddress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -132,7 +133,11 @@ class ServerConfig:
     ] = None
     tls: Annotated[TLSFiles, Setting("Certificate and key of HTTPS.")] = field(default_factory=TLSFiles)
     cors_origins: Annotated[
-        tuple[str, ...], Setting("Origin that browsers may send requests from.", unset="CORS is off")
+        tuple[str, ...],
+        Setting(
+            "Origin whose pages in a browser may use the server (https://NAME, an app's app://NAME, or * for any).",
+            unset="only the server's own pages",
+        ),
     ] = ()
     tool_call_parser: Annotated[
         str,
@@ -160,7 +165,23 @@ class ServerConfig:
     logs: Annotated[LogOptions, Setting("What is logged, on standard error.")] = field(default_factory=LogOptions)
 
     @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.uds is not None or self.host == "localhost":
+            return True
+        return is_address(self.host) and ipaddress.ip_address(self.host).is_loopback
+
+    @property
     def trusted_proxies(self) -> list[str]:
         """`forwarded_allow_ips`, each of which may be several with commas between them, as uvicorn has it."""
         given = [one.strip() for several in self.forwarded_allow_ips for one in several.split(",")]
         return ["*"] if "*" in given else given
+
+
+def is_address(text: str) -> bool:
+    """Return whether a text is an IP address."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

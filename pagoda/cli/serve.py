@@ -19,8 +19,6 @@ from pagoda.process.logs import configure_logging
 
 logger = logging.getLogger("pagoda")
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
 
 @engine_options(ServerConfig)
 def serve(options: dict[str, object]) -> None:
@@ -63,7 +61,7 @@ async def _serve(config: EngineConfig) -> None:
     """The engine process starts first; the web framework is imported while it loads the model."""
     configure_logging("api", config.server.logs.log_level, config.server.logs.log_format)
     check_settings(config)
-    if config.server.uds is None and config.server.host not in _LOOPBACK:
+    if not config.server.is_local:
         if not config.server.api_keys:
             logger.warning(
                 "anyone who can reach %s may use this server: set --api-key, or listen on 127.0.0.1", config.server.host

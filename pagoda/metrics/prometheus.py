@@ -2,8 +2,9 @@
 
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from types import TracebackType
 from typing import Self
@@ -50,6 +51,15 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self.total += value
 
+    @property
+    def counts(self) -> list[int]:
+        """How many values were in each bucket, the last one without an upper bound."""
+        return self._counts
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        return self._bounds
+
     def family(self, values: tuple[str, ...], name: str = "") -> Metric:
         """Return it as Prometheus reads it.   values: of _LABELS.   name: another one for the same."""
         family = HistogramMetricFamily(f"vllm:{name or self.name}", self._text, labels=_LABELS)
@@ -82,18 +92,19 @@ class ServerMetrics:
         self._num_restarts = num_restarts
         self.num_in_line: Callable[[], int] = lambda: 0
         self.running: dict[RequestObserver, None] = {}  # in the order of their start
+        self.ended = deque[EndedRequest](maxlen=_MOST_ENDED)
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         # All series exist from the start: rate() misses the first event of a series that appears with it.
         self._ended = Counter[str](dict.fromkeys(FINISH_REASONS, 0))
         self._refused = Counter[str](dict.fromkeys(REJECTION_REASONS, 0))
         self._http = Counter[tuple[str, str, str]]()
-        self._ttft = Histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
+        self.ttft = Histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
         self._ttft_hit = Histogram(
             "time_to_first_token_prefix_hit_seconds",
             "Arrival to first token, of requests whose prompt began with a cached prefix.",
             _SECONDS,
         )
-        self._itl = Histogram("inter_token_latency_seconds", "Gap between tokens.", _GAPS)
+        self.itl = Histogram("inter_token_latency_seconds", "Gap between tokens.", _GAPS)
         self._e2e = Histogram("e2e_request_latency_seconds", "Arrival to end.", _SECONDS)
         self._queue = Histogram("request_queue_time_seconds", "Arrival to first step.", _SECONDS)
         self._prefill = Histogram("request_prefill_time_seconds", "First step to first token.", _SECONDS)
@@ -117,13 +128,13 @@ class ServerMetrics:
 
     def on_first_token(self, seconds: float, is_hit: bool) -> None:
         """Observe the time from arrival to first token.   is_hit: its prompt began with a cached prefix."""
-        self._ttft.observe(seconds)
+        self.ttft.observe(seconds)
         if is_hit:
             self._ttft_hit.observe(seconds)
 
     def on_gap(self, seconds: float) -> None:
         """Observe the time between two tokens of one output."""
-        self._itl.observe(seconds)
+        self.itl.observe(seconds)
 
     def on_refusal(self, reason: str) -> None:
         self._refused[reason] += 1
@@ -202,7 +213,7 @@ class ServerMetrics:
         yield self._labelled("vllm:spec_decode_num_accepted_tokens_per_pos", accepted, "position", by_position)
         for histogram in self._histograms:
             yield histogram.family(self._values)
-        yield self._itl.family(self._values, "time_per_output_token_seconds")  # its older name
+        yield self.itl.family(self._values, "time_per_output_token_seconds")  # its older name
         http = CounterMetricFamily(
             "http_requests", "HTTP requests, by route and status.", labels=("method", "handler", "status")
         )
@@ -238,6 +249,36 @@ class ServerMetrics:
         return family
 
 
+_MOST_ENDED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """What is known of a request that has ended.   ended_s: by time.perf_counter."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    finish_reasons: tuple[str, ...]
+    times: RequestMetrics
+    ended_s: float
+
+    @staticmethod
+    def of(observer: "RequestObserver") -> "EndedRequest":
+        request, last = observer.request, observer.last
+        times = last.metrics if last is not None else None
+        return EndedRequest(
+            request.request_id,
+            request.num_prompt_tokens,
+            (last.num_cached_tokens if last is not None else None) or 0,
+            observer.num_output_tokens,
+            tuple(dict.fromkeys(observer.finish_reasons)),
+            replace(times) if times is not None else RequestMetrics(request.arrival_time_s),
+            time.perf_counter(),
+        )
+
+
 class RequestObserver:
     """Updates the metrics for one request, which runs during the block: call `on_delta` for each delta.
 
@@ -247,7 +288,7 @@ class RequestObserver:
     def __init__(self, metrics: ServerMetrics, request: Request) -> None:
         self._metrics = metrics
         self.request = request
-        self._last: RequestOutput | None = None
+        self.last: RequestOutput | None = None
         self._last_s = 0.0
         self._open = set(range(request.num_seqs))
         self.num_output_tokens = 0
@@ -263,10 +304,11 @@ class RequestObserver:
         del self._metrics.running[self]
         if not isinstance(error, RequestError):
             self._on_end(time.perf_counter())
+            self._metrics.ended.append(EndedRequest.of(self))
 
     def on_delta(self, delta: RequestOutput, now_s: float) -> int:
         """Observe a delta; return its number of tokens."""
-        metrics, self._last = self._metrics, delta
+        metrics, self.last = self._metrics, delta
         count = 0
         for part in delta.outputs:
             new = len(part.token_ids)
@@ -295,7 +337,7 @@ class RequestObserver:
         for _ in self._open:
             self._finish("abort")
         self._open.clear()
-        times = self._last.metrics if self._last is not None else None
+        times = self.last.metrics if self.last is not None else None
         self._metrics.on_end(self.request, self.num_output_tokens, times, now_s)
 
     def _finish(self, reason: str) -> None:

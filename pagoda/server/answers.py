@@ -485,3 +485,53 @@ def _id_text(token_id: int) -> str:
 def _finite(value: float) -> float:
     """Return the value with -inf replaced by -9999.0, as OpenAI does: JSON has no infinity."""
     return max(value, -9999.0)
+
+
+# ---- what the server does
+
+
+class SeenRequest(Struct, kw_only=True):
+    """A request that has not ended, or that ended a short while ago.
+
+    state: waiting, running, preempted or ended.   reason: why it waits, in words.
+    computed_tokens: tokens of its first output, and of its prompt, that have their KV.   blocks: of the KV cache.
+    """
+
+    id: str
+    state: str
+    reason: str = ""
+    prompt_tokens: int
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    blocks: int = 0
+    age_s: float
+
+
+class OtherRequests(Struct, frozen=True):
+    """How many requests there are that the caller may not see."""
+
+    running: int
+    waiting: int
+
+
+class RequestList(Struct, kw_only=True):
+    """Requests of the caller, in the order of their arrival, then those that have ended, the last first.
+
+    in_line: HTTP requests of all that wait to be admitted.
+    """
+
+    data: list[SeenRequest]
+    others: OtherRequests
+    in_line: int
+
+
+class TimelineEntry(Struct, frozen=True):
+    """at_ms: after the request's arrival."""
+
+    at_ms: float
+    what: str
+
+
+class RequestTimeline(SeenRequest, kw_only=True):
+    timeline: list[TimelineEntry]

@@ -23,9 +23,11 @@ from pagoda.base.server_config import ServerConfig
 from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.process.allocator import keep_objects
 from pagoda.process.logs import FIELDS
-from pagoda.server import chat, completions, errors, operations, pooling, transcription
+from pagoda.server import chat, completions, errors, live, operations, pooling, transcription
 from pagoda.server.errors import ApiError
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
+from pagoda.server.pages.files import PAGE_ROUTES
+from pagoda.server.pages.rules import PageRules
 from pagoda.server.routing import Router, describe_api, docs_page
 from pagoda.server.state import ServerState, state_of
 
@@ -48,6 +50,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", "X-Ignored-Fields", "X-Warning"],
         )
+    layers = PageRules(layers, config)
     return AccessLog(layers, state.starter.metrics.on_http, prefix=config.root_path.rstrip("/"))
 
 
@@ -77,7 +80,15 @@ async def invoke(http: Request) -> Response:
     return await (pooling.create_embedding if pools else _INVOKED[asked])(http)
 
 
-_ROUTERS = (chat.router, completions.router, pooling.router, transcription.router, router, operations.router)
+_ROUTERS = (
+    chat.router,
+    completions.router,
+    pooling.router,
+    transcription.router,
+    router,
+    live.router,
+    operations.router,
+)
 ENDPOINTS = tuple(endpoint for one in _ROUTERS for endpoint in one.endpoints)
 
 
@@ -92,7 +103,7 @@ def create_api(has_keys: bool) -> Starlette:
     async def docs(http: Request) -> Response:
         return HTMLResponse(page)
 
-    pages = [Route("/openapi.json", openapi), Route("/docs", docs)]
+    pages = [Route("/openapi.json", openapi), Route("/docs", docs), live.STREAM, *PAGE_ROUTES]
     app = Starlette(routes=[*(endpoint.route() for endpoint in ENDPOINTS), *pages], exception_handlers=errors.HANDLERS)
     app.router.redirect_slashes = False  # AccessLog drops a slash at the end
     return app

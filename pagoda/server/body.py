@@ -236,12 +236,9 @@ _decode_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 def _check_content_type(http: Request) -> None:
-    """Raise RequestError for another type than JSON, unless a program sent no type, or curl's default one.
-
-    A browser lets any page send those two without asking first, and says which page it is: `Origin`.
-    """
+    """Raise RequestError for another type than JSON, unless a program sent no type, or curl's default one."""
     content_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    is_unsaid = content_type in _UNSAID_TYPES and "origin" not in http.headers
+    is_unsaid = content_type in _UNSAID_TYPES
     if not (is_unsaid or content_type == "application/json" or content_type.endswith("+json")):
         raise RequestError("the body is not a JSON object; send one with Content-Type: application/json")
 

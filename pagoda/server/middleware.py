@@ -29,8 +29,15 @@ from pagoda.server.routing import HEALTH_PATHS, OPEN_PATHS
 RETRY_AFTER_S = 5
 """Retry-After: by then, this server may have been restarted, or a load balancer has switched to another."""
 
-OPEN_WHILE_DRAINING = HEALTH_PATHS | {"/metrics", "/load", "/version", "/abort_requests"}
-"""Routes for observing or shortening the drain."""
+OPEN_WHILE_DRAINING = HEALTH_PATHS | {
+    "/metrics",
+    "/load",
+    "/version",
+    "/abort_requests",
+    "/requests",
+    "/dashboard/stream",
+}
+"""Routes for observing or shortening the drain. They do not hold it up."""
 
 
 class Drain:
@@ -295,7 +302,7 @@ def _log(scope: Scope, state: dict[str, Any], method: str, status: int, duration
     access_log.log(level, "%s", _line(fields), extra={FIELDS: fields})
 
 
-_PROBED = HEALTH_PATHS | {"/metrics", "/load"}
+_PROBED = HEALTH_PATHS | {"/metrics", "/load", "/requests"}
 """Paths that machines ask for again and again: a success is only logged with --log-level debug."""
 _LONGEST_PATH = 200
 _LONGEST_REASON = 200

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from pagoda.server.answers import ErrorResponse
 from pagoda.server.body import Body
+from pagoda.server.pages.files import PAGE_PATHS
 from pagoda.server.pooling_bodies import RerankDocument
 from pagoda.server.protocol import ChatMessage, NamedTool, Tool, ToolFunction
 from pagoda.server.sampling_body import ResponseFormat, StreamOptions
@@ -24,8 +25,8 @@ from pagoda.server.transcription_bodies import TranscriptionVerbose
 
 Handler = Callable[[Request], Awaitable[Response]]
 HEALTH_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
-OPEN_PATHS = HEALTH_PATHS | {"/docs", "/openapi.json"}
-"""Paths that need no key: a browser that opens the documentation cannot send one."""
+OPEN_PATHS = HEALTH_PATHS | {"/", "/docs", "/openapi.json"} | PAGE_PATHS
+"""Paths that need no key: a browser that opens a page cannot send one. They hold no data of requests."""
 
 ERRORS: Mapping[int, str] = {
     400: "The request is not valid; `param` names the field",

@@ -16,6 +16,7 @@ from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.config import EngineConfig
 from pagoda.base.pooling import ModelTasks
 from pagoda.base.request_limits import RequestLimits
+from pagoda.base.server_config import ServerConfig
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.inputs.adapters import Adapter
@@ -27,6 +28,7 @@ from pagoda.server.admission import Admission
 from pagoda.server.body import BodyReader
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import RequestStarter
+from pagoda.server.looks import Looks
 from pagoda.server.middleware import Drain
 from pagoda.server.pooling_bodies import InputBody
 from pagoda.server.protocol import ChatCompletionRequest, TokenizeRequest
@@ -47,6 +49,7 @@ class ServerState:
     tool_parser: a name in TOOL_PARSERS, "none", "auto".
     trusts_templates: callers may send their own chat templates.   template_kwargs: for templates, where a request does
     not set them.   bodies: reads those of requests.   forces_usage: all streams tell it.
+    looks: at the engine, for those who look at its requests.
     returns_token_ids: log-probabilities have ids of tokens, where a request does not say.
     """
 
@@ -63,6 +66,8 @@ class ServerState:
     returns_token_ids: bool = False
     bodies: BodyReader = field(default_factory=lambda: BodyReader(RequestLimits()))
     engine: ProcessClient | None = None
+    config: ServerConfig = field(default_factory=ServerConfig)
+    looks: Looks = field(default_factory=Looks)
     drain: Drain = field(default_factory=Drain)
     started_at: int = field(default_factory=lambda: int(time.time()))
     _has_warned: bool = False
@@ -216,6 +221,8 @@ async def build_state(
         returns_token_ids=server.answer_defaults.return_tokens_as_token_ids,
         has_admin_key=server.admin_api_key is not None,
         engine=client,
+        config=server,
+        looks=Looks(client.look),
     )
 
 

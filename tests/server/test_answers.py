@@ -25,6 +25,8 @@ REQUESTS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("GET", "/version", None),
     ("GET", "/load", None),
     ("GET", "/metrics", None),
+    ("GET", "/requests", None),
+    ("GET", "/requests/{id}", None),
     ("GET", "/v1/models", None),
     ("GET", "/v1/models/{name}", None),
     ("GET", "/tokenizer_info", None),

@@ -356,12 +356,6 @@ def test_a_browser_can_read_refusals(tmp_path: Path) -> None:
         assert "access-control-allow-origin" not in ask("https://b.example", TEXT, {})[1]
 
 
-def test_no_cors_header_is_sent_by_default(fake_server: LiveServer) -> None:
-    request = urllib.request.Request(f"{fake_server.url}/health", headers={"Origin": "https://a.example"})
-    with urllib.request.urlopen(request, timeout=10) as response:
-        assert "access-control-allow-origin" not in response.headers
-
-
 def test_certificates_are_served_or_refused_in_one_line(tmp_path: Path) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
     try:

@@ -111,7 +111,7 @@ def raw(server: LiveServer, method: str, path: bytes, headers: dict[str, bytes],
 def test_headers_paths_and_queries_of_any_bytes(fake_server: LiveServer) -> None:
     body = json.dumps({"prompt": "hi", "max_tokens": 2}).encode()
     plain = {"Content-Type": b"application/json"}
-    for name in ("X-Request-Id", "Authorization", "User-Agent", "X-Other", "Origin", "Accept", "Cookie"):
+    for name in ("X-Request-Id", "Authorization", "User-Agent", "X-Other", "Accept", "Cookie"):
         for value in (b"\xff\xfe", b"\xed\xa0\x80", "é\u4e00".encode(), b"\\ud800"):
             assert raw(fake_server, "POST", b"/v1/completions", {**plain, name: value}, body) == 200, (name, value)
     assert raw(fake_server, "POST", b"/v1/completions", {"Content-Type": b"application/\xff"}, body) == 400

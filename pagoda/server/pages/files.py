@@ -1,0 +1,55 @@
+"""The files of the server's pages, as routes: read once, sent with the headers that every page has."""
+
+import hashlib
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from pagoda.server.pages.rules import HEADERS
+
+STATIC = Path(__file__).parent / "static"
+"""A page is `NAME.html`, at `/NAME`; what it loads is in the folder `NAME`."""
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+
+def _path_of(file: Path) -> str:
+    name = file.relative_to(STATIC).as_posix()
+    return f"/{name.removesuffix('.html')}"
+
+
+_FILES = {_path_of(file): file for file in sorted(STATIC.rglob("*")) if file.suffix in _TYPES}
+PAGE_PATHS = frozenset(_FILES)
+
+
+def _route(path: str, file: Path) -> Route:
+    body = file.read_bytes()
+    headers = {**HEADERS, "ETag": f'"{hashlib.sha256(body).hexdigest()[:16]}"'}
+
+    async def send(http: Request) -> Response:
+        http.scope["state"]["route"] = path
+        if file.suffix == ".html" and http.scope["raw_path"].endswith(b"/"):
+            return RedirectResponse(f"../{file.stem}")  # else the addresses in it, which are relative, would not lead
+        if http.headers.get("if-none-match") == headers["ETag"]:
+            return Response(status_code=304, headers=headers)
+        return Response(body, media_type=_TYPES[file.suffix], headers=headers)
+
+    return Route(path, send)
+
+
+async def _lead_to_page(http: Request) -> Response:
+    """Lead a browser to the dashboard; programs get the error of an unknown path, which names the other routes."""
+    http.scope["state"]["route"] = "/"
+    if "text/html" not in http.headers.get("accept", ""):
+        raise HTTPException(404)
+    return RedirectResponse("dashboard")
+
+
+PAGE_ROUTES = [Route("/", _lead_to_page), *(_route(path, file) for path, file in _FILES.items())]

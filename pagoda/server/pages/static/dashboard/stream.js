@@ -1,0 +1,52 @@
+// The server's stream, read by fetch: an EventSource cannot send a key. The key is kept for this tab, never in an
+// address.
+
+const KEY = "pagoda-key";
+const RETRY_MS = 1000;
+
+export const headers = () => {
+  const key = sessionStorage.getItem(KEY);
+  return key ? { Authorization: `Bearer ${key}` } : {};
+};
+
+export const setKey = (key) => sessionStorage.setItem(KEY, key);
+
+// Calls on.first, on.frame for what the server sends, on.key when it wants a key (and waits for the promise that this
+// returns), on.lost(reason) when it cannot be reached. Connects again until the page is closed.
+export async function follow(path, on) {
+  for (;;) {
+    try {
+      const response = await fetch(path, { headers: headers(), cache: "no-store" });
+      if (response.status === 401) {
+        const isWrong = Boolean(sessionStorage.getItem(KEY));
+        sessionStorage.removeItem(KEY);
+        await on.key(isWrong);
+        continue;
+      }
+      if (!response.ok) throw new Error((await response.json()).error.message);
+      await readEvents(response.body, on);
+      on.lost("the server has ended its stream");
+    } catch (error) {
+      on.lost(error instanceof TypeError ? "the server cannot be reached" : error.message);
+    }
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+}
+
+async function readEvents(body, on) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "", isFirst = true;
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    text += value;
+    const events = text.split("\n\n");
+    text = events.pop();
+    for (const event of events) {
+      const data = event.slice("data: ".length);
+      if (data === "[DONE]") return;
+      (isFirst ? on.first : on.frame)(JSON.parse(data));
+      isFirst = false;
+    }
+  }
+}

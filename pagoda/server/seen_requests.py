@@ -1,0 +1,166 @@
+"""What callers may see of the requests of this server, and of the blocks that these have.
+
+A caller sees the requests of its own key. With the admin key, or on a server of this machine that has no keys, it sees
+all. Others are counts.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pagoda.base.outputs import RequestMetrics
+from pagoda.core.view import FIRST_OWNER, SchedulerView
+from pagoda.engine.wire import EngineStats
+from pagoda.metrics.prometheus import EndedRequest, RequestObserver, ServerMetrics
+from pagoda.server.answers import OtherRequests, RequestTimeline, SeenRequest, TimelineEntry
+
+_MOST_NAMED = 3
+"""Requests that a reason names, of those that have the blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Viewer:
+    """Who looks.   prefix: with which the engine's ids of its requests begin; None: it sees no request.
+
+    All begin with "".
+    """
+
+    prefix: str | None
+
+    def name_of(self, engine_id: str) -> str | None:
+        """Return what the viewer calls a request; None if it may not see it."""
+        if self.prefix is None or not engine_id.startswith(self.prefix):
+            return None
+        return engine_id.removeprefix(self.prefix)
+
+
+class SeenRequests:
+    """The requests at one moment, as one viewer sees them.
+
+    view: of the engine, None while it is down.   now_s: by time.perf_counter.
+    """
+
+    def __init__(self, viewer: Viewer, metrics: ServerMetrics, view: SchedulerView | None, stats: EngineStats) -> None:
+        self._viewer = viewer
+        self._metrics = metrics
+        self._view = view
+        self._stats = stats
+        keys = () if view is None else zip(view.clients.tolist(), view.handles.tolist(), strict=True)
+        self._places = {key: place for place, key in enumerate(keys)}
+        self._names = [""] * len(self._places)
+        self._mine: list[tuple[str, RequestObserver, int | None]] = []
+        for observer in metrics.running:
+            request = observer.request
+            if (name := viewer.name_of(request.request_id)) is not None:
+                place = self._places.get((request.client_index, request.handle))
+                self._mine.append((name, observer, place))
+                if place is not None:
+                    self._names[place] = name
+
+    @property
+    def others(self) -> OtherRequests:
+        """Return the counts of all that the viewer does not see."""
+        num_running = sum(1 for name in self._names if not name)
+        waiting = self._stats.num_waiting + self._stats.num_swapped
+        return OtherRequests(num_running, max(0, waiting - len(self._mine) + sum(map(bool, self._names))))
+
+    def live(self, now_s: float) -> Iterator[SeenRequest]:
+        """Iterate over the viewer's requests that have not ended."""
+        why = self.why_waiting()
+        for name, observer, place in self._mine:
+            yield self._seen(name, observer, place, why, now_s)
+
+    def ended(self, now_s: float) -> Iterator[SeenRequest]:
+        """Iterate over those that have ended, the last first."""
+        for one in reversed(self._metrics.ended):
+            if (name := self._viewer.name_of(one.request_id)) is not None:
+                yield SeenRequest(**_of_ended(name, one, now_s))
+
+    def find(self, request_id: str, now_s: float) -> RequestTimeline | None:
+        """Return the timeline of one of the viewer's requests."""
+        for name, observer, place in self._mine:
+            if name == request_id:
+                seen = self._seen(name, observer, place, self.why_waiting(), now_s)
+                times = observer.last.metrics if observer.last is not None else None
+                times = times or RequestMetrics(observer.request.arrival_time_s)
+                fields = {field: getattr(seen, field) for field in seen.__struct_fields__}
+                return RequestTimeline(**fields, timeline=_timeline(times, None, ""))
+        for one in reversed(self._metrics.ended):
+            if self._viewer.name_of(one.request_id) == request_id:
+                timeline = _timeline(one.times, one.ended_s, " and ".join(one.finish_reasons))
+                return RequestTimeline(**_of_ended(request_id, one, now_s), timeline=timeline)
+        return None
+
+    def _seen(self, name: str, observer: RequestObserver, place: int | None, why: str, now_s: float) -> SeenRequest:
+        view, request, last = self._view, observer.request, observer.last
+        seen = SeenRequest(
+            id=name,
+            state="running" if place is not None else "preempted" if observer.num_output_tokens else "waiting",
+            prompt_tokens=request.num_prompt_tokens,
+            output_tokens=observer.num_output_tokens,
+            cached_tokens=(last.num_cached_tokens if last is not None else None) or 0,
+            age_s=round(now_s - request.arrival_time_s, 3),
+        )
+        if place is None:
+            seen.reason = why
+        elif view is not None:
+            seen.computed_tokens = int(view.num_computed[place])
+            seen.blocks = int(view.num_blocks[place])
+        return seen
+
+    def why_waiting(self) -> str:
+        """Return what keeps requests from running, in words: who has the blocks."""
+        if self._view is None:
+            return "waits for the engine, which starts"
+        held = self._view.num_blocks
+        if not len(held):
+            return "waits for the next step"
+        most = np.argsort(-held, kind="stable")
+        named = [int(place) for place in most if self._names[place]][:_MOST_NAMED]
+        parts = [f"{self._names[place]} ({held[place]})" for place in named]
+        if num_others := len(held) - len(named):
+            parts.append(f"{num_others} other request{'s' if num_others > 1 else ''}")
+        return (
+            f"waits: {self._stats.num_free_blocks} of {self._stats.num_blocks} blocks are free; held by "
+            + ", ".join(parts)
+        )
+
+    def cells(self) -> tuple[list[int], list[str]]:
+        """Return the pool as runs (kind, cells, kind, cells, ...), and the names of those who have a block alone.
+
+        Kinds: those of SchedulerView, with 3 for what others have and 4 + the place among the names.
+        """
+        if self._view is None or not len(self._view.cells):
+            return [], []
+        names = [name for name in self._names if name]
+        numbers = iter(range(FIRST_OWNER + 1, FIRST_OWNER + 1 + len(names)))
+        kinds = [*range(FIRST_OWNER), *(next(numbers) if name else FIRST_OWNER for name in self._names)]
+        cells = np.array(kinds, np.int32)[self._view.cells]
+        starts = np.flatnonzero(np.diff(cells, prepend=-1))
+        lengths = np.diff(starts, append=len(cells))
+        return np.stack((cells[starts], lengths), axis=1).ravel().tolist(), names
+
+
+def _of_ended(name: str, one: EndedRequest, now_s: float) -> dict[str, Any]:
+    return {
+        "id": name,
+        "state": "ended",
+        "reason": " and ".join(one.finish_reasons),
+        "prompt_tokens": one.num_prompt_tokens,
+        "output_tokens": one.num_output_tokens,
+        "cached_tokens": one.num_cached_tokens,
+        "age_s": round(now_s - one.times.arrival_time, 3),
+    }
+
+
+def _timeline(times: RequestMetrics, ended_s: float | None, how: str) -> list[TimelineEntry]:
+    entries = [
+        (times.arrival_time, "arrived"),
+        (times.first_scheduled_time, "began to run"),
+        (times.first_token_time, "first token"),
+        (ended_s, f"ended: {how}"),
+    ]
+    found = [(at_s, what) for at_s, what in entries if at_s is not None]
+    return [TimelineEntry(round((at_s - times.arrival_time) * 1e3, 1), what) for at_s, what in found]
