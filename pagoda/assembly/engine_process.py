@@ -77,7 +77,7 @@ class EngineServer:
             self._step_s += core.now() - began_s
             self._num_steps += 1
             for client_index, outputs in of_step.items():
-                stats = self._make_stats() if outputs.finishes or self._is_time_for_stats() else None
+                stats = self._make_stats() if outputs.ends or self._is_time_for_stats() else None
                 self._send(wire.StepOutputs(client_index, outputs, self._executor.take_step_tokens(), stats))
             if not of_step and self._is_time_for_stats():
                 self._send(wire.StepReport(self._executor.take_step_tokens(), self._make_stats()))

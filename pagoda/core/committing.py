@@ -9,25 +9,24 @@ from dataclasses import replace
 import numpy as np
 
 from pagoda.core.committing_beams import extend_beams, without_unscored
+from pagoda.core.events import Failed
 from pagoda.core.in_flight import find_spoiled
 from pagoda.core.lifecycle import finish_one, finish_sequence
-from pagoda.core.outbox import with_first_output
 from pagoda.core.preemption import recompute
 from pagoda.core.request import RequestState, RequestStatus, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import (
     EngineCoreOutputs,
-    Finish,
     LogprobColumns,
     ModelRunnerOutput,
     SchedulerOutput,
     join_outputs,
-    only_finishes,
+    only_events,
 )
 from pagoda.core.state import SchedulerState
 from pagoda.core.stops import find_end
 
-NOTHING = only_finishes(())
+NOTHING = only_events(())
 
 
 def commit(
@@ -38,6 +37,7 @@ def commit(
     raised: all rows have failed because the step raised; what earlier steps computed can be trusted.
     """
     state.in_flight.completed(output, result, state.clock)
+    state.events.step = output.step
     state.table.complete(output.rows, output.num_new)
     state.costs.observe(output, result)
     may_have_beams = state.table.may_have_beams
@@ -46,15 +46,22 @@ def commit(
     if result.failed:
         _fail_rows(state, output, result, raised=raised)
     state.encoder.complete(output.rows)
-    rest = extend_beams(state, output, result) if may_have_beams else result
+    rest, texts = extend_beams(state, output, result) if may_have_beams else (result, {})
     commit_tokens = _commit_plain if rest is result and _is_plain(state, output, result) else _commit_any
     by_client = commit_tokens(state, output, rest)
     if state.table.has_pinned_rows:
         state.table.free_pinned_rows(output.step)
         state.in_flight.stop_waiting_for(output.step)
-    if state.outbox.has_deferred:
-        for client, deferred in state.outbox.take_deferred().items():
-            by_client[client] = join_outputs([by_client[client], deferred]) if client in by_client else deferred
+    for client, parts in texts.items():
+        by_client[client] = join_outputs([by_client[client], *parts] if client in by_client else parts)
+    return with_events(state, by_client)
+
+
+def with_events(state: SchedulerState, by_client: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
+    """Add to the outputs what has happened since the last ones."""
+    if state.events.num_pending:
+        for client, events in state.events.take().items():
+            by_client[client] = replace(by_client.get(client, NOTHING), events=events)
     return by_client
 
 
@@ -104,16 +111,16 @@ def _commit_plain(
     may_end = state.stops.among(tokens) | (ends >= limits)
     clients = table.client[at] if running.client is None else None
     outputs = EngineCoreOutputs(handles, indices, counts, tokens, logprobs=result.logprobs)
-    first = state.outbox.take_first_outputs(rows) if state.outbox.awaiting_first_output else []
-    finishes = _end_rows(state, rows, tokens, may_end) if np.count_nonzero(may_end) else []
-    return _by_client(outputs, clients, running.client, finishes, first)
+    by_client = _by_client(outputs, clients, running.client)
+    if state.outbox.awaiting_first_output:
+        state.outbox.take_first_outputs(rows)
+    if np.count_nonzero(may_end):
+        _end_rows(state, rows, tokens, may_end)
+    return by_client
 
 
-def _end_rows(
-    state: SchedulerState, rows: np.ndarray, tokens: np.ndarray, may_end: np.ndarray
-) -> list[tuple[int, Finish]]:
-    """End those rows that the new token really ends. Return (client, Finish)."""
-    finishes: list[tuple[int, Finish]] = []
+def _end_rows(state: SchedulerState, rows: np.ndarray, tokens: np.ndarray, may_end: np.ndarray) -> None:
+    """End those rows that the new token really ends."""
     for i in np.flatnonzero(may_end).tolist():
         row = int(rows[i])
         sequence = state.table.owner(row)
@@ -121,8 +128,7 @@ def _end_rows(
         output_len = int(state.table.num_tokens[row]) - 1 - spec.num_prompt_tokens
         end = find_end(spec, output_len, [int(tokens[i])], int(state.table.length_limit[row]))
         if end is not None:
-            finishes.append((spec.client_index, finish_sequence(state, sequence, end.status, end.stop_token)))
-    return finishes
+            finish_sequence(state, sequence, end.status, end.stop_token)
 
 
 # Drafts, late results, failures, pooled rows
@@ -133,40 +139,36 @@ def _commit_any(
 ) -> dict[int, EngineCoreOutputs]:
     """The definition, row by row: `_commit_plain` equals it for its case."""
     table, rows = state.table, output.sample_rows
-    finishes: list[tuple[int, Finish]] = []
     num_kept = np.zeros(len(rows), np.int32)  # tokens of each sample that count
     clients = table.client[rows]
-    first = state.outbox.take_first_outputs(rows[result.num_sampled > 0])
+    state.outbox.take_first_outputs(rows[result.num_sampled > 0])
     prompt_logprobs = _new_prompt_logprobs(state, output, result)  # before a first token ends its request
     table.settle_expected(rows, output.drafts)
+    state.drafts.verify(output, result)
     state.batch.changed(rows=False)  # counts move by more or less than one token
     for i, row in enumerate(rows.tolist()):
         sequence = table.sequence_of[row]
         if sequence is None or sequence.is_finished:
             continue
         tokens = result.sampled[i, : result.num_sampled[i]].tolist()
-        state.drafts.verified(sequence, row, len(output.drafts.get(row, ())), len(tokens))
         if sequence.row < 0 and tokens and not sequence.request.has_output:
-            first.append(state.outbox.note_first_output(sequence.request))  # its row was forgotten
-        num_kept[i], finish = _append(state, sequence, tokens)
-        if finish is not None:
-            finishes.append((int(clients[i]), finish))
+            state.outbox.note_first_output(sequence.request)  # its row was forgotten
+        num_kept[i] = _append(state, sequence, tokens)
     pooled: dict[int, dict[int, np.ndarray]] = {}
     if result.pooled:
-        first += state.outbox.take_first_outputs(np.fromiter(result.pooled, np.int32, len(result.pooled)))
+        state.outbox.take_first_outputs(np.fromiter(result.pooled, np.int32, len(result.pooled)))
     for row, vector in result.pooled.items():
         sequence = table.sequence_of[row]
         if sequence is None or sequence.is_finished:
             continue
         spec = sequence.request.spec
         if not sequence.request.has_output:  # it was preempted or swapped out while in flight; its vector is complete
-            first.append(state.outbox.note_first_output(sequence.request))
-        finish = finish_sequence(state, sequence, RequestStatus.FINISHED_STOPPED)
-        finishes.append((spec.client_index, finish))
+            state.outbox.note_first_output(sequence.request)
+        finish_sequence(state, sequence, RequestStatus.FINISHED_STOPPED)
         pooled.setdefault(spec.client_index, {})[spec.handle] = vector
     state.stats.generation_tokens += int(num_kept.sum())
     outputs = _kept_outputs(table, rows, result, num_kept)
-    by_client = _by_client(outputs, clients[num_kept > 0], None, finishes, first)
+    by_client = _by_client(outputs, clients[num_kept > 0], None)
     for client, by_handle in prompt_logprobs.items():
         by_client[client] = replace(by_client.get(client, NOTHING), prompt_logprobs=by_handle)
     for client, vectors in pooled.items():
@@ -174,8 +176,8 @@ def _commit_any(
     return by_client
 
 
-def _append(state: SchedulerState, sequence: Sequence, tokens: list[int]) -> tuple[int, Finish | None]:
-    """Append to a running sequence, or to one that was preempted or swapped out meanwhile. Return (kept, its end)."""
+def _append(state: SchedulerState, sequence: Sequence, tokens: list[int]) -> int:
+    """Append to a running sequence, or to one that was preempted or swapped out meanwhile. Return how many count."""
     table, spec, row = state.table, sequence.request.spec, sequence.row
     if row >= 0:
         num_tokens, limit = int(table.num_tokens[row]), int(table.length_limit[row])
@@ -184,9 +186,10 @@ def _append(state: SchedulerState, sequence: Sequence, tokens: list[int]) -> tup
     end = find_end(spec, num_tokens - spec.num_prompt_tokens, tokens, limit)
     if end is None:
         table.append_tokens(sequence, tokens)
-        return len(tokens), None
+        return len(tokens)
     table.append_tokens(sequence, tokens[: end.num_kept])
-    return end.num_kept, finish_sequence(state, sequence, end.status, end.stop_token)
+    finish_sequence(state, sequence, end.status, end.stop_token)
+    return end.num_kept
 
 
 def _fail_rows(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput, *, raised: bool) -> None:
@@ -210,15 +213,17 @@ def _fail_rows(state: SchedulerState, output: SchedulerOutput, result: ModelRunn
         if sequence.is_finished:
             continue
         request = sequence.request
+        state.events.write(Failed(*state.events.at(request.spec), output.step, message))
         if row in state.batch.leaders and len(request.unfinished) > 1 and not request.spec.is_beam_search:
             spoiled.add(request)  # its siblings, which wait for the row, start again in their turn
             state.batch.release_siblings(row)
         status = RequestStatus.FINISHED_IGNORED if row in result.refused else RequestStatus.FINISHED_ERROR
-        state.outbox.post_finishes(request, finish_one(state, sequence, status, message))
+        finish_one(state, sequence, status, message)
     spoiled.update(one.request for one in sequences if one is not None and not one.is_finished)
     requests = state.requests
     spoiled.update(requests[request_id] for request_id in waiting if request_id in requests)
     for request in sorted(spoiled, key=lambda one: -one.admission):  # so that the queue keeps their order
+        state.events.write(Failed(*state.events.at(request.spec), output.step, None))
         recompute(state, request)
     state.encoder.drop_outputs(lost_runs)
     state.kv.uncache_blocks(blocks)
@@ -244,32 +249,13 @@ def _new_prompt_logprobs(
 
 
 def _by_client(
-    outputs: EngineCoreOutputs,
-    clients: np.ndarray | None,
-    client: int | None,
-    finishes: list[tuple[int, Finish]],
-    first: list[RequestState],
+    outputs: EngineCoreOutputs, clients: np.ndarray | None, client: int | None
 ) -> dict[int, EngineCoreOutputs]:
-    """Group by client. clients: int32, one per entry of `outputs`, or None if all are of `client`.
-
-    finishes: with the client of each.   first: requests that emit for the first time.
-    """
-    by_client: dict[int, EngineCoreOutputs]
+    """Group by client. clients: int32, one per entry of `outputs`, or None if all are of `client`."""
     if clients is None:
         assert client is not None
-        by_client = {client: outputs}
-    else:
-        by_client = {int(one): _of_client(outputs, clients == one) for one in np.unique(clients)}
-    for request in first:
-        client_index = request.spec.client_index  # a first token that failed leaves only an end to report
-        by_client[client_index] = with_first_output(by_client.get(client_index, NOTHING), request)
-    ended: dict[int, list[Finish]] = {}
-    for one_client, finish in finishes:
-        ended.setdefault(one_client, []).append(finish)
-    for one_client, of_client in ended.items():
-        one = by_client.get(one_client, NOTHING)
-        by_client[one_client] = replace(one, finishes=one.finishes + tuple(of_client))
-    return by_client
+        return {client: outputs}
+    return {int(one): _of_client(outputs, clients == one) for one in np.unique(clients)}
 
 
 def _kept_outputs(

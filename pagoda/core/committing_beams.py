@@ -6,25 +6,26 @@ import numpy as np
 
 from pagoda.core.beams import BeamSearch, Candidates, columns_of
 from pagoda.core.lifecycle import finish_all, finish_sequence
-from pagoda.core.outbox import with_first_output
 from pagoda.core.request import RequestState, RequestStatus, Sequence, num_beam_candidates
 from pagoda.core.scheduler_output import (
     EngineCoreOutputs,
-    Finish,
     LogprobColumns,
     ModelRunnerOutput,
     SchedulerOutput,
-    join_outputs,
-    only_finishes,
 )
 from pagoda.core.state import SchedulerState
 
 
-def extend_beams(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
-    """Take the beams' part of a step's result. Return the rest: the result itself if the step has none of beams."""
+def extend_beams(
+    state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput
+) -> tuple[ModelRunnerOutput, dict[int, list[EngineCoreOutputs]]]:
+    """Take the beams' part of a step's result. Return the rest, and by client the texts of searches that are done.
+
+    The rest is the result itself if the step has none of beams.
+    """
     is_beam = state.table.is_beam[output.sample_rows]
     if not is_beam.any():
-        return result
+        return result, {}
     requests: dict[RequestState, None] = {}
     first = np.cumsum(result.num_sampled) - result.num_sampled
     for i in np.flatnonzero(is_beam & (result.num_sampled > 0)).tolist():
@@ -38,11 +39,12 @@ def extend_beams(state: SchedulerState, output: SchedulerOutput, result: ModelRu
             assert result.logprobs is not None, "`without_unscored` has refused these rows"
             _search_of(state, sequence.request).take(sequence.index, _candidates(sequence, result.logprobs, first[i]))
             requests[sequence.request] = None
+    texts: dict[int, list[EngineCoreOutputs]] = {}
     for request in requests:
         search = state.searches.get(request)
-        if search is not None and search.is_ready:
-            _extend_search(state, request, search)
-    return _without_samples(result, is_beam)
+        if search is not None and search.is_ready and (ended := _extend_search(state, request, search)):
+            texts.setdefault(request.spec.client_index, []).extend(ended)
+    return _without_samples(result, is_beam), texts
 
 
 def without_unscored(state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput) -> ModelRunnerOutput:
@@ -87,11 +89,11 @@ def _candidates(sequence: Sequence, logprobs: LogprobColumns, at: int) -> Candid
     return Candidates(logprobs.token_ids[at, columns].copy(), logprobs.logprobs[at, columns].copy())
 
 
-def _extend_search(state: SchedulerState, request: RequestState, search: BeamSearch) -> None:
+def _extend_search(state: SchedulerState, request: RequestState, search: BeamSearch) -> list[EngineCoreOutputs]:
+    """Let the beams continue; if the search is done, return its texts."""
     beams = search.extend()
     if search.is_done:
-        _end_search(state, request, search)
-        return
+        return _end_search(state, request, search)
     for beam in beams:
         if beam.source != beam.slot:
             _copy_beam(state, request.sequences[beam.source], request.sequences[beam.slot])
@@ -101,6 +103,7 @@ def _extend_search(state: SchedulerState, request: RequestState, search: BeamSea
         state.table.append_tokens(sequence, [beam.token_id])
         state.outbox.post_beam(sequence.row, source.row, position, beam.token_id)
     state.batch.changed(rows=False)
+    return []
 
 
 def _copy_beam(state: SchedulerState, source: Sequence, sequence: Sequence) -> None:
@@ -111,21 +114,17 @@ def _copy_beam(state: SchedulerState, source: Sequence, sequence: Sequence) -> N
     state.kv.fork(source.row, sequence.row, int(state.table.num_computed[source.row]))
 
 
-def _end_search(state: SchedulerState, request: RequestState, search: BeamSearch) -> None:
-    """Emit the hypotheses, best first. If a grammar allows too few, the last sequences end without a token."""
-    first = state.outbox.take_first_outputs(np.array(request.rows))
+def _end_search(state: SchedulerState, request: RequestState, search: BeamSearch) -> list[EngineCoreOutputs]:
+    """Return the hypotheses, best first. If a grammar allows too few, the last sequences end without a token."""
+    state.outbox.take_first_outputs(np.array(request.rows))
     parts: list[EngineCoreOutputs] = []
-    finishes: list[Finish] = []
     for sequence, hypothesis in zip(request.sequences, search.finished, strict=False):
         token_ids, columns = columns_of(hypothesis)
         state.stats.generation_tokens += len(token_ids)
         parts.append(_hypothesis_output(sequence, token_ids, columns))
-        finishes.append(finish_sequence(state, sequence, hypothesis.status, hypothesis.stop_token))
-    finishes += finish_all(state, request, RequestStatus.FINISHED_STOPPED)
-    outputs = join_outputs([*parts, only_finishes(finishes)])
-    for one in first:
-        outputs = with_first_output(outputs, one)
-    state.outbox.post(request, outputs)
+        finish_sequence(state, sequence, hypothesis.status, hypothesis.stop_token)
+    finish_all(state, request, RequestStatus.FINISHED_STOPPED)
+    return parts
 
 
 def _hypothesis_output(sequence: Sequence, token_ids: list[int], columns: LogprobColumns) -> EngineCoreOutputs:

@@ -1,82 +1,50 @@
-"""DecisionLog: why each step was planned as it was, as small records in a ring. Off unless asked for."""
+"""DecisionLog: the events of the last steps, and why each waiting request waits. Off unless asked for."""
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from pagoda.core.events import Reason
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """Entered with `num_tokens` to compute and `num_cached` found in the prefix cache; it holds `num_blocks` blocks."""
-
-    request_id: str
-    num_tokens: int
-    num_cached: int
-    num_blocks: int
-    num_free_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Did not enter, and why. stops_queue: requests after it were not considered."""
-
-    request_id: str
-    reason: Reason
-    stops_queue: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Preempted:
-    """Preempted so that `for_request` can continue (itself, if it was its own victim).
-
-    mode: "recompute" or "swap".   lost_tokens: must be computed again.   freed_blocks: what that freed.
-    """
-
-    request_id: str
-    for_request: str
-    mode: str
-    lost_tokens: int
-    freed_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """Copy-on-write: `source` was shared when the sequence had to write to it."""
-
-    request_id: str
-    sequence: int
-    source: int
-    target: int
-
-
-Decision = Admitted | Held | Preempted | Copied
+from pagoda.core.events import Admitted, Ended, Event, Held, Queued, RequestEvent
 
 
 class DecisionLog:
-    """The decisions of the last `num_steps` steps. With 0 it is off."""
+    """What happened in the last `num_steps` steps. With 0 it is off.
+
+    Of a request that waits, why it was held stays known, however long ago that was written.
+    """
 
     def __init__(self, num_steps: int) -> None:
-        self.enabled = num_steps > 0
-        self._steps: deque[tuple[int, list[Decision]]] = deque(maxlen=max(num_steps, 1))
+        self._num_steps = num_steps
+        self._events: deque[Event] = deque()
+        self._held: dict[tuple[int, int], Held] = {}  # by client and handle
+        self._ids: dict[tuple[int, int], str] = {}
 
-    def open_step(self, step: int) -> None:
-        self._steps.append((step, []))
+    def note(self, event: Event) -> None:
+        """Add an event."""
+        match event:
+            case Queued():
+                self._ids[event.client, event.handle] = event.request_id
+            case Held():
+                self._held[event.client, event.handle] = event
+            case Admitted() | Ended():
+                self._held.pop((event.client, event.handle), None)
+            case _:
+                pass
+        self._events.append(event)
+        while self._events[0].step <= event.step - self._num_steps:
+            oldest = self._events.popleft()
+            if isinstance(oldest, Ended) and oldest.is_last:
+                del self._ids[oldest.client, oldest.handle]
 
-    def note(self, decision: Decision) -> None:
-        """Add to the open step. Callers check `enabled` first, so that a log that is off costs one comparison."""
-        self._steps[-1][1].append(decision)
+    def __iter__(self) -> Iterator[tuple[int, Event]]:
+        """Yield (step, event), in the order in which they were written."""
+        first = self._events[0].step if self._events else 0
+        yield from ((held.step, held) for held in self._held.values() if held.step < first)
+        yield from ((event.step, event) for event in self._events)
 
-    def held(self, request_id: str, reason: Reason, *, stops_queue: bool) -> None:
-        """The request did not enter."""
-        if self.enabled:
-            self.note(Held(request_id, reason, stops_queue))
-
-    def __iter__(self) -> Iterator[tuple[int, Decision]]:
-        """Yield (step, decision), in the order in which they were made."""
-        return ((step, decision) for step, decisions in self._steps for decision in decisions)
-
-    def of_request(self, request_id: str) -> list[tuple[int, Decision]]:
-        """Return (step, decision) for everything that is still known of one request."""
-        return [(step, decision) for step, decision in self if decision.request_id == request_id]
+    def of_request(self, request_id: str) -> list[tuple[int, Event]]:
+        """Return (step, event) for everything that is still known of one request."""
+        return [
+            (step, event)
+            for step, event in self
+            if isinstance(event, RequestEvent) and self._ids.get((event.client, event.handle)) == request_id
+        ]

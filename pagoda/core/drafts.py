@@ -4,9 +4,10 @@ from collections import abc
 
 import numpy as np
 
-from pagoda.core.request import RequestStatus, Sequence
+from pagoda.core.events import DraftsVerified, EventStream
+from pagoda.core.request import RequestStatus
 from pagoda.core.request_table import RequestTable, readonly
-from pagoda.core.stats import SchedulerStats
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.core.step_plan import StepPlan
 
 
@@ -16,12 +17,12 @@ class Drafts:
     num_offered: int32 [rows], read-only.   offered: row -> int32 [k], k > 0.
     """
 
-    def __init__(self, table: RequestTable, stats: SchedulerStats) -> None:
+    def __init__(self, table: RequestTable, events: EventStream) -> None:
         self.offered: dict[int, np.ndarray] = {}
         self._num_offered = np.zeros(table.max_rows, np.int32)
         self.num_offered = readonly(self._num_offered)
         self._table = table
-        self._stats = stats
+        self._events = events
 
     def offer(self, row: int, tokens: abc.Sequence[int] | np.ndarray) -> None:
         """Replace the drafts of `row`. Unless it lacks exactly one token they would not fit, and are dropped.
@@ -63,14 +64,19 @@ class Drafts:
                 plan.drafts[row] = self.offered[row][:num_fitting]
             self.remove_row(row)
 
-    def verified(self, sequence: Sequence, row: int, num_drafts: int, num_sampled: int) -> None:
-        """A step has verified the drafts of `row`, which was the sequence's: take back those that were rejected."""
-        if not num_drafts:
-            return
-        num_accepted = max(num_sampled - 1, 0)
-        # Not of a sequence that was preempted while in flight: it has nothing computed to lower.
-        if sequence.row == row or sequence.request.status is RequestStatus.SWAPPED:
-            self._table.roll_back(sequence, num_drafts - num_accepted)
-        sequence.request.num_draft_tokens += num_drafts
-        sequence.request.num_accepted_tokens += num_accepted
-        self._stats.count_draft(num_drafts, num_accepted)
+    def verify(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """A step has verified its drafts: take back those that were rejected."""
+        sampled = dict(zip(output.sample_rows.tolist(), result.num_sampled.tolist(), strict=True))
+        verified: dict[int, list[tuple[int, int, int, int]]] = {}  # by client
+        for row, drafts in output.drafts.items():
+            sequence = self._table.sequence_of[row]
+            if sequence is None or sequence.is_finished:
+                continue
+            request, num_accepted = sequence.request, max(sampled[row] - 1, 0)
+            # Not of a sequence that was preempted while in flight: it has nothing computed to lower.
+            if sequence.row == row or request.status is RequestStatus.SWAPPED:
+                self._table.roll_back(sequence, len(drafts) - num_accepted)
+            of_client = verified.setdefault(request.spec.client_index, [])
+            of_client.append((request.spec.handle, sequence.index, len(drafts), num_accepted))
+        for client, entries in verified.items():
+            self._events.write(DraftsVerified(*self._events.now(), client, *zip(*entries, strict=True)))

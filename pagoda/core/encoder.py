@@ -5,11 +5,10 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from pagoda.core.events import Reason
-from pagoda.core.request import MediaItem, RequestState, Sequence
+from pagoda.core.events import Encoded, EventStream
+from pagoda.core.request import MediaItem, Reason, RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import EncoderRun, SchedulerOutput
-from pagoda.core.stats import SchedulerStats
 from pagoda.core.step_plan import Chunk, StepPlan
 
 
@@ -155,7 +154,7 @@ class EncoderInputs:
     def __init__(
         self,
         table: RequestTable,
-        stats: SchedulerStats,
+        events: EventStream,
         cache_tokens: int,
         budget_tokens: int,
         *,
@@ -166,7 +165,7 @@ class EncoderInputs:
         self.largest_item = min(budget_tokens, cache_tokens)
         self._cache = EncoderCache(cache_tokens)
         self._table = table
-        self._stats = stats
+        self._events = events
         self._whole_items = whole_items
         self._rows: dict[int, RequestState] = {}
 
@@ -191,16 +190,16 @@ class EncoderInputs:
 
     def place(self, plan: StepPlan, request: RequestState, row: int, chunk: Chunk) -> None:
         """The chunk is placed: its items run in this step."""
+        num_cached = chunk.num_found + len(chunk.repeated)
         for item in chunk.to_encode:
             media = request.spec.media[item]
-            self._stats.encoder_hits += not self._cache.add(request, item)
+            num_cached += not self._cache.add(request, item)
             plan.encoder_runs.setdefault(row, []).append(EncoderRun(row, item, media.content_hash))
             plan.encoder_budget -= media.length
         for item in chunk.repeated:
             self._cache.touch(request, item)
-        found = len(chunk.repeated) + chunk.num_found
-        self._stats.encoder_queries += len(chunk.to_encode) + found
-        self._stats.encoder_hits += found
+        if num_items := len(chunk.to_encode) + len(chunk.repeated) + chunk.num_found:
+            self._events.write(Encoded(*self._events.at(request.spec), num_items, num_cached))
 
     def release(self, request: RequestState) -> None:
         """The chunk is not placed, or the request left the running batch: drop its references."""

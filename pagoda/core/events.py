@@ -5,30 +5,11 @@ applied, when the event is written; between steps, the last such step. `time_s` 
 identified by its client and handle; its id is a label, which the first and the last event of it carry.
 """
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 
-from pagoda.core.request import AdmitKind, RequestStatus
-
-
-class Reason(Enum):
-    """Why a waiting request did not enter in a step, or a running row computes less than it could."""
-
-    BUDGET = "token budget spent"
-    NUM_SEQS = "max_num_seqs sequences are running"
-    BLOCKS = "not enough free blocks"
-    WATERMARK = "too few free blocks above the watermark"
-    NEVER = "can never be served"
-    LORA = "max_loras adapters are in the batch"
-    ENCODER = "encoder budget or cache spent"
-    GRAMMAR = "grammar not compiled yet"
-    ADAPTER = "adapter not loaded yet"
-    DELAY = "waiting for more prompts to gather"
-    PARTIAL_PREFILLS = "too many prompts are mid-prefill"
-    IN_FLIGHT = "one of its tokens is still in flight"
-    ROW_CAP = "long_prefill_token_threshold"
-    STAGES = "each pipeline stage decodes a share of the rows"
-    PREFILL_SHARE = "prefill_beside_decodes"
+from pagoda.base.clock import Clock
+from pagoda.core.request import AdmitKind, Reason, Request, RequestStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +51,14 @@ class Held(RequestEvent):
 class Admitted(RequestEvent):
     """It runs. Counts are of its sequences that got a row.
 
-    num_tokens: known.   num_cached: of those, found in the prefix cache.   num_computed: have their KV, from the prefix
-    cache or from host memory.   num_new: computed in this step.
+    num_tokens: known.   num_cached: of those, found in the prefix cache; None if that is off, or was not asked.
+    num_computed: have their KV, from the prefix cache or from host memory.   num_new: computed in this step.
     num_blocks: that its first sequence holds now.   num_free_blocks: after that.
     """
 
     kind: AdmitKind
     num_tokens: int
-    num_cached: int
+    num_cached: int | None
     num_computed: int
     num_new: int
     num_blocks: int
@@ -230,3 +211,83 @@ ClientEvent = (
 )
 """What is sent to the client whose request it is about."""
 Event = ClientEvent | CacheEvent
+Fold = Callable[[Event], None]
+
+
+class Events:
+    """What happened to the requests of one client, in order. (A type of its own, so that it has a wire form.)"""
+
+    __slots__ = ("_events",)
+
+    def __init__(self, events: Iterable[ClientEvent] = ()) -> None:
+        self._events = tuple(events)
+
+    def __iter__(self) -> Iterator[ClientEvent]:
+        return iter(self._events)
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+
+class EventStream:
+    """What happens, in order. Each event goes to every fold at once, and to its client with its next outputs.
+
+    step: what events carry, see above; set by the scheduler.
+    has_cache_folds: somebody reads the events of the cache; otherwise they are not even made.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.step = 0
+        self.has_cache_folds = False
+        self._clock = clock
+        self._folds: list[Fold] = []
+        self._cache_folds: list[Fold] = []
+        self._pending: list[ClientEvent] = []
+
+    def subscribe(self, fold: Fold, *, cache: bool = False) -> Callable[[], None]:
+        """Give `fold` every event from now on, with `cache` those of the cache, too. Return what ends that.
+
+        It is called while a step is planned or applied: it must neither raise, take long, nor call the scheduler.
+        """
+        lists = (self._folds, self._cache_folds) if cache else (self._folds,)
+
+        def end() -> None:
+            for folds in lists:
+                folds.remove(fold)
+            self.has_cache_folds = bool(self._cache_folds)
+
+        for folds in lists:
+            folds.append(fold)
+        self.has_cache_folds = bool(self._cache_folds)
+        return end
+
+    def at(self, request: Request) -> tuple[int, float, int, int]:
+        """Return what an event of the request begins with."""
+        return self.step, self._clock.now(), request.client_index, request.handle
+
+    def now(self) -> tuple[int, float]:
+        """Return what an event that is of no request begins with."""
+        return self.step, self._clock.now()
+
+    def write(self, event: ClientEvent) -> None:
+        """Append what happened to a request. Only the owner of the fact calls this."""
+        self._pending.append(event)
+        for fold in self._folds:
+            fold(event)
+
+    def write_cache(self, event: CacheEvent) -> None:
+        """Append what happened to the cache. Only called if `has_cache_folds`."""
+        for fold in self._cache_folds:
+            fold(event)
+
+    @property
+    def num_pending(self) -> int:
+        """How many events no client got yet."""
+        return len(self._pending)
+
+    def take(self, first: int = 0) -> dict[int, Events]:
+        """Return what no client got yet, by client.   first: only from the pending event of this number on."""
+        taken = self._pending[first:]
+        del self._pending[first:]
+        clients = dict.fromkeys(event.client for event in taken)
+        return {client: Events(event for event in taken if event.client == client) for client in clients}

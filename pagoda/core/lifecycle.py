@@ -9,9 +9,9 @@ import numpy as np
 
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.errors import RequestError
-from pagoda.core.events import Reason
-from pagoda.core.request import AdmitKind, Request, RequestState, RequestStatus, Sequence
-from pagoda.core.scheduler_output import Finish
+from pagoda.core.events import Ended, Held, Queued, Swapped
+from pagoda.core.policy import RequestQueue
+from pagoda.core.request import AdmitKind, Reason, Request, RequestState, RequestStatus, Sequence
 from pagoda.core.state import SchedulerState
 from pagoda.core.stops import find_end
 
@@ -35,6 +35,9 @@ def add_request(state: SchedulerState, request: Request) -> None:
     state.requests[request.request_id] = added
     state.stops.add(request)
     state.waiting.push(added)
+    position = state.waiting.position(added)
+    at = state.events.at(request)
+    state.events.write(Queued(*at, request.request_id, request.num_prompt_tokens, request.num_seqs, position))
 
 
 def _check(state: SchedulerState, request: Request) -> None:
@@ -65,19 +68,27 @@ def _end_after(state: SchedulerState, request: Request, prior: tuple[int, ...]) 
     return None if end is None else end.status
 
 
-def move_to_running(state: SchedulerState, request: RequestState, num_cached: int = 0) -> AdmitKind:
-    """The request joins the running batch; the caller gives rows to its sequences. Return what it is to workers.
+def hold(
+    state: SchedulerState, request: RequestState, queue: RequestQueue, reason: Reason, *, stops_queue: bool
+) -> None:
+    """The request was considered and did not enter."""
+    if request.held_for is reason:
+        return
+    request.held_for = reason
+    num_blocks, position = state.kv.most_blocks(request), queue.position(request)
+    at = state.events.at(request.spec)
+    state.events.write(Held(*at, reason, position, stops_queue, num_blocks, state.kv.num_free_blocks))
 
-    num_cached: its tokens that the prefix cache has.
-    """
+
+def move_to_running(state: SchedulerState, request: RequestState) -> AdmitKind:
+    """The request joins the running batch; the caller gives rows to its sequences. Return what it is to workers."""
     queue, kind = state.waiting, AdmitKind.RESUMED
     if request.status is RequestStatus.SWAPPED:
         queue, kind = state.swapped, AdmitKind.SWAPPED_IN
     elif request.admission < 0:
         kind = AdmitKind.NEW
-        request.num_cached_tokens = num_cached
-        request.queue_s = state.clock.now() - request.spec.arrival_time_s
     queue.remove(request)
+    request.held_for = None
     state.num_admissions += 1
     request.admission = state.num_admissions
     request.status = RequestStatus.RUNNING
@@ -136,7 +147,8 @@ def _restart_search(state: SchedulerState, request: RequestState) -> None:
 def swap_out(state: SchedulerState, request: RequestState) -> None:
     """The request's KV moves to host memory; it waits there with all that it has computed."""
     sequences = [sequence for sequence in request.sequences if sequence.row >= 0]
-    state.kv.swap_out(sequences)
+    num_blocks = state.kv.swap_out(sequences)
+    state.events.write(Swapped(*state.events.at(request.spec), True, num_blocks))
     for sequence in sequences:
         _leave_row(state, sequence)
     _leave(state, request)
@@ -174,7 +186,7 @@ def finish_sequence(
     status: RequestStatus,
     stop_reason: int | None = None,
     message: str | None = None,
-) -> Finish:
+) -> None:
     """The sequence has ended, and with the last one the request. What it held is free at once."""
     request = sequence.request
     state.batch.sequence_ended(request)
@@ -182,19 +194,11 @@ def finish_sequence(
     if sequence.row >= 0:
         _free_row(state, sequence)
     state.kv.remove_sequence(sequence)
-    if not request.unfinished:
+    is_last = not request.unfinished
+    if is_last:
         _remove(state, request, status)
-    return Finish(
-        request.request_id,
-        request.spec.handle,
-        sequence.index,
-        status,
-        stop_reason,
-        message,
-        request.num_preemptions,
-        request.num_draft_tokens,
-        request.num_accepted_tokens,
-    )
+    at = state.events.at(request.spec)
+    state.events.write(Ended(*at, request.request_id, sequence.index, status, stop_reason, message, is_last))
 
 
 def _remove(state: SchedulerState, request: RequestState, status: RequestStatus) -> None:
@@ -212,26 +216,24 @@ def _remove(state: SchedulerState, request: RequestState, status: RequestStatus)
     state.outbox.post_finished(request)
 
 
-def finish_one(
-    state: SchedulerState, sequence: Sequence, status: RequestStatus, message: str | None = None
-) -> list[Finish]:
-    """`finish` for one sequence of several. If others wait for its row, the request starts again without it.
+def finish_one(state: SchedulerState, sequence: Sequence, status: RequestStatus, message: str | None = None) -> None:
+    """`finish_sequence` for one sequence of several. If others wait for its row, the request starts again without it.
 
     Of a beam search, all sequences end: none of them has a result of its own.
     """
     request = sequence.request
     if request.spec.is_beam_search:
-        return finish_all(state, request, status, message)
+        finish_all(state, request, status, message)
+        return
     if sequence.row in state.batch.leaders and len(request.unfinished) > 1:
         requeue(state, request)
-    return [finish_sequence(state, sequence, status, message=message)]
+    finish_sequence(state, sequence, status, message=message)
 
 
-def finish_all(
-    state: SchedulerState, request: RequestState, status: RequestStatus, message: str | None = None
-) -> list[Finish]:
+def finish_all(state: SchedulerState, request: RequestState, status: RequestStatus, message: str | None = None) -> None:
     """All unfinished sequences of the request end together."""
-    return [finish_sequence(state, sequence, status, message=message) for sequence in request.unfinished]
+    for sequence in request.unfinished:
+        finish_sequence(state, sequence, status, message=message)
 
 
 def refuse(state: SchedulerState, request: RequestState, why: str) -> None:
@@ -241,5 +243,4 @@ def refuse(state: SchedulerState, request: RequestState, why: str) -> None:
     message = f"request {shown_id(request.request_id)} {why}"
     logger.warning("%s: it %s", message, "ends with the output it has" if has_output else "is ignored")
     status = RequestStatus.FINISHED_LENGTH_CAPPED if has_output else RequestStatus.FINISHED_IGNORED
-    state.outbox.post_finishes(request, finish_all(state, request, status, message))
-    state.log.held(request.request_id, Reason.NEVER, stops_queue=False)
+    finish_all(state, request, status, message)

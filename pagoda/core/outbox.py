@@ -1,12 +1,10 @@
-"""Outbox: what the next SchedulerOutput and the next outputs of clients must still say."""
-
-from dataclasses import replace
+"""Outbox: what the next SchedulerOutput must still say, and which requests await their first output."""
 
 import numpy as np
 
+from pagoda.core.events import EventStream, FirstToken
 from pagoda.core.request import RequestState
-from pagoda.core.scheduler_output import BeamRows, EngineCoreOutputs, Finish, join_outputs, only_finishes
-from pagoda.core.stats import SchedulerStats
+from pagoda.core.scheduler_output import BeamRows
 from pagoda.core.step_plan import StepPlan
 
 
@@ -16,15 +14,14 @@ class Outbox:
     awaiting_first_output: row -> request of which no token has been emitted yet.
     """
 
-    def __init__(self, max_rows: int, stats: SchedulerStats) -> None:
+    def __init__(self, max_rows: int, events: EventStream) -> None:
         self.awaiting_first_output: dict[int, RequestState] = {}
         self._awaits = np.zeros(max_rows, np.bool_)  # by row, the same: one lookup for a whole batch
         self._released: list[int] = []
         self._beams: list[tuple[int, int, int, int]] = []  # row, source, position, token
         self._preempted_ids: list[str] = []
         self._finished_ids: list[str] = []
-        self._deferred: dict[int, list[EngineCoreOutputs]] = {}
-        self._stats = stats
+        self._events = events
 
     # For workers, with the next SchedulerOutput
 
@@ -61,24 +58,7 @@ class Outbox:
         if self._finished_ids:
             plan.events["finished_ids"], self._finished_ids = tuple(self._finished_ids), []
 
-    # For clients, with the next EngineCoreOutputs
-
-    def post(self, request: RequestState, outputs: EngineCoreOutputs) -> None:
-        """The request's client gets `outputs` with those of the step that is completed next."""
-        self._deferred.setdefault(request.spec.client_index, []).append(outputs)
-
-    def post_finishes(self, request: RequestState, finishes: list[Finish]) -> None:
-        """`post` that sequences of the request have ended."""
-        self.post(request, only_finishes(finishes))
-
-    @property
-    def has_deferred(self) -> bool:
-        return bool(self._deferred)
-
-    def take_deferred(self) -> dict[int, EngineCoreOutputs]:
-        """Return what was posted, by client."""
-        deferred, self._deferred = self._deferred, {}
-        return {client: join_outputs(parts) for client, parts in deferred.items()}
+    # First outputs
 
     def await_first_output(self, row: int, request: RequestState) -> None:
         """Note `row`, unless the client has a token of the request already."""
@@ -86,26 +66,14 @@ class Outbox:
             self.awaiting_first_output[row] = request
             self._awaits[row] = True
 
-    def take_first_outputs(self, rows: np.ndarray) -> list[RequestState]:
-        """Return the requests of which `rows` emit the first token. They are no longer awaited."""
-        first: list[RequestState] = []
+    def take_first_outputs(self, rows: np.ndarray) -> None:
+        """`rows` emit a token: write which requests emit their first one. They are no longer awaited."""
         for row in rows[self._awaits[rows]].tolist():
             self._awaits[row] = False
-            first.append(self.note_first_output(self.awaiting_first_output.pop(row)))
-        return first
+            self.note_first_output(self.awaiting_first_output.pop(row))
 
-    def note_first_output(self, request: RequestState) -> RequestState:
-        """The request emits its first token. Return it."""
+    def note_first_output(self, request: RequestState) -> None:
+        """The request emits its first token."""
         request.has_output = True
-        self._stats.prompt_tokens += request.spec.num_prompt_tokens
-        return request
-
-
-def with_first_output(outputs: EngineCoreOutputs, request: RequestState) -> EngineCoreOutputs:
-    """Return the outputs with what is sent once, with the first token of the request."""
-    handle = request.spec.handle
-    return replace(
-        outputs,
-        num_cached_tokens=outputs.num_cached_tokens | {handle: request.num_cached_tokens},
-        queue_s=outputs.queue_s | {handle: request.queue_s},
-    )
+        spec = request.spec
+        self._events.write(FirstToken(*self._events.at(spec), spec.num_prompt_tokens))

@@ -6,13 +6,12 @@ from copy import copy
 import numpy as np
 
 from pagoda.base.errors import RequestError
-from pagoda.core.decision_log import Admitted, Copied
-from pagoda.core.events import Reason
+from pagoda.core.events import Admitted, Copied, Swapped
 from pagoda.core.kv import CachedPrefix
-from pagoda.core.lifecycle import finish_all, finish_one, fork_row, give_row, move_to_running, refuse
+from pagoda.core.lifecycle import finish_all, finish_one, fork_row, give_row, hold, move_to_running, refuse
 from pagoda.core.policy import RequestQueue, key_of
 from pagoda.core.preemption import next_victim, preempt, preempt_for
-from pagoda.core.request import AdmitKind, RequestState, RequestStatus, Sequence, without_features
+from pagoda.core.request import AdmitKind, Reason, RequestState, RequestStatus, Sequence, without_features
 from pagoda.core.rules import (
     MAX_ADAPTER_SKIPS,
     fit_chunk,
@@ -100,10 +99,9 @@ def _end_outgrown(state: SchedulerState, plan: StepPlan, sequence: Sequence) -> 
     for other in request.unfinished if request.spec.is_beam_search else [sequence]:
         if other.row >= 0:
             state.encoder.take_out(plan, other, state.requests)
-    finishes = finish_one(state, sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)
+    finish_one(state, sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)
     for row in rows.difference(request.rows):
         plan.take_out(row)
-    state.outbox.post_finishes(request, finishes)
 
 
 def _has_outgrown_pool(state: SchedulerState, request: RequestState, end: int) -> bool:
@@ -137,7 +135,8 @@ def _resume(state: SchedulerState, request: RequestState, plan: StepPlan) -> Rea
     kind = move_to_running(state, request)
     for sequence in sequences:
         give_row(state, sequence, sequence.num_computed)
-    state.kv.swap_in(sequences)
+    num_blocks = state.kv.swap_in(sequences)
+    state.events.write(Swapped(*state.events.at(request.spec), False, num_blocks))
     for sequence, chunk, end in zip(sequences, chunks, ends, strict=True):
         row, start = sequence.row, sequence.num_computed
         plan.introduce_row(row, kind, start)
@@ -148,7 +147,7 @@ def _resume(state: SchedulerState, request: RequestState, plan: StepPlan) -> Rea
             state.kv.allocate_slots_swapped_in(row, end)
             place_chunk(state, plan, request, row, start, chunk)
     state.outbox.await_first_output(sequences[0].row, request)
-    _note_admitted(state, request, sum(chunk.num_new for chunk in chunks), 0)
+    _note_admitted(state, request, kind, None, sum(chunk.num_new for chunk in chunks))
     return None
 
 
@@ -199,23 +198,27 @@ def _enter_with_prefix(
 ) -> None:
     """All checks passed: take the row and the blocks."""
     start = prefix.num_tokens
-    kind = move_to_running(state, request, start)
+    kind = move_to_running(state, request)
     row = give_row(state, request.unfinished[0], start)
-    state.kv.allocate_prompt(row, prefix, start + chunk.num_new, resumed=kind is AdmitKind.RESUMED)
+    state.kv.allocate_prompt(row, prefix, start + chunk.num_new)
     plan.introduce_row(row, kind, start)
     state.encoder.add_row(request, row)
     place_chunk(state, plan, request, row, start, chunk)
     state.batch.let_siblings_wait(row, request)
     state.outbox.await_first_output(row, request)
-    _note_admitted(state, request, chunk.num_new, start)
+    _note_admitted(state, request, kind, start if state.kv.is_caching else None, chunk.num_new)
 
 
-def _note_admitted(state: SchedulerState, request: RequestState, num_tokens: int, num_cached: int) -> None:
-    """Log that the request entered."""
-    if state.log.enabled:
-        tables = state.kv.tables_of(request.unfinished[0].row)
-        num_blocks = sum(int(np.count_nonzero(entries)) for entries in tables)
-        state.log.note(Admitted(request.request_id, num_tokens, num_cached, num_blocks, state.kv.num_free_blocks))
+def _note_admitted(
+    state: SchedulerState, request: RequestState, kind: AdmitKind, num_cached: int | None, num_new: int
+) -> None:
+    """The request entered: what an Admitted event says."""
+    entered = [sequence for sequence in request.sequences if sequence.row >= 0]
+    num_tokens = sum(len(sequence.token_ids) for sequence in entered)
+    num_computed = sum(int(state.table.num_computed[sequence.row]) for sequence in entered)
+    num_blocks, num_free = sum(state.kv.num_blocks_held([entered[0].row])), state.kv.num_free_blocks
+    at = state.events.at(request.spec)
+    state.events.write(Admitted(*at, kind, num_tokens, num_cached, num_computed, num_new, num_blocks, num_free))
 
 
 def _offer(
@@ -234,11 +237,10 @@ def _offer(
         try:
             reason = why_skipped(state, request, queue, plan)
         except RequestError as error:
-            finishes = finish_all(state, request, RequestStatus.FINISHED_ERROR, str(error))
-            state.outbox.post_finishes(request, finishes)
+            finish_all(state, request, RequestStatus.FINISHED_ERROR, str(error))
             continue
         if reason is not None:
-            state.log.held(request.request_id, reason, stops_queue=False)
+            hold(state, request, queue, reason, stops_queue=False)
             if reason is Reason.LORA:
                 skipped_keys.add(key_of(request))
                 request.num_adapter_skips += 1
@@ -255,7 +257,7 @@ def _offer(
                 continue
         reason = why_stopped(state, request, queue, plan) or offer(state, request, plan)
         if reason is not None and not (may_preempt and preempt_for(state, request, plan, reason)):
-            state.log.held(request.request_id, reason, stops_queue=True)
+            hold(state, request, queue, reason, stops_queue=True)
             return False
     return plan.budget > 0
 
@@ -346,10 +348,9 @@ def _find_samples(state: SchedulerState, plan: StepPlan) -> None:
 
 def _drain(state: SchedulerState, plan: StepPlan) -> None:
     """Move notifications and block moves into the plan."""
-    if state.log.enabled:
-        for row, source, target in state.kv.copies:
-            sequence = state.table.owner(row)
-            state.log.note(Copied(sequence.request.request_id, sequence.index, source, target))
+    for row, source, target in state.kv.copies:
+        sequence = state.table.owner(row)
+        state.events.write(Copied(*state.events.at(sequence.request.spec), sequence.index, source, target))
     if plan.entering:
         plan.events["admitted"] = tuple(_row_init(state, row, *entry) for row, entry in plan.entering.items())
     if state.config.has_followers:

@@ -58,6 +58,11 @@ class RequestQueue:
                 best = entries[at]
         return best[2] if best is not None else None
 
+    def position(self, request: RequestState) -> int:
+        """Return how many of its requests come before `request`."""
+        entry = self._entries[request.request_id]
+        return sum(bisect_left(entries, entry) for entries in self._lists.values())
+
     def adapter_names(self) -> set[str]:
         """Return a name of each LoRA adapter that requests wait with."""
         first = [entries[0][2].spec.lora for entries in self._lists.values()]

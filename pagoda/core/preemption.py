@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 from pagoda.base.config import PreemptionMode
 from pagoda.core.cost_model import CostModel
-from pagoda.core.decision_log import Preempted
-from pagoda.core.events import Reason
+from pagoda.core.events import Preempted
 from pagoda.core.lifecycle import requeue, swap_out
-from pagoda.core.request import RequestState, RequestStatus
+from pagoda.core.request import Reason, RequestState, RequestStatus
 from pagoda.core.state import SchedulerState
 from pagoda.core.step_plan import StepPlan
 
@@ -40,21 +39,17 @@ def preempt(state: SchedulerState, victim: RequestState, plan: StepPlan, for_req
         state.encoder.take_out(plan, sequence, state.requests)
         state.kv.uncache_uncomputed(sequence.row)
     swap = _swaps(state, victim, rows, lost)
-    if swap:
-        swap_out(state, victim)
-        state.stats.swap_outs += 1
-    else:
-        requeue(state, victim)
-    _count(state, victim)
+    leave, mode = (swap_out, "swap") if swap else (requeue, "recompute")
+    leave(state, victim)
     plan.preempted.append(victim)
-    if state.log.enabled:
-        freed, mode = state.kv.num_free_blocks - free_before, "swap" if swap else "recompute"
-        state.log.note(Preempted(victim.request_id, for_request.request_id, mode, 0 if swap else lost, freed))
+    freed = state.kv.num_free_blocks - free_before
+    _note_preempted(state, victim, for_request, mode, 0 if swap else lost, freed)
 
 
 def _num_to_recompute(state: SchedulerState, victim: RequestState) -> int:
     """Return the tokens that are lost with its KV. Full prompt blocks, which its sequences share, are computed once."""
-    counts = [int(state.table.num_computed[row]) for row in victim.rows]
+    rows = [int(state.table.num_computed[row]) for row in victim.rows]
+    counts = rows or [sequence.num_computed for sequence in victim.unfinished]
     shared = min([victim.spec.num_prompt_tokens, *counts]) // state.kv.block_size * state.kv.block_size
     return sum(counts) - len(counts[1:]) * shared
 
@@ -71,10 +66,13 @@ def _swaps(state: SchedulerState, victim: RequestState, rows: list[int], num_los
     )
 
 
-def _count(state: SchedulerState, victim: RequestState) -> None:
-    victim.num_preemptions += 1
-    state.stats.preemptions += 1
+def _note_preempted(
+    state: SchedulerState, victim: RequestState, cause: RequestState | None, mode: str, lost: int, freed: int
+) -> None:
+    """Workers and readers of the events get to know it.   cause: the request that it makes room for."""
     state.outbox.post_preempted(victim)
+    who = (cause.spec.client_index, cause.spec.handle) if cause is not None else (None, None)
+    state.events.write(Preempted(*state.events.at(victim.spec), *who, mode, lost, freed))
 
 
 def preempt_for(state: SchedulerState, head: RequestState, plan: StepPlan, reason: Reason) -> bool:
@@ -114,7 +112,8 @@ def preempt_all(state: SchedulerState) -> None:
 def recompute(state: SchedulerState, request: RequestState) -> None:
     """Take the request out with all its KV, wherever that is. Its tokens in flight are lost."""
     if request.status in (RequestStatus.RUNNING, RequestStatus.SWAPPED):
+        lost, free_before = _num_to_recompute(state, request), state.kv.num_free_blocks
         requeue(state, request)
-        _count(state, request)
+        _note_preempted(state, request, None, "recompute", lost, state.kv.num_free_blocks - free_before)
     state.table.drop_late_results(request)
     state.in_flight.drop_late_tokens(request)

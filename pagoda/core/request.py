@@ -1,7 +1,7 @@
 """Request: one prompt and its parameters, immutable. RequestState and Sequence: what changes while it is served."""
 
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 import numpy as np
 
@@ -47,6 +47,26 @@ class AdmitKind(IntEnum):
     NEW = 0
     RESUMED = 1  # was preempted by recompute
     SWAPPED_IN = 2  # its KV comes back by `swap_in` of the same step
+
+
+class Reason(Enum):
+    """Why a waiting request did not enter in a step, or a running row computes less than it could."""
+
+    BUDGET = "token budget spent"
+    NUM_SEQS = "max_num_seqs sequences are running"
+    BLOCKS = "not enough free blocks"
+    WATERMARK = "too few free blocks above the watermark"
+    NEVER = "can never be served"
+    LORA = "max_loras adapters are in the batch"
+    ENCODER = "encoder budget or cache spent"
+    GRAMMAR = "grammar not compiled yet"
+    ADAPTER = "adapter not loaded yet"
+    DELAY = "waiting for more prompts to gather"
+    PARTIAL_PREFILLS = "too many prompts are mid-prefill"
+    IN_FLIGHT = "one of its tokens is still in flight"
+    ROW_CAP = "long_prefill_token_threshold"
+    STAGES = "each pipeline stage decodes a share of the rows"
+    PREFILL_SHARE = "prefill_beside_decodes"
 
 
 PLACEHOLDER_ID = 0
@@ -220,11 +240,10 @@ class RequestState:
     sort_key: its place in the queues, set by the policy.   admission: number of its last admission, which orders the
         running batch; -1 before the first.
     awaiting_fork: its sequences share the first one's row until the prompt is computed.
-    num_cached_tokens: prompt tokens found in the prefix cache at its first admission.   queue_s: seconds from its
-        arrival to its first admission.   has_output: its client was sent a first token.
+    held_for: why it did not enter when it was last considered; None if it was not, or runs.
+    has_output: its first token is there.
     num_prompt_logprobs_sent: prompt positions whose logprobs were sent; a resumed request computes them again.
     num_adapter_skips: steps in which requests after it could enter, because its adapter had no room.
-    num_draft_tokens, num_accepted_tokens: drafts verified for its sequences, and those that were right.
     """
 
     spec: Request
@@ -233,14 +252,10 @@ class RequestState:
     sequences: list[Sequence] = field(default_factory=list)
     awaiting_fork: bool = True
     admission: int = -1
-    num_preemptions: int = 0
-    num_cached_tokens: int = 0
-    queue_s: float = 0.0
+    held_for: Reason | None = None
     has_output: bool = False
     num_prompt_logprobs_sent: int = 0
     num_adapter_skips: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
 
     request_id: str = field(init=False)
 

@@ -5,9 +5,8 @@ All are ordered functions: to add a rule, add a branch at its place. The first r
 
 import numpy as np
 
-from pagoda.core.events import Reason
 from pagoda.core.policy import RequestQueue
-from pagoda.core.request import RequestState
+from pagoda.core.request import Reason, RequestState
 from pagoda.core.state import SchedulerState
 from pagoda.core.step_plan import Chunk, StepPlan
 

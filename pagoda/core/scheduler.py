@@ -7,15 +7,16 @@
 planning.py has these moves; the results are applied by committing.py.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from pagoda.base.clock import Clock
 from pagoda.base.config import CacheConfig
-from pagoda.core.committing import commit, commit_failure
+from pagoda.core.committing import commit, commit_failure, with_events
 from pagoda.core.decision_log import DecisionLog
+from pagoda.core.events import Fold
 from pagoda.core.kv import KVGroupSpec
 from pagoda.core.lifecycle import add_request, finish_all, finish_one
 from pagoda.core.planning import admit_waiting, finish_plan, resume_swapped, run_running
@@ -23,7 +24,7 @@ from pagoda.core.preemption import preempt_all
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.rules import narrow_budgets
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput, only_finishes
+from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput, only_events
 from pagoda.core.state import Preparations, SchedulerState
 from pagoda.core.stats import SchedulerStats
 from pagoda.core.step_plan import StepPlan
@@ -55,7 +56,6 @@ class Scheduler:
         self.config = config
         self.max_model_len = max_model_len
         self.max_rows = config.max_rows
-        self._step = 0
         self._state = SchedulerState(
             config, cache, kv_groups, num_blocks, max_model_len, clock, num_host_blocks, encoder_decoder, preparations
         )
@@ -76,13 +76,16 @@ class Scheduler:
 
         Blocks are free at once: steps in flight run before any step that could reuse them.
         """
-        finishes: dict[int, list[Finish]] = {}
+        first = self._state.events.num_pending
         for request_id in (request_ids,) if isinstance(request_ids, str) else tuple(request_ids):
             request = self._state.requests.get(request_id)
             if request is not None:
-                ended = finish_all(self._state, request, status)
-                finishes.setdefault(request.spec.client_index, []).extend(ended)
-        return {client: only_finishes(ended) for client, ended in finishes.items()}
+                finish_all(self._state, request, status)
+        return self._take_events(first)
+
+    def _take_events(self, first: int) -> dict[int, EngineCoreOutputs]:
+        """Return the pending events from number `first` on, by client."""
+        return {client: only_events(events) for client, events in self._state.events.take(first).items()}
 
     def finish_sequence(
         self, request_id: str, index: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED
@@ -94,18 +97,18 @@ class Scheduler:
         request = self._state.requests.get(request_id)
         if request is None or index >= len(request.sequences) or request.sequences[index].is_finished:
             return {}
-        finishes = finish_one(self._state, request.sequences[index], status)
-        return {request.spec.client_index: only_finishes(finishes)}
+        first = self._state.events.num_pending
+        finish_one(self._state, request.sequences[index], status)
+        return self._take_events(first)
 
     # Steps
 
     def schedule(self) -> SchedulerOutput:
         """Plan the next step. Changes state: called again before the result is back, it plans the step after."""
-        self._step += 1
         state, config = self._state, self.config
-        plan = StepPlan(self._step, config.max_num_batched_tokens, config.encoder_budget, state.clock.now())
-        if state.log.enabled:
-            state.log.open_step(self._step)
+        state.num_steps += 1
+        state.events.step = state.num_steps
+        plan = StepPlan(state.num_steps, config.max_num_batched_tokens, config.encoder_budget, state.clock.now())
         narrow_budgets(state, plan)
         if state.is_phased:
             _plan_phased(state, plan)
@@ -126,7 +129,7 @@ class Scheduler:
         still returned.
         """
         if scheduler_output.is_empty:
-            return self._state.outbox.take_deferred()
+            return with_events(self._state, {})
         if model_output is None:
             raise ValueError(
                 f"step {scheduler_output.step} computes {scheduler_output.total_num_scheduled_tokens} tokens: "
@@ -146,7 +149,7 @@ class Scheduler:
         planned after it are computed again.
         """
         if scheduler_output.is_empty:
-            return self._state.outbox.take_deferred()
+            return with_events(self._state, {})
         outputs = commit_failure(self._state, scheduler_output, message)
         if self.config.check_invariants:
             self.check()
@@ -194,6 +197,13 @@ class Scheduler:
             preempt_all(self._state)
         return self._state.kv.reset()
 
+    def subscribe(self, fold: Fold, *, cache: bool = False) -> Callable[[], None]:
+        """Give `fold` every event from now on, with `cache` also those of the prefix cache. Return what ends that.
+
+        It is called while a step is planned or applied: it must neither raise, take long, nor call the scheduler.
+        """
+        return self._state.events.subscribe(fold, cache=cache)
+
     def make_stats(self) -> SchedulerStats:
         """Return gauges and totals."""
         state = self._state
@@ -217,7 +227,7 @@ class Scheduler:
 
     @property
     def explain(self) -> DecisionLog:
-        """Why the last steps were planned as they were (`decision_log_steps` of them)."""
+        """What happened in the last steps (`decision_log_steps` of them), and why requests wait."""
         return self._state.log
 
     @property

@@ -1,9 +1,10 @@
 """SchedulerInterface: what the engine asks of a scheduler. `scheduler_cls` names a class of one's own."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from pagoda.core.decision_log import DecisionLog
+from pagoda.core.events import Fold
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.stats import SchedulerStats
@@ -50,6 +51,10 @@ class SchedulerInterface(Protocol):
         """Forget all cached prefixes. Return False, with nothing changed, if blocks are in use."""
         ...
 
+    def subscribe(self, fold: Fold, *, cache: bool = False) -> Callable[[], None]:
+        """Give `fold` every event from now on, with `cache` those of the prefix cache, too. Return what ends that."""
+        ...
+
     def make_stats(self) -> SchedulerStats:
         """Return gauges and totals."""
         ...
@@ -60,5 +65,5 @@ class SchedulerInterface(Protocol):
 
     @property
     def explain(self) -> DecisionLog:
-        """Why the last steps were planned as they were."""
+        """What happened in the last steps, and why requests wait."""
         ...

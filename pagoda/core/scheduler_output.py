@@ -11,11 +11,13 @@ import numpy as np
 
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import AdmitKind, LoraRef, MediaItem, RequestKey, RequestStatus
+from pagoda.core.events import ClientEvent, Ended, Events
+from pagoda.core.request import AdmitKind, LoraRef, MediaItem, RequestKey
 
 NO_INTS = np.empty(0, np.int32)
 NO_HANDLES = np.empty(0, np.int64)
 NO_PAIRS = np.empty((0, 2), np.int32)
+NO_EVENTS = Events()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,27 +123,6 @@ class EncoderRun:
     row: int
     item: int
     content_hash: str
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """One sequence of a request ended.
-
-    stop_reason: the stop token id that ended it, None for eos.   message: for users, of IGNORED and ERROR, and of
-        a LENGTH_CAPPED sequence that the KV cache could not hold; what that has emitted is its result.
-    num_preemptions: of its request, so far.   num_draft_tokens, num_accepted_tokens: of its request, drafts that were
-        verified, and those among them that were right.
-    """
-
-    request_id: str
-    handle: int
-    sequence: int
-    status: RequestStatus
-    stop_reason: int | None = None
-    message: str | None = None
-    num_preemptions: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -259,9 +240,7 @@ class EngineCoreOutputs:
     counts: int32 [n], tokens emitted.
     token_ids: int32 [sum(counts)], flat.   logprobs: rows in the order of token_ids, or None.
     prompt_logprobs, pooled: by handle.
-    finishes: sequences that ended in this step; their last tokens are included above.
-    num_cached_tokens, queue_s: handle -> prompt tokens found in the prefix cache, and seconds from arrival to the first
-        step; sent once, with the first emission.
+    events: what happened to its requests since its last outputs. Of a sequence that ended, the last tokens are above.
     scheduler_s: that the scheduler has taken since the engine began; 0 if that is not known.
     """
 
@@ -269,24 +248,27 @@ class EngineCoreOutputs:
     sequences: np.ndarray
     counts: np.ndarray
     token_ids: np.ndarray
-    finishes: tuple[Finish, ...] = ()
+    events: Events = NO_EVENTS
     logprobs: LogprobColumns | None = None
     prompt_logprobs: dict[int, LogprobColumns] = field(default_factory=dict)
     pooled: dict[int, np.ndarray] = field(default_factory=dict)
-    num_cached_tokens: dict[int, int] = field(default_factory=dict)
-    queue_s: dict[int, float] = field(default_factory=dict)
     scheduler_s: float = 0.0
 
+    @property
+    def ends(self) -> list[Ended]:
+        """Return the ends of sequences among the events."""
+        return [event for event in self.events if isinstance(event, Ended)]
 
-def only_finishes(finishes: Iterable[Finish]) -> EngineCoreOutputs:
+
+def only_events(events: Iterable[ClientEvent]) -> EngineCoreOutputs:
     """Return outputs without tokens."""
-    return EngineCoreOutputs(NO_HANDLES, NO_INTS, NO_INTS, NO_INTS, tuple(finishes))
+    return EngineCoreOutputs(NO_HANDLES, NO_INTS, NO_INTS, NO_INTS, Events(events))
 
 
 def split_outputs(outputs: EngineCoreOutputs, most_logprobs: int) -> Iterator[EngineCoreOutputs]:
     """Yield the outputs of one step as several, with at most so many log-probabilities each.
 
-    The tokens of a sequence stay together, and with its end.
+    The tokens of a sequence stay together, and with its end; all other events come first.
     """
     logprobs = outputs.logprobs
     if logprobs is None or logprobs.token_ids.size <= most_logprobs:
@@ -294,9 +276,10 @@ def split_outputs(outputs: EngineCoreOutputs, most_logprobs: int) -> Iterator[En
         return
     most_tokens = max(1, most_logprobs // logprobs.token_ids.shape[1])
     first = np.concatenate(([0], np.cumsum(outputs.counts)))  # token of each sequence
-    begin, left = 0, outputs.finishes
+    begin, left = 0, outputs.ends
+    others = Events(event for event in outputs.events if not isinstance(event, Ended))
     rest = replace(outputs, handles=NO_HANDLES, sequences=NO_INTS, counts=NO_INTS, token_ids=NO_INTS)
-    yield replace(rest, finishes=(), logprobs=None)
+    yield replace(rest, events=others, logprobs=None)
     while begin < len(outputs.handles):
         end = max(begin + 1, int(np.searchsorted(first, first[begin] + most_tokens, "right")) - 1)
         rows, tokens = slice(begin, end), slice(int(first[begin]), int(first[end]))
@@ -306,13 +289,13 @@ def split_outputs(outputs: EngineCoreOutputs, most_logprobs: int) -> Iterator[En
             outputs.sequences[rows],
             outputs.counts[rows],
             outputs.token_ids[tokens],
-            tuple(finish for finish in left if (finish.handle, finish.sequence) in pairs),
+            Events(end for end in left if (end.handle, end.sequence) in pairs),
             LogprobColumns(logprobs.token_ids[tokens], logprobs.logprobs[tokens], logprobs.ranks[tokens]),
         )
-        left = tuple(finish for finish in left if (finish.handle, finish.sequence) not in pairs)
+        left = [end for end in left if (end.handle, end.sequence) not in pairs]
         begin = end
     if left:
-        yield only_finishes(left)
+        yield only_events(left)
 
 
 def join_outputs(parts: Iterable[EngineCoreOutputs]) -> EngineCoreOutputs:
@@ -325,12 +308,10 @@ def join_outputs(parts: Iterable[EngineCoreOutputs]) -> EngineCoreOutputs:
         np.concatenate([part.sequences for part in parts]),
         np.concatenate([part.counts for part in parts]),
         np.concatenate([part.token_ids for part in parts]),
-        tuple(finish for part in parts for finish in part.finishes),
+        Events(event for part in parts for event in part.events),
         _join_columns(parts),
         {handle: value for part in parts for handle, value in part.prompt_logprobs.items()},
         {handle: value for part in parts for handle, value in part.pooled.items()},
-        {handle: value for part in parts for handle, value in part.num_cached_tokens.items()},
-        {handle: value for part in parts for handle, value in part.queue_s.items()},
     )
 
 

@@ -11,12 +11,12 @@ from pagoda.core.cost_model import CostModel
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.drafts import Drafts
 from pagoda.core.encoder import EncoderInputs
-from pagoda.core.events import Reason
+from pagoda.core.events import EventStream
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager, KVGroupKind, KVGroupSpec, KVSizing
 from pagoda.core.outbox import Outbox
 from pagoda.core.policy import POLICIES, Policy, RequestQueue
-from pagoda.core.request import Request, RequestState, RequestStatus
+from pagoda.core.request import Reason, Request, RequestState, RequestStatus
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -84,23 +84,27 @@ class SchedulerState:
 
         self.requests: dict[str, RequestState] = {}
         self.searches: dict[RequestState, BeamSearch] = {}
-        self.num_admissions = 0
+        self.num_admissions = self.num_steps = 0
         self.waiting, self.swapped = RequestQueue(), RequestQueue()
         self.policy: Policy = POLICIES[config.scheduling_policy]()
         self.stops = StopTokens()
         self.stats = SchedulerStats()
         self.log = DecisionLog(config.decision_log_steps)
+        self.events = EventStream(clock)
+        self.events.subscribe(self.stats.count)
+        if config.decision_log_steps:
+            self.events.subscribe(self.log.note)
         self.table = RequestTable(
             config.max_rows,
             max_model_len,
             track_in_flight=has_windows or config.encoder_budget > 0,
             expect_tokens=is_async,
         )
-        self.kv = KVCacheManager(self.table, sizing, num_blocks, num_host_blocks, cache, config, self.stats)
-        self.drafts = Drafts(self.table, self.stats)
+        self.kv = KVCacheManager(self.table, sizing, num_blocks, num_host_blocks, cache, config, self.events)
+        self.drafts = Drafts(self.table, self.events)
         self.encoder = EncoderInputs(
             self.table,
-            self.stats,
+            self.events,
             config.encoder_cache_tokens,
             config.encoder_budget,
             encoder_decoder=encoder_decoder,
@@ -108,7 +112,7 @@ class SchedulerState:
         )
         self.in_flight = StepsInFlight()
         self.batch = RunningBatch(self.table, self.kv, self.in_flight, self.drafts, async_scheduling=is_async)
-        self.outbox = Outbox(config.max_rows, self.stats)
+        self.outbox = Outbox(config.max_rows, self.events)
         self.costs = CostModel()
 
     # Invariants

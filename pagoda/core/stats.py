@@ -1,6 +1,9 @@
-"""What a scheduler counts, for metrics."""
+"""SchedulerStats: what a scheduler counts for metrics, folded from its events."""
 
 from dataclasses import dataclass, field
+
+from pagoda.core.events import Admitted, DraftsVerified, Encoded, Event, FirstToken, Preempted, Swapped
+from pagoda.core.request import AdmitKind
 
 
 @dataclass(slots=True)
@@ -10,7 +13,8 @@ class SchedulerStats:
     prefix_queries, prefix_hits: tokens looked up and found at first admissions; *_resumed: at later ones.
     encoder_queries, encoder_hits: images and audio looked up for chunks that were placed, and those whose outputs were
     cached or are made for another item of the step; a request that computes its prompt again looks them up again.
-    prompt_tokens: of requests that emitted a first token.   generation_tokens: sampled tokens that counted.
+    prompt_tokens: of requests that emitted a first token.   generation_tokens: sampled tokens that counted: no event
+    tells them, the commit side adds them up.
     drafts: sequences and steps in which drafts were verified.   accepted_tokens_per_pos: by position in the draft; as
     many positions as the longest draft had.
 
@@ -46,21 +50,35 @@ class SchedulerStats:
     def kv_usage(self) -> float:
         return 1.0 - self.num_free_blocks / self.num_blocks if self.num_blocks else 0.0
 
-    def count_lookup(self, num_tokens: int, num_cached: int, *, resumed: bool) -> None:
-        """A request entered with `num_tokens` tokens, of which the prefix cache had `num_cached`."""
-        if resumed:
-            self.prefix_queries_resumed += num_tokens
-            self.prefix_hits_resumed += num_cached
-        else:
-            self.prefix_queries += num_tokens
-            self.prefix_hits += num_cached
+    def count(self, event: Event) -> None:
+        """Add an event to the totals."""
+        match event:
+            case Admitted(num_cached=int(num_cached)) if event.kind is AdmitKind.NEW:
+                self.prefix_queries += event.num_tokens
+                self.prefix_hits += num_cached
+            case Admitted(num_cached=int(num_cached)):
+                self.prefix_queries_resumed += event.num_tokens
+                self.prefix_hits_resumed += num_cached
+            case FirstToken():
+                self.prompt_tokens += event.num_prompt_tokens
+            case Preempted():
+                self.preemptions += 1
+            case Swapped(to_host=True):
+                self.swap_outs += 1
+            case Encoded():
+                self.encoder_queries += event.num_items
+                self.encoder_hits += event.num_cached
+            case DraftsVerified():
+                self._count_drafts(event)
+            case _:
+                pass
 
-    def count_draft(self, num_drafted: int, num_accepted: int) -> None:
-        """A draft of `num_drafted` tokens was verified; the first `num_accepted` were right."""
-        self.drafts += 1
-        self.drafted_tokens += num_drafted
-        self.accepted_tokens += num_accepted
+    def _count_drafts(self, event: DraftsVerified) -> None:
+        self.drafts += len(event.handles)
+        self.drafted_tokens += sum(event.num_drafted)
+        self.accepted_tokens += sum(event.num_accepted)
         per_pos = self.accepted_tokens_per_pos
-        per_pos.extend([0] * (num_drafted - len(per_pos)))
-        for position in range(num_accepted):
-            per_pos[position] += 1
+        per_pos.extend([0] * (max(event.num_drafted) - len(per_pos)))
+        for num_accepted in event.num_accepted:
+            for position in range(num_accepted):
+                per_pos[position] += 1

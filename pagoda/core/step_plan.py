@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from pagoda.core.events import Reason
-from pagoda.core.request import AdmitKind, RequestState
+from pagoda.core.request import AdmitKind, Reason, RequestState
 from pagoda.core.scheduler_output import NO_INTS, EncoderRun, SchedulerOutput
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +13,7 @@ from pagoda.base.abbreviate import shown_id
 from pagoda.base.clock import Clock
 from pagoda.base.errors import InvariantBroken, PagodaError, RequestError, WorkerDied
 from pagoda.core.decision_log import DecisionLog
+from pagoda.core.events import Fold
 from pagoda.core.executor import Executor, StepProfile
 from pagoda.core.request import LoraRef, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_interface import SchedulerInterface
@@ -227,8 +228,7 @@ class EngineCore:
     def _release_rows(self) -> None:
         """Let the worker forget the rows of ended requests, if there is no next step that will tell it to."""
         if not self.has_unfinished_requests():
-            outputs = self.step()
-            assert not outputs, "there are no requests"
+            self.step()  # its outputs can only be events of requests that were aborted
 
     def _require_adapters(self) -> ExecutorPreparations:
         if self._preparations is None or not self._preparations.takes_adapters:
@@ -250,6 +250,10 @@ class EngineCore:
     def view(self) -> SchedulerView:
         """Return what runs now and who has which blocks."""
         return self._scheduler.view()
+
+    def subscribe(self, fold: Fold, *, cache: bool = False) -> Callable[[], None]:
+        """Give `fold` every event from now on (see Scheduler.subscribe)."""
+        return self._scheduler.subscribe(fold, cache=cache)
 
     @property
     def explain(self) -> DecisionLog:

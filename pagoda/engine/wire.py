@@ -7,12 +7,13 @@ side copies: an event loop sends them.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import numpy as np
 
 from pagoda.base.config import EngineConfig
+from pagoda.core.events import ClientEvent, Events
 from pagoda.core.request import LoraRef, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler import SchedulerStats
 from pagoda.core.scheduler_output import EngineCoreOutputs
@@ -203,7 +204,16 @@ LARGE_ARRAY_BYTES = 64 * 2**10
 """From this size on, an array of a request is a frame of its own."""
 
 
+_EVENT_TYPES: dict[str, type[ClientEvent]] = {one.__name__: one for one in get_args(ClientEvent)}
+_EVENT_FIELDS: dict[str, Any] = {
+    name: tuple[tuple(get_type_hints(one).values())]  # type: ignore[misc]  # as many types as it has fields
+    for name, one in _EVENT_TYPES.items()
+}
+
+
 def _to_plain(value: Any) -> Any:
+    if isinstance(value, Events):
+        return [(type(one).__name__, [getattr(one, name) for name in one.__match_args__]) for one in value]
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, np.generic):
@@ -215,6 +225,8 @@ def _from_plain(kind: type, value: Any) -> Any:
     if kind is np.ndarray:
         dtype, shape, data = value
         return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
+    if kind is Events:
+        return Events(_EVENT_TYPES[name](*msgspec.convert(fields, _EVENT_FIELDS[name])) for name, fields in value)
     raise NotImplementedError(f"no wire form for {kind.__name__}")
 
 

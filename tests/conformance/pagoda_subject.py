@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from pagoda.base.clock import VirtualClock
+from pagoda.core.events import Ended
 from pagoda.core.request import AdmitKind, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
@@ -69,8 +70,8 @@ class PagodaSubject:
         return plan
 
     def _ended_while_planning(self) -> set[tuple[str, int]]:
-        deferred = self.scheduler._state.outbox._deferred
-        finishes = [finish for parts in deferred.values() for part in parts for finish in part.finishes]
+        pending = self.scheduler._state.events._pending
+        finishes = [event for event in pending if isinstance(event, Ended)]
         return {(finish.request_id, finish.sequence) for finish in finishes}
 
     def update(self, handle: tuple[SchedulerOutput, dict[int, str]], sampled: dict[str, list[int]]) -> Record:
@@ -90,7 +91,7 @@ class PagodaSubject:
                 if count:
                     emitted[self.id_of[number]], flat = flat[:count], flat[count:]
             assert not flat
-            finished |= {finish.request_id: finish.status.finish_reason for finish in told.finishes}
+            finished |= {finish.request_id: finish.status.finish_reason for finish in told.ends}
         return {"emitted": emitted, "finished": finished}
 
     def set_drafts(self, drafts: dict[str, list[int]]) -> None:

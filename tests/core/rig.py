@@ -8,11 +8,12 @@ import numpy as np
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.events import Ended
 from pagoda.core.kv import KVGroupSpec
 from pagoda.core.request import AdmitKind, Request, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.core.scheduler_output import Finish, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.state import Preparations
 
 FILL = 7
@@ -29,7 +30,7 @@ class PlannedStep:
     kinds: dict[str, AdmitKind]
     emitted: dict[str, list[int]] = field(default_factory=dict)
     finished: dict[str, str | None] = field(default_factory=dict)
-    finishes: list[Finish] = field(default_factory=list)
+    finishes: list[Ended] = field(default_factory=list)
 
     @property
     def samples(self) -> list[str]:
@@ -108,9 +109,9 @@ class Rig:
         request = next(request for request in reversed(self.requests) if request.request_id == request_id)
         return f"{request_id}/{sequence}" if request.num_seqs > 1 else request_id
 
-    def deliver(
+    def deliver_outputs(
         self, step: PlannedStep, sampled: dict[str, list[int]] | None = None, duration_s: float = 0.0
-    ) -> PlannedStep:
+    ) -> dict[int, EngineCoreOutputs]:
         """update_from_output(): every row that samples gets its tokens in `sampled`, or FILL."""
         answers = [(sampled or {}).get(name, [FILL]) for name in step.samples]
         tokens = np.full((len(answers), max(map(len, answers), default=1)), -1, np.int32)
@@ -118,14 +119,20 @@ class Rig:
             tokens[place, : len(answer)] = answer
         counts = np.array([len(answer) for answer in answers], np.int32)
         result = ModelRunnerOutput(step.output.step, tokens, counts, duration_s=duration_s)
-        for outputs in self.scheduler.update_from_output(step.output, result).values():
+        return self.scheduler.update_from_output(step.output, result)
+
+    def deliver(
+        self, step: PlannedStep, sampled: dict[str, list[int]] | None = None, duration_s: float = 0.0
+    ) -> PlannedStep:
+        """`deliver_outputs`, read the way a client reads it."""
+        for outputs in self.deliver_outputs(step, sampled, duration_s).values():
             flat = outputs.token_ids.tolist()
             for handle, sequence, count in zip(
                 outputs.handles.tolist(), outputs.sequences.tolist(), outputs.counts.tolist(), strict=True
             ):
                 name = self._name(self.requests[handle - 1].request_id, sequence)
                 step.emitted[name], flat = flat[:count], flat[count:]
-            for finish in outputs.finishes:
+            for finish in outputs.ends:
                 step.finished[self._name(finish.request_id, finish.sequence)] = finish.status.finish_reason
                 step.finishes.append(finish)
         self.scheduler.check()

@@ -130,7 +130,7 @@ def test_a_beam_that_fails_ends_its_beam_search(fault: str) -> None:
         traffic.in_flight.append((output, replace(result, logprobs=None), failure))
     else:
         traffic.plan(lambda output: Failure(frozenset({int(output.sample_rows[1])})))
-    ended = [finish for outputs in traffic.deliver().values() for finish in outputs.finishes]
+    ended = [finish for outputs in traffic.deliver().values() for finish in outputs.ends]
     assert sorted(finish.sequence for finish in ended) == [0, 1, 2]
     expected = RequestStatus.FINISHED_IGNORED if fault == "no logprobs" else RequestStatus.FINISHED_ERROR
     assert {finish.status for finish in ended} == {expected}

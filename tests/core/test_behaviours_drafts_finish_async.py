@@ -335,11 +335,13 @@ def test_each_client_gets_only_its_own_outputs() -> None:
     count = len(plan.output.sample_rows)
     result = ModelRunnerOutput(plan.output.step, np.full((count, 1), 7, np.int32), np.ones(count, np.int32))
     outputs = rig.scheduler.update_from_output(plan.output, result)
-    assert set(outputs) == {0, 3}
+    assert set(outputs) == {0, 3, 5}
+    assert len(outputs[5].token_ids) == 0  # its prompt is not computed: what happened to it, no token
+    assert all({event.client for event in of.events} == {client} for client, of in outputs.items())
     assert outputs[0].handles.tolist() == [1]
-    assert outputs[0].finishes[0].status is RequestStatus.FINISHED_LENGTH_CAPPED
+    assert outputs[0].ends[0].status is RequestStatus.FINISHED_LENGTH_CAPPED
     assert outputs[3].handles.tolist() == [2]
-    assert outputs[3].finishes == ()
+    assert outputs[3].ends == []
 
 
 def test_every_call_of_schedule_is_a_step() -> None:
@@ -359,7 +361,7 @@ def test_a_first_token_that_is_not_finite_ends_its_request_alone() -> None:
     failed = {int(step.output.sample_rows[0]): "logits are not finite"}
     result = ModelRunnerOutput(step.output.step, tokens, np.ones(1, np.int32), failed=failed)
     outputs = rig.scheduler.update_from_output(step.output, result)[0]
-    assert [(finish.status, finish.message) for finish in outputs.finishes] == [
+    assert [(finish.status, finish.message) for finish in outputs.ends] == [
         (RequestStatus.FINISHED_ERROR, "logits are not finite")
     ]
     assert len(outputs.token_ids) == 0

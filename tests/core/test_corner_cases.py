@@ -7,6 +7,7 @@ import pytest
 
 from pagoda.base.config import PreemptionMode
 from pagoda.core import preemption
+from pagoda.core.events import FirstToken
 from pagoda.core.request import RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput
 from pagoda.core.step_plan import StepPlan
@@ -81,7 +82,7 @@ def test_a_row_that_fails_after_it_was_preempted_leaves_nothing_in_the_prefix_ca
     preempt(rig, "a")
     outputs = deliver(rig, step, {int(step.output.sample_rows[0]): "not finite"})
     assert outputs is not None
-    assert outputs.finishes[0].status is RequestStatus.FINISHED_ERROR
+    assert outputs.ends[0].status is RequestStatus.FINISHED_ERROR
     rig.add("b", [*prompt, 5])
     assert rig.step().cached == {"b": 0}
 
@@ -136,11 +137,11 @@ def test_first_output_is_reported_of_a_request_that_was_parked_before_it(late: b
     outputs = deliver(rig, step)
     assert outputs is not None
     assert outputs.token_ids.tolist() == [FILL]
-    assert list(outputs.num_cached_tokens) == list(outputs.queue_s) == [1]
+    assert [event.handle for event in outputs.events if isinstance(event, FirstToken)] == [1]
     assert rig.scheduler._state.stats.prompt_tokens == (8 if late else 12)
     again = deliver(rig, rig.plan())
     assert again is not None
-    assert not again.num_cached_tokens
+    assert not any(isinstance(event, FirstToken) for event in again.events)
     assert rig.scheduler._state.stats.prompt_tokens == (8 if late else 12)
 
 

@@ -2,12 +2,13 @@
 
 import numpy as np
 
+from pagoda.base.clock import VirtualClock
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.encoder import EncoderCache, EncoderInputs
+from pagoda.core.events import EventStream
 from pagoda.core.request import MediaItem, Request, RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import EncoderRun
-from pagoda.core.stats import SchedulerStats
 from tests.worker.hand_made import step as step_of
 
 
@@ -90,7 +91,7 @@ def test_a_cancelled_encoder_run_passes_to_the_next_holder_or_is_dropped() -> No
 
 def test_siblings_hold_an_output_until_the_last_of_them_has_computed_its_item() -> None:
     table = RequestTable(2, 40, track_in_flight=True)
-    inputs = EncoderInputs(table, SchedulerStats(), 8, 8, encoder_decoder=False, whole_items=False)
+    inputs = EncoderInputs(table, EventStream(VirtualClock()), 8, 8, encoder_decoder=False, whole_items=False)
     request = state("r", ("x", 4, 3))
     for row in (0, 1):
         inputs.add_row(request, row)
@@ -108,7 +109,7 @@ def test_siblings_hold_an_output_until_the_last_of_them_has_computed_its_item() 
 
 def test_a_row_that_its_request_has_left_still_counts_as_a_reader_of_a_lost_cross_attention_input() -> None:
     table = RequestTable(2, 40, track_in_flight=True)
-    inputs = EncoderInputs(table, SchedulerStats(), 8, 8, encoder_decoder=True, whole_items=False)
+    inputs = EncoderInputs(table, EventStream(VirtualClock()), 8, 8, encoder_decoder=True, whole_items=False)
     request = state("r", ("x", 0, 3))
     sequence = Sequence(request, 0, np.zeros(4, np.int32))
     row = table.admit(sequence, 0)

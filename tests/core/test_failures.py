@@ -28,7 +28,7 @@ def fail(rig: Rig, step: PlannedStep, *rows: int) -> dict[str, RequestStatus]:
     else:
         outputs = rig.scheduler.fail_step(step.output, "the step failed")
     rig.scheduler.check()
-    finishes = [finish for of_client in outputs.values() for finish in of_client.finishes]
+    finishes = [finish for of_client in outputs.values() for finish in of_client.ends]
     return {rig._name(finish.request_id, finish.sequence): finish.status for finish in finishes}
 
 

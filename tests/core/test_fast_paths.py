@@ -74,7 +74,7 @@ def drive(one: Scheduler, seed: int) -> list[object]:
             one.check()
             for client, outputs in sorted(by_client.items()):
                 columns = (outputs.handles, outputs.sequences, outputs.counts, outputs.token_ids)
-                record.append((client, [column.tolist() for column in columns], outputs.finishes))
+                record.append((client, [column.tolist() for column in columns], outputs.ends))
             if rng.random() < 0.4:
                 one.update_draft_token_ids({name: [5] * rng.randint(1, 3) for name in one.running_ids()})
     return record

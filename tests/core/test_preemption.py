@@ -5,7 +5,7 @@ import numpy as np
 from pagoda.base.config import PreemptionMode, SchedulingPolicy
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.cost_model import CostModel
-from pagoda.core.decision_log import Preempted
+from pagoda.core.events import Preempted
 from pagoda.core.preemption import PREEMPTION_RULES
 from pagoda.core.request import AdmitKind, Request, RequestState, RequestStatus, Sequence
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput

@@ -10,11 +10,12 @@ import numpy as np
 
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingPolicy
+from pagoda.core.events import Admitted, Ended
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import AdmitKind, Request, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from tests.core.exact_worker import SPOILED, ExactWorker, logprobs_after, next_token, pooled_vector
 from tests.core.plain_beam_search import plain_beam_search
 from tests.twin import TwinScheduler
@@ -62,7 +63,7 @@ class Received:
 
     truth: list[int]
     tokens: list[int] = field(default_factory=list)
-    finish: Finish | None = None
+    finish: Ended | None = None
 
 
 def truth_of(request: Request, sequence: int, max_model_len: int) -> list[int]:
@@ -117,6 +118,7 @@ class Traffic:
         self.aborted: set[str] = set()
         self.reset_ids: set[str] = set()  # preempted by a reset or a failure since the last step was planned
         self.finished_ids: Counter[str] = Counter()
+        self.num_cached: dict[int, int] = {}  # by handle, at the last admission
         self.outputs: list[SchedulerOutput] = []
         self.ignored: set[str] = set()  # of which a sequence ended while the last step was planned
 
@@ -200,8 +202,8 @@ class Traffic:
 
     def _ended_while_planning(self) -> set[tuple[str, int]]:
         """Sequences that ended while a step was planned, and whose clients do not know yet."""
-        deferred = self.scheduler._state.outbox._deferred
-        finishes = [finish for parts in deferred.values() for part in parts for finish in part.finishes]
+        pending = self.scheduler._state.events._pending
+        finishes = [event for event in pending if isinstance(event, Ended)]
         return {(finish.request_id, finish.sequence) for finish in finishes}
 
     def _plan_twin(self, output: SchedulerOutput) -> None:
@@ -340,7 +342,7 @@ class Traffic:
     def _receive(self, outputs: EngineCoreOutputs, may_end: Set[tuple[str, int]]) -> None:
         """may_end: the sequences that the failure of this step may end."""
         tokens = outputs.token_ids.tolist()
-        ends = {(self.id_of[finish.handle], finish.sequence): finish for finish in outputs.finishes}
+        ends = {(self.id_of[finish.handle], finish.sequence): finish for finish in outputs.ends}
         for handle, sequence, count in zip(
             outputs.handles.tolist(), outputs.sequences.tolist(), outputs.counts.tolist(), strict=True
         ):
@@ -380,6 +382,8 @@ class Traffic:
 
     def _receive_pooled(self, outputs: EngineCoreOutputs) -> None:
         """A request to pool ends with its vector, and with nothing else unless it has an error."""
+        admitted = [event for event in outputs.events if isinstance(event, Admitted)]
+        self.num_cached |= {event.handle: event.num_cached or 0 for event in admitted}
         for handle, vector in outputs.pooled.items():
             request = self.requests[self.id_of[handle]]
             *values, begin = vector.tolist()
@@ -387,8 +391,8 @@ class Traffic:
             assert request.request_id not in self.aborted
             assert values == pooled_vector(request.prompt_token_ids.tolist())
             assert begin == 0 or request.reads_prefix_cache, "some states were not computed in one go"
-            assert outputs.num_cached_tokens[handle] == 0 or request.reads_prefix_cache
-        for finish in outputs.finishes:
+            assert self.num_cached[handle] == 0 or request.reads_prefix_cache
+        for finish in outputs.ends:
             if self.requests[self.id_of[finish.handle]].pooling is not None and finish.message is None:
                 has_vector = finish.handle in outputs.pooled
                 assert has_vector == (finish.status is RequestStatus.FINISHED_STOPPED), finish

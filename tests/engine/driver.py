@@ -11,12 +11,13 @@ from pagoda.base.clock import SystemClock
 from pagoda.base.config import CacheConfig
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.events import DraftsVerified, Ended
 from pagoda.core.executor import Executor
 from pagoda.core.kv import KVGroupSpec
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
+from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.wire import EngineSizes
 
@@ -25,16 +26,18 @@ MAX_STEPS = 20_000
 
 @dataclass
 class Answers:
-    """tokens: (request id, sequence) -> emitted tokens.   finishes: the same key -> Finish.
+    """tokens: (request id, sequence) -> emitted tokens.   finishes: the same key -> Ended.
 
     logprobs: the same key -> the log-probabilities of those tokens, where the step has any.
     pooled: request id -> vector.
     """
 
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
-    finishes: dict[tuple[str, int], Finish] = field(default_factory=dict)
+    finishes: dict[tuple[str, int], Ended] = field(default_factory=dict)
     logprobs: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     pooled: dict[str, np.ndarray] = field(default_factory=dict)
+    num_drafted: int = 0
+    num_accepted: int = 0
     num_steps: int = 0
 
     def take(self, outputs: EngineCoreOutputs, ids: Sequence[str]) -> None:
@@ -47,7 +50,11 @@ class Answers:
                 self.logprobs.setdefault(key, []).extend(outputs.logprobs.logprobs[at : at + count, 0].tolist())
             at += count
         self.pooled |= {ids[handle]: vector for handle, vector in outputs.pooled.items()}
-        for finish in outputs.finishes:
+        for event in outputs.events:
+            if isinstance(event, DraftsVerified):
+                self.num_drafted += sum(event.num_drafted)
+                self.num_accepted += sum(event.num_accepted)
+        for finish in outputs.ends:
             key = (ids[finish.handle], finish.sequence)
             assert key not in self.finishes, f"{key} ends twice"
             self.finishes[key] = finish

@@ -264,7 +264,7 @@ def _take(core: EngineCore, trace: Trace, script: Script) -> None:
         for handle, vector in outputs.pooled.items():
             assert script.requests[handle].seed not in trace.pooled, "pooled twice"
             trace.pooled[script.requests[handle].seed] = vector.tobytes()
-        for finish in outputs.finishes:
+        for finish in outputs.ends:
             assert finish.message in (None, f"the step failed: MemoryError: {INJECTED}"), finish.message
             if finish.message is not None:
                 trace.failed.add(script.requests[finish.handle].seed + finish.sequence)

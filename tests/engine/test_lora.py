@@ -237,7 +237,7 @@ def test_a_file_that_changes_under_a_waiting_request_fails_only_that(
     while core.has_unfinished_requests():
         for outputs in core.step().values():
             got += outputs.token_ids.tolist()
-            messages |= {finish.request_id: finish.message for finish in outputs.finishes}
+            messages |= {finish.request_id: finish.message for finish in outputs.ends}
     assert got == expected[""]
     assert messages["good"] is None
     assert "its files have changed" in (messages["changed"] or "")

@@ -1,13 +1,16 @@
 """Requests on their way to an engine process: large arrays are frames of their own, which neither side copies."""
 
 import time
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
 import zmq
 
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import MediaItem, Request
+from pagoda.core.events import ClientEvent
+from pagoda.core.request import AdmitKind, MediaItem, Reason, Request, RequestStatus
+from pagoda.core.scheduler_output import only_events
 from pagoda.engine import wire
 
 
@@ -67,3 +70,23 @@ def test_a_frame_that_begins_anywhere_is_readable() -> None:
     request = codec.decode_request(codec.decode(bytes(data)), moved)
     assert request.media[0].features is not None
     np.testing.assert_array_equal(request.media[0].features, features_of(100))
+
+
+def test_every_kind_of_event_arrives_as_it_was_sent() -> None:
+    examples = {
+        int: 3,
+        float: 1.5,
+        str: "naïve",
+        bool: True,
+        bytes: b"\xff",
+        Reason: Reason.BLOCKS,
+        AdmitKind: AdmitKind.SWAPPED_IN,
+        RequestStatus: RequestStatus.FINISHED_ERROR,
+        tuple[int, ...]: (1, 2),
+        int | None: None,
+        str | None: "why",
+    }
+    events = [one(*(examples[kind] for kind in get_type_hints(one).values())) for one in get_args(ClientEvent)]
+    sent = wire.StepOutputs(0, only_events(events))
+    got = wire.Codec(wire.FromEngine).decode(wire.Codec(wire.ToEngine).encode(sent))
+    assert list(got.outputs.events) == events

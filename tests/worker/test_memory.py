@@ -217,7 +217,7 @@ def test_start_up_promises_what_admission_keeps(budget: int, kinds: tuple[int, .
         count = len(output.sample_rows)
         tokens = np.ones((count, 1), np.int32)
         outputs = one.update_from_output(output, ModelRunnerOutput(output.step, tokens, np.ones(count, np.int32)))
-        assert not [finish for of_client in outputs.values() for finish in of_client.finishes if finish.message]
+        assert not [finish for of_client in outputs.values() for finish in of_client.ends if finish.message]
     assert not one.has_unfinished_requests()
 
 

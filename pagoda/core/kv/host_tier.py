@@ -43,8 +43,8 @@ class HostTier:
         blocks = [blocks for row in rows for _, blocks in self._in_use(row)]
         return len(np.unique(np.concatenate(blocks))) <= self.pool.num_free
 
-    def swap_out(self, sequences: list[Sequence]) -> None:
-        """Move the KV of sibling sequences to the host. Their rows lose all device blocks."""
+    def swap_out(self, sequences: list[Sequence]) -> int:
+        """Move the KV of sibling sequences to the host. Their rows lose all device blocks. Return how many move."""
         rows = [sequence.row for sequence in sequences]
         used = [self._in_use(row) for row in rows]
         device = np.concatenate([blocks for row_used in used for _, blocks in row_used])
@@ -65,6 +65,7 @@ class HostTier:
                 at += len(blocks)
             self._swapped[sequence] = tuple(swapped)
             self._tables.free_row(sequence.row)
+        return len(unique)
 
     def blocks_to_swap_in(self, sequences: list[Sequence], ends: list[int]) -> int:
         """Free device blocks needed to bring `sequences` back, with their tokens up to `ends` and the lookahead."""
@@ -86,8 +87,11 @@ class HostTier:
     def _host_blocks(self, sequences: list[Sequence]) -> np.ndarray:
         return np.concatenate([blocks for sequence in sequences for _, blocks in self._swapped[sequence]])
 
-    def swap_in(self, sequences: list[Sequence]) -> None:
-        """Bring sibling sequences back into their new rows. The caller checked `blocks_to_swap_in`."""
+    def swap_in(self, sequences: list[Sequence]) -> int:
+        """Bring sibling sequences back into their new rows; the caller checked `blocks_to_swap_in`.
+
+        Return how many blocks move.
+        """
         host = self._host_blocks(sequences)
         unique, first, inverse, counts = np.unique(host, return_index=True, return_inverse=True, return_counts=True)
         device = self._tables.allocate(len(unique))
@@ -102,6 +106,7 @@ class HostTier:
                 at += len(blocks)
             self._tables.restore(sequence.row, parts, has_tail=sequence.num_computed % self._sizing.block_size != 0)
             self.drop(sequence)
+        return len(unique)
 
     def drop(self, sequence: Sequence) -> None:
         """Free the host blocks of a sequence, if it has any."""

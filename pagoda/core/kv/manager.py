@@ -5,16 +5,15 @@ from collections.abc import Iterable
 import numpy as np
 
 from pagoda.base.config import CacheConfig
-from pagoda.core.events import Reason
+from pagoda.core.events import EventStream
 from pagoda.core.kv.block_pool import NO_BLOCKS, BlockPool
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.host_tier import HostTier
 from pagoda.core.kv.prefix_cache import CachedPrefix, PrefixCache
 from pagoda.core.kv.sizing import KVSizing, blocks_for
-from pagoda.core.request import RequestState, Sequence
+from pagoda.core.request import Reason, RequestState, Sequence
 from pagoda.core.request_table import RequestTable, readonly
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.core.stats import SchedulerStats
 from pagoda.core.step_plan import StepPlan
 
 
@@ -34,21 +33,20 @@ class KVCacheManager:
         num_host_blocks: int,
         cache: CacheConfig,
         options: SchedulerOptions,
-        stats: SchedulerStats,
+        events: EventStream,
     ) -> None:
         self.sizing = sizing
         self.block_size = sizing.block_size
         self.num_blocks = num_blocks
         self._watermark_blocks = int(cache.watermark * (num_blocks + 1))  # free when a request enters next to others
         self._admit_whole_prompt = options.admit_whole_prompt
-        self._stats = stats
         self._table = table
         max_blocks = blocks_for(sizing.max_model_len, sizing.block_size)
         entries = [np.zeros((table.max_rows, max_blocks if group.grows else 0), np.int32) for group in sizing.groups]
         caching = cache.enable_prefix_caching and bool(sizing.groups) and all(group.grows for group in sizing.groups)
         self._pool = BlockPool(num_blocks)
         self._prefix_cache = PrefixCache(
-            table, entries, self._pool, sizing, enabled=caching, seed=options.prefix_hash_seed
+            table, entries, self._pool, sizing, events, enabled=caching, seed=options.prefix_hash_seed
         )
         self._tables = BlockTables(table, entries, self._pool, self._prefix_cache, sizing)
         self.reserved_until = readonly(self._tables.reserved_until)
@@ -75,6 +73,11 @@ class KVCacheManager:
             for blocks, entries in zip(held, self.tables_of(row), strict=True):
                 blocks.update(entries[entries != 0].tolist())
         return [len(blocks) for blocks in held]
+
+    @property
+    def is_caching(self) -> bool:
+        """Whether prefixes are looked up."""
+        return self._prefix_cache.enabled
 
     # A request enters
 
@@ -173,16 +176,11 @@ class KVCacheManager:
             return Reason.WATERMARK
         return None
 
-    def allocate_prompt(self, row: int, prefix: CachedPrefix, end: int, *, resumed: bool) -> None:
-        """Give an empty row the blocks of `prefix`, and new ones up to `end`. The caller asked `why_no_blocks`.
-
-        resumed: its request had entered before; its lookup is counted apart.
-        """
+    def allocate_prompt(self, row: int, prefix: CachedPrefix, end: int) -> None:
+        """Give an empty row the blocks of `prefix`, and new ones up to `end`. The caller asked `why_no_blocks`."""
         self._tables.fill_row(row, prefix, end, self._table.owner(row).request.spec.encoder_len)
         self._prefix_cache.start_row(row, prefix.num_tokens // self.block_size)
         self._prefix_cache.cache_blocks(row, end)
-        if self._prefix_cache.enabled:
-            self._stats.count_lookup(int(self._table.num_tokens[row]), prefix.num_tokens, resumed=resumed)
 
     # A row continues
 
@@ -247,9 +245,9 @@ class KVCacheManager:
         """Whether the host pool can take all blocks of these rows."""
         return self._host.has_room_for(rows)
 
-    def swap_out(self, sequences: list[Sequence]) -> None:
-        """Move the KV of sibling sequences to the host. Their rows lose all device blocks."""
-        self._host.swap_out(sequences)
+    def swap_out(self, sequences: list[Sequence]) -> int:
+        """Move the KV of sibling sequences to the host. Their rows lose all device blocks. Return how many move."""
+        return self._host.swap_out(sequences)
 
     def drop_swapped(self, sequence: Sequence) -> None:
         """Free what the sequence has on the host, if anything."""
@@ -259,12 +257,13 @@ class KVCacheManager:
         """`why_no_blocks` for sequences that would come back from the host, and compute up to `ends`."""
         return self._why_short(self._host.blocks_to_swap_in(sequences, ends), others_run=others_run)
 
-    def swap_in(self, sequences: list[Sequence]) -> None:
-        """Bring sibling sequences back into their new rows."""
-        self._host.swap_in(sequences)
+    def swap_in(self, sequences: list[Sequence]) -> int:
+        """Bring sibling sequences back into their new rows. Return how many blocks move."""
+        num_blocks = self._host.swap_in(sequences)
         for sequence in sequences:
             self._prefix_cache.start_row(sequence.row, 0)
             self._prefix_cache.cache_blocks(sequence.row, sequence.num_computed)
+        return num_blocks
 
     def allocate_slots_swapped_in(self, row: int, end: int) -> None:
         """Make room for a row that comes back in this step; workers get its tables whole."""

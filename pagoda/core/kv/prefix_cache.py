@@ -11,11 +11,12 @@ import secrets
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
 
 import numpy as np
 
 from pagoda.base.errors import InvariantBroken
+from pagoda.core.events import EventStream, Removed, Stored
 from pagoda.core.kv.block_pool import NO_BLOCKS, BlockPool
 from pagoda.core.kv.sizing import KVSizing
 from pagoda.core.request import LoraRef, MediaItem, Sequence
@@ -132,6 +133,7 @@ class PrefixCache:
         entries: list[np.ndarray],
         pool: BlockPool,
         sizing: KVSizing,
+        events: EventStream,
         *,
         enabled: bool,
         seed: int | None,
@@ -144,6 +146,7 @@ class PrefixCache:
         self._entries = entries
         self._pool = pool
         self._sizing = sizing
+        self._events = events
         self._groups = tuple(group for group in sizing.groups if group.grows)
         self._windows = tuple(group for group in self._groups if group.is_window)
         self._blocks: list[dict[bytes, int]] = [{} for _ in sizing.groups]
@@ -153,9 +156,14 @@ class PrefixCache:
 
     # Hashes and blocks
 
-    def insert(self, group: int, hashes: Iterable[bytes], blocks: Iterable[int]) -> None:
-        """`blocks[i]` now holds what `hashes[i]` says. Null blocks (0) and known blocks are skipped."""
+    def insert(self, group: int, hashes: list[bytes], blocks: list[int], parent: bytes | None) -> None:
+        """`blocks[i]` now holds what `hashes[i]` says. Null blocks (0) and known blocks are skipped.
+
+        parent: the hash before the first, if there is one.
+        """
         table, hash_of = self._blocks[group], self._hash_of
+        if self._events.has_cache_folds:
+            self._write_stored(group, hashes, blocks, parent)
         inserted: list[int] = []
         for block_hash, block in zip(hashes, blocks, strict=True):
             if block == 0 or block in hash_of:
@@ -167,8 +175,27 @@ class PrefixCache:
         if inserted:
             self._pool.note_content(inserted)
 
+    def _write_stored(self, group: int, hashes: list[bytes], blocks: list[int], parent: bytes | None) -> None:
+        """Write which of `hashes` no block had; one event per run of them."""
+        parents = [parent, *hashes[:-1]]
+        is_new = [block != 0 and one not in self._blocks[group] for one, block in zip(hashes, blocks, strict=True)]
+        for new, run in groupby(range(len(hashes)), is_new.__getitem__):
+            if new:
+                at = list(run)
+                stored = tuple(hashes[at[0] : at[-1] + 1])
+                self._events.write_cache(Stored(*self._events.now(), group, stored, parents[at[0]]))
+
+    def _write_removed(self, hashes: Iterable[tuple[int, bytes]]) -> None:
+        """Write which hashes, each with its group, no block has any more."""
+        by_group: dict[int, list[bytes]] = {}
+        for group, block_hash in hashes:
+            by_group.setdefault(group, []).append(block_hash)
+        for group, removed in by_group.items():
+            self._events.write_cache(Removed(*self._events.now(), group, tuple(removed)))
+
     def remove(self, blocks: Iterable[int]) -> None:
         """These blocks are about to hold something else."""
+        removed: list[tuple[int, bytes]] = []
         for block in blocks:
             known = self._hash_of.pop(block, None)
             if known is None:
@@ -181,10 +208,13 @@ class PrefixCache:
                     table[block_hash] = others.pop(0)
                 else:
                     del table[block_hash]
+                    removed.append(known)
             elif others:
                 others.remove(block)
             if others is not None and not others:
                 del twins[block_hash]
+        if removed and self._events.has_cache_folds:
+            self._write_removed(removed)
 
     def blocks_with(self, group: int, hashes: Iterable[bytes]) -> list[int]:
         """Return every block that holds what one of `hashes` says."""
@@ -275,7 +305,7 @@ class PrefixCache:
         chain.extend(table.token_ids[row], filled)
         for group in self._groups:
             blocks = self._entries[group.index][row, first:last].tolist()
-            self.insert(group.index, chain.hashes[first:last], blocks)
+            self.insert(group.index, chain.hashes[first:last], blocks, chain.hashes[first - 1] if first else None)
         self.num_cached[row] = last
 
     def cache_filled(self, rows: np.ndarray, ends: np.ndarray) -> None:
@@ -320,6 +350,8 @@ class PrefixCache:
         """Remove all content; False, and nothing done, while any block is in use."""
         if self._pool.num_free != self._pool.num_blocks:
             return False
+        if self._events.has_cache_folds:
+            self._write_removed((group, one) for group, table in enumerate(self._blocks) for one in table)
         for table in (*self._blocks, *self._twins):
             table.clear()
         self._hash_of.clear()

@@ -7,13 +7,15 @@ processes, and says which requests the next one gets, and when.
 
 import dataclasses
 import logging
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pagoda.base.abbreviate import shown_id
+from pagoda.core.events import Ended
 from pagoda.core.request import Request, RequestKey, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns, only_finishes
+from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, only_events
 from pagoda.engine.flight_recorder import FlightRecord, packed_key
 
 logger = logging.getLogger("pagoda.engine")
@@ -108,8 +110,8 @@ class Journal:
             outputs = dataclasses.replace(
                 outputs, prompt_logprobs=self._record_prompt_rows(client_index, outputs.prompt_logprobs)
             )
-        for finish in outputs.finishes:
-            self.end_sequence((client_index, finish.handle), finish.sequence)
+        for end in outputs.ends:
+            self.end_sequence((client_index, end.handle), end.sequence)
         return outputs
 
     def _record_prompt_rows(
@@ -143,8 +145,9 @@ def error_outputs(
     request: Request, message: str, status: RequestStatus = RequestStatus.FINISHED_ERROR, live: Iterable[int] = ()
 ) -> EngineCoreOutputs:
     """Return outputs that finish sequences of a request with an error and no token.   live: which; (): all."""
-    return only_finishes(
-        Finish(request.request_id, request.handle, sequence, status, message=message)
+    at = (0, time.monotonic(), request.client_index, request.handle)  # in no step
+    return only_events(
+        Ended(*at, request.request_id, sequence, status, message=message)
         for sequence in sorted(live) or range(request.num_seqs)
     )
 

@@ -12,8 +12,9 @@ import numpy as np
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagoda.base.outputs import RequestOutputKind as OutputKind
+from pagoda.core.events import Admitted, ClientEvent, DraftsVerified, Ended, Preempted
 from pagoda.core.request import Request, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns
+from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns
 from pagoda.engine.outputs.detokenizer import Detokenizer, StopStrings
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
@@ -90,10 +91,9 @@ class OutputProcessor:
         done = ProcessedOutputs()
         self._note_time(outputs.scheduler_s)
         touched: dict[int, _RequestState] = {}
-        ends = {(finish.handle, finish.sequence): finish for finish in outputs.finishes}
-        for handle, num_cached in outputs.num_cached_tokens.items():
-            if (state := self._by_handle.get(handle)) is not None:
-                state.first_scheduled(num_cached, outputs.queue_s.get(handle))
+        ends = {(end.handle, end.sequence): end for end in outputs.ends}
+        for event in outputs.events:
+            self._note(event)
         for handle, columns in outputs.prompt_logprobs.items():
             state = self._by_handle.get(handle)
             if state is None or state.prompt_logprobs is None:
@@ -125,15 +125,11 @@ class OutputProcessor:
             except Exception as error:  # concerns this request only
                 state.fail("the output", error)
                 done.failed.append(handle)
-        for finish in outputs.finishes:
-            state = self._by_handle.get(finish.handle)
-            if state is not None:
-                state.metrics.num_preemptions = finish.num_preemptions
-                state.metrics.num_draft_tokens = finish.num_draft_tokens
-                state.metrics.num_accepted_tokens = finish.num_accepted_tokens
-            if state is not None and not state.sequences[finish.sequence].is_done:
-                touched[finish.handle] = state
-                state.end_sequence(finish)
+        for end in ends.values():
+            state = self._by_handle.get(end.handle)
+            if state is not None and not state.sequences[end.sequence].is_done:
+                touched[end.handle] = state
+                state.end_sequence(end)
         for state in touched.values():
             self._emit(state, now_s, done.outputs)
         return done
@@ -143,6 +139,23 @@ class OutputProcessor:
             is_same_engine = scheduler_s >= self._engine_scheduler_s
             self._scheduler_s += scheduler_s - (self._engine_scheduler_s if is_same_engine else 0.0)
             self._engine_scheduler_s = scheduler_s
+
+    def _note(self, event: ClientEvent) -> None:
+        """Add an event to the metrics of its request."""
+        match event:
+            case Admitted():
+                if (state := self._by_handle.get(event.handle)) is not None:
+                    state.first_scheduled(event)
+            case Preempted():
+                if (state := self._by_handle.get(event.handle)) is not None:
+                    state.metrics.num_preemptions += 1
+            case DraftsVerified(handles=handles, num_drafted=drafted, num_accepted=accepted):
+                for handle, num_drafted, num_accepted in zip(handles, drafted, accepted, strict=True):
+                    if (state := self._by_handle.get(handle)) is not None:
+                        state.metrics.num_draft_tokens += num_drafted
+                        state.metrics.num_accepted_tokens += num_accepted
+            case _:
+                pass
 
     def abort(self, request_ids: Iterable[str], now_s: float) -> list[RequestOutput]:
         """Finish requests as aborted and return their last outputs. Ignore unknown ids."""
@@ -204,23 +217,20 @@ class _RequestState:
             shown_with = tokenizer if params.detokenize else None
             self.prompt_logprobs = PromptLogprobs(self.prompt_token_ids, params.prompt_logprobs, shown_with)
 
-    def first_scheduled(self, num_cached_tokens: int, queue_s: float | None) -> None:
+    def first_scheduled(self, admitted: Admitted) -> None:
         """Record when the request was first scheduled. A replay on another engine does not change it."""
         if self.num_cached_tokens is None:
-            self.num_cached_tokens = num_cached_tokens
-            if queue_s is not None:
-                self.metrics.first_scheduled_time = self.metrics.arrival_time + queue_s
+            self.num_cached_tokens = admitted.num_cached or 0
+            self.metrics.first_scheduled_time = admitted.time_s
 
-    def end_sequence(self, finish: Finish) -> None:
+    def end_sequence(self, end: Ended) -> None:
         """Finish a sequence without new tokens, or with an error."""
-        if finish.message is not None and finish.status is RequestStatus.FINISHED_LENGTH_CAPPED:
-            self._cut_short = finish.message
-            logger.warning(
-                "request %s: output %d ends early: %s", shown_id(finish.request_id), finish.sequence, finish.message
-            )
-        elif finish.message is not None:
-            self.error = finish.message
-        self.sequences[finish.sequence].end(finish.status)
+        if end.message is not None and end.status is RequestStatus.FINISHED_LENGTH_CAPPED:
+            self._cut_short = end.message
+            logger.warning("request %s: output %d ends early: %s", shown_id(end.request_id), end.sequence, end.message)
+        elif end.message is not None:
+            self.error = end.message
+        self.sequences[end.sequence].end(end.status)
 
     def fail(self, what: str, error: Exception) -> None:
         """Finish with an error without touching the text, which may be what failed.   what: could not be processed."""
@@ -289,7 +299,7 @@ class OutputSequence:
     def is_done(self) -> bool:
         return self.finish_reason is not None
 
-    def append(self, new: list[int], end: Finish | None, logprobs: LogprobColumns | None, first_row: int) -> bool:
+    def append(self, new: list[int], end: Ended | None, logprobs: LogprobColumns | None, first_row: int) -> bool:
         """Add tokens, and finish if `end` is given. Return True if a stop string ended the sequence before the core."""
         ended_by_token = end is not None and end.status is RequestStatus.FINISHED_STOPPED
         unseen = 1 if ended_by_token and not self._include_stop else 0

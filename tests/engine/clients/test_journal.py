@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.events import Ended, Events
 from pagoda.core.request import Request, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns
+from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns
 from pagoda.engine.clients.journal import Journal, error_outputs
 
 
@@ -14,13 +15,13 @@ def request(name: str, handle: int, n: int = 1, seed: int = 40) -> Request:
     return Request(name, np.arange(4, dtype=np.int32), SamplingParams(n=n, max_tokens=8), handle=handle, seed=seed)
 
 
-def outputs(*rows: tuple[int, int, list[int]], finishes: tuple[Finish, ...] = ()) -> EngineCoreOutputs:
+def outputs(*rows: tuple[int, int, list[int]], ends: tuple[Ended, ...] = ()) -> EngineCoreOutputs:
     return EngineCoreOutputs(
         handles=np.array([h for h, _, _ in rows], np.int64),
         sequences=np.array([b for _, b, _ in rows], np.int32),
         counts=np.array([len(t) for _, _, t in rows], np.int32),
         token_ids=np.array([x for _, _, t in rows for x in t], np.int32),
-        finishes=finishes,
+        events=Events(ends),
     )
 
 
@@ -49,11 +50,11 @@ def test_all_sequences_are_replayed_and_only_some_are_live() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1, n=3))
     journal.record(0, outputs((1, 0, [5]), (1, 1, [6]), (1, 2, [7])))
-    journal.record(0, outputs((1, 1, [9]), finishes=(Finish("a", 1, 1, RequestStatus.FINISHED_STOPPED),)))
+    journal.record(0, outputs((1, 1, [9]), ends=(Ended(1, 0.0, 0, 1, "a", 1, RequestStatus.FINISHED_STOPPED),)))
     assert journal.replay(entry).prior_output == ((5,), (6, 9), (7,))
     assert entry.live == {0, 2}
     length = RequestStatus.FINISHED_LENGTH_CAPPED
-    journal.record(0, outputs((1, 2, [11]), finishes=(Finish("a", 1, 2, length),)))
+    journal.record(0, outputs((1, 2, [11]), ends=(Ended(1, 0.0, 0, 1, "a", 2, length),)))
     assert entry.live == {0}
     journal.end_sequence((0, 1), 0)  # at a stop string
     assert len(journal) == 0
@@ -80,19 +81,19 @@ def test_an_end_that_crosses_an_abort_does_not_end_a_later_request_with_the_same
     journal.open(request("a", 1))
     journal.close((0, 1))  # its client has gone, and tries again
     later = journal.open(request("a", 2))
-    journal.record(0, outputs(finishes=(Finish("a", 1, 0, RequestStatus.FINISHED_STOPPED),)))
+    journal.record(0, outputs(ends=(Ended(1, 0.0, 0, 1, "a", 0, RequestStatus.FINISHED_STOPPED),)))
     assert list(journal) == [later]
-    journal.record(0, outputs(finishes=(Finish("a", 2, 0, RequestStatus.FINISHED_STOPPED),)))
+    journal.record(0, outputs(ends=(Ended(1, 0.0, 0, 2, "a", 0, RequestStatus.FINISHED_STOPPED),)))
     assert len(journal) == 0
 
 
 def test_an_error_ends_every_live_sequence_once() -> None:
     journal = Journal()
     entry = journal.open(request("a", 1, n=2))
-    finishes = error_outputs(entry.request, "no").finishes
+    finishes = error_outputs(entry.request, "no").ends
     assert [(f.sequence, f.message) for f in finishes] == [(0, "no"), (1, "no")]
     journal.end_sequence((0, 1), 0)
-    assert [f.sequence for f in error_outputs(entry.request, "no", live=entry.live).finishes] == [1]
+    assert [f.sequence for f in error_outputs(entry.request, "no", live=entry.live).ends] == [1]
 
 
 def columns(*tokens: int) -> LogprobColumns:

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
+from pagoda.core.events import Ended, Events
 from pagoda.core.request import Request, RequestKey, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish
+from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine.clients.journal import MAX_DEATHS, Journal, JournalEntry, Suspects
 from pagoda.engine.flight_recorder import FlightRecord, FlightRecorder, packed_key
 
@@ -102,9 +103,9 @@ class Server:
             sequences=np.arange(count, dtype=np.int32),
             counts=np.ones(count, np.int32),
             token_ids=np.ones(count, np.int32),
-            finishes=tuple(Finish(name, handle, sequence, done) for sequence in range(count)),
+            events=Events(Ended(1, 0.0, 0, handle, name, sequence, done) for sequence in range(count)),
         )
-        self.journal.record(0, outputs if ends else dataclasses.replace(outputs, finishes=()))
+        self.journal.record(0, outputs if ends else dataclasses.replace(outputs, events=Events()))
         if ends:
             del self.engine[name]
             self.ends[name] = "answered"

@@ -53,7 +53,7 @@ def test_every_error_of_a_request_is_answered() -> None:
         await client.start()
         client.add_request(Request("r", np.arange(4, dtype=np.int32), SamplingParams(), handle=1))
         outputs = await asyncio.wait_for(client.next_outputs(), 30)
-        assert [finish.message for finish in outputs.finishes] == ["this cannot be used"]
+        assert [finish.message for finish in outputs.ends] == ["this cannot be used"]
         await client.shutdown()
 
     asyncio.run(work())

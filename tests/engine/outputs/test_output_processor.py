@@ -5,8 +5,9 @@ import pytest
 
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import Request, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs, Finish, LogprobColumns, split_outputs
+from pagoda.core.events import Admitted, ClientEvent, Ended, Events
+from pagoda.core.request import AdmitKind, Request, RequestStatus
+from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, split_outputs
 from pagoda.engine.outputs import output_processor
 from pagoda.engine.outputs.detokenizer import StopStrings
 from pagoda.engine.outputs.output_processor import OutputKind, OutputProcessor, ProcessedOutputs
@@ -21,24 +22,28 @@ def request(handle: int = 1, **params: object) -> Request:
 
 
 def core_outputs(
-    emitted: list[tuple[int, int, list[int]]], finishes: tuple[Finish, ...] = (), **more: object
+    emitted: list[tuple[int, int, list[int]]], events: tuple[ClientEvent, ...] = (), **more: object
 ) -> EngineCoreOutputs:
     return EngineCoreOutputs(
         handles=np.array([handle for handle, _, _ in emitted], np.int64),
         sequences=np.array([sequence for _, sequence, _ in emitted], np.int32),
         counts=np.array([len(ids) for _, _, ids in emitted], np.int32),
         token_ids=np.array([token for _, _, ids in emitted for token in ids], np.int32),
-        finishes=finishes,
+        events=Events(events),
         **more,  # type: ignore[arg-type]
     )
 
 
-def end(handle: int, status: RequestStatus, sequence: int = 0, **more: object) -> Finish:
-    return Finish(f"r{handle}", handle, sequence, status, **more)  # type: ignore[arg-type]
+def end(handle: int, status: RequestStatus, sequence: int = 0, **more: object) -> Ended:
+    return Ended(1, 0.0, 0, handle, f"r{handle}", sequence, status, **more)  # type: ignore[arg-type]
+
+
+def admitted(handle: int, num_cached: int) -> Admitted:
+    return Admitted(1, 0.0, 0, handle, AdmitKind.NEW, 3, num_cached, num_cached, 1, 1, 8)
 
 
 def run(
-    kind: OutputKind, steps: list[list[int]], last: Finish | None, **params: object
+    kind: OutputKind, steps: list[list[int]], last: Ended | None, **params: object
 ) -> tuple[list[RequestOutput], list[ProcessedOutputs]]:
     processor = OutputProcessor(ByteTokenizer())
     processor.open(request(**params), kind, "prompt")
@@ -219,7 +224,7 @@ def test_prompt_logprobs_come_chunk_by_chunk() -> None:
     for token in (2, 3):
         columns = LogprobColumns(np.array([[token, 65]], np.int32), np.array([[-3.0, -1]], np.float32), np.array([9]))
         processor.process(core_outputs([], prompt_logprobs={1: columns}), 0.0)
-    out = processor.process(core_outputs([(1, 0, [97])], (end(1, LENGTH),), num_cached_tokens={1: 2}), 0.0).outputs
+    out = processor.process(core_outputs([(1, 0, [97])], (admitted(1, 2), end(1, LENGTH))), 0.0).outputs
     rows = out[0].prompt_logprobs
     assert rows is not None
     assert rows[0] is None
@@ -308,9 +313,8 @@ def test_a_step_in_parts_gives_what_it_gives_at_once(most: int) -> None:
     tokens = columns.token_ids[:, 0].tolist()
     step = core_outputs(
         [(1, 0, tokens[:2]), (2, 0, tokens[2:3]), (3, 0, tokens[3:6]), (4, 0, tokens[6:])],
-        (end(2, LENGTH), end(3, LENGTH), end(5, LENGTH)),
+        (admitted(1, 2), end(2, LENGTH), end(3, LENGTH), end(5, LENGTH)),
         logprobs=columns,
-        num_cached_tokens={1: 2},
     )
     found: list[dict[str, object]] = []
     parts = list(split_outputs(step, most))

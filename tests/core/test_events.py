@@ -1,0 +1,173 @@
+"""The stream of events: who gets what, what the events of the cache say, and what nobody is asked for."""
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from pagoda.base.config import PreemptionMode
+from pagoda.core.events import (
+    Admitted,
+    Copied,
+    Ended,
+    Event,
+    EventStream,
+    FirstToken,
+    Held,
+    Preempted,
+    Queued,
+    Removed,
+    Stored,
+    Swapped,
+)
+from pagoda.core.request import AdmitKind, Reason
+from tests.core.rig import Rig
+
+
+def listen(rig: Rig, *, cache: bool = False) -> list[Event]:
+    heard: list[Event] = []
+    rig.scheduler.subscribe(heard.append, cache=cache)
+    return heard
+
+
+def kinds(events: Iterable[Event]) -> list[str]:
+    return [type(event).__name__ for event in events]
+
+
+def test_a_request_says_when_it_comes_enters_emits_and_ends() -> None:
+    rig = Rig()
+    heard = listen(rig)
+    rig.add("a", 6, max_tokens=3)
+    rig.clock.advance(2.0)
+    rig.run()
+    assert heard == [
+        Queued(0, 0.0, 0, 1, "a", 6, 1, 0),
+        Admitted(1, 2.0, 0, 1, AdmitKind.NEW, 6, None, 0, 6, 2, 14),
+        FirstToken(1, 2.0, 0, 1, 6),
+        Ended(3, 2.0, 0, 1, "a", 0, heard[-1].status),  # type: ignore[union-attr]
+    ]
+
+
+def test_why_a_request_waits_is_written_when_it_changes() -> None:
+    rig = Rig(num_blocks=4, max_num_seqs=1)
+    heard = listen(rig)
+    rig.add("a", 8, max_tokens=6)
+    rig.add("b", 12, max_tokens=2)
+    for _ in range(4):
+        rig.step()
+    held = [event for event in heard if isinstance(event, Held)]
+    assert [(event.handle, event.reason, event.position, event.num_blocks) for event in held] == [
+        (2, Reason.NUM_SEQS, 0, 3)
+    ]
+    rig.run()
+    assert [event for event in heard if isinstance(event, Held)] == held
+
+
+def test_a_preemption_names_its_cause_and_a_swap_its_blocks() -> None:
+    rig = Rig(num_blocks=4, num_host_blocks=8, preemption_mode=PreemptionMode.SWAP)
+    heard = listen(rig)
+    rig.add("a", 7, max_tokens=8)
+    rig.add("b", 7, max_tokens=8)
+    rig.run()
+    preempted = next(event for event in heard if isinstance(event, Preempted))
+    assert (preempted.handle, preempted.for_handle, preempted.mode, preempted.lost_tokens) == (2, 1, "swap", 0)
+    swaps = [event for event in heard if isinstance(event, Swapped) and event.handle == 2]
+    assert [event.to_host for event in swaps] == [True, False]
+    assert swaps[0].num_blocks == swaps[1].num_blocks
+    back = [event for event in heard if isinstance(event, Admitted) and event.handle == 2][-1]
+    assert (back.kind, back.num_cached) == (AdmitKind.SWAPPED_IN, None)
+
+
+def test_a_client_gets_what_happened_to_its_requests_once() -> None:
+    rig = Rig()
+    for number, client in enumerate((0, 3, 3)):
+        rig.add(f"r{number}", 4, max_tokens=2, client_index=client)
+    got: dict[int, list[Event]] = {}
+    while rig.scheduler.has_unfinished_requests():
+        step = rig.plan()
+        for client, outputs in rig.deliver_outputs(step).items():
+            got.setdefault(client, []).extend(outputs.events)
+    assert got.keys() == {0, 3}
+    assert kinds(got[0]) == ["Queued", "Admitted", "FirstToken", "Ended"]
+    assert sorted(kinds(got[3])) == sorted(2 * kinds(got[0]))
+
+
+def test_an_abort_returns_its_ends_and_leaves_other_events_for_the_next_outputs() -> None:
+    rig = Rig()
+    rig.add("a", 4, n=2)
+    rig.add("b", 4)
+    ends = rig.scheduler.finish_requests(["a"])[0]
+    assert [(event.handle, event.is_last) for event in ends.ends] == [(1, False), (1, True)]
+    assert kinds(ends.events) == ["Ended", "Ended"]
+    events = rig.deliver_outputs(rig.plan())[0].events
+    assert [(type(event), event.handle) for event in events] == [  # type: ignore[union-attr]
+        (Queued, 1), (Queued, 2), (Admitted, 2), (FirstToken, 2),
+    ]  # fmt: skip
+
+
+def test_events_of_the_cache_tell_what_it_has() -> None:
+    """A reader who adds what is stored and takes away what is removed knows what the cache would find."""
+    rig = Rig(num_blocks=6, enable_prefix_caching=True, prefix_hash_seed=1)
+    found: set[tuple[int, bytes]] = set()
+    parents: dict[bytes, bytes | None] = {}
+
+    def fold(event: Event) -> None:
+        if isinstance(event, Stored):
+            new = {(event.group, one) for one in event.hashes}
+            assert not new & found
+            found.update(new)
+            parents.update(zip(event.hashes, (event.parent, *event.hashes), strict=False))
+        elif isinstance(event, Removed):
+            gone = {(event.group, one) for one in event.hashes}
+            assert gone <= found
+            found.difference_update(gone)
+
+    rig.scheduler.subscribe(fold, cache=True)
+    rng = np.random.default_rng(0)
+    prefix = list(range(8))
+    for number in range(8):
+        rig.add(f"r{number}", prefix * (number % 2) + rng.integers(0, 9, 9).tolist(), max_tokens=4)
+        rig.run()
+        known = rig.scheduler._state.kv._prefix_cache._blocks
+        assert found == {(group, one) for group, table in enumerate(known) for one in table}
+    assert found
+    assert all(parent is None or parent in parents for parent in parents.values())
+    assert rig.scheduler.reset_prefix_cache()
+    assert not found
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_events_of_the_cache_are_not_made_without_a_reader(cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Event] = []
+    monkeypatch.setattr(EventStream, "write_cache", lambda self, event: written.append(event))
+    rig = Rig(enable_prefix_caching=True)
+    end = rig.scheduler.subscribe(lambda event: None, cache=cache)
+    rig.add("a", 9, max_tokens=4)
+    rig.run()
+    assert bool(written) == cache
+    end()
+    written.clear()
+    rig.add("b", 9, max_tokens=4)
+    rig.run()
+    assert not written
+
+
+def test_rows_that_only_decode_write_nothing() -> None:
+    rig = Rig(num_blocks=64, enable_prefix_caching=True)
+    for number in range(8):
+        rig.add(f"r{number}", 4, max_tokens=30)
+    rig.step()
+    heard = listen(rig)
+    for _ in range(20):
+        rig.step()
+    assert heard == []
+
+
+def test_sequences_that_part_copy_their_last_block() -> None:
+    rig = Rig()
+    heard = listen(rig)
+    rig.add("a", 6, max_tokens=3, n=2)
+    rig.run()
+    copied = [event for event in heard if isinstance(event, Copied)]
+    assert len(copied) == 1
+    assert copied[0].source != copied[0].target
