@@ -12,6 +12,8 @@ MAX_HELD_BODY_BYTES = 256 * 2**20
 """The most bytes of request bodies that a server holds at once; further requests get 429."""
 MAX_HELD_MEDIA_BYTES = 512 * 2**20
 """The most bytes of processed images and audio of unfinished requests; further ones get 429, sounds after a wait."""
+MAX_HELD_LOGPROBS = 8_388_608
+"""The most log-probabilities that unfinished requests may come to together; further ones get 429."""
 
 
 @dataclass(frozen=True, slots=True)

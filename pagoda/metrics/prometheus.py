@@ -18,7 +18,7 @@ from pagoda.base.outputs import RequestMetrics, RequestOutput
 from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
 
-REJECTION_REASONS = ("requests", "tokens", "media", "bodies", "key_concurrency", "key_rate")
+REJECTION_REASONS = ("requests", "tokens", "media", "logprobs", "bodies", "key_concurrency", "key_rate")
 CACHE_LABELS = (
     *("block_size", "num_gpu_blocks", "num_cpu_blocks"),
     *("enable_prefix_caching", "gpu_memory_utilization", "cache_dtype"),

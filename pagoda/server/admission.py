@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict, defaultdict
 from contextlib import ExitStack, suppress
 
 from pagoda.base.errors import RequestError, fresh
-from pagoda.base.server_config import MAX_HELD_MEDIA_BYTES, ServerLimits
+from pagoda.base.server_config import MAX_HELD_LOGPROBS, MAX_HELD_MEDIA_BYTES, ServerLimits
 
 PRIOR_OUTPUT_TOKENS = 1024
 """What an output is expected to take before there were any."""
@@ -43,7 +43,7 @@ class Place:
         self._is_admitted = False
         self.num_requests = num_requests
         self.num_tokens = num_tokens
-        self._num_waiting = self._num_media_bytes = 0
+        self._num_waiting = self._num_media_bytes = self._num_logprobs = 0
         self.turn: asyncio.Future[Exception | None] | None = None
         self.at_end = ExitStack()
         self.at_end.callback(self.close)
@@ -72,6 +72,16 @@ class Place:
         self._num_media_bytes = num_media_bytes
         self._admission.count(num_media_bytes=more)
 
+    def hold_logprobs(self, count: int) -> None:
+        """Count the log-probabilities that its answer may come to, once. Raises Refusal if others hold too many."""
+        others = self._admission.num_logprobs
+        if count and others and others + count > MAX_HELD_LOGPROBS:
+            full = f"unfinished requests may come to {others} log-probabilities, this one to {count}"
+            remedy = "send it again later, or lower max_tokens, n or logprobs; outputs that are streamed do not count"
+            raise Refusal("logprobs", f"the server is full: {full}, of {MAX_HELD_LOGPROBS} in all; {remedy}")
+        self._num_logprobs = count
+        self._admission.count(num_logprobs=count)
+
     def start(self) -> None:
         """It has a first token, and so no longer waits. Idempotent."""
         self._admission.count(num_waiting=-self._num_waiting)
@@ -88,8 +98,9 @@ class Place:
                 num_waiting=-self._num_waiting,
                 num_tokens=-self.num_tokens,
                 num_media_bytes=-self._num_media_bytes,
+                num_logprobs=-self._num_logprobs,
             )
-        self.num_requests = self._num_waiting = self.num_tokens = self._num_media_bytes = 0
+        self.num_requests = self._num_waiting = self.num_tokens = self._num_media_bytes = self._num_logprobs = 0
 
 
 class Admission:
@@ -109,6 +120,7 @@ class Admission:
         self.num_waiting = 0
         self.num_tokens = 0
         self.num_media_bytes = 0
+        self.num_logprobs = 0
         self._media_freed = asyncio.Event()
         self._mean_output = float(PRIOR_OUTPUT_TOKENS)
         self._num_outputs = _PRIOR_WEIGHT
@@ -211,13 +223,20 @@ class Admission:
             place.admit()
 
     def count(
-        self, *, num_requests: int = 0, num_waiting: int = 0, num_tokens: int = 0, num_media_bytes: int = 0
+        self,
+        *,
+        num_requests: int = 0,
+        num_waiting: int = 0,
+        num_tokens: int = 0,
+        num_media_bytes: int = 0,
+        num_logprobs: int = 0,
     ) -> None:
         """Add to the counts. For Place."""
         self.num_requests += num_requests
         self.num_waiting += num_waiting
         self.num_tokens += num_tokens
         self.num_media_bytes += num_media_bytes
+        self.num_logprobs += num_logprobs
         if num_media_bytes < 0:
             self._media_freed.set()
         if num_waiting < 0 or num_tokens < 0:

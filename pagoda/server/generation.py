@@ -267,6 +267,16 @@ def _media_bytes(media: Iterable[MediaItem]) -> int:
     return sum(item.features.nbytes for item in media if item.features is not None)
 
 
+def _most_logprobs(request: Request, is_stream: bool) -> int:
+    """Return how many log-probabilities a request may come to; in a stream, those of outputs are sent at once."""
+    params, count = request.sampling, 0
+    if params is not None and params.prompt_logprobs is not None:
+        count += request.num_prompt_tokens * (params.prompt_logprobs + 1)
+    if params is not None and params.logprobs is not None and not is_stream:
+        count += (params.max_tokens or 0) * (params.logprobs + 1)
+    return count * request.num_seqs
+
+
 class RequestStarter:
     """Starts generations on one AsyncEngine."""
 
@@ -378,6 +388,8 @@ class RequestStarter:
         requests = await (cancel_on_disconnect(http, making) if is_long else making)
         place.correct(sum(map(self._expected_tokens, requests)))
         place.hold(_media_bytes(item for request in requests for item in request.media))
+        is_stream = isinstance(body, SamplingBody) and body.stream
+        place.hold_logprobs(sum(_most_logprobs(request, is_stream) for request in requests))
         return Generation(self, http, request_id, requests, place)
 
     def _expected_tokens(self, request: Request) -> int:

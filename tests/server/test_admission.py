@@ -65,6 +65,40 @@ def test_bytes_for_encoders_are_bounded_and_released(monkeypatch: pytest.MonkeyP
     assert admission.num_media_bytes == 0
 
 
+def test_log_probabilities_of_all_requests_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda.server.admission.MAX_HELD_LOGPROBS", 100)
+    admission = Admission(ServerLimits(), 0.0)
+    with admitted(admission, 1, 1) as first, admitted(admission, 1, 1) as second:
+        first.hold_logprobs(150)  # as many as a request may have, if there is no other
+        second.hold_logprobs(0)
+        with pytest.raises(Refusal, match="150 log-probabilities, this one to 1, of 100 in all") as caught:
+            second.hold_logprobs(1)
+        assert caught.value.reason == "logprobs"
+        first.close()
+        second.hold_logprobs(100)
+        assert admission.num_logprobs == 100
+    assert admission.num_logprobs == 0
+
+
+def test_log_probabilities_that_outputs_may_come_to_are_counted_until_they_end(tmp_path: Path) -> None:
+    """As many requests as take 8 million together are admitted, whatever they have so far; streams are not counted."""
+    body = {"prompt": "x", "max_tokens": 2000, "n": 64, "logprobs": 20, "ignore_eos": True}  # 2.7 million
+    with serving(tmp_path, *FAKE_ENGINE, stepped=True) as server, ThreadPoolExecutor(3) as threads:
+        with server.steps.held_after(2):
+            asked = [threads.submit(server.post, "/v1/completions", body) for _ in range(3)]
+            deadline_s = time.monotonic() + 60
+            while server.load()["live_tokens"] != 3 * (1 + 64 * PRIOR_OUTPUT_TOKENS):  # all have been prepared
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+            status, answer = server.post("/v1/completions", {**body, "prompt": "y"})
+            assert status == 429
+            assert "may come to 8064000 log-probabilities, this one to 2688000" in answer["error"]["message"]
+            assert server.post("/abort_requests", {})[0] == 200
+        assert [one.result()[0] for one in asked] == [200] * 3
+        server.wait_idle()
+        assert server.post("/v1/completions", {**body, "max_tokens": 2})[0] == 200
+
+
 def test_what_is_held_is_replaced_by_what_is_known_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda.server.admission.MAX_HELD_MEDIA_BYTES", 100)
     admission = Admission(ServerLimits(), 0.0)
