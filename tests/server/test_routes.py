@@ -102,10 +102,11 @@ def test_a_chat_stream_begins_with_the_prompts_token_ids(fake_server: LiveServer
     assert not any("prompt_token_ids" in chunk for chunk in rest)
 
 
-def test_log_probabilities_always_have_the_drawn_token_first(fake_server: LiveServer) -> None:
+def test_log_probabilities_always_have_the_drawn_token_first(real_server: LiveServer) -> None:
     for asked in (0, 1, 3):
-        body = {**TEXT, "logprobs": asked, "temperature": 2.0}
-        logprobs = fake_server.post("/v1/completions", body)[1]["choices"][0]["logprobs"]
+        body = {"prompt": "Once upon", "max_tokens": 8, "logprobs": asked, "temperature": 2.0, "ignore_eos": True}
+        logprobs = real_server.post("/v1/completions", body)[1]["choices"][0]["logprobs"]
+        assert len(logprobs["tokens"]) == 8
         for token, logprob, top in zip(
             logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
         ):
