@@ -259,7 +259,7 @@ def ranks_of(server: int) -> list[int]:
         above = pid
         while above in parents and above != server:
             above = parents[above]
-        if above == server and b"executors.rank" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if above == server and b"assembly.rank_process" in Path(f"/proc/{pid}/cmdline").read_bytes():
             found.append(pid)
     return found
 

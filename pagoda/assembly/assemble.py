@@ -217,13 +217,15 @@ def _make_executor(
         from pagoda.executors.multi_process import LocalRanks, MultiProcessExecutor, load_timeout_s
 
         timeout_s = load_timeout_s(sum(setup.files.sizes().values()))
-        return MultiProcessExecutor(setup.config, LocalRanks, load_timeout_s=timeout_s, on_death=on_death)
+        start_ranks = partial(LocalRanks, module="pagoda.assembly.rank_process")
+        return MultiProcessExecutor(setup.config, start_ranks, load_timeout_s=timeout_s, on_death=on_death)
     if setup.config.parallel.executor == "ray":
         return _on_ray(setup, on_death, ray_group)
     return InProcessExecutor(make_worker(setup, pin_threads), overlap=options.pipeline_depth > 1)
 
 
 def _on_ray(setup: EngineSetup, on_death: Callable[[WorkerDied], object], group: object) -> Executor:
+    from pagoda.assembly.rank_process import make_executor
     from pagoda.executors.multi_process import MultiProcessExecutor, load_timeout_s
 
     try:
@@ -231,7 +233,7 @@ def _on_ray(setup: EngineSetup, on_death: Callable[[WorkerDied], object], group:
     except ImportError as error:
         raise ConfigError("distributed_executor_backend='ray' needs Ray on every machine: pip install ray") from error
     timeout_s = load_timeout_s(sum(setup.files.sizes().values()))
-    start_ranks = partial(RayRanks, group=group)
+    start_ranks = partial(RayRanks, make=make_executor, group=group)
     return MultiProcessExecutor(setup.config, start_ranks, host=connect(), load_timeout_s=timeout_s, on_death=on_death)
 
 

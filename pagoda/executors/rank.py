@@ -1,30 +1,23 @@
 """A rank's process: one worker, which does what an executor elsewhere says.
 
-`python -m pagoda.executors.rank`, started by `LocalRanks`; others start `run_rank` in processes of their own making.
+A module that `LocalRanks` starts calls `main`; others start `run_rank` in processes of their own making.
 """
 
-import dataclasses
-import hashlib
 import logging
-import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from importlib import metadata
 from typing import Any, Protocol
 
 import msgspec
 import zmq
 
-from pagoda.assembly.engine_setup import EngineSetup, options_of, resolve_engine
-from pagoda.assembly.worker_setup import make_worker
 from pagoda.base.errors import PagodaError
 from pagoda.core.executor import CALLS, Capacity, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.wire import make_decoder, make_encoder
-from pagoda.executors.in_process import InProcessExecutor
 from pagoda.executors.messages import (
     LOADED,
     Call,
@@ -37,16 +30,10 @@ from pagoda.executors.messages import (
     ToRank,
     failure_of,
 )
-from pagoda.kernels.native import build, library, variants
-from pagoda.kernels.native.threads import bind_to_cores, cpu_flags
-from pagoda.layers.sharding import ALONE
-from pagoda.ops.tensor import RankGroup
 from pagoda.process.child_process import RendezvousDir, be_killed_with_parent, end_with_parent, read_start
 from pagoda.process.logs import configure_logging
 
 logger = logging.getLogger("pagoda")
-
-_NUM_PIECES, _PIECE_BYTES = 64, 4096  # of a file, in its digest
 
 
 class RankExecutor(Protocol):
@@ -67,14 +54,17 @@ class RankExecutor(Protocol):
     def call(self, name: str, *args: object) -> "Future[Any]": ...
 
 
+MakeRank = Callable[[RankStart], tuple[RankExecutor, Identity]]
+"""Returns what a rank runs, not loaded, and what must be the same on all ranks."""
+
+
 def run_rank(
     start: RankStart,
-    make: Callable[[RankStart], tuple[RankExecutor, Identity]],
+    make: MakeRank,
     on_loaded: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve the executor for as long as the process lives.
 
-    make: returns what to run, not loaded, and what must be the same on all ranks.
     on_loaded: called once the weights are loaded, and all sockets are connected.
     """
     rank = _Rank(start)
@@ -158,62 +148,12 @@ def _connected(context: "zmq.Context[Any]", kind: int, address: str, start: Rank
     return socket
 
 
-def make_executor(start: RankStart) -> tuple[InProcessExecutor, Identity]:
-    """Return the executor of this rank's worker, and what must be the same on all ranks."""
-    parallel = start.config.parallel
-    if parallel.threads is None:
-        parallel = dataclasses.replace(parallel, threads=bind_to_cores(start.local_number, start.num_local))
-    setup = resolve_engine(dataclasses.replace(start.config, parallel=parallel))
-    overlap = options_of(setup).pipeline_depth > 1 and not setup.device.is_host
-    worker = make_worker(setup, True, start.place, _group_of(start), start.local_number)
-    return InProcessExecutor(worker, overlap), Identity(_digest(setup), kernels_of(setup))
-
-
-def _group_of(start: RankStart) -> RankGroup:
-    """Return the ranks that this one computes with."""
-    if start.segment is None:
-        return ALONE
-    # Imported here because torch takes a second to import, and a rank without a model needs none of this.
-    from pagoda.kernels.collectives.shared_memory import SharedGroup
-
-    try:
-        return SharedGroup(library.load(), start.segment, start.place, previous=start.previous, next=start.next)
-    finally:
-        os.close(start.segment)  # it has been mapped
-
-
-def kernels_of(setup: EngineSetup) -> str:
-    """Return which kernels this machine computes with; on a CPU, their variant, too: each rounds in its own way."""
-    if not setup.device.is_host:
-        return setup.kernels
-    name, best = setup.kernels, [variant.name for variant in variants.runnable(cpu_flags())]
-    if name == "native":
-        try:
-            return f"native for {library.load().isa}"
-        except build.NativeUnavailable:  # if other kernels cannot be used either, loading fails
-            name = "torch"
-    return f"{name} on {(best or ['portable'])[0]}"
-
-
-def _digest(setup: EngineSetup) -> str:
-    """Return a hash of pagoda's version, the settings and the model's files, read here and there."""
-    about = (metadata.version("pagoda-llm"), setup.spec, setup.groups, setup.dtype, setup.kv_dtype, setup.max_model_len)
-    digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
-    for file, size in setup.files.sizes().items():
-        digest.update(f"{file.name}:{size}".encode())
-        with file.open("rb") as opened:
-            for piece in range(_NUM_PIECES):
-                opened.seek(piece * max(0, size - _PIECE_BYTES) // (_NUM_PIECES - 1))
-                digest.update(opened.read(_PIECE_BYTES))
-    return digest.hexdigest()
-
-
 def log_rank(start: RankStart) -> None:
     """Log to standard error as the process does that starts the ranks."""
     configure_logging(f"rank{start.place.number}", start.log_level, start.config.server.logs.log_format)
 
 
-def main(make: Callable[[RankStart], tuple[RankExecutor, Identity]] = make_executor) -> None:
+def main(make: MakeRank) -> None:
     """Read a RankStart from standard input and be that rank, until the parent closes it or dies."""
     stdin = sys.stdin.buffer
     data = read_start(stdin)
@@ -223,7 +163,3 @@ def main(make: Callable[[RankStart], tuple[RankExecutor, Identity]] = make_execu
     log_rank(start)
     end_with_parent(stdin, RendezvousDir(start.folder).remove if start.folder is not None else lambda: None)
     run_rank(start, make, on_loaded=lambda: be_killed_with_parent(stdin.fileno()))
-
-
-if __name__ == "__main__":
-    main()

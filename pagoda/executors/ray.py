@@ -30,7 +30,7 @@ from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.engine.wire import make_decoder, make_encoder
 from pagoda.executors.messages import RankStart
 from pagoda.executors.multi_process import RankDied, address_of, admit_only, bind_encrypted, new_segment
-from pagoda.executors.rank import log_rank, make_executor, run_rank
+from pagoda.executors.rank import MakeRank, log_rank, run_rank
 from pagoda.worker.devices import select_device
 
 logger = logging.getLogger("pagoda")
@@ -126,10 +126,10 @@ class RankActor:
         host, port = self._listener.getsockname()[:2]
         return str(host), int(port)
 
-    def run(self, segment: str | None, next_stage: tuple[str, int] | None) -> None:
+    def run(self, make: MakeRank, segment: str | None, next_stage: tuple[str, int] | None) -> None:
         """Be the rank that the engine's RankStart describes, until the actor is killed.
 
-        segment: of the ranks of its stage, see `new_segment`.   next_stage: where that listens.
+        make: see `run_rank`.   segment: of the ranks of its stage, see `new_segment`.   next_stage: where that listens.
         """
         assert self._start is not None
         assert self._guard is not None
@@ -145,7 +145,7 @@ class RankActor:
         if self._listener is not None:
             start = msgspec.structs.replace(start, previous=_socket_of(_accepted(self._listener, secret)))
         log_rank(start)
-        run_rank(start, make_executor)
+        run_rank(start, make)
 
 
 def _accepted(listener: socket.socket, secret: bytes) -> _Connection:
@@ -176,13 +176,14 @@ def _socket_of(connection: _Connection) -> int:
 class RayRanks:
     """Ranks that are actors. See StartedRanks."""
 
-    def __init__(self, starts: Sequence[RankStart], group: object = None) -> None:
+    def __init__(self, starts: Sequence[RankStart], make: MakeRank, group: object = None) -> None:
         """Place and start the ranks, in the placement group `group` if there is one, or in a new one.
 
+        make: a function of a module, see `run_rank`.
         Raises WorkerDied if the cluster has no room for them in time.
         """
         assert group is None or isinstance(group, PlacementGroup)
-        self._given = group
+        self._make, self._given = make, group
         self._actors: list[Any] = []
         self._runs: list[Any] = []
         self._group: PlacementGroup | None = None  # ours, to be removed
@@ -220,7 +221,7 @@ class RayRanks:
             for number, (start, actor) in enumerate(zip(starts, self._actors, strict=True)):
                 node, (address, key) = nodes[number], doors[number]
                 next_stage = listening.get(number + start.place.tensor_size)
-                self._runs.append(actor.run.remote(segments[start.place.stage], next_stage))
+                self._runs.append(actor.run.remote(self._make, segments[start.place.stage], next_stage))
                 local = msgspec.structs.replace(
                     start, local_number=nodes[:number].count(node), num_local=nodes.count(node)
                 )

@@ -14,18 +14,18 @@ from pathlib import Path
 import pytest
 import zmq
 
+from pagoda.assembly import rank_process
 from pagoda.assembly.engine_setup import resolve_engine
+from pagoda.assembly.rank_process import kernels_of
 from pagoda.base.config import EngineConfig, ModelConfig, ParallelConfig
 from pagoda.base.errors import ConfigError, RequestError, WorkerDied
 from pagoda.base.server_config import ServerConfig
 from pagoda.core.executor import Capacity, StepSize
 from pagoda.core.request import LoraRef
 from pagoda.engine.wire import make_encoder
-from pagoda.executors import rank
 from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.messages import RankStart
 from pagoda.executors.multi_process import LocalRanks, MultiProcessExecutor, RankDied
-from pagoda.executors.rank import kernels_of
 from pagoda.kernels.native import library
 from pagoda.process.child_process import children_of
 from tests.cached_models import cached_model
@@ -258,7 +258,7 @@ def test_a_rank_names_the_variant_of_its_kernels(monkeypatch: pytest.MonkeyPatch
         for kernels in ("native", "torch")
     )
     assert kernels_of(native) == f"native for {library.load().isa}"
-    monkeypatch.setattr(rank, "cpu_flags", lambda: {"sse4_2"})
+    monkeypatch.setattr(rank_process, "cpu_flags", lambda: {"sse4_2"})
     assert kernels_of(torch) == "torch on portable"
 
 

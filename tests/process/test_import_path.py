@@ -13,7 +13,7 @@ import pagoda
 from pagoda.process.child_process import end_child, module_command, start_child
 
 SOURCES = sorted(Path(pagoda.__path__[0]).rglob("*.py"))
-CHILDREN = ("pagoda.assembly.engine_process", "pagoda.executors.rank")
+CHILDREN = ("pagoda.assembly.engine_process", "pagoda.assembly.rank_process")
 STARTERS = {"start_child", "module_command", "safe_python"}
 """What starts a Python process, with a safe path."""
 

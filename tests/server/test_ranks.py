@@ -39,7 +39,7 @@ def flags_of(model: Path, *sizes: str) -> tuple[str, ...]:
 
 
 def ranks_of(server: LiveServer) -> list[int]:
-    return sorted(pid for pid, line in children(server.engine_pid()).items() if b"executors.rank" in line)
+    return sorted(pid for pid, line in children(server.engine_pid()).items() if b"assembly.rank_process" in line)
 
 
 def rank(number: int) -> Callable[[LiveServer], int]:
