@@ -102,7 +102,7 @@ class OfflineThread(EngineThread):
         self.post(lambda engine: delivery.deliver(engine.abort(ids)), lambda *_: None)
 
 
-class _Call:
+class _Waiter:
     """Requests that one caller waits for.   live: ids of those whose last output it has not returned."""
 
     __slots__ = ("live", "mail")
@@ -138,9 +138,9 @@ class OutputStream(Iterator[RequestOutput]):
         self._thread = thread
         self._lora_request = lora_request
         self._has_tokens = False
-        self._call = _Call([new.request.request_id])
-        for error in thread.add(self._call.mail, [new]).values():
-            self._call.live.clear()
+        self._waiter = _Waiter([new.request.request_id])
+        for error in thread.add(self._waiter.mail, [new]).values():
+            self._waiter.live.clear()
             raise error
 
     def __next__(self) -> RequestOutput:
@@ -151,7 +151,7 @@ class OutputStream(Iterator[RequestOutput]):
         """
         with self._thread.entered():  # if it refuses, as in a signal handler, the interrupted call goes on
             try:
-                outputs = self._call.next_outputs()
+                outputs = self._waiter.next_outputs()
             except BaseException:
                 self.close()
                 raise
@@ -166,7 +166,7 @@ class OutputStream(Iterator[RequestOutput]):
 
     def close(self) -> None:
         """Abort the request if it is still running. Never blocks. Idempotent."""
-        live, self._call.live = self._call.live, set()
+        live, self._waiter.live = self._waiter.live, set()
         if live:
             self._thread.abort(live)
 
@@ -237,17 +237,17 @@ def _run(thread: OfflineThread, asks: Sequence[OfflinePrompt], use_tqdm: bool, r
             new.append(_prepare(thread.engine, request_id, asks[index]))
         except (RequestError, CapacityError) as error:
             outputs[request_id] = refuse(index, request_id, error)
-    call = _Call(one.request.request_id for one in new)
+    waiter = _Waiter(one.request.request_id for one in new)
     try:
-        for request_id, error in thread.add(call.mail, new).items() if new else ():
-            call.live.discard(request_id)
+        for request_id, error in thread.add(waiter.mail, new).items() if new else ():
+            waiter.live.discard(request_id)
             if not isinstance(error, RequestError | CapacityError):
                 raise error
             outputs[request_id] = refuse(index_of[request_id], request_id, error)
-        _collect(call, outputs, use_tqdm)
+        _collect(waiter, outputs, use_tqdm)
     finally:
-        if call.live:
-            thread.abort(call.live)
+        if waiter.live:
+            thread.abort(waiter.live)
     results = [outputs[request_id] for request_id in index_of]
     for output, ask in zip(results, asks, strict=True):
         output.lora_request = ask.lora_request
@@ -262,10 +262,10 @@ def _prepare(engine: LLMEngine, request_id: str, ask: OfflinePrompt) -> NewReque
     return NewRequest(request, OutputKind.FINAL_ONLY, text_of(ask.prompt))
 
 
-def _collect(call: _Call, outputs: dict[str, RequestOutput], use_tqdm: bool) -> None:
-    """Wait until all requests of the call have finished; store their outputs in `outputs`."""
+def _collect(waiter: _Waiter, outputs: dict[str, RequestOutput], use_tqdm: bool) -> None:
+    """Wait until all requests have finished; store their outputs in `outputs`."""
     disable = None if use_tqdm else True  # None: off when there is no terminal
-    with tqdm(total=len(call.live), desc="Prompts", unit="prompt", disable=disable, delay=_BAR_DELAY_S) as bar:
-        while some := call.next_outputs():
+    with tqdm(total=len(waiter.live), desc="Prompts", unit="prompt", disable=disable, delay=_BAR_DELAY_S) as bar:
+        while some := waiter.next_outputs():
             outputs.update((output.request_id, output) for output in some)
             bar.update(len(some))

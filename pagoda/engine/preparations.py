@@ -28,8 +28,8 @@ class ExecutorPreparations:
     def __init__(self, executor: Executor, max_running: int, max_adapters: int = 0) -> None:
         limit = MAX_IDLE_GRAMMARS + max_running
         self.takes_adapters = max_adapters > 0
-        self._grammars = _Kept[str](executor, "prepare_grammar", "drop_grammar", limit, lambda text: text)
-        self._adapters = _Kept[LoraRef](
+        self._grammars = _PreparedItems[str](executor, "prepare_grammar", "drop_grammar", limit, lambda text: text)
+        self._adapters = _PreparedItems[LoraRef](
             executor, "load_adapter", "unload_adapter", max_adapters, lambda lora: lora.identity
         )
 
@@ -81,7 +81,7 @@ class ExecutorPreparations:
             wait(pending, timeout_s, FIRST_COMPLETED)
 
 
-class _Kept(Generic[T]):
+class _PreparedItems(Generic[T]):
     """What the ranks have of one kind, or prepare: at most `limit`. Those asked for least recently are dropped first.
 
     prepare, drop: names of the calls.   key: of an item.

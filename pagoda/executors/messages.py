@@ -91,7 +91,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     output: SchedulerOutput
 
 
-class Call(msgspec.Struct, frozen=True, tag="call"):
+class RankCall(msgspec.Struct, frozen=True, tag="call"):
     """arguments: encoded, since their types depend on the name."""
 
     number: int
@@ -99,7 +99,7 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     arguments: msgspec.Raw
 
 
-ToRank = Measure | SetPools | Step | Call
+ToRank = Measure | SetPools | Step | RankCall
 
 
 class Failure(msgspec.Struct, frozen=True):

@@ -28,10 +28,10 @@ from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.wire import make_decoder, make_encoder
 from pagoda.executors.messages import (
     LOADED,
-    Call,
     Curve,
     Identity,
     Measure,
+    RankCall,
     RankStart,
     Reply,
     SetPools,
@@ -89,7 +89,7 @@ Raises OSError or PagodaError if they cannot be started.
 
 
 @dataclass(slots=True)
-class _Asked:
+class _PendingReply:
     """A message that was sent, and the replies to it by rank.
 
     what: they are asked for.   finish: returns the result from the replies of all ranks.
@@ -149,7 +149,7 @@ class MultiProcessExecutor:
         self._result_decoder = make_decoder(ModelRunnerOutput)
         self._call_decoders = {name: make_decoder(result) for name, (_, result) in CALLS.items()}
         self._lock = threading.Lock()  # of `_asked` and `_died`
-        self._asked: dict[int, _Asked] = {}  # by number, the oldest first
+        self._asked: dict[int, _PendingReply] = {}  # by number, the oldest first
         self._died: RankDied | None = None
         self._number = self._newest_done = LOADED
         self._longest_step_s = 0.0
@@ -160,7 +160,7 @@ class MultiProcessExecutor:
     # ---- the executor
 
     def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
-        loaded = self._asked[LOADED] = _Asked("the weights", _values_of(Identity))
+        loaded = self._asked[LOADED] = _PendingReply("the weights", _values_of(Identity))
         try:
             self._processes = _RankProcesses(self._config, self._places, self._host, self._start_ranks)
         except OSError as error:
@@ -186,7 +186,7 @@ class MultiProcessExecutor:
         decoder, arguments = self._call_decoders[name], msgspec.Raw(self._encoder.encode(args))
         return self._ask(
             name,
-            lambda number: Call(number, name, arguments),
+            lambda number: RankCall(number, name, arguments),
             lambda replies: decoder.decode(replies[self._sampling].value),
         )
 
@@ -199,7 +199,7 @@ class MultiProcessExecutor:
 
     def _ask(self, what: str, message: Callable[[int], ToRank], finish: Callable[[list[Reply]], Any]) -> "Future[Any]":
         """Send a message with the next number to all ranks; return the future of what `finish` makes of the replies."""
-        asked = _Asked(what, finish)
+        asked = _PendingReply(what, finish)
         data = self._encoder.encode(message(self._number + 1))
         with self._lock:
             died = self._died if self._processes is not None else RankDied("the executor is not running")
@@ -273,7 +273,7 @@ class MultiProcessExecutor:
         else:
             asked.future.set_result(result)
 
-    def _ends_the_group(self, asked: _Asked, is_some: bool) -> bool:
+    def _ends_the_group(self, asked: _PendingReply, is_some: bool) -> bool:
         """Return whether failures mean that the ranks do not have the same state any more.
 
         is_some: other ranks have not failed. They do not with a call that only some refuse, such as an adapter whose
@@ -310,7 +310,7 @@ class MultiProcessExecutor:
             if number > self._newest_done:  # ranks do one after another, apart from what goes on during later ones
                 break
 
-    def _hangs(self, number: int, asked: _Asked, now_s: float) -> str:
+    def _hangs(self, number: int, asked: _PendingReply, now_s: float) -> str:
         """Return which ranks hang, and with what; "" while there is progress."""
         assert self._processes is not None
         timeout_s = max(self._step_timeout_s, STEP_TIMEOUTS * self._longest_step_s)
@@ -495,7 +495,7 @@ def address_of(bound: "zmq.Socket[bytes]") -> str:
     return endpoint.decode()
 
 
-def _failed_alone(asked: _Asked) -> RankDied:
+def _failed_alone(asked: _PendingReply) -> RankDied:
     """Return the error for a step or call that one rank could not do. It names the cause, not one whose peers died."""
     failures = [(number, reply.failure) for number, reply in asked.replies.items() if reply.failure is not None]
     number, failure = min(failures, key=lambda one: one[1].kind == "WorkerDied")

@@ -20,9 +20,9 @@ from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.wire import make_decoder, make_encoder
 from pagoda.executors.messages import (
     LOADED,
-    Call,
     Identity,
     Measure,
+    RankCall,
     RankStart,
     Reply,
     SetPools,
@@ -98,7 +98,7 @@ class _Rank:
             match decoder.decode(self._messages.recv()):
                 case Step(number, output):
                     executor.submit(output).add_done_callback(partial(self._reply_to_step, number))
-                case Call(number, name, data):
+                case RankCall(number, name, data):
                     future = executor.call(name, *arguments[name].decode(data))
                     future.add_done_callback(partial(self._reply_to_call, number))
                 case Measure(number, sizes):

@@ -64,7 +64,7 @@ D = TypeVar("D")
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[B]):
+class PoolingCall(Generic[B]):
     """One HTTP request.   lora: the adapter that its body names.   id_prefix: of its id."""
 
     http: Request
@@ -177,18 +177,18 @@ async def create_ranking(http: Request) -> Response:
     return await run_sized(pooled.num_elements // _ELEMENTS_PER_TOKEN + num_chars // _CHARS_PER_TOKEN, respond)
 
 
-async def _read(http: Request, kind: type[B], id_prefix: str) -> Call[B]:
+async def _read(http: Request, kind: type[B], id_prefix: str) -> PoolingCall[B]:
     """Read the request's body. Raises RequestError, or ApiError (404) for a model that is not served."""
     state = state_of(http)
     body = await state.bodies.read(http, kind)
     lora = state.adapter_of(body.model)
     http.scope["state"]["timings"]["model"] = body.model or state.model_names[0]
     state.warn_of_untrained(http)
-    return Call(http, state, body, lora, id_prefix)
+    return PoolingCall(http, state, body, lora, id_prefix)
 
 
 async def _score(
-    call: Call[PairBody], first: list[str], second: list[str], names: tuple[str, str]
+    call: PoolingCall[PairBody], first: list[str], second: list[str], names: tuple[str, str]
 ) -> tuple[Pooled, Scoring]:
     """Pool pairs of texts; return what makes scores of the vectors, too.   names: of the fields of the texts."""
     body, text = call.body, call.state.starter.llm.text
@@ -207,7 +207,7 @@ def _numbered(name: str, count: int) -> list[str]:
     return [f"{name}[{index}]" for index in range(count)] if count > 1 else [name]
 
 
-async def _pool_inputs(call: Call[InputBody], params: PoolingParams, instruction: str = "") -> Pooled:
+async def _pool_inputs(call: PoolingCall[InputBody], params: PoolingParams, instruction: str = "") -> Pooled:
     """Pool each input on its own, with an instruction in front of each text, or the conversation."""
     body, names = call.body, call.body.names()
     prompts: list[Prompt]
@@ -223,7 +223,7 @@ async def _pool_inputs(call: Call[InputBody], params: PoolingParams, instruction
         return await _pool(call, place, asked)
 
 
-async def _pool(call: Call[PoolingBody], place: Place, asked: RawPrompts) -> Pooled:
+async def _pool(call: PoolingCall[PoolingBody], place: Place, asked: RawPrompts) -> Pooled:
     """Pool all prompts. Raises RequestError, ApiError or WorkerDied."""
     http, state, body = call.http, call.state, call.body
     request_id = state.request_id(http, body.request_id, call.id_prefix, len(asked.prompts))
