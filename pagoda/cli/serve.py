@@ -86,8 +86,13 @@ async def _serve(config: EngineConfig) -> None:
     try:
         from pagoda.server.app import serve as serve_http
         from pagoda.server.state import build_state
+        from pagoda.server.telemetry import telemetry_of
 
-        await serve_http(await build_state(config, client, starting), config.server, listener)
+        state = await build_state(config, client, starting)
+        state.starter.telemetry = telemetry_of(os.environ, state.model_names[0])
+        await serve_http(state, config.server, listener)
+        if state.starter.telemetry is not None:
+            await asyncio.to_thread(state.starter.telemetry.close)
     finally:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)

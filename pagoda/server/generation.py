@@ -36,6 +36,7 @@ from pagoda.server.errors import ApiError
 from pagoda.server.pooling_bodies import PoolingBody
 from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.sending import cancel_on_disconnect
+from pagoda.server.telemetry import Telemetry
 
 
 class LiveIds:
@@ -147,16 +148,22 @@ class Generation:
         self.num_output_tokens = 0
         self.num_reasoning_tokens: int | None = None  # None: of a model without reasoning
         self.last: list[RequestOutput | None] = [None] * len(requests)
-        self._reasons: list[str] = []  # why outputs ended
+        self.finish_reasons: list[str] = []  # of the outputs that have ended
         self._starter = starter
         self._timings: dict[str, Any] = http.scope["state"]["timings"]
         self.key: str = http.scope["state"]["key"]
         self._place, self._at_end = place, place.at_end.pop_all()
 
+    def call_at_end(self, function: Callable[[], object]) -> None:
+        """Call a function when this is closed."""
+        self._at_end.callback(function)
+
     def close(self) -> None:
         """Release its admission and record what the access log says. Idempotent; `outputs` must not be running."""
         self._at_end.close()
-        self._timings.update(msgspec.to_builtins(self.figures), finish_reason="+".join(dict.fromkeys(self._reasons)))
+        self._timings.update(
+            msgspec.to_builtins(self.figures), finish_reason="+".join(dict.fromkeys(self.finish_reasons))
+        )
 
     def outputs(self) -> "contextlib.aclosing[AsyncGenerator[tuple[int, RequestOutput], None]]":
         """Iterate over (index of the prompt, delta); prompts interleave. Leaving the block aborts unfinished requests.
@@ -176,7 +183,7 @@ class Generation:
                         yield index, self._noted(index, delta, observed)
         finally:
             reasons = observed.finish_reasons
-            self._reasons += reasons
+            self.finish_reasons += reasons
             if request.sampling is not None and reasons and set(reasons) <= {"stop", "length"}:
                 self._starter.admission.note_output(observed.num_output_tokens / request.num_seqs)
 
@@ -207,7 +214,7 @@ class Generation:
     def figures(self) -> RequestFigures:
         """Statistics for the access log; the durations are those of the first prompt."""
         noted = RequestFigures(self.request_id, self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens)
-        times = self._times
+        times = self.times
         if times is None:
             return noted
         noted.missed_tokens = self.num_prompt_tokens - self.num_cached_tokens
@@ -249,7 +256,8 @@ class Generation:
         return timings
 
     @property
-    def _times(self) -> RequestMetrics | None:
+    def times(self) -> RequestMetrics | None:
+        """When things happened to the first prompt that is known of."""
         return next((one.metrics for one in self.last if one is not None and one.metrics is not None), None)
 
 
@@ -278,11 +286,12 @@ def _most_logprobs(request: Request, is_stream: bool) -> int:
 
 
 class RequestStarter:
-    """Starts generations on one AsyncEngine."""
+    """Starts generations on one AsyncEngine.   telemetry: what exports each of them, if there is one."""
 
     def __init__(self, llm: AsyncEngine, admission: Admission, metrics: ServerMetrics) -> None:
         self.llm = llm
         self.metrics = metrics
+        self.telemetry: Telemetry | None = None
         self.admission = admission
         metrics.num_in_line = lambda: admission.num_in_line
         self._salt_secret = secrets.token_bytes(16)
@@ -390,7 +399,10 @@ class RequestStarter:
         place.hold(_media_bytes(item for request in requests for item in request.media))
         is_stream = isinstance(body, SamplingBody) and body.stream
         place.hold_logprobs(sum(_most_logprobs(request, is_stream) for request in requests))
-        return Generation(self, http, request_id, requests, place)
+        generation = Generation(self, http, request_id, requests, place)
+        if (telemetry := self.telemetry) is not None:
+            generation.call_at_end(lambda: telemetry.on_end(http, generation, is_stream))
+        return generation
 
     def _expected_tokens(self, request: Request) -> int:
         output = 0 if request.sampling is None else self.admission.expected_output(request.sampling.max_tokens)

@@ -1,0 +1,212 @@
+"""Telemetry: a span and measurements of each request that runs, in the names of OpenTelemetry's GenAI conventions.
+
+Where they go, and how, is said by OpenTelemetry's own variables, which its SDK reads. Nothing imports this module but
+`telemetry_of`, and only where an endpoint is set. Spans and measurements are sent by the SDK's threads.
+"""
+
+import importlib.util
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request as HttpRequest
+
+from pagoda.base.outputs import RequestMetrics
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import Histogram, MeterProvider
+    from opentelemetry.trace import TracerProvider
+
+    from pagoda.server.generation import Generation
+
+logger = logging.getLogger("pagoda.server")
+
+_ENDPOINT = "OTEL_EXPORTER_OTLP{}_ENDPOINT"
+_PROVIDER = "pagoda"
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
+_DURATIONS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_CLOSE_S = 2.0
+"""How long the end of the server waits for what is not sent yet."""
+
+
+def telemetry_of(environ: Mapping[str, str], model: str) -> "Telemetry | None":
+    """Return what exports to the endpoint that the environment names; None if it names none."""
+    signals = [
+        name
+        for name in ("TRACES", "METRICS")
+        if (environ.get(_ENDPOINT.format("")) or environ.get(_ENDPOINT.format(f"_{name}")))
+        and environ.get(f"OTEL_{name}_EXPORTER", "otlp") == "otlp"
+    ]
+    if not signals or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    protocol = environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    if protocol != "http/protobuf":
+        logger.warning(
+            "OTEL_EXPORTER_OTLP_PROTOCOL is %.40s: this server sends http/protobuf only, so nothing", protocol
+        )
+        return None
+    if importlib.util.find_spec("opentelemetry") is None:
+        logger.warning("an OTLP endpoint is set, but nothing is sent: install the extra `otel` (pagoda-llm[otel])")
+        return None
+    return Telemetry(model, signals, environ)
+
+
+class Telemetry:
+    """Exports spans and measurements until it is closed. For one event loop.
+
+    signals: TRACES, METRICS or both.   environ: only whether it names the service; the SDK reads the rest by itself.
+    """
+
+    def __init__(self, model: str, signals: list[str], environ: Mapping[str, str]) -> None:
+        from opentelemetry.metrics import NoOpMeterProvider
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.trace import NoOpTracerProvider
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        is_named = "OTEL_SERVICE_NAME" in environ or "service.name" in environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
+        resource = Resource.create({} if is_named else {"service.name": "pagoda"})
+        self._model = model
+        self._extract = TraceContextTextMapPropagator().extract
+        self._traces = _trace_provider(resource) if "TRACES" in signals else NoOpTracerProvider()
+        self._meters = _meter_provider(resource) if "METRICS" in signals else NoOpMeterProvider()
+        self._tracer = self._traces.get_tracer("pagoda")
+        self._duration = self._histogram("request.duration", "Arrival to end.", _DURATIONS)
+        self._first_token = self._histogram("time_to_first_token", "Arrival to first token.", _FIRST_TOKEN)
+        self._per_token = self._histogram("time_per_output_token", "Time per token after the first.", _PER_TOKEN)
+
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> "Histogram":
+        meter = self._meters.get_meter("pagoda")
+        return meter.create_histogram(
+            f"gen_ai.server.{name}", "s", text, explicit_bucket_boundaries_advisory=list(bounds)
+        )
+
+    def on_end(self, http: HttpRequest, generation: "Generation", is_stream: bool) -> None:
+        """Export a request that has ended."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        route = http.scope["state"].get("route", "")
+        operation = _OPERATIONS.get(route) or route.rpartition("/")[2]
+        model = http.scope["state"]["timings"].get("model", self._model)
+        common: dict[str, Any] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": _PROVIDER,
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
+        }
+        if (address := http.scope.get("server")) is not None:
+            common["server.address"], port = address
+            common |= {} if port is None else {"server.port": port}
+        if "error" in generation.finish_reasons:
+            common["error.type"] = "500"
+        duration_s = time.perf_counter() - generation.requests[0].arrival_time_s
+        times = generation.times or RequestMetrics(generation.requests[0].arrival_time_s)
+        end_ns = time.time_ns()
+        span = self._tracer.start_span(
+            f"{operation} {model}",
+            self._extract({name: http.headers[name] for name in _CONTEXT if name in http.headers}),
+            SpanKind.SERVER,
+            {
+                **common,
+                **_request_attributes(generation, is_stream),
+                **_answer_attributes(generation, times, duration_s),
+            },
+            start_time=end_ns - int(duration_s * 1e9),
+        )
+        if "error" in generation.finish_reasons:
+            span.set_status(Status(StatusCode.ERROR))
+        span.end(end_ns)
+        self._measure(common, generation, times, duration_s)
+
+    def _measure(
+        self, common: dict[str, Any], generation: "Generation", times: RequestMetrics, duration_s: float
+    ) -> None:
+        self._duration.record(duration_s, common)
+        first, last = times.first_token_time, times.last_token_time
+        if first is not None and last is not None:
+            self._first_token.record(first - times.arrival_time, common)
+            if generation.num_output_tokens > 1:
+                self._per_token.record((last - first) / (generation.num_output_tokens - 1), common)
+
+    def close(self) -> None:
+        """Send what is left, for a short time."""
+        closing = threading.Thread(target=self._close, daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+
+    def _close(self) -> None:
+        for provider in (self._traces, self._meters):
+            if (shutdown := getattr(provider, "shutdown", None)) is not None:
+                shutdown()
+
+
+_CONTEXT = ("traceparent", "tracestate")
+
+
+def _trace_provider(resource: Any) -> "TracerProvider":
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
+
+
+def _meter_provider(resource: Any) -> "MeterProvider":
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+    from opentelemetry.sdk.metrics import MeterProvider
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+    return MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())], resource, shutdown_on_exit=False)
+
+
+def _request_attributes(generation: "Generation", is_stream: bool) -> dict[str, Any]:
+    """Return what the caller asked for. Values that it did not set are those that apply."""
+    params = generation.requests[0].sampling
+    if params is None:
+        return {}
+    asked = {
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k if params.top_k > 0 else None,
+        "seed": params.seed,
+        "choice.count": params.n,
+        "stop_sequences": list(params.stop) or None,
+        "stream": is_stream,
+    }
+    return {f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None}
+
+
+def _answer_attributes(generation: "Generation", times: RequestMetrics, duration_s: float) -> dict[str, Any]:
+    """Return what came of it: the names of the conventions, and those that vLLM and SGLang share."""
+    usage = generation.usage
+    scheduled, first, last = times.first_scheduled_time, times.first_token_time, times.last_token_time
+    to_first = None if first is None else first - times.arrival_time
+    prefill = None if first is None or scheduled is None else first - scheduled
+    decode = None if first is None or last is None else last - first
+    reasoning = usage.completion_tokens_details
+    found = {
+        "response.id": generation.request_id,
+        "response.finish_reasons": list(generation.finish_reasons),
+        "response.time_to_first_chunk": to_first,
+        "usage.input_tokens": usage.prompt_tokens,
+        "usage.output_tokens": usage.completion_tokens,
+        "usage.cache_read.input_tokens": usage.prompt_tokens_details.cached_tokens,
+        "usage.reasoning.output_tokens": None if reasoning is None else reasoning.reasoning_tokens,
+        "request.id": generation.request_id,
+        "usage.prompt_tokens": usage.prompt_tokens,
+        "usage.completion_tokens": usage.completion_tokens,
+        "latency.time_in_queue": times.time_in_queue,
+        "latency.time_to_first_token": to_first,
+        "latency.e2e": duration_s,
+        "latency.time_in_scheduler": times.scheduler_time,
+        "latency.time_in_model_prefill": prefill,
+        "latency.time_in_model_decode": decode,
+        "latency.time_in_model_inference": None if prefill is None or decode is None else prefill + decode,
+    }
+    return {f"gen_ai.{name}": value for name, value in found.items() if value is not None}
