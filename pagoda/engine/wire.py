@@ -107,6 +107,19 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     sizes: EngineSizes
 
 
+class Connected(msgspec.Struct, frozen=True, tag="connected"):
+    """The first message of a ClientServer to a client.   client_index: the client's own."""
+
+    client_index: int
+    sizes: EngineSizes
+
+
+class EngineEnded(msgspec.Struct, frozen=True, tag="ended"):
+    """A ClientServer's message that no engine can be started any more, and why."""
+
+    message: str
+
+
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
     """The last message of an engine that could not start.
 
@@ -180,10 +193,14 @@ class ResetReply(msgspec.Struct, frozen=True, tag="reset_reply"):
 
 
 class AdapterReply(msgspec.Struct, frozen=True, tag="adapter_reply"):
-    """The reply to LoadAdapter.   error: why the adapter cannot be used, or None."""
+    """The reply to LoadAdapter.
+
+    error: why the adapter cannot be used, or None.   has_died: because engines have died, and not for its files.
+    """
 
     call_id: int
     error: str | None
+    has_died: bool = False
 
 
 class LookReply(msgspec.Struct, frozen=True, tag="look_reply"):
@@ -198,6 +215,8 @@ class LookReply(msgspec.Struct, frozen=True, tag="look_reply"):
 FromEngine = (
     Ready | StartFailed | StepOutputs | StepReport | RequestRefused | IdleReport | ResetReply | AdapterReply | LookReply
 )
+FromServer = Connected | EngineEnded | StepOutputs | ResetReply | AdapterReply
+"""What a ClientServer sends to clients in other processes; they send it ToEngine."""
 
 
 LARGE_ARRAY_BYTES = 64 * 2**10

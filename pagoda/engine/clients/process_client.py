@@ -135,7 +135,12 @@ class ProcessClient:
         raise WorkerDied(f"engines died while they loaded the adapter {lora.name!r}")
 
     def unload_adapter(self, lora: LoraRef) -> None:
-        """Unload an adapter, also after loads of it that have no reply yet."""
+        """Unload an adapter, also after loads of it that have no reply yet.
+
+        Not while requests use it: those are of other clients, of which the last one unloads it.
+        """
+        if any(entry.request.lora is not None and entry.request.lora.digest == lora.digest for entry in self._journal):
+            return
         self._loaded.pop(lora.digest, None)
         self._num_unloads[lora.digest] += 1
         self._send(wire.UnloadAdapter(lora))

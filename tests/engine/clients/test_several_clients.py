@@ -2,25 +2,32 @@
 
 import asyncio
 import dataclasses
+import json
 import os
 import signal
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from pagoda.base.config import EngineConfig
-from pagoda.base.errors import WorkerDied
+from pagoda.base.errors import RequestError, WorkerDied
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.clients.client_server import ClientServer
 from pagoda.engine.clients.process_client import ProcessClient
+from pagoda.engine.clients.remote_client import RemoteClient
+from pagoda.engine.outputs.output_processor import OutputKind
 from tests.engine.clients.engine_in_process import run_engine
 from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S
 from tests.engine.clients.test_process_client import OPTIONS, tokens
 from tests.fake_engine import byte_inputs
-from tests.generate import generate
+from tests.generate import prepare
 
+PIPE = asyncio.subprocess.PIPE
 MODULE = "tests.engine.slow_engine"
 
 
@@ -60,12 +67,14 @@ class FurtherClient:
         self._client.disconnect(self._index)
 
 
-async def ask(llm: AsyncEngine, seed: int, max_tokens: int = 60) -> dict[int, list[int]]:
+async def ask(llm: AsyncEngine, seed: int, max_tokens: int = 60, cache_salt: str | None = None) -> dict[int, list[int]]:
     """Run a request whose id all clients use."""
     params = SamplingParams(n=2, max_tokens=max_tokens, seed=seed, ignore_eos=True)
-    outputs = [one async for one in generate(llm, [10 + seed] * 20, params, "same")]
+    request = await prepare(llm, [10 + seed] * 20, params, "same")
+    request = dataclasses.replace(request, cache_salt=cache_salt)
+    outputs = [one async for one in llm.stream(request, OutputKind.CUMULATIVE)]
     assert outputs[-1].finished
-    assert outputs[-1].error is None
+    assert outputs[-1].error is None, outputs[-1].error
     return tokens(outputs[-1:])
 
 
@@ -109,3 +118,72 @@ def test_the_end_of_the_engine_ends_every_client() -> None:
         client.connect(4, lambda item: None)
 
     asyncio.run(work())
+
+
+def test_clients_in_other_processes_survive_the_engine_and_one_another(tmp_path: Path) -> None:
+    config = EngineConfig.from_options(**OPTIONS)
+    path = str(tmp_path / "clients")
+
+    async def start(seed: int, num_tokens: int) -> asyncio.subprocess.Process:
+        command = (sys.executable, "-m", "tests.engine.clients.remote_user", path, str(seed), str(num_tokens))
+        return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        undisturbed = [await ask(llm, seed, 200) for seed in range(2)]
+        server = ClientServer(client, await client._supervisor._sizes)  # type: ignore[misc]
+        await server.start(path)
+        survivors = [await start(seed, 200) for seed in range(2)]
+        victim = await start(9, 220)
+        while len(client._sinks) < 4:
+            await asyncio.sleep(0.01)
+        for each in (*survivors, victim):
+            assert each.stdin is not None
+            each.stdin.close()
+        while len(client._journal) < 3 or not all(any(entry.tokens) for entry in client._journal):
+            await asyncio.sleep(0.001)
+        assert client.engine_pid is not None
+        os.kill(client.engine_pid, signal.SIGKILL)
+        victim.kill()
+        while len(client._journal) > 2:
+            await asyncio.sleep(0.001)
+        assert all(entry.request.seed < 9 for entry in client._journal)
+        found = [json.loads((await each.communicate())[0]) for each in survivors]
+        assert [{int(index): tokens for index, tokens in each.items()} for each in found] == undisturbed
+        assert client.num_deaths == 1
+        while client.stats().num_running or client.stats().num_free_blocks < client.stats().num_blocks:
+            await asyncio.sleep(0.01)
+        await victim.wait()
+        await server.close()
+
+    run_engine(work, ProcessClient(config, STEP_TIMEOUT_S, MODULE), config)
+
+
+def test_a_client_in_another_process_resets_the_cache_and_learns_of_errors_and_of_the_end(tmp_path: Path) -> None:
+    config = EngineConfig.from_options(**OPTIONS)
+    path = str(tmp_path / "clients")
+
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        server = ClientServer(client, await client._supervisor._sizes)  # type: ignore[misc]
+        await server.start(path)
+        remote = await RemoteClient.connect(path)
+        assert (remote.index, remote.sizes.max_model_len) == (1, 512)
+        far = AsyncEngine(remote, byte_inputs())
+        assert await ask(far, 3) == await ask(llm, 3)
+        assert await far.reset_prefix_cache() is True
+        with pytest.raises(RequestError, match="enable_lora"):
+            await remote.load_adapter(LoraRef("a", "/nowhere", "a"))
+        remote.unload_adapter(LoraRef("a", "/nowhere", "a"))
+        with pytest.raises(AssertionError, match="cannot be encoded"):  # no check has seen it
+            await ask(far, 3, cache_salt="\ud800")
+        running = asyncio.create_task(ask(far, 3, 200))
+        while not len(client._journal):
+            await asyncio.sleep(0.001)
+        await server.close()
+        assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], WorkerDied)
+        assert len(client._journal) == 0
+        with pytest.raises(WorkerDied, match="the process that has the engine has ended"):
+            await far.reset_prefix_cache()
+        await far.shutdown()
+        assert await ask(llm, 3)
+
+    run_engine(work, ProcessClient(config, STEP_TIMEOUT_S, MODULE), config)
