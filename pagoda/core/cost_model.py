@@ -1,33 +1,170 @@
-"""CostModel: what a computed token and a copied block cost, for the preemption rule."""
+"""CostModel: how long a step takes, fitted to those that were measured. Preemption asks it.
 
+    seconds = constant + rows + tokens (piecewise linear) + attention (pairs of tokens) + KV that is read
+    copies  = blocks x seconds per block
+
+All coefficients are at least 0. A completed step costs one append; the fit is made when somebody asks.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+
+_KNOTS = (0, 16, 128)  # of the price of a token: few share the time in which the weights are read
+TERMS = ("constant", "rows", *(f"tokens after {knot}" for knot in _KNOTS), "attention", "KV read")
+
+_STEPS_PER_SIZE = 48  # steps kept of each power of two of tokens, so that rare large steps are not displaced
+_NUM_COPIES = 64
+_REFIT_SHARE = 8  # fit again when the new steps are an eighth of those of the last fit
+_RIDGE = 1e-5
+_NUM_ROUNDS = 5  # of weighting by the errors of the fit before
+_SMALL_ERROR = 0.05
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks:
+    """What rows compute: num_new[i] tokens after the first start[i] of row i. int32 [num_rows]."""
+
+    start: np.ndarray
+    num_new: np.ndarray
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.num_new.sum())
+
+
+@dataclass(slots=True)
+class _Fit:
+    """coefficients: float64 [len(TERMS)], seconds per unit of each term."""
+
+    coefficients: np.ndarray = field(default_factory=lambda: np.zeros(len(TERMS)))
+    num_steps: int = 0
+    num_seen: int = 0
 
 
 class CostModel:
-    """What a computed token and a copied block cost, measured in completed steps (exponential averages).
+    """What steps and copies of blocks cost, in seconds: 0 as long as nothing was measured.
 
-    prefill_s_per_token: seconds.   copy_s_per_block: seconds, one direction. Zero until measured.
+    groups: of the KV cache; a sliding window bounds what a token attends to in its layers.
     """
 
-    _NEW_SHARE = 0.2
-    _MIN_PREFILL_TOKENS = 16  # smaller steps measure latency, not prefill speed
-
-    def __init__(self) -> None:
-        self.prefill_s_per_token = 0.0
-        self.copy_s_per_block = 0.0
+    def __init__(self, groups: tuple[KVGroupSpec, ...] = ()) -> None:
+        growing = [group for group in groups if group.kind is not KVGroupKind.CROSS]
+        num_layers = sum(len(group.layers) for group in growing)
+        self._windows = [(len(group.layers) / num_layers, group.window or np.inf) for group in growing]
+        self._steps: dict[int, deque[tuple[Chunks, float]]] = {}
+        self._num_seen = 0
+        self._copies: deque[tuple[int, float]] = deque(maxlen=_NUM_COPIES)
+        self._fit = _Fit()
 
     def observe(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """Take the measurements of a completed step. Its duration_s includes swap_s."""
+        """Take the measurements of a completed step. Its duration_s includes swap_s.
+
+        The duration of a step in which an encoder ran is left out: no term stands for it.
+        """
         num_copied = len(output.swap_in) + len(output.swap_out)
         if num_copied and result.swap_s > 0:
-            self.copy_s_per_block = self._mix(self.copy_s_per_block, result.swap_s / num_copied)
-        num_tokens, compute_s = output.total_num_scheduled_tokens, result.duration_s - result.swap_s
-        if num_tokens - len(output.rows) >= self._MIN_PREFILL_TOKENS and compute_s > 0:
-            self.prefill_s_per_token = self._mix(self.prefill_s_per_token, compute_s / num_tokens)
+            self.observe_copies(num_copied, result.swap_s)
+        if result.duration_s > result.swap_s and not output.encoder_inputs:
+            chunks = Chunks(output.start, output.num_new)
+            self._keep(output.total_num_scheduled_tokens, chunks, result.duration_s - result.swap_s)
 
-    def _mix(self, old: float, new: float) -> float:
-        return new if old == 0 else (1 - self._NEW_SHARE) * old + self._NEW_SHARE * new
+    def observe_copies(self, num_blocks: int, seconds: float) -> None:
+        """Copying so many blocks, in or out, took so long."""
+        self._copies.append((num_blocks, seconds))
 
-    def swap_is_cheaper(self, num_tokens: int, num_blocks: int) -> bool:
-        """Whether copying `num_blocks` out and in beats computing `num_tokens` again. Unmeasured copies are tried."""
-        return 2 * num_blocks * self.copy_s_per_block < num_tokens * self.prefill_s_per_token
+    def observe_step(self, chunks: Chunks, seconds: float) -> None:
+        """A step that computed this took so long, without copies."""
+        self._keep(chunks.num_tokens, chunks, seconds)
+
+    def _keep(self, num_tokens: int, chunks: Chunks, seconds: float) -> None:
+        size = num_tokens.bit_length()
+        steps = self._steps.get(size)
+        if steps is None:
+            steps = self._steps[size] = deque(maxlen=_STEPS_PER_SIZE)
+        steps.append((chunks, seconds))
+        self._num_seen += 1
+
+    @property
+    def copy_s_per_block(self) -> float:
+        """Seconds per block, in one direction."""
+        num_blocks = sum(num for num, _ in self._copies)
+        return sum(seconds for _, seconds in self._copies) / num_blocks if num_blocks else 0.0
+
+    def terms_s(self, steps: Sequence[Chunks]) -> np.ndarray:
+        """Return the seconds of each term (`TERMS`) in steps that compute this: float64 [num_steps, num_terms]."""
+        self._update()
+        return self._units(steps) * self._fit.coefficients
+
+    def added_s(self, chunks: Chunks) -> float:
+        """Return the seconds that steps take longer when they compute this too. None is made for it alone."""
+        return float(self.terms_s([chunks])[0, 1:].sum())
+
+    def swap_is_cheaper(self, lost: Chunks, num_blocks: int) -> bool:
+        """Whether copying `num_blocks` out and in beats computing `lost` again. Unmeasured copies are tried."""
+        return 2 * num_blocks * self.copy_s_per_block < self.added_s(lost)
+
+    def _units(self, steps: Sequence[Chunks]) -> np.ndarray:
+        """Return how much of each term the steps have: float64 [num_steps, num_terms]."""
+        first = np.cumsum([0] + [len(step.start) for step in steps[:-1]])
+        before = np.concatenate([step.start for step in steps]).astype(np.float64)
+        new = np.concatenate([step.num_new for step in steps]).astype(np.float64)
+        attended, read = np.zeros_like(before), np.zeros_like(before)
+        for share, window in self._windows or [(1.0, np.inf)]:
+            attended += share * np.minimum(before + new / 2, window)
+            read += share * (np.minimum(before, window) + new)
+        by_row = np.stack([np.ones_like(new), new, new * attended, read])
+        rows, tokens, pairs, kv = np.add.reduceat(by_row, first, axis=1)
+        ends = (*_KNOTS[1:], np.inf)
+        pieces = [np.clip(tokens, knot, end) - knot for knot, end in zip(_KNOTS, ends, strict=True)]
+        return np.stack([np.ones_like(tokens), rows, *pieces, pairs, kv], axis=1)
+
+    def _update(self) -> None:
+        """Fit again if enough steps are new. The same steps give the same coefficients."""
+        fit = self._fit
+        if (self._num_seen - fit.num_seen) * _REFIT_SHARE <= fit.num_steps:
+            return
+        measured = [step for _, steps in sorted(self._steps.items()) for step in steps]
+        seconds = np.array([seconds for _, seconds in measured])
+        units = self._units([chunks for chunks, _ in measured])
+        self._fit = _Fit(_solve(units, seconds), len(measured), self._num_seen)
+
+
+def _solve(units: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Return coefficients of at least 0 for which `units @ coefficients` is about the median of `seconds`.
+
+    Errors count as shares of the prediction, so that large steps do not outweigh small ones, and by their size, not its
+    square, so that steps which something else on the machine disturbed do not count for more than others.
+    A piece of the tokens' price that no step has reached costs what the piece before it does.
+    """
+    coefficients = _least_squares(units / seconds[:, None], np.ones(len(seconds)))
+    for _ in range(_NUM_ROUNDS):
+        predicted = np.maximum(units @ coefficients, seconds.min() / 10)
+        errors = np.maximum(np.abs(seconds / predicted - 1), _SMALL_ERROR)
+        weights = 1 / (predicted * np.sqrt(errors))
+        coefficients = _least_squares(units * weights[:, None], seconds * weights)
+    first = TERMS.index(f"tokens after {_KNOTS[0]}")
+    for piece in range(first + 1, first + len(_KNOTS)):
+        if not units[:, piece].any():
+            coefficients[piece] = coefficients[piece - 1]
+    return coefficients
+
+
+def _least_squares(units: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Return ridge coefficients; while one is negative, the most negative becomes 0."""
+    sizes = np.sqrt((units**2).sum(axis=0))
+    kept = sizes > 0
+    coefficients = np.zeros(len(sizes))
+    while kept.any():
+        scaled = units[:, kept] / sizes[kept]
+        found = np.linalg.solve(scaled.T @ scaled + _RIDGE * np.eye(scaled.shape[1]), scaled.T @ seconds)
+        if found.min() >= 0:
+            coefficients[kept] = found / sizes[kept]
+            break
+        kept[np.flatnonzero(kept)[found.argmin()]] = False
+    return coefficients

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 
+import numpy as np
+
 from pagoda.base.config import PreemptionMode
-from pagoda.core.cost_model import CostModel
+from pagoda.core.cost_model import Chunks, CostModel
 from pagoda.core.events import Preempted
 from pagoda.core.lifecycle import requeue, swap_out
 from pagoda.core.request import Reason, RequestState, RequestStatus
@@ -13,15 +15,15 @@ from pagoda.core.step_plan import StepPlan
 _NO_ROOM = (Reason.NUM_SEQS, Reason.BLOCKS, Reason.WATERMARK)
 """What a preemption can mend."""
 
-PreemptionRule = Callable[[RequestState, int, int, CostModel], bool]
-"""Whether to swap a request, which would lose so many computed tokens, in so many blocks, if the host has room."""
+PreemptionRule = Callable[[RequestState, Chunks, int, CostModel], bool]
+"""Whether to swap a request, which would have to compute this again, and has so many blocks, if the host has room."""
 
 PREEMPTION_RULES: dict[PreemptionMode, PreemptionRule] = {
     # While more than one sequence is unfinished: recomputing would compute each of them.
-    PreemptionMode.AUTO: lambda request, num_tokens, num_blocks, costs: len(request.unfinished) > 1,
-    PreemptionMode.RECOMPUTE: lambda request, num_tokens, num_blocks, costs: False,
-    PreemptionMode.SWAP: lambda request, num_tokens, num_blocks, costs: True,
-    PreemptionMode.COST: lambda request, num_tokens, num_blocks, costs: costs.swap_is_cheaper(num_tokens, num_blocks),
+    PreemptionMode.AUTO: lambda request, lost, num_blocks, costs: len(request.unfinished) > 1,
+    PreemptionMode.RECOMPUTE: lambda request, lost, num_blocks, costs: False,
+    PreemptionMode.SWAP: lambda request, lost, num_blocks, costs: True,
+    PreemptionMode.COST: lambda request, lost, num_blocks, costs: costs.swap_is_cheaper(lost, num_blocks),
 }
 
 
@@ -33,7 +35,7 @@ def next_victim(state: SchedulerState) -> RequestState:
 def preempt(state: SchedulerState, victim: RequestState, plan: StepPlan, for_request: RequestState) -> None:
     """Take `victim` out of the batch and out of the step; its KV is dropped or swapped out."""
     rows, free_before = victim.rows, state.kv.num_free_blocks
-    lost = _num_to_recompute(state, victim)
+    lost = _lost_with(state, victim)
     for sequence in [sequence for sequence in victim.sequences if sequence.row >= 0]:
         plan.take_out(sequence.row)
         state.encoder.take_out(plan, sequence, state.requests)
@@ -43,27 +45,31 @@ def preempt(state: SchedulerState, victim: RequestState, plan: StepPlan, for_req
     leave(state, victim)
     plan.preempted.append(victim)
     freed = state.kv.num_free_blocks - free_before
-    _note_preempted(state, victim, for_request, mode, 0 if swap else lost, freed)
+    _note_preempted(state, victim, for_request, mode, 0 if swap else lost.num_tokens, freed)
 
 
-def _num_to_recompute(state: SchedulerState, victim: RequestState) -> int:
-    """Return the tokens that are lost with its KV. Full prompt blocks, which its sequences share, are computed once."""
+def _lost_with(state: SchedulerState, victim: RequestState) -> Chunks:
+    """Return what is lost with its KV, by row. Full prompt blocks, which its sequences share, are computed once."""
     rows = [int(state.table.num_computed[row]) for row in victim.rows]
-    counts = rows or [sequence.num_computed for sequence in victim.unfinished]
-    shared = min([victim.spec.num_prompt_tokens, *counts]) // state.kv.block_size * state.kv.block_size
-    return sum(counts) - len(counts[1:]) * shared
+    counts = np.array(rows or [sequence.num_computed for sequence in victim.unfinished], np.int32)
+    shared = min([victim.spec.num_prompt_tokens, *counts.tolist()]) // state.kv.block_size * state.kv.block_size
+    start = np.full(len(counts), shared, np.int32)
+    start[:1] = 0
+    return Chunks(start, counts - start)
 
 
-def _swaps(state: SchedulerState, victim: RequestState, rows: list[int], num_lost: int) -> bool:
+def _swaps(state: SchedulerState, victim: RequestState, rows: list[int], lost: Chunks) -> bool:
     """Whether to swap. Not what would lose encoder outputs, nor a request whose sequences do not all have rows."""
+    if (
+        any(row in state.batch.leaders for row in rows)
+        or (victim.spec.is_beam_search and victim not in state.searches)  # its rows may share the slot they write
+        or any(state.encoder.has_media_ahead(row) for row in rows)
+        or not state.kv.sizing.groups
+    ):
+        return False
+    num_blocks = state.kv.num_blocks_to_swap_out(rows)
     prefers_swap = PREEMPTION_RULES[state.config.preemption_mode]
-    return (
-        not any(row in state.batch.leaders for row in rows)
-        and not (victim.spec.is_beam_search and victim not in state.searches)  # its rows may share the slot they write
-        and not any(state.encoder.has_media_ahead(row) for row in rows)
-        and state.kv.can_swap_out(rows)
-        and prefers_swap(victim, num_lost, sum(state.kv.num_blocks_held(rows)), state.costs)
-    )
+    return num_blocks <= state.kv.num_free_host_blocks and prefers_swap(victim, lost, num_blocks, state.costs)
 
 
 def _note_preempted(
@@ -112,7 +118,7 @@ def preempt_all(state: SchedulerState) -> None:
 def recompute(state: SchedulerState, request: RequestState) -> None:
     """Take the request out with all its KV, wherever that is. Its tokens in flight are lost."""
     if request.status in (RequestStatus.RUNNING, RequestStatus.SWAPPED):
-        lost, free_before = _num_to_recompute(state, request), state.kv.num_free_blocks
+        lost, free_before = _lost_with(state, request).num_tokens, state.kv.num_free_blocks
         requeue(state, request)
         _note_preempted(state, request, None, "recompute", lost, state.kv.num_free_blocks - free_before)
     state.table.drop_late_results(request)

@@ -113,7 +113,7 @@ class SchedulerState:
         self.in_flight = StepsInFlight()
         self.batch = RunningBatch(self.table, self.kv, self.in_flight, self.drafts, async_scheduling=is_async)
         self.outbox = Outbox(config.max_rows, self.events)
-        self.costs = CostModel()
+        self.costs = CostModel(kv_groups)
 
     # Invariants
 

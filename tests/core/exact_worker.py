@@ -378,7 +378,11 @@ class ExactWorker:
             row.tokens = row.tokens + said
         columns = self._logprobs(output, counts) if self.samples else None
         pooled = self._pool(output)
-        return ModelRunnerOutput(output.step, sampled, counts, logprobs=columns, pooled=pooled, duration_s=0.01)
+        swap_s = 0.001 * (len(output.swap_in) + len(output.swap_out))
+        duration_s = swap_s + 0.005 + 0.0005 * output.total_num_scheduled_tokens
+        return ModelRunnerOutput(
+            output.step, sampled, counts, logprobs=columns, pooled=pooled, duration_s=duration_s, swap_s=swap_s
+        )
 
     def _pool(self, output: SchedulerOutput) -> dict[int, np.ndarray]:
         """Return the vectors of prompts that end, and after them from which position on their states were computed."""

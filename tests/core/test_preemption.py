@@ -4,11 +4,10 @@ import numpy as np
 
 from pagoda.base.config import PreemptionMode, SchedulingPolicy
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.cost_model import CostModel
+from pagoda.core.cost_model import Chunks, CostModel
 from pagoda.core.events import Preempted
 from pagoda.core.preemption import PREEMPTION_RULES
 from pagoda.core.request import AdmitKind, Request, RequestState, RequestStatus, Sequence
-from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tests.core.rig import Rig
 
 
@@ -19,37 +18,28 @@ def state(num_seqs: int) -> RequestState:
     return one
 
 
-def observe(
-    costs: CostModel, num_tokens: int, num_rows: int, duration_s: float, num_copied_blocks: int, copy_s: float
-) -> None:
-    rows, copies = np.zeros(num_rows, np.int32), np.zeros((num_copied_blocks, 2), np.int32)
-    output = SchedulerOutput(1, rows, rows, rows, rows, rows, num_tokens, swap_out=copies)
-    costs.observe(output, ModelRunnerOutput(1, rows[:, None], rows, duration_s=duration_s, swap_s=copy_s))
+def chunk(num_tokens: int, start: int = 0, num_rows: int = 1) -> Chunks:
+    return Chunks(np.full(num_rows, start, np.int32), np.full(num_rows, num_tokens, np.int32))
 
 
 def test_auto_swaps_while_more_than_one_sequence_is_left() -> None:
     rule, costs = PREEMPTION_RULES[PreemptionMode.AUTO], CostModel()
     four = state(4)
-    assert rule(four, 10, 3, costs)
+    assert rule(four, chunk(10), 3, costs)
     for sequence in four.sequences[:3]:
         sequence.end = RequestStatus.FINISHED_STOPPED
-    assert not rule(four, 10, 3, costs)
+    assert not rule(four, chunk(10), 3, costs)
 
 
 def test_cost_compares_two_copies_with_one_computation() -> None:
     rule, costs = PREEMPTION_RULES[PreemptionMode.COST], CostModel()
-    assert not rule(state(1), 1000, 60, costs)  # nothing is measured yet
-    observe(costs, num_tokens=1000, num_rows=1, duration_s=1.0, num_copied_blocks=0, copy_s=0.0)
-    assert rule(state(1), 1000, 60, costs)  # a copy that was never measured is tried
-    observe(costs, num_tokens=1, num_rows=1, duration_s=0.1, num_copied_blocks=10, copy_s=0.1)
-    assert not rule(state(1), 1000, 60, costs)  # 1.2 s of copies against 1 s of prefill
-    assert rule(state(1), 1000, 40, costs)
-
-
-def test_small_steps_do_not_count_as_prefill_speed() -> None:
-    costs = CostModel()
-    observe(costs, num_tokens=8, num_rows=8, duration_s=1.0, num_copied_blocks=0, copy_s=0.0)
-    assert costs.prefill_s_per_token == 0.0
+    assert not rule(state(1), chunk(1000), 60, costs)  # nothing is measured yet
+    for num_tokens in (10, 100, 1000, 2000):
+        costs.observe_step(chunk(num_tokens), 0.01 + 0.001 * num_tokens)
+    assert rule(state(1), chunk(1000), 60, costs)  # a copy that was never measured is tried
+    costs.observe_copies(10, 0.1)
+    assert not rule(state(1), chunk(1000), 60, costs)  # 1.2 s of copies against 1 s of prefill
+    assert rule(state(1), chunk(1000), 40, costs)
 
 
 def test_a_prompt_that_sequences_share_is_lost_once() -> None:

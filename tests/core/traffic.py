@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pagoda.base.clock import VirtualClock
-from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingPolicy
+from pagoda.base.config import CacheConfig, SchedulingPolicy
 from pagoda.core.events import Admitted, Ended
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import AdmitKind, Request, RequestStatus
@@ -43,11 +43,9 @@ class Setting:
 
     @property
     def has_twin(self) -> bool:
-        """The twin does not measure costs, offers no drafts after tokens that are in flight, and has no beams: its
-        sequences never take on each other's tokens."""
-        config = self.scheduler
-        guesses = config.async_scheduling and self.drafts
-        return config.preemption_mode is not PreemptionMode.COST and not guesses and not self.beams
+        """The twin offers no drafts after tokens that are in flight, and has no beams: its sequences never take on
+        each other's tokens."""
+        return not (self.scheduler.async_scheduling and self.drafts) and not self.beams
 
 
 @dataclass(frozen=True)
@@ -267,6 +265,8 @@ class Traffic:
                 )
             }
             duration_s = self.clock.now() - plan["planned_at_s"] if raised else result.duration_s
+            if not raised:
+                self.twin.measure(plan["handle"], output, result)
             self.twin.update(plan["handle"], sampled, duration_s)
         self.check()
         return by_client

@@ -3,12 +3,16 @@
 from collections.abc import Hashable, Iterable
 from typing import Any
 
+import numpy as np
+
 from pagoda.base.clock import Clock, VirtualClock
 from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode, SchedulingPolicy
 from pagoda.base.errors import RequestError
+from pagoda.core.cost_model import Chunks, CostModel
 from pagoda.core.kv import KVGroupSpec
 from pagoda.core.request import Request
 from pagoda.core.scheduler_options import SchedulerOptions
+from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tests.twin.encoder import EncoderInputs
 from tests.twin.memory import Memory, adapter_of
 from tests.twin.pool import NULL, Pool
@@ -50,6 +54,7 @@ class TwinScheduler:
             config.encoder_budget, config.encoder_cache_tokens, config.no_partial_media, encoder_decoder
         )
         self.encoder_decoder = encoder_decoder
+        self.costs = CostModel(kv_groups)
         self.waiting: list[TwinRequest] = []
         self.swapped: list[TwinRequest] = []
         self.running: list[TwinRequest] = []
@@ -286,7 +291,10 @@ class TwinScheduler:
         )
         forked = state.forked or len(state.alive) == 1  # nothing is left to fork from one that is alone
         everyone = forked and len(whole) == len(state.alive) and (passed or self.encoder_decoder)
-        if may_swap and swaps and everyone and self.memory.host_need(whole) <= len(self.host.free):
+        fits = may_swap and everyone and self.memory.host_need(whole) <= len(self.host.free)
+        if fits and self.config.preemption_mode is PreemptionMode.COST:
+            swaps = self._swap_is_cheaper(state, whole)
+        if fits and swaps:
             self.memory.swap_out(whole, self.host)
             state.status = "swapped"
             self._push(self.swapped, state)
@@ -296,6 +304,23 @@ class TwinScheduler:
             sequence.in_flight = sequence.placeholders = 0
             sequence.drafts = []
             sequence.started = sequence.mid_prefill = False
+
+    def _swap_is_cheaper(self, state: TwinRequest, whole: list[TwinSequence]) -> bool:
+        """The first sequence computes what all share again; a block is copied twice."""
+        full_blocks = min([state.request.num_prompt_tokens, *(sequence.computed for sequence in whole)])
+        shared = full_blocks // self.memory.block_size * self.memory.block_size
+        start = [0] + [shared] * (len(whole) - 1)
+        new = [sequence.computed - first for sequence, first in zip(whole, start, strict=True)]
+        lost = Chunks(np.array(start, np.int32), np.array(new, np.int32))
+        return self.costs.swap_is_cheaper(lost, self.memory.host_need(whole))
+
+    def measure(self, step: Step, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
+        """Take the times of a step: what it computed is what the twin planned."""
+        if output.swap_out.size or output.swap_in.size:
+            self.costs.observe_copies(len(output.swap_out) + len(output.swap_in), result.swap_s)
+        if step.planned and not output.encoder_inputs:
+            start, new = np.array([[entry.start, entry.new] for entry in step.planned], np.int32).T
+            self.costs.observe_step(Chunks(start, new), result.duration_s - result.swap_s)
 
     def _drop(self, state: TwinRequest) -> None:
         for sequence in state.sequences:

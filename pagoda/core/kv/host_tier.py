@@ -36,12 +36,9 @@ class HostTier:
             used.append((index, entries[row, index]))
         return used
 
-    def has_room_for(self, rows: list[int]) -> bool:
-        """Whether the host pool can take all blocks of these rows; False for a model without KV, which has none."""
-        if not self._tables.groups:
-            return False
-        blocks = [blocks for row in rows for _, blocks in self._in_use(row)]
-        return len(np.unique(np.concatenate(blocks))) <= self.pool.num_free
+    def blocks_to_swap_out(self, rows: list[int]) -> int:
+        """Host blocks that these rows would take: distinct ones that hold computed tokens."""
+        return len({block for row in rows for _, blocks in self._in_use(row) for block in blocks.tolist()})
 
     def swap_out(self, sequences: list[Sequence]) -> int:
         """Move the KV of sibling sequences to the host. Their rows lose all device blocks. Return how many move."""

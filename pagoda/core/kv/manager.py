@@ -241,9 +241,9 @@ class KVCacheManager:
 
     # Host memory
 
-    def can_swap_out(self, rows: list[int]) -> bool:
-        """Whether the host pool can take all blocks of these rows."""
-        return self._host.has_room_for(rows)
+    def num_blocks_to_swap_out(self, rows: list[int]) -> int:
+        """Return how many blocks would move to the host with these rows."""
+        return self._host.blocks_to_swap_out(rows)
 
     def swap_out(self, sequences: list[Sequence]) -> int:
         """Move the KV of sibling sequences to the host. Their rows lose all device blocks. Return how many move."""
