@@ -51,6 +51,8 @@ class RequestMetrics:
 
     last_token_time: when the last output so far was received.   scheduler_time: seconds that the scheduler took for the
     steps of all requests while this one waited or ran.
+    queue_reasons: why it waited for its first step -> seconds, which are `time_in_queue` together.
+    num_lost_tokens: had to be computed again after preemptions.   preempted_time: seconds that it waited after those.
     num_draft_tokens, num_accepted_tokens: drafts verified for this request (speculative decoding), and the right ones.
     """
 
@@ -60,7 +62,10 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     scheduler_time: float = 0.0
+    queue_reasons: dict[str, float] = field(default_factory=dict)
     num_preemptions: int = 0
+    num_lost_tokens: int = 0
+    preempted_time: float = 0.0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 

@@ -49,6 +49,7 @@ class RequestFigures(Struct):
     """Token counts and durations of a request; durations are missing until they are known.
 
     missed_tokens: of the prompt, not found in the prefix cache.
+    lost_tokens, preempted_ms: what preemptions cost: tokens to compute again, and the wait to run again.
     scheduler_ms: that the scheduler took for the steps of all requests while this one waited or ran.
     """
 
@@ -58,6 +59,8 @@ class RequestFigures(Struct):
     cached_tokens: int
     missed_tokens: int | UnsetType = UNSET
     preemptions: int | UnsetType = UNSET
+    lost_tokens: int | UnsetType = UNSET
+    preempted_ms: float | UnsetType = UNSET
     draft_tokens: int | UnsetType = UNSET
     accepted_draft_tokens: int | UnsetType = UNSET
     queue_ms: float | UnsetType = UNSET
@@ -70,11 +73,13 @@ class Timings(RequestFigures, kw_only=True):
     """What `return_timings` returns: llama.cpp's fields of this name, and those of RequestFigures.
 
     cache_n, prompt_n: tokens of the prompt that were found in the prefix cache, and those that were not.
+    queue_reasons: what it waited for before its first step -> milliseconds.
     received: seconds since the epoch.   predicted_n: generated tokens, of all outputs.
     draft_n, draft_n_accepted: only with speculative decoding.
     """
 
     received: float
+    queue_reasons: dict[str, float]
     cache_n: int
     prompt_n: int
     prompt_ms: float | UnsetType = UNSET

@@ -219,6 +219,9 @@ class Generation:
             return noted
         noted.missed_tokens = self.num_prompt_tokens - self.num_cached_tokens
         noted.preemptions = times.num_preemptions
+        if times.num_preemptions:
+            noted.lost_tokens = times.num_lost_tokens
+            noted.preempted_ms = _as_ms(times.preempted_time)
         if times.num_draft_tokens:
             noted.draft_tokens = times.num_draft_tokens
             noted.accepted_draft_tokens = times.num_accepted_tokens
@@ -238,9 +241,11 @@ class Generation:
         figures = self.figures
         num_missed = self.num_prompt_tokens - self.num_cached_tokens
         arrival_s = self.requests[0].arrival_time_s
+        reasons = self.times.queue_reasons if self.times is not None else {}
         timings = Timings(
             **{name: getattr(figures, name) for name in figures.__struct_fields__},
             received=round(time.time() - (time.perf_counter() - arrival_s), 3),
+            queue_reasons={reason: _as_ms(seconds) for reason, seconds in reasons.items()},
             cache_n=self.num_cached_tokens,
             prompt_n=num_missed,
             predicted_n=self.num_output_tokens,

@@ -12,7 +12,7 @@ import numpy as np
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagoda.base.outputs import RequestOutputKind as OutputKind
-from pagoda.core.events import Admitted, ClientEvent, DraftsVerified, Ended, Preempted
+from pagoda.core.events import Admitted, ClientEvent, DraftsVerified, Ended, Held, Preempted, Queued
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns
 from pagoda.engine.outputs.detokenizer import Detokenizer, StopStrings
@@ -23,6 +23,8 @@ logger = logging.getLogger("pagoda")
 PROMPT_LOGPROBS = "the log-probabilities of the prompt"
 _utf8 = codecs.getincrementaldecoder("utf-8")
 _CLOSED = (b"", 0)  # its state between characters
+_ADMISSION = "admission and tokenizing"
+_ITS_TURN = "its turn"
 _POSITIONS_AT_ONCE = 64
 """About 1 ms of work with 20 entries each."""
 
@@ -143,12 +145,9 @@ class OutputProcessor:
     def _note(self, event: ClientEvent) -> None:
         """Add an event to the metrics of its request."""
         match event:
-            case Admitted():
+            case Queued() | Held() | Admitted() | Preempted():
                 if (state := self._by_handle.get(event.handle)) is not None:
-                    state.first_scheduled(event)
-            case Preempted():
-                if (state := self._by_handle.get(event.handle)) is not None:
-                    state.metrics.num_preemptions += 1
+                    state.note(event)
             case DraftsVerified(handles=handles, num_drafted=drafted, num_accepted=accepted):
                 for handle, num_drafted, num_accepted in zip(handles, drafted, accepted, strict=True):
                     if (state := self._by_handle.get(handle)) is not None:
@@ -207,6 +206,8 @@ class _RequestState:
         ]
         self.metrics = RequestMetrics(arrival_time=request.arrival_time_s)
         self.scheduler_began_s = 0.0
+        self._waits_for, self._waits_since_s = _ADMISSION, request.arrival_time_s
+        self._preempted_s: float | None = None  # since when it waits to run again
         self.num_cached_tokens: int | None = None
         self.error: str | None = None
         self._cut_short: str | None = None  # why a sequence ended before its time
@@ -217,11 +218,32 @@ class _RequestState:
             shown_with = tokenizer if params.detokenize else None
             self.prompt_logprobs = PromptLogprobs(self.prompt_token_ids, params.prompt_logprobs, shown_with)
 
-    def first_scheduled(self, admitted: Admitted) -> None:
-        """Record when the request was first scheduled. A replay on another engine does not change it."""
-        if self.num_cached_tokens is None:
-            self.num_cached_tokens = admitted.num_cached or 0
-            self.metrics.first_scheduled_time = admitted.time_s
+    def note(self, event: Queued | Held | Admitted | Preempted) -> None:
+        """Record what the request waited for, and when it ran. What was before its first step is not changed later."""
+        metrics, is_new = self.metrics, self.metrics.first_scheduled_time is None
+        if is_new:
+            self._end_wait(event.time_s)
+        match event:
+            case Queued():
+                self._waits_for = _ITS_TURN
+            case Held():
+                self._waits_for = event.reason.value
+            case Admitted() if is_new:
+                self.num_cached_tokens = event.num_cached or 0
+                metrics.first_scheduled_time = event.time_s
+            case Admitted():
+                if self._preempted_s is not None:
+                    metrics.preempted_time += event.time_s - self._preempted_s
+                    self._preempted_s = None
+            case Preempted():
+                metrics.num_preemptions += 1
+                metrics.num_lost_tokens += event.lost_tokens
+                self._preempted_s = event.time_s
+
+    def _end_wait(self, now_s: float) -> None:
+        reasons = self.metrics.queue_reasons
+        reasons[self._waits_for] = reasons.get(self._waits_for, 0.0) + now_s - self._waits_since_s
+        self._waits_since_s = now_s
 
     def end_sequence(self, end: Ended) -> None:
         """Finish a sequence without new tokens, or with an error."""

@@ -5,8 +5,8 @@ import pytest
 
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.events import Admitted, ClientEvent, Ended, Events
-from pagoda.core.request import AdmitKind, Request, RequestStatus
+from pagoda.core.events import Admitted, ClientEvent, Ended, Events, Held, Preempted, Queued
+from pagoda.core.request import AdmitKind, Reason, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, split_outputs
 from pagoda.engine.outputs import output_processor
 from pagoda.engine.outputs.detokenizer import StopStrings
@@ -345,3 +345,30 @@ def test_the_schedulers_time_counts_while_a_request_waits_or_runs_also_across_en
     (second,) = processor.process(core_outputs([(2, 0, [72])], (end(2, LENGTH),), scheduler_s=1.0), 14.0).outputs
     assert second.metrics is not None
     assert second.metrics.scheduler_time == 1.5
+
+
+def test_what_a_request_waited_for_and_what_preemptions_cost_is_in_its_metrics() -> None:
+    processor = OutputProcessor(ByteTokenizer())
+    processor.open(request(1), OutputKind.DELTA)
+    held = (0, True, 4, 1)  # position, stops_queue, blocks
+    entered = (3, 0, 0, 3, 1, 8)
+    story = (
+        Queued(1, 10.5, 0, 1, "r1", 3, 1, 0),
+        Held(1, 11.0, 0, 1, Reason.BLOCKS, *held),
+        Held(3, 13.0, 0, 1, Reason.GRAMMAR, *held),
+        Held(4, 14.0, 0, 1, Reason.BLOCKS, *held),
+        Admitted(5, 14.25, 0, 1, AdmitKind.NEW, *entered),
+        Preempted(6, 15.0, 0, 1, 0, 2, "recompute", 3, 1),
+        Held(7, 16.0, 0, 1, Reason.NUM_SEQS, *held),
+        Admitted(8, 17.0, 0, 1, AdmitKind.RESUMED, *entered),
+        Admitted(9, 18.0, 0, 1, AdmitKind.RESUMED, *entered),  # on another engine
+        Preempted(9, 20.0, 0, 1, 0, 2, "swap", 0, 1),
+        Admitted(10, 20.5, 0, 1, AdmitKind.RESUMED, *entered),
+    )
+    (output,) = processor.process(core_outputs([(1, 0, [72])], story), 21.0).outputs
+    metrics = output.metrics
+    assert metrics is not None
+    reasons = {"admission and tokenizing": 0.5, "its turn": 0.5, "not enough free blocks": 2.25}
+    assert metrics.queue_reasons == {**reasons, "grammar not compiled yet": 1.0}
+    assert metrics.time_in_queue == sum(metrics.queue_reasons.values())
+    assert (metrics.num_preemptions, metrics.num_lost_tokens, metrics.preempted_time) == (2, 3, 2.5)
