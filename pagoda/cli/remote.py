@@ -1,4 +1,4 @@
-"""A model behind a running server, as `pagoda chat --url` uses it: the same conversation, over HTTP."""
+"""A running server, and the model behind it as `pagoda chat --url` uses it: the same conversation, over HTTP."""
 
 import http.client
 import json
@@ -15,6 +15,34 @@ from pagoda.cli.session import Message, Piece
 _TIMEOUT_S = 600.0
 
 
+class ServerConnection:
+    """Opens routes of a server.   url: with or without /v1 at its end."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    @contextmanager
+    def open(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[Any]:
+        """Send a body as JSON, or ask without one; yield the response. Raises RequestError."""
+        data = json.dumps(body).encode() if body is not None else None
+        request = urllib.request.Request(self.url + path, data, self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+                yield answer
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")
+            with suppress(ValueError, LookupError, TypeError):
+                text = json.loads(text)["error"]["message"]
+            raise RequestError(f"the server answered {error.code}: {text[:500]}") from None
+        except urllib.error.URLError as error:
+            raise RequestError(f"the server does not answer: {error.reason}") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise RequestError(f"the connection to the server broke: {str(error) or type(error).__name__}") from None
+
+
 class RemoteSession:
     """Answers like Session, by the server's /tokenize and /v1/completions, so that it needs a pagoda or vLLM server.
 
@@ -23,12 +51,9 @@ class RemoteSession:
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
         """model: None: the first that the server lists. Raises ConfigError if the server does not answer."""
-        self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._server = ServerConnection(url, api_key)
         try:
-            with self._open("/v1/models") as answer:
+            with self._server.open("/v1/models") as answer:
                 served: list[dict[str, Any]] = json.load(answer)["data"]
             card = next(one for one in served if model in (None, one["id"]))
         except StopIteration:
@@ -47,7 +72,7 @@ class RemoteSession:
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """A conversation up to the answer that is wanted. Raises RequestError."""
-        with self._open("/tokenize", {"model": self.model_name, "messages": list(messages)}) as answer:
+        with self._server.open("/tokenize", {"model": self.model_name, "messages": list(messages)}) as answer:
             return json.load(answer)["tokens"]
 
     def stream(self, token_ids: list[int], params: SamplingParams) -> Iterator[Piece]:
@@ -55,7 +80,7 @@ class RemoteSession:
         names = {*self.given, "max_tokens"} | ({"seed"} if params.seed is not None else set())
         kept = {name: getattr(params, name) for name in sorted(names)}
         body = {"model": self.model_name, "prompt": token_ids, "stream": True, "add_special_tokens": False, **kept}
-        with self._open("/v1/completions", body) as answer:
+        with self._server.open("/v1/completions", body) as answer:
             for line in answer:
                 data = line.removeprefix(b"data:").strip()
                 if not line.startswith(b"data:"):
@@ -68,20 +93,3 @@ class RemoteSession:
                 for choice in event["choices"]:
                     yield Piece(choice["text"], int(bool(choice["text"])), choice["finish_reason"])
         raise RequestError("the connection to the server broke before the end of the answer")
-
-    @contextmanager
-    def _open(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[Any]:
-        data = json.dumps(body).encode() if body is not None else None
-        request = urllib.request.Request(self._url + path, data, self._headers)
-        try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-                yield answer
-        except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")
-            with suppress(ValueError, LookupError, TypeError):
-                text = json.loads(text)["error"]["message"]
-            raise RequestError(f"the server answered {error.code}: {text[:500]}") from None
-        except urllib.error.URLError as error:
-            raise RequestError(f"the server does not answer: {error.reason}") from None
-        except (OSError, http.client.HTTPException) as error:
-            raise RequestError(f"the connection to the server broke: {str(error) or type(error).__name__}") from None
