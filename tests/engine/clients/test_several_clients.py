@@ -105,6 +105,31 @@ def test_equal_ids_and_handles_of_several_clients_survive_kills_and_the_end_of_o
     run_engine(work, ProcessClient(config, STEP_TIMEOUT_S, MODULE), config)
 
 
+def test_a_client_that_leaves_and_tries_again_with_the_same_id_gets_all_of_its_output_through_a_kill() -> None:
+    config = EngineConfig.from_options(**OPTIONS)
+
+    async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        undisturbed = await ask(llm, 1)
+        for num_kills in (1, 2):
+            first = asyncio.create_task(ask(llm, 5, 400))
+            while not any(any(entry.tokens) for entry in client._journal):
+                await asyncio.sleep(0.001)
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
+            again = asyncio.create_task(ask(llm, 1))
+            if num_kills == 2:  # after some steps, in which the end of the first one came
+                while not any(len(entry.tokens[0]) > 5 for entry in client._journal):
+                    await asyncio.sleep(0.001)
+            assert client.engine_pid is not None
+            os.kill(client.engine_pid, signal.SIGKILL)
+            assert await again == undisturbed
+            assert len(client._journal) == 0
+            while client.num_deaths < num_kills or not client.is_up:
+                await asyncio.sleep(0.01)
+
+    run_engine(work, ProcessClient(config, STEP_TIMEOUT_S, MODULE), config)
+
+
 def test_the_end_of_the_engine_ends_every_client() -> None:
     async def work() -> None:
         client = ProcessClient(EngineConfig.from_options(**OPTIONS))
