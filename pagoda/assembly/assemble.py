@@ -29,7 +29,7 @@ from pagoda.loading.quantization import resolve_quantization
 from pagoda.process.out_of_memory import is_out_of_memory
 from pagoda.worker.drafters.registry import make_drafter
 from pagoda.worker.memory import KVCapacity
-from pagoda.worker.speculation.speculator import Speculator, make_speculator
+from pagoda.worker.speculation.speculator import Speculator
 
 logger = logging.getLogger("pagoda")
 
@@ -242,7 +242,7 @@ def _lookup_speculator(setup: EngineSetup, max_rows: int) -> Speculator | None:
     drafting = setup.drafting
     if drafting is None or drafting.num_layers or drafting.files is not None:
         return None
-    return make_speculator(drafting, make_drafter(drafting.config), setup.max_model_len, max_rows)
+    return Speculator(drafting, make_drafter(drafting.config), setup.max_model_len, max_rows)
 
 
 def _log(setup: EngineSetup, capacity: KVCapacity, load_s: float) -> None:

@@ -8,14 +8,21 @@ import torch
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingParams, PoolingPlan
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.speculative_config import SpeculativeConfig
 from pagoda.core.kv import KVGroupSpec, KVShape
 from pagoda.core.request import AdmitKind
 from pagoda.core.scheduler_output import RowInit, SchedulerOutput
 from pagoda.kernels.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
+from pagoda.worker.speculation.setup import DraftSetup
 
 VOCAB = 97
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def draft_setup(max_drafts: int, num_steps_ahead: int = 0, adaptive: bool = False) -> DraftSetup:
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=max_drafts, adaptive=adaptive)
+    return DraftSetup(config, num_steps_ahead=num_steps_ahead)
 
 
 def i32(*values: int) -> np.ndarray:

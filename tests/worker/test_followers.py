@@ -1,6 +1,5 @@
 """A rank that does not sample: it gets the tokens with the steps, and computes the same as the rank that samples."""
 
-import time
 from typing import Any, cast
 
 import torch
@@ -19,7 +18,7 @@ from pagoda.worker.speculation.speculator import Speculator
 from pagoda.worker.table_mirror import TableMirror
 from tests.device_under_test import ON_CPU
 from tests.engine.driver import request
-from tests.worker.hand_made import GREEDY, PagedSumModel, row_init, step
+from tests.worker.hand_made import GREEDY, PagedSumModel, draft_setup, row_init, step
 
 BLOCK, NUM_BLOCKS, NUM_HOST_BLOCKS, NUM_ROWS, MAX_LEN = 4, 24, 12, 8, 64
 
@@ -68,7 +67,7 @@ def test_one_rank_computes_no_checksum() -> None:
 
 def test_it_computes_the_same_with_drafts_forks_beams_preemption_and_swaps() -> None:
     """Both ranks hold the whole model here, so all of their memory must be equal after each step."""
-    sampling = Speculator(NgramDrafter(1, 4), None, 3, MAX_LEN, NUM_ROWS, time.perf_counter)
+    sampling = Speculator(draft_setup(3), NgramDrafter(1, 4), MAX_LEN, NUM_ROWS)
     first, second = runner(SAMPLES, sampling), runner(FOLLOWS)
     options = SchedulerOptions(
         max_num_seqs=NUM_ROWS, max_num_batched_tokens=16, preemption_mode=PreemptionMode.AUTO, has_followers=True

@@ -1,6 +1,5 @@
 """Whole steps on a model whose tokens depend on every token its pages hold."""
 
-import time
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +18,7 @@ from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.speculation.speculator import NEVER_DRAFTS, Speculator
 from pagoda.worker.table_mirror import TableMirror
 from tests.device_under_test import ON_CPU, DeviceUnderTest
-from tests.worker.hand_made import GREEDY, PagedSumModel, expected_next, i32, row_init, step
+from tests.worker.hand_made import GREEDY, PagedSumModel, draft_setup, expected_next, i32, row_init, step
 
 BLOCK = 4
 
@@ -145,7 +144,7 @@ def test_an_error_while_drafting_costs_no_token(on: DeviceUnderTest) -> None:
         def propose(self, *_: object) -> list[Draft]:
             raise RuntimeError("injected")
 
-    speculator = Speculator(Broken(1, 4), None, 4, 64, 8, time.perf_counter)
+    speculator = Speculator(draft_setup(4), Broken(1, 4), 64, 8)
     run = runner(on, speculator=speculator)
     for number, (start, count) in enumerate(((0, 2), (2, 1)), 1):
         admitted = (row_init(0, [5, 6], [1, 2]),) if number == 1 else ()

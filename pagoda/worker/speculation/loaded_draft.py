@@ -16,7 +16,7 @@ from pagoda.worker.dry_runs import LargestSteps
 from pagoda.worker.forward_runner import ForwardRunner, make_forward
 from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.speculation.setup import DraftSetup
-from pagoda.worker.speculation.speculator import Speculator, make_speculator
+from pagoda.worker.speculation.speculator import Speculator
 from pagoda.worker.table_mirror import TableMirror
 
 _MAX_QUERY_LEN = 2
@@ -86,4 +86,4 @@ def speculator_of(
         own_table = TableMirror(*table.token_ids.shape, table.block_size, num_groups)
         drafting, num_blocks = DraftForward(draft.forward, own_table, draft.cache.layers), draft.cache.num_blocks
     drafter = make_drafter(setup.config, drafting, num_blocks, grammars)
-    return make_speculator(setup, drafter, max_model_len, len(table.num_tokens), grammars)
+    return Speculator(setup, drafter, max_model_len, len(table.num_tokens), grammars)

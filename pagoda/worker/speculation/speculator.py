@@ -37,32 +37,30 @@ class Speculator:
 
     def __init__(
         self,
+        setup: DraftSetup,
         drafter: Drafter,
-        controller: DraftController | None,
-        max_drafts: int,
         max_model_len: int,
         max_rows: int,
-        now: Callable[[], float],
-        num_steps_ahead: int = 0,
         grammars: GrammarRows | None = None,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """controller: None drafts `max_drafts` tokens for every row in every step.   now: a clock in seconds.
+        """max_rows: of the executor.   now: a clock in seconds.
 
-        num_steps_ahead: steps that may be scheduled before the result of the current one is back.
         grammars: None if no request may have a grammar; otherwise, they shorten drafts that they forbid.
         """
         self.is_on = True
         self._grammars = grammars
         self._drafter = drafter
-        self._controller = controller
-        self._max_drafts = max_drafts
+        # None: `max_drafts` tokens for every row in every step.
+        self._controller = DraftController(max_rows, setup.max_drafts) if setup.config.adaptive else None
+        self._max_drafts = setup.max_drafts
         self._max_model_len = max_model_len
         self._length_limit = np.zeros(max_rows, np.int32)  # num_tokens at which a row ends; 0: it may not draft
         self._grades: dict[int, int] = {}  # of the drafts offered last, by row
         self._now = now
         self._begin_s = self._end_s = 0.0  # of the current step, and of the last `finish_step`
         self._gap_s = self._draft_s = 0.0  # since, and in, the last `finish_step`
-        self._num_steps_ahead = num_steps_ahead
+        self._num_steps_ahead = setup.num_steps_ahead
         self._num_fruitless = 0  # steps in a row without a draft
         self.no_drafts_until = 0
 
@@ -223,20 +221,3 @@ class Speculator:
                 drafts[row] = draft.tokens[:length]
                 self._grades[row] = draft.grade
         return drafts
-
-
-def make_speculator(
-    setup: DraftSetup, drafter: Drafter, max_model_len: int, max_rows: int, grammars: GrammarRows | None = None
-) -> Speculator:
-    """Return the speculator of an executor with `max_rows` rows.   grammars: see Speculator."""
-    controller = DraftController(max_rows, setup.max_drafts) if setup.config.adaptive else None
-    return Speculator(
-        drafter,
-        controller,
-        setup.max_drafts,
-        max_model_len,
-        max_rows,
-        time.perf_counter,
-        setup.num_steps_ahead,
-        grammars,
-    )

@@ -11,10 +11,10 @@ from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.executors.fake import FakeExecutor
 from pagoda.worker.drafters.drafter import GRADE_OF_MODEL, Draft, Drafter
 from pagoda.worker.drafters.lookup import NgramDrafter, SuffixDrafter
-from pagoda.worker.speculation.controller import DraftController
 from pagoda.worker.speculation.speculator import Speculator
 from pagoda.worker.table_mirror import TableMirror
 from tests.engine.driver import Answers, drive, make_core, request
+from tests.worker.hand_made import draft_setup
 
 VOCAB = 2  # of the fake model: half of all guesses are right
 
@@ -40,9 +40,8 @@ def run(drafter: Drafter | None, adaptive: bool = False, **options: Any) -> tupl
     def executor(max_rows: int) -> Executor:
         speculator = None
         if drafter is not None:
-            controller = DraftController(max_rows, 4) if adaptive else None
             ahead = options.get("pipeline_depth", 1) - 1
-            speculator = Speculator(drafter, controller, 4, 64, max_rows, Clock(), ahead)
+            speculator = Speculator(draft_setup(4, ahead, adaptive), drafter, 64, max_rows, now=Clock())
         return FakeExecutor(max_rows, 64 + 5, 4, vocab_size=VOCAB, speculator=speculator)
 
     waits = drafter is not None and bool(options.get("async_scheduling"))
@@ -105,7 +104,7 @@ def test_steps_are_scheduled_ahead_while_nothing_is_drafted(depth: int) -> None:
     drafter = Scripted()
 
     def executor(max_rows: int) -> Executor:
-        speculator = Speculator(drafter, None, 4, 256, max_rows, Clock(), depth - 1)
+        speculator = Speculator(draft_setup(4, depth - 1), drafter, 256, max_rows, now=Clock())
         return FakeExecutor(max_rows, 256 + 5, 4, vocab_size=1000, speculator=speculator)
 
     core = make_core(executor, pipeline_depth=depth, async_scheduling=True, waits_for_drafts=True)
@@ -131,7 +130,7 @@ def test_steps_are_scheduled_ahead_while_nothing_is_drafted(depth: int) -> None:
 
 def test_a_model_is_not_run_for_drafts_that_could_not_be_used() -> None:
     drafter = Scripted(runs_model=True)
-    speculator = Speculator(drafter, None, 4, 64, 4, Clock(), 1)
+    speculator = Speculator(draft_setup(4, 1), drafter, 64, 4, now=Clock())
     table = TableMirror(4, 64, 4, 1)
     rows, one = np.zeros(1, np.int32), np.ones(1, np.int32)
     speculator._length_limit[0] = 0  # like a prompt that is computed in chunks
@@ -168,8 +167,7 @@ def test_what_a_model_drafts_is_verified() -> None:
     drafter = Slow()
 
     def executor(max_rows: int) -> Executor:
-        controller = DraftController(max_rows, 2)
-        speculator = Speculator(drafter, controller, 2, 1024, max_rows, lambda: now_s)
+        speculator = Speculator(draft_setup(2, adaptive=True), drafter, 1024, max_rows, now=lambda: now_s)
         return FakeExecutor(max_rows, 1024 + 5, 4, vocab_size=1000, speculator=speculator)
 
     core = make_core(executor, max_num_seqs=1, num_blocks=300, max_model_len=1024)
@@ -193,15 +191,17 @@ def test_steps_are_measured_before_the_first_request(step_s: float, longest: int
         ran[count] = ran.get(count, 0) + 1
         now_s += step_s * (1 + count / 10) + (0.02 if ran[count] == 1 and len(ran) > 2 else 0.0)
 
-    controller = DraftController(1, 8)
-    speculator = Speculator(Scripted(), controller, 8, 64, 1, lambda: now_s)
+    speculator = Speculator(draft_setup(8, adaptive=True), Scripted(), 64, 1, now=lambda: now_s)
     speculator.measure_steps(run_step, 1, longest)
     assert set(ran) == measured
+    controller = speculator._controller
+    assert controller is not None
     for _ in range(2):
         controller.observe_step(1, 0, 1, step_s * 1.1)
     costs = controller._times_of(1).costs(3)
     assert costs[3] / costs[0] == pytest.approx(1.4 / 1.1)
-    Speculator(Scripted(), None, 8, 64, 1, lambda: now_s).measure_steps(lambda *_: pytest.fail("not needed"), 1, 64)
+    fixed = Speculator(draft_setup(8), Scripted(), 64, 1)
+    fixed.measure_steps(lambda *_: pytest.fail("not needed"), 1, 64)
 
 
 def test_drafts_save_steps() -> None:
