@@ -395,6 +395,14 @@ def cut(text: str, data: st.DataObject) -> list[str]:
 def test_the_parser_follows_from_the_template() -> None:
     assert parser_for_template("... <tool_call> ...") == "hermes"
     assert parser_for_template("... <|python_tag|> ...") == "llama_json"
+    asks = """{{ 'Respond in the format {"name": function name, "parameters": dictionary of argument names}.' }}"""
+    writes = """{{ '{"name": "' + tool_call.name + '", ' }}{{ '"parameters": ' }}{{ tool_call.arguments | tojson }}"""
+    assert parser_for_template(asks) == parser_for_template(writes) == "llama_json"
+    tool = (
+        """{"name": "{{ tool.name }}", "description": "{{ tool.description }}", "parameters": {{ tool.parameters }}}"""
+    )
+    assert parser_for_template(tool) is None, "it shows tools, not calls"
+    assert parser_for_template('{"properties": {"parameters": {}}}') is None
     assert parser_for_template("{{ messages }}") is None
     assert parser_for_template(None) is None
 

@@ -30,6 +30,10 @@ class HermesParser(ToolParser):
             yield from self.take(self.CLOSE)
 
 
+_SHOWS_PARAMETERS = re.compile(r'\{"name":(?:(?!"description"|"arguments")[\s\S]){0,200}?"parameters":')
+"""A template's example of a call, or how it writes one; a tool's schema has a description before its parameters."""
+
+
 class LlamaJsonParser(ToolParser):
     """Llama 3: {"name": ..., "parameters": ...}, or several separated by semicolons.
 
@@ -44,7 +48,7 @@ class LlamaJsonParser(ToolParser):
 
     @classmethod
     def is_of(cls, template: str) -> bool:
-        return cls.TAG in template or '"parameters":' in template
+        return cls.TAG in template or _SHOWS_PARAMETERS.search(template) is not None
 
     def read(self) -> Reading[None]:
         yield from self._calls("")
