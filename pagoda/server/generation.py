@@ -329,12 +329,18 @@ class RequestStarter:
 
     @contextlib.asynccontextmanager
     async def admitted(
-        self, http: HttpRequest, num_prompts: int, num_outputs: int = 0, max_tokens: int | None = 0
+        self,
+        http: HttpRequest,
+        num_prompts: int,
+        num_outputs: int = 0,
+        max_tokens: int | None = 0,
+        is_read: bool = True,
     ) -> AsyncGenerator[Place, None]:
         """Admit a request before any work on its prompts, on an estimate of its tokens; yield its place for `begin`.
 
         It counts until the generation that is begun with it is closed, or the block is left without one.
         num_outputs: of all prompts; 0 if they are pooled.   max_tokens: of each output; None: no limit.
+        is_read: whether the body was read; otherwise, a client that leaves is only noticed after the wait in line.
         Raises Refusal (429), RequestError or WorkerDied.
         """
         if self.llm.died is not None:
@@ -346,7 +352,8 @@ class RequestStarter:
         place = admission.enter(num_outputs or num_prompts, num_tokens, state["key"])
         with place.at_end:
             if place.turn is not None:
-                await cancel_on_disconnect(http, admission.wait_for_turn(place))
+                turn = admission.wait_for_turn(place)
+                await (cancel_on_disconnect(http, turn) if is_read else turn)
             yield place
 
     async def observed(

@@ -53,7 +53,7 @@ _REFUSED = ("chunking_strategy[", "known_speaker_names", "known_speaker_referenc
 )
 async def create_transcription(http: Request) -> Response:
     """Write down what is said in a sound file: a form with the file and the fields below."""
-    async with _form(http, TranscriptionRequest) as (form, file):
+    async with _admitted(http) as place, _form(http, TranscriptionRequest) as (form, file):
         options = TranscriptionOptions(
             language=form.language,
             prompt=form.prompt,
@@ -62,20 +62,26 @@ async def create_transcription(http: Request) -> Response:
             reports_no_speech=form.response_format == "verbose_json",
             word_timestamps="word" in form.granularities,
         )
-        return await _answer(http, file, options, form.model, form.response_format, form.stream)
+        return await _answer(http, place, file, options, form.model, form.response_format, form.stream)
 
 
 @router.post("/v1/audio/translations", answer=TranscriptionResponse, body=TranslationRequest, is_form=True)
 async def create_translation(http: Request) -> Response:
     """Write down in English what is said in a sound file in another language."""
-    async with _form(http, TranslationRequest) as (form, file):
+    async with _admitted(http) as place, _form(http, TranslationRequest) as (form, file):
         options = TranscriptionOptions(
             task="translate",
             prompt=form.prompt,
             temperature=_temperatures(form.temperature),
             reports_no_speech=form.response_format == "verbose_json",
         )
-        return await _answer(http, file, options, form.model, form.response_format, False)
+        return await _answer(http, place, file, options, form.model, form.response_format, False)
+
+
+def _admitted(http: Request) -> contextlib.AbstractAsyncContextManager[Place]:
+    """Admit a request before its form is read. Raises Refusal (429)."""
+    http.scope["state"]["body_bytes"] = 0  # of a text: the sound's tokens are not known yet
+    return state_of(http).starter.admitted(http, 1, 1, None, is_read=False)
 
 
 @contextlib.asynccontextmanager
@@ -103,7 +109,6 @@ async def _form(http: Request, kind: type[F]) -> AsyncGenerator[tuple[F, UploadF
             raise RequestError(f"{refused[:64]}: not supported; leave it out", refused[:64])
         if unknown:
             state.bodies.note_unknown(http, unknown, len(unknown))
-        http.scope["state"]["body_bytes"] = 0  # of a text: the sound's tokens are not known yet
         yield (
             parse_fields(
                 {k: v for k, v in fields.items() if k in known},
@@ -128,25 +133,30 @@ def _temperatures(asked: float) -> tuple[float, ...]:
 
 
 async def _answer(
-    http: Request, file: UploadFile, options: TranscriptionOptions, model: str | None, form: str, is_stream: bool
+    http: Request,
+    place: Place,
+    file: UploadFile,
+    options: TranscriptionOptions,
+    model: str | None,
+    form: str,
+    is_stream: bool,
 ) -> Response:
     """Transcribe a file, and answer in the form that was asked for."""
     state = state_of(http)
     if state.adapter_of(model) is not None:
         raise ApiError(400, "model: adapters do not transcribe", "model")
     http.scope["state"]["timings"]["model"] = model or state.model_names[0]
-    async with state.starter.admitted(http, 1, 1, None) as place:
-        key, name = http.scope["state"]["key"], file.filename or "upload"
-        new_id = state.starter.reserve_job(key, state.request_id(http, None, "audio", 1), place)
-        reading = state.starter.llm.text.begin_transcription(
-            lambda limits, is_left: read_sound(_content(file), name, limits, is_left),
-            options,
-            lambda limits: claimed_bytes(_content(file), name, limits),
-            functools.partial(state.starter.admission.wait_to_hold, place),
-        )
-        sound = await cancel_on_disconnect(http, reading)
-        http.scope["state"]["timings"]["audio_s"] = round(sound.sound.duration_s, 2)
-        at_end = place.at_end.pop_all()
+    key, name = http.scope["state"]["key"], file.filename or "upload"
+    new_id = state.starter.reserve_job(key, state.request_id(http, None, "audio", 1), place)
+    reading = state.starter.llm.text.begin_transcription(
+        lambda limits, is_left: read_sound(_content(file), name, limits, is_left),
+        options,
+        lambda limits: claimed_bytes(_content(file), name, limits),
+        functools.partial(state.starter.admission.wait_to_hold, place),
+    )
+    sound = await cancel_on_disconnect(http, reading)
+    http.scope["state"]["timings"]["audio_s"] = round(sound.sound.duration_s, 2)
+    at_end = place.at_end.pop_all()
     with contextlib.ExitStack() as guard:
         guard.callback(at_end.close)
         outputs = _outputs(state, sound, place, new_id, key)

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import httpx
 
@@ -43,12 +43,15 @@ class EndingClient:
 DEFAULTS = ServerConfig()
 
 
-def served(test: Callable[[httpx.AsyncClient], Awaitable[None]], config: ServerConfig = DEFAULTS) -> None:
-    """Run a test against the app."""
+def served(
+    test: Callable[[httpx.AsyncClient], Awaitable[None]], config: ServerConfig = DEFAULTS, speech: bool = False
+) -> None:
+    """Run a test against the app.   speech: its model claims to transcribe."""
 
     async def main() -> None:
         client: Any = EndingClient()
         async with AsyncEngine(client, byte_inputs()) as llm:
+            llm.input_processor.speech = cast("Any", speech or None)
             metrics = ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, ""))
             state = ServerState(
                 starter=RequestStarter(llm, Admission(config.server_limits, 0.0), metrics),

@@ -6,7 +6,7 @@ The routes and their fields are read from the server's own list, so a new one is
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import FrameType
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from msgspec import inspect as kinds
 from starlette.responses import Response
 
+from pagoda.base.server_config import ServerConfig, ServerLimits
 from pagoda.server import pooling
 from pagoda.server.answers import PoolingUsage, PromptTokensDetails
 from pagoda.server.app import _INVOKED, ENDPOINTS
@@ -167,6 +168,28 @@ async def work_of(http: httpx.AsyncClient, path: str, body: bytes) -> LoopWork:
 
 READING = [one for one in ENDPOINTS if one.path == "/invocations" or (one.body is not None and not one.is_form)]
 """The routes that read a body of JSON. Forms are read as they come, in pieces."""
+FORMS = [one.path for one in ENDPOINTS if one.is_form]
+
+
+@pytest.mark.parametrize("path", FORMS)
+def test_no_piece_of_a_form_is_read_before_it_is_counted(path: str) -> None:
+    num_read = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal num_read
+        for piece in (b"--a\r\n", b'Content-Disposition: form-data; name="language"\r\n\r\nen', b"\r\n--a--\r\n"):
+            num_read += 1
+            yield piece
+
+    async def test(http: httpx.AsyncClient) -> None:
+        headers = {"Content-Type": "multipart/form-data; boundary=a", "Authorization": "Bearer x"}
+        counted = await http.post(path, content=pieces(), headers=headers)
+        assert (counted.status_code, counted.json()["error"]["param"]) == (400, "file")
+        assert num_read == 3
+        assert (await http.post(path, content=pieces(), headers=headers)).status_code == 429
+        assert num_read == 3
+
+    served(test, ServerConfig(api_keys=("x",), server_limits=ServerLimits(requests_per_minute_per_key=1)), speech=True)
 
 
 @pytest.mark.parametrize("endpoint", {one.handler: one for one in READING}.values(), ids=lambda one: one.path)
