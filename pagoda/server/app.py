@@ -30,6 +30,7 @@ from pagoda.server.pages.files import PAGE_ROUTES
 from pagoda.server.pages.rules import PageRules
 from pagoda.server.routing import Router, describe_api, docs_page
 from pagoda.server.state import ServerState, state_of
+from pagoda.server.tracing import TRACE
 
 
 def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
@@ -103,7 +104,7 @@ def create_api(has_keys: bool) -> Starlette:
     async def docs(http: Request) -> Response:
         return HTMLResponse(page)
 
-    pages = [Route("/openapi.json", openapi), Route("/docs", docs), live.STREAM, *PAGE_ROUTES]
+    pages = [Route("/openapi.json", openapi), Route("/docs", docs), live.STREAM, TRACE, *PAGE_ROUTES]
     app = Starlette(routes=[*(endpoint.route() for endpoint in ENDPOINTS), *pages], exception_handlers=errors.HANDLERS)
     app.router.redirect_slashes = False  # AccessLog drops a slash at the end
     return app

@@ -20,6 +20,7 @@ from functools import partial
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError, WorkerDied, fresh
+from pagoda.core.events import Events
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
@@ -64,6 +65,8 @@ class ProcessClient:
         self._stats = wire.EngineStats()
         self.on_step: Callable[[int], object] = lambda _: None
         """Called with the number of tokens of each step."""
+        self.on_events: Callable[[Events], object] | None = None
+        """Called with the events of the requests of all clients, those of one after those of the other."""
 
     # ---- what AsyncEngine calls
 
@@ -222,6 +225,8 @@ class ProcessClient:
         match message:
             case wire.StepOutputs(client_index, outputs, step_tokens, stats):
                 self._note_steps(step_tokens, stats)
+                if self.on_events is not None:
+                    self.on_events(outputs.events)
                 self._put(client_index, self._journal.record(client_index, outputs))
                 if self._suspects.is_probing:
                     self._send_next()

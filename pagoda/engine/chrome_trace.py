@@ -1,0 +1,157 @@
+"""ChromeTrace: what an engine does, in the trace format of Chrome, which Perfetto shows.
+
+One track has the steps, each request has one with what it does: waits, and for what, or runs. An arrow goes from a
+request that was preempted to the one that it made room for. Times are microseconds since the beginning.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from pagoda.core.events import (
+    Admitted,
+    ClientEvent,
+    Copied,
+    DraftsVerified,
+    Encoded,
+    Ended,
+    Failed,
+    FirstToken,
+    Held,
+    Limited,
+    Preempted,
+    Queued,
+    Swapped,
+)
+from pagoda.engine.step_strip import StepNote
+
+MAX_ENTRIES = 200_000
+_STEPS, _REQUESTS = 1, 2  # "processes" of the trace
+
+Entry = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Track:
+    """A request.   phase: what it does, since `since_us`; "": nothing any more, or not known."""
+
+    tid: int
+    phase: str
+    since_us: float
+
+
+class ChromeTrace:
+    """A trace that begins now, of events and steps as they are told.
+
+    began_s: on the engine's clock.   At most MAX_ENTRIES; what comes later is counted and left out.
+    """
+
+    def __init__(self, began_s: float) -> None:
+        self._began_s = began_s
+        self._entries: list[Entry] = []
+        self._tracks: dict[tuple[int, int], _Track] = {}
+        self._num_arrows = 0
+        self._num_left_out = 0
+        self._name("process_name", _STEPS, 0, "engine")
+        self._name("process_name", _REQUESTS, 0, "requests")
+        self._name("thread_name", _STEPS, 1, "steps")
+
+    def begin_with(self, client: int, handle: int, name: str, is_running: bool) -> None:
+        """Add a request that is there already."""
+        self._track(client, handle, name, "runs" if is_running else "waits")
+
+    def add_step(self, note: StepNote) -> None:
+        """Add a step that has ended."""
+        begin_us = self._us(note.began_s)
+        tokens = {"prompt": note.num_prompt_tokens, "sampled": note.num_sampled}
+        size = {**tokens, "preempted": note.num_preempted}
+        self._add("X", f"step {note.step}", _STEPS, 1, begin_us, dur=self._us(note.ended_s) - begin_us, args=size)
+        self._add("C", "tokens of steps", _STEPS, 0, begin_us, args=tokens)
+
+    def add(self, event: ClientEvent) -> None:
+        """Add an event."""
+        if isinstance(event, DraftsVerified):  # of many requests: a counter
+            counts = {"drafted": sum(event.num_drafted), "accepted": sum(event.num_accepted)}
+            self._add("C", "drafts", _STEPS, 0, self._us(event.time_s), args=counts)
+            return
+        now_us = self._us(event.time_s)
+        label = event.request_id if isinstance(event, Queued) else f"request {event.handle}"
+        track = self._track(event.client, event.handle, label, "")
+        match event:
+            case Queued():
+                self._turn(track, "waits: its turn", now_us)
+            case Held():
+                self._turn(track, f"waits: {event.reason.value}", now_us)
+            case Admitted():
+                cached = {"tokens": event.num_tokens, "cached": event.num_cached or 0, "blocks": event.num_blocks}
+                self._turn(track, "runs", now_us)
+                self._mark(track, "admitted", now_us, **cached)
+            case Preempted():
+                self._turn(track, "waits: preempted", now_us)
+                self._mark(track, f"preempted ({event.mode})", now_us, lost_tokens=event.lost_tokens)
+                self._arrow(track, event, now_us)
+            case Ended():
+                how = event.status.finish_reason or event.status.name
+                self._mark(track, f"sequence {event.sequence} ended: {how}", now_us)
+                if event.is_last:
+                    self._turn(track, "", now_us)
+            case Limited():
+                self._mark(track, f"limited: {event.reason.value}", now_us)
+            case Swapped():
+                self._mark(track, "swapped out" if event.to_host else "swapped in", now_us, blocks=event.num_blocks)
+            case FirstToken():
+                self._mark(track, "first token", now_us)
+            case Failed():
+                self._mark(track, "a row failed", now_us)
+            case Encoded() | Copied():
+                pass  # small, and many
+
+    def written(self, now_s: float) -> dict[str, Any]:
+        """Return the trace up to now, for JSON. Call it once, at the end."""
+        for track in self._tracks.values():
+            self._turn(track, "", self._us(now_s))
+        return {
+            "traceEvents": self._entries,
+            "displayTimeUnit": "ms",
+            "otherData": {"left_out": self._num_left_out},
+        }
+
+    def _us(self, time_s: float) -> float:
+        return round(max(0.0, time_s - self._began_s) * 1e6, 3)
+
+    def _add(self, kind: str, name: str, pid: int, tid: int, ts: float, **more: Any) -> None:
+        if len(self._entries) < MAX_ENTRIES:
+            self._entries.append({"ph": kind, "name": name, "pid": pid, "tid": tid, "ts": ts, **more})
+        else:
+            self._num_left_out += 1
+
+    def _name(self, kind: str, pid: int, tid: int, name: str) -> None:
+        self._add("M", kind, pid, tid, 0, args={"name": name})
+
+    def _track(self, client: int, handle: int, name: str, phase: str) -> _Track:
+        """Return the track of a request; one that is new does `phase` since the trace began."""
+        track = self._tracks.get((client, handle))
+        if track is None:
+            track = self._tracks[client, handle] = _Track(len(self._tracks) + 1, phase, 0.0)
+            self._name("thread_name", _REQUESTS, track.tid, name)
+        return track
+
+    def _turn(self, track: _Track, phase: str, now_us: float) -> None:
+        """End what the request does, and begin something else."""
+        if track.phase and now_us > track.since_us:
+            self._add("X", track.phase, _REQUESTS, track.tid, track.since_us, dur=now_us - track.since_us)
+        track.phase, track.since_us = phase, now_us
+
+    def _mark(self, track: _Track, name: str, now_us: float, **args: int) -> None:
+        self._add("i", name, _REQUESTS, track.tid, now_us, s="t", args=args)
+
+    def _arrow(self, victim: _Track, event: Preempted, now_us: float) -> None:
+        if event.for_client is None or event.for_handle is None:
+            return
+        cause = self._tracks.get((event.for_client, event.for_handle))
+        if cause is None or cause is victim or not cause.phase:
+            return
+        self._num_arrows += 1
+        for kind, track, more in (("s", victim, {}), ("f", cause, {"bp": "e"})):
+            self._add(
+                kind, "makes room for", _REQUESTS, track.tid, now_us, cat="preempted", id=self._num_arrows, **more
+            )

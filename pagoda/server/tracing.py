@@ -1,0 +1,78 @@
+"""GET /trace?seconds=N: what the engine does for so long, in the trace format of Chrome."""
+
+import asyncio
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pagoda.core.events import Events
+from pagoda.engine.chrome_trace import ChromeTrace
+from pagoda.server.admission import Refusal
+from pagoda.server.errors import ApiError
+from pagoda.server.live import FRAME_S, viewer_of
+from pagoda.server.sending import cancel_on_disconnect
+from pagoda.server.state import ServerState, state_of
+
+MAX_TRACE_S = 60.0
+_DEFAULT_S = 5.0
+
+
+async def _trace(http: Request) -> Response:
+    """Answer with a trace of all requests, whose lengths and ids it shows: for the admin key, or a server of one
+    machine that has no keys.
+    """
+    http.scope["state"]["route"] = TRACE.path
+    state = state_of(http)
+    if viewer_of(http, state.config).prefix != "":
+        raise ApiError(403, "a trace shows the requests of all users: use the admin key (--admin-api-key)")
+    given = http.query_params.get("seconds", str(_DEFAULT_S))
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_TRACE_S:
+        raise ApiError(400, f"seconds: must be a number above 0, at most {MAX_TRACE_S:g} (got {given:.40})", "seconds")
+    data = await cancel_on_disconnect(http, _record(state, seconds))
+    disposition = {"Content-Disposition": 'attachment; filename="pagoda-trace.json"'}
+    return Response(data, media_type="application/json", headers=disposition)
+
+
+TRACE = Route("/trace", _trace)
+"""Not among the routes that are described for programs: a call takes as long as the trace is."""
+
+
+async def _record(state: ServerState, seconds: float) -> bytes:
+    """Return the trace of the next seconds; a shorter one if the server ends. Raises Refusal if one is made already."""
+    engine = state.engine
+    if engine is None:
+        raise ApiError(503, "this server has no engine process to trace")
+    if engine.on_events is not None:
+        raise Refusal("requests", "a trace is made already; ask again when it has ended")
+    began_s = time.perf_counter()
+    trace = ChromeTrace(began_s)
+    for observer in state.starter.metrics.running:
+        request, times = observer.request, observer.last.metrics if observer.last is not None else None
+        is_running = times is not None and times.first_scheduled_time is not None
+        trace.begin_with(request.client_index, request.handle, request.request_id, is_running)
+
+    def add(events: Events) -> None:
+        for event in events:
+            trace.add(event)
+
+    engine.on_events = add
+    try:
+        await state.looks.refresh(takes_steps=True)  # from now on, the engine notes its steps
+        num_steps = state.looks.num_steps
+        while (left_s := began_s + seconds - time.perf_counter()) > 0 and not state.drain.is_draining:
+            await asyncio.sleep(min(left_s, FRAME_S))
+            await state.looks.refresh(takes_steps=True)
+            for note in state.looks.steps_after(num_steps):
+                trace.add_step(note)
+            num_steps = state.looks.num_steps
+    finally:
+        engine.on_events = None
+    written = trace.written(time.perf_counter())
+    return await asyncio.to_thread(msgspec.json.encode, written)

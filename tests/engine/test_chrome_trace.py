@@ -1,0 +1,73 @@
+"""Traces in Chrome's format, of made-up events."""
+
+import json
+
+import pytest
+
+from pagoda.core.events import Admitted, Copied, DraftsVerified, Ended, Failed, FirstToken, Held, Preempted, Queued
+from pagoda.core.request import AdmitKind, Reason, RequestStatus
+from pagoda.engine import chrome_trace
+from pagoda.engine.chrome_trace import ChromeTrace
+from pagoda.engine.step_strip import StepNote
+from tests.chrome_format import check_trace
+
+HELD = (0, True, 4, 1)
+ENTERED = (3, 2, 2, 1, 1, 8)
+STORY = (
+    Queued(1, 10.5, 0, 1, "a", 3, 1, 0),
+    Admitted(1, 10.5, 0, 1, AdmitKind.NEW, *ENTERED),
+    FirstToken(1, 11.0, 0, 1, 3),
+    Queued(2, 11.5, 1, 1, "b", 3, 1, 0),
+    Held(2, 11.5, 1, 1, Reason.BLOCKS, *HELD),
+    Preempted(3, 12.0, 0, 1, 1, 1, "recompute", 3, 1),
+    Admitted(3, 12.0, 1, 1, AdmitKind.NEW, *ENTERED),
+    Copied(3, 12.0, 1, 1, 0, 5, 6),
+    DraftsVerified(4, 12.5, 1, (1,), (0,), (4,), (2,)),
+    Failed(4, 12.5, 1, 1, 3, None),
+    Ended(5, 13.0, 1, 1, "b", 0, RequestStatus.FINISHED_STOPPED),
+    Admitted(6, 13.0, 0, 1, AdmitKind.RESUMED, *ENTERED),
+    Preempted(7, 14.0, 0, 1, None, None, "recompute", 3, 1),  # a reset of the prefix cache
+)
+
+
+def traced() -> ChromeTrace:
+    trace = ChromeTrace(10.0)
+    trace.begin_with(0, 7, "early", is_running=True)
+    for event in STORY:
+        trace.add(event)
+    trace.add_step(StepNote(1, 10.5, 10.75, 3, 1, 0))
+    trace.add_step(StepNote(2, 10.75, 11.25, 0, 2, 1))
+    return trace
+
+
+def test_requests_are_tracks_and_an_arrow_shows_who_was_preempted_for_whom() -> None:
+    trace = json.loads(json.dumps(traced().written(15.0)))
+    check_trace(trace)
+    entries = trace["traceEvents"]
+    names = {one["tid"]: one["args"]["name"] for one in entries if one["name"] == "thread_name" and one["pid"] == 2}
+    slices = [
+        (names[one["tid"]], one["name"], one["ts"] / 1e6, one["dur"] / 1e6)
+        for one in entries
+        if one["ph"] == "X" and one["pid"] == 2
+    ]
+    assert sorted(slices, key=lambda one: (one[2], one[0])) == [
+        ("early", "runs", 0.0, 5.0),
+        ("a", "runs", 0.5, 1.5),
+        ("b", "waits: not enough free blocks", 1.5, 0.5),
+        ("a", "waits: preempted", 2.0, 1.0),
+        ("b", "runs", 2.0, 1.0),
+        ("a", "runs", 3.0, 1.0),
+        ("a", "waits: preempted", 4.0, 1.0),
+    ]
+    arrows = [(one["ph"], names[one["tid"]], one["ts"]) for one in entries if one["ph"] in "sf"]
+    assert arrows == [("s", "a", 2e6), ("f", "b", 2e6)]
+    steps = [(one["name"], one["args"]) for one in entries if one["ph"] == "X" and one["pid"] == 1]
+    assert steps[1] == ("step 2", {"prompt": 0, "sampled": 2, "preempted": 1})
+    assert {one["name"] for one in entries if one["ph"] == "C"} == {"tokens of steps", "drafts"}
+
+
+def test_a_trace_is_bounded_and_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chrome_trace, "MAX_ENTRIES", 12)
+    trace = traced().written(15.0)
+    assert len(trace["traceEvents"]) == 12
+    assert trace["otherData"]["left_out"] > 5
