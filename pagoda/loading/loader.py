@@ -301,7 +301,7 @@ class Filler:
         views: list[torch.Tensor] = []
         for piece in pieces:
             self._check_shape(piece.name, piece.shape)
-            is_enough = self._ops.packs_weights and self._order(piece.part) is None
+            is_enough = self._ops.packs_weights and self._head_order(piece.part) is None
             view = self._weights.view(piece.name, piece.region, self._dtype) if is_enough else None
             if view is None:
                 return [self._stacked(pieces)]
@@ -320,7 +320,7 @@ class Filler:
                 rows.zero_()
                 continue
             self._weights.read_into(piece.name, rows, piece.region)
-            reorder_rows(rows, self._order(piece.part))
+            reorder_rows(rows, self._head_order(piece.part))
         return out
 
     def _codes(self, pieces: Sequence[Piece]) -> CodedWeight | None:
@@ -330,13 +330,13 @@ class Filler:
         codes: list[UnstackedWeight] = []
         for piece in pieces:
             self._check_shape(piece.name, piece.shape)
-            found = self._weights.read_codes(piece.name, piece.region, self._order(piece.part))
+            found = self._weights.read_codes(piece.name, piece.region, self._head_order(piece.part))
             if found is None:
                 return None
             codes.append(found)
         return stack(codes, self._device)
 
-    def _order(self, part: Part) -> tuple[int, ...] | None:
+    def _head_order(self, part: Part) -> tuple[int, ...] | None:
         """Return the order in which the rows of the part's heads are read, None for that in which they are stored."""
         return part.unit_order(self._naming.interleaved_rotary)
 

@@ -33,12 +33,12 @@ def packed_weight(
     zeros: torch.Tensor | None,
     group_of: torch.Tensor | None = None,
     rows: range | None = None,
-    order: tuple[int, ...] | None = None,
+    head_order: tuple[int, ...] | None = None,
 ) -> BlockWeight:
     """Return a weight [out, in], in the form and the groups that it is held in.
 
     codes, scales, zeros: as stored, zeros may be absent.   group_of: int [in], the group of each element if groups are
-    not in the order of the elements.   rows: those that are meant, None for all.   order: of the rows of a head.
+    not in the order of the elements.   rows: those that are meant, None for all.   head_order: of the rows of a head.
     Raises ConfigError for a weight that is said to be symmetric and is not, and for groups that do not exist.
     """
     if stored.layout.transposed:
@@ -54,7 +54,7 @@ def packed_weight(
     middle = 1 << (stored.bits - 1)
     zero = stored.stored_zero if zeros is None or zeros.dtype is torch.int32 else middle - 128
     rows, is_awq = range(out_features) if rows is None else rows, stored.layout is AWQ
-    piece = CodeRows(codes, scales, zeros, zero, stored.bits, is_awq, groups.int(), rows.start, len(rows), order)
+    piece = CodeRows(codes, scales, zeros, zero, stored.bits, is_awq, groups.int(), rows.start, len(rows), head_order)
     if stored.symmetric and zeros is not None:
         _check_symmetric(_zero_points(piece)[:out_features], middle)
         piece = replace(piece, zeros=None)
@@ -85,7 +85,7 @@ def _read(piece: CodeRows, held: WeightFormat, in_features: int, elements: torch
         # Triton's kernels tell zero points from minima by this type; of 8 bits they have no kernel.
         offsets = offsets.to(torch.uint8) if piece.bits < 8 else offsets
     weight = QuantizedWeight(held.form, codes, scales, offsets, in_features, held.group, elements)
-    return weight.rows(piece.first, piece.first + piece.rows).reordered(piece.order)
+    return weight.rows(piece.first, piece.first + piece.rows).reordered(piece.head_order)
 
 
 def _zero_points(piece: CodeRows) -> torch.Tensor:

@@ -57,10 +57,12 @@ class Weights(Protocol):
         """Return whether `read_codes` returns a matrix as codes and scales, in the order of its elements."""
         ...
 
-    def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> UnstackedWeight | None:
+    def read_codes(
+        self, name: str, region: Region, head_order: tuple[int, ...] | None = None
+    ) -> UnstackedWeight | None:
         """Return a region of a matrix as its stored codes and scales; None if it is stored as floats, of 8 bits too.
 
-        order: of the rows of a head, see `reorder_rows`.
+        head_order: of the rows of a head, see `reorder_rows`.
         """
         ...
 
@@ -118,7 +120,7 @@ class GGUFWeights:
     def has_codes(self, name: str) -> bool:
         return name in self._file.tensors and self._file.tensors[name].type.name in GGUF_TYPES
 
-    def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> BlockWeight | None:
+    def read_codes(self, name: str, region: Region, head_order: tuple[int, ...] | None = None) -> BlockWeight | None:
         tensor = self._file.tensors[name]
         held = GGUF_TYPES.get(tensor.type.name)
         if held is None:
@@ -129,9 +131,9 @@ class GGUFWeights:
 
         def read() -> QuantizedWeight:
             data = np.ascontiguousarray(found).reshape(-1).data
-            return read_codes(data, tensor.type, rows, columns).reordered(order)
+            return read_codes(data, tensor.type, rows, columns).reordered(head_order)
 
-        return BlockWeight(held, (BlockRows(tensor.type.name, found.reshape(rows, -1), order),), columns, read)
+        return BlockWeight(held, (BlockRows(tensor.type.name, found.reshape(rows, -1), head_order),), columns, read)
 
     def _bytes(self, tensor: GGUFTensor, region: Region | None) -> memoryview:
         """Return the region's blocks in the mapped file; copied only if columns are left out."""
@@ -159,11 +161,11 @@ class GGUFWeights:
         return blocks[at] if region.columns is None else blocks[region.rows.start : region.rows.stop, at]
 
 
-def reorder_rows(rows: torch.Tensor, order: tuple[int, ...] | None) -> None:
-    """Put rows into another order, in place, head by head.   order: of the rows of a head; None leaves them."""
-    if order is not None:
-        heads = rows.view(-1, len(order), *rows.shape[1:])
-        heads.copy_(heads[:, order])
+def reorder_rows(rows: torch.Tensor, head_order: tuple[int, ...] | None) -> None:
+    """Put the rows of each head into another order, in place.   head_order: where each comes from; None leaves them."""
+    if head_order is not None:
+        heads = rows.view(-1, len(head_order), *rows.shape[1:])
+        heads.copy_(heads[:, head_order])
 
 
 class CTranslate2Weights:
@@ -195,7 +197,9 @@ class CTranslate2Weights:
     def has_codes(self, name: str) -> bool:
         return False
 
-    def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> QuantizedWeight | None:
+    def read_codes(
+        self, name: str, region: Region, head_order: tuple[int, ...] | None = None
+    ) -> QuantizedWeight | None:
         return None
 
 
@@ -259,7 +263,9 @@ class SafetensorsWeights:
     def has_codes(self, name: str) -> bool:
         return False
 
-    def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> QuantizedWeight | None:
+    def read_codes(
+        self, name: str, region: Region, head_order: tuple[int, ...] | None = None
+    ) -> QuantizedWeight | None:
         return None
 
 
@@ -322,9 +328,9 @@ class PackedWeights:
     def has_codes(self, name: str) -> bool:
         return self._stored.has_codes and not self._stored.ordered and self._stem(name) is not None
 
-    def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> BlockWeight | None:
+    def read_codes(self, name: str, region: Region, head_order: tuple[int, ...] | None = None) -> BlockWeight | None:
         stem = self._stem(name)
-        return None if stem is None or not self._stored.has_codes else self._codes(stem, region, order)
+        return None if stem is None or not self._stored.has_codes else self._codes(stem, region, head_order)
 
     def _stem(self, name: str) -> str | None:
         return self._stored.stem(name, self._weights)
@@ -370,7 +376,7 @@ class PackedWeights:
                 raise weights.wrong(name, f"is {dtype}, expected {' or '.join(dtypes)}")
         return rows, columns
 
-    def _codes(self, stem: str, region: Region | None, order: tuple[int, ...] | None = None) -> BlockWeight:
+    def _codes(self, stem: str, region: Region | None, head_order: tuple[int, ...] | None = None) -> BlockWeight:
         stored, layout, (out_features, in_features) = self._stored, self._stored.layout, self._check(stem)
         name = f"{stem}.{layout.codes}"
         rows, columns = _ranges(region, out_features, in_features)
@@ -399,7 +405,7 @@ class PackedWeights:
         zeros = self._part(zeros_name, words, groups) if zeros_name in self._weights else None
         taken = range(rows.start - features.start, rows.stop - features.start)
         try:
-            return packed_weight(stored, codes, scales, zeros, group_of, taken, order)
+            return packed_weight(stored, codes, scales, zeros, group_of, taken, head_order)
         except ConfigError as error:
             raise self._weights.wrong(name, f"cannot be read: {error}") from None
 
@@ -497,13 +503,15 @@ class MXFP4Weights:
     def has_codes(self, name: str) -> bool:
         return name + MXFP4_BLOCKS in self._weights
 
-    def read_codes(self, name: str, region: Region, order: tuple[int, ...] | None = None) -> BlockWeight | None:
+    def read_codes(self, name: str, region: Region, head_order: tuple[int, ...] | None = None) -> BlockWeight | None:
         if not self.has_codes(name):
             return None
         blocks, exponents = self._blocks(name, region)
-        stored = BlockRows("MXFP4", blocks.flatten(1).numpy(), order, exponents.numpy())
+        stored = BlockRows("MXFP4", blocks.flatten(1).numpy(), head_order, exponents.numpy())
         held = WeightFormat(MXFP4, BLOCK_VALUES)
-        return BlockWeight(held, (stored,), region.shape[1], lambda: read_mxfp4(blocks, exponents).reordered(order))
+        return BlockWeight(
+            held, (stored,), region.shape[1], lambda: read_mxfp4(blocks, exponents).reordered(head_order)
+        )
 
     def _blocks(self, name: str, region: Region) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a region's blocks and their exponents, as views of the mapped file."""

@@ -207,8 +207,8 @@ class PackedLinears:
         records = [_block_rows(of) if isinstance(of, BlockRows) else _code_rows(of, kept) for of in pieces]
         for record, piece in zip(records, pieces, strict=True):
             record.rows = piece.rows
-            if piece.order is not None:
-                order = (c_int64 * len(piece.order))(*piece.order)
+            if piece.head_order is not None:
+                order = (c_int64 * len(piece.head_order))(*piece.head_order)
                 kept.append(order)
                 record.order, record.unit = addressof(order), len(order)
         array = (type(records[0]) * len(records))(*records)

@@ -54,13 +54,13 @@ class QuantizedWeight:
         offsets = None if self.offsets is None else self.offsets[first:end]
         return replace(self, codes=self.codes[first:end], scales=self.scales[first:end], offsets=offsets)
 
-    def reordered(self, order: tuple[int, ...] | None) -> "QuantizedWeight":
+    def reordered(self, head_order: tuple[int, ...] | None) -> "QuantizedWeight":
         """Return the output features of each head in another order; None: the weight itself."""
-        if order is None:
+        if head_order is None:
             return self
 
         def taken(of: torch.Tensor) -> torch.Tensor:
-            return of.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+            return of.unflatten(0, (-1, len(head_order)))[:, head_order].flatten(0, 1)
 
         offsets = None if self.offsets is None else taken(self.offsets)
         return replace(self, codes=taken(self.codes), scales=taken(self.scales), offsets=offsets)
@@ -131,13 +131,13 @@ class BlockRows:
     """Rows of blocks as a file has them.
 
     type: its name in GGUF files.   data: uint8 [rows, bytes of a row], rows any distance apart, in the mapped file.
-    order: in which the rows of a head are taken; None: as they are.
+    head_order: in which the rows of a head are taken; None: as they are.
     exponents: uint8 [rows, blocks] of MXFP4 as GPT-OSS has it, in the mapped file (loading/mxfp4.py).
     """
 
     type: str
     data: np.ndarray
-    order: tuple[int, ...] | None = None
+    head_order: tuple[int, ...] | None = None
     exponents: np.ndarray | None = None
 
     @property
@@ -153,7 +153,7 @@ class CodeRows:
     scales: floats [out, groups].   zeros: int32 words along `out` or int8, code - 128, [out, groups]; `zero` is added
         to them; None if the form has none. Dimensions of 1 are shared by all.
     groups: int32, the column of scales and zeros of each 32 elements that are held.
-    first, rows: which rows are meant.   order: in which those of a head are taken; None: as they are.
+    first, rows: which rows are meant.   head_order: in which those of a head are taken; None: as they are.
     """
 
     codes: torch.Tensor
@@ -165,7 +165,7 @@ class CodeRows:
     groups: torch.Tensor
     first: int
     rows: int
-    order: tuple[int, ...] | None = None
+    head_order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
