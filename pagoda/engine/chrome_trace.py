@@ -68,7 +68,7 @@ class ChromeTrace:
         self._add("C", "tokens of steps", _STEPS, 0, begin_us, args=tokens)
 
     def add(self, event: ClientEvent) -> None:
-        """Add an event."""
+        """Add an event. One from before the trace began, which arrives late, only changes what a request does."""
         if isinstance(event, DraftsVerified):  # of many requests: a counter
             counts = {"drafted": sum(event.num_drafted), "accepted": sum(event.num_accepted)}
             self._add("C", "drafts", _STEPS, 0, self._us(event.time_s), args=counts)
@@ -142,10 +142,11 @@ class ChromeTrace:
         track.phase, track.since_us = phase, now_us
 
     def _mark(self, track: _Track, name: str, now_us: float, **args: int) -> None:
-        self._add("i", name, _REQUESTS, track.tid, now_us, s="t", args=args)
+        if now_us > 0:
+            self._add("i", name, _REQUESTS, track.tid, now_us, s="t", args=args)
 
     def _arrow(self, victim: _Track, event: Preempted, now_us: float) -> None:
-        if event.for_client is None or event.for_handle is None:
+        if now_us <= 0 or event.for_client is None or event.for_handle is None:
             return
         cause = self._tracks.get((event.for_client, event.for_handle))
         if cause is None or cause is victim or not cause.phase:

@@ -66,6 +66,17 @@ def test_requests_are_tracks_and_an_arrow_shows_who_was_preempted_for_whom() -> 
     assert {one["name"] for one in entries if one["ph"] == "C"} == {"tokens of steps", "drafts"}
 
 
+def test_events_from_before_the_trace_that_arrive_late_have_no_arrows_and_marks() -> None:
+    trace = ChromeTrace(13.5)
+    for event in STORY:
+        trace.add(event)
+    written = trace.written(15.0)
+    check_trace(written)
+    slices = [(one["name"], one["ts"], one["dur"]) for one in written["traceEvents"] if one["ph"] == "X"]
+    assert slices == [("runs", 0.0, 5e5), ("waits: preempted", 5e5, 1e6)]
+    assert not {"s", "f"} & {one["ph"] for one in written["traceEvents"]}
+
+
 def test_a_trace_is_bounded_and_says_what_it_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chrome_trace, "MAX_ENTRIES", 12)
     trace = traced().written(15.0)
