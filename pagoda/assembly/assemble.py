@@ -23,6 +23,7 @@ from pagoda.core.scheduler_interface import SchedulerInterface
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.preparations import ExecutorPreparations
+from pagoda.engine.recording import RecordedSettings, record_scheduler
 from pagoda.engine.wire import EngineSizes
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.loading.quantization import resolve_quantization
@@ -71,7 +72,7 @@ def build_engine_core(
     options = options_of(setup)
     lora = setup.config.model.lora
     preparations = ExecutorPreparations(executor, options.max_num_seqs, lora.num_kept if lora.enable_lora else 0)
-    scheduler = make_scheduler(
+    scheduler: SchedulerInterface = make_scheduler(
         options,
         setup.config.cache,
         setup.groups,
@@ -82,6 +83,18 @@ def build_engine_core(
         encoder_decoder=setup.crosses,
         preparations=preparations,
     )
+    debug = setup.config.debug
+    if debug.record is not None:
+        made_with = RecordedSettings(
+            options,
+            setup.config.cache,
+            setup.groups,
+            capacity.num_blocks,
+            setup.max_model_len,
+            capacity.num_host_blocks,
+            setup.crosses,
+        )
+        scheduler = record_scheduler(scheduler, debug.record, clock, made_with, with_tokens=debug.record_tokens)
     load_s = time.perf_counter() - begin_s
     _log(setup, capacity, load_s)
     sizes = EngineSizes(

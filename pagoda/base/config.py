@@ -288,6 +288,14 @@ class DebugConfig:
     decision_log_steps: Annotated[
         int, Setting("Number of steps whose scheduling decisions are kept for explain (0: none).", at_least=0)
     ] = 0
+    record: Annotated[
+        str | None,
+        Setting(
+            "New file to record requests and scheduling decisions in, for `pagoda replay`; it holds no text.",
+            unset="nothing is recorded",
+        ),
+    ] = None
+    record_tokens: Annotated[bool, Setting("Record the real tokens of prompts and outputs, too.")] = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ COMMANDS: dict[str, str] = {
     "serve": "pagoda.cli.serve",
     "top": "pagoda.cli.top",
     "plan": "pagoda.cli.plan",
+    "replay": "pagoda.cli.replay",
     "doctor": "pagoda.cli.doctor",
 }
 """The module of each command, whose function has the command's name."""

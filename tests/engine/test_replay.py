@@ -1,0 +1,185 @@
+"""A recorded run is replayed with the same decisions; what was changed or cut is named; texts stay secret."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingPolicy
+from pagoda.base.errors import ConfigError
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.cli.main import make_app
+from pagoda.core.request import Request
+from pagoda.core.scheduler_options import SchedulerOptions
+from pagoda.engine.recording import RecordedSettings, RecordingScheduler
+from pagoda.engine.replay import read_recording, replay
+from tests.core.traffic import Failure, Setting, Traffic
+
+SECRET = "alice-and-bob"
+
+
+class _Recorded(RecordingScheduler):
+    """Traffic also asks what only a `Scheduler` knows."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def setting_of(rng: random.Random) -> Setting:
+    depth = rng.choice((1, 2))
+    options = SchedulerOptions(
+        max_num_seqs=4,
+        max_num_batched_tokens=rng.choice((8, 24)),
+        scheduling_policy=rng.choice(list(SchedulingPolicy)),
+        preemption_mode=rng.choice(list(PreemptionMode)),
+        pipeline_depth=depth,
+        async_scheduling=depth > 1,
+        max_loras=rng.choice((0, 2)),
+        prefix_hash_seed=99,
+    )
+    return Setting(options, CacheConfig(block_size=4), num_blocks=10, num_host_blocks=12)
+
+
+def record(path: Path, seed: int, *, with_tokens: bool = False, num_steps: int = 60, max_bytes: int = 1 << 20) -> None:
+    """Run random requests, some of which share prefixes, are aborted or fail, and record them."""
+    rng = random.Random(seed)
+    setting = setting_of(rng)
+    traffic = Traffic(setting)
+    settings = RecordedSettings(
+        setting.scheduler,
+        setting.cache,
+        setting.groups,
+        setting.num_blocks,
+        setting.max_model_len,
+        setting.num_host_blocks,
+    )
+    recorded = _Recorded(traffic.scheduler, path, traffic.clock, settings, with_tokens=with_tokens, max_bytes=max_bytes)
+    traffic.scheduler = recorded  # type: ignore[assignment]
+    texts = [[rng.randrange(7) for _ in range(24)] for _ in range(2)]
+    for number in range(num_steps):
+        if rng.random() < 0.5:
+            prompt = rng.choice(texts)[: rng.randrange(1, 24)] + [rng.randrange(7) for _ in range(rng.randrange(3))]
+            sampling = SamplingParams(
+                n=rng.choice((1, 1, 2)), max_tokens=rng.randrange(1, 12), stop_token_ids=(3,), min_tokens=0
+            )
+            traffic.add(
+                Request(
+                    f"{SECRET}-{number}",
+                    np.array(prompt, np.int32),
+                    sampling,
+                    arrival_time_s=traffic.clock.now(),
+                    priority=rng.randrange(3),
+                    handle=number + 1,
+                    seed=number,
+                    eos_token_ids=(5,),
+                    cache_salt=rng.choice((None, SECRET)),
+                )
+            )
+        if rng.random() < 0.05 and traffic.scheduler.running_ids():
+            traffic.abort(traffic.scheduler.running_ids()[:1])
+        if len(traffic.in_flight) < traffic.depth:
+            fails = rng.random() < 0.03
+            traffic.plan(lambda _, fails=fails: Failure() if fails else None)
+        if len(traffic.in_flight) >= traffic.depth:
+            traffic.deliver()
+    traffic.abort(
+        [*traffic.scheduler.running_ids(), *traffic.scheduler.waiting_ids(), *traffic.scheduler.swapped_ids()]
+    )
+    while traffic.in_flight:
+        traffic.deliver()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("with_tokens", [False, True], ids=["made-up", "tokens"])
+def test_a_recorded_run_is_replayed_without_a_difference(tmp_path: Path, seed: int, with_tokens: bool) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, seed, with_tokens=with_tokens)
+    found = replay(path)
+    assert found.difference is None
+    assert found.cut == ""
+    assert found.num_steps > 30
+    assert found.num_requests > 15
+
+
+def test_the_recorded_runs_share_blocks_preempt_and_swap(tmp_path: Path) -> None:
+    seen: set[str] = set()
+    for seed in range(6):
+        record(tmp_path / f"{seed}", seed)
+        lines, _ = read_recording(tmp_path / f"{seed}")
+        events = [event for line in lines for event in line.get("events", ())]
+        seen |= {name for name, _ in events}
+        seen |= {"hit" for name, fields in events if name == "Admitted" and fields["num_cached"]}
+        seen |= {"ends at a token" for line in lines if (line.get("result") or {}).get("ends")}
+    assert {"Preempted", "Swapped", "Failed", "Copied", "hit", "ends at a token"} <= seen
+
+
+def test_a_changed_setting_shows_the_first_difference(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, 1)
+    found = replay(path, {"max_num_seqs": 1})
+    assert found.difference is not None
+    assert found.difference.step < 10
+    assert found.difference.recorded != found.difference.replayed
+
+
+def test_a_file_that_was_cut_says_so_and_is_replayed_up_to_there(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, 2)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    found = replay(path)
+    assert found.difference is None
+    assert "is cut in line" in found.cut
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:40]))
+    assert "requests had not ended" in replay(path).cut
+
+
+def test_a_recording_ends_at_its_largest_size(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, 3, max_bytes=20_000)
+    assert path.stat().st_size < 20_100
+    found = replay(path)
+    assert found.difference is None
+    assert found.cut == "the file had its largest size"
+
+
+def test_no_token_no_id_no_salt_and_no_seed_is_in_the_file_unless_tokens_are_asked_for(tmp_path: Path) -> None:
+    record(tmp_path / "made-up", 4)
+    record(tmp_path / "tokens", 4, with_tokens=True)
+    for name in ("made-up", "tokens"):
+        assert SECRET.encode() not in (tmp_path / name).read_bytes()
+        lines, _ = read_recording(tmp_path / name)
+        assert lines[0]["settings"]["options"]["prefix_hash_seed"] == 0
+        tokens = [token for line in lines for token in line.get("prompt", ())]
+        tokens += [token for line in lines for one in (line.get("result") or {}).get("sampled", ()) for token in one]
+        small = sum(token < 100 for token in tokens) / len(tokens)  # the vocabulary has 7 tokens
+        assert small == 1.0 if name == "tokens" else small < 0.01
+
+
+def test_equal_texts_are_made_up_anew_in_each_recording(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        record(tmp_path / name, 5)
+    prompts = [[line["prompt"] for line in read_recording(tmp_path / name)[0] if line["op"] == "add"] for name in "ab"]
+    assert len(prompts[0]) == len(prompts[1])
+    assert not any(mine == theirs for mine, theirs in zip(*prompts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [(b"", "is not a recording"), (b'{"op":"begin","version":99}\n', "has version 99")]
+)
+def test_another_file_is_refused_by_name(tmp_path: Path, text: bytes, said: str) -> None:
+    (tmp_path / "x").write_bytes(text)
+    with pytest.raises(ConfigError, match=said):
+        replay(tmp_path / "x")
+
+
+def test_an_engine_records_and_the_command_replays_and_names_a_difference(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, 6)
+    assert CliRunner().invoke(make_app("replay"), ["replay", str(path)]).exit_code == 0
+    changed = CliRunner().invoke(make_app("replay"), ["replay", str(path), "--set", "max-num-seqs=1"])
+    assert changed.exit_code == 1
+    assert "first difference in line" in changed.output
