@@ -87,6 +87,14 @@ class LogOptions:
     access_log: Annotated[bool, Setting("Log one line per request.", flat=True)] = True
     log_level: Annotated[str, Setting("Lowest level of the lines that are logged.", words=LEVELS, flat=True)] = "info"
     log_format: Annotated[str, Setting("Form of the log's lines.", words=FORMATS, flat=True)] = "text"
+    trace: Annotated[
+        str | None,
+        Setting(
+            "File for a trace of the engine in Chrome's format, written when the server ends.",
+            unset="no trace",
+            flat=True,
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from importlib.metadata import version
+from pathlib import Path
 from types import FrameType
 
 import msgspec
@@ -30,7 +31,7 @@ from pagoda.server.pages.files import PAGE_ROUTES
 from pagoda.server.pages.rules import PageRules
 from pagoda.server.routing import Router, describe_api, docs_page
 from pagoda.server.state import ServerState, state_of
-from pagoda.server.tracing import TRACE
+from pagoda.server.tracing import TRACE, write_trace
 
 
 def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
@@ -203,12 +204,17 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
     )
     watch = asyncio.create_task(_end_with_engine(server, state))
     report = asyncio.create_task(_report_load(state.starter.metrics))
+    file = config.logs.trace
+    trace = asyncio.create_task(write_trace(state, Path(file).expanduser())) if file is not None else None
     keep_objects()
     try:
         await server.serve(sockets=[listener])
     finally:
         watch.cancel()
         report.cancel()
+        if trace is not None:
+            state.drain.begin()  # also where no signal ended the server
+            await trace
         state.starter.llm.text.close()
     if state.engine is not None and state.engine.died is not None:
         raise state.engine.died

@@ -1,7 +1,10 @@
-"""GET /trace?seconds=N: what the engine does for so long, in the trace format of Chrome."""
+"""Traces of the engine in Chrome's format: GET /trace?seconds=N for so long, --trace FILE until the server ends."""
 
 import asyncio
+import logging
+import math
 import time
+from pathlib import Path
 
 import msgspec
 from starlette.requests import Request
@@ -15,6 +18,8 @@ from pagoda.server.errors import ApiError
 from pagoda.server.live import FRAME_S, viewer_of
 from pagoda.server.sending import cancel_on_disconnect
 from pagoda.server.state import ServerState, state_of
+
+logger = logging.getLogger("pagoda.server")
 
 MAX_TRACE_S = 60.0
 _DEFAULT_S = 5.0
@@ -42,6 +47,17 @@ async def _trace(http: Request) -> Response:
 
 TRACE = Route("/trace", _trace)
 """Not among the routes that are described for programs: a call takes as long as the trace is."""
+
+
+async def write_trace(state: ServerState, path: Path) -> None:
+    """Write the trace from now until the server begins to end."""
+    data = await _record(state, math.inf)
+    try:
+        await asyncio.to_thread(path.write_bytes, data)
+    except OSError as error:
+        logger.error("--trace %s cannot be written: %s", path, error)
+    else:
+        logger.info("the trace is in %s", path)
 
 
 async def _record(state: ServerState, seconds: float) -> bytes:

@@ -73,3 +73,18 @@ def test_one_trace_is_made_at_a_time_and_ends_with_its_client(fake_server: LiveS
 def test_only_the_admin_key_may_trace(keyed_server: LiveServer) -> None:
     status, answer = get(keyed_server, "/trace", "one")
     assert (status, "admin" in answer["error"]["message"]) == (403, True)
+
+
+def test_a_server_writes_its_trace_when_it_ends(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    with serving(tmp_path, *FAKE_ENGINE, "--trace", str(file), stepped=True) as server:
+        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 20})[0] == 200
+        assert server.get("/trace")[0] == 429
+        assert not file.exists()
+    trace = json.loads(file.read_text())
+    check_trace(trace)
+    assert {"admitted", "first token", "runs", "steps"} <= {
+        name
+        for one in trace["traceEvents"]
+        for name in (one["name"], one["args"].get("name", "") if "args" in one else "")
+    }
