@@ -150,6 +150,17 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-k", "native or bits", *t
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
+@pytest.mark.parametrize("module", ["header", "variants"])
+def test_what_a_wheel_is_built_with_is_enough_to_ask_for_flags(module: str) -> None:
+    code = (
+        f"import sys; before = set(sys.modules); import pagoda.kernels.native.{module}; "
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}; "
+        "print(*sorted(new - set(sys.stdlib_module_names)))"
+    )
+    found = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert set(found) <= {"pagoda", "typing_extensions"}  # `requires` of [build-system] in pyproject.toml
+
+
 def test_the_library_of_a_checkout_names_its_variant(native: object) -> None:
     """-march=native gives what a wheel would have chosen."""
     best = runnable(cpu_flags())

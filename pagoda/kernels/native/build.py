@@ -20,8 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
 from pagoda.base.cache_home import cache_home, temporary_folder
 from pagoda.kernels.native import header
 from pagoda.kernels.native.threads import available_cpus
@@ -120,6 +118,8 @@ def build(
 @contextlib.contextmanager
 def _only_builder(cache_dir: Path) -> Generator[None, None, None]:
     """Wait until no other process compiles into `cache_dir`, and let none begin. A process that ends lets go."""
+    from filelock import FileLock, Timeout  # not there where a wheel is built, which only asks for the flags
+
     lock = FileLock(cache_dir / "compiling.lock")
     try:
         lock.acquire(timeout=0)
