@@ -169,6 +169,16 @@ def test_siblings_of_a_row_that_fails_alone_continue() -> None:
     assert rig.running == ["a"]
 
 
+def test_blocks_that_a_failed_row_shares_with_a_sibling_are_not_found_after_the_sibling_ends() -> None:
+    rig = overlapping(max_num_batched_tokens=3, max_num_seqs=2)  # no chunk fills a block when the request enters
+    rig.add("a", PROMPT, max_tokens=0, n=2)
+    rig.step()
+    rig.step()
+    step = rig.plan()
+    assert fail(rig, step, step.output.forks[0].dst)["a/1"] is RequestStatus.FINISHED_ERROR
+    assert cached_tokens(rig, PROMPT) == 0
+
+
 def test_a_request_swapped_out_after_its_step_failed_is_computed_again() -> None:
     rig = overlapping(
         num_blocks=7, num_host_blocks=16, preemption_mode=PreemptionMode.SWAP, watermark=0.0, pipeline_depth=3

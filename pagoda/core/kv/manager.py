@@ -221,6 +221,8 @@ class KVCacheManager:
 
     def uncache(self, sequence: Sequence) -> None:
         """The sequence's KV cannot be trusted: its blocks are removed from the prefix cache."""
+        for row in sequence.request.rows:  # now: a sibling that shares a block must not insert it afterwards
+            self._prefix_cache.cache_blocks(row, int(self._table.num_computed[row]))
         self._prefix_cache.uncache(sequence, int(self._tables.num_blocks[sequence.row]))
 
     # A row leaves
