@@ -11,6 +11,7 @@ from pagoda.base.abbreviate import shown_id
 from pagoda.base.clock import SystemClock
 from pagoda.base.errors import PagodaError, RequestError, WorkerDied, fresh
 from pagoda.base.outputs import RequestOutput
+from pagoda.core.events import ClientEvent
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, split_outputs
 from pagoda.engine.async_text import AsyncText
@@ -70,6 +71,8 @@ class AsyncEngine:
         self._outputs = OutputProcessor(input_processor.tokenizer, is_lazy=True)
         self._readers: dict[str, Mailbox] = {}
         self._adapter_uses = AdapterUses()
+        self.on_event: Callable[[ClientEvent], object] = lambda _: None
+        """Called with what happens to the requests, in order."""
         self._pump: asyncio.Task[None] | None = None
         self._died: PagodaError | None = None
         self._has_died = asyncio.Event()
@@ -202,6 +205,8 @@ class AsyncEngine:
                 except PagodaError as error:
                     self._fail_all(error)
                     return
+                for event in outputs.events:
+                    self.on_event(event)
                 for part in split_outputs(outputs, _LOGPROBS_AT_ONCE):
                     done = self._outputs.process(part, self._clock.now())
                     if done.failed:

@@ -66,7 +66,8 @@ class Look(msgspec.Struct, frozen=True, tag="look"):
     takes_steps: bool
 
 
-ToEngine = AddRequest | AbortRequests | FinishSequence | ResetPrefixCache | LoadAdapter | UnloadAdapter | Look
+FromClient = AddRequest | AbortRequests | FinishSequence | ResetPrefixCache | LoadAdapter | UnloadAdapter
+ToEngine = FromClient | Look
 
 
 _SIZE_THE_CACHE = ("kv_cache_memory", "gpu_memory_utilization", "swap_space")

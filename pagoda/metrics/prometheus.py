@@ -15,6 +15,7 @@ from prometheus_client.utils import floatToGoString
 
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestMetrics, RequestOutput
+from pagoda.core.events import ClientEvent, DraftsVerified
 from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
 
@@ -92,6 +93,7 @@ class ServerMetrics:
         self._num_restarts = num_restarts
         self.num_in_line: Callable[[], int] = lambda: 0
         self.running: dict[RequestObserver, None] = {}  # in the order of their start
+        self.observers: dict[int, RequestObserver] = {}  # the same, by handle
         self.ended = deque[EndedRequest](maxlen=_MOST_ENDED)
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         # All series exist from the start: rate() misses the first event of a series that appears with it.
@@ -120,6 +122,11 @@ class ServerMetrics:
         )
         self._histograms = [one for one in vars(self).values() if isinstance(one, Histogram)]
         self.registry.register(self)
+
+    def on_event(self, event: ClientEvent) -> None:
+        """Add what happened to a request to what is known of it."""
+        if not isinstance(event, DraftsVerified) and (observer := self.observers.get(event.handle)):
+            observer.add_event(event)
 
     def on_prompt(self, num_tokens: int, num_cached: int) -> None:
         """Count a prompt, of which `num_cached` tokens were found in the prefix cache."""
@@ -250,6 +257,7 @@ class ServerMetrics:
 
 
 _MOST_ENDED = 256
+_MOST_EVENTS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +270,7 @@ class EndedRequest:
     num_output_tokens: int
     finish_reasons: tuple[str, ...]
     times: RequestMetrics
+    events: tuple[ClientEvent, ...]
     ended_s: float
 
     @staticmethod
@@ -275,6 +284,7 @@ class EndedRequest:
             observer.num_output_tokens,
             tuple(dict.fromkeys(observer.finish_reasons)),
             replace(times) if times is not None else RequestMetrics(request.arrival_time_s),
+            tuple(observer.events),
             time.perf_counter(),
         )
 
@@ -289,6 +299,7 @@ class RequestObserver:
         self._metrics = metrics
         self.request = request
         self.last: RequestOutput | None = None
+        self.events: list[ClientEvent] = []
         self._last_s = 0.0
         self._open = set(range(request.num_seqs))
         self.num_output_tokens = 0
@@ -296,15 +307,23 @@ class RequestObserver:
 
     def __enter__(self) -> Self:
         self._metrics.running[self] = None
+        self._metrics.observers[self.request.handle] = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         del self._metrics.running[self]
+        del self._metrics.observers[self.request.handle]
         if not isinstance(error, RequestError):
             self._on_end(time.perf_counter())
             self._metrics.ended.append(EndedRequest.of(self))
+
+    def add_event(self, event: ClientEvent) -> None:
+        """Keep an event: of many, the first ones and the last ones."""
+        if len(self.events) >= _MOST_EVENTS:
+            del self.events[_MOST_EVENTS // 4]
+        self.events.append(event)
 
     def on_delta(self, delta: RequestOutput, now_s: float) -> int:
         """Observe a delta; return its number of tokens."""

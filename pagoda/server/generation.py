@@ -298,6 +298,7 @@ class RequestStarter:
         self.metrics = metrics
         self.telemetry: Telemetry | None = None
         self.admission = admission
+        llm.on_event = metrics.on_event
         metrics.num_in_line = lambda: admission.num_in_line
         self._salt_secret = secrets.token_bytes(16)
         self._live = LiveIds()

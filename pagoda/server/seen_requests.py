@@ -4,17 +4,19 @@ A caller sees the requests of its own key. With the admin key, or on a server of
 all. Others are counts.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from pagoda.base.outputs import RequestMetrics
+from pagoda.core.events import ClientEvent, Held
 from pagoda.core.view import FIRST_OWNER, SchedulerView
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.prometheus import EndedRequest, RequestObserver, ServerMetrics
 from pagoda.server.answers import OtherRequests, RequestTimeline, SeenRequest, TimelineEntry
+from pagoda.server.event_words import in_words, needs_blocks
 
 _MOST_NAMED = 3
 """Requests that a reason names, of those that have the blocks."""
@@ -68,9 +70,8 @@ class SeenRequests:
 
     def live(self, now_s: float) -> Iterator[SeenRequest]:
         """Iterate over the viewer's requests that have not ended."""
-        why = self.why_waiting()
         for name, observer, place in self._mine:
-            yield self._seen(name, observer, place, why, now_s)
+            yield self._seen(name, observer, place, now_s)
 
     def ended(self, now_s: float) -> Iterator[SeenRequest]:
         """Iterate over those that have ended, the last first."""
@@ -82,18 +83,19 @@ class SeenRequests:
         """Return the timeline of one of the viewer's requests."""
         for name, observer, place in self._mine:
             if name == request_id:
-                seen = self._seen(name, observer, place, self.why_waiting(), now_s)
-                times = observer.last.metrics if observer.last is not None else None
-                times = times or RequestMetrics(observer.request.arrival_time_s)
+                seen = self._seen(name, observer, place, now_s)
                 fields = {field: getattr(seen, field) for field in seen.__struct_fields__}
-                return RequestTimeline(**fields, timeline=_timeline(times, None, ""))
+                timeline = self._timeline(observer.request.arrival_time_s, observer.events)
+                return RequestTimeline(**fields, timeline=timeline)
         for one in reversed(self._metrics.ended):
             if self._viewer.name_of(one.request_id) == request_id:
-                timeline = _timeline(one.times, one.ended_s, " and ".join(one.finish_reasons))
+                timeline = self._timeline(one.times.arrival_time, one.events)
+                end_ms = round((one.ended_s - one.times.arrival_time) * 1e3, 1)
+                timeline.append(TimelineEntry(end_ms, f"ended: {' and '.join(one.finish_reasons)}"))
                 return RequestTimeline(**_of_ended(request_id, one, now_s), timeline=timeline)
         return None
 
-    def _seen(self, name: str, observer: RequestObserver, place: int | None, why: str, now_s: float) -> SeenRequest:
+    def _seen(self, name: str, observer: RequestObserver, place: int | None, now_s: float) -> SeenRequest:
         view, request, last = self._view, observer.request, observer.last
         seen = SeenRequest(
             id=name,
@@ -104,28 +106,42 @@ class SeenRequests:
             age_s=round(now_s - request.arrival_time_s, 3),
         )
         if place is None:
-            seen.reason = why
+            seen.reason = self._why_waiting(observer.events)
         elif view is not None:
             seen.computed_tokens = int(view.num_computed[place])
             seen.blocks = int(view.num_blocks[place])
         return seen
 
-    def why_waiting(self) -> str:
-        """Return what keeps requests from running, in words: who has the blocks."""
+    def _why_waiting(self, events: Sequence[ClientEvent]) -> str:
+        """Return what keeps a request from running, in words; where others have its blocks, who has most."""
         if self._view is None:
             return "waits for the engine, which starts"
+        last = events[-1] if events else None
+        if not isinstance(last, Held):
+            return "waits for its turn in the queue"
+        why = in_words(last, self._name_of) or ""
+        return f"{why}; held by {self._holders}" if needs_blocks(last) and self._names else why
+
+    @functools.cached_property
+    def _holders(self) -> str:
+        """Who has the blocks: those with most by name, as far as the viewer sees them, and a count of the others."""
+        assert self._view is not None
         held = self._view.num_blocks
-        if not len(held):
-            return "waits for the next step"
         most = np.argsort(-held, kind="stable")
         named = [int(place) for place in most if self._names[place]][:_MOST_NAMED]
         parts = [f"{self._names[place]} ({held[place]})" for place in named]
         if num_others := len(held) - len(named):
             parts.append(f"{num_others} other request{'s' if num_others > 1 else ''}")
-        return (
-            f"waits: {self._stats.num_free_blocks} of {self._stats.num_blocks} blocks are free; held by "
-            + ", ".join(parts)
-        )
+        return ", ".join(parts)
+
+    def _name_of(self, handle: int) -> str | None:
+        observer = self._metrics.observers.get(handle)
+        return None if observer is None else self._viewer.name_of(observer.request.request_id)
+
+    def _timeline(self, arrived_s: float, events: Sequence[ClientEvent]) -> list[TimelineEntry]:
+        found = [(event.time_s, in_words(event, self._name_of)) for event in events]
+        entries = [TimelineEntry(round((at_s - arrived_s) * 1e3, 1), what) for at_s, what in found if what is not None]
+        return [TimelineEntry(0.0, "arrived"), *entries]
 
     def cells(self) -> tuple[list[int], list[str]]:
         """Return the pool as runs (kind, cells, kind, cells, ...), and the names of those who have a block alone.
@@ -153,14 +169,3 @@ def _of_ended(name: str, one: EndedRequest, now_s: float) -> dict[str, Any]:
         "cached_tokens": one.num_cached_tokens,
         "age_s": round(now_s - one.times.arrival_time, 3),
     }
-
-
-def _timeline(times: RequestMetrics, ended_s: float | None, how: str) -> list[TimelineEntry]:
-    entries = [
-        (times.arrival_time, "arrived"),
-        (times.first_scheduled_time, "began to run"),
-        (times.first_token_time, "first token"),
-        (ended_s, f"ended: {how}"),
-    ]
-    found = [(at_s, what) for at_s, what in entries if at_s is not None]
-    return [TimelineEntry(round((at_s - times.arrival_time) * 1e3, 1), what) for at_s, what in found]

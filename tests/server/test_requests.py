@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import threading
 import time
 import urllib.error
@@ -102,7 +103,13 @@ def test_a_key_sees_its_own_requests_and_counts_of_others(server: LiveServer) ->
         assert last["owners"] == ["cmpl-mine"]
         assert {3, 4} <= set(last["cells"][::2])  # what others have, and its own
     timeline = get(server, "/requests/cmpl-mine", "one")[1]["timeline"]
-    assert [one["what"] for one in timeline][:3] == ["arrived", "began to run", "first token"]
+    what = [one["what"] for one in timeline]
+    assert what[:2] == ["arrived", "queued"]
+    assert "runs: 40 tokens, 40 of them in this step; it has 3 blocks" in what
+    assert what.index("first token") == 3
+    assert what[-1].startswith("ended: ")
+    times = [one["at_ms"] for one in timeline]
+    assert times == sorted(times)
 
 
 def test_what_waits_says_who_has_the_blocks(server: LiveServer) -> None:
@@ -117,7 +124,7 @@ def test_what_waits_says_who_has_the_blocks(server: LiveServer) -> None:
             waiting = [one for one in get(server, "/requests", "one")[1]["data"] if one["state"] == "waiting"]
     thread.join(30)
     reason = waiting[0]["reason"]
-    assert "blocks are free; held by cmpl-large (" in reason
+    assert re.match(r"waits for \d+ blocks: it takes 9\d, \d+ are free; held by cmpl-large \(\d+\), 1 other", reason)
     assert "1 other request" in reason
     assert "small" not in reason
 

@@ -72,7 +72,7 @@ class _Connection:
     ) -> None:
         self._engine, self._index = engine, index
         self._reader, self._writer = reader, writer
-        self._codec = wire.Codec(wire.ToEngine)
+        self._codec = wire.Codec(wire.FromClient)
         self._calls: set[asyncio.Task[None]] = set()
 
     async def serve(self, sizes: wire.EngineSizes) -> None:
@@ -95,7 +95,7 @@ class _Connection:
                 call.cancel()
             self._writer.close()
 
-    async def _handle(self, message: wire.ToEngine) -> None:
+    async def _handle(self, message: wire.FromClient) -> None:
         engine, index = self._engine, self._index
         match message:
             case wire.AddRequest():

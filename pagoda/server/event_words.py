@@ -1,0 +1,56 @@
+"""What happened to a request, in words for people."""
+
+from collections.abc import Callable
+
+from pagoda.core.events import Admitted, ClientEvent, Failed, FirstToken, Held, Limited, Preempted, Queued
+from pagoda.core.request import AdmitKind, Reason
+
+_ENTRIES = {
+    AdmitKind.NEW: "runs",
+    AdmitKind.RESUMED: "runs again",
+    AdmitKind.SWAPPED_IN: "runs again, with its KV from host memory",
+}
+_NEED_BLOCKS = (Reason.BLOCKS, Reason.WATERMARK)
+
+
+def needs_blocks(event: ClientEvent) -> bool:
+    """Return whether a request waits for blocks that others have."""
+    return isinstance(event, Held) and event.reason in _NEED_BLOCKS
+
+
+def in_words(event: ClientEvent, name_of: Callable[[int], str | None]) -> str | None:
+    """Return what an event says; None if it is nothing for people.
+
+    name_of: returns what the reader calls the request of a handle, of the same client; None if it may not see it.
+    """
+    match event:
+        case Queued(position=position):
+            return f"queued, {position} before it" if position else "queued"
+        case Held(reason=Reason.BLOCKS, num_blocks=needed, num_free_blocks=free) if needed > free:
+            return f"waits for {needed - free} blocks: it takes {needed}, {free} are free"
+        case Held(reason=reason):
+            return f"waits: {reason.value}"
+        case Admitted():
+            cached = f", {event.num_cached} found in the prefix cache" if event.num_cached else ""
+            tokens = f"{event.num_tokens} tokens{cached}, {event.num_new} of them in this step"
+            return f"{_ENTRIES[event.kind]}: {tokens}; it has {event.num_blocks} blocks"
+        case Limited(reason=reason):
+            return f"computes less than it could: {reason.value}"
+        case Preempted(for_handle=None):
+            return f"preempted: {_lost(event)}"
+        case Preempted(for_client=client, for_handle=handle):
+            known = name_of(handle) if handle is not None and client == event.client else None
+            is_own = (client, handle) == (event.client, event.handle)
+            return f"preempted for {'itself' if is_own else known or 'another request'}: {_lost(event)}"
+        case FirstToken():
+            return "first token"
+        case Failed(message=message):
+            return f"a step failed: {message}" if message else "a step failed; it is computed again"
+        case _:
+            return None
+
+
+def _lost(event: Preempted) -> str:
+    if event.mode == "swap":
+        return f"its KV moved to host memory, {event.freed_blocks} blocks became free"
+    return f"{event.lost_tokens} tokens must be computed again, {event.freed_blocks} blocks became free"
