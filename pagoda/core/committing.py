@@ -51,7 +51,8 @@ def commit(
     by_client = commit_tokens(state, output, rest)
     if state.table.has_pinned_rows:
         state.table.free_pinned_rows(output.step)
-        state.in_flight.stop_waiting_for(output.step)
+        for request_id in state.in_flight.stop_waiting_for(output.step):
+            state.waiting.wake(request_id)
     for client, parts in texts.items():
         by_client[client] = join_outputs([by_client[client], *parts] if client in by_client else parts)
     return with_events(state, by_client)

@@ -59,9 +59,14 @@ class StepsInFlight:
                 return output.step
         return 0
 
-    def stop_waiting_for(self, step: int) -> None:
-        """Stop waiting for `step`, whose results are committed, for the sequences that left its rows."""
+    def stop_waiting_for(self, step: int) -> list[str]:
+        """Stop waiting for `step`, whose results are committed, for the sequences that left its rows.
+
+        Return the ids of their requests.
+        """
+        landed = [one.request.request_id for one, last_step in self._late_until.items() if last_step <= step]
         self._late_until = {one: last_step for one, last_step in self._late_until.items() if last_step > step}
+        return landed
 
     def drop_late_tokens(self, request: RequestState) -> None:
         """Forget the request's sequences: their tokens in flight will be dropped."""

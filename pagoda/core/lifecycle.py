@@ -209,6 +209,8 @@ def _remove(state: SchedulerState, request: RequestState, status: RequestStatus)
         state.swapped.remove(request)
     elif request.request_id in state.waiting:
         state.waiting.remove(request)
+    if state.preparations is not None:
+        state.preparations.forget(request.spec)
     request.status = status
     del state.requests[request.request_id]
     state.searches.pop(request, None)

@@ -1,6 +1,6 @@
 """The plan side: which rows run in a step, with how many tokens, in which blocks. In the order of a step's outline."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from copy import copy
 
 import numpy as np
@@ -9,13 +9,14 @@ from pagoda.base.errors import RequestError
 from pagoda.core.events import Admitted, Copied, Swapped
 from pagoda.core.kv import CachedPrefix
 from pagoda.core.lifecycle import finish_all, finish_one, fork_row, give_row, hold, move_to_running, refuse
-from pagoda.core.policy import RequestQueue, key_of
+from pagoda.core.policy import RequestQueue
 from pagoda.core.preemption import next_victim, preempt, preempt_for
 from pagoda.core.request import AdmitKind, Reason, RequestState, RequestStatus, Sequence, without_features
 from pagoda.core.rules import (
     MAX_ADAPTER_SKIPS,
     fit_chunk,
     fit_chunks,
+    note_limited,
     place_chunk,
     place_chunks,
     why_never,
@@ -71,9 +72,11 @@ def _place_row(state: SchedulerState, plan: StepPlan, row: int, start: int, num_
     """Place one row, after preempting the policy's victim until it fits or is itself preempted."""
     request = state.table.owner(row).request
     chunk = state.encoder.plan_chunk(plan, request, row, start, num_new)
+    one = np.array([row], np.int32)
+    note_limited(state, one, np.array([chunk.num_new < num_new]), Reason.ENCODER)
     if chunk.num_new <= 0:
         return
-    one, end = np.array([row], np.int32), start + chunk.num_new
+    end = start + chunk.num_new
     end_of_known = min(end, int(state.table.num_known(row)))
     while not state.kv.allocate_slots(one, np.array([end], np.int32)):
         if len(state.batch.requests) == 1 and end > end_of_known:  # a preemption would not help: drop its drafts
@@ -229,11 +232,12 @@ def _offer(
 ) -> bool:
     """Offer the requests of `queue` in order while budget is left. Return False if one of them has to wait.
 
-    Strict queue order: only requests that `why_skipped` holds back, alone or with their adapter, are passed over.
+    Strict queue order: only requests that `why_skipped` holds back are passed over: with Reason.LORA all of the same
+    adapter, for this step; else one, until what it waits for wakes it.
     offer: let the request in, or end it, and return None; or return why it waits.
     """
-    skipped_keys, skipped = set[Hashable](), None
-    while plan.budget > 0 and (request := queue.peek(skipped_keys, after=skipped)) is not None:
+    num_skipped = 0  # adapters
+    while plan.budget > 0 and (request := queue.peek(num_skipped)) is not None:
         try:
             reason = why_skipped(state, request, queue, plan)
         except RequestError as error:
@@ -242,11 +246,11 @@ def _offer(
         if reason is not None:
             hold(state, request, queue, reason, stops_queue=False)
             if reason is Reason.LORA:
-                skipped_keys.add(key_of(request))
+                num_skipped += 1
                 request.num_adapter_skips += 1
                 plan.closed_to_adapters |= request.num_adapter_skips > MAX_ADAPTER_SKIPS
             else:
-                skipped = request
+                queue.set_aside(request)
             continue
         may_preempt = queue is state.waiting
         # One that can never run delays no other.

@@ -1,7 +1,8 @@
 """The order in which requests wait: RequestQueue keeps it, a policy decides it, and which request is preempted."""
 
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import count
 from typing import Protocol
 
@@ -19,13 +20,17 @@ def key_of(request: RequestState) -> Hashable:
 class RequestQueue:
     """Requests by `sort_key`, smallest first; of equal ones, the one that was pushed first.
 
-    Inside, one sorted list per key: when a key is skipped for the step, all its requests are passed over at once and
-    keep their places, so that a step never walks the queue. What leaves is removed at once, and never kept.
+    Inside, one sorted list per key of `key_of`, and the heads of these lists, sorted: when a key is skipped for a step,
+    all its requests are passed over at once and keep their places. Requests that were set aside keep theirs, too, and
+    are not considered before they are woken. So a step never walks the queue. What leaves is removed at once.
     """
 
     def __init__(self) -> None:
         self._lists: dict[Hashable, list[_Entry]] = {}
-        self._entries: dict[str, _Entry] = {}  # by request id
+        self._heads: list[_Entry] = []
+        self._entries: dict[str, _Entry] = {}  # by request id, those set aside included
+        self._aside: set[str] = set()
+        self._num_with: Counter[str] = Counter()  # by name of an adapter; never 0
         self._tickets = count()
 
     def __len__(self) -> int:
@@ -34,39 +39,73 @@ class RequestQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entries
 
+    @property
+    def num_aside(self) -> int:
+        """How many requests are not considered."""
+        return len(self._aside)
+
     def push(self, request: RequestState) -> None:
         """Insert `request` at the place of its `sort_key`."""
-        entry = (request.sort_key, next(self._tickets), request)
-        self._entries[request.request_id] = entry
-        insort(self._lists.setdefault(key_of(request), []), entry)
+        entry = self._entries[request.request_id] = (request.sort_key, next(self._tickets), request)
+        if request.spec.lora is not None:
+            self._num_with[request.spec.lora.name] += 1
+        self._insert(entry)
 
     def remove(self, request: RequestState) -> None:
         """Remove `request` from any place."""
-        entry, key = self._entries.pop(request.request_id), key_of(request)
-        entries = self._lists[key]
-        del entries[bisect_left(entries, entry)]
-        if not entries:
-            del self._lists[key]
+        entry, lora = self._entries.pop(request.request_id), request.spec.lora
+        if lora is not None:
+            self._num_with[lora.name] -= 1
+            if not self._num_with[lora.name]:
+                del self._num_with[lora.name]
+        if request.request_id in self._aside:
+            self._aside.remove(request.request_id)
+        else:
+            self._take_out(entry)
 
-    def peek(self, skipped_keys: Collection[Hashable] = (), after: RequestState | None = None) -> RequestState | None:
-        """Return the first request whose key is not skipped, or None. after: a request of the queue to search after."""
-        passed = self._entries[after.request_id] if after is not None else None
-        best: _Entry | None = None
-        for key, entries in self._lists.items():
-            at = bisect_right(entries, passed) if passed is not None else 0
-            if at < len(entries) and (best is None or entries[at] < best) and key not in skipped_keys:
-                best = entries[at]
-        return best[2] if best is not None else None
+    def set_aside(self, request: RequestState) -> None:
+        """Do not consider `request` before `wake`."""
+        self._take_out(self._entries[request.request_id])
+        self._aside.add(request.request_id)
+
+    def wake(self, request_id: str) -> None:
+        """Consider a request again that was set aside. Ignore others."""
+        if request_id in self._aside:
+            self._aside.remove(request_id)
+            self._insert(self._entries[request_id])
+
+    def _insert(self, entry: _Entry) -> None:
+        entries = self._lists.setdefault(key_of(entry[2]), [])
+        insort(entries, entry)
+        if entries[0] is entry:
+            if len(entries) > 1:
+                del self._heads[bisect_left(self._heads, entries[1])]
+            insort(self._heads, entry)
+
+    def _take_out(self, entry: _Entry) -> None:
+        key = key_of(entry[2])
+        entries = self._lists[key]
+        at = bisect_left(entries, entry)
+        del entries[at]
+        if at == 0:
+            del self._heads[bisect_left(self._heads, entry)]
+            if entries:
+                insort(self._heads, entries[0])
+            else:
+                del self._lists[key]
+
+    def peek(self, num_skipped: int = 0) -> RequestState | None:
+        """Return the first request, of all keys but the `num_skipped` whose requests come first; or None."""
+        return self._heads[num_skipped][2] if num_skipped < len(self._heads) else None
 
     def position(self, request: RequestState) -> int:
-        """Return how many of its requests come before `request`."""
+        """Return how many requests come before `request`, without those that are set aside."""
         entry = self._entries[request.request_id]
         return sum(bisect_left(entries, entry) for entries in self._lists.values())
 
     def adapter_names(self) -> set[str]:
-        """Return a name of each LoRA adapter that requests wait with."""
-        first = [entries[0][2].spec.lora for entries in self._lists.values()]
-        return {lora.name for lora in first if lora is not None}
+        """Return the names of the LoRA adapters that requests wait with."""
+        return set(self._num_with)
 
     def oldest_arrival_s(self) -> float:
         """Return the earliest arrival time of its requests; it must not be empty. Walks the queue."""

@@ -123,3 +123,4 @@ def recompute(state: SchedulerState, request: RequestState) -> None:
         _note_preempted(state, request, None, "recompute", lost, state.kv.num_free_blocks - free_before)
     state.table.drop_late_results(request)
     state.in_flight.drop_late_tokens(request)
+    state.waiting.wake(request.request_id)

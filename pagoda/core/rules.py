@@ -5,6 +5,7 @@ All are ordered functions: to add a rule, add a branch at its place. The first r
 
 import numpy as np
 
+from pagoda.core.events import Limited
 from pagoda.core.policy import RequestQueue
 from pagoda.core.request import Reason, RequestState
 from pagoda.core.state import SchedulerState
@@ -20,8 +21,8 @@ MAX_ADAPTER_SKIPS = 64
 def why_skipped(state: SchedulerState, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Reason | None:
     """Return why the first request of `queue` is passed over in this step, or None.
 
-    It keeps its place, and those after it may enter; with Reason.LORA, only those with another adapter or none. Raises
-    RequestError if it cannot have what it needs.
+    It keeps its place, and those after it may enter; with Reason.LORA, only those with another adapter or none. What it
+    waits for otherwise wakes it. Raises RequestError if it cannot have what it needs.
     """
     config, lora = state.config, request.spec.lora
     if config.max_loras and lora is not None and plan.closed_to_adapters:
@@ -128,17 +129,32 @@ def fit_chunks(state: SchedulerState, plan: StepPlan, rows: np.ndarray, start: n
             for i in state.encoder.where_media(rows):
                 longest = _longest_item(state, state.table.owner(int(rows[i])).request, int(start[i]))
                 caps[i] = max(int(caps[i]), longest)
-        num_new = np.minimum(num_new, caps)
+        wanted, num_new = num_new, np.minimum(num_new, caps)
+        note_limited(state, rows, num_new < wanted, Reason.ROW_CAP)
     if plan.most_decodes is None and plan.prompt_budget is None and num_new.sum() <= plan.budget:
         return num_new
     is_prompt = np.isin(rows, list(state.batch.prefilling))
     if plan.most_decodes is not None:
         decodes = (num_new > 0) & ~is_prompt
-        num_new = np.where(decodes & (np.cumsum(decodes) > plan.most_decodes - len(plan.decodes)), 0, num_new)
+        waits = decodes & (np.cumsum(decodes) > plan.most_decodes - len(plan.decodes))
+        num_new = np.where(waits, 0, num_new)
+        note_limited(state, rows, waits, Reason.STAGES)
     if plan.prompt_budget is not None:
         prompts = np.where(is_prompt, num_new, 0)
-        num_new = np.where(is_prompt, _share_out(plan.prompt_budget, prompts), num_new)
-    return num_new if num_new.sum() <= plan.budget else _fit_budget(state, plan, rows, num_new, is_prompt)
+        wanted, num_new = num_new, np.where(is_prompt, _share_out(plan.prompt_budget, prompts), num_new)
+        note_limited(state, rows, num_new < wanted, Reason.PREFILL_SHARE)
+    if num_new.sum() <= plan.budget:
+        return num_new
+    cut = _fit_budget(state, plan, rows, num_new, is_prompt)
+    note_limited(state, rows, cut < num_new, Reason.BUDGET)
+    return cut
+
+
+def note_limited(state: SchedulerState, rows: np.ndarray, limited: np.ndarray, reason: Reason) -> None:
+    """The running `rows` in the mask compute less than they could: write it for those that did not for this reason."""
+    for row in state.batch.newly_limited(rows[limited], reason).tolist():
+        sequence = state.table.owner(row)
+        state.events.write(Limited(*state.events.at(sequence.request.spec), sequence.index, reason))
 
 
 def _fit_budget(

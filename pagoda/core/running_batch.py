@@ -8,7 +8,7 @@ import numpy as np
 from pagoda.core.drafts import Drafts
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager
-from pagoda.core.request import LoraRef, RequestState
+from pagoda.core.request import LoraRef, Reason, RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import NO_INTS
 from pagoda.core.step_plan import StepPlan
@@ -51,6 +51,9 @@ class RunningRows:
         )
 
 
+_REASONS = {reason: number for number, reason in enumerate(Reason, 1)}
+
+
 class RunningBatch:
     """The running requests, by id in order of admission.
 
@@ -84,6 +87,7 @@ class RunningBatch:
         self._is_steady = False
         self._num_computed = NO_INTS
         self._steps_until_reserve = 0
+        self._limits = np.zeros(table.max_rows, np.int8)  # 1 + number of the last Reason; 0: none
 
     # Requests and rows
 
@@ -128,7 +132,15 @@ class RunningBatch:
         """The row's sequence has left it."""
         self.prefilling.pop(row, None)
         self.leaders.pop(row, None)
+        self._limits[row] = 0
         self.changed()
+
+    def newly_limited(self, rows: np.ndarray, reason: Reason) -> np.ndarray:
+        """`rows` compute less than they could. Return those of which the last reason was another one, or none."""
+        number = _REASONS[reason]
+        new = rows[self._limits[rows] != number]
+        self._limits[new] = number
+        return new
 
     def changed(self, *, rows: bool = True) -> None:
         """Something about the batch is not as the last step left it: its rows, or (rows=False) only what they lack."""

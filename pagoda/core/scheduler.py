@@ -109,6 +109,10 @@ class Scheduler:
         state.num_steps += 1
         state.events.step = state.num_steps
         plan = StepPlan(state.num_steps, config.max_num_batched_tokens, config.encoder_budget, state.clock.now())
+        if state.preparations is not None:
+            for request_id in state.preparations.take_woken():
+                state.waiting.wake(request_id)
+                state.swapped.wake(request_id)
         narrow_budgets(state, plan)
         if state.is_phased:
             _plan_phased(state, plan)
@@ -271,12 +275,12 @@ def _plan_mixed(state: SchedulerState, plan: StepPlan) -> None:
         run_running(state, plan)
     if plan.preempted or (state.swapped and not resume_swapped(state, plan)):
         return
-    if state.waiting and plan.budget > 0:
+    if state.waiting.peek() and plan.budget > 0:
         admit_waiting(state, plan)
 
 
 def _plan_phased(state: SchedulerState, plan: StepPlan) -> None:
-    if state.waiting and not state.swapped:
+    if state.waiting.peek() and not state.swapped:
         admit_waiting(state, plan)
     if plan.is_empty:
         if state.batch.requests:

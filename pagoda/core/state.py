@@ -1,5 +1,6 @@
 """SchedulerState: the owners of all that a scheduler keeps, built from its settings. Plain functions work on it."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -33,8 +34,17 @@ class Preparations(Protocol):
     def why_not_ready(self, request: Request) -> Reason | None:
         """Return None if the workers have what the request needs; otherwise begin to prepare it, say what is missing.
 
-        Raises RequestError that says why it cannot be had.
+        `take_woken` returns the request's id when it is worth asking again. Raises RequestError that says why it cannot
+        be had.
         """
+        ...
+
+    def take_woken(self) -> Iterable[str]:
+        """Return the ids of requests that were not ready and may be now; each once."""
+        ...
+
+    def forget(self, request: Request) -> None:
+        """The request has ended; it waits for nothing."""
         ...
 
     def pin(self, request: Request) -> None:

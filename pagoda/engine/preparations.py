@@ -1,9 +1,10 @@
 """ExecutorPreparations: which grammars and adapters the ranks have, prepared by calls that hold requests back."""
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from pagoda.base.errors import RequestError, WorkerDied
@@ -39,18 +40,29 @@ class ExecutorPreparations:
             self._grammars.ask(request.grammar)
 
     def why_not_ready(self, request: Request) -> Reason | None:
-        if request.grammar is not None and not self._grammars.is_ready(request.grammar, "the grammar"):
+        grammar, lora, request_id = request.grammar, request.lora, request.request_id
+        if grammar is not None and not self._grammars.is_ready(grammar, "the grammar", request_id):
+            if lora is not None:
+                self._adapters.forget(lora, request_id)  # those who have a grammar may need its place
             return Reason.GRAMMAR
-        lora = request.lora
-        if lora is not None and not self._adapters.is_ready(lora, f"the adapter {lora.name!r}"):
+        if lora is not None and not self._adapters.is_ready(lora, f"the adapter {lora.name!r}", request_id):
             return Reason.ADAPTER
         return None
 
+    def take_woken(self) -> list[str]:
+        return [*self._grammars.take_woken(), *self._adapters.take_woken()]
+
+    def forget(self, request: Request) -> None:
+        if request.grammar is not None:
+            self._grammars.forget(request.grammar, request.request_id)
+        if request.lora is not None:
+            self._adapters.forget(request.lora, request.request_id)
+
     def pin(self, request: Request) -> None:
         if request.grammar is not None:
-            self._grammars.pins[request.grammar] += 1
+            self._grammars.pin(request.grammar)
         if request.lora is not None:
-            self._adapters.pins[request.lora.identity] += 1
+            self._adapters.pin(request.lora.identity)
 
     def unpin(self, request: Request) -> None:
         if request.grammar is not None:
@@ -85,7 +97,8 @@ class _PreparedItems(Generic[T]):
     """What the ranks have of one kind, or prepare: at most `limit`. Those asked for least recently are dropped first.
 
     prepare, drop: names of the calls.   key: of an item.
-    pins: by key; what is pinned, or still being prepared, is not dropped.
+    pins: by key. What is pinned, still being prepared, or was prepared for a request that has not entered yet, is not
+    dropped: requests that wait would take it from each other.
     """
 
     def __init__(self, executor: Executor, prepare: str, drop: str, limit: int, key: Callable[[T], Hashable]) -> None:
@@ -93,6 +106,10 @@ class _PreparedItems(Generic[T]):
         self._executor, self._prepare, self._drop = executor, prepare, drop
         self._limit, self._key = limit, key
         self._known: OrderedDict[Hashable, tuple[T, Future[Any]]] = OrderedDict()
+        self._waiting: dict[Hashable, dict[str, None]] = {}  # ids of requests, since the item was last pinned
+        self._without_room: dict[str, None] = {}  # ids of requests, in the order in which they asked
+        self._may_have_room = False  # something has changed since the first of them asked
+        self._done: deque[Hashable] = deque()  # keys, appended by whatever thread completes a future
 
     def ask(self, item: T) -> "Future[Any] | None":
         """Return when the ranks have it; begin to prepare it if that has not begun. None: there is no room yet."""
@@ -108,24 +125,61 @@ class _PreparedItems(Generic[T]):
     def _begin(self, key: Hashable, item: T) -> "Future[Any]":
         future = self._executor.call(self._prepare, item)
         self._known[key] = (item, future)
+        future.add_done_callback(lambda _: self._done.append(key))
         return future
 
-    def is_ready(self, item: T, what: str) -> bool:
+    def is_ready(self, item: T, what: str, request_id: str) -> bool:
         """Return whether the ranks have it; ask for it if not. Raises RequestError, once, if that has failed.
 
-        what: how the error calls the item.
+        what: how the error calls the item.   request_id: of what `take_woken` returns when that may have changed.
         """
         future = self.ask(item)
-        if future is None or not future.done():
+        if future is not None and not future.done():
+            self._waiting.setdefault(self._key(item), {})[request_id] = None
+            self._leave_line(request_id)
             return False
-        error = future.exception()
+        error = future.exception() if future is not None else None
         if isinstance(error, WorkerDied):  # the next step raises it, too
             return True
-        if error is None:
-            return self.fits(item)
-        self.drop(item)  # some ranks may have it; the next request for it tries again
-        logger.warning("%s cannot be used: %s", what, error)
-        raise RequestError(f"{what} cannot be used: {error}") from error
+        if error is not None:
+            self.drop(item)  # some ranks may have it; the next request for it tries again
+            logger.warning("%s cannot be used: %s", what, error)
+            raise RequestError(f"{what} cannot be used: {error}") from error
+        if future is None or not self.fits(item):
+            self._without_room.setdefault(request_id)
+            return False
+        self._leave_line(request_id)
+        return True
+
+    def _leave_line(self, request_id: str) -> None:
+        """The request needs no room, or has it: the next one without may ask."""
+        if request_id in self._without_room:
+            del self._without_room[request_id]
+            self._may_have_room = True
+
+    def take_woken(self) -> list[str]:
+        """Return the ids of requests whose item is prepared, and of the first without room if there may be some now."""
+        woken: list[str] = []
+        while self._done:
+            woken += self._waiting.get(self._done.popleft(), ())
+            self._may_have_room = True
+        if self._may_have_room:
+            self._may_have_room = False
+            woken += islice(self._without_room, 1)
+        return woken
+
+    def forget(self, item: T, request_id: str) -> None:
+        """The request does not wait for the item."""
+        key = self._key(item)
+        waiting = self._waiting.get(key)
+        if waiting is not None and waiting.pop(request_id, 0) is None and not waiting:
+            del self._waiting[key]
+            self._may_have_room = True
+        self._leave_line(request_id)
+
+    def pin(self, key: Hashable) -> None:
+        self.pins[key] += 1
+        self._waiting.pop(key, None)
 
     def load(self, item: T) -> "Future[Any]":
         """Return when the ranks have it; begin to prepare it, over the limit if need be."""
@@ -135,11 +189,13 @@ class _PreparedItems(Generic[T]):
         """The ranks forget it, as soon as no row uses it."""
         if self._known.pop(self._key(item), None) is not None:
             self._executor.call(self._drop, item)
+            self._may_have_room = True
 
     def unpin(self, key: Hashable) -> None:
         self.pins[key] -= 1
         if not self.pins[key]:
             del self.pins[key]
+            self._may_have_room = True
 
     def pending(self) -> "list[Future[Any]]":
         return [future for _, future in self._known.values() if not future.done()]
@@ -154,8 +210,14 @@ class _PreparedItems(Generic[T]):
 
     def _make_room(self, key: Hashable) -> bool:
         """Drop what is not needed until an item has room, which the ranks may have; return whether it has."""
+        if len(self._known) + len(self.pins) < self._limit:
+            return True
         others = [(other, item, future) for other, (item, future) in self._known.items() if other != key]
-        idle = [item for other, item, future in others if other not in self.pins and future.done()]
+        idle = [
+            item
+            for other, item, future in others
+            if other not in self.pins and other not in self._waiting and future.done()
+        ]
         too_many = len(self._known.keys() | self.pins.keys() | {key}) - self._limit
         for item in idle[: max(0, too_many)]:
             self.drop(item)

@@ -1,6 +1,7 @@
 """The stream of events: who gets what, what the events of the cache say, and what nobody is asked for."""
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from pagoda.core.events import (
     EventStream,
     FirstToken,
     Held,
+    Limited,
     Preempted,
     Queued,
     Removed,
@@ -171,3 +173,15 @@ def test_sequences_that_part_copy_their_last_block() -> None:
     copied = [event for event in heard if isinstance(event, Copied)]
     assert len(copied) == 1
     assert copied[0].source != copied[0].target
+
+
+def test_a_row_that_gets_less_than_it_wants_says_why_once_per_reason() -> None:
+    rig = Rig(max_num_batched_tokens=8, max_num_seqs=4, long_prefill_token_threshold=5, num_blocks=64)
+    heard = listen(rig)
+    rig.add("a", 40, max_tokens=2)
+    rig.add("b", 40, max_tokens=2)
+    rig.run()
+    limited = [(event.handle, event.reason) for event in heard if isinstance(event, Limited)]
+    assert {(1, Reason.ROW_CAP), (2, Reason.ROW_CAP), (2, Reason.BUDGET)} <= set(limited)
+    assert len(limited) < 40
+    assert all(one != other for one, other in pairwise(limited) if one[0] == other[0])

@@ -22,11 +22,26 @@ class FakePreparations:
     def __init__(self, *ready: str) -> None:
         self.ready, self.broken = set(ready), set[str]()
         self.pins: Counter[str] = Counter()
+        self.waiting: dict[str, str] = {}  # request id -> grammar
+        self.num_asked = 0
 
     def why_not_ready(self, request: Request) -> Reason | None:
+        self.num_asked += 1
         if request.grammar in self.broken:
             raise RequestError(f"no {request.grammar}")
-        return None if request.grammar is None or request.grammar in self.ready else Reason.GRAMMAR
+        if request.grammar is None or request.grammar in self.ready:
+            return None
+        self.waiting[request.request_id] = request.grammar
+        return Reason.GRAMMAR
+
+    def take_woken(self) -> list[str]:
+        woken = [name for name, grammar in self.waiting.items() if grammar in self.ready | self.broken]
+        for name in woken:
+            del self.waiting[name]
+        return woken
+
+    def forget(self, request: Request) -> None:
+        self.waiting.pop(request.request_id, None)
 
     def pin(self, request: Request) -> None:
         if request.grammar is not None:
@@ -54,6 +69,25 @@ def test_what_running_requests_need_is_pinned() -> None:
     assert not rig.running
     assert not +ready.pins
     assert rig.scheduler.make_stats().preemptions
+
+
+def test_thousands_that_wait_for_a_grammar_cost_a_step_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = FakePreparations("runs")
+    rig = Rig(preparations=ready, num_blocks=64)
+    rig.add("a", 4, max_tokens=40, grammar="runs")
+    for number in range(5000):
+        rig.add(f"w{number}", 4, max_tokens=1, grammar=f"g{number}")
+    rig.step()  # each is considered once
+    assert len(rig.waiting) == rig.scheduler._state.waiting.num_aside == 5000
+    ready.num_asked = 0
+    monkeypatch.setattr(planning, "why_skipped", None)  # nothing is considered
+    for _ in range(10):
+        assert rig.step().scheduled == {"a": 1}
+    monkeypatch.undo()
+    assert ready.num_asked == 0
+    ready.ready |= {"g7", "g2000"}
+    assert rig.step().scheduled == {"a": 1, "w7": 4, "w2000": 4}
+    assert ready.num_asked == 2
 
 
 def test_a_request_waits_for_what_it_needs_and_others_pass() -> None:

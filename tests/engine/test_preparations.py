@@ -35,10 +35,10 @@ class Ranks:
             self.open.pop(item).set_result(None)
 
 
-def wants(grammar: str | None = None, adapter: str | None = None) -> Request:
+def wants(grammar: str | None = None, adapter: str | None = None, request_id: str = "r") -> Request:
     sampling = SamplingParams()
     return Request(
-        "r",
+        request_id,
         np.zeros(1, np.int32),
         sampling if grammar is None else sampling.with_grammar(grammar),
         lora=None if adapter is None else LoraRef(adapter, f"/{adapter}", adapter),
@@ -71,7 +71,8 @@ def test_what_was_asked_for_least_recently_makes_room_unless_a_running_request_h
     for name in ("a", "b"):
         kept.why_not_ready(wants(adapter=name))
         ranks.done(name)
-    kept.pin(wants(adapter="a"))
+        kept.pin(wants(adapter=name))
+    kept.unpin(wants(adapter="b"))
     kept.pin(wants(adapter="a"))
     kept.unpin(wants(adapter="a"))
     kept.why_not_ready(wants(adapter="b"))
@@ -111,6 +112,47 @@ def test_grammars_of_running_requests_take_no_room_from_others(ranks: Ranks, mon
     dropped = [item for name, item in ranks.calls if name == "drop_grammar"]
     assert dropped == ["d", "e"]
     assert kept.why_not_ready(wants("a")) is None
+
+
+def test_a_prepared_grammar_is_kept_for_the_request_that_waits_for_it(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More distinct grammars wait than there is room for: none takes another's place before that was used."""
+    monkeypatch.setattr(preparations, "MAX_IDLE_GRAMMARS", 1)
+    kept = make(ranks, max_running=1)
+    asked = [wants(name, request_id=name) for name in "abcdef"]
+    assert {kept.why_not_ready(one) for one in asked} == {Reason.GRAMMAR}
+    order: list[str] = []
+    for _ in range(20):
+        for name in [*ranks.open]:
+            ranks.done(name)
+        for name in kept.take_woken():
+            request = asked["abcdef".index(name)]
+            if kept.why_not_ready(request) is None:
+                kept.pin(request)
+                kept.unpin(request)
+                kept.forget(request)
+                order.append(name)
+    assert order == [*"abcdef"]
+    assert [name for call, name in ranks.calls if call == "prepare_grammar"] == [*"abcdef"]  # each once
+
+
+def test_a_waiting_request_that_ends_leaves_its_room_to_the_next(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparations, "MAX_IDLE_GRAMMARS", 0)
+    kept = make(ranks, max_running=1)
+    first, second, third = (wants(name, request_id=name) for name in "abc")
+    assert {kept.why_not_ready(one) for one in (first, second, third)} == {Reason.GRAMMAR}
+    assert kept.take_woken() == []
+    ranks.done("a")
+    assert kept.take_woken() == ["a", "b"]
+    assert kept.why_not_ready(second) is Reason.GRAMMAR  # a's request has not entered
+    kept.forget(second)
+    assert kept.take_woken() == ["c"]
+    kept.why_not_ready(third)
+    kept.forget(first)
+    assert kept.take_woken() == ["c"]
+    kept.why_not_ready(third)
+    assert ranks.calls[1:] == [("drop_grammar", "a"), ("prepare_grammar", "c")]
 
 
 def test_a_failure_is_raised_once_and_who_asks_again_tries_again(ranks: Ranks) -> None:

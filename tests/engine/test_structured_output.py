@@ -420,7 +420,7 @@ def test_a_panic_when_a_row_gets_its_grammar_ends_its_request_only(model: Path, 
     grammar = KINDS[4].grammar
     assert grammar is not None
     assert core._preparations is not None
-    while not core._preparations._grammars.is_ready(grammar, "the grammar"):
+    while not core._preparations._grammars.is_ready(grammar, "the grammar", "r0"):
         core._preparations.wait(1.0)
     backend._compiled[grammar].inner = PanickingCopy()  # type: ignore[union-attr]
     answers = drive(core, [request(0, [5], KINDS[4], eos=(EOS,)), request(1, [5], SamplingParams(max_tokens=3))])

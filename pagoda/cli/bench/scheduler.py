@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Annotated
@@ -55,6 +56,7 @@ def bench_scheduler(
     prompt: Annotated[int, typer.Option(help="Prompt tokens of each request.")] = 512,
     steps: Annotated[int, typer.Option(help="Decode steps timed in each case.")] = 60,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line per case.")] = False,
+    events: Annotated[bool, typer.Option("--events", help="Read every event, those of the prefix cache too.")] = False,
     curves: Annotated[
         bool, typer.Option(help="Measure the cost by number of waiting requests and by pool size instead.")
     ] = False,
@@ -66,16 +68,23 @@ def bench_scheduler(
         return
     for size in num_seqs or NUM_SEQS:
         for caching in (False, True):
-            figures = measure(size, caching, prompt, steps)
+            figures = measure(size, caching, prompt, steps, reads_events=events)
             print(json.dumps(asdict(figures)) if as_json else _line(figures), flush=True)
 
 
-def measure(num_seqs: int, caching: bool, prompt: int = 512, steps: int = 60) -> SchedulerFigures:
-    """Fill a scheduler with `num_seqs` requests of `prompt` random tokens; time `steps` steps in which all decode."""
+def measure(
+    num_seqs: int, caching: bool, prompt: int = 512, steps: int = 60, *, reads_events: bool = False
+) -> SchedulerFigures:
+    """Fill a scheduler with `num_seqs` requests of `prompt` random tokens; time `steps` steps in which all decode.
+
+    reads_events: a reader takes every event.
+    """
     # The first sequences decode before the last prompt is computed: their blocks must last for those steps, too.
     filling = -(-num_seqs * prompt // (MAX_BATCHED_TOKENS - num_seqs)) + 2
     num_blocks = num_seqs * ((prompt + steps + filling) // BLOCK_SIZE + 3) + 16
     scheduler = make_scheduler(num_seqs, num_blocks, caching)
+    if reads_events:
+        scheduler.subscribe(deque[object](maxlen=10_000).append, cache=True)
     generator = random.Random(0)
     requests = [make_request(number, prompt, generator) for number in range(num_seqs)]
     started = time.perf_counter()
