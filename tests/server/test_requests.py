@@ -102,7 +102,10 @@ def test_a_key_sees_its_own_requests_and_counts_of_others(server: LiveServer) ->
         last = frames(server, 2, "one")[-1]
         assert last["owners"] == ["cmpl-mine"]
         assert {3, 4} <= set(last["cells"][::2])  # what others have, and its own
-    timeline = get(server, "/requests/cmpl-mine", "one")[1]["timeline"]
+    end_s = time.monotonic() + 20
+    while (seen := get(server, "/requests/cmpl-mine", "one")[1])["state"] != "ended":  # its client has just left
+        assert time.monotonic() < end_s, seen
+    timeline = seen["timeline"]
     what = [one["what"] for one in timeline]
     assert what[:2] == ["arrived", "queued"]
     assert "runs: 40 tokens, 40 of them in this step; it has 3 blocks" in what
