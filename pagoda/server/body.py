@@ -1,13 +1,14 @@
 """Request bodies: what each of them is, how it is read into a typed struct, and errors that name the invalid input."""
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import json
 import logging
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar
 
@@ -258,26 +259,39 @@ def given_fields(data: bytes, names: tuple[str, ...]) -> set[str]:
 
 
 @functools.cache
-def _fields_decoder(names: tuple[str, ...]) -> "msgspec.json.Decoder[Any]":
-    """Return what finds these fields and makes nothing of the others, however many there are."""
-    return msgspec.json.Decoder(msgspec.defstruct("GivenFields", [(name, msgspec.Raw, UNSET) for name in names]))
+def _fields_decoder(names: tuple[str, ...], value: Any = msgspec.Raw) -> "msgspec.json.Decoder[Any]":
+    """Return what finds these fields and makes nothing of the others, however many there are.
+
+    value: the type of the fields; if not given, they are not looked into.
+    """
+    return msgspec.json.Decoder(msgspec.defstruct("GivenFields", [(name, value, UNSET) for name in names]))
 
 
-def unknown_fields(data: bytes | msgspec.Raw, kind: type[Body]) -> list[str]:
+def unknown_fields(data: bytes, kind: type[Body]) -> list[str]:
     """Return the fields of a JSON object that neither `kind` nor the bodies in its fields declare, and no HINTS.
 
-    Raises RequestError for a field that is not served and has another than a neutral value.
+    Raises RequestError for a field that is not served and has another than a neutral value, and for what `kind`, which
+    passes over the fields that it does not declare, did not find: that a name or such a value cannot be decoded.
     """
-    given = _decode_names(data)
+    with _refusing_undecodable(data):
+        given = _decode_names(data)
+        _check_unserved(data, kind, given)
     known = _nested(kind)
-    for name, field in kind.unserved.items():
-        if name in given and msgspec.json.decode(given[name]) not in (*NEUTRAL, *field.neutral):
-            raise RequestError(f"{name}: this server does not support {field.what}", name)
     unknown = [name for name in given if not (name in known or name in HINTS or name in kind.unserved)]
     for name, inner in known.items():
-        if inner is not None and (value := given.get(name)) is not None and bytes(value)[:1] == b"{":
+        if inner is not None and (value := bytes(given.get(name, b"")))[:1] == b"{":
             unknown += [f"{name}.{one}" for one in unknown_fields(value, inner)]
     return unknown
+
+
+def _check_unserved(data: bytes, kind: type[Body], given: Iterable[str]) -> None:
+    """Raise RequestError if a field that is not served has another than a neutral value."""
+    if kind.unserved.keys().isdisjoint(given):
+        return
+    values = _fields_decoder(tuple(kind.unserved), Any).decode(data)
+    for name, field in kind.unserved.items():
+        if getattr(values, name) not in (UNSET, *NEUTRAL, *field.neutral):
+            raise RequestError(f"{name}: this server does not support {field.what}", name)
 
 
 @functools.cache
@@ -295,16 +309,23 @@ def parse_body(data: bytes, kind: type[B], limits: RequestLimits) -> B:
     """Return a body from its bytes. Raises RequestError if it is invalid."""
     if len(data) > _INLINE_BYTES:
         _check_values(data)
-    try:
+    with _refusing_undecodable(data):
         body: B = _decoder(kind).decode(data)
         body.check(limits)
+    return body
+
+
+@contextlib.contextmanager
+def _refusing_undecodable(data: bytes) -> Iterator[None]:
+    """Raise RequestError, saying where and why, if what is decoded from `data` in this block cannot be."""
+    try:
+        yield
     except msgspec.ValidationError as error:
         raise _explained(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _undecodable(data, error) from None
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
-    return body
 
 
 def parse_fields(fields: dict[str, Any], kind: type[B], limits: RequestLimits) -> B:

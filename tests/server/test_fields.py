@@ -119,6 +119,28 @@ def test_what_is_not_served_is_named(fake_server: LiveServer, name: str) -> None
         assert name in (answer["error"]["param"], "structured_outputs")
 
 
+@pytest.mark.parametrize(
+    ("field", "param", "message"),
+    [
+        (b'"audio":1e999', "audio", "audio: number out of range"),
+        (b'"audio":[{"a":-1e999}]', "audio[0][...]", "audio[0][...]: number out of range"),
+        (b'"audio":' + b"1" * 5000, "audio", "audio: integer value out of range"),
+        (b'"audio":"a\\ud83d"', "audio", "audio: not valid Unicode: half of a surrogate pair"),
+        (b'"audio":"\xed\xa0\x80"', None, "the body is not valid JSON: invalid UTF-8"),
+        (b'"audio":{"\xc0\x80":1}', None, "the body is not valid JSON: invalid UTF-8"),
+        (b'"\xc0\x80":1', None, "the body is not valid JSON: invalid UTF-8"),
+        (b'"response_format":{"type":"text","\xc0":1}', None, "the body is not valid JSON: invalid UTF-8"),
+        (b'"audio":' + b"[" * 5000 + b"]" * 5000, None, "the body is nested too deeply"),
+    ],
+)
+def test_what_cannot_be_decoded_is_refused_in_fields_that_are_not_declared(
+    fake_server: LiveServer, field: bytes, param: str | None, message: str
+) -> None:
+    for path, plain in (("/v1/chat/completions", CHAT), ("/v1/completions", TEXT)):
+        status, answer = fake_server.post(path, json.dumps(plain).encode()[:-1] + b"," + field + b"}")
+        assert (status, answer["error"]["param"], answer["error"]["message"]) == (400, param, message)
+
+
 @pytest.mark.parametrize("name", CHAT_ONLY)
 def test_a_text_completion_names_a_field_of_chats(fake_server: LiveServer, name: str) -> None:
     for value in ([{"a": 1}], "x", 5):
