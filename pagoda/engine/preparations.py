@@ -1,8 +1,8 @@
 """ExecutorPreparations: which grammars and adapters the ranks have, prepared by calls that hold requests back."""
 
 import logging
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from itertools import islice
 from typing import Any, Generic, TypeVar
@@ -109,7 +109,8 @@ class _PreparedItems(Generic[T]):
         self._waiting: dict[Hashable, dict[str, None]] = {}  # ids of requests, since the item was last pinned
         self._without_room: dict[str, None] = {}  # ids of requests, in the order in which they asked
         self._may_have_room = False  # something has changed since the first of them asked
-        self._done: deque[Hashable] = deque()  # keys, appended by whatever thread completes a future
+        self._unfinished: dict[Hashable, Future[Any]] = {}  # by key: not done yet when `take_woken` last looked
+        self._woken: list[str] = []  # ids of requests, for `take_woken`
 
     def ask(self, item: T) -> "Future[Any] | None":
         """Return when the ranks have it; begin to prepare it if that has not begun. None: there is no room yet."""
@@ -125,7 +126,7 @@ class _PreparedItems(Generic[T]):
     def _begin(self, key: Hashable, item: T) -> "Future[Any]":
         future = self._executor.call(self._prepare, item)
         self._known[key] = (item, future)
-        future.add_done_callback(lambda _: self._done.append(key))
+        self._unfinished[key] = future
         return future
 
     def is_ready(self, item: T, what: str, request_id: str) -> bool:
@@ -159,10 +160,11 @@ class _PreparedItems(Generic[T]):
 
     def take_woken(self) -> list[str]:
         """Return the ids of requests whose item is prepared, and of the first without room if there may be some now."""
-        woken: list[str] = []
-        while self._done:
-            woken += self._waiting.get(self._done.popleft(), ())
+        for key in [key for key, future in self._unfinished.items() if future.done()]:
+            del self._unfinished[key]
+            self._woken += self._waiting.get(key, ())
             self._may_have_room = True
+        woken, self._woken = self._woken, []
         if self._may_have_room:
             self._may_have_room = False
             woken += islice(self._without_room, 1)
@@ -179,7 +181,9 @@ class _PreparedItems(Generic[T]):
 
     def pin(self, key: Hashable) -> None:
         self.pins[key] += 1
-        self._waiting.pop(key, None)
+        waiting = self._waiting.pop(key, ())
+        if key in self._unfinished:  # it has come since `take_woken`, which has not told them
+            self._woken += waiting
 
     def load(self, item: T) -> "Future[Any]":
         """Return when the ranks have it; begin to prepare it, over the limit if need be."""
@@ -198,7 +202,7 @@ class _PreparedItems(Generic[T]):
             self._may_have_room = True
 
     def pending(self) -> "list[Future[Any]]":
-        return [future for _, future in self._known.values() if not future.done()]
+        return [future for future in self._unfinished.values() if not future.done()]
 
     def fits(self, item: T) -> bool:
         """Drop what makes the ranks have more than the limit next to this item; return whether they can use it now.
@@ -206,17 +210,21 @@ class _PreparedItems(Generic[T]):
         They have more when loads went on at the same time, of which none could make room by dropping another.
         """
         key = self._key(item)
-        return key in self.pins or (key in self._known and self._make_room(key))
+        return key in self.pins or (key in self._known and self._make_room(key, self._known.keys()))
 
-    def _make_room(self, key: Hashable) -> bool:
-        """Drop what is not needed until an item has room, which the ranks may have; return whether it has."""
+    def _make_room(self, key: Hashable, droppable: Collection[Hashable] = ()) -> bool:
+        """Drop what is not needed until an item has room, which the ranks may have; return whether it has.
+
+        droppable: keys that may be dropped although requests wait with them: else two that are both there, and of which
+        only one can be used at a time, would wait for each other.
+        """
         if len(self._known) + len(self.pins) < self._limit:
             return True
         others = [(other, item, future) for other, (item, future) in self._known.items() if other != key]
         idle = [
             item
             for other, item, future in others
-            if other not in self.pins and other not in self._waiting and future.done()
+            if other not in self.pins and (other in droppable or other not in self._waiting) and future.done()
         ]
         too_many = len(self._known.keys() | self.pins.keys() | {key}) - self._limit
         for item in idle[: max(0, too_many)]:

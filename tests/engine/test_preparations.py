@@ -137,6 +137,39 @@ def test_a_prepared_grammar_is_kept_for_the_request_that_waits_for_it(
     assert [name for call, name in ranks.calls if call == "prepare_grammar"] == [*"abcdef"]  # each once
 
 
+def test_a_request_is_woken_though_another_finds_what_both_need_first(ranks: Ranks) -> None:
+    """It came after `take_woken` of a step, and before the other one was considered in the same step."""
+    kept, first, second = make(ranks), wants("g", request_id="first"), wants("g", request_id="second")
+    assert kept.why_not_ready(first) is Reason.GRAMMAR
+    assert kept.take_woken() == []
+    ranks.done("g")
+    assert kept.why_not_ready(second) is None
+    kept.pin(second)
+    assert kept.take_woken() == ["first"]
+    assert kept.why_not_ready(first) is None
+
+
+def test_adapters_that_are_loaded_next_to_each_other_over_the_limit_do_not_wait_for_each_other(ranks: Ranks) -> None:
+    kept = make(ranks, max_adapters=1)
+    asked = {name: wants(adapter=name, request_id=name) for name in "ab"}
+    assert kept.why_not_ready(asked["a"]) is Reason.ADAPTER
+    lora = asked["b"].lora
+    assert lora is not None
+    kept.begin_load(lora)  # an operator
+    assert kept.why_not_ready(asked["b"]) is Reason.ADAPTER
+    ranks.done("a", "b")
+    ended: list[str] = []
+    for _ in range(10):
+        for name in kept.take_woken():
+            if kept.why_not_ready(asked[name]) is None:
+                kept.pin(asked[name])
+                kept.unpin(asked[name])
+                kept.forget(asked[name])
+                ended.append(name)
+        ranks.done(*ranks.open)
+    assert sorted(ended) == ["a", "b"]
+
+
 def test_a_waiting_request_that_ends_leaves_its_room_to_the_next(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparations, "MAX_IDLE_GRAMMARS", 0)
     kept = make(ranks, max_running=1)

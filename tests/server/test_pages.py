@@ -128,15 +128,15 @@ def test_ten_thousand_requests_are_few_elements(page: Page, fake_server: LiveSer
     assert page.problems == []
 
 
-def test_it_goes_on_after_the_engine_was_killed(page: Page, fake_server: LiveServer) -> None:
+def test_it_goes_on_after_the_engine_was_killed(page: Page, real_server: LiveServer) -> None:
     page.problems.clear()
-    with slowed(fake_server), streaming(fake_server, "survives"):
-        page.open(f"{fake_server.url}/dashboard")
+    with slowed(real_server), streaming(real_server, "survives"):
+        page.open(f"{real_server.url}/dashboard")
         page.wait(f"{IS_UP} && {NUM_ROWS} == 1")
-        restarts = fake_server.load()["engine_restarts"]
-        fake_server.kill_engine()
+        restarts = real_server.load()["engine_restarts"]
+        real_server.kill_engine()
         page.wait(f"!({IS_UP})")
-        fake_server.steps.hold_next_engine_after(1)
+        real_server.steps.hold_next_engine_after(1)
         page.wait(f"{IS_UP} && document.querySelector('.row').innerText.includes('running')", timeout_s=60)
         assert f"{restarts + 1} restarts" in page.text("#engine")
         assert "cmpl-survives" in page.text(".row")
