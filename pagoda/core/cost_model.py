@@ -3,7 +3,7 @@
     seconds = constant + rows + tokens (piecewise linear) + attention (pairs of tokens) + KV that is read
     copies  = blocks x seconds per block
 
-All coefficients are at least 0. A completed step costs one append; the fit is made when somebody asks.
+All coefficients are at least 0. A completed step costs one append; the fit is made on request.
 """
 
 from collections import deque
@@ -65,7 +65,7 @@ class CostModel:
     def observe(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Take the measurements of a completed step. Its duration_s includes swap_s.
 
-        The duration of a step in which an encoder ran is left out: no term stands for it.
+        The duration of a step in which an encoder ran is left out: the model has no term for it.
         """
         num_copied = len(output.swap_in) + len(output.swap_out)
         if num_copied and result.swap_s > 0:

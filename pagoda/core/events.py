@@ -233,7 +233,7 @@ class EventStream:
     """What happens, in order. Each event goes to every fold at once, and to its client with its next outputs.
 
     step: what events carry, see above; set by the scheduler.
-    has_cache_folds: somebody reads the events of the cache; otherwise they are not even made.
+    has_cache_folds: events of the cache are read; otherwise they are not made.
     """
 
     def __init__(self, clock: Clock) -> None:

@@ -1,4 +1,4 @@
-"""SchedulerView: what runs at this moment and who has which blocks. Made when somebody looks, never kept."""
+"""SchedulerView: what runs at this moment and who has which blocks. Made on request, never kept."""
 
 from dataclasses import dataclass
 

@@ -24,7 +24,7 @@ _SLOTS_AT = _HEADER.size  # of each slot: the number of its keys; then the keys 
 
 
 def packed_key(key: RequestKey) -> int:
-    """Return the number that stands for a request in the recorder."""
+    """Return the number of a request in the recorder."""
     client_index, handle = key
     return client_index << 40 | handle
 
