@@ -102,8 +102,8 @@ class EngineServer:
                 self._begin_load(call_id, lora)
             case wire.UnloadAdapter(lora):
                 self._core.unload_adapter(lora)
-            case wire.Look(call_id, takes_steps):
-                steps = self._strip.take() if takes_steps else ()
+            case wire.Look(call_id, steps_after_s):
+                steps = self._strip.after(steps_after_s) if steps_after_s is not None else ()
                 self._send(wire.LookReply(call_id, self._core.view(), steps, self._make_stats()))
             case message:
                 raise AssertionError(f"no such message: {message}")

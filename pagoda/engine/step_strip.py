@@ -41,10 +41,10 @@ class StepStrip:
         self._notes = deque[StepNote](maxlen=_MOST_STEPS)
         self._until_s = 0.0
 
-    def take(self) -> tuple[StepNote, ...]:
-        """Return the steps that have ended since the last call, the last ones of many; go on noting for a while."""
+    def after(self, time_s: float) -> tuple[StepNote, ...]:
+        """Return the steps that have ended after a time, the last ones of many; go on noting for a while."""
         self._until_s = time.monotonic() + LOOK_S
-        return tuple(self._notes.popleft() for _ in range(len(self._notes)))
+        return tuple(note for note in list(self._notes) if note.ended_s > time_s)
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         ends = self._prompt_end_of_row

@@ -60,14 +60,16 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """Somebody looks at the engine.   takes_steps: it notes its steps for a while from then on."""
+    """Somebody looks at the engine.
+
+    steps_after_s: it tells its steps that ended after this time, and notes them for a while from then on; None: no.
+    """
 
     call_id: int
-    takes_steps: bool
+    steps_after_s: float | None
 
 
-FromClient = AddRequest | AbortRequests | FinishSequence | ResetPrefixCache | LoadAdapter | UnloadAdapter
-ToEngine = FromClient | Look
+ToEngine = AddRequest | AbortRequests | FinishSequence | ResetPrefixCache | LoadAdapter | UnloadAdapter | Look
 
 
 _SIZE_THE_CACHE = ("kv_cache_memory", "gpu_memory_utilization", "swap_space")
@@ -121,6 +123,31 @@ class EngineEnded(msgspec.Struct, frozen=True, tag="ended"):
     message: str
 
 
+class Call(msgspec.Struct, frozen=True, tag="call"):
+    """A call of a function that the other end of a connection offers by name; see clients/calls.py.
+
+    call_id: of the reply; 0: there is none.
+    """
+
+    call_id: int
+    name: str
+    arguments: tuple[msgspec.Raw, ...]
+
+
+class Reply(msgspec.Struct, frozen=True, tag="reply"):
+    """What a call returned, or raised: the name of the error's class, its text, and its param."""
+
+    call_id: int
+    value: msgspec.Raw
+    error: tuple[str, str, str | None] | None = None
+
+
+class Listen(msgspec.Struct, frozen=True, tag="listen"):
+    """A client wants the events of all clients from now on, or no longer."""
+
+    begins: bool
+
+
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
     """The last message of an engine that could not start.
 
@@ -167,6 +194,25 @@ class StepReport(msgspec.Struct, frozen=True, tag="report"):
     stats: EngineStats
 
 
+class EngineReport(msgspec.Struct, frozen=True, tag="engine_report"):
+    """What a ClientServer tells all clients of the engine, whenever that has changed.
+
+    step_tokens: tokens computed in each step since the last report.
+    """
+
+    is_up: bool
+    is_stuck: bool
+    num_deaths: int
+    stats: EngineStats
+    step_tokens: tuple[int, ...] = ()
+
+
+class AllEvents(msgspec.Struct, frozen=True, tag="events"):
+    """Events of the requests of all clients, for one that listens."""
+
+    events: Events
+
+
 class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
     """The engine rejected this request; it was never queued.
 
@@ -194,18 +240,14 @@ class ResetReply(msgspec.Struct, frozen=True, tag="reset_reply"):
 
 
 class AdapterReply(msgspec.Struct, frozen=True, tag="adapter_reply"):
-    """The reply to LoadAdapter.
-
-    error: why the adapter cannot be used, or None.   has_died: because engines have died, and not for its files.
-    """
+    """The reply to LoadAdapter.   error: why the adapter cannot be used, or None."""
 
     call_id: int
     error: str | None
-    has_died: bool = False
 
 
 class LookReply(msgspec.Struct, frozen=True, tag="look_reply"):
-    """What runs now, and the steps that have ended since the last look."""
+    """What runs now, and the steps that were asked for."""
 
     call_id: int
     view: SchedulerView
@@ -216,8 +258,10 @@ class LookReply(msgspec.Struct, frozen=True, tag="look_reply"):
 FromEngine = (
     Ready | StartFailed | StepOutputs | StepReport | RequestRefused | IdleReport | ResetReply | AdapterReply | LookReply
 )
-FromServer = Connected | EngineEnded | StepOutputs | ResetReply | AdapterReply
-"""What a ClientServer sends to clients in other processes; they send it ToEngine."""
+FromClient = AddRequest | AbortRequests | FinishSequence | UnloadAdapter | Listen | Call | Reply
+"""What clients in other processes send to a ClientServer."""
+FromServer = Connected | EngineEnded | EngineReport | StepOutputs | AllEvents | Call | Reply
+"""What it sends to them."""
 
 
 LARGE_ARRAY_BYTES = 64 * 2**10

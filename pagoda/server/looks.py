@@ -18,13 +18,13 @@ _MAX_STEPS = 512
 
 
 class Looks:
-    """What the engine was seen to do last.   look: ProcessClient.look, or None without an engine process.
+    """What the engine was seen to do last.   look: that of its client, or None without an engine process.
 
     reply: the last one, None if the engine was down.   num_streams: of pages that look.
     steps: the last ones, with a number that counts up.
     """
 
-    def __init__(self, look: Callable[[bool], Awaitable[LookReply | None]] | None = None) -> None:
+    def __init__(self, look: Callable[[float | None], Awaitable[LookReply | None]] | None = None) -> None:
         self._look = look
         self._asked: asyncio.Task[None] | None = None
         self._asked_s = float("-inf")
@@ -46,7 +46,8 @@ class Looks:
     async def _ask(self, takes_steps: bool) -> None:
         assert self._look is not None
         try:
-            self.reply = await self._look(takes_steps)
+            last_s = self.steps[-1].ended_s if self.steps else 0.0
+            self.reply = await self._look(last_s if takes_steps else None)
             if self.reply is not None:
                 self.steps.extend(self.reply.steps)
                 self.num_steps += len(self.reply.steps)

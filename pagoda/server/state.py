@@ -18,7 +18,7 @@ from pagoda.base.pooling import ModelTasks
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.clients.process_client import ProcessClient
+from pagoda.engine.clients.remote_client import EngineClient
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.chat_prompts import ChatOptions, RenderedChat
 from pagoda.engine.templates.chat_template import ChatTemplate
@@ -65,7 +65,7 @@ class ServerState:
     forces_usage: bool = False
     returns_token_ids: bool = False
     bodies: BodyReader = field(default_factory=lambda: BodyReader(RequestLimits()))
-    engine: ProcessClient | None = None
+    engine: EngineClient | None = None
     config: ServerConfig = field(default_factory=ServerConfig)
     looks: Looks = field(default_factory=Looks)
     drain: Drain = field(default_factory=Drain)
@@ -176,9 +176,7 @@ def state_of(http: Request) -> ServerState:
     return http.app.state.server  # type: ignore[no-any-return]
 
 
-async def build_state(
-    config: EngineConfig, client: ProcessClient, starting: "asyncio.Task[EngineSizes]"
-) -> ServerState:
+async def build_state(config: EngineConfig, client: EngineClient, starting: "asyncio.Task[EngineSizes]") -> ServerState:
     """Build the state of a server while the task `starting` starts its engine; return when that is ready.
 
     Raises ConfigError or CapacityError for invalid settings, WorkerDied if the engine does not start.
@@ -187,6 +185,7 @@ async def build_state(
     setup = await asyncio.to_thread(resolve_engine, config)
     inputs = await asyncio.to_thread(build_input_processor, setup)
     sizes = await starting
+    inputs.client_index = client.index
     inputs.limits.fit(sizes.max_model_len)
     names = config.model.served_model_name or (config.model.model,)
     server = config.server

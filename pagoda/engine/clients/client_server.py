@@ -3,6 +3,16 @@
 A connection is a client: it gets an index that no other had, and when it ends, as it does when its process is killed,
 the engine aborts the requests that it leaves behind. A message is a frame, as in wire.py, or several for a request with
 large arrays; in front of each frame stand its bytes.
+
+What the processes share besides the engine is asked for by name (see calls.py):
+
+    def admit(client_index: int, num_tokens: int) -> bool: ...
+    server = ClientServer(engine, starting, {"admit": admit}, on_left=release_what_it_had)
+
+    client = RemoteClient(path, {"drop_adapter": drop_adapter})
+    if await client.calls.call("admit", 17, returns=bool): ...
+
+    found = await server.ask("drop_adapter", "name", timeout_s=1.0)  # of all clients, by their index
 """
 
 import asyncio
@@ -10,15 +20,24 @@ import dataclasses
 import itertools
 import logging
 import struct
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
 
 import msgspec
 
-from pagoda.base.errors import RequestError, WorkerDied
+from pagoda.base.errors import PagodaError, WorkerDied
+from pagoda.core.events import Events
+from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
+from pagoda.engine.clients.calls import Calls, Services
 from pagoda.engine.clients.process_client import ProcessClient
 
 logger = logging.getLogger("pagoda.engine")
+
+REPORT_S = 0.1
+"""So often clients are told of the engine, if that has changed."""
 
 _LENGTH = struct.Struct("<Q")
 
@@ -37,63 +56,154 @@ def write_frames(writer: asyncio.StreamWriter, *frames: bytes | memoryview) -> N
 
 
 class ClientServer:
-    """Serves a ProcessClient that has started to clients in other processes."""
+    """Serves a ProcessClient to clients in other processes."""
 
-    def __init__(self, engine: ProcessClient, sizes: wire.EngineSizes) -> None:
-        """sizes: of the engine."""
-        self._engine, self._sizes = engine, sizes
+    def __init__(
+        self,
+        engine: ProcessClient,
+        sizes: Awaitable[wire.EngineSizes],
+        services: Services | None = None,
+        on_left: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        """sizes: of the engine, once it has started, as a task or a future.
+
+        services: that clients may call; each gets the index of the client first.   on_left: called with the index of a
+        client that has gone.
+        """
+        self._engine, self._sizes, self._on_left = engine, asyncio.ensure_future(sizes), on_left
+        self._services = {**_services_of(engine), **(services or {})}
         self._indices = itertools.count(1)  # 0 is the ProcessClient itself
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections: dict[int, _Connection] = {}  # by client
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._step_tokens: list[int] = []  # since the last report
         self._server: asyncio.Server | None = None
 
     async def start(self, path: str) -> None:
-        """Listen on a Unix socket at `path`, whose folder only this user can enter."""
+        """Listen on a Unix socket at `path`, whose folder only this user can enter. The engine may start later."""
+        self._engine.on_step = self._step_tokens.append
         self._server = await asyncio.start_unix_server(self._accept, path)
+        self._run(self._report())
 
     async def close(self) -> None:
         """End all connections; the clients get WorkerDied. Idempotent."""
         if self._server is not None:
             self._server.close()
-        for task in self._connections:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def ask(self, name: str, *arguments: object, timeout_s: float, returns: Any = Any) -> dict[int, Any]:
+        """Call a function of all clients; return what they answer, by their index.
+
+        Those that fail, go, or take longer than `timeout_s` are left out.
+        """
+        asked = {
+            index: asyncio.ensure_future(connection.calls.call(name, *arguments, returns=returns))
+            for index, connection in self._connections.items()
+        }
+        if asked:
+            await asyncio.wait(asked.values(), timeout=timeout_s)
+        answers: dict[int, Any] = {}
+        for index, answer in asked.items():
+            if not answer.done():
+                answer.cancel()
+            elif (error := answer.exception()) is None:
+                answers[index] = answer.result()
+            else:
+                logger.warning("client %d did not answer %r: %s", index, name, error)
+        return answers
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.create_task(_Connection(self._engine, next(self._indices), reader, writer).serve(self._sizes))
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
+        self._run(self._serve(next(self._indices), reader, writer))
+
+    def _run(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one client until it has gone; then abort its requests."""
+        try:
+            sizes = await asyncio.shield(self._sizes)
+        except PagodaError:  # no engine could be started: who started it says why
+            writer.close()
+            return
+        services = {name: partial(service, index) for name, service in self._services.items()}
+        connection = self._connections[index] = _Connection(self._engine, index, reader, writer, services)
+        self._engine.connect(index, connection.pass_on)
+        try:
+            connection.send(wire.Connected(index, sizes))
+            connection.send(self._report_of(()))
+            if self._engine.died is not None:
+                connection.pass_on(self._engine.died)
+            await connection.serve()
+        except (EOFError, ConnectionError):
+            logger.info("client %d has left", index)
+        except Exception:  # only its own requests end
+            logger.exception("client %d sent what cannot be read: its connection ends", index)
+        finally:
+            del self._connections[index]
+            self._engine.disconnect(index)
+            connection.end()
+            self._on_left(index)
+
+    async def _report(self) -> None:
+        """Tell all clients of the engine when that has changed."""
+        last = self._report_of(())
+        while True:
+            await asyncio.sleep(REPORT_S)
+            report = self._report_of(tuple(self._step_tokens))
+            self._step_tokens.clear()
+            if report != last:
+                last = report
+                for connection in self._connections.values():
+                    connection.send(report)
+
+    def _report_of(self, step_tokens: tuple[int, ...]) -> wire.EngineReport:
+        engine = self._engine
+        return wire.EngineReport(engine.is_up, engine.is_stuck, engine.num_deaths, engine.stats(), step_tokens)
+
+
+def _services_of(engine: ProcessClient) -> Services:
+    """Return the calls of an EngineCoreClient that have a result."""
+
+    async def reset_prefix_cache(_: int, preempt_running: bool) -> bool:
+        return await engine.reset_prefix_cache(preempt_running)
+
+    async def load_adapter(_: int, lora: LoraRef) -> None:
+        await engine.load_adapter(lora)
+
+    async def look(_: int, steps_after_s: float | None) -> wire.LookReply | None:
+        return await engine.look(steps_after_s)
+
+    return {"reset_prefix_cache": reset_prefix_cache, "load_adapter": load_adapter, "look": look}
 
 
 class _Connection:
     """One client."""
 
     def __init__(
-        self, engine: ProcessClient, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        engine: ProcessClient,
+        index: int,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        services: Services,
     ) -> None:
         self._engine, self._index = engine, index
         self._reader, self._writer = reader, writer
         self._codec = wire.Codec(wire.FromClient)
-        self._calls: set[asyncio.Task[None]] = set()
+        self.calls = Calls(self.send, services)
 
-    async def serve(self, sizes: wire.EngineSizes) -> None:
-        """Pass on the client's messages until it has gone; then abort its requests."""
-        engine = self._engine
-        engine.connect(self._index, self._pass_on)
-        try:
-            self._send(wire.Connected(self._index, sizes))
-            if engine.died is not None:
-                self._pass_on(engine.died)
-            while True:
-                await self._handle(self._codec.decode(await read_frame(self._reader)))
-        except (EOFError, ConnectionError):
-            logger.info("client %d has left", self._index)
-        except Exception:  # only its own requests end
-            logger.exception("client %d sent what cannot be read: its connection ends", self._index)
-        finally:
-            engine.disconnect(self._index)
-            for call in self._calls:
-                call.cancel()
-            self._writer.close()
+    async def serve(self) -> None:
+        """Pass on the client's messages. Raises EOFError or ConnectionError when it has gone."""
+        while True:
+            await self._handle(self._codec.decode(await read_frame(self._reader)))
+
+    def end(self) -> None:
+        self._engine.listeners.discard(self._pass_on_events)
+        self.calls.end(WorkerDied(f"client {self._index} has left"))
+        self._writer.close()
 
     async def _handle(self, message: wire.FromClient) -> None:
         engine, index = self._engine, self._index
@@ -108,30 +218,21 @@ class _Connection:
                 engine.finish_sequence(handle, sequence, status, index)
             case wire.UnloadAdapter(lora):
                 engine.unload_adapter(lora)
-            case wire.ResetPrefixCache() | wire.LoadAdapter():
-                call = asyncio.create_task(self._reply_to(message))
-                self._calls.add(call)
-                call.add_done_callback(self._calls.discard)
+            case wire.Listen(begins):
+                change = engine.listeners.add if begins else engine.listeners.discard
+                change(self._pass_on_events)
+            case wire.Call() | wire.Reply():
+                self.calls.take(message)
 
-    async def _reply_to(self, message: wire.ResetPrefixCache | wire.LoadAdapter) -> None:
-        error: RequestError | WorkerDied | None = None
-        succeeded = False
-        try:
-            if isinstance(message, wire.ResetPrefixCache):
-                succeeded = await self._engine.reset_prefix_cache(message.preempt_running)
-            else:
-                await self._engine.load_adapter(message.lora)
-        except (RequestError, WorkerDied) as raised:
-            error = raised
-        if isinstance(message, wire.ResetPrefixCache):
-            self._send(wire.ResetReply(message.call_id, succeeded))  # if the engine has died, EngineEnded says so
-        else:
-            has_died = isinstance(error, WorkerDied)
-            self._send(wire.AdapterReply(message.call_id, None if error is None else str(error), has_died))
+    def pass_on(self, item: EngineCoreOutputs | WorkerDied) -> None:
+        """Pass on what the steps bring to this client, or the error that ended the engine for good."""
+        if isinstance(item, WorkerDied):
+            self.send(wire.EngineEnded(str(item)))
+        else:  # a client that has its last token finds it counted in the metrics
+            self.send(wire.StepOutputs(self._index, item, stats=self._engine.stats() if item.ends else None))
 
-    def _pass_on(self, item: EngineCoreOutputs | WorkerDied) -> None:
-        is_end = isinstance(item, WorkerDied)
-        self._send(wire.EngineEnded(str(item)) if is_end else wire.StepOutputs(self._index, item))
+    def _pass_on_events(self, events: Events) -> None:
+        self.send(wire.AllEvents(events))
 
-    def _send(self, message: msgspec.Struct) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         write_frames(self._writer, self._codec.encode(message))

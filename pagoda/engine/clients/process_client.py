@@ -24,6 +24,7 @@ from pagoda.core.events import Events
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
+from pagoda.engine.clients.client_outputs import ClientOutputs
 from pagoda.engine.clients.journal import Journal, JournalEntry, Suspects, error_outputs
 from pagoda.engine.clients.supervisor import Supervisor
 from pagoda.engine.flight_recorder import FlightRecord
@@ -39,21 +40,24 @@ Sink = Callable[[EngineCoreOutputs | WorkerDied], object]
 """Takes what a client gets of the steps, or the error that ended the engine for good."""
 
 
-class ProcessClient:
+class ProcessClient(ClientOutputs):
     """An EngineCoreClient over a child process (ZeroMQ, msgpack), and the way to it for clients in other processes.
 
     The methods of EngineCoreClient are those of client 0. Others `connect`, and give their index with each call.
+    index: of this client.
     step_timeout_s: an engine that has work and makes no progress for so long counts as dead; see EngineLink.
     module: what the child process runs.
     """
 
+    index = 0
+
     def __init__(
         self, config: EngineConfig, step_timeout_s: float = 120.0, module: str = "pagoda.assembly.engine_process"
     ) -> None:
+        super().__init__()
         self._supervisor = Supervisor(config, module, step_timeout_s, self)
         self._journal = Journal()
         self._codec = wire.Codec(wire.FromEngine)
-        self._outputs: asyncio.Queue[EngineCoreOutputs | WorkerDied] = asyncio.Queue()
         self._sinks: dict[int, Sink] = {0: self._outputs.put_nowait}  # by client
         self._suspects = Suspects(self._journal)
         self._replies: dict[int, asyncio.Future[_Reply]] = {}  # that calls wait for, by call id
@@ -67,6 +71,8 @@ class ProcessClient:
         """Called with the number of tokens of each step."""
         self.on_events: Callable[[Events], object] | None = None
         """Called with the events of the requests of all clients, those of one after those of the other."""
+        self.listeners: set[Callable[[Events], object]] = set()
+        """Called as `on_events` is, for clients in other processes."""
 
     # ---- what AsyncEngine calls
 
@@ -98,12 +104,6 @@ class ProcessClient:
         self._journal.end_sequence(key, sequence)
         self._send(wire.FinishSequence(key, sequence, status))
         self._send_next()
-
-    async def next_outputs(self) -> EngineCoreOutputs:
-        item = await self._outputs.get()
-        if isinstance(item, WorkerDied):
-            raise item
-        return item
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Return False if blocks are in use. Return True while the engine is down: its cache is gone."""
@@ -148,11 +148,11 @@ class ProcessClient:
         self._num_unloads[lora.digest] += 1
         self._send(wire.UnloadAdapter(lora))
 
-    async def look(self, takes_steps: bool = False) -> wire.LookReply | None:
-        """Return what the engine does now, and the steps since the last look that took them; None while it is down."""
+    async def look(self, steps_after_s: float | None = None) -> wire.LookReply | None:
+        """Return what the engine does now, and its steps that ended after a time; None while it is down."""
         if not self.is_up:
             return None
-        reply = await self._call(partial(wire.Look, takes_steps=takes_steps))
+        reply = await self._call(partial(wire.Look, steps_after_s=steps_after_s))
         if not isinstance(reply, wire.LookReply):
             return None
         self._stats = reply.stats
@@ -227,6 +227,8 @@ class ProcessClient:
                 self._note_steps(step_tokens, stats)
                 if self.on_events is not None:
                     self.on_events(outputs.events)
+                for listener in self.listeners:
+                    listener(outputs.events)
                 self._put(client_index, self._journal.record(client_index, outputs))
                 if self._suspects.is_probing:
                     self._send_next()

@@ -1,48 +1,69 @@
 """RemoteClient: an engine that another process has, over a connection to its ClientServer."""
 
 import asyncio
-import dataclasses
-import itertools
+import logging
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Self
 
-from pagoda.base.errors import RequestError, WorkerDied, fresh
+import msgspec
+
+from pagoda.base.errors import WorkerDied
+from pagoda.core.events import Events
 from pagoda.core.request import LoraRef, Request, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
+from pagoda.engine.clients.calls import Calls, Services
+from pagoda.engine.clients.client_outputs import ClientOutputs
 from pagoda.engine.clients.client_server import read_frame, write_frames
 from pagoda.engine.clients.journal import error_outputs
+from pagoda.engine.clients.process_client import ProcessClient
 
-_Reply = wire.ResetReply | wire.AdapterReply
+logger = logging.getLogger("pagoda.engine")
+
+_ENDED = "the process that has the engine has ended"
 
 
-class RemoteClient:
+class RemoteClient(ClientOutputs):
     """An EngineCoreClient without a journal: the other process has that, and restarts the engine if it dies.
 
-    index: of this client.   sizes: of the engine.
+    It tells of the engine what a ProcessClient does, a moment later.
+    index: of this client, once it has started.   calls: of functions of the other process; see ClientServer.
     """
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, greeting: wire.Connected) -> None:
-        """greeting: the first message on the connection; see `connect`."""
-        self.index, self.sizes = greeting.client_index, greeting.sizes
-        self._reader, self._writer = reader, writer
+    def __init__(self, path: str, services: Services | None = None) -> None:
+        """path: the Unix socket of the ClientServer.   services: that the other process may call."""
+        super().__init__()
+        self._path = path
         self._codec = wire.Codec(wire.FromServer)
-        self._outputs: asyncio.Queue[EngineCoreOutputs | WorkerDied] = asyncio.Queue()
-        self._replies: dict[int, asyncio.Future[_Reply]] = {}  # that calls wait for, by call id
-        self._call_ids = itertools.count(1)
-        self._died: WorkerDied | None = None
-        self._reading = asyncio.create_task(self._read())
+        self._report = wire.EngineReport(False, False, 0, wire.EngineStats())
+        self._reading: asyncio.Task[None] | None = None
+        self._gone = asyncio.Event()
+        self._on_events: Callable[[Events], object] | None = None
+        self.index = 0
+        self.calls = Calls(self._send, services or {})
+        self.died: WorkerDied | None = None
+        """Set once no engine can be started any more, or the other process has ended."""
+        self.on_step: Callable[[int], object] = lambda _: None
+        """Called with the number of tokens of each step, whosever they are."""
 
-    @classmethod
-    async def connect(cls, path: str) -> Self:
-        """Connect to the ClientServer on the Unix socket at `path`. Raises OSError if there is none."""
-        reader, writer = await asyncio.open_unix_connection(path)
-        return cls(reader, writer, wire.Codec(wire.FromServer).decode(await read_frame(reader)))
+    async def start(self) -> wire.EngineSizes:
+        """Connect, and wait until the engine has started; return its sizes.
+
+        Raises OSError if nothing listens at the path, WorkerDied if the other process ends before it has an engine.
+        """
+        reader, self._writer = await asyncio.open_unix_connection(self._path)
+        try:
+            greeting: wire.Connected = self._codec.decode(await read_frame(reader))
+        except (EOFError, ConnectionError):
+            self._end(_ENDED)
+            raise WorkerDied(_ENDED) from None
+        self.index = greeting.client_index
+        self._reading = asyncio.create_task(self._read(reader))
+        return greeting.sizes
+
+    # ---- what AsyncEngine calls
 
     def add_request(self, request: Request) -> None:
         try:
-            frames = self._codec.encode_request(dataclasses.replace(request, client_index=self.index))
+            frames = self._codec.encode_request(request)
         except (UnicodeEncodeError, OverflowError) as error:
             reason = f"the request cannot be encoded: {error}"
             self._outputs.put_nowait(error_outputs(request, reason, RequestStatus.FINISHED_IGNORED))
@@ -55,63 +76,103 @@ class RemoteClient:
     def finish_sequence(self, handle: int, sequence: int, status: RequestStatus) -> None:
         self._send(wire.FinishSequence((self.index, handle), sequence, status))
 
-    async def next_outputs(self) -> EngineCoreOutputs:
-        item = await self._outputs.get()
-        if isinstance(item, WorkerDied):
-            raise item
-        return item
-
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        reply = await self._call(partial(wire.ResetPrefixCache, preempt_running=preempt_running))
-        return isinstance(reply, wire.ResetReply) and reply.succeeded
+        return await self.calls.call("reset_prefix_cache", preempt_running, returns=bool)
 
     async def load_adapter(self, lora: LoraRef) -> None:
-        reply = await self._call(partial(wire.LoadAdapter, lora=lora))
-        if isinstance(reply, wire.AdapterReply) and reply.error is not None:
-            raise WorkerDied(reply.error) if reply.has_died else RequestError(reply.error, "lora_request")
+        await self.calls.call("load_adapter", lora)
 
     def unload_adapter(self, lora: LoraRef) -> None:
         self._send(wire.UnloadAdapter(lora))
 
+    async def look(self, steps_after_s: float | None = None) -> wire.LookReply | None:
+        """Return what the engine does now, and its steps that ended after a time; None while it is down."""
+        return await self.calls.call("look", steps_after_s, returns=wire.LookReply | None)
+
     async def shutdown(self) -> None:
         """Close the connection; the engine goes on without this client. Idempotent."""
-        self._reading.cancel()
-        await asyncio.gather(self._reading, return_exceptions=True)
-        self._writer.close()
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+            self._writer.close()
+        self._gone.set()
 
-    async def _read(self) -> None:
+    # ---- state for operators
+
+    def stats(self) -> wire.EngineStats:
+        return self._report.stats
+
+    @property
+    def num_deaths(self) -> int:
+        return self._report.num_deaths
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the engine process has reported ready and is running."""
+        return self.died is None and self._report.is_up
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the engine has work and has made no progress for longer than its steps can explain."""
+        return self._report.is_stuck
+
+    async def wait_until_gone(self) -> None:
+        """Wait until no engine can be started any more (see `died`), or until after `shutdown`."""
+        await self._gone.wait()
+
+    @property
+    def on_events(self) -> Callable[[Events], object] | None:
+        """What is called with the events of the requests of all clients, those of one after those of the other."""
+        return self._on_events
+
+    @on_events.setter
+    def on_events(self, listener: Callable[[Events], object] | None) -> None:
+        self._on_events = listener
+        self._send(wire.Listen(listener is not None))
+
+    # ---- the connection
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
             while True:
-                match self._codec.decode(await read_frame(self._reader)):
-                    case wire.StepOutputs(_, outputs):
-                        self._outputs.put_nowait(outputs)
-                    case wire.ResetReply() | wire.AdapterReply() as reply:
-                        done = self._replies.pop(reply.call_id)
-                        if not done.done():  # the caller may have been cancelled
-                            done.set_result(reply)
-                    case wire.EngineEnded(message):
-                        self._end(message)
-                    case message:
-                        raise AssertionError(f"no such message: {message}")
+                self._take(self._codec.decode(await read_frame(reader)))
         except (EOFError, ConnectionError):
-            self._end("the process that has the engine has ended")
+            self._end(_ENDED)
+        except Exception as error:  # if this task ended silently, callers would wait forever
+            logger.exception("a message of the process that has the engine could not be read")
+            self._end(f"internal error in the client: {type(error).__name__}: {error}")
+        finally:
+            self.calls.end(self.died or WorkerDied("this client has been shut down"))
+
+    def _take(self, message: wire.FromServer) -> None:
+        match message:
+            case wire.StepOutputs(_, outputs, _, stats):
+                if stats is not None:
+                    self._report = msgspec.structs.replace(self._report, stats=stats)
+                self._outputs.put_nowait(outputs)
+            case wire.EngineReport(step_tokens=step_tokens):
+                self._report = message
+                for count in step_tokens:
+                    self.on_step(count)
+            case wire.AllEvents(events):
+                if self._on_events is not None:
+                    self._on_events(events)
+            case wire.Call() | wire.Reply():
+                self.calls.take(message)
+            case wire.EngineEnded(text):
+                self._end(text)
+            case wire.Connected():
+                raise AssertionError(f"a second greeting: {message}")
 
     def _end(self, message: str) -> None:
-        if self._died is None:
-            self._died = WorkerDied(message)
-            self._outputs.put_nowait(self._died)
-            for done in self._replies.values():
-                if not done.done():
-                    done.set_exception(fresh(self._died))
+        if self.died is None:
+            self.died = WorkerDied(message)
+            self._outputs.put_nowait(self.died)
+            self._gone.set()
 
-    def _send(self, message: wire.ToEngine) -> None:
+    def _send(self, message: msgspec.Struct) -> None:
         write_frames(self._writer, self._codec.encode(message))
 
-    async def _call(self, message: Callable[[int], wire.ToEngine]) -> _Reply:
-        """Send the message that `message` returns for a call id; wait for the reply. Raises WorkerDied."""
-        if self._died is not None:
-            raise fresh(self._died)
-        call_id = next(self._call_ids)
-        reply = self._replies[call_id] = asyncio.get_running_loop().create_future()
-        self._send(message(call_id))
-        return await reply
+
+EngineClient = ProcessClient | RemoteClient
+"""What a server is built on."""

@@ -11,7 +11,7 @@ from pagoda.base.abbreviate import shown_id
 from pagoda.base.errors import InvariantBroken, PagodaError, UsageError, WorkerDied
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler import SchedulerStats
-from pagoda.core.scheduler_output import EngineCoreOutputs
+from pagoda.engine.clients.client_outputs import ClientOutputs
 from pagoda.engine.clients.journal import error_outputs
 from pagoda.engine.engine_thread import EngineThread
 from pagoda.engine.llm_engine import LLMEngine
@@ -21,13 +21,13 @@ logger = logging.getLogger("pagoda.engine")
 T = TypeVar("T")
 
 
-class ThreadClient:
+class ThreadClient(ClientOutputs):
     """An EngineCoreClient over an EngineThread."""
 
     def __init__(self, build: Callable[[], LLMEngine], name: str) -> None:
         """Begin to build the engine on its thread.   name: what errors call the object that the caller uses."""
+        super().__init__()
         self._loop = asyncio.get_running_loop()
-        self._outputs: asyncio.Queue[EngineCoreOutputs | PagodaError] = asyncio.Queue()
         self._ready: asyncio.Future[LLMEngine] = self._loop.create_future()
         put = self._put = partial(_call_on, self._loop, self._outputs.put_nowait)
 
@@ -62,12 +62,6 @@ class ThreadClient:
 
     def finish_sequence(self, handle: int, sequence: int, status: RequestStatus) -> None:
         self._post(lambda engine: engine.core.finish_sequence((0, handle), sequence, status))
-
-    async def next_outputs(self) -> EngineCoreOutputs:
-        item = await self._outputs.get()
-        if isinstance(item, PagodaError):
-            raise item
-        return item
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         return await self._call(lambda engine: engine.core.reset_prefix_cache(preempt_running))

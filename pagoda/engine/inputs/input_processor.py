@@ -71,6 +71,8 @@ class InputProcessor:
         self.chats = ChatPrompts(tokenizer, self.prompts, limits, parses_special_tokens_in_chat, images, model_name)
         self._seeds = np.random.default_rng(engine_seed) if engine_seed is not None else None
         self._handles = itertools.count(1)  # threads share it
+        self.client_index = 0
+        """Of the engine's client that gets the requests."""
 
     def process(
         self,
@@ -168,6 +170,7 @@ class InputProcessor:
             skip_prefix_read=pooling is not None and not self.limits.tasks.reads_prefix_cache(pooling),
             arrival_time_s=arrival_time_s,
             priority=_normal_priority(priority),
+            client_index=self.client_index,
             handle=next(self._handles),
             seed=self._seed(sampling.seed) if sampling is not None else 0,
             eos_token_ids=self._eos_token_ids,

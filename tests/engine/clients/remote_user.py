@@ -14,7 +14,8 @@ from tests.fake_engine import byte_inputs
 
 
 async def main(path: str, seed: int, max_tokens: int) -> None:
-    client = await RemoteClient.connect(path)
+    client = RemoteClient(path)
+    await client.start()
     await asyncio.to_thread(sys.stdin.read)
     async with AsyncEngine(client, byte_inputs()) as llm:
         print(json.dumps(await ask(llm, seed, max_tokens)))

@@ -14,6 +14,7 @@ import pytest
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError, WorkerDied
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.events import ClientEvent
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine.async_engine import AsyncEngine
@@ -155,7 +156,7 @@ def test_clients_in_other_processes_survive_the_engine_and_one_another(tmp_path:
 
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = [await ask(llm, seed, 200) for seed in range(2)]
-        server = ClientServer(client, await client._supervisor._sizes)  # type: ignore[misc]
+        server = ClientServer(client, client._supervisor._sizes)
         await server.start(path)
         survivors = [await start(seed, 200) for seed in range(2)]
         victim = await start(9, 220)
@@ -183,18 +184,52 @@ def test_clients_in_other_processes_survive_the_engine_and_one_another(tmp_path:
     run_engine(work, ProcessClient(config, STEP_TIMEOUT_S, MODULE), config)
 
 
+async def see_what_the_engine_does(client: ProcessClient, remote: RemoteClient, far: AsyncEngine) -> None:
+    """A client in another process sees the same as the one that has the engine."""
+    steps: list[int] = []
+    heard: list[ClientEvent] = []
+    remote.on_step, remote.on_events = steps.append, heard.extend
+    assert (await remote.look(0.0)) is not None  # from now on, steps are noted
+    result = asyncio.create_task(ask(far, 3, 60))
+    while not len(client._journal):
+        await asyncio.sleep(0.001)
+    running = await remote.look(0.0)
+    assert running is not None
+    assert running.view.clients.tolist() == [remote.index]
+    await result
+    assert remote.stats().num_steps >= 60  # it came with the last token
+    while sum(steps) < 2 * 60 + 20 or remote.stats() != client.stats():
+        await asyncio.sleep(0.01)
+    noted = (await remote.look(0.0)).steps  # type: ignore[union-attr]
+    assert len(noted) >= 60
+    assert (await client.look(0.0)).steps == noted  # type: ignore[union-attr]  # whoever looks, sees all
+    assert (await client.look(noted[-2].ended_s)).steps == noted[-1:]  # type: ignore[union-attr]
+    assert {type(event).__name__ for event in heard} >= {"Queued", "Admitted", "Ended"}
+    remote.on_events = None
+    assert remote.is_up
+    assert client.engine_pid is not None
+    os.kill(client.engine_pid, signal.SIGKILL)
+    while remote.is_up or remote.num_deaths < 1:
+        await asyncio.sleep(0.01)
+    while not remote.is_up:
+        await asyncio.sleep(0.01)
+    assert not client.listeners
+
+
 def test_a_client_in_another_process_resets_the_cache_and_learns_of_errors_and_of_the_end(tmp_path: Path) -> None:
     config = EngineConfig.from_options(**OPTIONS)
     path = str(tmp_path / "clients")
 
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
-        server = ClientServer(client, await client._supervisor._sizes)  # type: ignore[misc]
+        server = ClientServer(client, client._supervisor._sizes)
         await server.start(path)
-        remote = await RemoteClient.connect(path)
-        assert (remote.index, remote.sizes.max_model_len) == (1, 512)
+        remote = RemoteClient(path)
+        assert (await remote.start()).max_model_len == 512
+        assert remote.index == 1
         far = AsyncEngine(remote, byte_inputs())
         assert await ask(far, 3) == await ask(llm, 3)
         assert await far.reset_prefix_cache() is True
+        await see_what_the_engine_does(client, remote, far)
         with pytest.raises(RequestError, match="enable_lora"):
             await remote.load_adapter(LoraRef("a", "/nowhere", "a"))
         remote.unload_adapter(LoraRef("a", "/nowhere", "a"))

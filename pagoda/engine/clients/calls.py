@@ -1,0 +1,125 @@
+"""Calls: functions that one end of a connection offers by name, for the other end to call and await.
+
+Arguments and results travel as messages do (msgpack): numbers, strings, containers, the frozen records of core/. An
+argument is decoded as the function's annotation says, a result as the caller says (`returns`).
+"""
+
+import asyncio
+import inspect
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from pagoda.base import errors
+from pagoda.base.errors import PagodaError, RequestError, WorkerDied, fresh
+from pagoda.engine import wire
+
+logger = logging.getLogger("pagoda.engine")
+
+Services = Mapping[str, Callable[..., Any]]
+"""Functions by name, coroutine functions among them. One that is none runs before later messages are read.
+
+What pagoda's errors say reaches the caller, who gets the same error; any other is logged here.
+"""
+
+
+class Calls:
+    """The calls of one end of a connection: those that wait for a reply, and those that are answered here."""
+
+    def __init__(self, send: Callable[[wire.Call | wire.Reply], object], services: Services) -> None:
+        """send: sends a message to the other end.   services: that this end offers."""
+        self._send = send
+        self._services = {name: (service, _decoders_of(service)) for name, service in services.items()}
+        self._encoder = wire.make_encoder()
+        self._waiting: dict[int, asyncio.Future[wire.Reply]] = {}  # by call id
+        self._call_ids = itertools.count(1)
+        self._answering: set[asyncio.Task[None]] = set()
+        self._ended: WorkerDied | None = None
+
+    async def call(self, name: str, *arguments: object, returns: Any = Any) -> Any:
+        """Call a function of the other end; return its result, of the type `returns`.
+
+        Raises the error of pagoda that it raises, PagodaError for another one, WorkerDied if the connection ends.
+        """
+        if self._ended is not None:
+            raise fresh(self._ended)
+        call_id = next(self._call_ids)
+        self._waiting[call_id] = asyncio.get_running_loop().create_future()
+        self.post(name, *arguments, call_id=call_id)
+        try:
+            reply = await self._waiting[call_id]
+        finally:
+            del self._waiting[call_id]
+        if reply.error is not None:
+            raise _error_of(*reply.error)
+        return wire.make_decoder(returns).decode(reply.value)
+
+    def post(self, name: str, *arguments: object, call_id: int = 0) -> None:
+        """Call a function of the other end without waiting for it. Its errors are logged there."""
+        self._send(wire.Call(call_id, name, tuple(map(self._raw, arguments))))
+
+    def take(self, message: wire.Call | wire.Reply) -> None:
+        """Take a message of the other end."""
+        if isinstance(message, wire.Call):
+            self._answer(message)
+        elif (reply := self._waiting.get(message.call_id)) is not None and not reply.done():  # else, nobody waits
+            reply.set_result(message)
+
+    def end(self, error: WorkerDied) -> None:
+        """The connection has ended: nothing is answered any more, and callers get an error."""
+        self._ended = error
+        for task in self._answering:
+            task.cancel()
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_exception(fresh(error))
+
+    def _answer(self, call: wire.Call) -> None:
+        try:
+            service, decoders = self._services[call.name]
+            arguments = (decoder.decode(data) for decoder, data in zip(decoders, call.arguments, strict=False))
+            result = service(*arguments)
+        except Exception as error:
+            self._reply(call, None, error)
+            return
+        if not inspect.isawaitable(result):
+            self._reply(call, result)
+            return
+        task = asyncio.ensure_future(self._answer_later(call, result))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _answer_later(self, call: wire.Call, result: Any) -> None:
+        try:
+            self._reply(call, await result)
+        except Exception as error:
+            self._reply(call, None, error)
+
+    def _reply(self, call: wire.Call, result: object, error: Exception | None = None) -> None:
+        if error is not None and not isinstance(error, PagodaError):
+            logger.error("the call %r failed", call.name, exc_info=error)
+        if call.call_id:
+            shown = None if error is None else (type(error).__name__, str(error), getattr(error, "param", None))
+            self._send(wire.Reply(call.call_id, self._raw(result), shown))
+
+    def _raw(self, value: object) -> msgspec.Raw:
+        return msgspec.Raw(self._encoder.encode(value))
+
+
+def _decoders_of(service: Callable[..., Any]) -> list[Any]:
+    """Return the decoders of a function's arguments."""
+    parameters = inspect.signature(service, eval_str=True).parameters.values()
+    kinds = [Any if one.annotation is inspect.Parameter.empty else one.annotation for one in parameters]
+    return [wire.make_decoder(kind) for kind in kinds]
+
+
+def _error_of(name: str, text: str, param: str | None) -> PagodaError:
+    if name == RequestError.__name__:
+        return RequestError(text, param)
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, PagodaError):
+        return kind(text)
+    return PagodaError(f"a call to another process failed: {name}: {text}")

@@ -1,0 +1,178 @@
+"""What processes around one engine ask of each other by name, and what clients in other processes are told of it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.base.config import EngineConfig
+from pagoda.base.errors import CapacityError, PagodaError, RequestError, WorkerDied
+from pagoda.core.request import LoraRef
+from pagoda.engine import wire
+from pagoda.engine.clients.calls import Services
+from pagoda.engine.clients.client_server import ClientServer
+from pagoda.engine.clients.process_client import ProcessClient
+from pagoda.engine.clients.remote_client import RemoteClient
+from tests.engine.clients.test_process_client import OPTIONS
+
+SIZES = wire.EngineSizes(512, 16, 256, 0)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    while not holds():
+        await asyncio.sleep(0.001)
+
+
+def run(
+    work: Callable[[ProcessClient, ClientServer, str], Awaitable[None]],
+    path: Path,
+    services: Services | None = None,
+    on_left: Callable[[int], object] = lambda _: None,
+) -> None:
+    """Do the work with a server whose engine has given its sizes and is down."""
+
+    async def main() -> None:
+        engine = ProcessClient(EngineConfig.from_options(**OPTIONS))
+        sizes = asyncio.get_running_loop().create_future()
+        sizes.set_result(SIZES)
+        server = ClientServer(engine, sizes, services, on_left)
+        await server.start(str(path / "clients"))
+        try:
+            await asyncio.wait_for(work(engine, server, str(path / "clients")), 60)
+        finally:
+            await server.close()
+
+    asyncio.run(main())
+
+
+async def connected(path: str, services: Services | None = None) -> RemoteClient:
+    client = RemoteClient(path, services)
+    assert await client.start() == SIZES
+    return client
+
+
+def test_clients_call_services_which_know_who_calls(tmp_path: Path) -> None:
+    posted: list[tuple[int, str]] = []
+    left: list[int] = []
+
+    def post(client: int, text: str) -> None:
+        posted.append((client, text))
+
+    async def describe(client: int, lora: LoraRef, numbers: tuple[int, ...] = (1,)) -> dict[str, object]:
+        await asyncio.sleep(0)
+        assert isinstance(lora, LoraRef)
+        return {"client": client, "name": lora.name, "numbers": numbers, "posted": list(posted)}
+
+    async def refuse(_: int, kind: str) -> None:
+        raise {
+            "request": RequestError("no such field", "n"),
+            "capacity": CapacityError("full"),
+            "died": WorkerDied("gone"),
+            "other": ValueError("a bug"),
+        }[kind]
+
+    async def work(engine: ProcessClient, server: ClientServer, path: str) -> None:
+        one, other = await connected(path), await connected(path)
+        lora = LoraRef("name", "/path", "digest")
+        one.calls.post("post", "first")
+        told = await one.calls.call("describe", lora, (3, 4))
+        assert told == {"client": 1, "name": "name", "numbers": [3, 4], "posted": [[1, "first"]]}
+        assert (await other.calls.call("describe", lora, returns=dict[str, Any]))["client"] == 2
+        with pytest.raises(RequestError, match="no such field") as refused:
+            await one.calls.call("refuse", "request")
+        assert refused.value.param == "n"
+        with pytest.raises(CapacityError, match="full"):
+            await one.calls.call("refuse", "capacity")
+        with pytest.raises(WorkerDied, match="gone"):
+            await one.calls.call("refuse", "died")
+        with pytest.raises(PagodaError, match="failed: ValueError: a bug"):
+            await one.calls.call("refuse", "other")
+        with pytest.raises(PagodaError, match="nobody"):
+            await one.calls.call("nobody")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(one.calls.call("describe", lora), 0)
+        await one.shutdown()
+        await until(lambda: left == [1])
+        with pytest.raises(WorkerDied):
+            await one.calls.call("describe", lora)
+        assert (await other.calls.call("describe", lora))["client"] == 2
+
+    run(work, tmp_path, {"post": post, "describe": describe, "refuse": refuse}, left.append)
+
+
+def test_all_clients_are_asked_and_those_that_do_not_answer_are_left_out(tmp_path: Path) -> None:
+    async def never() -> int:
+        await asyncio.Event().wait()
+        return 0
+
+    async def later(number: int) -> int:
+        await asyncio.sleep(0)
+        return number + 1
+
+    def fail(_: int) -> int:
+        raise ValueError
+
+    async def work(engine: ProcessClient, server: ClientServer, path: str) -> None:
+        assert await server.ask("count", 1, timeout_s=60) == {}
+        clients = [
+            await connected(path, {"count": lambda number: number, "wait": lambda: 7}),
+            await connected(path, {"count": later, "wait": never}),
+            await connected(path, {"count": fail, "wait": lambda: 9}),
+        ]
+        assert await server.ask("count", 1, timeout_s=60, returns=int) == {1: 1, 2: 2}
+        assert await server.ask("wait", timeout_s=0.05) == {1: 7, 3: 9}
+        waiting = asyncio.create_task(server.ask("wait", timeout_s=60))
+        await asyncio.sleep(0)
+        await clients[1].shutdown()
+        assert await waiting == {1: 7, 3: 9}
+        assert await server.ask("wait", timeout_s=60) == {1: 7, 3: 9}
+
+    run(work, tmp_path)
+
+
+def test_a_client_waits_for_an_engine_that_starts_later_or_learns_that_none_does(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine = ProcessClient(EngineConfig.from_options(**OPTIONS))
+        for does_start in (True, False):
+            sizes = asyncio.get_running_loop().create_future()
+            server = ClientServer(engine, sizes)
+            path = str(tmp_path / f"{does_start}")
+            await server.start(path)
+            client = RemoteClient(path)
+            starting = asyncio.create_task(client.start())
+            await until(lambda server=server: len(server._tasks) > 1)
+            assert not starting.done()
+            if does_start:
+                sizes.set_result(SIZES)
+                assert await starting == SIZES
+            else:
+                sizes.set_exception(WorkerDied("it does not load"))
+                with pytest.raises(WorkerDied, match="the process that has the engine has ended"):
+                    await starting
+                assert client.died is not None
+            await server.close()
+            await client.wait_until_gone()
+
+    asyncio.run(main())
+
+
+def test_clients_learn_that_no_engine_can_be_started_any_more(tmp_path: Path) -> None:
+    async def work(engine: ProcessClient, server: ClientServer, path: str) -> None:
+        before = await connected(path)
+        assert (before.died, before.is_up) == (None, False)
+        engine._supervisor.died = WorkerDied("for good")
+        engine.on_give_up(engine.died)
+        for client in (before, await connected(path)):
+            await client.wait_until_gone()
+            assert "for good" in str(client.died)
+            with pytest.raises(WorkerDied, match="for good"):
+                await client.next_outputs()
+            with pytest.raises(WorkerDied, match="for good"):
+                await client.reset_prefix_cache()
+            with pytest.raises(WorkerDied, match="for good"):
+                await client.load_adapter(LoraRef("name", "/path", "digest"))
+            assert await client.look() is None
+
+    run(work, tmp_path)
