@@ -122,6 +122,9 @@ class ServerConfig:
     host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Setting("Port to listen on (0: any free port).", at_least=0)] = 8000
     uds: Annotated[str | None, Setting("Unix socket to listen on, instead of host and port.", unset="TCP")] = None
+    api_server_count: Annotated[
+        int, Setting("Processes that serve HTTP, on the same port and before the same engine.", at_least=1)
+    ] = 1
     root_path: Annotated[
         str, Setting("Path at which a proxy shows this server; routes work below it, too.", unset="none")
     ] = ""

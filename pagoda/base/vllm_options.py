@@ -108,7 +108,6 @@ IGNORED: Mapping[str, str] = {
     "disable_uvicorn_access_log": "{no_access_log} switches off the line per request",
     "uvicorn_log_level": "{log_level} sets what is logged",
     "disable_fastapi_docs": "/docs shows the routes and nothing else",
-    "api_server_count": "one process serves HTTP; start several `pagoda serve` behind a load balancer",
     "disable_frontend_multiprocessing": "the engine always runs in a process of its own",
     "otlp_traces_endpoint": "traces are not exported; /metrics has the times of each phase of a request",
 }

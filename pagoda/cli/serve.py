@@ -31,7 +31,8 @@ def serve(options: dict[str, object]) -> None:
         from uvloop import run
     except ImportError:  # not on Windows, and not needed
         from asyncio import run  # type: ignore[assignment]
-    run(_serve(with_vllms_key(with_key_file(engine_config(options)), os.environ)))
+    config = with_vllms_key(with_key_file(engine_config(options)), os.environ)
+    run(_serve(config) if config.server.api_server_count == 1 else _serve_together(config))
 
 
 def with_key_file(config: EngineConfig) -> EngineConfig:
@@ -57,9 +58,9 @@ def with_vllms_key(config: EngineConfig, environ: Mapping[str, str]) -> EngineCo
     return replace(config, server=replace(server, api_keys=(key,)))
 
 
-async def _serve(config: EngineConfig) -> None:
-    """The engine process starts first; the web framework is imported while it loads the model."""
-    configure_logging("api", config.server.logs.log_level, config.server.logs.log_format)
+def _prepare(config: EngineConfig, process: str) -> None:
+    """Set up this process; warn of what is open to all. Raises ConfigError.   process: what its log calls it."""
+    configure_logging(process, config.server.logs.log_level, config.server.logs.log_format)
     check_settings(config)
     if not config.server.is_local:
         if not config.server.api_keys:
@@ -72,13 +73,26 @@ async def _serve(config: EngineConfig) -> None:
             config.server.host,
         )
     keep_buffers_apart(os.environ)
-    from pagoda.engine.clients.process_client import ProcessClient
-    from pagoda.server.listening import listen
-
     # Until the server handles them, signals end this process at once, even inside a long call on another thread. The
-    # engine process notices that and exits.
+    # processes that it has started notice that and exit.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
+
+
+async def _serve_together(config: EngineConfig) -> None:
+    """This process has the engine process, and starts those that serve HTTP."""
+    _prepare(config, "server")
+    from pagoda.server.api_group import serve_together
+
+    await serve_together(config)
+
+
+async def _serve(config: EngineConfig) -> None:
+    """The engine process starts first; the web framework is imported while it loads the model."""
+    _prepare(config, "api")
+    from pagoda.engine.clients.process_client import ProcessClient
+    from pagoda.server.listening import announce, listen
+
     listener = listen(config.server)
     client = ProcessClient(config, step_timeout_s=config.server.server_timeouts.step_timeout_s)
     starting = asyncio.create_task(client.start())
@@ -88,9 +102,9 @@ async def _serve(config: EngineConfig) -> None:
         from pagoda.server.state import build_state
         from pagoda.server.telemetry import telemetry_of
 
-        state = await build_state(config, client, starting)
+        state = await build_state(config, client, lambda: starting)
         state.starter.telemetry = telemetry_of(os.environ, state.model_names[0])
-        await serve_http(state, config.server, listener)
+        await serve_http(state, config.server, listener, lambda: announce(config.server, listener))
         if state.starter.telemetry is not None:
             await asyncio.to_thread(state.starter.telemetry.close)
     finally:

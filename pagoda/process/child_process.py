@@ -138,7 +138,9 @@ def end_with_parent(stdin: BinaryIO, clean_up: Callable[[], None]) -> None:
     """Exit, after `clean_up`, once the parent closes standard input or dies. Returns at once; a thread waits."""
 
     def wait() -> None:
-        stdin.read()
+        # Not by stdin itself, whose lock this thread would have until the end: the interpreter could not end before.
+        while os.read(stdin.fileno(), 2**16):
+            pass
         clean_up()
         os._exit(0)
 

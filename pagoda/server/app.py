@@ -5,7 +5,7 @@ import logging
 import signal
 import socket
 import time
-from importlib.metadata import version
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -124,17 +124,19 @@ class _Server(uvicorn.Server):
     A second signal ends the process at once; the engine process notices that and exits, too.
     """
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, url: str, drain_timeout_s: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, state: ServerState, on_ready: Callable[[], object], drain_timeout_s: float
+    ) -> None:
         super().__init__(config)
         self._state = state
-        self._url = url
+        self._on_ready = on_ready
         self._drain_timeout_s = drain_timeout_s
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        logger.info("pagoda %s ready at %s  (docs at %s/docs)", version("pagoda-llm"), self._url, self._url)
+        self._on_ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # uvicorn's own handler would raise the signal again after the drain, before the engine is shut down.
@@ -169,16 +171,19 @@ class _Server(uvicorn.Server):
                 # The remaining ones are streams whose clients do not read, and requests that have not started to run.
                 drain.cancel_rest()
                 await drain.wait_until_idle(LAST_ANSWERS_S)
+        await self._state.peers.drained()
         logger.info("drained: the server ends")
         self.should_exit = True
 
 
-async def serve(state: ServerState, config: ServerConfig, listener: socket.socket) -> None:
-    """Serve on `listener` until a signal; return when drained. Raises WorkerDied if the engine cannot be restarted."""
+async def serve(
+    state: ServerState, config: ServerConfig, listener: socket.socket, on_ready: Callable[[], object]
+) -> None:
+    """Serve on `listener` until a signal; return when drained. Raises WorkerDied if the engine cannot be restarted.
+
+    on_ready: called once clients are served.
+    """
     logging.getLogger("pagoda.access").disabled = not config.logs.access_log
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    where = f"{host}:{listener.getsockname()[1]}" if config.uds is None else f"unix:{config.uds}:"
-    url = f"{'https' if config.tls.ssl_certfile else 'http'}://{where}{config.root_path}"
     limit = config.server_limits.max_connections
     server = _Server(
         uvicorn.Config(
@@ -199,7 +204,7 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
             lifespan="off",
         ),
         state,
-        url,
+        on_ready,
         config.server_timeouts.drain_timeout_s,
     )
     watch = asyncio.create_task(_end_with_engine(server, state))
@@ -225,9 +230,13 @@ async def serve(state: ServerState, config: ServerConfig, listener: socket.socke
 async def _end_with_engine(server: _Server, state: ServerState) -> None:
     """Drain and exit if no request can be served any more, so that a process manager restarts the server.
 
-    That is so if the engine cannot be restarted, or if its outputs can no longer be processed.
+    That is so if the engine cannot be restarted, if its outputs can no longer be processed, or if the processes around
+    one engine end together.
     """
-    ends = [asyncio.create_task(state.starter.llm.wait_until_dead())]
+    ends = [
+        asyncio.create_task(state.starter.llm.wait_until_dead()),
+        asyncio.create_task(state.peers.wait_until_ending()),
+    ]
     if state.engine is not None:
         ends.append(asyncio.create_task(state.engine.wait_until_gone()))
     try:

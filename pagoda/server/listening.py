@@ -9,6 +9,7 @@ import resource
 import socket
 import ssl
 import stat
+from importlib.metadata import version
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig
@@ -24,21 +25,56 @@ def listen(config: ServerConfig) -> socket.socket:
     """Return a bound socket that does not listen yet. Raises ConfigError for an unusable address or certificate."""
     _check_certificate(config)
     _allow_files(config.server_limits.max_connections + OWN_FILES)
+    return _listen_on_file(config.uds) if config.uds is not None else _bind(config, config.port)
+
+
+def listen_together(config: ServerConfig) -> list[socket.socket]:
+    """Return such a socket for each API process; the system spreads connections over those that listen.
+
+    A Unix socket cannot be bound several times: all processes accept from one.
+    """
+    first = listen(config)
     if config.uds is not None:
-        return _listen_on_file(config.uds)
+        return [first] * config.api_server_count
+    with first:  # it has found out whether the port is free
+        port = first.getsockname()[1]
+        return [_bind(config, port, is_shared=True) for _ in range(config.api_server_count)]
+
+
+def check_free(config: ServerConfig, listener: socket.socket) -> None:
+    """Raise ConfigError if another server has begun to listen on the port of `listener`, before this one does.
+
+    The sockets of several processes would share it with any server of the same user.
+    """
+    if config.uds is None:
+        _bind(config, listener.getsockname()[1]).close()
+
+
+def announce(config: ServerConfig, listener: socket.socket) -> None:
+    """Log that clients are served, and where."""
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    where = f"{host}:{listener.getsockname()[1]}" if config.uds is None else f"unix:{config.uds}:"
+    url = f"{'https' if config.tls.ssl_certfile else 'http'}://{where}{config.root_path}"
+    logger.info("pagoda %s ready at %s  (docs at %s/docs)", version("pagoda-llm"), url, url)
+
+
+def _bind(config: ServerConfig, port: int, is_shared: bool = False) -> socket.socket:
+    """Return a socket that is bound to a port.   is_shared: with others of this user."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     # Accepted connections inherit it. A client that does not read, or has vanished, would count against the limits
     # forever.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SEND_TIMEOUT_S * 1000)
     try:
-        listener.bind((config.host, config.port))
+        listener.bind((config.host, port))
     except (OSError, OverflowError) as error:
         listener.close()
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(
-            f"cannot listen on {config.host} port {config.port}: {why}; choose another with --host and --port"
+            f"cannot listen on {config.host} port {port}: {why}; choose another with --host and --port"
         ) from None
     return listener
 

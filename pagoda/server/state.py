@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from pagoda.server.errors import ApiError
 from pagoda.server.generation import RequestStarter
 from pagoda.server.looks import Looks
 from pagoda.server.middleware import Drain
+from pagoda.server.peers import Peers
 from pagoda.server.pooling_bodies import InputBody
 from pagoda.server.protocol import ChatCompletionRequest, TokenizeRequest
 from pagoda.server.sampling_body import SamplingBody
@@ -69,6 +70,7 @@ class ServerState:
     config: ServerConfig = field(default_factory=ServerConfig)
     looks: Looks = field(default_factory=Looks)
     drain: Drain = field(default_factory=Drain)
+    peers: Peers = field(default_factory=Peers)
     started_at: int = field(default_factory=lambda: int(time.time()))
     _has_warned: bool = False
 
@@ -176,15 +178,21 @@ def state_of(http: Request) -> ServerState:
     return http.app.state.server  # type: ignore[no-any-return]
 
 
-async def build_state(config: EngineConfig, client: EngineClient, starting: "asyncio.Task[EngineSizes]") -> ServerState:
-    """Build the state of a server while the task `starting` starts its engine; return when that is ready.
+async def build_state(
+    config: EngineConfig,
+    client: EngineClient,
+    started: Callable[[], Awaitable[EngineSizes]],
+    peers: Peers | None = None,
+) -> ServerState:
+    """Build the state of a server whose engine starts meanwhile; return when that is ready.
 
+    started: waits for the engine.   peers: of this process, where there are others.
     Raises ConfigError or CapacityError for invalid settings, WorkerDied if the engine does not start.
     """
     # This process loads the tokenizer while the engine process loads the weights.
     setup = await asyncio.to_thread(resolve_engine, config)
     inputs = await asyncio.to_thread(build_input_processor, setup)
-    sizes = await starting
+    sizes = await started()
     inputs.client_index = client.index
     inputs.limits.fit(sizes.max_model_len)
     names = config.model.served_model_name or (config.model.model,)
@@ -222,6 +230,7 @@ async def build_state(config: EngineConfig, client: EngineClient, starting: "asy
         engine=client,
         config=server,
         looks=Looks(client.look),
+        peers=peers or Peers(),
     )
 
 

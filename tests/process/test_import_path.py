@@ -13,7 +13,7 @@ import pagoda
 from pagoda.process.child_process import end_child, module_command, start_child
 
 SOURCES = sorted(Path(pagoda.__path__[0]).rglob("*.py"))
-CHILDREN = ("pagoda.assembly.engine_process", "pagoda.assembly.rank_process")
+CHILDREN = ("pagoda.assembly.engine_process", "pagoda.assembly.rank_process", "pagoda.server.api_process")
 STARTERS = {"start_child", "module_command", "safe_python"}
 """What starts a Python process, with a safe path."""
 
@@ -95,6 +95,7 @@ def test_all_python_processes_start_with_a_safe_path() -> None:
         "pagoda.process.child_process",
         "pagoda.engine.clients.engine_link",  # CHILDREN
         "pagoda.executors.multi_process",
+        "pagoda.server.api_group",
         "pagoda.loading.fetch_wheel",  # pip
         "pagoda.cli.bench.startup",  # the command
     }

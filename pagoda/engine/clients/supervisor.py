@@ -25,6 +25,24 @@ START_PAUSE_S = 0.5  # after the first failure, whose cause may need a moment to
 MAX_PAUSE_S = 30.0
 
 
+class Restarts:
+    """Decides about processes that end: whether to start another, and after which pause."""
+
+    def __init__(self) -> None:
+        self.num_fruitless = 0
+        """How many in a row were of no use."""
+
+    def pause_s(self, is_fruitless: bool, has_been_ready: bool) -> float | None:
+        """Return how long to wait before the next start; None if it is of no use.
+
+        has_been_ready: one has been, so that the settings work, and what keeps the next one may pass.
+        """
+        self.num_fruitless = self.num_fruitless + 1 if is_fruitless else 0
+        if self.num_fruitless >= (MAX_FRUITLESS if has_been_ready else MAX_FIRST_STARTS):
+            return None
+        return min(START_PAUSE_S * 2 ** (self.num_fruitless - 1), MAX_PAUSE_S) if self.num_fruitless else 0.0
+
+
 class Supervised(Protocol):
     """The user of the engine processes. Everything is called in the event loop."""
 
@@ -119,7 +137,7 @@ class Supervisor:
 
     async def _supervise(self) -> None:
         """Run one engine process after another, until too many are fruitless. Raises ConfigError for wrong settings."""
-        num_fruitless = 0
+        restarts = Restarts()
         while True:
             self.process_number += 1
             self._start_error = None
@@ -146,10 +164,9 @@ class Supervisor:
                 is_outside = code == -signal.SIGKILL and not link.was_hung and not ran_out_of_memory
                 has_explanation = self._user.on_death(flight, killed_from_outside=is_outside)
                 is_fruitless = is_fruitless and not has_explanation
-            num_fruitless = num_fruitless + 1 if is_fruitless else 0
-            if num_fruitless >= (MAX_FRUITLESS if self._has_been_ready else MAX_FIRST_STARTS):
-                return self._give_up(WorkerDied(self._last_word(num_fruitless, code, ready_s)))
-            pause_s = min(START_PAUSE_S * 2 ** (num_fruitless - 1), MAX_PAUSE_S) if num_fruitless else 0.0
+            pause_s = restarts.pause_s(is_fruitless, self._has_been_ready)
+            if pause_s is None:
+                return self._give_up(WorkerDied(self._last_word(restarts.num_fruitless, code, ready_s)))
             logger.error(
                 "engine process %d %s; starting another%s",
                 engine.process.pid,

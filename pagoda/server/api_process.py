@@ -1,0 +1,66 @@
+"""One of several processes that serve HTTP on one port; ApiGroup starts it as a module.
+
+It serves as a process does that is alone, but for the engine, which its parent has, and what it shares with the others.
+"""
+
+import asyncio
+import os
+import socket
+import sys
+
+import msgspec
+
+from pagoda.base.errors import CapacityError, ConfigError, PagodaError
+from pagoda.engine.clients.remote_client import RemoteClient
+from pagoda.process.allocator import keep_buffers_apart
+from pagoda.process.child_process import RendezvousDir, end_with_parent, read_start
+from pagoda.process.logs import configure_logging
+from pagoda.server.api_group import SOCKET, ApiStart, error_path
+from pagoda.server.app import serve
+from pagoda.server.peers import RemotePeers
+from pagoda.server.state import build_state
+from pagoda.server.telemetry import telemetry_of
+
+
+def main() -> None:
+    """Read an ApiStart from standard input, and serve until the parent says that all end."""
+    stdin = sys.stdin.buffer
+    data = read_start(stdin)
+    if data is None:
+        return
+    start = msgspec.msgpack.decode(data, type=ApiStart)
+    place = RendezvousDir(start.folder)
+    end_with_parent(stdin, place.remove)
+    logs = start.config.server.logs
+    configure_logging(f"api-{start.number}", logs.log_level, logs.log_format)
+    keep_buffers_apart(os.environ)
+    try:
+        from uvloop import run
+    except ImportError:
+        from asyncio import run  # type: ignore[assignment]
+    try:
+        run(_serve(start, place))
+    except PagodaError as error:
+        is_config = isinstance(error, ConfigError | CapacityError)
+        error_path(place, start.number).write_bytes(msgspec.json.encode((str(error), is_config)))
+        sys.exit(1)
+
+
+async def _serve(start: ApiStart, place: RendezvousDir) -> None:
+    config, peers = start.config, RemotePeers()
+    client = RemoteClient(str(place.path(SOCKET)), peers.services)
+    peers.calls = client.calls
+    with socket.socket(fileno=start.listener) as listener:
+        try:
+            state = await build_state(config, client, client.start, peers)
+            state.starter.telemetry = telemetry_of(os.environ, state.model_names[0])
+            await client.calls.call("begin", start.number)
+            await serve(state, config.server, listener, lambda: client.calls.post("ready", start.number))
+            if state.starter.telemetry is not None:
+                await asyncio.to_thread(state.starter.telemetry.close)
+        finally:
+            await client.shutdown()
+
+
+if __name__ == "__main__":
+    main()
