@@ -24,11 +24,12 @@ from pagoda.engine.step_strip import StepNote
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     """A new request, encoded separately, so that a malformed one can be rejected by its key.
 
-    num_arrays: frames that follow the message.
+    num_seqs: of the request.   num_arrays: frames that follow the message.
     """
 
     request_id: str
     key: RequestKey
+    num_seqs: int
     request: msgspec.Raw
     num_arrays: int = 0
 
@@ -138,14 +139,8 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
     """What a call returned, or raised: the name of the error's class, its text, and its param."""
 
     call_id: int
-    value: msgspec.Raw
+    value: msgspec.Raw = msgspec.Raw(b"\xc0")  # nil
     error: tuple[str, str, str | None] | None = None
-
-
-class Listen(msgspec.Struct, frozen=True, tag="listen"):
-    """A client wants the events of all clients from now on, or no longer."""
-
-    begins: bool
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
@@ -258,7 +253,7 @@ class LookReply(msgspec.Struct, frozen=True, tag="look_reply"):
 FromEngine = (
     Ready | StartFailed | StepOutputs | StepReport | RequestRefused | IdleReport | ResetReply | AdapterReply | LookReply
 )
-FromClient = AddRequest | AbortRequests | FinishSequence | UnloadAdapter | Listen | Call | Reply
+FromClient = AddRequest | Call | Reply
 """What clients in other processes send to a ClientServer."""
 FromServer = Connected | EngineEnded | EngineReport | StepOutputs | AllEvents | Call | Reply
 """What it sends to them."""
@@ -326,7 +321,8 @@ class Codec:
         self._arrays = []
         encoded = msgspec.Raw(self._request_encoder.encode(request))
         arrays, self._arrays = self._arrays, []
-        return (self.encode(AddRequest(request.request_id, request.key, encoded, len(arrays))), *arrays)
+        message = AddRequest(request.request_id, request.key, request.num_seqs, encoded, len(arrays))
+        return (self.encode(message), *arrays)
 
     def decode(self, data: bytes) -> Any:
         """Decode a message. Raises msgspec.DecodeError if it is malformed."""

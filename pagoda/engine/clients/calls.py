@@ -6,9 +6,8 @@ argument is decoded as the function's annotation says, a result as the caller sa
 
 import asyncio
 import inspect
-import itertools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -16,6 +15,7 @@ import msgspec
 from pagoda.base import errors
 from pagoda.base.errors import PagodaError, RequestError, WorkerDied, fresh
 from pagoda.engine import wire
+from pagoda.engine.clients.client_outputs import Replies
 
 logger = logging.getLogger("pagoda.engine")
 
@@ -34,8 +34,7 @@ class Calls:
         self._send = send
         self._services = {name: (service, _decoders_of(service)) for name, service in services.items()}
         self._encoder = wire.make_encoder()
-        self._waiting: dict[int, asyncio.Future[wire.Reply]] = {}  # by call id
-        self._call_ids = itertools.count(1)
+        self._replies = Replies[wire.Reply]()
         self._answering: set[asyncio.Task[None]] = set()
         self._ended: WorkerDied | None = None
 
@@ -46,13 +45,9 @@ class Calls:
         """
         if self._ended is not None:
             raise fresh(self._ended)
-        call_id = next(self._call_ids)
-        self._waiting[call_id] = asyncio.get_running_loop().create_future()
+        call_id, replied = self._replies.expect()
         self.post(name, *arguments, call_id=call_id)
-        try:
-            reply = await self._waiting[call_id]
-        finally:
-            del self._waiting[call_id]
+        reply = await replied
         if reply.error is not None:
             raise _error_of(*reply.error)
         return wire.make_decoder(returns).decode(reply.value)
@@ -65,45 +60,46 @@ class Calls:
         """Take a message of the other end."""
         if isinstance(message, wire.Call):
             self._answer(message)
-        elif (reply := self._waiting.get(message.call_id)) is not None and not reply.done():  # else, nobody waits
-            reply.set_result(message)
+        else:
+            self._replies.settle(message.call_id, message)
 
     def end(self, error: WorkerDied) -> None:
         """The connection has ended: nothing is answered any more, and callers get an error."""
         self._ended = error
         for task in self._answering:
             task.cancel()
-        for reply in self._waiting.values():
-            if not reply.done():
-                reply.set_exception(fresh(error))
+        self._replies.end(error)
 
     def _answer(self, call: wire.Call) -> None:
         try:
             service, decoders = self._services[call.name]
-            arguments = (decoder.decode(data) for decoder, data in zip(decoders, call.arguments, strict=False))
-            result = service(*arguments)
+            result = service(*(one.decode(data) for one, data in zip(decoders, call.arguments, strict=False)))
+            if not inspect.isawaitable(result):
+                self._reply(call, result)
+                return
         except Exception as error:
-            self._reply(call, None, error)
-            return
-        if not inspect.isawaitable(result):
-            self._reply(call, result)
+            self._refuse(call, error)
             return
         task = asyncio.ensure_future(self._answer_later(call, result))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
-    async def _answer_later(self, call: wire.Call, result: Any) -> None:
+    async def _answer_later(self, call: wire.Call, result: Awaitable[object]) -> None:
         try:
             self._reply(call, await result)
         except Exception as error:
-            self._reply(call, None, error)
+            self._refuse(call, error)
 
-    def _reply(self, call: wire.Call, result: object, error: Exception | None = None) -> None:
-        if error is not None and not isinstance(error, PagodaError):
+    def _reply(self, call: wire.Call, result: object) -> None:
+        if call.call_id:
+            self._send(wire.Reply(call.call_id, self._raw(result)))
+
+    def _refuse(self, call: wire.Call, error: Exception) -> None:
+        if not isinstance(error, PagodaError) or not call.call_id:
             logger.error("the call %r failed", call.name, exc_info=error)
         if call.call_id:
-            shown = None if error is None else (type(error).__name__, str(error), getattr(error, "param", None))
-            self._send(wire.Reply(call.call_id, self._raw(result), shown))
+            shown = (type(error).__name__, str(error), getattr(error, "param", None))
+            self._send(wire.Reply(call.call_id, error=shown))
 
     def _raw(self, value: object) -> msgspec.Raw:
         return msgspec.Raw(self._encoder.encode(value))

@@ -16,29 +16,36 @@ What the processes share besides the engine is asked for by name (see calls.py):
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from pagoda.base.abbreviate import shown_id
 from pagoda.base.errors import PagodaError, WorkerDied
 from pagoda.core.events import Events
-from pagoda.core.request import LoraRef
+from pagoda.core.request import Request
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
 from pagoda.engine.clients.calls import Calls, Services
+from pagoda.engine.clients.journal import error_outputs
 from pagoda.engine.clients.process_client import ProcessClient
 
 logger = logging.getLogger("pagoda.engine")
 
 REPORT_S = 0.1
 """So often clients are told of the engine, if that has changed."""
+MAX_UNREAD_BYTES = 64 * 2**20
+"""A client that leaves more unread does not run any more, or can never catch up: its connection ends."""
 
+_NO_TOKENS = np.empty(0, np.int32)
 _LENGTH = struct.Struct("<Q")
 
 
@@ -48,11 +55,12 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(num_bytes)
 
 
-def write_frames(writer: asyncio.StreamWriter, *frames: bytes | memoryview) -> None:
-    """Send frames without waiting. What does not fit into the socket is kept: admission bounds it."""
-    for frame in frames:
-        writer.write(_LENGTH.pack(len(frame)))
-        writer.write(frame)
+def write_frames(writer: asyncio.StreamWriter, message: bytes | memoryview, *arrays: bytes | memoryview) -> None:
+    """Send a message, and the arrays that follow it, without waiting. What does not fit into the socket is kept."""
+    writer.write(b"".join((_LENGTH.pack(len(message)), message)))  # at once: each write may be a system call
+    for array in arrays:
+        writer.write(_LENGTH.pack(len(array)))
+        writer.write(array)
 
 
 class ClientServer:
@@ -71,9 +79,10 @@ class ClientServer:
         client that has gone.
         """
         self._engine, self._sizes, self._on_left = engine, asyncio.ensure_future(sizes), on_left
-        self._services = {**_services_of(engine), **(services or {})}
+        self._services = services or {}
         self._indices = itertools.count(1)  # 0 is the ProcessClient itself
         self._connections: dict[int, _Connection] = {}  # by client
+        self._listening: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._step_tokens: list[int] = []  # since the last report
         self._server: asyncio.Server | None = None
@@ -122,30 +131,41 @@ class ClientServer:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, index: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one client until it has gone; then abort its requests."""
-        try:
-            sizes = await asyncio.shield(self._sizes)
-        except PagodaError:  # no engine could be started: who started it says why
-            writer.close()
-            return
-        services = {name: partial(service, index) for name, service in self._services.items()}
-        connection = self._connections[index] = _Connection(self._engine, index, reader, writer, services)
-        self._engine.connect(index, connection.pass_on)
-        try:
-            connection.send(wire.Connected(index, sizes))
-            connection.send(self._report_of(()))
-            if self._engine.died is not None:
-                connection.pass_on(self._engine.died)
-            await connection.serve()
-        except (EOFError, ConnectionError):
-            logger.info("client %d has left", index)
-        except Exception:  # only its own requests end
-            logger.exception("client %d sent what cannot be read: its connection ends", index)
-        finally:
-            del self._connections[index]
-            self._engine.disconnect(index)
-            connection.end()
-            self._on_left(index)
+        """Serve one client, once the engine has started, until it has gone; then abort its requests."""
+        with contextlib.closing(writer):
+            try:
+                sizes = await asyncio.shield(self._sizes)
+            except PagodaError:  # who started the engine says it
+                return
+            services = {name: partial(service, index) for name, service in self._services.items()}
+            services |= {"listen": partial(self._listen, index), **_services_of(self._engine, index)}
+            connection = self._connections[index] = _Connection(self._engine, index, reader, writer, services)
+            self._engine.connect(index, connection.pass_on)
+            try:
+                connection.send(wire.Connected(index, sizes))
+                connection.send(self._report_of(()))
+                if self._engine.died is not None:
+                    connection.pass_on(self._engine.died)
+                await connection.serve()
+            except (EOFError, ConnectionError):
+                logger.info("client %d has left", index)
+            except Exception:  # only its own requests end
+                logger.exception("client %d sent what cannot be read: its connection ends", index)
+            finally:
+                self._listen(index, begins=False)
+                del self._connections[index]
+                self._engine.disconnect(index)
+                connection.calls.end(WorkerDied(f"client {index} has left"))
+                self._on_left(index)
+
+    def _listen(self, index: int, begins: bool) -> None:
+        """Pass on the events of all clients to this one from now on, or no longer."""
+        (self._listening.add if begins else self._listening.discard)(index)
+        self._engine.on_events = self._pass_on_events if self._listening else None
+
+    def _pass_on_events(self, events: Events) -> None:
+        for index in self._listening:
+            self._connections[index].send(wire.AllEvents(events))
 
     async def _report(self) -> None:
         """Tell all clients of the engine when that has changed."""
@@ -164,19 +184,16 @@ class ClientServer:
         return wire.EngineReport(engine.is_up, engine.is_stuck, engine.num_deaths, engine.stats(), step_tokens)
 
 
-def _services_of(engine: ProcessClient) -> Services:
-    """Return the calls of an EngineCoreClient that have a result."""
-
-    async def reset_prefix_cache(_: int, preempt_running: bool) -> bool:
-        return await engine.reset_prefix_cache(preempt_running)
-
-    async def load_adapter(_: int, lora: LoraRef) -> None:
-        await engine.load_adapter(lora)
-
-    async def look(_: int, steps_after_s: float | None) -> wire.LookReply | None:
-        return await engine.look(steps_after_s)
-
-    return {"reset_prefix_cache": reset_prefix_cache, "load_adapter": load_adapter, "look": look}
+def _services_of(engine: ProcessClient, index: int) -> Services:
+    """Return the calls of an EngineCoreClient that carry no request, for the client `index`."""
+    return {
+        "abort": partial(engine.abort, client_index=index),
+        "finish_sequence": partial(engine.finish_sequence, client_index=index),
+        "reset_prefix_cache": engine.reset_prefix_cache,
+        "load_adapter": engine.load_adapter,
+        "unload_adapter": engine.unload_adapter,
+        "look": engine.look,
+    }
 
 
 class _Connection:
@@ -200,29 +217,25 @@ class _Connection:
         while True:
             await self._handle(self._codec.decode(await read_frame(self._reader)))
 
-    def end(self) -> None:
-        self._engine.listeners.discard(self._pass_on_events)
-        self.calls.end(WorkerDied(f"client {self._index} has left"))
-        self._writer.close()
-
     async def _handle(self, message: wire.FromClient) -> None:
-        engine, index = self._engine, self._index
         match message:
             case wire.AddRequest():
                 arrays = [memoryview(await read_frame(self._reader)) for _ in range(message.num_arrays)]
-                request = self._codec.decode_request(message, *arrays)
-                engine.add_request(dataclasses.replace(request, client_index=index))
-            case wire.AbortRequests(keys):
-                engine.abort([handle for _, handle in keys], index)
-            case wire.FinishSequence((_, handle), sequence, status):
-                engine.finish_sequence(handle, sequence, status, index)
-            case wire.UnloadAdapter(lora):
-                engine.unload_adapter(lora)
-            case wire.Listen(begins):
-                change = engine.listeners.add if begins else engine.listeners.discard
-                change(self._pass_on_events)
+                self._add(message, arrays)
             case wire.Call() | wire.Reply():
                 self.calls.take(message)
+
+    def _add(self, message: wire.AddRequest, arrays: Sequence[memoryview]) -> None:
+        """Add a request; one that cannot be read ends with an error, and no other does."""
+        try:
+            request = self._codec.decode_request(message, *arrays)
+        except Exception as error:
+            logger.exception("request %s cannot be read", shown_id(message.request_id))
+            reason = f"the request cannot be read: {type(error).__name__}: {error}"
+            unread = Request(message.request_id, _NO_TOKENS, client_index=self._index, handle=message.key[1])
+            self.pass_on(error_outputs(unread, reason, live=range(message.num_seqs)))
+        else:
+            self._engine.add_request(dataclasses.replace(request, client_index=self._index))
 
     def pass_on(self, item: EngineCoreOutputs | WorkerDied) -> None:
         """Pass on what the steps bring to this client, or the error that ended the engine for good."""
@@ -231,8 +244,12 @@ class _Connection:
         else:  # a client that has its last token finds it counted in the metrics
             self.send(wire.StepOutputs(self._index, item, stats=self._engine.stats() if item.ends else None))
 
-    def _pass_on_events(self, events: Events) -> None:
-        self.send(wire.AllEvents(events))
-
     def send(self, message: msgspec.Struct) -> None:
+        """Send a message, unless the client reads no more."""
+        transport = self._writer.transport
+        if transport.is_closing():
+            return
         write_frames(self._writer, self._codec.encode(message))
+        if (num_bytes := transport.get_write_buffer_size()) > MAX_UNREAD_BYTES:
+            logger.error("client %d has not read %d bytes: its connection ends", self._index, num_bytes)
+            transport.abort()

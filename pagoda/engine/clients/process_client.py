@@ -11,7 +11,6 @@ a request the wait.
 
 import asyncio
 import dataclasses
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from pagoda.core.events import Events
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
-from pagoda.engine.clients.client_outputs import ClientOutputs
+from pagoda.engine.clients.client_outputs import ClientOutputs, Replies
 from pagoda.engine.clients.journal import Journal, JournalEntry, Suspects, error_outputs
 from pagoda.engine.clients.supervisor import Supervisor
 from pagoda.engine.flight_recorder import FlightRecord
@@ -60,8 +59,7 @@ class ProcessClient(ClientOutputs):
         self._codec = wire.Codec(wire.FromEngine)
         self._sinks: dict[int, Sink] = {0: self._outputs.put_nowait}  # by client
         self._suspects = Suspects(self._journal)
-        self._replies: dict[int, asyncio.Future[_Reply]] = {}  # that calls wait for, by call id
-        self._call_ids = itertools.count(1)
+        self._replies = Replies[_Reply]()
         self._loaded: dict[str, LoraRef] = {}  # adapters, by digest
         self._num_kept = config.model.lora.num_kept
         self._num_unloads: Counter[str] = Counter()
@@ -71,8 +69,6 @@ class ProcessClient(ClientOutputs):
         """Called with the number of tokens of each step."""
         self.on_events: Callable[[Events], object] | None = None
         """Called with the events of the requests of all clients, those of one after those of the other."""
-        self.listeners: set[Callable[[Events], object]] = set()
-        """Called as `on_events` is, for clients in other processes."""
 
     # ---- what AsyncEngine calls
 
@@ -227,8 +223,6 @@ class ProcessClient(ClientOutputs):
                 self._note_steps(step_tokens, stats)
                 if self.on_events is not None:
                     self.on_events(outputs.events)
-                for listener in self.listeners:
-                    listener(outputs.events)
                 self._put(client_index, self._journal.record(client_index, outputs))
                 if self._suspects.is_probing:
                     self._send_next()
@@ -245,7 +239,7 @@ class ProcessClient(ClientOutputs):
                     self._end_entry(entry, text, status)
                 self._send_next()
             case wire.ResetReply() | wire.AdapterReply() | wire.LookReply():
-                self._settle(message.call_id, message)
+                self._replies.settle(message.call_id, message)
             case wire.Ready() | wire.StartFailed():
                 raise AssertionError(f"the supervisor's: {message}")
 
@@ -261,7 +255,7 @@ class ProcessClient(ClientOutputs):
             waiting_adapters=tuple(sorted({lora.name for lora in loras if lora is not None})),
         )
         self._takes_loads.clear()
-        self._end_calls()
+        self._replies.end(None)
 
     def on_death(self, flight: FlightRecord, killed_from_outside: bool) -> bool:
         rejected = self._suspects.assign_blame(flight, killed_from_outside)
@@ -271,7 +265,7 @@ class ProcessClient(ClientOutputs):
         return bool(rejected)
 
     def on_give_up(self, error: WorkerDied) -> None:
-        self._end_calls()
+        self._replies.end(None)
         self._takes_loads.set()  # so that calls that wait for it see that the engine has died
         for client_index in self._sinks:
             self._put(client_index, error)
@@ -349,16 +343,6 @@ class ProcessClient(ClientOutputs):
 
     def _call(self, message: Callable[[int], wire.ToEngine]) -> "asyncio.Future[_Reply]":
         """Send the message that `message` returns for a call id; return the reply to it."""
-        call_id = next(self._call_ids)
-        reply = self._replies[call_id] = asyncio.get_running_loop().create_future()
+        call_id, reply = self._replies.expect()
         self._send(message(call_id))
         return reply
-
-    def _settle(self, call_id: int, reply: _Reply) -> None:
-        done = self._replies.pop(call_id, None)
-        if done is not None and not done.done():  # the caller may have been cancelled
-            done.set_result(reply)
-
-    def _end_calls(self) -> None:
-        for call_id in list(self._replies):
-            self._settle(call_id, None)

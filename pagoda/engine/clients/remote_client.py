@@ -71,10 +71,10 @@ class RemoteClient(ClientOutputs):
             write_frames(self._writer, *frames)
 
     def abort(self, handles: Sequence[int]) -> None:
-        self._send(wire.AbortRequests(tuple((self.index, handle) for handle in handles)))
+        self.calls.post("abort", handles)
 
     def finish_sequence(self, handle: int, sequence: int, status: RequestStatus) -> None:
-        self._send(wire.FinishSequence((self.index, handle), sequence, status))
+        self.calls.post("finish_sequence", handle, sequence, status)
 
     async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         return await self.calls.call("reset_prefix_cache", preempt_running, returns=bool)
@@ -83,7 +83,7 @@ class RemoteClient(ClientOutputs):
         await self.calls.call("load_adapter", lora)
 
     def unload_adapter(self, lora: LoraRef) -> None:
-        self._send(wire.UnloadAdapter(lora))
+        self.calls.post("unload_adapter", lora)
 
     async def look(self, steps_after_s: float | None = None) -> wire.LookReply | None:
         """Return what the engine does now, and its steps that ended after a time; None while it is down."""
@@ -128,7 +128,7 @@ class RemoteClient(ClientOutputs):
     @on_events.setter
     def on_events(self, listener: Callable[[Events], object] | None) -> None:
         self._on_events = listener
-        self._send(wire.Listen(listener is not None))
+        self.calls.post("listen", listener is not None)
 
     # ---- the connection
 

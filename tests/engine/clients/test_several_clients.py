@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError, WorkerDied
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.events import ClientEvent
-from pagoda.core.request import LoraRef, Request, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs
+from pagoda.core.request import LoraRef
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.client_server import ClientServer
 from pagoda.engine.clients.process_client import ProcessClient
@@ -32,42 +30,6 @@ PIPE = asyncio.subprocess.PIPE
 MODULE = "tests.engine.slow_engine"
 
 
-class FurtherClient:
-    """An EngineCoreClient with an index of its own, over the same engine as another."""
-
-    def __init__(self, client: ProcessClient, index: int) -> None:
-        self._client, self._index = client, index
-        self._outputs: asyncio.Queue[EngineCoreOutputs | WorkerDied] = asyncio.Queue()
-        client.connect(index, self._outputs.put_nowait)
-
-    def add_request(self, request: Request) -> None:
-        self._client.add_request(dataclasses.replace(request, client_index=self._index))
-
-    def abort(self, handles: Sequence[int]) -> None:
-        self._client.abort(handles, self._index)
-
-    def finish_sequence(self, handle: int, sequence: int, status: RequestStatus) -> None:
-        self._client.finish_sequence(handle, sequence, status, self._index)
-
-    async def next_outputs(self) -> EngineCoreOutputs:
-        item = await self._outputs.get()
-        if isinstance(item, WorkerDied):
-            raise item
-        return item
-
-    async def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        return await self._client.reset_prefix_cache(preempt_running)
-
-    async def load_adapter(self, lora: LoraRef) -> None:
-        await self._client.load_adapter(lora)
-
-    def unload_adapter(self, lora: LoraRef) -> None:
-        self._client.unload_adapter(lora)
-
-    async def shutdown(self) -> None:
-        self._client.disconnect(self._index)
-
-
 async def ask(llm: AsyncEngine, seed: int, max_tokens: int = 60, cache_salt: str | None = None) -> dict[int, list[int]]:
     """Run a request whose id all clients use."""
     params = SamplingParams(n=2, max_tokens=max_tokens, seed=seed, ignore_eos=True)
@@ -79,12 +41,17 @@ async def ask(llm: AsyncEngine, seed: int, max_tokens: int = 60, cache_salt: str
     return tokens(outputs[-1:])
 
 
-def test_equal_ids_and_handles_of_several_clients_survive_kills_and_the_end_of_one_of_them() -> None:
+def test_equal_ids_and_handles_of_several_clients_survive_kills_and_the_end_of_one_of_them(tmp_path: Path) -> None:
     config = EngineConfig.from_options(**OPTIONS)
 
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = [await ask(llm, seed) for seed in range(3)]
-        others = [AsyncEngine(FurtherClient(client, index), byte_inputs()) for index in (1, 2, 3)]
+        server = ClientServer(client, client._supervisor._sizes)
+        await server.start(str(tmp_path / "clients"))
+        remotes = [RemoteClient(str(tmp_path / "clients")) for _ in range(3)]
+        for remote in remotes:
+            await remote.start()
+        others = [AsyncEngine(remote, byte_inputs()) for remote in remotes]
         running = [asyncio.create_task(ask(one, seed)) for seed, one in enumerate((llm, *others[:2]))]
         gone = asyncio.create_task(ask(others[2], 9, 200))
         while len(client._journal) < 4 or not all(any(entry.tokens) for entry in client._journal):
@@ -96,12 +63,14 @@ def test_equal_ids_and_handles_of_several_clients_survive_kills_and_the_end_of_o
         while client.num_deaths < 1 or not client.is_up:
             await asyncio.sleep(0.01)
         await others[2].shutdown(WorkerDied("this client has died"))
-        assert 3 not in {entry.request.client_index for entry in client._journal}
+        while 3 in {entry.request.client_index for entry in client._journal}:
+            await asyncio.sleep(0.001)
         assert await asyncio.gather(*running) == undisturbed
         assert isinstance((await asyncio.gather(gone, return_exceptions=True))[0], WorkerDied)
         assert await ask(others[0], 1) == undisturbed[1]
         while client.stats().num_running or client.stats().num_free_blocks < client.stats().num_blocks:
             await asyncio.sleep(0.01)  # the engine has aborted those of the client that is gone
+        await server.close()
 
     run_engine(work, ProcessClient(config, STEP_TIMEOUT_S, MODULE), config)
 
@@ -129,21 +98,6 @@ def test_a_client_that_leaves_and_tries_again_with_the_same_id_gets_all_of_its_o
                 await asyncio.sleep(0.01)
 
     run_engine(work, ProcessClient(config, STEP_TIMEOUT_S, MODULE), config)
-
-
-def test_the_end_of_the_engine_ends_every_client() -> None:
-    async def work() -> None:
-        client = ProcessClient(EngineConfig.from_options(**OPTIONS))
-        further = [FurtherClient(client, index) for index in (1, 2)]
-        client.on_give_up(WorkerDied("for good"))
-        for each in (client, *further):
-            with pytest.raises(WorkerDied, match="for good"):
-                await each.next_outputs()
-        await further[0].shutdown()
-        client._put(1, WorkerDied("late"))  # of a client that is gone: dropped
-        client.connect(4, lambda item: None)
-
-    asyncio.run(work())
 
 
 def test_clients_in_other_processes_survive_the_engine_and_one_another(tmp_path: Path) -> None:
@@ -191,7 +145,7 @@ async def see_what_the_engine_does(client: ProcessClient, remote: RemoteClient, 
     remote.on_step, remote.on_events = steps.append, heard.extend
     assert (await remote.look(0.0)) is not None  # from now on, steps are noted
     result = asyncio.create_task(ask(far, 3, 60))
-    while not len(client._journal):
+    while not any(any(entry.tokens) for entry in client._journal):
         await asyncio.sleep(0.001)
     running = await remote.look(0.0)
     assert running is not None
@@ -213,7 +167,7 @@ async def see_what_the_engine_does(client: ProcessClient, remote: RemoteClient, 
         await asyncio.sleep(0.01)
     while not remote.is_up:
         await asyncio.sleep(0.01)
-    assert not client.listeners
+    assert client.on_events is None
 
 
 def test_a_client_in_another_process_resets_the_cache_and_learns_of_errors_and_of_the_end(tmp_path: Path) -> None:

@@ -5,14 +5,18 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, PagodaError, RequestError, WorkerDied
-from pagoda.core.request import LoraRef
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.request import LoraRef, Request
+from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine import wire
+from pagoda.engine.clients import client_server
 from pagoda.engine.clients.calls import Services
-from pagoda.engine.clients.client_server import ClientServer
+from pagoda.engine.clients.client_server import ClientServer, read_frame
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.clients.remote_client import RemoteClient
 from tests.engine.clients.test_process_client import OPTIONS
@@ -91,6 +95,9 @@ def test_clients_call_services_which_know_who_calls(tmp_path: Path) -> None:
             await one.calls.call("refuse", "other")
         with pytest.raises(PagodaError, match="nobody"):
             await one.calls.call("nobody")
+        with pytest.raises(PagodaError, match="no wire form for type"):
+            await one.calls.call("describe_type")
+        one.calls.post("refuse", "request")  # nobody waits for it
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(one.calls.call("describe", lora), 0)
         await one.shutdown()
@@ -99,7 +106,12 @@ def test_clients_call_services_which_know_who_calls(tmp_path: Path) -> None:
             await one.calls.call("describe", lora)
         assert (await other.calls.call("describe", lora))["client"] == 2
 
-    run(work, tmp_path, {"post": post, "describe": describe, "refuse": refuse}, left.append)
+    run(
+        work,
+        tmp_path,
+        {"post": post, "describe": describe, "refuse": refuse, "describe_type": lambda _: int},
+        left.append,
+    )
 
 
 def test_all_clients_are_asked_and_those_that_do_not_answer_are_left_out(tmp_path: Path) -> None:
@@ -176,3 +188,49 @@ def test_clients_learn_that_no_engine_can_be_started_any_more(tmp_path: Path) ->
             assert await client.look() is None
 
     run(work, tmp_path)
+
+
+def test_a_request_that_cannot_be_read_ends_with_an_error_and_no_other_does(tmp_path: Path) -> None:
+    async def work(engine: ProcessClient, server: ClientServer, path: str) -> None:
+        client = await connected(path)
+        prompt = np.arange(4, dtype=np.int32)
+        client.add_request(Request("good", prompt, SamplingParams(), handle=1))
+        client.add_request(Request("bad", prompt, SamplingParams(n=2), handle=2, cache_salt=3))  # type: ignore[arg-type]
+        ends = (await client.next_outputs()).ends
+        assert [(end.request_id, end.handle, end.sequence) for end in ends] == [("bad", 2, 0), ("bad", 2, 1)]
+        assert "cannot be read" in str(ends[0].message)
+        assert [entry.request.key for entry in engine._journal] == [(client.index, 1)]
+        await client.shutdown()
+        await until(lambda: not len(engine._journal))
+
+    run(work, tmp_path)
+
+
+def test_a_client_that_reads_late_gets_all_and_one_that_never_reads_is_left_and_nobody_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_server, "MAX_UNREAD_BYTES", 8 * 2**20)
+    left: list[int] = []
+    step = EngineCoreOutputs(*(np.zeros(4096, dtype) for dtype in (np.int64, np.int32, np.int32, np.int32)))
+
+    async def work(engine: ProcessClient, server: ClientServer, path: str) -> None:
+        quick = await connected(path)
+        late, late_writer = await asyncio.open_unix_connection(path)
+        await read_frame(late)
+        _, never_writer = await asyncio.open_unix_connection(path)
+        await until(lambda: len(server._connections) == 3)
+        num_steps = 0
+        while not left:
+            num_steps += 1
+            assert num_steps < 1000
+            for index in (1, 2, 3) if num_steps <= 40 else (1, 3):
+                engine._put(index, step)
+            assert (await quick.next_outputs()).handles.tolist() == step.handles.tolist()
+        assert left == [3]
+        codec, num_read = wire.Codec(wire.FromServer), 0
+        while num_read < 40:
+            num_read += isinstance(codec.decode(await read_frame(late)), wire.StepOutputs)
+        late_writer.close()
+        never_writer.close()
+
+    run(work, tmp_path, on_left=left.append)
