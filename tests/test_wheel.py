@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import time
 import zipfile
 from pathlib import Path
@@ -26,7 +27,7 @@ from pagoda.base.server_config import ServerTimeouts
 from pagoda.kernels.native.threads import cpu_flags
 from pagoda.kernels.native.variants import runnable
 from pagoda.loading.fetch_wheel import default_cache_dir
-from pagoda.server.pages.files import PAGE_PATHS
+from pagoda.server.pages.files import PAGE_PATHS, STATIC
 from pagoda.server.routing import HEALTH_PATHS
 from tests.cached_models import cached_model
 from tests.kernels.test_variants import ASSEMBLES, foreign, instructions
@@ -181,6 +182,25 @@ def test_an_editable_install_compiles_nothing_and_comes_last_on_the_path(tmp_pat
     (path,) = (name for name in zipfile.ZipFile(wheel).namelist() if "dist-info" not in name)
     assert path.endswith(".pth")
     assert zipfile.ZipFile(wheel).read(path).decode().split() == [str(REPOSITORY)]
+
+
+@needs_tools
+def test_every_file_of_the_package_is_in_the_wheel_and_in_the_source_distribution(tmp_path: Path) -> None:
+    """Pages and templates, too, which no import would miss."""
+    program = (
+        "import sys; from scikit_build_core.build import build_sdist, build_wheel; build_sdist(sys.argv[1]); "
+        "build_wheel(sys.argv[1], {'wheel.cmake': 'false'})"
+    )
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    command = [TOOLS / "python", "-c", program, tmp_path]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    files = [file.relative_to(REPOSITORY) for file in (REPOSITORY / "pagoda").rglob("*") if file.is_file()]
+    expected = {str(file) for file in files if file.suffix != ".so" and "__pycache__" not in file.parts}
+    assert f"{STATIC.relative_to(REPOSITORY)}/dashboard/main.js" in expected
+    assert expected <= set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as sources:
+        assert expected <= {name.partition("/")[2] for name in sources.getnames()}
 
 
 @needs_tools

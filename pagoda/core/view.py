@@ -10,24 +10,28 @@ MAX_CELLS = 4096
 """Blocks of larger pools are shown as so many cells at most."""
 FREE, CACHED, SHARED, FIRST_OWNER = 0, 1, 2, 3
 """Values of cells: a block without content, a free one that can be found by its hash, one that several requests have;
-from FIRST_OWNER on, one that only the request at this place of the running order has."""
+from FIRST_OWNER on, one that only the request at this place of the columns has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SchedulerView:
-    """Running requests, in their order, as columns; and the pool's blocks.
+    """Requests with KV as columns: those that run, in their order, then those whose KV is in host memory; and blocks.
 
+    num_running: how many of them run.
     clients: int32 [n].   handles: int64 [n].   num_computed: int32 [n], tokens of its first sequence that have KV.
-    num_blocks: int32 [n], distinct blocks.
+    num_blocks: int32 [n], distinct blocks, of the host for those in host memory.
     blocks_per_cell: so many blocks are a cell, which shows the one of the highest value.   cells: int16.
+    host_cells: the same of the host's blocks.
     """
 
+    num_running: int
     clients: np.ndarray
     handles: np.ndarray
     num_computed: np.ndarray
     num_blocks: np.ndarray
     blocks_per_cell: int
     cells: np.ndarray
+    host_cells: np.ndarray
 
 
 def view_of(state: SchedulerState) -> SchedulerView:
@@ -39,13 +43,24 @@ def view_of(state: SchedulerState) -> SchedulerView:
     first = flat[lengths.cumsum() - lengths] if len(flat) else flat
     owners = np.repeat(np.arange(len(requests)), lengths)
     values, num_blocks = state.kv.owners_of_blocks(flat, owners, len(requests))
-    per_cell = max(1, -(-len(values) // MAX_CELLS))
-    cells = np.maximum.reduceat(values, np.arange(0, len(values), per_cell)) if len(values) else values
+    swapped = list(state.swapped)
+    host_values, num_host_blocks = state.kv.owners_of_host_blocks([request.unfinished for request in swapped])
+    host_values = np.where(host_values < FIRST_OWNER, host_values, host_values + len(requests))
+    per_cell = max(1, -(-max(len(values), len(host_values)) // MAX_CELLS))
+    specs = [request.spec for request in (*requests, *swapped)]
+    num_swapped_computed = np.array([request.unfinished[0].num_computed for request in swapped], np.int32)
     return SchedulerView(
-        clients=np.array([request.spec.client_index for request in requests], np.int32),
-        handles=np.array([request.spec.handle for request in requests], np.int64),
-        num_computed=state.table.num_computed[first],
-        num_blocks=num_blocks,
+        num_running=len(requests),
+        clients=np.array([spec.client_index for spec in specs], np.int32),
+        handles=np.array([spec.handle for spec in specs], np.int64),
+        num_computed=np.concatenate((state.table.num_computed[first], num_swapped_computed)),
+        num_blocks=np.concatenate((num_blocks, num_host_blocks)),
         blocks_per_cell=per_cell,
-        cells=cells.astype(np.int16),
+        cells=_cells(values, per_cell),
+        host_cells=_cells(host_values, per_cell),
     )
+
+
+def _cells(values: np.ndarray, per_cell: int) -> np.ndarray:
+    cells = np.maximum.reduceat(values, np.arange(0, len(values), per_cell)) if len(values) else values
+    return cells.astype(np.int16)

@@ -1,6 +1,7 @@
 """Prometheus metrics, with the names that existing dashboards and load generators use."""
 
 import time
+from array import array
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from pagoda.base.outputs import RequestMetrics, RequestOutput
 from pagoda.core.events import ClientEvent, DraftsVerified
 from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
+from pagoda.metrics.known_tokens import KnownTokens
 
 REJECTION_REASONS = ("requests", "tokens", "media", "logprobs", "bodies", "key_concurrency", "key_rate")
 CACHE_LABELS = (
@@ -262,7 +264,7 @@ _MOST_EVENTS = 128
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """What is known of a request that has ended.   ended_s: by time.perf_counter."""
+    """What is known of a request that has ended.   ended_s: by time.perf_counter.   tokens: see KnownTokens.of."""
 
     request_id: str
     num_prompt_tokens: int
@@ -272,6 +274,7 @@ class EndedRequest:
     times: RequestMetrics
     events: tuple[ClientEvent, ...]
     ended_s: float
+    tokens: KnownTokens | None
 
     @staticmethod
     def of(observer: "RequestObserver") -> "EndedRequest":
@@ -286,6 +289,7 @@ class EndedRequest:
             replace(times) if times is not None else RequestMetrics(request.arrival_time_s),
             tuple(observer.events),
             time.perf_counter(),
+            observer.tokens,
         )
 
 
@@ -301,6 +305,7 @@ class RequestObserver:
         self.last: RequestOutput | None = None
         self.events: list[ClientEvent] = []
         self._last_s = 0.0
+        self._first_output = array("i")
         self._open = set(range(request.num_seqs))
         self.num_output_tokens = 0
         self.finish_reasons: list[str] = []
@@ -319,6 +324,11 @@ class RequestObserver:
             self._on_end(time.perf_counter())
             self._metrics.ended.append(EndedRequest.of(self))
 
+    @property
+    def tokens(self) -> KnownTokens | None:
+        """Return the tokens so far, with those of the first output."""
+        return KnownTokens.of(self.request, self._first_output)
+
     def add_event(self, event: ClientEvent) -> None:
         """Keep an event: of many, the first ones and the last ones."""
         if len(self.events) >= _MOST_EVENTS:
@@ -332,6 +342,8 @@ class RequestObserver:
         for part in delta.outputs:
             new = len(part.token_ids)
             count += new
+            if part.index == 0:
+                self._first_output.extend(part.token_ids)
             if new and self.num_output_tokens:
                 metrics.on_gap((now_s - self._last_s) / new)
             if part.finish_reason is not None and part.index in self._open:

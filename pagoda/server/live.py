@@ -51,8 +51,14 @@ async def list_requests(http: Request) -> Response:
 @router.get("/requests/{id:path}", answer=RequestTimeline)
 async def show_request(http: Request) -> Response:
     """One of these requests, with what happened to it and when; 404 if it is none of the caller's, or long ended."""
-    await state_of(http).looks.refresh()
-    found = _see(http).find(http.path_params["id"], time.perf_counter())
+    state = state_of(http)
+    await state.looks.refresh()
+    tokenizer = state.starter.llm.input_processor.tokenizer
+
+    def text_of(token_id: int) -> str:
+        return tokenizer.decode([token_id], skip_special_tokens=False)
+
+    found = _see(http).find(http.path_params["id"], time.perf_counter(), state.block_size, text_of)
     if found is None:
         raise ApiError(404, "no such request: it is none of yours, or has ended and is forgotten", "id")
     return json_response(found)
@@ -105,7 +111,7 @@ async def _frames(http: Request) -> AsyncGenerator[bytes, None]:
         ]
         frame["requests"], frame["gone"] = _changes(seen, sent)
         frame["others"] = seen.others
-        frame["cells"], frame["owners"] = seen.cells()
+        frame["cells"], frame["host_cells"], frame["owners"] = seen.cells()
         yield event(frame)
         await asyncio.sleep(max(0.0, began_s + FRAME_S - time.monotonic()))
 
@@ -123,6 +129,7 @@ def _changes(seen: SeenRequests, sent: dict[str, list[Any]]) -> tuple[list[list[
             one.cached_tokens,
             one.blocks,
             round(now_s - one.age_s, 1),
+            one.reason,
         ]
         for one in seen.live(now_s)
     }

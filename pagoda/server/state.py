@@ -58,6 +58,7 @@ class ServerState:
     adapters: ServedAdapters
     model_names: tuple[str, ...]
     max_model_len: int
+    block_size: int
     chat_template: ChatTemplate | None
     tool_parser: str
     trusts_templates: bool = False
@@ -219,6 +220,7 @@ async def build_state(
         adapters=adapters,
         model_names=tuple(names),
         max_model_len=sizes.max_model_len,
+        block_size=sizes.block_size,
         chat_template=template,
         tool_parser=parser,
         trusts_templates=server.trust_request_chat_template,

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from pagoda.base.config import PreemptionMode
 from pagoda.core.view import CACHED, FIRST_OWNER, FREE, MAX_CELLS, SHARED
 from tests.core.rig import Rig
 
@@ -42,3 +43,18 @@ def test_a_large_pool_is_shown_as_a_bounded_number_of_cells() -> None:
     view = rig.scheduler.view()
     assert (view.blocks_per_cell, len(view.cells)) == (3, MAX_CELLS)
     assert FIRST_OWNER in view.cells
+
+
+def test_blocks_in_host_memory_are_of_the_requests_that_are_swapped_out() -> None:
+    rig = Rig(num_blocks=5, num_host_blocks=8, preemption_mode=PreemptionMode.SWAP)
+    rig.add("a", 8)
+    rig.add("b", 7)
+    while not rig.swapped:
+        rig.step()
+    view = rig.scheduler.view()
+    assert (view.num_running, view.handles.tolist()) == (1, [1, 2])
+    num_held = 8 - rig.scheduler.num_free_host_blocks
+    assert view.num_blocks.tolist() == [rig.scheduler.num_blocks_held("a")[0], num_held]
+    assert view.num_computed[1] > 0
+    assert np.bincount(view.host_cells).tolist() == [8 - num_held, 0, 0, 0, num_held]
+    assert FIRST_OWNER + 1 not in view.cells

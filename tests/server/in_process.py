@@ -58,6 +58,7 @@ def served(
                 adapters=ServedAdapters(llm, ("m",), None),
                 model_names=("m",),
                 max_model_len=MAX_LEN,
+                block_size=16,
                 chat_template=None,
                 tool_parser="auto",
                 trusts_templates=True,

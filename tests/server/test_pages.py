@@ -2,6 +2,7 @@
 
 import http.client
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from pagoda.server.pages.files import PAGE_PATHS, STATIC
 from pagoda.server.pages.rules import HEADERS
 from tests.server.chromium import Page, browsing
-from tests.server.live import LiveServer
+from tests.server.live import FAKE_ENGINE, LiveServer, serving
 from tests.server.test_page_rules import ask
 from tests.server.test_requests import slowed, streaming
 
@@ -89,8 +90,35 @@ def test_it_is_used_from_the_keyboard(page: Page, fake_server: LiveServer) -> No
         page.wait("document.querySelector('#detail').open && document.querySelectorAll('#detail li').length")
         assert page.text("#detail-id") == "cmpl-second"
         assert "first token" in page.text("#detail-timeline")
+        assert page.run("document.querySelector('#detail-miss').hidden")
         page.press("Escape")
         page.wait("!document.querySelector('#detail').open")
+    assert page.problems == []
+
+
+def test_it_says_why_a_request_waits_and_where_its_prompt_differs(page: Page, tmp_path: Path) -> None:
+    page.problems.clear()
+    page.show(1280, 850)
+    pools = ("--num-blocks", "512", "--num-host-blocks", "64", "--max-model-len", "8000")
+    first, other = (
+        {"prompt": f"The time in this very place is now {time}. " + "Answer. " * 200, "max_tokens": 1900}
+        for time in ("12:04", "12:05")
+    )
+    with serving(tmp_path, *FAKE_ENGINE[:2], *pools, stepped=True) as server:
+        waits = threading.Thread(
+            target=server.post, args=("/v1/completions", {"prompt": [9] * 7900, "max_tokens": 1, "request_id": "third"})
+        )
+        with slowed(server), streaming(server, "first", **first), streaming(server, "second", **other):
+            waits.start()
+            page.open(f"{server.url}/dashboard")
+            page.wait(f"{IS_UP} && document.querySelector('#list').innerText.includes('waits for ')")
+            assert re.search(r"waits for \d+ blocks: it takes 494, \d+ are free; held by cmpl-", page.text("#list"))
+            assert page.text("#now-host") == "64 blocks are free for the KV of preempted requests"
+            page.run("[...document.querySelectorAll('.row')].find(row => row.innerText.includes('second')).click()")
+            page.wait("!document.querySelector('#detail-miss').hidden")
+            differs = "Prefix cache: it differs from cmpl-first from token 13 on (block 0): '5' here, '4' there"
+            assert page.text("#detail-miss") == differs
+        waits.join(30)
     assert page.problems == []
 
 
@@ -98,8 +126,8 @@ _MANY = """
 const frame = (at) => ({now: at, engine: "up", restarts: 0, prompt_tokens: 10 * at, output_tokens: 20 * at,
   ttft: [0, at], itl: [0, at], running: 64, waiting: 9936, swapped: 0, in_line: 0, blocks: 4096, free_blocks: 0,
   free_host_blocks: 0, preemptions: 0, prefix_queries: 0, prefix_hits: 0, steps: [], gone: [], cells: [0, 4096],
-  owners: [], others: {running: 0, waiting: 0},
-  requests: Array.from({length: at == 1 ? 10000 : 64}, (_, i) => [`many-${i}`, "running", 9, 9, at, 0, 1, 0])});
+  host_cells: [], owners: [], others: {running: 0, waiting: 0},
+  requests: Array.from({length: at == 1 ? 10000 : 64}, (_, i) => [`many-${i}`, "running", 9, 9, at, 0, 1, 0, ""])});
 const fetchReally = window.fetch;
 window.fetch = (path, ...rest) => path != "dashboard/stream" ? fetchReally(path, ...rest) : new Response(
   new ReadableStream({async start(to) {

@@ -132,6 +132,59 @@ def test_what_waits_says_who_has_the_blocks(server: LiveServer) -> None:
     assert "small" not in reason
 
 
+def test_it_says_where_a_prompt_differs_from_one_of_the_same_key_only(server: LiveServer) -> None:
+    def ask(name: str, key: str, prompt: list[int], **fields: Any) -> Any:
+        asked = {"prompt": prompt, "max_tokens": 20, "ignore_eos": True, "return_token_ids": True, "request_id": name}
+        status, answer = server.post("/v1/completions", {**asked, **fields}, Authorization=f"Bearer {key}")
+        assert status == 200
+        seen = get(server, f"/requests/cmpl-{name}", key)[1]
+        assert seen["cached_tokens"] == answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return seen.get("prefix_miss"), seen["cached_tokens"], answer["choices"][0]["token_ids"]
+
+    system, monday, tuesday = list(range(500, 538)), [1000] * 15, [1001] * 15
+    assert server.post("/reset_prefix_cache", {}, Authorization="Bearer root")[0] == 200
+    _, _, output = ask("m0", "one", system + monday)
+    miss, num_cached, _ = ask("m1", "one", system + tuesday)
+    assert num_cached == 32
+    where = f"(block 2): {miss['token']!r} here, {miss['like_token']!r} there"
+    assert miss.pop("what") == f"it differs from cmpl-m0 from token 38 on {where}"
+    assert miss.pop("token") != miss.pop("like_token")
+    assert miss == {"like": "cmpl-m0", "position": 38, "block": 2, "token_id": 1001, "like_token_id": 1000}
+    # Equal tokens of another key are neither shared nor told; with the admin key, each key's are its own.
+    assert ask("m2", "two", system + tuesday)[:2] == (None, 0)
+    assert ask("m3", "one", system + tuesday)[:2] == (None, 48)
+    assert get(server, "/requests/2/cmpl-m2", "root")[1].get("prefix_miss") is None
+    assert get(server, "/requests/1/cmpl-m1", "root")[1]["prefix_miss"]["like"] == "1/cmpl-m0"
+    # What a request has answered is part of what it is compared with; another cache salt is not.
+    assert ask("m4", "one", system + monday, cache_salt="x")[:2] == (None, 0)
+    miss, num_cached, _ = ask("m5", "one", system + monday + output + [7] * 20)
+    assert (miss["what"], num_cached) == ("it goes on where cmpl-m0 ends, at token 73 (block 4)", 64)
+    assert server.post("/reset_prefix_cache", {}, Authorization="Bearer root")[0] == 200
+    miss, _, _ = ask("m6", "one", system + monday)
+    assert miss["what"].startswith("its first 53 tokens are those of cmpl-m5, of which 0 were cached")
+
+
+def test_blocks_in_host_memory_are_shown_with_whose_they_are(tmp_path: Path) -> None:
+    small = ("--num-blocks", "24", "--num-host-blocks", "32", "--preemption-mode", "swap", "--max-model-len", "300")
+    body = {"prompt": [5] * 60, "max_tokens": 200}
+    with (
+        serving(tmp_path, *FAKE_ENGINE[:2], *small, stepped=True) as server,
+        slowed(server),
+        streaming(server, "a", **body),
+        streaming(server, "b", **{**body, "prompt": [6] * 60}),
+    ):
+        end_s = time.monotonic() + 20
+        while not {4, 5} & set((last := frames(server, 1)[0])["host_cells"][::2]):
+            assert time.monotonic() < end_s, last
+        assert sum(last["host_cells"][1::2]) == 32
+        (kind,) = {4, 5} & set(last["host_cells"][::2])
+        rows = {row[0]: row for row in last["requests"]}
+        swapped = rows[last["owners"][kind - 4]]
+        assert (swapped[0], swapped[1]) == ("cmpl-b", "preempted")
+        assert swapped[6] == dict(zip(last["host_cells"][::2], last["host_cells"][1::2], strict=True))[kind]
+        assert swapped[8].startswith(("waits for ", "preempted for cmpl-a: its KV moved to host memory"))
+
+
 def test_streams_are_bounded_and_send_only_what_changes(fake_server: LiveServer) -> None:
     with slowed(fake_server), streaming(fake_server, "s"):
         seen = frames(fake_server, 4)

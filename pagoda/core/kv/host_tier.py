@@ -67,7 +67,7 @@ class HostTier:
     def blocks_to_swap_in(self, sequences: list[Sequence], ends: list[int]) -> int:
         """Free device blocks needed to bring `sequences` back, with their tokens up to `ends` and the lookahead."""
         block_size, num_growing = self._sizing.block_size, len(self._tables.growing)
-        need = len(np.unique(self._host_blocks(sequences)))
+        need = len(np.unique(self.blocks_of(sequences)))
         for sequence, end in zip(sequences, ends, strict=True):
             slots = self._sizing.slots_up_to(end)
             grown = blocks_for(slots, block_size) - blocks_for(sequence.num_computed, block_size)
@@ -81,7 +81,8 @@ class HostTier:
         blocks, num_writers = np.unique(np.array(tails, np.int32), return_counts=True)
         return int(np.minimum(num_writers, self.pool.ref_count[blocks] - 1).sum())
 
-    def _host_blocks(self, sequences: list[Sequence]) -> np.ndarray:
+    def blocks_of(self, sequences: list[Sequence]) -> np.ndarray:
+        """Return the host blocks of sequences that are swapped out; a shared one as often as it is theirs."""
         return np.concatenate([blocks for sequence in sequences for _, blocks in self._swapped[sequence]])
 
     def swap_in(self, sequences: list[Sequence]) -> int:
@@ -89,7 +90,7 @@ class HostTier:
 
         Return how many blocks move.
         """
-        host = self._host_blocks(sequences)
+        host = self.blocks_of(sequences)
         unique, first, inverse, counts = np.unique(host, return_index=True, return_inverse=True, return_counts=True)
         device = self._tables.allocate(len(unique))
         self._tables.pool.add_references(device, counts - 1)

@@ -87,17 +87,20 @@ class KVCacheManager:
         owners: of each of `rows`, from 0.
         The first is int32 [num_blocks]: 0 free, 1 free and in the prefix cache, 2 of several owners, 3 + its only one.
         """
-        pairs = [NO_BLOCKS.astype(np.int64)]
+        held_by, blocks = [NO_BLOCKS], [NO_BLOCKS]
         for group, entries in zip(self.sizing.groups, self._tables.entries, strict=True):
             used = (self._tables.num_blocks if group.grows else self._tables.num_cross_blocks)[rows]
             held = entries[rows, : used.max(initial=0)]
             row_at, place = np.nonzero((held != 0) & (np.arange(held.shape[1]) < used[:, None]))
-            pairs.append(owners[row_at] * (self.num_blocks + 1) + held[row_at, place])
-        owner_of, block_of = np.divmod(np.unique(np.concatenate(pairs)), self.num_blocks + 1)
-        kinds = self._pool.has_content.astype(np.int32)
-        kinds[block_of] = 3 + owner_of
-        kinds[np.bincount(block_of, minlength=len(kinds)) > 1] = 2
-        return kinds[self._pool.first_id :], np.bincount(owner_of, minlength=num_owners).astype(np.int32)
+            held_by.append(owners[row_at])
+            blocks.append(held[row_at, place])
+        return _owners_of(self._pool, np.concatenate(held_by), np.concatenate(blocks), num_owners)
+
+    def owners_of_host_blocks(self, swapped: list[list[Sequence]]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the same of host blocks; each of the lists is of one owner."""
+        each = [self._host.blocks_of(sequences) for sequences in swapped]
+        owners = np.repeat(np.arange(len(each)), [len(blocks) for blocks in each])
+        return _owners_of(self._host.pool, owners, np.concatenate([NO_BLOCKS, *each]), len(each))
 
     def hash_prompt(self, request: RequestState) -> None:
         """Hash the tokens of a request without rows now, so that its admission need not."""
@@ -293,3 +296,15 @@ class KVCacheManager:
         self._host.check()
         self._prefix_cache.check()
         self._tables.check(rows)
+
+
+def _owners_of(
+    pool: BlockPool, owners: np.ndarray, blocks: np.ndarray, num_owners: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what `owners_of_blocks` does.   owners: of each of `blocks`."""
+    size = len(pool.has_content)
+    owner_of, block_of = np.divmod(np.unique(owners.astype(np.int64) * size + blocks), size)
+    kinds = pool.has_content.astype(np.int32)
+    kinds[block_of] = 3 + owner_of
+    kinds[np.bincount(block_of, minlength=size) > 1] = 2
+    return kinds[pool.first_id :], np.bincount(owner_of, minlength=num_owners).astype(np.int32)

@@ -26,17 +26,18 @@ const list = new VirtualList(byId("list"), byId("space"), fillRow, showDetail);
 
 function fillRow(row, item) {
   if (!row.children.length) {
-    for (const name of ["dot", "", "", "", "", "rare", "rare", ""]) {
+    for (const name of ["dot", "", "", "why", "", "", "rare", "rare", ""]) {
       row.append(Object.assign(document.createElement("span"), { className: name }));
     }
   }
   const numbers = [item.prompt, item.output, item.cached, item.blocks].map(count);
-  const texts = ["", item.id, item.state, ...numbers, age(last.now - item.arrived)];
+  const texts = ["", item.id, item.state, item.why, ...numbers, age(last.now - item.arrived)];
   row.dataset.state = item.state;
   texts.forEach((text, index) => {
     if (row.children[index].textContent !== text) row.children[index].textContent = text;
   });
   row.children[1].title = item.id;
+  row.children[3].title = item.why;
   row.children[0].style.background = item.state === "running" ? colourOf(item.id) : "";
 }
 
@@ -52,8 +53,8 @@ function onFirst(first) {
 }
 
 function onFrame(frame) {
-  for (const [id, state, prompt, computed, output, cached, blocks, arrived] of frame.requests) {
-    requests.set(id, { id, state, prompt, computed, output, cached, blocks, arrived });
+  for (const [id, state, prompt, computed, output, cached, blocks, arrived, why] of frame.requests) {
+    requests.set(id, { id, state, prompt, computed, output, cached, blocks, arrived, why });
   }
   for (const id of frame.gone) requests.delete(id);
   steps = [...steps, ...frame.steps].slice(-1024);
@@ -111,6 +112,9 @@ function draw() {
   drawLines(byId("prompt"), [{ name: "prompt", values: series.prompt }], POINTS, rate);
   drawSteps(byId("steps"), steps, STRIP_S);
   drawBlocks(byId("blocks"), frame.cells, frame.owners);
+  byId("host").hidden = !frame.host_cells.length;
+  drawBlocks(byId("host-blocks"), frame.host_cells, frame.owners);
+  byId("now-host").textContent = `${count(frame.free_host_blocks)} blocks are free for the KV of preempted requests`;
   const step = steps.at(-1), before = steps.at(-2);
   byId("now-steps").textContent = step
     ? `last: ${step[3]} prompt and ${step[4]} output tokens in ${time(step[2] - step[1])}` +
@@ -125,7 +129,8 @@ function draw() {
   byId("now-requests").textContent = `${count(requests.size)}${seesAll ? "" : " of yours"}${others}` +
     (frame.in_line ? `; ${count(frame.in_line)} wait for admission` : "");
   const wanted = byId("filter").value.trim().toLowerCase(), all = [...requests.values()];
-  list.set(wanted ? all.filter((item) => item.id.toLowerCase().includes(wanted) || item.state.includes(wanted)) : all);
+  list.set(wanted ? all.filter((item) => item.id.toLowerCase().includes(wanted) || item.state.includes(wanted) ||
+    item.why.toLowerCase().includes(wanted)) : all);
 }
 
 function showEngine(state, text) {
@@ -139,14 +144,16 @@ let detailId = null;
 async function showDetail(item) {
   detailId = item.id;
   byId("detail-id").textContent = item.id;
-  for (const id of ["detail-why", "detail-facts", "detail-timeline"]) byId(id).replaceChildren();
+  for (const id of ["detail-why", "detail-miss", "detail-facts", "detail-timeline"]) byId(id).replaceChildren();
   if (!byId("detail").open) byId("detail").showModal();
   const path = item.id.split("/").map(encodeURIComponent).join("/");
   const response = await fetch(`requests/${path}`, { headers: headers() });
   const found = await response.json();
   if (detailId !== item.id) return;
   byId("detail-why").textContent = response.ok ? found.reason : found.error.message;
+  byId("detail-miss").hidden = !found.prefix_miss;
   if (!response.ok) return;
+  if (found.prefix_miss) byId("detail-miss").textContent = `Prefix cache: ${found.prefix_miss.what}`;
   const facts = { state: found.state, "prompt tokens": found.prompt_tokens, "of them cached": found.cached_tokens,
     "output tokens": found.output_tokens, "computed tokens": found.computed_tokens, blocks: found.blocks };
   for (const [name, value] of Object.entries(facts)) {

@@ -1,0 +1,49 @@
+"""Why the prefix cache had no more of a prompt: where the prompt begins to differ from the request it is most like."""
+
+from collections.abc import Callable, Iterable
+
+from pagoda.metrics.known_tokens import KnownTokens
+from pagoda.server.answers import PrefixMiss
+
+
+def explain_miss(
+    tokens: KnownTokens,
+    num_prompt_tokens: int,
+    num_cached: int,
+    block_size: int,
+    earlier: Iterable[tuple[str, KnownTokens | None]],
+    text_of: Callable[[int], str],
+) -> PrefixMiss | None:
+    """Return why no more than `num_cached` tokens were found; None if all were, or no earlier request begins alike.
+
+    earlier: requests that came before, by name.   text_of: returns the text of a token id.
+    """
+    if num_cached >= (num_prompt_tokens - 1) // block_size * block_size:  # the last token is always computed
+        return None
+    position, like, known = 0, "", None
+    for name, other in earlier:
+        if other is not None and (common := min(tokens.num_common(other), num_prompt_tokens)) > position:
+            position, like, known = common, name, other
+    if known is None:
+        return None
+    miss = PrefixMiss(like=like, position=position, block=position // block_size, what="")
+    is_end = position >= len(known.token_ids)
+    if not is_end and position < num_prompt_tokens:
+        miss.token_id, miss.like_token_id = int(tokens.token_ids[position]), int(known.token_ids[position])
+        miss.token, miss.like_token = text_of(miss.token_id), text_of(miss.like_token_id)
+    could = min(position - is_end, num_prompt_tokens - 1) // block_size * block_size
+    if could > num_cached:
+        miss.what = (
+            f"its first {position} tokens are those of {like}, of which {num_cached} were cached: the blocks of the "
+            "others were not computed yet, or hold something else by now"
+        )
+    elif is_end:
+        miss.what = f"it goes on where {like} ends, at token {position} (block {miss.block})"
+    elif miss.token_id == miss.like_token_id:
+        miss.what = f"at token {position} (block {miss.block}) it has another image or sound than {like}"
+    else:
+        miss.what = (
+            f"it differs from {like} from token {position} on (block {miss.block}): {miss.token!r} here, "
+            f"{miss.like_token!r} there"
+        )
+    return miss
