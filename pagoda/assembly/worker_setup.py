@@ -57,6 +57,7 @@ def make_worker(
             takes_embeds=setup.embeds_size > 0,
             encoder_budget=options.encoder_budget,
             max_encoder_len=options.max_encoder_len,
+            logprobs_mode=config.model.logprobs_mode,
         ),
         ranks,
     )

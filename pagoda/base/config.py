@@ -31,6 +31,21 @@ class SchedulingPolicy(Enum):
     PRIORITY = "priority"
 
 
+class LogprobsMode(Enum):
+    RAW_LOGPROBS = "raw_logprobs"  # of the model's own logits, and a grammar's
+    PROCESSED_LOGPROBS = "processed_logprobs"  # of what tokens are sampled from
+    RAW_LOGITS = "raw_logits"
+    PROCESSED_LOGITS = "processed_logits"
+
+    @property
+    def is_processed(self) -> bool:
+        return self in (LogprobsMode.PROCESSED_LOGPROBS, LogprobsMode.PROCESSED_LOGITS)
+
+    @property
+    def is_logits(self) -> bool:
+        return self in (LogprobsMode.RAW_LOGITS, LogprobsMode.PROCESSED_LOGITS)
+
+
 class PreemptionMode(Enum):
     AUTO = "auto"  # swap if more than one sequence is unfinished, else recompute
     RECOMPUTE = "recompute"
@@ -101,6 +116,13 @@ class ModelConfig:
     allowed_media_domains: Annotated[
         tuple[str, ...], Setting("Host of which images may be fetched from http(s) URLs in messages.", unset="none")
     ] = ()
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        Setting(
+            "What logprobs are: raw_logprobs (the model's own), processed_logprobs (after penalties, bias, "
+            "temperature, top_k, top_p and min_p), or the logits of which they are made: raw_logits, processed_logits."
+        ),
+    ] = LogprobsMode.RAW_LOGPROBS
     lora: Annotated[LoRAConfig, Setting("LoRA adapters that requests may use.")] = field(default_factory=LoRAConfig)
     request_limits: Annotated[
         RequestLimits, Setting("Limits on what a single request may ask for; see docs/reference/limits.md.")

@@ -50,6 +50,7 @@ class NativeOps:
         sampling = NativeSampling(library, threads)
         self.best_tokens = sampling.best_tokens
         self.sample = sampling.sample
+        self.process_logits = sampling.process_logits
         self.top_logprobs = sampling.top_logprobs
         self.mask_logits = sampling.mask_logits
 

@@ -103,6 +103,13 @@ class SamplingOps(Protocol):
         """
         ...
 
+    def process_logits(self, logits: torch.Tensor, params: DrawParams, best: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Divide float32 [S, V] by the temperatures and set what `sample` cannot choose to -inf, in place.
+
+        best: what `best_tokens` gave for these logits. Greedy rows, and those whose best logit is not finite, stay.
+        """
+        ...
+
     def mask_logits(self, logits: torch.Tensor, draws: np.ndarray, bits: np.ndarray) -> None:
         """Set logits that a mask forbids to -inf, in place, in rows `draws` (int64 [m]) of float32 [S, V].
 

@@ -108,3 +108,7 @@ class ReferenceOps:
     @staticmethod
     def sample(logits: torch.Tensor, params: DrawParams, best: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return sampling.sample(without_nonfinite(logits, best)[0], params)
+
+    @staticmethod
+    def process_logits(logits: torch.Tensor, params: DrawParams, best: tuple[torch.Tensor, torch.Tensor]) -> None:
+        sampling.process_logits(logits, params)

@@ -30,6 +30,7 @@ class TorchOps(ReferenceOps):
 
     constrain = staticmethod(constraints.constrain)
     sample = staticmethod(sampling.sample)
+    process_logits = staticmethod(sampling.process_logits)
     mask_logits = staticmethod(sampling.mask_logits)
 
     def __init__(self) -> None:

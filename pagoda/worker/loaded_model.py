@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pagoda.base.config import ParallelConfig
+from pagoda.base.config import LogprobsMode, ParallelConfig
 from pagoda.base.pooling import PoolingPlan
 from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.core.grammar import GrammarBackend
@@ -70,6 +70,7 @@ class WorkerConfig:
     device_index: int = 0
     encoder_budget: int = 0
     max_encoder_len: int = 0
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

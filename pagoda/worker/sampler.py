@@ -2,11 +2,12 @@
 
 Order: grammar masks; logit bias, penalties, allowed and forbidden tokens (kernels/constraints); then kernels/sampling.
 Each is one call for the whole batch, and a row takes time only for the settings it uses. Log-probabilities are taken
-after the grammar masks and before everything else; those of rows with rules for speech, after these.
+after the grammar masks and before everything else; those of rows with rules for speech, after these; those of the
+processed modes, after everything that chooses the token.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -46,7 +47,8 @@ class Drawn:
     """Sampled, where it was computed: not on the host yet.
 
     best: float32 [n], the largest logit, -inf if all tokens are forbidden.
-    logprobs: of the draws `reported` (int64) only; None for all.   is_masked: a grammar has forbidden tokens.
+    logprobs: of the draws `reported` (int64) only; None for all.   is_masked: a grammar has forbidden tokens, or the
+        log-probabilities are taken after something else that forbids some.
     """
 
     tokens: torch.Tensor
@@ -121,9 +123,35 @@ class Sampler:
                 logits.index_copy_(0, index[0], originals)
                 if is_some:
                     logits, chosen = logits.index_select(0, index[1]), tokens.index_select(0, index[1])
+            self._process(logits, table, rows[wanted], params, wanted, best)
             columns = self.top_logprobs(logits, chosen, int(table.num_logprobs[rows].max()))
             _report_ids(columns, logits, table, rows[wanted])
-        return Drawn(tokens, best[0], columns, wanted if is_some else None, masks is not None)
+            _report_logits(columns, logits, table.reports_logits[rows[wanted]])
+        is_masked = masks is not None or bool(table.logprobs_after[rows].any())
+        return Drawn(tokens, best[0], columns, wanted if is_some else None, is_masked)
+
+    def _process(
+        self,
+        logits: torch.Tensor,
+        table: TableMirror,
+        rows: np.ndarray,
+        params: DrawParams | None,
+        draws: np.ndarray,
+        best: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """Make processed logits of those of rows that report them.
+
+        logits: of draws (int64 [n]) of table rows (int32 [n]).   params, best: of all draws of the step.
+        """
+        is_processed = table.logprobs_processed[rows]
+        if params is None or not is_processed.any():
+            return
+        some = params[draws]
+        greedy = np.where(is_processed, some.temperature, 0).astype(np.float32)  # others stay as they are
+        (index,) = to_device([draws], logits.device)
+        self._ops.process_logits(
+            logits, replace(some, temperature=greedy), (best[0].index_select(0, index), best[1].index_select(0, index))
+        )
 
     def top_logprobs(self, logits: torch.Tensor, chosen: torch.Tensor, k: int) -> LogprobTensors:
         """See SamplingOps.top_logprobs."""
@@ -139,6 +167,13 @@ def _report_ids(columns: LogprobTensors, logits: torch.Tensor, table: TableMirro
         own, place = logits[draw], slice(1, 1 + len(ids))
         columns.logprobs[draw, place] = own[index] - own[columns.token_ids[draw, 0]] + columns.logprobs[draw, 0]
         columns.token_ids[draw, place] = index.int()
+
+
+def _report_logits(columns: LogprobTensors, logits: torch.Tensor, is_asked: np.ndarray) -> None:
+    """Put logits in place of the log-probabilities of some rows.   is_asked: bool [n], of the logits."""
+    if is_asked.any():
+        (index,) = to_device([np.flatnonzero(is_asked)], logits.device)
+        columns.logprobs[index] = logits[index].gather(1, columns.token_ids[index].long())
 
 
 def _spread(some: LogprobColumns, index: np.ndarray, tokens: np.ndarray) -> LogprobColumns:
@@ -256,6 +291,7 @@ def prompt_logprobs(
             piece = slice(offset + begin, offset + end)
             logits = forward.compute_logits(states[piece], None if adapters is None else adapters[piece])
             columns = sampler.top_logprobs(logits, of_row[begin:end], k)
+            _report_logits(columns, logits, np.full(end - begin, table.reports_logits[row]))
             pieces += [columns.token_ids, columns.logprobs, columns.ranks]
         counts.append((row, len(spans)))
         offset += count

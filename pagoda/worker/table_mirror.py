@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pagoda.base.config import LogprobsMode
 from pagoda.base.pooling import PoolingParams
 from pagoda.core.request import MediaItem, num_beam_candidates
 from pagoda.core.scheduler_output import BeamRows, RowFork, RowInit, SchedulerOutput
@@ -30,6 +31,9 @@ _COLUMNS = (
     "repetition",
     "num_logprobs",
     "has_logprob_ids",
+    "logprobs_after",
+    "logprobs_processed",
+    "reports_logits",
 )
 
 
@@ -52,6 +56,8 @@ class TableMirror:
     constraints, pooling: per row, or None.   constrained: bool [max_rows], rows with constraints.
     reads_output: bool [max_rows], rows whose constraints depend on which tokens were sampled before.
     logprobs_after: bool [max_rows], rows whose log-probabilities are taken after the constraints.
+    logprobs_processed: bool [max_rows], those of them where it is after the temperature and the filters, too.
+    reports_logits: bool [max_rows], rows that report logits in place of log-probabilities.
     token_counts: per row with penalties, else None; they count from `token_ids` when they are asked.
     wants_states: bool [max_rows], rows with prompt logprobs or pooling, which need hidden states of prompt positions.
     pair_start: int32 [max_rows], position of the second text of a pair; beyond every position without one.
@@ -67,8 +73,11 @@ class TableMirror:
         cross_groups: tuple[int, ...] = (),
         max_encoder_len: int = 0,
         rotary: "RotaryPositions | None" = None,
+        logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
     ) -> None:
         """max_len: most tokens per row, including drafts.   max_encoder_len: most encoder tokens.
+
+        logprobs_mode: of all rows but those of speech and of beam searches, which are ranked by log-probabilities.
 
         Memory pages are only touched when rows use them.
         """
@@ -97,12 +106,15 @@ class TableMirror:
         self.constrained = np.zeros(max_rows, np.bool_)
         self.reads_output = np.zeros(max_rows, np.bool_)
         self.logprobs_after = np.zeros(max_rows, np.bool_)
+        self.logprobs_processed = np.zeros(max_rows, np.bool_)
+        self.reports_logits = np.zeros(max_rows, np.bool_)
         self.wants_states = np.zeros(max_rows, np.bool_)
         self.constraints: list[RowConstraints | None] = [None] * max_rows
         self.token_counts: list[TokenCounts | None] = [None] * max_rows
         self.pooling: list[PoolingParams | None] = [None] * max_rows
         self.pair_start = np.full(max_rows, _NO_PAIR, np.int32)
         self.rotary = rotary
+        self._logprobs_mode = logprobs_mode
 
     def apply(self, output: SchedulerOutput) -> None:
         """Apply the step's events to the rows, in SchedulerOutput's order. Loops over events, not over rows."""
@@ -154,7 +166,8 @@ class TableMirror:
         self.pooling[row] = self.logprob_ids[row] = None
         self.has_logprob_ids[row] = False
         self.pair_start[row] = _NO_PAIR
-        self.constrained[row] = self.reads_output[row] = self.wants_states[row] = self.logprobs_after[row] = False
+        self.constrained[row] = self.reads_output[row] = self.wants_states[row] = False
+        self.logprobs_after[row] = self.logprobs_processed[row] = self.reports_logits[row] = False
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = -1
 
     def _admit(self, init: RowInit) -> None:
@@ -194,6 +207,10 @@ class TableMirror:
         if params.prompt_logprobs is not None:
             self.num_prompt_logprobs[row] = params.prompt_logprobs
             self.wants_states[row] = True
+        is_ranked, mode = params.speech is not None or params.beam_search is not None, self._logprobs_mode
+        self.logprobs_processed[row] = not is_ranked and mode.is_processed
+        self.logprobs_after[row] = params.speech is not None or self.logprobs_processed[row]
+        self.reports_logits[row] = not is_ranked and mode.is_logits
         self._constrain(row, RowConstraints.of(params, init.eos_token_ids))
 
     def _constrain(self, row: int, constraints: RowConstraints | None) -> None:
@@ -201,7 +218,6 @@ class TableMirror:
         self.constraints[row] = constraints
         self.constrained[row] = constraints is not None
         self.reads_output[row] = constraints is not None and constraints.reads_output
-        self.logprobs_after[row] = constraints is not None and constraints.speech is not None
         counts = constraints is not None and constraints.has_penalty
         with_prompt = bool(self.repetition[row] != 1)
         self.token_counts[row] = self._new_counts(row, with_prompt) if counts else None

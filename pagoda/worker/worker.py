@@ -171,8 +171,16 @@ class Worker:
     def _make_table(self, model: Model, max_len: int) -> TableMirror:
         config = self._config
         rotary = RotaryPositions(model, config.max_rows) if model.position_runs else None
-        groups, longest = model.cross_groups, config.max_encoder_len
-        return TableMirror(config.max_rows, max_len, config.block_size, len(model.kv_groups), groups, longest, rotary)
+        return TableMirror(
+            config.max_rows,
+            max_len,
+            config.block_size,
+            len(model.kv_groups),
+            model.cross_groups,
+            config.max_encoder_len,
+            rotary,
+            config.logprobs_mode,
+        )
 
     def _make_encoders(self, loaded: LoadedModel) -> EncoderOutputs | None:
         if loaded.encoder is None:

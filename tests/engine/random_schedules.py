@@ -76,6 +76,7 @@ class Trace:
 
     logits: (seed, position of the token that was drawn) -> digest of the logits' bits.   tokens: seed -> emitted.
     prompt_logprobs: seed -> the bytes of the prompt's columns: token ids, logprobs, ranks.
+    logprobs: seed -> the bytes of each token's columns, of those that the request asked for.
     pooled: seed -> the bytes of the vector of a prompt that is pooled.
     failed: seeds of sequences that ended because a step failed as the schedule says.
     """
@@ -83,6 +84,7 @@ class Trace:
     logits: dict[tuple[int, int], bytes] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
+    logprobs: dict[int, list[bytes]] = field(default_factory=dict)
     pooled: dict[int, bytes] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
 
@@ -90,6 +92,7 @@ class Trace:
         self.logits.clear()
         self.tokens.clear()
         self.prompt_logprobs.clear()
+        self.logprobs.clear()
         self.pooled.clear()
         self.failed.clear()
 
@@ -253,8 +256,16 @@ def _take(core: EngineCore, trace: Trace, script: Script) -> None:
     for outputs in core.step().values():
         at = 0
         for handle, sequence, count in zip(outputs.handles, outputs.sequences, outputs.counts, strict=True):
-            seed = script.requests[handle].seed + int(sequence)
+            each = script.requests[handle]
+            seed = each.seed + int(sequence)
             trace.tokens.setdefault(seed, []).extend(outputs.token_ids[at : at + count].tolist())
+            if isinstance(each.params, SamplingParams) and each.params.logprobs is not None and not each.is_search:
+                columns, width = outputs.logprobs, 1 + each.params.logprobs
+                assert columns is not None
+                trace.logprobs.setdefault(seed, []).extend(
+                    columns.token_ids[row, :width].tobytes() + columns.logprobs[row, :width].tobytes()
+                    for row in range(at, at + count)
+                )
             at += count
         for handle, told in outputs.prompt_logprobs.items():
             seed = script.requests[handle].seed
@@ -325,6 +336,8 @@ def differences(expected: Trace, got: Trace, requests: Sequence[Watched]) -> lis
                 found.append(f"seed {seed}, prompt of {first}: logits differ for tokens at {wrong}")
             if received != tokens:
                 found.append(f"seed {seed}: tokens {received} instead of {tokens}")
+            if got.logprobs.get(seed, []) != expected.logprobs.get(seed, [])[: len(received)]:
+                found.append(f"seed {seed}: logprobs differ")
         if not has_failed and got.prompt_logprobs.get(each.seed) != expected.prompt_logprobs.get(each.seed):
             found.append(f"seed {each.seed}: prompt logprobs differ")
     return found

@@ -184,6 +184,21 @@ def test_a_sample_of_schedules(llama: Path, mode: str) -> None:
     assert not missing, counts
 
 
+@pytest.mark.parametrize(("mode", "has_drafts"), [("processed_logprobs", False), ("processed_logits", True)])
+def test_processed_logprobs(llama: Path, mode: str, has_drafts: bool) -> None:
+    """They have the same bits in any batch, too, whatever else is in it: others ask for none."""
+    options = {**MODES["bf16"], "logprobs_mode": mode}
+    watched = [
+        replace(each, params=replace(each.params, logprobs=3)) if isinstance(each.params, SamplingParams) else each
+        for each in tiny_watched()
+    ]
+    expected = reference(llama, watched, options)
+    assert len(expected.logprobs) > 10
+    draft_model, seeds = (llama, range(870, 872)) if has_drafts else (None, range(860, 863))
+    counts = check(llama, watched, expected, options, seeds, VOCAB, draft_model=draft_model)
+    assert counts["accepted" if has_drafts else "preempted"]
+
+
 @pytest.mark.parametrize("mode", SAMPLED_MODES)
 @pytest.mark.parametrize("threads", [1, 2])
 def test_batches_of_all_sizes(llama: Path, mode: str, threads: int) -> None:

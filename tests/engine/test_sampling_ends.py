@@ -84,6 +84,22 @@ def test_the_whole_vocabulary_may_be_reported(tmp_path: Path, on: DeviceUnderTes
         assert sum(math.exp(one.logprob) for one in entry.values()) == pytest.approx(1, abs=1e-4)
 
 
+def test_processed_logprobs_are_those_of_what_is_sampled_from(tmp_path: Path, on: DeviceUnderTest) -> None:
+    sizes = {"threads": 1, "block_size": 8, "num_blocks": 60, "max_model_len": 64, "max_num_seqs": 8}
+    options = {"logprobs_mode": "processed_logprobs", **on.engine({"device": "cpu", **sizes})}
+    params = SamplingParams(temperature=0.7, top_k=2, logit_bias={9: 100}, max_tokens=3, logprobs=3, prompt_logprobs=3)
+    with LLM(str(write_byte_llama(tmp_path)), **options) as llm:
+        [answer] = llm.generate([[5, 6]], params, use_tqdm=False)
+    assert answer.outputs[0].logprobs is not None
+    for entry in answer.outputs[0].logprobs:
+        by_rank = sorted(one.logprob for one in entry.values())
+        assert by_rank[-1] == pytest.approx(entry[9].logprob)
+        assert sum(math.exp(one) for one in by_rank[-2:]) == pytest.approx(1, abs=1e-5)
+        assert by_rank[0] == -9999.0
+    assert answer.prompt_logprobs is not None
+    assert all(one.logprob > -99 for one in (answer.prompt_logprobs[1] or {}).values())
+
+
 def test_chosen_tokens_are_reported_in_place_of_the_most_likely(llm: LLM) -> None:
     """With the values that all of the vocabulary would have, whatever the neighbours ask for."""
     chosen = SamplingParams(max_tokens=4, seed=1, n=2, logprob_token_ids=(9, 100, 9), logprobs=2, presence_penalty=1.0)

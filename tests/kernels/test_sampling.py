@@ -134,3 +134,27 @@ def test_greedy_takes_the_lowest_of_equals(sample: Sample) -> None:
     zero = np.zeros(2, np.float32)
     greedy = DrawParams(zero, zero.astype(np.int32), zero + 1, zero, zero.astype(float))
     assert sample(logits, greedy).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+@pytest.mark.parametrize("vocab", [2, 129, 1003])
+@pytest.mark.parametrize("kind", KINDS)
+def test_processed_logits_are_what_is_sampled_from(kind: str, vocab: int, kernels: str, on: DeviceUnderTest) -> None:
+    on.must_run(kernels)
+    logits, params = random_draws(kind, 32, vocab)
+    params.temperature[[3, 4]] = 1.0
+    logits[3], logits[4] = torch.nan, -torch.inf
+    stay = (params.temperature == 0) | np.isin(np.arange(32), (3, 4))
+    expected = logits.clone()
+    reference.process_logits(expected, params)
+    assert torch.equal(expected[stay].nan_to_num(), logits[stay].nan_to_num())
+    ops, moved = on.ops(kernels), logits.to(on.device, copy=True)
+    best = ops.best_tokens(moved)
+    tokens = ops.sample(moved, params, best).cpu()
+    ops.process_logits(moved, params, best)
+    torch.testing.assert_close(moved.cpu(), expected, rtol=1e-6, atol=0, equal_nan=True)
+    assert moved.cpu().gather(1, tokens.unsqueeze(1))[~stay].isfinite().all()
+    for i in range(5, 12):
+        alone = logits[i : i + 1].to(on.device, copy=True)
+        ops.process_logits(alone, params[i : i + 1], ops.best_tokens(alone))
+        assert alone.equal(moved[i : i + 1])

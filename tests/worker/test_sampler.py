@@ -1,14 +1,17 @@
 """Each sampling feature against its definition by loops, and rows against their neighbours."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
-from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.config import LogprobsMode
+from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.scheduler_output import RowFork, RowInit
 from pagoda.kernels.sampling.draw_params import DrawParams
+from pagoda.kernels.sampling.reference import process_logits, uniforms
 from pagoda.kernels.sampling.reference import sample as sample_by_definition
-from pagoda.kernels.sampling.reference import uniforms
 from pagoda.worker.sampler import Sampled, Sampler
 from pagoda.worker.staging import draw_params
 from pagoda.worker.table_mirror import TableMirror
@@ -19,9 +22,14 @@ VOCAB = 50
 EOS = (2, 3)
 
 
-def make_table(params: list[SamplingParams], histories: list[list[int]], num_prompt: int = 3) -> TableMirror:
+def make_table(
+    params: list[SamplingParams],
+    histories: list[list[int]],
+    num_prompt: int = 3,
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW_LOGPROBS,
+) -> TableMirror:
     """Row i holds histories[i], the first num_prompt tokens of it a prompt; its seed is 100 + i."""
-    table = TableMirror(len(params), 64, 16, 1)
+    table = TableMirror(len(params), 64, 16, 1, logprobs_mode=logprobs_mode)
     admitted = tuple(
         row_init(i, history, [1, 2], of, num_prompt=num_prompt, seed=100 + i, eos=EOS)
         for i, (of, history) in enumerate(zip(params, histories, strict=True))
@@ -296,3 +304,41 @@ def test_logprobs_are_the_models_own(on: DeviceUnderTest) -> None:
     for i in (0, 2):
         assert np.allclose(columns.logprobs[i], expected[i][columns.token_ids[i]], atol=1e-5)
     assert not columns.logprobs[1].any()
+
+
+@pytest.mark.parametrize("mode", LogprobsMode)
+@pytest.mark.parametrize("kernels", ["reference", "torch", "native"])
+def test_logprobs_of_each_mode(mode: LogprobsMode, kernels: str, on: DeviceUnderTest) -> None:
+    """Some draws of a batch ask for them, with all that changes logits; a beam search ranks by its own."""
+    on.must_run(kernels)
+    rng = np.random.default_rng(7)
+    params = [replace(any_params(rng), logprobs=int(i % 4) if i % 3 else None) for i in range(24)]
+    params.append(SamplingParams(n=2, logprobs=1, max_tokens=5, beam_search=BeamSearchOptions()))
+    histories = [rng.integers(0, VOCAB, 8).tolist() for _ in params]
+    logits = torch.from_numpy(rng.normal(0, 3, (25, VOCAB)).astype(np.float32))
+    table, rows = make_table(params, histories, logprobs_mode=mode), np.arange(25, dtype=np.int32)
+    moved = logits.to(on.device, copy=True)
+    got = sample(Sampler(on.ops(kernels)), moved, table, rows, table.num_tokens[rows])
+    plain = draw(make_table(params, histories), logits, on)
+    assert got.tokens.tolist() == plain.tokens.tolist()
+    for i, each in enumerate(params):
+        if each.logprobs is None:
+            continue
+        expected, is_beam = logits[i : i + 1].clone(), each.beam_search is not None
+        if mode.is_processed and not is_beam:
+            edited = edited_by_loops(logits[i].numpy(), each, histories[i][:3], histories[i][3:])
+            expected = torch.from_numpy(edited.astype(np.float32)).unsqueeze(0)
+            if (drawn_by := draw_params(table, rows[i : i + 1], rows[i : i + 1])) is not None:
+                process_logits(expected, drawn_by)
+        if not mode.is_logits or is_beam:
+            expected = expected.log_softmax(-1)
+        reported = got.logprobs
+        assert reported is not None
+        ids, values = reported.token_ids[i], reported.logprobs[i]
+        assert ids[0] == got.tokens[i]
+        kept = expected[0].numpy()
+        assert np.isfinite(kept[ids[0]])
+        np.testing.assert_allclose(values, np.where(np.isneginf(kept[ids]), -9999.0, kept[ids]), atol=2e-5)
+        assert reported.ranks[i] == 1 + (kept > kept[ids[0]]).sum()
+        best = np.sort(kept)[::-1][: each.logprobs]
+        np.testing.assert_allclose(kept[ids[1 : 1 + each.logprobs]], best, atol=2e-5)

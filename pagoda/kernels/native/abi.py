@@ -328,6 +328,10 @@ FUNCTIONS: dict[str, Function] = {
         top_k="const int32_t*", top_p="const float*", min_p="const float*", uniform="const double*",
         tokens="int64_t*", threads="int32_t",
     ),
+    "pagoda_process_logits": _function(
+        "void", **{**_LOGITS, "logits": "float*"}, best_values="const float*", temperature="const float*",
+        top_k="const int32_t*", top_p="const float*", min_p="const float*", threads="int32_t",
+    ),
     "pagoda_mask_logits": _function(
         "void", **{**_LOGITS, "logits": "float*"}, draws="const int64_t*", count="int64_t", bits="const uint32_t*",
         threads="int32_t",

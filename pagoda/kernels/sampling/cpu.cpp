@@ -299,29 +299,50 @@ struct Row {
         return w >= min_p ? w : 0.0;
     }
 
-    int64_t pick_filtered(int64_t top_k, double top_p, double* reached, float* maxima, Candidate* candidates,
-                          double* weights) const {
+    // The tokens that top_k and top_p keep, as candidates; returns how many.
+    // by_weight: they are in order of id, and `weights` has those of the vocabulary. Else they are ranked.
+    int64_t filter(int64_t top_k, double top_p, double* reached, float* maxima, Candidate* candidates, double* weights,
+                   bool& by_weight) const {
         bool complete;
+        by_weight = false;
         if (top_k > 0) {
             int64_t count = std::min(std::min(top_k, vocab), rank(std::min(top_k, vocab), maxima, candidates));
-            if (top_p < 1.0) {
-                double total = 0.0;
-                for (int64_t i = 0; i < count; i++) total += weight(candidates[i].logit);
-                count = nucleus(candidates, count, top_p, total, complete);
-            }
-            return pick_from_best(candidates, count);
+            if (top_p >= 1.0) return count;
+            double total = 0.0;
+            for (int64_t i = 0; i < count; i++) total += weight(candidates[i].logit);
+            return nucleus(candidates, count, top_p, total, complete);
         }
         Row all = *this;
         all.min_p = 0.0;
         double total = reached[all.chunk_sums(reached, weights) - 1];
         int64_t count = rank(std::min<int64_t>(FIRST_RANKS, vocab), maxima, candidates);
         count = nucleus(candidates, count, top_p, total, complete);
-        if (complete || count == vocab) return pick_from_best(candidates, count);
+        if (complete || count == vocab) return count;
+        by_weight = true;
         auto* buckets = reinterpret_cast<uint16_t*>(weights + vocab);
-        count = wide_nucleus(top_p, total, weights, buckets, candidates, candidates + vocab);
-        return pick_by_weight(candidates, count, weights);
+        return wide_nucleus(top_p, total, weights, buckets, candidates, candidates + vocab);
     }
 };
+
+// What a thread needs for rows of a vocabulary.
+struct RowScratch {
+    double* weights;
+    Candidate* candidates;
+    float* maxima;
+    double* reached;
+
+    explicit RowScratch(int64_t vocab)
+        : weights(static_cast<double*>(thread_scratch((sizeof(double) + sizeof(uint16_t)) * vocab, 0))),
+          candidates(static_cast<Candidate*>(thread_scratch(2 * sizeof(Candidate) * vocab, 1))),
+          maxima(static_cast<float*>(thread_scratch(sizeof(float) * (vocab / BLOCK + 1), 2))),
+          reached(static_cast<double*>(thread_scratch(sizeof(double) * (vocab / SUM_CHUNK + 1), 3))) {}
+
+    int64_t filter(const Row& row, int64_t top_k, double top_p, bool& by_weight) const {
+        return row.filter(top_k, top_p, reached, maxima, candidates, weights, by_weight);
+    }
+};
+
+bool filters(int64_t top_k, double top_p) { return top_k > 0 || top_p < 1.0; }
 
 // Largest logit of a row; NaN if any of them is NaN.
 float largest_of(const Row& row) {
@@ -385,19 +406,54 @@ PAGODA_EXPORT void pagoda_sample(const float* logits, int64_t stride, int64_t ro
                                  int64_t* tokens, int threads) {
     std::atomic<int64_t> next{0};
     parallel(rows > 1 ? threads_for(rows * vocab, threads) : 1, [&](int, int) {
-        int64_t blocks = (vocab + BLOCK - 1) / BLOCK;
-        auto* weights = static_cast<double*>(thread_scratch((sizeof(double) + sizeof(uint16_t)) * vocab, 0));
-        auto* candidates = static_cast<Candidate*>(thread_scratch(2 * sizeof(Candidate) * vocab, 1));
-        auto* maxima = static_cast<float*>(thread_scratch(sizeof(float) * blocks, 2));
-        auto* reached = static_cast<double*>(thread_scratch(sizeof(double) * (vocab / SUM_CHUNK + 1), 3));
+        RowScratch scratch(vocab);
         for (int64_t r; (r = next.fetch_add(1)) < rows;) {
             Row row{logits + r * stride, vocab, best_values[r], 1.0 / temperature[r], min_p[r], uniform[r]};
-            if (temperature[r] <= 0.0f)
+            bool by_weight;
+            if (temperature[r] <= 0.0f) {
                 tokens[r] = best_ids[r];
-            else if (top_k[r] <= 0 && top_p[r] >= 1.0f)
-                tokens[r] = row.pick_from_all(reached);
-            else
-                tokens[r] = row.pick_filtered(top_k[r], top_p[r], reached, maxima, candidates, weights);
+            } else if (!filters(top_k[r], top_p[r])) {
+                tokens[r] = row.pick_from_all(scratch.reached);
+            } else {
+                int64_t count = scratch.filter(row, top_k[r], top_p[r], by_weight);
+                tokens[r] = by_weight ? row.pick_by_weight(scratch.candidates, count, scratch.weights)
+                                      : row.pick_from_best(scratch.candidates, count);
+            }
+        }
+    });
+}
+
+// Divides each row by its temperature and sets what pagoda_sample cannot choose to -inf; greedy rows and those without
+// a finite largest logit stay. Arrays are [rows].
+PAGODA_EXPORT void pagoda_process_logits(float* logits, int64_t stride, int64_t rows, int64_t vocab,
+                                         const float* best_values, const float* temperature, const int32_t* top_k,
+                                         const float* top_p, const float* min_p, int threads) {
+    constexpr float DROPPED = -std::numeric_limits<float>::infinity();
+    std::atomic<int64_t> next{0};
+    parallel(rows > 1 ? threads_for(rows * vocab, threads) : 1, [&](int, int) {
+        RowScratch scratch(vocab);
+        for (int64_t r; (r = next.fetch_add(1)) < rows;) {
+            float* to = logits + r * stride;
+            if (temperature[r] <= 0.0f || !std::isfinite(best_values[r])) continue;
+            Row row{to, vocab, best_values[r], 1.0 / temperature[r], min_p[r], 0.0};
+            auto divided = [&](float logit) { return static_cast<float>(static_cast<double>(logit) / temperature[r]); };
+            if (!filters(top_k[r], top_p[r])) {
+                for (int64_t i = 0; i < vocab; i += 8) {
+                    int64_t count = std::min<int64_t>(8, vocab - i);
+                    f64x8 w = row.weights(i, count);
+                    for (int64_t j = 0; j < count; j++)
+                        to[i + j] = w[j] > 0.0 || min_p[r] <= 0.0f ? divided(to[i + j]) : DROPPED;
+                }
+                continue;
+            }
+            bool by_weight;
+            int64_t count = scratch.filter(row, top_k[r], top_p[r], by_weight);
+            std::fill(to, to + vocab, DROPPED);
+            for (int64_t i = 0; i < count; i++) {
+                const Candidate& c = scratch.candidates[i];
+                double weight = by_weight ? scratch.weights[c.id] : row.weight(c.logit);
+                if (weight >= min_p[r]) to[c.id] = divided(c.logit);
+            }
         }
     });
 }
@@ -409,9 +465,7 @@ PAGODA_EXPORT void pagoda_top_logprobs(const float* logits, int64_t stride, int6
                                        int threads) {
     std::atomic<int64_t> next{0};
     parallel(rows > 1 ? threads_for(rows * vocab, threads) : 1, [&](int, int) {
-        auto* candidates = static_cast<Candidate*>(thread_scratch(sizeof(Candidate) * vocab, 1));
-        auto* maxima = static_cast<float*>(thread_scratch(sizeof(float) * (vocab / BLOCK + 1), 2));
-        auto* reached = static_cast<double*>(thread_scratch(sizeof(double) * (vocab / SUM_CHUNK + 1), 3));
+        RowScratch scratch(vocab);
         for (int64_t r; (r = next.fetch_add(1)) < rows;) {
             Row row{logits + r * stride, vocab, 0, 1.0, 0.0, 0};
             float largest = largest_of(row), own = row.logits[chosen[r]];
@@ -425,13 +479,13 @@ PAGODA_EXPORT void pagoda_top_logprobs(const float* logits, int64_t stride, int6
                 continue;
             }
             row.largest = largest;
-            double normaliser = largest + std::log(reached[row.chunk_sums(reached) - 1]);
+            double normaliser = largest + std::log(scratch.reached[row.chunk_sums(scratch.reached) - 1]);
             logprob[0] = static_cast<float>(own - normaliser);
             for (int64_t i = 0; i < vocab; i++) ranks[r] += row.logits[i] > own;
-            if (k > 0) row.rank(k, maxima, candidates);
+            if (k > 0) row.rank(k, scratch.maxima, scratch.candidates);
             for (int64_t i = 0; i < k; i++) {
-                id[1 + i] = candidates[i].id;
-                logprob[1 + i] = static_cast<float>(candidates[i].logit - normaliser);
+                id[1 + i] = scratch.candidates[i].id;
+                logprob[1 + i] = static_cast<float>(scratch.candidates[i].logit - normaliser);
             }
         }
     });

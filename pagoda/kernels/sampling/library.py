@@ -53,6 +53,29 @@ def sample(
     return tokens
 
 
+def process_logits(
+    logits: torch.Tensor, params: DrawParams, best: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> None:
+    """See reference.process_logits. best: as for `sample`. Sorts the vocabulary."""
+    largest = logits.max(-1).values if best is None else best[0]
+    rows = np.flatnonzero(params.temperature > 0)
+    if not rows.size:
+        return
+    index, some = torch.from_numpy(rows).to(logits.device), params[rows]
+    originals, largest = logits[index], largest[index]
+    values, ids = originals.sort(dim=1, descending=True, stable=True)
+    weights = _weights(values, largest, some.temperature)
+    limit = torch.from_numpy(np.where(some.top_k > 0, some.top_k, logits.shape[1])).to(logits.device).unsqueeze(1)
+    dropped = torch.arange(logits.shape[1], device=logits.device) >= limit
+    reached = weights.masked_fill(dropped, 0.0).cumsum(1)
+    dropped |= weights < _column(some.min_p, logits)
+    share = _column(np.where(some.top_p < 1, some.top_p, np.inf), logits)
+    dropped |= torch.nn.functional.pad(reached[:, :-1], (1, 0)) >= share * reached[:, -1:]
+    values = values.double().div_(_column(some.temperature, logits)).float().masked_fill_(dropped, -torch.inf)
+    processed = torch.empty_like(values).scatter_(1, ids, values)
+    logits[index] = torch.where(largest.isfinite().unsqueeze(1), processed, originals)
+
+
 def _column(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     """float64 [S, 1] on the device of `like`."""
     return torch.from_numpy(values.astype(np.float64)).to(like.device).unsqueeze(1)

@@ -42,6 +42,19 @@ class NativeSampling:
         )  # fmt: skip
         return tokens
 
+    def process_logits(
+        self, logits: torch.Tensor, params: DrawParams, best: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> None:
+        """See reference.process_logits. best: as for `sample`."""
+        check_logits(logits)
+        values, _ = self.best_tokens(logits) if best is None else best
+        rows, vocab = logits.shape
+        columns = params.columns[:4]
+        self._library["process_logits"](
+            logits.data_ptr(), logits.stride(0), rows, vocab, values.data_ptr(),
+            *(column.ctypes.data for column in columns), self._threads,
+        )  # fmt: skip
+
     def mask_logits(self, logits: torch.Tensor, draws: np.ndarray, bits: np.ndarray) -> None:
         """See reference.mask_logits."""
         check_logits(logits)

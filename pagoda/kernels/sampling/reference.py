@@ -72,9 +72,35 @@ def sample(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     return torch.tensor(tokens, dtype=torch.int64, device=logits.device)
 
 
+def process_logits(logits: torch.Tensor, params: DrawParams) -> None:
+    """Divide rows by their temperature and set the logits of tokens that the filters drop to -inf, in place.
+
+    logits: float32 [S, V]. Greedy rows, and those whose largest logit is not finite, stay as they are.
+    """
+    for i in range(logits.shape[0]):
+        row, temperature = logits[i].double().cpu().numpy(), float(params.temperature[i])
+        if temperature <= 0 or not np.isfinite(row.max()):
+            continue
+        kept, _ = _kept(row, temperature, int(params.top_k[i]), float(params.top_p[i]), float(params.min_p[i]))
+        processed = np.full(len(row), -np.inf)
+        processed[kept] = row[kept] / temperature
+        logits[i] = torch.from_numpy(processed).float()
+
+
 def _sample_row(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, u: float) -> int:
     if temperature <= 0:
         return int(np.argmax(logits))  # numpy gives the first of equals
+    kept, weights = _kept(logits, temperature, top_k, top_p, min_p)
+    reached = np.cumsum(weights)
+    # u < 1, but u * total may round up to the total itself.
+    target = min(u * reached[-1], np.nextafter(reached[-1], 0.0))
+    return int(kept[np.searchsorted(reached, target, side="right")])
+
+
+def _kept(
+    logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids that the filters keep, in order, and their weights."""
     weights = np.exp((logits - logits.max()) / temperature)
     kept = np.argsort(-logits, kind="stable")
     if top_k > 0:
@@ -84,7 +110,4 @@ def _sample_row(logits: np.ndarray, temperature: float, top_k: int, top_p: float
         before = np.concatenate([[0.0], reached[:-1]])
         kept = kept[before < top_p * reached[-1]]
     kept = np.sort(kept[weights[kept] >= min_p])
-    reached = np.cumsum(weights[kept])
-    # u < 1, but u * total may round up to the total itself.
-    target = min(u * reached[-1], np.nextafter(reached[-1], 0.0))
-    return int(kept[np.searchsorted(reached, target, side="right")])
+    return kept, weights[kept]
