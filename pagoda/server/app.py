@@ -50,7 +50,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
             allow_origins=list(config.cors_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After", "X-Ignored-Fields", "X-Warning"],
+            expose_headers=["X-Request-Id", "Retry-After", "X-Ignored-Fields", "X-Warning", "Server-Timing"],
         )
     layers = PageRules(layers, config)
     return AccessLog(layers, state.starter.metrics.on_http, prefix=config.root_path.rstrip("/"))

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import hmac
 import itertools
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -150,6 +151,7 @@ class Generation:
         self.last: list[RequestOutput | None] = [None] * len(requests)
         self.finish_reasons: list[str] = []  # of the outputs that have ended
         self._starter = starter
+        self._state: dict[str, Any] = http.scope["state"]
         self._timings: dict[str, Any] = http.scope["state"]["timings"]
         self.key: str = http.scope["state"]["key"]
         self._place, self._at_end = place, place.at_end.pop_all()
@@ -164,6 +166,8 @@ class Generation:
         self._timings.update(
             msgspec.to_builtins(self.figures), finish_reason="+".join(dict.fromkeys(self.finish_reasons))
         )
+        if self.times is not None:
+            self._state["queue_reasons"] = self.times.queue_reasons
 
     def outputs(self) -> "contextlib.aclosing[AsyncGenerator[tuple[int, RequestOutput], None]]":
         """Iterate over (index of the prompt, delta); prompts interleave. Leaving the block aborts unfinished requests.
@@ -212,7 +216,7 @@ class Generation:
 
     @property
     def figures(self) -> RequestFigures:
-        """Statistics for the access log; the durations are those of the first prompt."""
+        """Statistics for the access log."""
         noted = RequestFigures(self.request_id, self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens)
         times = self.times
         if times is None:
@@ -262,8 +266,31 @@ class Generation:
 
     @property
     def times(self) -> RequestMetrics | None:
-        """When things happened to the first prompt that is known of."""
-        return next((one.metrics for one in self.last if one is not None and one.metrics is not None), None)
+        """When things happened, to all prompts together: the first step and token of any, the last end."""
+        each = [one.metrics for one in self.last if one is not None and one.metrics is not None]
+        return each[0] if len(each) == 1 else _together(each) if each else None
+
+
+def _together(each: Sequence[RequestMetrics]) -> RequestMetrics:
+    """Return the times of several prompts as those of one request: its phases add up to its duration."""
+    first = min(each, key=lambda one: one.first_scheduled_time or math.inf)
+    first_tokens = [one.first_token_time for one in each if one.first_token_time is not None]
+    last_tokens = [one.last_token_time for one in each if one.last_token_time is not None]
+    ends = [one.finished_time for one in each if one.finished_time is not None]
+    return RequestMetrics(
+        first.arrival_time,
+        first.first_scheduled_time,
+        min(first_tokens, default=None),
+        max(last_tokens, default=None),
+        max(ends) if len(ends) == len(each) else None,
+        max(one.scheduler_time for one in each),
+        first.queue_reasons,
+        sum(one.num_preemptions for one in each),
+        sum(one.num_lost_tokens for one in each),
+        sum(one.preempted_time for one in each),
+        sum(one.num_draft_tokens for one in each),
+        sum(one.num_accepted_tokens for one in each),
+    )
 
 
 def _as_ms(seconds: float) -> float:

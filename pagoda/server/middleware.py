@@ -25,6 +25,7 @@ from pagoda.process.logs import FIELDS
 from pagoda.server.admission import Refusal
 from pagoda.server.errors import CLIENT_CLOSED, error_response
 from pagoda.server.routing import HEALTH_PATHS, OPEN_PATHS
+from pagoda.server.server_timing import HEADER, REQUEST_HEADER, server_timing
 
 RETRY_AFTER_S = 5
 """Retry-After: by then, this server may have been restarted, or a load balancer has switched to another."""
@@ -105,7 +106,8 @@ class AccessLog:
     """Outermost layer of the app: gives every request an id, and logs a line when it has ended.
 
     Sets in scope["state"]: request_id, key and is_admin (see Gate), and timings (a dict that routes may fill). What
-    is noted there as ignored_fields and warning becomes the headers x-ignored-fields and x-warning; error: why a
+    is noted there as ignored_fields and warning becomes the headers x-ignored-fields and x-warning; timings that are
+    known when the answer begins become the header server-timing, for callers that ask for it; error: why a
     request was refused or failed; ended_as: the status to log for a stream that did not end well, after a 200.
     Of a path, a slash at its end is dropped, the address before it (`GET http://host/health`), and `prefix`, for a
     proxy that does not strip it.
@@ -123,6 +125,7 @@ class AccessLog:
         began_s = time.perf_counter()
         scope = {**scope, "path": self._plain(scope["path"])}
         given = next((v.decode("latin-1") for k, v in scope["headers"] if k == REQUEST_ID_HEADER), "")
+        wants_timings = any(k == REQUEST_HEADER and v != b"0" for k, v in scope["headers"])
         request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
         state: dict[str, Any] = scope.setdefault("state", {})
         state.update(request_id=request_id, key="", is_admin=False, timings={})
@@ -136,6 +139,8 @@ class AccessLog:
                 for name in ("ignored_fields", "warning"):
                     if noted := state.get(name):
                         headers.append((f"x-{name.replace('_', '-')}".encode(), noted.encode()))
+                if wants_timings and (timing := server_timing(state)):
+                    headers.append((HEADER, timing))
                 message = {**message, "headers": headers}
             await send(message)
 
