@@ -1,7 +1,8 @@
 """Engine processes each of which ends as its word in the environment says: `python -m tests.engine.fateful_engine`.
 
 ENGINE_FATES: a word for each process, the last one for all that follow. "serve": as ever. "short": memory runs out
-while it loads. "die": as soon as it is ready. ENGINE_FATES_FILE: counts the processes.
+while it loads. "die": as soon as it is ready. ENGINE_FATES_FILE: counts the processes. Steps can be limited as those of
+stepped_engine.
 """
 
 import os
@@ -11,6 +12,7 @@ from typing import Any
 
 import pagoda.assembly.engine_process as process
 from pagoda.base.errors import CapacityError
+from tests.engine.stepped_engine import limit_steps
 
 
 def run_short(*args: Any, **options: Any) -> Any:
@@ -33,4 +35,5 @@ if __name__ == "__main__":
         process.build_engine_core = run_short  # type: ignore[assignment]
     elif word == "die":
         process.EngineServer.run = die  # type: ignore[method-assign]
+    limit_steps()
     process.main()

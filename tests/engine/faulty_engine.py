@@ -2,7 +2,7 @@
 
 What fails is in the request's id: "decode" (the message), "early" and "late" (Scheduler.add_request, before and after
 it has changed anything), "lost" (the request is dropped without a word), "replay" (only in an engine configured to,
-by the file that REPLAY_FAULTS names).
+by the file that REPLAY_FAULTS names). Its steps can be limited as those of stepped_engine.
 """
 
 import os
@@ -14,6 +14,7 @@ from pagoda.assembly.engine_process import main
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.engine import wire
+from tests.engine.stepped_engine import limit_steps
 
 _decode = wire.Codec.decode_request
 _add = Scheduler.add_request
@@ -39,4 +40,5 @@ def add_request(scheduler: Scheduler, request: Request) -> None:
 if __name__ == "__main__":
     wire.Codec.decode_request = decode_request  # type: ignore[method-assign]
     Scheduler.add_request = add_request  # type: ignore[method-assign]
+    limit_steps()
     main()

@@ -16,9 +16,7 @@ if __name__ == "__main__":
     count.write_text("x" * (lives + 1))
 
     from pagoda.assembly.engine_process import main  # one that may not live need not import it
+    from tests.engine.stepped_engine import limit_steps
 
-    if "ENGINE_STEPS" in os.environ:
-        from tests.engine.stepped_engine import limit_steps
-
-        limit_steps()
+    limit_steps()
     main()

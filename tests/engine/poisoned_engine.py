@@ -1,7 +1,8 @@
 """An engine process with built-in faults: steps that contain certain requests kill it, or never end.
 
 `python -m tests.engine.poisoned_engine`, started by ProcessClient in clients/test_process_client.py. The environment's
-HANGING_FILE names the file into which a process that hangs writes its process id.
+HANGING_FILE names the file into which a process that hangs writes its process id. Its steps can be limited as those of
+stepped_engine.
 """
 
 import os
@@ -9,11 +10,11 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
-import pagoda.assembly.engine_process
 from pagoda.assembly.engine_process import main
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from pagoda.engine.flight_recorder import RecordedExecutor
+from tests.engine.stepped_engine import limit_steps
+from tests.engine.wrapped_executor import wrap_executor
 
 
 class PoisonedExecutor:
@@ -39,11 +40,7 @@ class PoisonedExecutor:
         return self._inner.submit(output)
 
 
-class _Recorded(RecordedExecutor):
-    def __init__(self, inner: Executor, *rest: object) -> None:
-        super().__init__(PoisonedExecutor(inner), *rest)  # type: ignore[arg-type]
-
-
 if __name__ == "__main__":
-    pagoda.assembly.engine_process.RecordedExecutor = _Recorded  # type: ignore[misc]
+    wrap_executor(PoisonedExecutor)
+    limit_steps()
     main()

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-import pagoda.assembly.engine_process
 from pagoda.assembly.engine_process import main
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from pagoda.engine.flight_recorder import RecordedExecutor
+from tests.engine.wrapped_executor import wrap_executor
 
 
 class ScriptedExecutor:
@@ -39,12 +38,7 @@ class ScriptedExecutor:
         return future
 
 
-class _Recorded(RecordedExecutor):
-    def __init__(self, inner: Executor, *rest: object) -> None:
-        scripts = json.loads(Path(os.environ["ENGINE_SCRIPTS"]).read_text())
-        super().__init__(ScriptedExecutor(inner, scripts), *rest)  # type: ignore[arg-type]
-
-
 if __name__ == "__main__":
-    pagoda.assembly.engine_process.RecordedExecutor = _Recorded  # type: ignore[misc]
+    scripts = json.loads(Path(os.environ["ENGINE_SCRIPTS"]).read_text())
+    wrap_executor(lambda inner: ScriptedExecutor(inner, scripts))
     main()

@@ -9,12 +9,11 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
-import pagoda.assembly.engine_process
 from pagoda.assembly.engine_process import main
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from pagoda.engine.flight_recorder import RecordedExecutor
 from tests.engine.steps import ALLOWED, DONE
+from tests.engine.wrapped_executor import wrap_executor
 from tests.server.shared_numbers import SharedNumbers
 
 _STEP_S = 0.01
@@ -43,15 +42,10 @@ class SteppedExecutor:
         return self._inner.submit(output)
 
 
-class _Recorded(RecordedExecutor):
-    def __init__(self, inner: Executor, *rest: object) -> None:
-        shared = SharedNumbers(Path(os.environ["ENGINE_STEPS"]))
-        super().__init__(SteppedExecutor(inner, shared), *rest)  # type: ignore[arg-type]
-
-
 def limit_steps() -> None:
-    """Let the test limit the steps of the engine that this process will run."""
-    pagoda.assembly.engine_process.RecordedExecutor = _Recorded  # type: ignore[misc]
+    """Let the test limit the steps of the engine that this process will run, if it shares Steps with it."""
+    if (path := os.environ.get("ENGINE_STEPS")) is not None:
+        wrap_executor(lambda inner: SteppedExecutor(inner, SharedNumbers(Path(path))))
 
 
 if __name__ == "__main__":

@@ -43,9 +43,14 @@ class Steps:
         finally:
             self.release()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether all steps that are allowed were computed."""
+        return self._shared.get(DONE) >= self._shared.get(ALLOWED)
+
     def wait_held(self, timeout_s: float = 60.0) -> None:
         """Wait until all steps that are allowed were computed."""
         end_s = time.monotonic() + timeout_s
-        while self._shared.get(DONE) < self._shared.get(ALLOWED):
+        while not self.is_held:
             assert time.monotonic() < end_s, "the engine does not compute the steps that it may"
             time.sleep(0.002)

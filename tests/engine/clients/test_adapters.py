@@ -1,9 +1,7 @@
 """LoRA adapters of an engine process: loaded and unloaded by messages, and there again after the engine was killed."""
 
 import asyncio
-import os
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +20,9 @@ from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.flight_recorder import FlightRecord
 from tests.engine.byte_llama import write_byte_llama
-from tests.engine.clients.engine_in_process import Work, run_engine
+from tests.engine.clients.engine_in_process import Work, kill_held, run_engine
 from tests.engine.lora_adapters import EVERYTHING, write_adapter
+from tests.engine.steps import Steps
 from tests.generate import generate
 
 OPTIONS: dict[str, object] = {
@@ -43,7 +42,7 @@ PROMPT = "A prompt that is long enough for several blocks of the cache."
 
 def run(model: Path, work: Work) -> None:
     config = EngineConfig.from_options(model=str(model), **OPTIONS)
-    run_engine(work, ProcessClient(config, 60.0), config)
+    run_engine(work, ProcessClient(config, 60.0, "tests.engine.stepped_engine"), config)
 
 
 async def collect(llm: AsyncEngine, name: str, lora: LoraRef | None, max_tokens: int = 24) -> list[list[int]]:
@@ -53,7 +52,7 @@ async def collect(llm: AsyncEngine, name: str, lora: LoraRef | None, max_tokens:
     return [one.token_ids for one in outputs[-1].outputs]
 
 
-def test_requests_and_adapters_outlive_a_killed_engine(tmp_path: Path) -> None:
+def test_requests_and_adapters_outlive_a_killed_engine(tmp_path: Path, steps: Steps) -> None:
     model = write_byte_llama(tmp_path / "model")
     for seed, (name, rank, modules) in enumerate((("a", 4, ("q_proj", "down_proj")), ("b", 13, EVERYTHING))):
         write_adapter(tmp_path / name, model, rank, seed, modules)
@@ -70,15 +69,12 @@ def test_requests_and_adapters_outlive_a_killed_engine(tmp_path: Path) -> None:
         await llm.load_adapter(loras["a"])
         undisturbed = {name: await collect(llm, f"first {name}", loras.get(name), 250) for name in ("a", "b", "")}
         assert len({str(tokens) for tokens in undisturbed.values()}) == 3
+        steps.hold_after(20)
         running = {
             name: asyncio.create_task(collect(llm, f"again {name}", loras.get(name), 250)) for name in undisturbed
         }
-        while not client.stats().num_running:
-            await asyncio.sleep(0.001)
-        assert client.engine_pid is not None
-        os.kill(client.engine_pid, signal.SIGKILL)
-        while client.is_up:
-            await asyncio.sleep(0.001)
+        await kill_held(client, steps)
+        steps.release()
         loading = asyncio.create_task(llm.load_adapter(loras["b"]))  # waits for the next engine
         llm.unload_adapter(loras["a"])  # its requests run on
         assert {name: await task for name, task in running.items()} == undisturbed

@@ -29,8 +29,9 @@ from pagoda.engine.clients import engine_link, supervisor
 from pagoda.engine.clients.engine_link import EngineProcess
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.outputs.output_processor import OutputKind
-from tests.engine.clients.engine_in_process import Work, run_engine
+from tests.engine.clients.engine_in_process import Work, kill, kill_held, run_engine
 from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S, HurriedClock
+from tests.engine.steps import Steps
 from tests.generate import generate, prepare
 
 AFTER_OR_AHEAD = [pytest.param(False, marks=pytest.mark.slow), True]
@@ -63,26 +64,10 @@ def run(
     run_engine(work, ProcessClient(config, step_timeout_s, module), config)
 
 
-async def wait_for_steps(client: ProcessClient, count: int) -> None:
-    """Wait until the engine has completed `count` more steps, however long they take."""
-    done = asyncio.Event()
-    num_left = count
-
-    def on_step(_: int) -> None:
-        nonlocal num_left
-        num_left -= 1
-        if num_left <= 0:
-            done.set()
-
-    client.on_step = on_step
-    if count:
-        await done.wait()
-
-
 NAMES = ["a", "bb", "ccc", "dddd"]
 
 
-def test_a_grammar_continues_after_kills_where_it_was() -> None:
+def test_a_grammar_continues_after_kills_where_it_was(steps: Steps) -> None:
     """The new engine compiles the grammar again, and its matcher reads what was emitted before."""
     pattern = "([a-f]{3}-){12}[a-f]{3}"
 
@@ -97,32 +82,29 @@ def test_a_grammar_continues_after_kills_where_it_was() -> None:
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = await constrained(llm, "a")
         assert all(re.fullmatch(pattern, text) for text in undisturbed.split(" "))
-        for num_kills, num_steps in enumerate((0, 6), 1):
+        for num_steps in (0, 6):
+            steps.hold_after(num_steps)
             again = asyncio.create_task(constrained(llm, "b"))
-            await wait_for_steps(client, num_steps)
+            await kill_held(client, steps)
             assert not again.done()
-            assert client.engine_pid is not None
-            os.kill(client.engine_pid, signal.SIGKILL)
+            steps.release()
             assert await again == undisturbed
-            while client.num_deaths < num_kills or not client.is_up:
-                await asyncio.sleep(0.01)
 
-    run(work, "tests.engine.slow_engine")
+    run(work, "tests.engine.stepped_engine")
 
 
 @pytest.mark.parametrize("async_scheduling", AFTER_OR_AHEAD)
-def test_requests_continue_after_kills_with_the_same_output(async_scheduling: bool) -> None:
+def test_requests_continue_after_kills_with_the_same_output(async_scheduling: bool, steps: Steps) -> None:
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = [tokens(await collect(llm, name, n=1 + i % 2 * 2)) for i, name in enumerate(NAMES)]
 
         async def killer() -> None:
-            for _ in range(2):
-                await wait_for_steps(client, 10)
-                assert client.engine_pid is not None
-                os.kill(client.engine_pid, signal.SIGKILL)
-                while client.is_up:
-                    await asyncio.sleep(0.01)
+            await kill_held(client, steps)
+            steps.hold_next_engine_after(10)
+            await kill_held(client, steps)
+            steps.release()
 
+        steps.hold_after(10)
         kills = asyncio.create_task(killer())
         disturbed = await asyncio.gather(*(collect(llm, name, n=1 + i % 2 * 2) for i, name in enumerate(NAMES)))
         await kills
@@ -151,17 +133,17 @@ def test_a_request_that_kills_the_engine_twice_is_refused_and_others_continue(as
 
 
 @pytest.mark.parametrize("async_scheduling", AFTER_OR_AHEAD)
-def test_a_suspect_that_is_probed_when_another_request_kills_the_engine_is_not_refused(async_scheduling: bool) -> None:
+def test_a_suspect_that_is_probed_when_another_request_kills_the_engine_is_not_refused(
+    async_scheduling: bool, steps: Steps
+) -> None:
     """After a kill from outside, the first suspect is in the same step as a new request, which kills the engine."""
 
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = [tokens(await collect(llm, name)) for name in NAMES]
+        steps.hold_after(5)
         running = [asyncio.create_task(collect(llm, name)) for name in NAMES]
-        await wait_for_steps(client, 5)
-        assert client.engine_pid is not None
-        os.kill(client.engine_pid, signal.SIGKILL)
-        while client.is_up:
-            await asyncio.sleep(0.01)
+        await kill_held(client, steps)
+        steps.release()
         poison = await collect(llm, "poison")
         assert "repeatedly" in str(poison[-1].error)
         disturbed = await asyncio.gather(*running)
@@ -209,7 +191,7 @@ def test_a_long_step_that_computes_is_not_taken_for_hung(
     run(work)
 
 
-def test_an_engine_that_the_system_does_not_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_the_system_does_not_start_is_tried_again(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "START_PAUSE_S", 0.01)
     popen, num_failures = subprocess.Popen, 3
 
@@ -223,15 +205,15 @@ def test_an_engine_that_the_system_does_not_start_is_tried_again(monkeypatch: py
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         nonlocal num_failures
         undisturbed = tokens(await collect(llm, "a"))
+        steps.hold_after(5)
         again = asyncio.create_task(collect(llm, "a"))
-        await wait_for_steps(client, 5)
         num_failures = 3
-        assert client.engine_pid is not None
-        os.kill(client.engine_pid, signal.SIGKILL)
+        await kill_held(client, steps)
+        steps.release()
         assert tokens(await again) == undisturbed
         assert num_failures == 0
         num_failures = supervisor.MAX_FAILED_SPAWNS
-        os.kill(client.engine_pid, signal.SIGKILL)
+        await kill(client)
         with pytest.raises(WorkerDied, match="no engine process could be started, 7 times"):
             await collect(llm, "a", max_tokens=400)
 
@@ -239,21 +221,18 @@ def test_an_engine_that_the_system_does_not_start_is_tried_again(monkeypatch: py
     run(work)
 
 
-def test_a_kill_because_memory_ran_out_blames_the_requests_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_because_memory_ran_out_blames_the_requests_of_the_step(
+    steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counter = itertools.count()
     monkeypatch.setattr(supervisor, "num_oom_kills", lambda: next(counter))
 
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        steps.hold_after(5)
         greedy = asyncio.create_task(collect(llm, "a", max_tokens=400))
-        await wait_for_steps(client, 5)
-        for num_deaths in (1, 2):
-            while client.engine_pid is None or not client._supervisor.link or not client._journal:
-                await asyncio.sleep(0)
-            pid = client.engine_pid
-            os.kill(pid, signal.SIGSTOP)  # before two tokens clear it
-            os.kill(pid, signal.SIGKILL)
-            while client.num_deaths < num_deaths:
-                await asyncio.sleep(0.001)
+        await kill_held(client, steps)
+        steps.hold_next_engine_after(1)  # two would clear it
+        await kill_held(client, steps)
         assert "repeatedly" in str((await greedy)[-1].error)
         assert client.num_deaths == 2
 
@@ -302,7 +281,7 @@ async def pool(llm: AsyncEngine, name: str, number: int) -> RequestOutput:
 
 
 @pytest.mark.parametrize("async_scheduling", AFTER_OR_AHEAD)
-def test_pooled_prompts_end_once_through_kills_and_aborts(async_scheduling: bool) -> None:
+def test_pooled_prompts_end_once_through_kills_and_aborts(async_scheduling: bool, steps: Steps) -> None:
     """Each ends with its vector, or aborted, whatever state it was in; one that kills the engine itself is refused."""
     rng = random.Random(5)
 
@@ -311,6 +290,7 @@ def test_pooled_prompts_end_once_through_kills_and_aborts(async_scheduling: bool
 
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         vectors = [output.pooled.tobytes() for output in await pool_all(llm, "a")]
+        steps.hold_after(8)
         asked = asyncio.create_task(pool_all(llm, "b"))
         aborted: set[str] = set()
 
@@ -318,15 +298,20 @@ def test_pooled_prompts_end_once_through_kills_and_aborts(async_scheduling: bool
             aborted.update(await llm.abort([f"b{rng.randrange(120)}" for _ in range(4)]))
 
         for _ in range(2):
-            await wait_for_steps(client, 8)
+            while not steps.is_held:
+                await asyncio.sleep(0.002)
             await abort_some()
             pid = client.engine_pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
             await abort_some()
+            while client.is_up:
+                await asyncio.sleep(0.002)
+            steps.hold_next_engine_after(8)
             while client.engine_pid in (None, pid):
                 await asyncio.sleep(0.01)
             await abort_some()
+        steps.release()
         found = await asked
         assert client.num_deaths == 2
         assert len(aborted) > 10
@@ -373,18 +358,16 @@ def test_keys_of_a_servers_clients_are_not_handed_to_the_engine_process(monkeypa
 
 
 def test_waiting_callers_get_an_error_when_no_engine_can_be_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "START_PAUSE_S", 0.001)
     monkeypatch.setenv("ENGINE_LIVES_FILE", str(tmp_path / "lives"))
     monkeypatch.setenv("ENGINE_LIVES", "1")
 
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
+        steps.hold_after(5)
         waiting = asyncio.create_task(collect(llm, "a", max_tokens=400))
-        while not client.stats().num_running:
-            await asyncio.sleep(0.005)
-        assert client.engine_pid is not None
-        os.kill(client.engine_pid, signal.SIGKILL)
+        await kill_held(client, steps)
         with pytest.raises(WorkerDied, match="while loading, 10 times in a row"):
             await waiting
         assert client.died is llm.died is not None
@@ -405,16 +388,16 @@ def _let_fates_be(words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_a_restart_waits_for_memory_that_has_not_been_released_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = _let_fates_be("serve short short short serve", monkeypatch, tmp_path)
 
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = tokens(await collect(llm, "a"))
+        steps.hold_after(5)
         again = asyncio.create_task(collect(llm, "a"))
-        await wait_for_steps(client, 5)
-        assert client.engine_pid is not None
-        os.kill(client.engine_pid, signal.SIGKILL)
+        await kill_held(client, steps)
+        steps.release()
         assert tokens(await again) == undisturbed
 
     run(work, module="tests.engine.fateful_engine")

@@ -3,8 +3,6 @@
 import asyncio
 import dataclasses
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 
@@ -20,14 +18,15 @@ from pagoda.engine.clients.client_server import ClientServer
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.clients.remote_client import RemoteClient
 from pagoda.engine.outputs.output_processor import OutputKind
-from tests.engine.clients.engine_in_process import run_engine
+from tests.engine.clients.engine_in_process import kill, kill_held, run_engine
 from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S
 from tests.engine.clients.test_process_client import OPTIONS, tokens
+from tests.engine.steps import Steps
 from tests.fake_engine import byte_inputs
 from tests.generate import prepare
 
 PIPE = asyncio.subprocess.PIPE
-MODULE = "tests.engine.slow_engine"
+MODULE = "tests.engine.stepped_engine"
 
 
 async def ask(llm: AsyncEngine, seed: int, max_tokens: int = 60, cache_salt: str | None = None) -> dict[int, list[int]]:
@@ -41,7 +40,9 @@ async def ask(llm: AsyncEngine, seed: int, max_tokens: int = 60, cache_salt: str
     return tokens(outputs[-1:])
 
 
-def test_equal_ids_and_handles_of_several_clients_survive_kills_and_the_end_of_one_of_them(tmp_path: Path) -> None:
+def test_equal_ids_and_handles_of_several_clients_survive_kills_and_the_end_of_one_of_them(
+    tmp_path: Path, steps: Steps
+) -> None:
     config = EngineConfig.from_options(**OPTIONS)
 
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
@@ -52,19 +53,21 @@ def test_equal_ids_and_handles_of_several_clients_survive_kills_and_the_end_of_o
         for remote in remotes:
             await remote.start()
         others = [AsyncEngine(remote, byte_inputs()) for remote in remotes]
+        steps.hold_after(20)
         running = [asyncio.create_task(ask(one, seed)) for seed, one in enumerate((llm, *others[:2]))]
         gone = asyncio.create_task(ask(others[2], 9, 200))
-        while len(client._journal) < 4 or not all(any(entry.tokens) for entry in client._journal):
-            await asyncio.sleep(0.001)
+        while len(client._journal) < 4:
+            await asyncio.sleep(0.002)
         assert {entry.request.request_id for entry in client._journal} == {"same"}
         assert sorted(entry.request.client_index for entry in client._journal) == [0, 1, 2, 3]
-        assert client.engine_pid is not None
-        os.kill(client.engine_pid, signal.SIGKILL)
-        while client.num_deaths < 1 or not client.is_up:
-            await asyncio.sleep(0.01)
+        await kill_held(client, steps)
+        steps.hold_next_engine_after(20)
+        while not steps.is_held:
+            await asyncio.sleep(0.002)
         await others[2].shutdown(WorkerDied("this client has died"))
         while 3 in {entry.request.client_index for entry in client._journal}:
             await asyncio.sleep(0.001)
+        steps.release()
         assert await asyncio.gather(*running) == undisturbed
         assert isinstance((await asyncio.gather(gone, return_exceptions=True))[0], WorkerDied)
         assert await ask(others[0], 1) == undisturbed[1]
@@ -75,32 +78,33 @@ def test_equal_ids_and_handles_of_several_clients_survive_kills_and_the_end_of_o
     run_engine(work, ProcessClient(config, STEP_TIMEOUT_S, MODULE), config)
 
 
-def test_a_client_that_leaves_and_tries_again_with_the_same_id_gets_all_of_its_output_through_a_kill() -> None:
+def test_a_client_that_leaves_and_tries_again_with_the_same_id_gets_all_of_its_output_through_a_kill(
+    steps: Steps,
+) -> None:
     config = EngineConfig.from_options(**OPTIONS)
 
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = await ask(llm, 1)
-        for num_kills in (1, 2):
+        for num_steps in (0, 6):  # 6: in which the end of the first one came
+            steps.hold_after(6)
             first = asyncio.create_task(ask(llm, 5, 400))
-            while not any(any(entry.tokens) for entry in client._journal):
-                await asyncio.sleep(0.001)
+            while not steps.is_held:
+                await asyncio.sleep(0.002)
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
             again = asyncio.create_task(ask(llm, 1))
-            if num_kills == 2:  # after some steps, in which the end of the first one came
-                while not any(len(entry.tokens[0]) > 5 for entry in client._journal):
-                    await asyncio.sleep(0.001)
-            assert client.engine_pid is not None
-            os.kill(client.engine_pid, signal.SIGKILL)
+            while not len(client._journal):
+                await asyncio.sleep(0.001)
+            steps.hold_after(num_steps)
+            await kill_held(client, steps)
+            steps.release()
             assert await again == undisturbed
             assert len(client._journal) == 0
-            while client.num_deaths < num_kills or not client.is_up:
-                await asyncio.sleep(0.01)
 
     run_engine(work, ProcessClient(config, STEP_TIMEOUT_S, MODULE), config)
 
 
-def test_clients_in_other_processes_survive_the_engine_and_one_another(tmp_path: Path) -> None:
+def test_clients_in_other_processes_survive_the_engine_and_one_another(tmp_path: Path, steps: Steps) -> None:
     config = EngineConfig.from_options(**OPTIONS)
     path = str(tmp_path / "clients")
 
@@ -110,6 +114,7 @@ def test_clients_in_other_processes_survive_the_engine_and_one_another(tmp_path:
 
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = [await ask(llm, seed, 200) for seed in range(2)]
+        steps.hold_after(20)
         server = ClientServer(client, client._supervisor._sizes)
         await server.start(path)
         survivors = [await start(seed, 200) for seed in range(2)]
@@ -119,10 +124,10 @@ def test_clients_in_other_processes_survive_the_engine_and_one_another(tmp_path:
         for each in (*survivors, victim):
             assert each.stdin is not None
             each.stdin.close()
-        while len(client._journal) < 3 or not all(any(entry.tokens) for entry in client._journal):
-            await asyncio.sleep(0.001)
-        assert client.engine_pid is not None
-        os.kill(client.engine_pid, signal.SIGKILL)
+        while len(client._journal) < 3:
+            await asyncio.sleep(0.002)
+        await kill_held(client, steps)
+        steps.release()
         victim.kill()
         while len(client._journal) > 2:
             await asyncio.sleep(0.001)
@@ -144,13 +149,12 @@ async def see_what_the_engine_does(client: ProcessClient, remote: RemoteClient, 
     heard: list[ClientEvent] = []
     remote.on_step, remote.on_events = steps.append, heard.extend
     assert (await remote.look(0.0)) is not None  # from now on, steps are noted
-    result = asyncio.create_task(ask(far, 3, 60))
-    while not any(any(entry.tokens) for entry in client._journal):
-        await asyncio.sleep(0.001)
-    running = await remote.look(0.0)
-    assert running is not None
-    assert running.view.clients.tolist() == [remote.index]
-    await result
+    running: set[int] = set()
+    while not running:
+        asking = asyncio.create_task(ask(far, 3, 60))
+        while not asking.done():
+            running.update((await remote.look(0.0)).view.clients.tolist())  # type: ignore[union-attr]
+    assert running == {remote.index}
     assert remote.stats().num_steps >= 60  # it came with the last token
     while sum(steps) < 2 * 60 + 20 or remote.stats() != client.stats():
         await asyncio.sleep(0.01)
@@ -161,9 +165,8 @@ async def see_what_the_engine_does(client: ProcessClient, remote: RemoteClient, 
     assert {type(event).__name__ for event in heard} >= {"Queued", "Admitted", "Ended"}
     remote.on_events = None
     assert remote.is_up
-    assert client.engine_pid is not None
-    os.kill(client.engine_pid, signal.SIGKILL)
-    while remote.is_up or remote.num_deaths < 1:
+    await kill(client)
+    while remote.num_deaths < 1:
         await asyncio.sleep(0.01)
     while not remote.is_up:
         await asyncio.sleep(0.01)

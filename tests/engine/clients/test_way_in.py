@@ -23,8 +23,10 @@ from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.output_processor import OutputProcessor
 from pagoda.llm import LLM
+from tests.engine.clients.engine_in_process import kill
 from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S, HurriedClock
 from tests.engine.clients.test_process_client import collect, run, tokens
+from tests.engine.steps import Steps
 from tests.fake_engine import byte_inputs, fake_core
 from tests.generate import generate, prepare
 
@@ -109,17 +111,18 @@ def test_a_request_that_fails_to_enter_leaves_nothing_behind(
 
 @pytest.mark.parametrize("where", ["replay", "encode", "engine"])
 def test_an_entry_that_cannot_be_replayed_ends_alone(
-    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: HurriedClock
+    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clock: HurriedClock, steps: Steps
 ) -> None:
     faults = tmp_path / "faults"
     monkeypatch.setenv("REPLAY_FAULTS", str(faults))
 
     async def work(llm: AsyncEngine, client: ProcessClient) -> None:
         undisturbed = tokens(await collect(llm, "a", max_tokens=200))
+        steps.hold_after(20)
         victim = asyncio.create_task(collect(llm, "replay", n=3, max_tokens=400))
         other = asyncio.create_task(collect(llm, "b", max_tokens=200))
-        while not any(any(entry.tokens) for entry in client._journal if entry.request.request_id == "replay"):
-            await asyncio.sleep(0.001)
+        while not (steps.is_held and any(entry.request.request_id == "replay" for entry in client._journal)):
+            await asyncio.sleep(0.002)
         replay = Journal.replay
 
         def failing(journal: Journal, entry: JournalEntry) -> Request:
@@ -133,8 +136,8 @@ def test_an_entry_that_cannot_be_replayed_ends_alone(
         monkeypatch.setattr(Journal, "replay", failing)
         if where == "engine":
             faults.touch()
-        assert client.engine_pid is not None
-        os.kill(client.engine_pid, signal.SIGKILL)
+        await kill(client)
+        steps.release()
         last = (await victim)[-1]
         assert last.finished
         assert last.error is not None
