@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.errors import RequestError
@@ -53,7 +53,14 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
             expose_headers=["X-Request-Id", "Retry-After", "X-Ignored-Fields", "X-Warning", "Server-Timing"],
         )
     layers = PageRules(layers, config)
-    return AccessLog(layers, state.starter.metrics.on_http, prefix=config.root_path.rstrip("/"))
+    starter = state.starter
+
+    def on_end(scope: Scope, method: str, status: int, duration_s: float) -> None:
+        starter.metrics.on_http(method, scope["state"].get("route", "none"), status)
+        if starter.telemetry is not None and method == "POST" and scope["path"] in _MODEL_PATHS:
+            starter.telemetry.on_http_end(scope, status, duration_s)
+
+    return AccessLog(layers, on_end, prefix=config.root_path.rstrip("/"))
 
 
 logger = logging.getLogger("pagoda.server")
@@ -91,6 +98,12 @@ _ROUTERS = (
     live.router,
     operations.router,
 )
+_MODEL_PATHS = frozenset(
+    endpoint.path
+    for one in (chat.router, completions.router, pooling.router, transcription.router, router)
+    for endpoint in one.endpoints
+)
+"""Routes whose requests ask something of the model."""
 ENDPOINTS = tuple(endpoint for one in _ROUTERS for endpoint in one.endpoints)
 
 

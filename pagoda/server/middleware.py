@@ -111,10 +111,10 @@ class AccessLog:
     request was refused or failed; ended_as: the status to log for a stream that did not end well, after a 200.
     Of a path, a slash at its end is dropped, the address before it (`GET http://host/health`), and `prefix`, for a
     proxy that does not strip it.
-    on_end: called with the method, the route and the status of every request.
+    on_end: called with the scope, the method, the status and the seconds of every request.
     """
 
-    def __init__(self, app: ASGIApp, on_end: Callable[[str, str, int], None], prefix: str = "") -> None:
+    def __init__(self, app: ASGIApp, on_end: Callable[[Scope, str, int, float], None], prefix: str = "") -> None:
         self._app = app
         self._on_end = on_end
         self._prefix = prefix
@@ -149,8 +149,9 @@ class AccessLog:
         finally:
             status = state.get("ended_as") or status or CLIENT_CLOSED
             method = scope["method"] if scope["method"] in _METHODS else "other"
-            self._on_end(method, state.get("route", "none"), status)
-            _log(scope, state, method, status, time.perf_counter() - began_s)
+            duration_s = time.perf_counter() - began_s
+            self._on_end(scope, method, status, duration_s)
+            _log(scope, state, method, status, duration_s)
 
     def _plain(self, path: str) -> str:
         if address := _AUTHORITY.match(path):

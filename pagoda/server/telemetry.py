@@ -1,9 +1,10 @@
-"""Telemetry: a span and measurements of each request that runs, in the names of OpenTelemetry's GenAI conventions.
+"""Telemetry: a span and measurements of each request to the model, in the names of OpenTelemetry's GenAI conventions.
 
 Where they go, and how, is said by OpenTelemetry's own variables, which its SDK reads. Nothing imports this module but
 `telemetry_of`, and only where an endpoint is set. Spans and measurements are sent by the SDK's threads.
 """
 
+import importlib
 import importlib.util
 import logging
 import threading
@@ -11,7 +12,9 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from starlette.datastructures import Headers
 from starlette.requests import Request as HttpRequest
+from starlette.types import Scope
 
 from pagoda.base.outputs import RequestMetrics
 
@@ -43,25 +46,39 @@ def telemetry_of(environ: Mapping[str, str], model: str) -> "Telemetry | None":
     ]
     if not signals or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
-    protocol = environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
-    if protocol != "http/protobuf":
-        logger.warning(
-            "OTEL_EXPORTER_OTLP_PROTOCOL is %.40s: this server sends http/protobuf only, so nothing", protocol
-        )
-        return None
-    if importlib.util.find_spec("opentelemetry") is None:
-        logger.warning("an OTLP endpoint is set, but nothing is sent: install the extra `otel` (pagoda-llm[otel])")
-        return None
-    return Telemetry(model, signals, environ)
+    protocols = {name: _protocol(environ, name) for name in signals}
+    for name, protocol in protocols.items():
+        if protocol not in _EXPORTERS:
+            allowed = " or ".join(_EXPORTERS)
+            text = "the protocol of OTLP %s must be %s (got %.40s): nothing is sent; see OTEL_EXPORTER_OTLP_PROTOCOL"
+            logger.warning(text, name.lower(), allowed, protocol)
+            return None
+        if importlib.util.find_spec("opentelemetry") is None or not importlib.util.find_spec(_EXPORTERS[protocol]):
+            logger.warning("an OTLP endpoint is set, but nothing is sent: install the extra `otel` (pagoda-llm[otel])")
+            return None
+    return Telemetry(model, protocols, environ)
+
+
+_EXPORTERS = {
+    "http/protobuf": "opentelemetry.exporter.otlp.proto.http",
+    "grpc": "opentelemetry.exporter.otlp.proto.grpc",
+}
+"""OTLP's protocols, and the package that exports with each."""
+
+
+def _protocol(environ: Mapping[str, str], signal: str) -> str:
+    general = environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
+    return environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL") or general or "http/protobuf"
 
 
 class Telemetry:
     """Exports spans and measurements until it is closed. For one event loop.
 
-    signals: TRACES, METRICS or both.   environ: only whether it names the service; the SDK reads the rest by itself.
+    protocols: of TRACES, METRICS or both.   environ: only whether it names the service; the SDK reads the rest by
+    itself.
     """
 
-    def __init__(self, model: str, signals: list[str], environ: Mapping[str, str]) -> None:
+    def __init__(self, model: str, protocols: Mapping[str, str], environ: Mapping[str, str]) -> None:
         from opentelemetry.metrics import NoOpMeterProvider
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.trace import NoOpTracerProvider
@@ -71,8 +88,9 @@ class Telemetry:
         resource = Resource.create({} if is_named else {"service.name": "pagoda"})
         self._model = model
         self._extract = TraceContextTextMapPropagator().extract
-        self._traces = _trace_provider(resource) if "TRACES" in signals else NoOpTracerProvider()
-        self._meters = _meter_provider(resource) if "METRICS" in signals else NoOpMeterProvider()
+        traces, metrics = protocols.get("TRACES"), protocols.get("METRICS")
+        self._traces = NoOpTracerProvider() if traces is None else _trace_provider(resource, traces)
+        self._meters = NoOpMeterProvider() if metrics is None else _meter_provider(resource, metrics)
         self._tracer = self._traces.get_tracer("pagoda")
         self._duration = self._histogram("request.duration", "Arrival to end.", _DURATIONS)
         self._first_token = self._histogram("time_to_first_token", "Arrival to first token.", _FIRST_TOKEN)
@@ -85,46 +103,67 @@ class Telemetry:
         )
 
     def on_end(self, http: HttpRequest, generation: "Generation", is_stream: bool) -> None:
-        """Export a request that has ended."""
-        from opentelemetry.trace import SpanKind, Status, StatusCode
-
-        route = http.scope["state"].get("route", "")
-        operation = _OPERATIONS.get(route) or route.rpartition("/")[2]
-        model = http.scope["state"]["timings"].get("model", self._model)
-        common: dict[str, Any] = {
-            "gen_ai.operation.name": operation,
-            "gen_ai.provider.name": _PROVIDER,
-            "gen_ai.request.model": model,
-            "gen_ai.response.model": model,
-        }
-        if (address := http.scope.get("server")) is not None:
-            common["server.address"], port = address
-            common |= {} if port is None else {"server.port": port}
+        """Export a request that has run and ended."""
+        state = http.scope["state"]
+        state["is_exported"] = True
+        model = state["timings"].get("model", self._model)
+        common = {**self._common(http.scope), "gen_ai.response.model": model}
         if "error" in generation.finish_reasons:
             common["error.type"] = "500"
         duration_s = time.perf_counter() - generation.requests[0].arrival_time_s
         times = generation.times or RequestMetrics(generation.requests[0].arrival_time_s)
-        end_ns = time.time_ns()
+        answer = _answer_attributes(generation, times, duration_s)
+        self._export(http.scope, common, _request_attributes(generation, is_stream) | answer, duration_s)
+        self._measure(common, generation, times)
+
+    def on_http_end(self, scope: Scope, status: int, duration_s: float) -> None:
+        """Export an HTTP request to the model that has ended, unless `on_end` did: one that was refused, for example.
+
+        status: 499 if its client left first.
+        """
+        state = scope["state"]
+        if state.get("is_exported"):
+            return
+        common = self._common(scope)
+        if status >= 400:
+            common["error.type"] = str(status)
+        more = {"http.response.status_code": status, "gen_ai.latency.e2e": duration_s}
+        if (audio_s := state["timings"].get("audio_s")) is not None:
+            more["pagoda.audio_duration"] = audio_s
+        self._export(scope, common, more, duration_s)
+
+    def _common(self, scope: Scope) -> dict[str, Any]:
+        """Return the attributes of spans and measurements alike."""
+        state = scope["state"]
+        route = state.get("route") or scope["path"]
+        common: dict[str, Any] = {
+            "gen_ai.operation.name": _OPERATIONS.get(route) or route.rpartition("/")[2],
+            "gen_ai.provider.name": _PROVIDER,
+            "gen_ai.request.model": state["timings"].get("model", self._model),
+        }
+        if (address := scope.get("server")) is not None:
+            common["server.address"], port = address
+            common |= {} if port is None else {"server.port": port}
+        return common
+
+    def _export(self, scope: Scope, common: Mapping[str, Any], more: Mapping[str, Any], duration_s: float) -> None:
+        """Export a span that ends now, and its duration. It has failed if that is this server's fault."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        headers, end_ns = Headers(scope=scope), time.time_ns()
         span = self._tracer.start_span(
-            f"{operation} {model}",
-            self._extract({name: http.headers[name] for name in _CONTEXT if name in http.headers}),
+            f"{common['gen_ai.operation.name']} {common['gen_ai.request.model']}",
+            self._extract({name: headers[name] for name in _CONTEXT if name in headers}),
             SpanKind.SERVER,
-            {
-                **common,
-                **_request_attributes(generation, is_stream),
-                **_answer_attributes(generation, times, duration_s),
-            },
+            {**common, **more},
             start_time=end_ns - int(duration_s * 1e9),
         )
-        if "error" in generation.finish_reasons:
+        if common.get("error.type", "").startswith("5"):
             span.set_status(Status(StatusCode.ERROR))
         span.end(end_ns)
-        self._measure(common, generation, times, duration_s)
-
-    def _measure(
-        self, common: dict[str, Any], generation: "Generation", times: RequestMetrics, duration_s: float
-    ) -> None:
         self._duration.record(duration_s, common)
+
+    def _measure(self, common: dict[str, Any], generation: "Generation", times: RequestMetrics) -> None:
         first, last = times.first_token_time, times.last_token_time
         if first is not None and last is not None:
             self._first_token.record(first - times.arrival_time, common)
@@ -146,22 +185,23 @@ class Telemetry:
 _CONTEXT = ("traceparent", "tracestate")
 
 
-def _trace_provider(resource: Any) -> "TracerProvider":
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+def _trace_provider(resource: Any, protocol: str) -> "TracerProvider":
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+    exporters = importlib.import_module(f"{_EXPORTERS[protocol]}.trace_exporter")
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    provider.add_span_processor(BatchSpanProcessor(exporters.OTLPSpanExporter()))
     return provider
 
 
-def _meter_provider(resource: Any) -> "MeterProvider":
-    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+def _meter_provider(resource: Any, protocol: str) -> "MeterProvider":
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-    return MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())], resource, shutdown_on_exit=False)
+    exporters = importlib.import_module(f"{_EXPORTERS[protocol]}.metric_exporter")
+    reader = PeriodicExportingMetricReader(exporters.OTLPMetricExporter())
+    return MeterProvider([reader], resource, shutdown_on_exit=False)
 
 
 def _request_attributes(generation: "Generation", is_stream: bool) -> dict[str, Any]:
