@@ -8,8 +8,11 @@ import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+
+import msgspec
 
 from pagoda.assembly.assemble import llm_engine_builder
 from pagoda.base.config import EngineConfig
@@ -145,6 +148,16 @@ class AsyncLLM:
         """Load the model if it is not loaded yet. Raises ConfigError or CapacityError as LLM does."""
         await self._running()
         return self
+
+    @contextlib.asynccontextmanager
+    async def trace(self, file: str | os.PathLike[str]) -> AsyncGenerator[None, None]:
+        """Write what the engine does during the block to a file, as `LLM.trace` does."""
+        end = await (await self._running()).client.begin_trace()
+        try:
+            yield
+        finally:
+            encoded = msgspec.json.encode(await end())
+            await asyncio.to_thread(Path(file).write_bytes, encoded)
 
     async def close(self) -> None:
         """Free the model's memory after the step in progress; requests in flight raise UsageError. Idempotent."""

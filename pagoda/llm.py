@@ -1,11 +1,15 @@
 """LLM: run a model in a Python program. Outputs are returned in the order of the prompts."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
+
+import msgspec
 
 from pagoda.assembly.assemble import llm_engine_builder
 from pagoda.base.config import EngineConfig
@@ -136,6 +140,23 @@ class LLM:
         """Return the gauges and counters of the engine, by their Prometheus names."""
         stats = self._thread.call(lambda engine: engine.core.make_stats())
         return [Metric(f"vllm:{name}", float(getattr(stats, field)), kind) for name, (field, kind) in _METRICS.items()]
+
+    @contextlib.contextmanager
+    def trace(self, file: str | os.PathLike[str]) -> Generator[None]:
+        """Write what the engine does during the block to a file, in Chrome's trace format, which Perfetto shows.
+
+        with llm.trace("trace.json"):
+            llm.generate(prompts)
+
+        One track has the steps, each request has one with what it waits for and when it runs. Outside of such a block,
+        nothing is recorded. Raises UsageError if a trace is made already, OSError if the file cannot be written.
+        """
+        end = self._thread.call(lambda engine: engine.begin_trace())
+        try:
+            yield
+        finally:
+            written = self._thread.call(lambda _: end())
+            Path(file).write_bytes(msgspec.json.encode(written))
 
     def close(self) -> None:
         """Free the model's memory after the step in progress; calls of other threads raise UsageError. Idempotent."""

@@ -195,7 +195,7 @@ def _build(config: EngineConfig, place: RendezvousDir) -> tuple[EngineCore, Reco
     made: list[tuple[RecordedExecutor, StepStrip]] = []
 
     def record(executor: Executor, max_rows: int) -> Executor:
-        strip = StepStrip(executor, max_rows)
+        strip = StepStrip(executor)
         made.append((RecordedExecutor(strip, recorder, max_rows), strip))
         return made[0][0]
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +21,7 @@ from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, S
 from pagoda.core.stats import SchedulerStats
 from pagoda.core.view import SchedulerView
 from pagoda.engine.preparations import ExecutorPreparations
+from pagoda.engine.step_strip import StepNote, StepStrip
 from pagoda.engine.wire import EngineSizes
 from pagoda.models.base import Encoder, check_media
 
@@ -254,6 +255,21 @@ class EngineCore:
     def subscribe(self, fold: Fold, *, cache: bool = False) -> Callable[[], None]:
         """Give `fold` every event from now on (see Scheduler.subscribe)."""
         return self._scheduler.subscribe(fold, cache=cache)
+
+    @property
+    def request_ids(self) -> Mapping[RequestKey, str]:
+        """The ids of unfinished requests, and of some that have just ended."""
+        return self._ids
+
+    def note_steps(self, on_step: Callable[[StepNote], object]) -> Callable[[], None]:
+        """Give `on_step` each step that ends from now on, maybe on another thread. Return what ends that."""
+        inner = self._executor
+        self._executor = StepStrip(inner, on_step)
+
+        def end() -> None:
+            self._executor = inner
+
+        return end
 
     @property
     def explain(self) -> DecisionLog:

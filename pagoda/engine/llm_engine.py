@@ -1,10 +1,13 @@
 """LLMEngine: prompts in, texts out, one step at a time, on the caller's thread."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from pagoda.base.errors import RequestError
+from pagoda.base.errors import RequestError, UsageError
 from pagoda.base.outputs import RequestOutput
+from pagoda.core.events import CacheEvent, Event
 from pagoda.core.request import Request, RequestStatus
+from pagoda.engine.chrome_trace import ChromeTrace
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.input_processor import InputProcessor
@@ -20,6 +23,7 @@ class LLMEngine:
         self.core = core
         self.input_processor = input_processor
         self._outputs = OutputProcessor(input_processor.tokenizer)
+        self._is_traced = False
 
     def prepare(
         self,
@@ -70,6 +74,33 @@ class LLMEngine:
         """Abort requests; return their last outputs, with finish_reason "abort". Ignore unknown ids."""
         self.core.abort([(0, handle) for handle in self._outputs.handles_of(request_ids)])
         return self._outputs.abort(request_ids, self.core.now())
+
+    def begin_trace(self) -> Callable[[], dict[str, Any]]:
+        """Record what the engine does from now on. Return what ends that, and returns the trace for JSON.
+
+        Raises UsageError if a trace is made already.
+        """
+        if self._is_traced:
+            raise UsageError("a trace of this engine is made already; begin another one when it has ended")
+        self._is_traced = True
+        core = self.core
+        trace, view = ChromeTrace(core.now()), core.view()
+        for place, key in enumerate(zip(view.clients.tolist(), view.handles.tolist(), strict=True)):
+            trace.begin_with(*key, core.request_ids[key], place < view.num_running)
+
+        def add(event: Event) -> None:
+            if not isinstance(event, CacheEvent):
+                trace.add(event)
+
+        ends = (core.subscribe(add), core.note_steps(trace.add_step))
+
+        def end() -> dict[str, Any]:
+            for one in ends:
+                one()
+            self._is_traced = False
+            return trace.written(core.now())
+
+        return end
 
     def get_num_unfinished_requests(self) -> int:
         return len(self._outputs)

@@ -1,8 +1,8 @@
-"""StepStrip: the sizes and times of the last steps, noted while somebody looks."""
+"""StepStrip: the sizes and times of the last steps, noted while somebody looks or a trace is made."""
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +33,15 @@ class StepNote:
 
 
 class StepStrip:
-    """An executor over `inner` that notes its steps.   max_rows: of the scheduler's table."""
+    """An executor over `inner` that notes its steps.
 
-    def __init__(self, inner: Executor, max_rows: int) -> None:
+    on_step: gets each step that has ended, maybe on another thread; without it, steps are noted while somebody looks.
+    """
+
+    def __init__(self, inner: Executor, on_step: Callable[[StepNote], object] | None = None) -> None:
         self._inner = inner
-        self._prompt_end_of_row = np.zeros(max_rows, np.int64)
+        self._on_step = on_step
+        self._prompt_end_of_row = np.zeros(64, np.int64)
         self._notes = deque[StepNote](maxlen=_MOST_STEPS)
         self._until_s = 0.0
 
@@ -47,24 +51,36 @@ class StepStrip:
         return tuple(note for note in list(self._notes) if note.ended_s > time_s)
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
-        ends = self._prompt_end_of_row
+        ends = self._ends_for(output)
         for init in output.admitted:
             ends[init.row] = init.num_prompt_tokens
         for fork in output.forks:
             ends[fork.dst] = ends[fork.src]
         began_s = time.monotonic()
         future = self._inner.submit(output)
-        if began_s < self._until_s and not output.is_empty:
+        if (self._on_step is not None or began_s < self._until_s) and not output.is_empty:
             computed = np.minimum(output.num_new, ends[output.rows] - output.start)
             num_prompt = int(np.maximum(computed, 0).sum())
             sizes = (num_prompt, len(output.sample_rows), len(output.preempted_ids))
             future.add_done_callback(lambda _: self._end(output.step, began_s, *sizes))
         return future
 
+    def _ends_for(self, output: SchedulerOutput) -> np.ndarray:
+        """Return the prompts' ends by row, with room for the rows of a step."""
+        new = [*(init.row for init in output.admitted), *(fork.dst for fork in output.forks)]
+        num_rows = 1 + max(int(output.rows.max(initial=-1)), *new, -1)
+        if num_rows > len(self._prompt_end_of_row):
+            more = np.zeros(2 * num_rows - len(self._prompt_end_of_row), np.int64)
+            self._prompt_end_of_row = np.concatenate((self._prompt_end_of_row, more))
+        return self._prompt_end_of_row
+
     def _end(self, step: int, began_s: float, num_prompt: int, num_sampled: int, num_preempted: int) -> None:
         # With several steps in flight, one computes nothing before the one before it has ended.
         begun_s = max(began_s, self._notes[-1].ended_s) if self._notes else began_s
-        self._notes.append(StepNote(step, begun_s, time.monotonic(), num_prompt, num_sampled, num_preempted))
+        note = StepNote(step, begun_s, time.monotonic(), num_prompt, num_sampled, num_preempted)
+        self._notes.append(note)
+        if self._on_step is not None:
+            self._on_step(note)
 
     def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
         return self._inner.start(sizes)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -73,6 +73,11 @@ class ThreadClient(ClientOutputs):
 
     def unload_adapter(self, lora: LoraRef) -> None:
         self._post(lambda engine: engine.core.unload_adapter(lora))
+
+    async def begin_trace(self) -> Callable[[], Awaitable[dict[str, Any]]]:
+        """Record what the engine does from now on (see LLMEngine.begin_trace)."""
+        end = await self._call(lambda engine: engine.begin_trace())
+        return lambda: self._call(lambda _: end())
 
     async def stats(self) -> SchedulerStats:
         """Return the gauges and counters of this moment."""
