@@ -24,7 +24,7 @@ class RequestEvent:
 
 @dataclass(frozen=True, slots=True)
 class Queued(RequestEvent):
-    """It was added.   position: requests before it in the queue."""
+    """It was added.   position: requests before it in the queue, without those that are set aside."""
 
     request_id: str
     num_prompt_tokens: int
@@ -36,7 +36,7 @@ class Queued(RequestEvent):
 class Held(RequestEvent):
     """It was considered and did not enter. Written when the reason is another one than before.
 
-    position: requests before it in its queue.   stops_queue: requests after it were not considered.
+    position: as in Queued, in its queue.   stops_queue: requests after it were not considered.
     num_blocks: blocks that its tokens take, those in the prefix cache included.   num_free_blocks: that were free.
     """
 
@@ -67,7 +67,7 @@ class Admitted(RequestEvent):
 
 @dataclass(frozen=True, slots=True)
 class Limited(RequestEvent):
-    """A running sequence computes less in this step than it could.
+    """A running sequence computes less in this step than it could.   reason: the last rule that shortened its chunk.
 
     Written when the reason is another one than the last since its row was given to it.
     """
@@ -80,8 +80,8 @@ class Limited(RequestEvent):
 class Preempted(RequestEvent):
     """It left the running batch so that another request can continue or enter.
 
-    for_client, for_handle: that request (itself, if it was its own victim); None after a failed step or a reset of the
-    prefix cache.   mode: "recompute" or "swap".
+    for_client, for_handle: that request (itself, if it was its own victim); None after a failed step, a reset of the
+    prefix cache, or the end of the sequence that its others waited for.   mode: "recompute" or "swap".
     lost_tokens: must be computed again.   freed_blocks: what that freed.
     """
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.errors import RequestError
-from pagoda.core.events import Ended, Held, Queued, Swapped
+from pagoda.core.cost_model import Chunks
+from pagoda.core.events import Ended, Held, Preempted, Queued, Swapped
 from pagoda.core.policy import RequestQueue
 from pagoda.core.request import AdmitKind, Reason, Request, RequestState, RequestStatus, Sequence
 from pagoda.core.state import SchedulerState
@@ -113,9 +114,13 @@ def fork_row(state: SchedulerState, source: int, sequence: Sequence) -> int:
 # Out of the running batch
 
 
-def requeue(state: SchedulerState, request: RequestState) -> None:
-    """The request loses all KV, wherever that is, and waits again. Tokens are kept."""
+def requeue(state: SchedulerState, request: RequestState, cause: RequestState | None = None) -> None:
+    """The request loses all KV, wherever that is, and waits again. Tokens are kept.
+
+    cause: the request that it makes room for.
+    """
     was_swapped = request.status is RequestStatus.SWAPPED
+    num_lost, free_before = lost_with(state, request).num_tokens, state.kv.num_free_blocks
     for sequence in request.sequences:
         if sequence.row >= 0:
             _free_row(state, sequence)
@@ -131,6 +136,7 @@ def requeue(state: SchedulerState, request: RequestState) -> None:
     request.status = RequestStatus.PREEMPTED
     request.sort_key = state.policy.key_on_return(request)
     state.waiting.push(request)
+    _note_preempted(state, request, cause, "recompute", num_lost, free_before)
 
 
 def _restart_search(state: SchedulerState, request: RequestState) -> None:
@@ -144,8 +150,9 @@ def _restart_search(state: SchedulerState, request: RequestState) -> None:
     state.kv.hash_prompt(request)
 
 
-def swap_out(state: SchedulerState, request: RequestState) -> None:
-    """The request's KV moves to host memory; it waits there with all that it has computed."""
+def swap_out(state: SchedulerState, request: RequestState, cause: RequestState) -> None:
+    """The request's KV moves to host memory; it waits there with all that it has computed.   cause: see `requeue`."""
+    free_before = state.kv.num_free_blocks
     sequences = [sequence for sequence in request.sequences if sequence.row >= 0]
     num_blocks = state.kv.swap_out(sequences)
     state.events.write(Swapped(*state.events.at(request.spec), True, num_blocks))
@@ -154,6 +161,27 @@ def swap_out(state: SchedulerState, request: RequestState) -> None:
     _leave(state, request)
     request.status = RequestStatus.SWAPPED
     state.swapped.push(request)
+    _note_preempted(state, request, cause, "swap", 0, free_before)
+
+
+def lost_with(state: SchedulerState, request: RequestState) -> Chunks:
+    """Return what is lost with its KV, by row. Full prompt blocks, which its sequences share, are computed once."""
+    rows = [int(state.table.num_computed[row]) for row in request.rows]
+    counts = np.array(rows or [sequence.num_computed for sequence in request.unfinished], np.int32)
+    shared = min([request.spec.num_prompt_tokens, *counts.tolist()]) // state.kv.block_size * state.kv.block_size
+    start = np.full(len(counts), shared, np.int32)
+    start[:1] = 0
+    return Chunks(start, counts - start)
+
+
+def _note_preempted(
+    state: SchedulerState, request: RequestState, cause: RequestState | None, mode: str, num_lost: int, free_before: int
+) -> None:
+    """Workers and readers of the events get to know it."""
+    state.outbox.post_preempted(request)
+    who = (None, None) if cause is None else cause.spec.key
+    num_freed = state.kv.num_free_blocks - free_before
+    state.events.write(Preempted(*state.events.at(request.spec), *who, mode, num_lost, num_freed))
 
 
 def _leave(state: SchedulerState, request: RequestState) -> None:

@@ -13,6 +13,7 @@ from pagoda.core.policy import RequestQueue
 from pagoda.core.preemption import next_victim, preempt, preempt_for
 from pagoda.core.request import AdmitKind, Reason, RequestState, RequestStatus, Sequence, without_features
 from pagoda.core.rules import (
+    BY_ENCODER,
     MAX_ADAPTER_SKIPS,
     fit_chunk,
     fit_chunks,
@@ -40,10 +41,11 @@ def run_running(state: SchedulerState, plan: StepPlan) -> None:
     rows = state.batch.running.rows
     while len(rows):
         start = state.table.num_computed[rows]
-        num_new = fit_chunks(state, plan, rows, start)
+        num_new, limits = fit_chunks(state, plan, rows, start)
         count = _place_rows(state, plan, rows, start, num_new)
-        if count < len(rows) and num_new[count]:
-            _place_row(state, plan, int(rows[count]), int(start[count]), int(num_new[count]))
+        note_limited(state, rows[:count], limits[:count])
+        if count < len(rows):
+            _place_row(state, plan, int(rows[count]), int(start[count]), int(num_new[count]), int(limits[count]))
         rows = rows[count + 1 :]
         rows = rows[state.table.is_active[rows]]  # a preemption may have taken some of them out
 
@@ -68,12 +70,12 @@ def _place_rows(state: SchedulerState, plan: StepPlan, rows: np.ndarray, start: 
     return count
 
 
-def _place_row(state: SchedulerState, plan: StepPlan, row: int, start: int, num_new: int) -> None:
+def _place_row(state: SchedulerState, plan: StepPlan, row: int, start: int, num_new: int, limit: int) -> None:
     """Place one row, after preempting the policy's victim until it fits or is itself preempted."""
     request = state.table.owner(row).request
-    chunk = state.encoder.plan_chunk(plan, request, row, start, num_new)
+    chunk = state.encoder.plan_chunk(plan, request, row, start, num_new) if num_new else Chunk(0)
     one = np.array([row], np.int32)
-    note_limited(state, one, np.array([chunk.num_new < num_new]), Reason.ENCODER)
+    note_limited(state, one, np.array([limit if chunk.num_new == num_new else BY_ENCODER]))
     if chunk.num_new <= 0:
         return
     end = start + chunk.num_new

@@ -2,12 +2,9 @@
 
 from collections.abc import Callable
 
-import numpy as np
-
 from pagoda.base.config import PreemptionMode
 from pagoda.core.cost_model import Chunks, CostModel
-from pagoda.core.events import Preempted
-from pagoda.core.lifecycle import requeue, swap_out
+from pagoda.core.lifecycle import lost_with, requeue, swap_out
 from pagoda.core.request import Reason, RequestState, RequestStatus
 from pagoda.core.state import SchedulerState
 from pagoda.core.step_plan import StepPlan
@@ -34,32 +31,18 @@ def next_victim(state: SchedulerState) -> RequestState:
 
 def preempt(state: SchedulerState, victim: RequestState, plan: StepPlan, for_request: RequestState) -> None:
     """Take `victim` out of the batch and out of the step; its KV is dropped or swapped out."""
-    rows, free_before = victim.rows, state.kv.num_free_blocks
-    lost = _lost_with(state, victim)
     for sequence in [sequence for sequence in victim.sequences if sequence.row >= 0]:
         plan.take_out(sequence.row)
         state.encoder.take_out(plan, sequence, state.requests)
         state.kv.uncache_uncomputed(sequence.row)
-    swap = _swaps(state, victim, rows, lost)
-    leave, mode = (swap_out, "swap") if swap else (requeue, "recompute")
-    leave(state, victim)
+    leave = swap_out if _swaps(state, victim) else requeue
+    leave(state, victim, for_request)
     plan.preempted.append(victim)
-    freed = state.kv.num_free_blocks - free_before
-    _note_preempted(state, victim, for_request, mode, 0 if swap else lost.num_tokens, freed)
 
 
-def _lost_with(state: SchedulerState, victim: RequestState) -> Chunks:
-    """Return what is lost with its KV, by row. Full prompt blocks, which its sequences share, are computed once."""
-    rows = [int(state.table.num_computed[row]) for row in victim.rows]
-    counts = np.array(rows or [sequence.num_computed for sequence in victim.unfinished], np.int32)
-    shared = min([victim.spec.num_prompt_tokens, *counts.tolist()]) // state.kv.block_size * state.kv.block_size
-    start = np.full(len(counts), shared, np.int32)
-    start[:1] = 0
-    return Chunks(start, counts - start)
-
-
-def _swaps(state: SchedulerState, victim: RequestState, rows: list[int], lost: Chunks) -> bool:
+def _swaps(state: SchedulerState, victim: RequestState) -> bool:
     """Whether to swap. Not what would lose encoder outputs, nor a request whose sequences do not all have rows."""
+    rows = victim.rows
     if (
         any(row in state.batch.leaders for row in rows)
         or (victim.spec.is_beam_search and victim not in state.searches)  # its rows may share the slot they write
@@ -69,16 +52,8 @@ def _swaps(state: SchedulerState, victim: RequestState, rows: list[int], lost: C
         return False
     num_blocks = state.kv.num_blocks_to_swap_out(rows)
     prefers_swap = PREEMPTION_RULES[state.config.preemption_mode]
-    return num_blocks <= state.kv.num_free_host_blocks and prefers_swap(victim, lost, num_blocks, state.costs)
-
-
-def _note_preempted(
-    state: SchedulerState, victim: RequestState, cause: RequestState | None, mode: str, lost: int, freed: int
-) -> None:
-    """Workers and readers of the events get to know it.   cause: the request that it makes room for."""
-    state.outbox.post_preempted(victim)
-    who = (cause.spec.client_index, cause.spec.handle) if cause is not None else (None, None)
-    state.events.write(Preempted(*state.events.at(victim.spec), *who, mode, lost, freed))
+    has_room = num_blocks <= state.kv.num_free_host_blocks
+    return has_room and prefers_swap(victim, lost_with(state, victim), num_blocks, state.costs)
 
 
 def preempt_for(state: SchedulerState, head: RequestState, plan: StepPlan, reason: Reason) -> bool:
@@ -118,9 +93,7 @@ def preempt_all(state: SchedulerState) -> None:
 def recompute(state: SchedulerState, request: RequestState) -> None:
     """Take the request out with all its KV, wherever that is. Its tokens in flight are lost."""
     if request.status in (RequestStatus.RUNNING, RequestStatus.SWAPPED):
-        lost, free_before = _lost_with(state, request).num_tokens, state.kv.num_free_blocks
         requeue(state, request)
-        _note_preempted(state, request, None, "recompute", lost, state.kv.num_free_blocks - free_before)
     state.table.drop_late_results(request)
     state.in_flight.drop_late_tokens(request)
     state.waiting.wake(request.request_id)

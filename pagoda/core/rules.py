@@ -112,49 +112,59 @@ def fit_chunk(state: SchedulerState, plan: StepPlan, request: RequestState, star
         num_new = min(num_new, max(plan.row_cap, _longest_item(state, request, start)))
     if plan.prompt_budget is not None:
         num_new = min(num_new, plan.prompt_budget)
+        if num_new == 0:
+            return Chunk(0, Reason.PREFILL_SHARE)
     if num_new > plan.budget:
         num_new = plan.budget if _may_cut(state, start + num_new) else 0
     return state.encoder.plan_chunk(plan, request, -1, start, num_new) if num_new > 0 else Chunk(0)
 
 
-def fit_chunks(state: SchedulerState, plan: StepPlan, rows: np.ndarray, start: np.ndarray) -> np.ndarray:
-    """Return how many tokens running `rows` may compute from `start` on; int32 [num_rows].
+def fit_chunks(
+    state: SchedulerState, plan: StepPlan, rows: np.ndarray, start: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many tokens running `rows` may compute from `start` on, int32, and the last rule that shortened that.
 
     rows: in running order, up to the last running one; none of them is placed yet.
+    The second is int8 [num_rows]: 0 if none did, else as BY_ENCODER.
     """
     num_new = state.drafts.num_wanted(rows, start)
+    limits = np.zeros(len(rows), np.int8)
     if plan.row_cap:  # neither drafts are capped, nor a media item that must stay whole
         caps = np.maximum(plan.row_cap, 1 + state.drafts.num_offered[rows])
         if state.whole_items:
             for i in state.encoder.where_media(rows):
                 longest = _longest_item(state, state.table.owner(int(rows[i])).request, int(start[i]))
                 caps[i] = max(int(caps[i]), longest)
-        wanted, num_new = num_new, np.minimum(num_new, caps)
-        note_limited(state, rows, num_new < wanted, Reason.ROW_CAP)
+        limits[num_new > caps] = _ROW_CAP
+        num_new = np.minimum(num_new, caps)
     if plan.most_decodes is None and plan.prompt_budget is None and num_new.sum() <= plan.budget:
-        return num_new
+        return num_new, limits
     is_prompt = np.isin(rows, list(state.batch.prefilling))
     if plan.most_decodes is not None:
         decodes = (num_new > 0) & ~is_prompt
         waits = decodes & (np.cumsum(decodes) > plan.most_decodes - len(plan.decodes))
+        limits[waits] = _STAGES
         num_new = np.where(waits, 0, num_new)
-        note_limited(state, rows, waits, Reason.STAGES)
     if plan.prompt_budget is not None:
-        prompts = np.where(is_prompt, num_new, 0)
-        wanted, num_new = num_new, np.where(is_prompt, _share_out(plan.prompt_budget, prompts), num_new)
-        note_limited(state, rows, num_new < wanted, Reason.PREFILL_SHARE)
-    if num_new.sum() <= plan.budget:
-        return num_new
-    cut = _fit_budget(state, plan, rows, num_new, is_prompt)
-    note_limited(state, rows, cut < num_new, Reason.BUDGET)
-    return cut
+        wanted, prompts = num_new, np.where(is_prompt, num_new, 0)
+        num_new = np.where(is_prompt, _share_out(plan.prompt_budget, prompts), num_new)
+        limits[num_new < wanted] = _PREFILL_SHARE
+    if num_new.sum() > plan.budget:
+        wanted, num_new = num_new, _fit_budget(state, plan, rows, num_new, is_prompt)
+        limits[num_new < wanted] = _BUDGET
+    return num_new, limits
 
 
-def note_limited(state: SchedulerState, rows: np.ndarray, limited: np.ndarray, reason: Reason) -> None:
-    """The running `rows` in the mask compute less than they could: write it for those that did not for this reason."""
-    for row in state.batch.newly_limited(rows[limited], reason).tolist():
-        sequence = state.table.owner(row)
-        state.events.write(Limited(*state.events.at(sequence.request.spec), sequence.index, reason))
+_LIMITS = (Reason.ROW_CAP, Reason.STAGES, Reason.PREFILL_SHARE, Reason.BUDGET, Reason.ENCODER)
+_ROW_CAP, _STAGES, _PREFILL_SHARE, _BUDGET, BY_ENCODER = range(1, 6)  # 0: nothing
+
+
+def note_limited(state: SchedulerState, rows: np.ndarray, limits: np.ndarray) -> None:
+    """The running `rows` compute less than they could where `limits` is not 0: write for which reason, if it is new."""
+    for i in state.batch.newly_limited(rows, limits).tolist():
+        sequence = state.table.owner(int(rows[i]))
+        at = state.events.at(sequence.request.spec)
+        state.events.write(Limited(*at, sequence.index, _LIMITS[limits[i] - 1]))
 
 
 def _fit_budget(

@@ -8,7 +8,7 @@ import numpy as np
 from pagoda.core.drafts import Drafts
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager
-from pagoda.core.request import LoraRef, Reason, RequestState
+from pagoda.core.request import LoraRef, RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import NO_INTS
 from pagoda.core.step_plan import StepPlan
@@ -51,9 +51,6 @@ class RunningRows:
         )
 
 
-_REASONS = {reason: number for number, reason in enumerate(Reason, 1)}
-
-
 class RunningBatch:
     """The running requests, by id in order of admission.
 
@@ -87,7 +84,7 @@ class RunningBatch:
         self._is_steady = False
         self._num_computed = NO_INTS
         self._steps_until_reserve = 0
-        self._limits = np.zeros(table.max_rows, np.int8)  # 1 + number of the last Reason; 0: none
+        self._limits = np.zeros(table.max_rows, np.int8)  # what last shortened a chunk of the row; 0: nothing
 
     # Requests and rows
 
@@ -135,11 +132,10 @@ class RunningBatch:
         self._limits[row] = 0
         self.changed()
 
-    def newly_limited(self, rows: np.ndarray, reason: Reason) -> np.ndarray:
-        """`rows` compute less than they could. Return those of which the last reason was another one, or none."""
-        number = _REASONS[reason]
-        new = rows[self._limits[rows] != number]
-        self._limits[new] = number
+    def newly_limited(self, rows: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        """Return where `limits` is neither 0 nor what it last was for this row since that was given."""
+        new = ((limits != 0) & (limits != self._limits[rows])).nonzero()[0]
+        self._limits[rows[new]] = limits[new]
         return new
 
     def changed(self, *, rows: bool = True) -> None:

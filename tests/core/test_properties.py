@@ -241,6 +241,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         ids = [f"r{number}" for number in numbers]
         self.traffic.abort([request_id for request_id in ids if request_id not in ended])
 
+    @rule(which=st.integers(0, 11))
+    def stop(self, which: int) -> None:
+        texts = [key for key, received in self.traffic.received.items() if received.tokens and not received.finish]
+        texts = [key for key in texts if key[0] not in self.traffic.aborted]
+        if texts:
+            self.traffic.stop(*texts[which % len(texts)])
+
     @rule(preempt_running=st.booleans())
     def reset(self, preempt_running: bool) -> None:
         self.traffic.reset(preempt_running)

@@ -4,13 +4,14 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig, SchedulingPolicy
-from pagoda.core.events import Admitted, Ended
+from pagoda.core.events import Admitted, ClientEvent, Copied, Ended, Event
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import AdmitKind, Request, RequestStatus
 from pagoda.core.scheduler import Scheduler
@@ -18,7 +19,7 @@ from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from tests.core.exact_worker import SPOILED, ExactWorker, logprobs_after, next_token, pooled_vector
 from tests.core.plain_beam_search import plain_beam_search
-from tests.twin import TwinScheduler
+from tests.twin import WHY_ENDED, TwinScheduler
 
 VOCABULARY = 7
 RAISED, NOT_FINITE = "the step failed", "not finite"
@@ -119,6 +120,8 @@ class Traffic:
         self.num_cached: dict[int, int] = {}  # by handle, at the last admission
         self.outputs: list[SchedulerOutput] = []
         self.ignored: set[str] = set()  # of which a sequence ended while the last step was planned
+        self.events: list[Event] = []  # since the last `check`
+        self.scheduler.subscribe(self.events.append)
 
     def _make_twin(self) -> TwinScheduler:
         setting = self.setting
@@ -153,6 +156,23 @@ class Traffic:
         if self.twin is not None:
             self.twin.abort(ids)
         self.aborted |= set(ids) & self.requests.keys()
+        self.check()
+
+    def stop(self, request_id: str, sequence: int) -> None:
+        """The client has found a stop string in the text of a sequence; a beam search ends as a whole."""
+        request = self.requests[request_id]
+        is_search = request.sampling is not None and request.sampling.beam_search is not None
+        by_client = self.scheduler.finish_sequence(request_id, sequence)
+        if self.twin is not None:
+            self.twin.finish_sequence(request_id, sequence)
+        finishes = [finish for outputs in by_client.values() for finish in outputs.ends]
+        assert sequence in [finish.sequence for finish in finishes]
+        for finish in finishes:
+            assert finish.sequence == sequence or is_search
+            received = self.received[request_id, finish.sequence]
+            assert received.finish is None
+            received.finish, received.truth = finish, received.tokens
+        self.reset_ids.add(request_id)  # siblings may start again without it
         self.check()
 
     def reset(self, preempt_running: bool) -> bool:
@@ -257,7 +277,8 @@ class Traffic:
             plan = self.plans.popleft()
             raised = failure is not None and failure.rows is None
             if failure is not None:
-                self.twin.fail(plan["handle"], {plan["names"][row] for row in failed}, raised=raised)
+                message = RAISED if raised else NOT_FINITE
+                self.twin.fail(plan["handle"], [plan["names"][row] for row in failed], message, raised=raised)
             sampled = {
                 plan["names"][row]: tokens[:count]
                 for row, tokens, count in zip(
@@ -301,7 +322,7 @@ class Traffic:
             num_sampled=np.where(lost, 0, result.num_sampled).astype(np.int32),
             logprobs=logprobs,
             pooled={row: vector for row, vector in result.pooled.items() if row not in failed},
-            failed=dict.fromkeys(failed, NOT_FINITE),
+            failed=dict.fromkeys(_in_order(output, failed), NOT_FINITE),
         )
 
     def step(self) -> SchedulerOutput:
@@ -471,6 +492,14 @@ class Traffic:
         for block in self.scheduler._state.kv._prefix_cache._hash_of:
             assert SPOILED not in self.worker.device[block], f"block {block} of a failed step can be found"
 
+    def _check_events(self, theirs: list[ClientEvent]) -> None:
+        """The twin has written the same since the last time."""
+        mine = list(map(comparable, self.events))
+        for one, other in zip_longest(mine, map(comparable, theirs)):
+            assert one == other, f"{one} is the twin's {other}, in {mine}"
+        self.events.clear()
+        theirs.clear()
+
     def check(self) -> None:
         self.scheduler.check()
         self._check_cache()
@@ -481,6 +510,7 @@ class Traffic:
         )
         everywhere = running + waiting + swapped
         if self.twin is not None:
+            self._check_events(self.twin.events)
             twin = self.twin.state()
             assert (running, waiting, swapped) == (twin["running"], twin["waiting"], twin["swapped"])
             assert (self.scheduler.num_free_blocks, "free") == (twin["free_blocks"], "free")
@@ -488,6 +518,20 @@ class Traffic:
         assert len(set(everywhere)) == len(everywhere), "a request is in one queue"
         assert not set(everywhere) & (self.aborted | self.ended_ids())
         assert 0 <= self.scheduler.num_free_blocks <= self.setting.num_blocks
+
+
+def _in_order(output: SchedulerOutput, rows: Set[int]) -> list[int]:
+    """`rows` in the order of the step."""
+    return [row for row in dict.fromkeys((*output.rows.tolist(), *output.sample_rows.tolist())) if row in rows]
+
+
+def comparable(event: Event) -> Event:
+    """The event without what the twin does not say: numbers of blocks, and words."""
+    if isinstance(event, Copied):
+        return replace(event, source=0, target=0)
+    if isinstance(event, Ended) and event.message is not None:
+        return replace(event, message=WHY_ENDED)
+    return event
 
 
 def _difference(mine: Record, theirs: Record) -> str:

@@ -4,6 +4,6 @@ It is slow and obvious on purpose. Random traffic drives the twin and the real s
 must be equal. It takes and returns the plain records of `tests.conformance.replay`, not SchedulerOutput.
 """
 
-from tests.twin.scheduler import TwinScheduler
+from tests.twin.scheduler import WHY_ENDED, TwinScheduler
 
-__all__ = ["TwinScheduler"]
+__all__ = ["WHY_ENDED", "TwinScheduler"]

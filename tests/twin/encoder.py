@@ -1,5 +1,7 @@
 """Encoder outputs by content hash: who holds them, which go first when room is short, what a chunk needs."""
 
+from dataclasses import dataclass
+
 from tests.twin.state import TwinRequest
 
 
@@ -42,12 +44,31 @@ class EncoderCache:
         self.size[item] = tokens
         self.holders[item] = {request_id}
 
+    def drop(self, item: str) -> None:
+        """Forget an output without holders, if it is there."""
+        if item in self.unheld:
+            self.unheld.remove(item)
+            del self.size[item], self.holders[item]
+
     def release(self, item: str, request_id: str) -> None:
         if request_id not in self.holders.get(item, ()):
             return
         self.holders[item].discard(request_id)
         if not self.holders[item]:
             self.unheld.append(item)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a chunk may compute. items: places to encode for it.   repeats: places that repeat one of those.
+
+    found: how many items begin in it that are cached.
+    """
+
+    want: int
+    items: list[int]
+    repeats: list[int]
+    found: int
 
 
 class EncoderInputs:
@@ -64,10 +85,11 @@ class EncoderInputs:
         self.budget = self.budget_per_step
         self.encoded: dict[str, list[int]] = {}  # request id -> places of the items encoded in this step
 
-    def share(self, state: TwinRequest, computed: int, want: int) -> tuple[int, list[int], list[int]]:
-        """How far the chunk may go, the items to encode for it, and places that repeat one of those."""
+    def share(self, state: TwinRequest, computed: int, want: int) -> Share:
+        """What a chunk of `want` tokens may compute, and what must be encoded for it."""
         items: list[int] = []
         repeats: list[int] = []
+        found = 0
         budget = self.budget
         media = state.request.media
         for place, item in enumerate(media):
@@ -79,36 +101,52 @@ class EncoderInputs:
             elif item.offset + item.length <= computed or item.offset >= computed + want:
                 continue
             if self.whole_only and not self.encoder_decoder and computed + want < item.offset + item.length:
-                return max(0, item.offset - computed), items, repeats
+                return Share(max(0, item.offset - computed), items, repeats, found)
             if not self.encoder_decoder:
                 if any(media[other].content_hash == item.content_hash for other in items):
                     repeats.append(place)
                     continue
                 if self.cache.hold(item.content_hash, state.id):
                     state.encoder_items.add(place)
+                    found += item.offset >= computed
                     continue
             pending = sum(media[other].length for other in items)
             if item.length > budget or not self.cache.make_room(item.length + pending):
-                return max(0, item.offset - computed), items, repeats
+                return Share(max(0, item.offset - computed), items, repeats, found)
             items.append(place)
             budget -= item.length
-        return want, items, repeats
+        return Share(want, items, repeats, found)
 
-    def encode(self, state: TwinRequest, items: list[int], repeats: list[int]) -> None:
-        for place in items:
+    def encode(self, state: TwinRequest, share: Share) -> tuple[int, int]:
+        """Encode what the chunk needs. Return how many items it looked up, and how many of them cost nothing."""
+        num_cached = share.found + len(share.repeats)
+        for place in share.items:
             item = state.request.media[place]
             self.budget -= item.length
-            if not self.encoder_decoder:
+            # An encoder-decoder request fills its own cross-attention blocks, also from an output that is there.
+            if self.cache.hold(item.content_hash, state.id):
+                num_cached += 1
+            else:
                 self.cache.put(item.content_hash, item.length, state.id)
-                state.encoder_items.add(place)
-        state.encoder_items.update(repeats)
-        if items:
-            self.encoded[state.id] = items
+        state.encoder_items.update(share.items, share.repeats)
+        if share.items:
+            self.encoded[state.id] = list(share.items)
+        return len(share.items) + len(share.repeats) + share.found, num_cached
 
-    def take_back(self, state: TwinRequest) -> None:
-        """The request does not run in this step after all."""
+    def take_back(self, state: TwinRequest, requests: dict[str, TwinRequest]) -> None:
+        """The request does not run in this step after all: another one that holds an item runs it, if there is one."""
+        media = state.request.media
         for place in self.encoded.pop(state.id, []):
-            self.budget += state.request.media[place].length
+            item = media[place].content_hash
+            state.encoder_items = {other for other in state.encoder_items if media[other].content_hash != item}
+            self.cache.release(item, state.id)
+            if heirs := self.cache.holders[item]:
+                heir = requests[min(heirs)]
+                places = [number for number, other in enumerate(heir.request.media) if other.content_hash == item]
+                self.encoded.setdefault(heir.id, []).append(places[0])
+            else:
+                self.budget += media[place].length
+                self.cache.drop(item)
 
     def release(self, state: TwinRequest, passed: int | None = None) -> None:
         """Release items that the decoder has passed (None: all); a repeated one with its last place."""

@@ -238,7 +238,8 @@ class Memory:
             {block for sequence in sequences for table in self._parked(sequence) for block in table if block != NULL}
         )
 
-    def swap_out(self, sequences: list[TwinSequence], host: Pool) -> None:
+    def swap_out(self, sequences: list[TwinSequence], host: Pool) -> int:
+        """Return how many blocks move."""
         moved: dict[int, int] = {}
         for sequence in sequences:
             sequence.on_host = []
@@ -256,6 +257,7 @@ class Memory:
                 sequence.on_host.append(there)
             self.free(sequence)
         self.swapped_out += len(moved)
+        return len(moved)
 
     def return_need(self, sequences: list[TwinSequence], uptos: list[int], host: Pool) -> int:
         """Device blocks that bring the sequences back, with slots for `uptos` tokens and copies of shared tails."""
@@ -275,7 +277,8 @@ class Memory:
         copies = sum(min(count, host.blocks[block].references - 1) for block, count in writers.items())
         return need + copies + len(distinct)
 
-    def swap_in(self, sequences: list[TwinSequence], host: Pool) -> None:
+    def swap_in(self, sequences: list[TwinSequence], host: Pool) -> int:
+        """Return how many blocks move."""
         moved: dict[int, int] = {}
         for sequence in sequences:
             assert sequence.on_host is not None
@@ -293,6 +296,7 @@ class Memory:
                 sequence.tables[group] = table
                 sequence.hashed[group] = 0
             self.drop_host(sequence, host)
+        return len(moved)
 
     def drop_host(self, sequence: TwinSequence, host: Pool) -> None:
         for there in sequence.on_host or ():

@@ -1,6 +1,6 @@
 """TwinScheduler: docs/reference/scheduler-contract.md once more, slowly."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -9,20 +9,40 @@ from pagoda.base.clock import Clock, VirtualClock
 from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode, SchedulingPolicy
 from pagoda.base.errors import RequestError
 from pagoda.core.cost_model import Chunks, CostModel
+from pagoda.core.events import (
+    Admitted,
+    ClientEvent,
+    Copied,
+    DraftsVerified,
+    Encoded,
+    Ended,
+    Failed,
+    FirstToken,
+    Held,
+    Limited,
+    Preempted,
+    Queued,
+    Swapped,
+)
 from pagoda.core.kv import KVGroupSpec
-from pagoda.core.request import Request
+from pagoda.core.request import AdmitKind, Reason, Request, RequestStatus
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
-from tests.twin.encoder import EncoderInputs
+from tests.twin.encoder import EncoderInputs, Share
 from tests.twin.memory import Memory, adapter_of
 from tests.twin.pool import NULL, Pool
 from tests.twin.state import Planned, Step, TwinRequest, TwinSequence
 
 Record = dict[str, Any]
+NO_ROOM = (Reason.NUM_SEQS, Reason.BLOCKS, Reason.WATERMARK)
+WHY_ENDED = "for a reason"  # in place of messages for people
 
 
 class TwinScheduler:
-    """Takes and returns plain records (keys: `tests.conformance.replay`). Sequences are named "id" or "id/number"."""
+    """Takes and returns plain records (keys: `tests.conformance.replay`). Sequences are named "id" or "id/number".
+
+    events: what happened, as pagoda.core.events says it.
+    """
 
     def __init__(
         self,
@@ -68,6 +88,12 @@ class TwinScheduler:
         self.preempted: list[str] = []  # since the last step was planned
         self.ignored: list[str] = []
         self.deferred: dict[str, str] = {}  # ended while planning: sequence name -> reason
+        self.events: list[ClientEvent] = []
+        self.event_step = 0
+
+    def _at(self, state: TwinRequest) -> tuple[int, float, int, int]:
+        """What an event of the request begins with."""
+        return self.event_step, self.clock.now(), state.request.client_index, state.request.handle
 
     # Requests come and go -------------------------------------------------------------------------------------
 
@@ -86,19 +112,26 @@ class TwinScheduler:
             state.place = (request.priority, request.arrival_time_s, request.request_id)
         self.requests[state.id] = state
         self._push(self.waiting, state)
+        before = self._position(self.waiting, state)
+        self.events.append(Queued(*self._at(state), state.id, len(tokens), request.num_seqs, before))
 
     def abort(self, ids: Iterable[str]) -> None:
         for request_id in ids:
             if request_id in self.requests:
-                self._end(self.requests[request_id])
+                self._end(self.requests[request_id], RequestStatus.FINISHED_ABORTED)
+
+    def finish_sequence(self, request_id: str, number: int) -> None:
+        """A stop string was found in its text."""
+        state = self.requests.get(request_id)
+        if state is not None and not state.sequences[number].finished:
+            self._end_one(state, state.sequences[number], RequestStatus.FINISHED_STOPPED)
 
     def reset_prefix_cache(self, preempt_running: bool) -> bool:
         if preempt_running:
             while self.running:
                 state = self.running[-1]
-                self._preempt(state, may_swap=False)
-                state.drop_before = state.epoch
-                state.stale_steps = 0
+                self._preempt(state, None, may_swap=False)
+                self._drop_late_results(state)
         return self.pool.forget_contents()
 
     def set_drafts(self, drafts: dict[str, list[int]]) -> None:
@@ -114,25 +147,60 @@ class TwinScheduler:
         queue.append(state)
         queue.sort(key=lambda other: other.place)
 
-    def _end(self, state: TwinRequest) -> None:
-        for queue in (self.waiting, self.running, self.swapped):
-            if state in queue:
-                queue.remove(state)
-        for sequence in state.sequences:
-            self._end_sequence(sequence)
-        self.encoder.release(state)
-        state.status = "gone"
-        del self.requests[state.id]
+    @staticmethod
+    def _position(queue: list[TwinRequest], state: TwinRequest) -> int:
+        """How many requests come before it, without those that are set aside."""
+        return sum(not other.is_aside for other in queue[: queue.index(state)])
 
-    def _end_sequence(self, sequence: TwinSequence) -> None:
+    def _hold(self, queue: list[TwinRequest], state: TwinRequest, reason: Reason, *, stops_queue: bool) -> None:
+        if state.held_for is not reason:
+            state.held_for = reason
+            counts = self._position(queue, state), stops_queue, self._most_blocks(state), len(self.pool.free)
+            self.events.append(Held(*self._at(state), reason, *counts))
+
+    @staticmethod
+    def _drop_late_results(state: TwinRequest) -> None:
+        state.drop_before, state.stale_steps, state.is_aside = state.epoch, 0, False
+
+    def _end(self, state: TwinRequest, status: RequestStatus, message: str | None = None) -> None:
+        for sequence in state.alive:
+            self._end_sequence(state, sequence, status, message=message)
+
+    def _end_one(
+        self, state: TwinRequest, sequence: TwinSequence, status: RequestStatus, message: str | None = None
+    ) -> None:
+        """If others wait for what it computes, they start again without it."""
+        if state.status == "running" and state.started == [sequence] and len(state.alive) > 1:
+            self._preempt(state, None, may_swap=False)
+        self._end_sequence(state, sequence, status, message=message)
+
+    def _end_sequence(
+        self,
+        state: TwinRequest,
+        sequence: TwinSequence,
+        status: RequestStatus,
+        stop_token: int | None = None,
+        message: str | None = None,
+    ) -> None:
         sequence.finished = True
         self.memory.free(sequence)
         self.memory.drop_host(sequence, self.host)
+        self.memory.call_off_copies([sequence])
+        if not state.alive:
+            for queue in (self.waiting, self.running, self.swapped):
+                if state in queue:
+                    queue.remove(state)
+            self.encoder.release(state)
+            state.status = "gone"
+            del self.requests[state.id]
+        end = sequence.number, status, stop_token, message, not state.alive
+        self.events.append(Ended(*self._at(state), state.id, *end))
 
     # One step -------------------------------------------------------------------------------------------------
 
     def schedule(self) -> Record:
         self.step_number += 1
+        self.event_step = self.step_number
         self.memory.open_step()
         self.encoder.open_step()
         self.budget = self.config.max_num_batched_tokens
@@ -180,7 +248,10 @@ class TwinScheduler:
         return victims
 
     def _run_sequence(self, state: TwinRequest, sequence: TwinSequence) -> bool:
-        want, items, repeats = self.encoder.share(state, sequence.computed, self._wanted(sequence, state))
+        wanted, limit = self._wanted(sequence, state)
+        share = self.encoder.share(state, sequence.computed, wanted)
+        want = share.want
+        self._note_limited(state, sequence, Reason.ENCODER if want < wanted else limit)
         if want <= 0:
             return False
         victims = False
@@ -200,31 +271,44 @@ class TwinScheduler:
             victim = self._victim(self.running)
             victims = True
             self._take_out(victim)
-            self._preempt(victim)
+            self._preempt(victim, state)
             if victim is state:
                 return True
         self.memory.grow(sequence, upto)
         self._place(state, sequence, want)
-        self.encoder.encode(state, items, repeats)
+        self._encode(state, share)
         return victims
 
-    def _wanted(self, sequence: TwinSequence, state: TwinRequest) -> int:
+    def _encode(self, state: TwinRequest, share: Share) -> None:
+        num_items, num_cached = self.encoder.encode(state, share)
+        if num_items:
+            self.events.append(Encoded(*self._at(state), num_items, num_cached))
+
+    def _note_limited(self, state: TwinRequest, sequence: TwinSequence, limit: Reason | None) -> None:
+        if limit is not None and limit is not sequence.limit:
+            sequence.limit = limit
+            self.events.append(Limited(*self._at(state), sequence.number, limit))
+
+    def _wanted(self, sequence: TwinSequence, state: TwinRequest) -> tuple[int, Reason | None]:
+        """Tokens that it may compute, and the last rule that shortened that."""
         known = len(sequence.tokens) + sequence.placeholders
         if sequence.placeholders and known >= sequence.num_prompt + self._max_tokens(state):
-            return 0  # what is in flight ends it
-        want = known + len(sequence.drafts) - sequence.computed
-        want = self._capped(state, sequence.computed, want, len(sequence.drafts))
-        if not sequence.mid_prefill and self._num_decodes() >= self.most_decodes:
-            return 0
-        if sequence.mid_prefill and self.prompt_budget is not None:
-            want = min(want, self.prompt_budget)
-        if sequence.mid_prefill:
-            want = min(want, self.budget - self._kept_after(sequence, only_siblings=True))
-        else:
-            want = min(want, max(1, self.budget - self._kept_after(sequence, only_siblings=False)))
+            return 0, None  # what is in flight ends it
         # The token at the model's last position is computed only if it is the prompt's.
         last = max(len(sequence.tokens), self.max_model_len - 1)
-        return min(want, self.budget, last - sequence.computed)
+        want = max(min(known + len(sequence.drafts), last) - sequence.computed, 0)
+        rules = [(Reason.ROW_CAP, self._capped(state, sequence.computed, want, len(sequence.drafts)))]
+        if not sequence.mid_prefill and self._num_decodes() >= self.most_decodes:
+            rules.append((Reason.STAGES, 0))
+        if sequence.mid_prefill and self.prompt_budget is not None:
+            rules.append((Reason.PREFILL_SHARE, self.prompt_budget))
+        left = self.budget - self._kept_after(sequence, only_siblings=sequence.mid_prefill)
+        rules.append((Reason.BUDGET, min(self.budget, max(left, 0 if sequence.mid_prefill else 1))))
+        limit = None
+        for reason, most in rules:
+            if most < want:
+                want, limit = most, reason
+        return want, limit
 
     def _kept_after(self, taker: TwinSequence, *, only_siblings: bool) -> int:
         """Tokens that a prompt, or drafts, leave: one for each decoding sequence after it (that runs with siblings)."""
@@ -274,10 +358,12 @@ class TwinScheduler:
             entry.sequence.in_flight -= entry.new
             self.pool.forget_blocks(entry.recorded)
         self.memory.call_off_copies(victim.sequences)
-        self.encoder.take_back(victim)
+        self.encoder.take_back(victim, self.requests)
 
-    def _preempt(self, state: TwinRequest, may_swap: bool = True) -> None:
+    def _preempt(self, state: TwinRequest, cause: TwinRequest | None, *, may_swap: bool = True) -> None:
+        """cause: the request that it makes room for."""
         self.running.remove(state)
+        free_before = len(self.pool.free)
         self.encoder.release(state)
         self.preempted.append(state.id)
         state.epoch += 1
@@ -294,8 +380,10 @@ class TwinScheduler:
         fits = may_swap and everyone and self.memory.host_need(whole) <= len(self.host.free)
         if fits and self.config.preemption_mode is PreemptionMode.COST:
             swaps = self._swap_is_cheaper(state, whole)
+        num_lost = 0 if fits and swaps else self._lost(state, whole or state.alive).num_tokens
         if fits and swaps:
-            self.memory.swap_out(whole, self.host)
+            num_blocks = self.memory.swap_out(whole, self.host)
+            self.events.append(Swapped(*self._at(state), True, num_blocks))
             state.status = "swapped"
             self._push(self.swapped, state)
         else:
@@ -304,15 +392,25 @@ class TwinScheduler:
             sequence.in_flight = sequence.placeholders = 0
             sequence.drafts = []
             sequence.started = sequence.mid_prefill = False
+            sequence.limit = None
+        self._note_preempted(state, cause, num_lost, len(self.pool.free) - free_before)
+
+    def _note_preempted(self, state: TwinRequest, cause: TwinRequest | None, num_lost: int, num_freed: int) -> None:
+        who = (None, None) if cause is None else cause.request.key
+        mode = "swap" if state.status == "swapped" else "recompute"
+        self.events.append(Preempted(*self._at(state), *who, mode, num_lost, num_freed))
 
     def _swap_is_cheaper(self, state: TwinRequest, whole: list[TwinSequence]) -> bool:
-        """The first sequence computes what all share again; a block is copied twice."""
+        """A block is copied twice."""
+        return self.costs.swap_is_cheaper(self._lost(state, whole), self.memory.host_need(whole))
+
+    def _lost(self, state: TwinRequest, whole: list[TwinSequence]) -> Chunks:
+        """What must be computed again without their KV: by the first sequence, what all share, too."""
         full_blocks = min([state.request.num_prompt_tokens, *(sequence.computed for sequence in whole)])
         shared = full_blocks // self.memory.block_size * self.memory.block_size
         start = [0] + [shared] * (len(whole) - 1)
         new = [sequence.computed - first for sequence, first in zip(whole, start, strict=True)]
-        lost = Chunks(np.array(start, np.int32), np.array(new, np.int32))
-        return self.costs.swap_is_cheaper(lost, self.memory.host_need(whole))
+        return Chunks(np.array(start, np.int32), np.array(new, np.int32))
 
     def measure(self, step: Step, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Take the times of a step: what it computed is what the twin planned."""
@@ -339,10 +437,7 @@ class TwinScheduler:
     def _outgrown(self, state: TwinRequest, sequence: TwinSequence) -> None:
         self.deferred[self._name(state, sequence)] = "length"
         self.ignored.append(state.id)
-        if len(state.alive) == 1:
-            self._end(state)
-        else:
-            self._end_sequence(sequence)
+        self._end_one(state, sequence, RequestStatus.FINISHED_LENGTH_CAPPED, WHY_ENDED)
 
     # Coming back from host memory -------------------------------------------------------------------------------
 
@@ -356,86 +451,114 @@ class TwinScheduler:
             state = queue[0]
             if self._has_too_many_adapters(state):
                 closed.add(adapter_of(state.request))
+                self._hold(self.swapped, state, Reason.LORA, stops_queue=False)
                 self._count_skip(state)
                 continue
-            if state.stale_steps or self._num_seqs_running() + state.num_seqs > self.config.max_num_seqs:
-                return False
-            wants: list[int] = []
-            for sequence in state.alive:
-                want = min(len(sequence.tokens) - sequence.computed, self.budget - sum(wants))
-                want = self._capped(state, sequence.computed, want)
-                wants.append(want if self.prompt_budget is None else min(want, self.prompt_budget - sum(wants)))
-            if not any(wants) and any(sequence.computed < len(sequence.tokens) for sequence in state.alive):
-                return False
-            uptos = [
-                min(sequence.computed + want + self.config.num_lookahead_slots, self.max_model_len)
-                for sequence, want in zip(state.alive, wants, strict=True)
-            ]
-            need = self.memory.return_need(state.alive, uptos, self.host)
-            if need > len(self.pool.free) - (self.watermark if self.running else 0):
-                if self.running or len(self.pool.free) < len(self.pool):
-                    return False
+            reason = self._why_not_back(state)
+            if reason is Reason.NEVER:
                 self._never(state)
-                continue
-            self.swapped.remove(state)
-            self._enter(state)
-            self.memory.swap_in(state.alive, self.host)
-            for sequence, want, upto in zip(state.alive, wants, uptos, strict=True):
-                sequence.started = True
-                sequence.mid_prefill = len(sequence.tokens) - sequence.computed > 1
-                self.memory.record(state.request, sequence, sequence.computed)
-                self.admitted.append(
-                    {"id": self._name(state, sequence), "kind": "resumed", "cached": sequence.computed}
-                )
-                if want:
-                    self.memory.grow(sequence, upto)
-                    self._place(state, sequence, want, enters=True)
+            elif reason is not None:
+                self._hold(self.swapped, state, reason, stops_queue=True)
+                return False
         return not self.swapped
+
+    def _why_not_back(self, state: TwinRequest) -> Reason | None:
+        """Bring it back, or say why not."""
+        if state.stale_steps:
+            return Reason.IN_FLIGHT
+        if self._num_seqs_running() + state.num_seqs > self.config.max_num_seqs:
+            return Reason.NUM_SEQS
+        wants: list[int] = []
+        for sequence in state.alive:
+            want = min(len(sequence.tokens) - sequence.computed, self.budget - sum(wants))
+            want = self._capped(state, sequence.computed, want)
+            wants.append(want if self.prompt_budget is None else min(want, self.prompt_budget - sum(wants)))
+        if not any(wants) and any(sequence.computed < len(sequence.tokens) for sequence in state.alive):
+            return Reason.PREFILL_SHARE  # the step's budget is not spent, or it would not be considered
+        uptos = [
+            min(sequence.computed + want + self.config.num_lookahead_slots, self.max_model_len)
+            for sequence, want in zip(state.alive, wants, strict=True)
+        ]
+        reason = self._why_short(self.memory.return_need(state.alive, uptos, self.host))
+        if reason is not None:
+            return reason
+        self.swapped.remove(state)
+        self._enter(state)
+        num_tokens = sum(len(sequence.tokens) for sequence in state.alive)
+        num_computed = sum(sequence.computed for sequence in state.alive)
+        num_blocks = self.memory.swap_in(state.alive, self.host)
+        self.events.append(Swapped(*self._at(state), False, num_blocks))
+        for sequence, want, upto in zip(state.alive, wants, uptos, strict=True):
+            sequence.started = True
+            sequence.mid_prefill = len(sequence.tokens) - sequence.computed > 1
+            self.memory.record(state.request, sequence, sequence.computed)
+            self.admitted.append({"id": self._name(state, sequence), "kind": "resumed", "cached": sequence.computed})
+            if want:
+                self.memory.grow(sequence, upto)
+                self._place(state, sequence, want, enters=True)
+        self._note_admitted(state, AdmitKind.SWAPPED_IN, num_tokens, None, num_computed, sum(wants))
+        return None
+
+    def _note_admitted(
+        self, state: TwinRequest, kind: AdmitKind, num_tokens: int, cached: int | None, computed: int, new: int
+    ) -> None:
+        held = sum(len({block for block in table if block != NULL}) for table in state.started[0].tables)
+        counts = num_tokens, cached, computed, new, held, len(self.pool.free)
+        self.events.append(Admitted(*self._at(state), kind, *counts))
+
+    def _why_short(self, need: int) -> Reason | None:
+        """Why a request that needs so many blocks does not enter. The watermark is kept only next to others."""
+        free = len(self.pool.free)
+        if need > free:
+            return Reason.BLOCKS if self.running or free < len(self.pool) else Reason.NEVER
+        return Reason.WATERMARK if self.running and need > free - self.watermark else None
 
     def _never(self, state: TwinRequest) -> None:
         self.ignored.append(state.id)
         for sequence in state.alive:
             self.deferred[self._name(state, sequence)] = "length"
-        self._end(state)
+        has_output = any(sequence.num_output for sequence in state.sequences)
+        status = RequestStatus.FINISHED_LENGTH_CAPPED if has_output else RequestStatus.FINISHED_IGNORED
+        self._end(state, status, WHY_ENDED)
 
     # Admission ------------------------------------------------------------------------------------------------
 
     def _admit_waiting(self) -> None:
-        skipped: list[TwinRequest] = []
         closed: set[Hashable] = set()
-        while self.waiting and self.budget > 0:
-            state = self.waiting[0]
-            if adapter_of(state.request) in closed or self._has_too_many_adapters(state):
-                if adapter_of(state.request) not in closed:
-                    closed.add(adapter_of(state.request))
-                    self._count_skip(state)
-                skipped.append(self.waiting.pop(0))
+        while self.budget > 0:
+            queue = [one for one in self.waiting if not one.is_aside and adapter_of(one.request) not in closed]
+            if not queue:
+                return
+            state = queue[0]
+            if self._has_too_many_adapters(state):
+                closed.add(adapter_of(state.request))
+                self._hold(self.waiting, state, Reason.LORA, stops_queue=False)
+                self._count_skip(state)
                 continue
             if state.stale_steps:
-                skipped.append(self.waiting.pop(0))
+                self._hold(self.waiting, state, Reason.IN_FLIGHT, stops_queue=False)
+                state.is_aside = True
                 continue
-            answer = self._why_never(state) or self._why_held(state, skipped) or self._admit(state)
-            if answer == "never":
+            reason = self._why_never(state) or self._why_held(state) or self._admit(state)
+            if reason is Reason.NEVER:
                 self._never(state)
-            elif answer != "ok" and not (answer == "no room" and self._make_way(state)):
-                break
-        self.waiting[:0] = skipped
-        self.waiting.sort(key=lambda other: other.place)
+            elif reason is not None and not (reason in NO_ROOM and self._make_way(state)):
+                self._hold(self.waiting, state, reason, stops_queue=True)
+                return
 
-    def _why_held(self, state: TwinRequest, skipped: list[TwinRequest]) -> str | None:
+    def _why_held(self, state: TwinRequest) -> Reason | None:
         if self._num_seqs_running() + state.num_seqs > self.config.max_num_seqs:
-            return "no room"
+            return Reason.NUM_SEQS
         factor = self.config.scheduler_delay_factor
-        oldest = min(other.request.arrival_time_s for other in [*self.waiting, *skipped])
+        oldest = min(other.request.arrival_time_s for other in self.waiting)
         if self.running and factor > 0 and self.clock.now() - oldest <= factor * self.last_prompt_step_s:
-            return "later"
+            return Reason.DELAY
         lacking = sum(
             sequence.computed < len(sequence.tokens) and not self._is_decode(sequence)
             for other in self.running
-            for sequence in other.alive
-            if sequence.started
+            for sequence in other.started
         )
-        return "later" if 0 < self.config.max_num_partial_prefills <= lacking else None
+        return Reason.PARTIAL_PREFILLS if 0 < self.config.max_num_partial_prefills <= lacking else None
 
     @staticmethod
     def _is_decode(sequence: TwinSequence) -> bool:
@@ -461,15 +584,20 @@ class TwinScheduler:
             return self.config.enable_chunked_prefill
         return len(state.alive[0].tokens) > self.config.max_num_batched_tokens
 
-    def _why_never(self, state: TwinRequest) -> str | None:
+    def _most_blocks(self, state: TwinRequest) -> int:
+        """Blocks that its known tokens hold at once, in an empty pool."""
         nothing: list[list[int]] = [[] for _ in self.memory.groups]
         ahead = min(len(state.alive[0].tokens) + self.config.num_lookahead_slots, self.max_model_len)
-        need = self.memory.admission_need(state.request, ahead, nothing, capped=True) + self._sibling_need(state)
+        return self.memory.admission_need(state.request, ahead, nothing, capped=True) + self._sibling_need(state)
+
+    def _why_never(self, state: TwinRequest) -> Reason | None:
         phased = self.config.scheduling_mode is SchedulingMode.PHASED
         is_too_long = phased and state.request.num_prompt_tokens > self.config.max_num_batched_tokens
-        return "never" if need > len(self.pool) or state.num_seqs > self.config.max_num_seqs or is_too_long else None
+        is_too_much = self._most_blocks(state) > len(self.pool) or state.num_seqs > self.config.max_num_seqs
+        return Reason.NEVER if is_too_much or is_too_long else None
 
-    def _admit(self, state: TwinRequest) -> str:
+    def _admit(self, state: TwinRequest) -> Reason | None:
+        """Let it in, or say why not."""
         request, sequence = state.request, state.alive[0]
         known = len(sequence.tokens)
         siblings = self._sibling_need(state)
@@ -477,32 +605,36 @@ class TwinScheduler:
         want = self._capped(state, cached, known - cached)
         if self.prompt_budget is not None:
             want = min(want, self.prompt_budget)
+            if not want:
+                return Reason.PREFILL_SHARE
         if want > self.budget and not self._may_chunk(state):
-            return "later"
-        want, items, repeats = self.encoder.share(state, cached, min(want, self.budget))
+            return Reason.BUDGET
+        share = self.encoder.share(state, cached, min(want, self.budget))
+        want = share.want
         if want <= 0:
             self.encoder.release(state)
-            return "later"
+            return Reason.ENCODER
         upto = min(cached + want + self.config.num_lookahead_slots, self.max_model_len)
         need = self.memory.admission_need(request, upto, hits, capped=False)
         if self.config.admit_whole_prompt:
             need = max(need, self.memory.admission_need(request, known, hits, capped=True) + siblings)
-        if need > len(self.pool.free) - (self.watermark if self.running else 0):
+        reason = self._why_short(need)
+        if reason is not None:
             self.encoder.release(state)
-            alone = not self.running and len(self.pool.free) == len(self.pool)
-            return "never" if alone else "no room"  # alone, there is nothing to wait for
-        kind = "resumed" if state.status == "preempted" else "new"
+            return reason
+        kind = AdmitKind.RESUMED if state.status == "preempted" else AdmitKind.NEW
         self.waiting.remove(state)
         self._enter(state)
         self.memory.adopt(request, sequence, hits)
         sequence.computed = cached
         sequence.started = True
         self.memory.grow(sequence, upto)
-        self.admitted.append({"id": self._name(state, sequence), "kind": kind, "cached": cached})
+        self.admitted.append({"id": self._name(state, sequence), "kind": kind.name.lower(), "cached": cached})
         self._place(state, sequence, want, enters=True)
         self.has_prompt = True
-        self.encoder.encode(state, items, repeats)
-        return "ok"
+        self._encode(state, share)
+        self._note_admitted(state, kind, known, cached if self.memory.caching else None, cached, want)
+        return None
 
     def _hit(self, state: TwinRequest) -> tuple[int, list[list[int]]]:
         """Tokens of its first sequence that are cached, and their blocks."""
@@ -519,6 +651,7 @@ class TwinScheduler:
         state.status = "running"
         self.admissions += 1
         state.admission = self.admissions
+        state.held_for = None
         self.running.append(state)
 
     def _make_way(self, head: TwinRequest) -> bool:
@@ -533,7 +666,7 @@ class TwinScheduler:
         if worst not in leaving or not self._has_room_without(leaving, head):
             return False
         self._take_out(worst)
-        self._preempt(worst)
+        self._preempt(worst, head)
         return True
 
     def _has_room_without(self, leaving: list[TwinRequest], head: TwinRequest) -> bool:
@@ -584,6 +717,7 @@ class TwinScheduler:
 
     def _record(self) -> Record:
         sampling: list[Planned] = []
+        forks: list[Planned] = []
         pooling: list[Planned] = []
         for entry in list(self.planned):
             state, sequence = entry.state, entry.sequence
@@ -594,7 +728,8 @@ class TwinScheduler:
             if entry.samples:
                 sampling.append(entry)
                 if not state.forked:
-                    sampling += self._fork(entry)
+                    forks += self._fork(entry)
+        sampling += forks
         self.joined: list[Planned] = []
         for state in self.running:
             self._join(state)
@@ -611,6 +746,9 @@ class TwinScheduler:
         step.copied, step.encoded, step.joined = self.memory.copied, dict(self.encoder.encoded), self.joined
         if self.planned:
             self.in_flight.append(step)
+        for sequence, source, target in self.memory.copies:
+            [state] = [state for state in self.running if sequence in state.sequences]
+            self.events.append(Copied(*self._at(state), sequence.number, source, target))
         record: Record = {
             "scheduled": [[self._name(entry.state, entry.sequence), entry.new] for entry in self.planned],
             "admitted": self.admitted,
@@ -661,8 +799,7 @@ class TwinScheduler:
         assert self.in_flight.pop(0) is step
         if step.has_prompt:
             self.last_prompt_step_s = duration_s
-        emitted: dict[str, list[int]] = {}
-        finished: dict[str, str] = {}
+        self.event_step = step.number
         for state in step.requests:
             if (
                 state.status != "gone"
@@ -670,18 +807,24 @@ class TwinScheduler:
                 and step.epochs[state.id] >= state.drop_before
             ):
                 state.stale_steps -= 1
+                state.is_aside &= state.stale_steps > 0
         for entry in step.planned:
             if entry.epoch == entry.state.epoch:
                 entry.sequence.in_flight -= entry.new
-                if entry.state.status == "running" and not self.encoder_decoder:
-                    started = [one for one in entry.state.alive if one.started]
-                    self.encoder.release(entry.state, min(one.computed - one.in_flight for one in started))
-        for entry in step.sampling:
+                if entry.state.status == "running":
+                    started = entry.state.started
+                    passed = min(one.computed - one.in_flight for one in started)
+                    self.encoder.release(entry.state, None if self.encoder_decoder else passed)
+        counts = [entry for entry in step.sampling if self._counts(entry)]
+        for entry in counts:
+            if entry.epoch == entry.state.epoch:
+                self._note_first_token(entry.state)
+        self._note_verified([entry for entry in step.planned if entry.drafts and self._counts(entry)], sampled)
+        emitted: dict[str, list[int]] = {}
+        finished: dict[str, str] = {}
+        for entry in counts:
             state, sequence = entry.state, entry.sequence
-            if state.status == "gone" or entry.epoch < state.drop_before:
-                continue
-            if sequence.finished:
-                continue
+            self._note_first_token(state)
             name = self._name(state, sequence)
             tokens = sampled[name]
             rejected = len(entry.drafts) - (len(tokens) - 1)
@@ -690,31 +833,54 @@ class TwinScheduler:
                 sequence.placeholders -= min(sequence.placeholders, 1 + len(entry.drafts))
             elif state.status == "swapped":
                 sequence.computed -= rejected
-            taken, reason = self._append(state, sequence, tokens)
+            taken, end, stop_token = self._append(state, sequence, tokens)
             if self.config.async_scheduling and state.status == "running":
                 # What is computed of known tokens, by steps in flight too: they run before any step that looks it up.
                 self.memory.record(state.request, sequence, min(sequence.computed, len(sequence.tokens)))
             emitted[name] = taken
-            if reason is not None:
-                finished[name] = reason
-                if len(state.alive) == 1:
-                    self._end(state)
-                else:
-                    self._end_sequence(sequence)
-        for entry in step.pooling:
-            if entry.state.status != "gone" and entry.epoch >= entry.state.drop_before:
-                finished[self._name(entry.state, entry.sequence)] = "stop"
-                self._end(entry.state)
+            if end is not None:
+                finished[name] = end.finish_reason or ""
+                self._end_sequence(state, sequence, end, stop_token)
+        pooled = [entry for entry in step.pooling if self._counts(entry)]
+        for entry in pooled:
+            if entry.epoch == entry.state.epoch:
+                self._note_first_token(entry.state)
+        for entry in pooled:
+            self._note_first_token(entry.state)
+            finished[self._name(entry.state, entry.sequence)] = "stop"
+            self._end(entry.state, RequestStatus.FINISHED_STOPPED)
         return self._with_deferred({"emitted": emitted, "finished": finished})
+
+    def _note_first_token(self, state: TwinRequest) -> None:
+        if not state.has_output:
+            state.has_output = True
+            self.events.append(FirstToken(*self._at(state), state.request.num_prompt_tokens))
+
+    def _note_verified(self, entries: list[Planned], sampled: dict[str, list[int]]) -> None:
+        for client in dict.fromkeys(entry.state.request.client_index for entry in entries):
+            mine = [entry for entry in entries if entry.state.request.client_index == client]
+            accepted = [len(sampled[self._name(entry.state, entry.sequence)]) - 1 for entry in mine]
+            self.events.append(
+                DraftsVerified(
+                    self.event_step,
+                    self.clock.now(),
+                    client,
+                    tuple(entry.state.request.handle for entry in mine),
+                    tuple(entry.sequence.number for entry in mine),
+                    tuple(len(entry.drafts) for entry in mine),
+                    tuple(accepted),
+                )
+            )
 
     # Failures ---------------------------------------------------------------------------------------------------
 
-    def fail(self, step: Step, names: set[str], *, raised: bool) -> None:
+    def fail(self, step: Step, names: Collection[str], message: str, *, raised: bool) -> None:
         """The sequences `names` of the oldest step have failed; all of them, if it raised. Called before `update`.
 
         They end. What read what they should have written, in this step or a later one, is computed again.
         """
         assert self.in_flight[0] is step
+        self.event_step = step.number
         lost = self._lost_outputs(step) if raised else set()
         entries = dict.fromkeys([*step.planned, *step.sampling])  # once each: what samples computes, too
         failed = [entry for entry in entries if self._name(entry.state, entry.sequence) in names]
@@ -726,24 +892,28 @@ class TwinScheduler:
         for entry in failed:
             if not raised and entry.epoch >= entry.state.drop_before:
                 self._forget_all(entry)
-            if self._counts(entry) and self._fail_sequence(entry.state, entry.sequence):
-                touched.add(entry.state)
+            if self._counts(entry):
+                self.events.append(Failed(*self._at(entry.state), step.number, message))
+                if self._fail_sequence(entry.state, entry.sequence):
+                    touched.add(entry.state)
         touched |= {entry.state for entry in bad if self._counts(entry)}
         touched |= {self.requests[request_id] for request_id in waiting if request_id in self.requests}
         for state in sorted(touched, key=lambda one: -one.admission):
+            self.events.append(Failed(*self._at(state), step.number, None))
             if state.status == "running":
-                self._preempt(state, may_swap=False)
+                self._preempt(state, None, may_swap=False)
             elif state.status == "swapped":
+                num_lost = self._lost(state, state.alive).num_tokens
                 self.swapped.remove(state)
                 for sequence in state.alive:
                     self.memory.drop_host(sequence, self.host)
                 self.preempted.append(state.id)
                 state.epoch += 1
                 self._drop(state)
-            state.drop_before, state.stale_steps = state.epoch, 0
-        for item in lost & set(self.encoder.cache.unheld):
-            self.encoder.cache.unheld.remove(item)
-            del self.encoder.cache.size[item], self.encoder.cache.holders[item]
+                self._note_preempted(state, None, num_lost, 0)
+            self._drop_late_results(state)
+        for item in lost:
+            self.encoder.cache.drop(item)
         self.pool.forget_blocks(number for number, taken in spoiled if self.pool.blocks[number].times_taken == taken)
 
     def _counts(self, entry: Planned) -> bool:
@@ -752,8 +922,6 @@ class TwinScheduler:
         return state.status != "gone" and not entry.sequence.finished and entry.epoch >= state.drop_before
 
     def _lost_outputs(self, step: Step) -> set[str]:
-        if self.encoder_decoder:
-            return set()
         media = {entry.state.id: entry.state.request.media for entry in step.planned}
         return {
             media[request_id][place].content_hash for request_id, places in step.encoded.items() for place in places
@@ -801,11 +969,8 @@ class TwinScheduler:
 
     def _fail_sequence(self, state: TwinRequest, sequence: TwinSequence) -> bool:
         """It ends. Return whether siblings wait for it: they start again without it."""
-        if len(state.alive) == 1:
-            self._end(state)
-            return False
-        restarts = state.status == "running" and not all(one.started for one in state.alive)
-        self._end_sequence(sequence)
+        restarts = state.status == "running" and state.started == [sequence] and len(state.alive) > 1
+        self._end_sequence(state, sequence, RequestStatus.FINISHED_ERROR, message=WHY_ENDED)
         return restarts
 
     def _with_deferred(self, record: Record) -> Record:
@@ -813,8 +978,10 @@ class TwinScheduler:
         self.deferred = {}
         return record
 
-    def _append(self, state: TwinRequest, sequence: TwinSequence, tokens: list[int]) -> tuple[list[int], str | None]:
-        """The tokens that count, and why the output ends with the last of them."""
+    def _append(
+        self, state: TwinRequest, sequence: TwinSequence, tokens: list[int]
+    ) -> tuple[list[int], RequestStatus | None, int | None]:
+        """The tokens that count, how the output ends with the last of them, and by which stop token."""
         sampling = state.request.sampling
         assert sampling is not None
         taken: list[int] = []
@@ -822,16 +989,16 @@ class TwinScheduler:
             sequence.tokens.append(token)
             taken.append(token)
             if sampling.max_tokens == 0:
-                return taken, "length"  # the prompt is only scored
+                return taken, RequestStatus.FINISHED_LENGTH_CAPPED, None  # the prompt is only scored
             may_stop = sequence.num_output >= sampling.min_tokens
             eos = token in state.request.eos_token_ids and not sampling.ignore_eos
             if eos and (may_stop or sampling.grammar):
-                return taken, "stop"
+                return taken, RequestStatus.FINISHED_STOPPED, None
             if may_stop and token in sampling.stop_token_ids:
-                return taken, "stop"
+                return taken, RequestStatus.FINISHED_STOPPED, token
             if sequence.num_output >= self._max_tokens(state) or len(sequence.tokens) >= self.max_model_len:
-                return taken, "length"
-        return taken, None
+                return taken, RequestStatus.FINISHED_LENGTH_CAPPED, None
+        return taken, None, None
 
     def _max_tokens(self, state: TwinRequest) -> int:
         sampling = state.request.sampling

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from pagoda.core.request import Request
+from pagoda.core.request import Reason, Request
 
 Key = tuple[float | int | str, ...]
 
@@ -24,6 +24,7 @@ class TwinSequence:
     mid_prefill: bool = False  # its last chunk did not reach the end of what is known
     started: bool = False  # has blocks, and may be given tokens
     finished: bool = False
+    limit: Reason | None = None  # why it last computed less than it could, since it was started
 
     @property
     def num_output(self) -> int:
@@ -45,6 +46,9 @@ class TwinRequest:
     forked: bool = False
     admission: int = 0  # number of its last one
     encoder_items: set[int] = field(default_factory=set)  # places whose encoder output it holds
+    held_for: Reason | None = None  # why it did not enter when it was last considered
+    is_aside: bool = False  # waits for something of its own, and is not considered before that is there
+    has_output: bool = False
 
     @property
     def id(self) -> str:
@@ -53,6 +57,10 @@ class TwinRequest:
     @property
     def alive(self) -> list[TwinSequence]:
         return [sequence for sequence in self.sequences if not sequence.finished]
+
+    @property
+    def started(self) -> list[TwinSequence]:
+        return [sequence for sequence in self.alive if sequence.started]
 
     @property
     def num_seqs(self) -> int:

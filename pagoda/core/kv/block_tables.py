@@ -125,7 +125,7 @@ class BlockTables:
             for row in rows.tolist():
                 self._free_passed(row)
         if self._shared_tails:
-            for row in self._shared_tails.intersection(rows.tolist()):
+            for row in rows.tolist():  # in running order: the last one of a block writes in place
                 self.unshare_tail(row)
         have = self.num_blocks[rows]
         total = int(missing.sum())
