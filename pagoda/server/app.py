@@ -24,7 +24,8 @@ from pagoda.base.server_config import ServerConfig
 from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.process.allocator import keep_objects
 from pagoda.process.logs import FIELDS
-from pagoda.server import chat, completions, errors, live, operations, pooling, transcription
+from pagoda.server import errors, live, operations, pooling, transcription
+from pagoda.server.dialects import chat, completions
 from pagoda.server.errors import ApiError
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
 from pagoda.server.pages.files import PAGE_ROUTES
