@@ -419,7 +419,7 @@ def metrics_page() -> str:
     metrics = ServerMetrics("MODEL", EngineStats, dict.fromkeys(CACHE_LABELS, ""))
     metrics.on_http("", "", 0)
     rows: list[tuple[str, ...]] = []
-    for family in metrics.registry.collect():
+    for family in metrics.families(metrics.counts(), 0):
         samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
         names = sorted({sample.name for sample in samples if not sample.name.endswith(("_bucket", "_sum", "_count"))})
         shown = names[0] if names else family.name

@@ -99,12 +99,16 @@ async def _serve(config: EngineConfig) -> None:
     await asyncio.sleep(0)  # lets the process start before the imports below keep this thread busy
     try:
         from pagoda.server.app import serve as serve_http
+        from pagoda.server.load_report import report_load
         from pagoda.server.state import build_state
         from pagoda.server.telemetry import telemetry_of
 
         state = await build_state(config, client, lambda: starting)
         state.starter.telemetry = telemetry_of(os.environ, state.model_names[0])
+        metrics, peers = state.starter.metrics, state.peers
+        report = asyncio.create_task(report_load(metrics.stats, peers.read_counts, peers.read_oldest))
         await serve_http(state, config.server, listener, lambda: announce(config.server, listener))
+        report.cancel()
         if state.starter.telemetry is not None:
             await asyncio.to_thread(state.starter.telemetry.close)
     finally:

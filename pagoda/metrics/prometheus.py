@@ -10,7 +10,7 @@ from itertools import accumulate
 from types import TracebackType
 from typing import Self
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
@@ -40,6 +40,18 @@ _COUNTS = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 5, 10)
 
 
+Counts = dict[str, dict[str, float]]
+"""All that a process has counted and that only grows, by metric and label: what processes have counted can be added."""
+
+
+def add_counts(total: Counts, more: Counts) -> None:
+    """Add to counts what another process has counted."""
+    for name, values in more.items():
+        into = total.setdefault(name, {})
+        for label, count in values.items():
+            into[label] = into.get(label, 0) + count
+
+
 class Histogram:
     """Counts values by bucket. The library's goes through the buckets and takes locks for each value."""
 
@@ -55,20 +67,40 @@ class Histogram:
         self.total += value
 
     @property
-    def counts(self) -> list[int]:
-        """How many values were in each bucket, the last one without an upper bound."""
-        return self._counts
-
-    @property
     def bounds(self) -> tuple[float, ...]:
         return self._bounds
 
-    def family(self, values: tuple[str, ...], name: str = "") -> Metric:
+    def counts(self) -> dict[str, float]:
+        """Return how many values were in each bucket, by its number, and their sum; see Counts."""
+        return {**{str(number): count for number, count in enumerate(self._counts)}, "sum": self.total}
+
+    def buckets(self, counts: Counts) -> list[float]:
+        """Return how many values were in each bucket, the last one without an upper bound."""
+        mine = counts[self.name]
+        return [mine[str(number)] for number in range(len(self._bounds) + 1)]
+
+    def family(self, counts: Counts, values: tuple[str, ...], name: str = "") -> Metric:
         """Return it as Prometheus reads it.   values: of _LABELS.   name: another one for the same."""
         family = HistogramMetricFamily(f"vllm:{name or self.name}", self._text, labels=_LABELS)
         bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        family.add_metric(values, list(zip(bounds, accumulate(self._counts), strict=True)), self.total)
+        sums = list(zip(bounds, accumulate(self.buckets(counts)), strict=True))
+        family.add_metric(values, sums, counts[self.name]["sum"])
         return family
+
+
+def tokens_per_step() -> Histogram:
+    """Return what counts the tokens of each step of the engine."""
+    return Histogram("iteration_tokens_total", "Tokens per step: those of prompts, and those sampled.", _STEP_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Families:
+    """A registry of what has been collected already."""
+
+    families: tuple[Metric, ...]
+
+    def collect(self) -> tuple[Metric, ...]:
+        return self.families
 
 
 class ServerMetrics:
@@ -76,7 +108,6 @@ class ServerMetrics:
 
     For one event loop.   stats: returns the engine's latest statistics.   cache_config: static labels of
     cache_config_info.   max_loras: adapters per step; 0 without adapters.   num_restarts: of the engine process so far.
-    num_in_line: returns how many requests wait for their admission.
     """
 
     def __init__(
@@ -87,13 +118,11 @@ class ServerMetrics:
         max_loras: int = 0,
         num_restarts: Callable[[], int] = lambda: 0,
     ) -> None:
-        self.registry = CollectorRegistry()
         self.stats = stats
         self._values = (model_name, "0")
         self._cache_config = cache_config
         self._max_loras = max_loras
         self._num_restarts = num_restarts
-        self.num_in_line: Callable[[], int] = lambda: 0
         self.running: dict[RequestObserver, None] = {}  # in the order of their start
         self.observers: dict[int, RequestObserver] = {}  # the same, by handle
         self.ended = deque[EndedRequest](maxlen=_MOST_ENDED)
@@ -119,11 +148,8 @@ class ServerMetrics:
         self._params_n = Histogram("request_params_n", "n per request.", _COUNTS)
         self._params_max_tokens = Histogram("request_params_max_tokens", "max_tokens per request.", _TOKENS)
         self._preemptions = Histogram("request_num_preemptions", "Preemptions per request.", _PREEMPTIONS)
-        self.iteration_tokens = Histogram(
-            "iteration_tokens_total", "Tokens per step: those of prompts, and those sampled.", _STEP_TOKENS
-        )
+        self.iteration_tokens = tokens_per_step()
         self._histograms = [one for one in vars(self).values() if isinstance(one, Histogram)]
-        self.registry.register(self)
 
     def on_event(self, event: ClientEvent) -> None:
         """Add what happened to a request to what is known of it."""
@@ -177,14 +203,35 @@ class ServerMetrics:
             self._prefill.observe(first_s - times.first_scheduled_time)
             self._inference.observe(now_s - times.first_scheduled_time)
 
-    def collect(self) -> Iterator[Metric]:
-        """Iterate over everything, as Prometheus reads it."""
-        stats = self.stats()
-        waiting = {"capacity": stats.num_waiting, "admission": self.num_in_line()}
+    def counts(self) -> Counts:
+        """Return all that this process has counted."""
+        return {
+            "tokens": {
+                "prompt": self.num_prompt_tokens,
+                "cached": self.num_cached_tokens,
+                "output": self.num_output_tokens,
+            },
+            "ended": dict(self._ended),
+            "refused": dict(self._refused),
+            "http": {" ".join(labels): count for labels, count in self._http.items()},
+            **{one.name: one.counts() for one in self._histograms},
+        }
+
+    def write(self, counts: Counts, num_in_line: int) -> bytes:
+        """Return everything in Prometheus's text format.
+
+        counts: of all processes.   num_in_line: requests that wait for their admission.
+        """
+        return generate_latest(_Families(tuple(self.families(counts, num_in_line))))
+
+    def families(self, counts: Counts, num_in_line: int) -> Iterator[Metric]:
+        """Iterate over the metrics, see `write`."""
+        stats, tokens = self.stats(), counts["tokens"]
+        waiting = {"capacity": stats.num_waiting, "admission": num_in_line}
         for name, text, count in (
-            ("prompt_tokens", "Prompt tokens processed.", self.num_prompt_tokens),
-            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", self.num_cached_tokens),
-            ("generation_tokens", "Tokens generated.", self.num_output_tokens),
+            ("prompt_tokens", "Prompt tokens processed.", tokens["prompt"]),
+            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", tokens["cached"]),
+            ("generation_tokens", "Tokens generated.", tokens["output"]),
             ("engine_restarts", "Restarts of the engine process.", self._num_restarts()),
             ("engine_steps", "Steps of the engine.", stats.num_steps),
             ("engine_step_seconds", "Time that the engine spent in steps.", stats.step_s),
@@ -212,22 +259,22 @@ class ServerMetrics:
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)
             gauge.add_metric(self._values, value)
             yield gauge
-        yield self._labelled("vllm:request_success", "Outputs ended, by reason.", "finished_reason", self._ended)
+        yield self._labelled("vllm:request_success", "Outputs ended, by reason.", "finished_reason", counts["ended"])
         for_what = "Waiting requests, by what they wait for: room in a step, or admission."
         yield self._labelled("vllm:num_requests_waiting_by_reason", for_what, "reason", waiting, GaugeMetricFamily)
         rejected = "Requests rejected by admission, by reason."
-        yield self._labelled("vllm:admission_rejections", rejected, "reason", self._refused)
+        yield self._labelled("vllm:admission_rejections", rejected, "reason", counts["refused"])
         by_position = {str(at): count for at, count in enumerate(stats.accepted_tokens_per_pos or (0,))}
         accepted = "Draft tokens accepted, by position in the draft."
         yield self._labelled("vllm:spec_decode_num_accepted_tokens_per_pos", accepted, "position", by_position)
         for histogram in self._histograms:
-            yield histogram.family(self._values)
-        yield self.itl.family(self._values, "time_per_output_token_seconds")  # its older name
+            yield histogram.family(counts, self._values)
+        yield self.itl.family(counts, self._values, "time_per_output_token_seconds")  # its older name
         http = CounterMetricFamily(
             "http_requests", "HTTP requests, by route and status.", labels=("method", "handler", "status")
         )
-        for labels, count in self._http.items():
-            http.add_metric(labels, count)
+        for labels, count in counts["http"].items():
+            http.add_metric(labels.split(" "), count)
         yield http
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache's settings.", labels=("engine", *self._cache_config)
@@ -248,7 +295,7 @@ class ServerMetrics:
         name: str,
         text: str,
         label: str,
-        counts: Mapping[str, int],
+        counts: Mapping[str, float],
         kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = CounterMetricFamily,
     ) -> Metric:
         """Return a counter, or a gauge, with a label of its own."""

@@ -7,6 +7,8 @@ import time
 from collections import Counter, OrderedDict, defaultdict
 from contextlib import ExitStack, suppress
 
+import msgspec
+
 from pagoda.base.errors import RequestError, fresh
 from pagoda.base.server_config import MAX_HELD_LOGPROBS, MAX_HELD_MEDIA_BYTES, ServerLimits
 
@@ -14,6 +16,20 @@ PRIOR_OUTPUT_TOKENS = 1024
 """What an output is expected to take before there were any."""
 _PRIOR_WEIGHT = 8
 _MEAN_OVER = 1000  # outputs
+
+
+class AdmissionCounts(msgspec.Struct, frozen=True):
+    """What counts now.   num_in_line: HTTP requests that wait to be admitted."""
+
+    num_requests: int
+    num_tokens: int
+    num_in_line: int
+
+
+def expected_output(mean: float, max_tokens: int | None) -> int:
+    """Return how many tokens an output of at most `max_tokens` is expected to have, if they have `mean` on average."""
+    most = math.ceil(mean)
+    return most if max_tokens is None else min(max_tokens, most)
 
 
 class Refusal(Exception):
@@ -49,6 +65,11 @@ class Place:
         self.at_end.callback(self.close)
         admission.count_key(key, num_requests)
 
+    @property
+    def is_in_line(self) -> bool:
+        """Whether it was not admitted at once."""
+        return self.turn is not None
+
     def admit(self) -> None:
         """Count it from now on. For Admission."""
         self._is_admitted = True
@@ -81,6 +102,20 @@ class Place:
             raise Refusal("logprobs", f"the server is full: {full}, of {MAX_HELD_LOGPROBS} in all; {remedy}")
         self._num_logprobs = count
         self._admission.count(num_logprobs=count)
+
+    async def wait_for_turn(self) -> None:
+        """Return once it is admitted, see Admission."""
+        await self._admission.wait_for_turn(self)
+
+    async def wait_to_hold(self, num_media_bytes: int) -> None:
+        """Hold what encoders read once there is room, see Admission."""
+        await self._admission.wait_to_hold(self, num_media_bytes)
+
+    async def keep(self, num_media_bytes: int, num_logprobs: int = 0) -> None:
+        """Count both, see `hold` and `hold_logprobs`."""
+        self.hold(num_media_bytes)
+        if num_logprobs:
+            self.hold_logprobs(num_logprobs)
 
     def start(self) -> None:
         """It has a first token, and so no longer waits. Idempotent."""
@@ -122,7 +157,7 @@ class Admission:
         self.num_media_bytes = 0
         self.num_logprobs = 0
         self._media_freed = asyncio.Event()
-        self._mean_output = float(PRIOR_OUTPUT_TOKENS)
+        self.mean_output = float(PRIOR_OUTPUT_TOKENS)
         self._num_outputs = _PRIOR_WEIGHT
         self._of_key: Counter[str] = Counter()
         self._bucket_of_key: dict[str, tuple[float, float]] = defaultdict(
@@ -134,15 +169,26 @@ class Admission:
         """How many HTTP requests wait to be admitted."""
         return len(self._line)
 
+    @property
+    def counts(self) -> AdmissionCounts:
+        return AdmissionCounts(self.num_requests, self.num_tokens, self.num_in_line)
+
+    async def read_counts(self) -> AdmissionCounts:
+        """Return `counts`, as those ask that may be in another process."""
+        return self.counts
+
     def expected_output(self, max_tokens: int | None) -> int:
         """Return how many tokens an output of at most `max_tokens` is expected to have: as many as those before."""
-        mean = math.ceil(self._mean_output)
-        return mean if max_tokens is None else min(max_tokens, mean)
+        return expected_output(self.mean_output, max_tokens)
 
     def note_output(self, num_tokens: float) -> None:
         """Learn from the length of an output that has ended."""
         self._num_outputs = min(self._num_outputs + 1, _MEAN_OVER)
-        self._mean_output += (num_tokens - self._mean_output) / self._num_outputs
+        self.mean_output += (num_tokens - self.mean_output) / self._num_outputs
+
+    async def admit(self, num_requests: int, num_tokens: int, key: str) -> Place:
+        """Call `enter`, as those do that may be in another process."""
+        return self.enter(num_requests, num_tokens, key)
 
     def enter(self, num_requests: int, num_tokens: int, key: str) -> Place:
         """Return the place of a request of so many outputs, and about so many tokens in all; if it has a `turn`, wait.

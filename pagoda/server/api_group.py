@@ -7,11 +7,12 @@ the next one. A process that dies takes only its own connections along, and the 
 import asyncio
 import contextlib
 import logging
+import secrets
 import signal
 import socket
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,16 @@ from pagoda.engine.clients.engine_link import WATCH_INTERVAL_S
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.clients.supervisor import STABLE_S, Restarts
 from pagoda.engine.wire import EngineSizes
+from pagoda.metrics.prometheus import Counts, add_counts, tokens_per_step
 from pagoda.process.child_process import RendezvousDir, end_child, start_child
 from pagoda.process.out_of_memory import describe_exit
+from pagoda.server.admission import Admission
 from pagoda.server.listening import announce, check_free, listen_together
+from pagoda.server.load_report import report_load
+from pagoda.server.one_process import Failure, RequestRecord, oldest_of
+from pagoda.server.peers import CALL_S, LOAD_S
+from pagoda.server.remote_admission import AdmissionService
+from pagoda.server.served_adapters import AdapterChange
 
 logger = logging.getLogger("pagoda.server")
 
@@ -35,7 +43,6 @@ SOCKET = "engine"  # in the rendezvous folder
 _MODULE = "pagoda.server.api_process"
 _END_S = 10.0
 """How long processes may take to end after the drain's deadline, before they are killed."""
-_CALL_S = 1.0
 
 
 class ApiStart(msgspec.Struct, frozen=True):
@@ -45,6 +52,7 @@ class ApiStart(msgspec.Struct, frozen=True):
     number: int
     folder: str
     listener: int
+    salt_secret: bytes
 
 
 def error_path(place: RendezvousDir, number: int) -> Path:
@@ -96,17 +104,41 @@ class ApiGroup:
         self._config, self._engine, self._place = config, engine, place
         self._slots = [_Slot(number, listener) for number, listener in enumerate(listeners, 1)]
         self._has_begun = self._is_serving = self._is_draining = False
+        self._salt_secret = secrets.token_bytes(16)
+        limits, queue_timeout_s = config.server.server_limits, config.server.server_timeouts.queue_timeout_s
+        self._admission = AdmissionService(Admission(limits, queue_timeout_s))
+        self._counts_of: dict[int, Counts] = {}  # as each client told them last
+        self._counts_before: Counts = {}  # of those that have gone
+        self._tokens_per_step = tokens_per_step()
+        self._changes: dict[str, AdapterChange] = {}  # the last one of each name
+        self._changing = asyncio.Lock()
         self._drained: set[int] = set()
         self._all_drained = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def run(self, starting: "asyncio.Task[EngineSizes]") -> None:
         """Keep the processes running until a signal, then wait until they have ended. Raises what ends them all.
 
         starting: starts the engine.
         """
-        services = {"begin": self._begin, "ready": self._on_ready, "drained": self._on_drained}
+        services = {
+            "begin": self._begin,
+            "ready": self._on_ready,
+            "ask_all": self._ask_all,
+            "counts": self._read_counts,
+            "change_adapter": self._change_adapter,
+            "drained": self._on_drained,
+            **self._admission.services,
+        }
         self._server = ClientServer(self._engine, starting, services, self._on_left)
         await self._server.start(str(self._place.path(SOCKET)))
+        pass_on = self._engine.on_step
+
+        def on_step(num_tokens: int) -> None:
+            self._tokens_per_step.observe(num_tokens)
+            pass_on(num_tokens)
+
+        self._engine.on_step = on_step
         keepers = {asyncio.create_task(self._keep(slot)) for slot in self._slots}
         waited: set[asyncio.Task[Any]] = {starting, *keepers}
         failure: BaseException | None = None
@@ -121,7 +153,7 @@ class ApiGroup:
                 elif not self._is_draining:  # one has failed for good, or the engine has
                     self.drain()
         finally:
-            for task in (*keepers, *waited):
+            for task in (*keepers, *waited, *self._tasks):
                 task.cancel()
             await asyncio.gather(*keepers, return_exceptions=True)
             for slot in self._slots:
@@ -162,8 +194,11 @@ class ApiGroup:
 
     async def _run_one(self, slot: _Slot) -> int:
         """Start a process; return its exit code when it has ended. Raises OSError if none can be started."""
-        fd = slot.listener.fileno()
-        start = ApiStart(self._config, slot.number, self._place.folder, fd)
+        fd, config = slot.listener.fileno(), self._config
+        if slot.number > 1:  # the first one writes the trace, if one is written
+            server = replace(config.server, logs=replace(config.server.logs, trace=None))
+            config = replace(config, server=server)
+        start = ApiStart(config, slot.number, self._place.folder, fd, self._salt_secret)
         process = slot.process = start_child(_MODULE, [], msgspec.msgpack.encode(start, enc_hook=str), [fd])
         while (code := process.poll()) is None:
             await asyncio.sleep(WATCH_INTERVAL_S)
@@ -185,13 +220,18 @@ class ApiGroup:
 
     # ---- what the processes call
 
-    def _begin(self, client: int, number: int) -> None:
-        """A process is about to listen. Raises ConfigError if another server has taken the port meanwhile."""
+    async def _begin(self, client: int, number: int) -> list[AdapterChange]:
+        """A process is about to listen. Return how the adapters differ from those of the settings.
+
+        Raises ConfigError if another server has taken the port meanwhile.
+        """
         slot = self._slots[number - 1]
         if not self._has_begun:
             check_free(self._config.server, slot.listener)
             self._has_begun = True
         slot.client = client
+        async with self._changing:
+            return list(self._changes.values())
 
     def _on_ready(self, client: int, number: int) -> None:
         self._slots[number - 1].ready_at_s = time.monotonic()
@@ -199,8 +239,36 @@ class ApiGroup:
             self._is_serving = True
             announce(self._config.server, self._slots[0].listener)
             loop = asyncio.get_running_loop()
+            self._tasks.add(loop.create_task(report_load(self._engine.stats, self._read_counts, self._read_oldest)))
             for signal_number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(signal_number, self._on_signal)
+
+    async def _ask_all(self, _: int, name: str, arguments: list[msgspec.Raw]) -> list[msgspec.Raw]:
+        found = await self._server.ask(name, *arguments, timeout_s=CALL_S, returns=msgspec.Raw)
+        return list(found.values())
+
+    async def _read_counts(self, _: int = 0) -> Counts:
+        self._counts_of |= await self._server.ask("counts", timeout_s=CALL_S, returns=Counts)
+        total: Counts = {}
+        for counts in (self._counts_before, *self._counts_of.values()):
+            add_counts(total, counts)
+        total[self._tokens_per_step.name] = self._tokens_per_step.counts()
+        return total
+
+    async def _read_oldest(self) -> RequestRecord | None:
+        found = await self._server.ask("oldest", timeout_s=CALL_S, returns=RequestRecord | None)
+        return oldest_of(found.values())
+
+    async def _change_adapter(self, client: int, change: AdapterChange) -> Failure | None:
+        """Change the adapters of all processes, once all are there; one that starts later gets the change then."""
+        while True:
+            async with self._changing:
+                if all(slot.client is not None and slot.ready_at_s is not None for slot in self._slots):
+                    found = await self._server.ask("change_adapter", change, timeout_s=LOAD_S, returns=Failure | None)
+                    if (failure := next((one for one in found.values() if one is not None), None)) is None:
+                        self._changes[change.name] = change
+                    return failure
+            await asyncio.sleep(WATCH_INTERVAL_S)
 
     async def _on_drained(self, client: int) -> None:
         """Return when all processes have no request any more."""
@@ -210,6 +278,8 @@ class ApiGroup:
             await self._all_drained.wait()
 
     def _on_left(self, client: int) -> None:
+        self._admission.end_client(client)
+        add_counts(self._counts_before, self._counts_of.pop(client, {}))
         for slot in self._slots:
             if slot.client == client:
                 slot.client = None
@@ -237,7 +307,7 @@ class ApiGroup:
             if slot.client is None:
                 self._end(slot)
         loop = asyncio.get_running_loop()
-        self._asking = loop.create_task(self._server.ask("drain", timeout_s=_CALL_S))
+        self._tasks.add(loop.create_task(self._server.ask("drain", timeout_s=CALL_S)))
         for slot in self._slots:
             timeout_s = self._config.server.server_timeouts.drain_timeout_s + _END_S
             loop.call_later(timeout_s, partial(self._end, slot))

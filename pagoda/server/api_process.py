@@ -4,9 +4,12 @@ It serves as a process does that is alone, but for the engine, which its parent 
 """
 
 import asyncio
+import contextlib
+import logging
 import os
 import socket
 import sys
+from dataclasses import replace
 
 import msgspec
 
@@ -17,9 +20,13 @@ from pagoda.process.child_process import RendezvousDir, end_with_parent, read_st
 from pagoda.process.logs import configure_logging
 from pagoda.server.api_group import SOCKET, ApiStart, error_path
 from pagoda.server.app import serve
+from pagoda.server.errors import ApiError
 from pagoda.server.peers import RemotePeers
+from pagoda.server.served_adapters import AdapterChange
 from pagoda.server.state import build_state
 from pagoda.server.telemetry import telemetry_of
+
+logger = logging.getLogger("pagoda.server")
 
 
 def main() -> None:
@@ -47,15 +54,23 @@ def main() -> None:
 
 
 async def _serve(start: ApiStart, place: RendezvousDir) -> None:
-    config, peers = start.config, RemotePeers()
+    config, peers = start.config, RemotePeers(start.salt_secret)
     client = RemoteClient(str(place.path(SOCKET)), peers.services)
     peers.calls = client.calls
     with socket.socket(fileno=start.listener) as listener:
         try:
             state = await build_state(config, client, client.start, peers)
             state.starter.telemetry = telemetry_of(os.environ, state.model_names[0])
-            await client.calls.call("begin", start.number)
-            await serve(state, config.server, listener, lambda: client.calls.post("ready", start.number))
+            peers.begin()
+            for change in await client.calls.call("begin", start.number, returns=list[AdapterChange]):
+                with contextlib.suppress(ApiError):  # one that was removed may never have been here
+                    await state.adapters.apply(replace(change, replaces=True))
+
+            def on_ready() -> None:
+                logger.info("this process serves")
+                client.calls.post("ready", start.number)
+
+            await serve(state, config.server, listener, on_ready)
             if state.starter.telemetry is not None:
                 await asyncio.to_thread(state.starter.telemetry.close)
         finally:

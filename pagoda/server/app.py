@@ -4,7 +4,6 @@ import asyncio
 import logging
 import signal
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -18,14 +17,10 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Scope
 
-from pagoda.base.abbreviate import shown_id
 from pagoda.base.errors import RequestError
 from pagoda.base.server_config import ServerConfig
-from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.process.allocator import keep_objects
-from pagoda.process.logs import FIELDS
-from pagoda.server import errors, live, operations, pooling, transcription
-from pagoda.server.dialects import chat, completions
+from pagoda.server import chat, completions, errors, live, operations, pooling, transcription
 from pagoda.server.errors import ApiError
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
 from pagoda.server.pages.files import PAGE_ROUTES
@@ -222,7 +217,6 @@ async def serve(
         config.server_timeouts.drain_timeout_s,
     )
     watch = asyncio.create_task(_end_with_engine(server, state))
-    report = asyncio.create_task(_report_load(state.starter.metrics))
     file = config.logs.trace
     trace = asyncio.create_task(write_trace(state, Path(file).expanduser())) if file is not None else None
     keep_objects()
@@ -230,7 +224,6 @@ async def serve(
         await server.serve(sockets=[listener])
     finally:
         watch.cancel()
-        report.cancel()
         if trace is not None:
             state.drain.begin()  # also where no signal ended the server
             await trace
@@ -259,43 +252,3 @@ async def _end_with_engine(server: _Server, state: ServerState) -> None:
     finally:
         for task in ends:
             task.cancel()
-
-
-_LONG_S = 30
-"""The line of the load names a request that is older."""
-
-
-async def _report_load(metrics: ServerMetrics, interval_s: float = 10.0) -> None:
-    """Log a line for every `interval_s` in which there was work, until cancelled."""
-
-    def counts() -> tuple[int, int, int, int]:
-        stats = metrics.stats()
-        return metrics.num_prompt_tokens, metrics.num_output_tokens, stats.prefix_queries, stats.prefix_hits
-
-    before = counts()
-    while True:
-        await asyncio.sleep(interval_s)
-        now, stats = counts(), metrics.stats()
-        prompt, output, looked_up, found = (max(0, new - old) for new, old in zip(now, before, strict=True))
-        before = now
-        if prompt or output or stats.num_running or stats.num_waiting or stats.num_swapped:
-            fields = {
-                "prompt_tokens_per_s": round(prompt / interval_s, 1),
-                "output_tokens_per_s": round(output / interval_s, 1),
-                "running": stats.num_running,
-                "waiting": stats.num_waiting + stats.num_swapped,
-                "kv_cache_usage": round(stats.kv_usage, 3),
-                "prefix_hit_rate": round(found / looked_up, 3) if looked_up else 0.0,
-            }
-            text = (
-                "load: {prompt_tokens_per_s} prompt and {output_tokens_per_s} output tokens/s, {running} running, "
-                "{waiting} waiting, KV cache {kv_cache_usage:.1%} full, prefix hits {prefix_hit_rate:.1%}"
-            )
-            if (oldest := next(iter(metrics.running), None)) is not None:
-                age_s = round(time.perf_counter() - oldest.request.arrival_time_s)
-                fields |= {"oldest_request": oldest.request.request_id, "oldest_age_s": age_s}
-                if age_s >= _LONG_S:
-                    text += f"; the oldest request, {{oldest_request}}, has {oldest.num_output_tokens} tokens after "
-                    text += "{oldest_age_s} s"
-            shown = fields | {"oldest_request": shown_id(str(fields.get("oldest_request", "")))}
-            logger.info("%s", text.format(**shown), extra={FIELDS: fields})

@@ -18,10 +18,10 @@ def needs_blocks(event: ClientEvent) -> bool:
     return isinstance(event, Held) and event.reason in _NEED_BLOCKS
 
 
-def in_words(event: ClientEvent, name_of: Callable[[int], str | None]) -> str | None:
+def in_words(event: ClientEvent, name_of: Callable[[int, int], str | None]) -> str | None:
     """Return what an event says; None if it is nothing for people.
 
-    name_of: returns what the reader calls the request of a handle, of the same client; None if it may not see it.
+    name_of: returns what the reader calls the request of a client and a handle; None if it may not see it.
     """
     match event:
         case Queued(position=position):
@@ -39,7 +39,7 @@ def in_words(event: ClientEvent, name_of: Callable[[int], str | None]) -> str | 
         case Preempted(for_handle=None):
             return f"preempted: {_lost(event)}"
         case Preempted(for_client=client, for_handle=handle):
-            known = name_of(handle) if handle is not None and client == event.client else None
+            known = name_of(client, handle) if client is not None and handle is not None else None
             is_own = (client, handle) == (event.client, event.handle)
             return f"preempted for {'itself' if is_own else known or 'another request'}: {_lost(event)}"
         case FirstToken():

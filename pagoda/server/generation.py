@@ -10,7 +10,6 @@ import hashlib
 import hmac
 import itertools
 import math
-import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,9 +30,11 @@ from pagoda.engine.inputs.prompts import Prompt, size_of
 from pagoda.engine.outputs.mailbox import PROMPTS_PER_TURN, merged
 from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
-from pagoda.server.admission import Admission, Place
 from pagoda.server.answers import CompletionTokensDetails, PromptTokensDetails, RequestFigures, Timings, Usage
 from pagoda.server.errors import ApiError
+from pagoda.server.pooling_bodies import PoolingBody
+from pagoda.server.remote_admission import AnyAdmission, AnyPlace
+from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.sending import cancel_on_disconnect
 from pagoda.server.telemetry import Telemetry
 
@@ -98,8 +99,7 @@ class RawPrompts:
     """The prompts of one HTTP request before they are tokenised.
 
     params: of each prompt.   names: what errors call each prompt, () for "prompt".   lora: the adapter to use.
-    add_special_tokens: add those that the tokenizer puts around a text prompt.   cache_salt: as the caller gave it.
-    is_stream: the answer is sent as it comes.
+    add_special_tokens: add those that the tokenizer puts around a text prompt.
     """
 
     prompts: Sequence[Prompt]
@@ -107,9 +107,6 @@ class RawPrompts:
     names: Sequence[str]
     lora: Adapter | None
     add_special_tokens: bool = True
-    priority: int = 0
-    cache_salt: str | None = None
-    is_stream: bool = False
 
     @property
     def num_chars(self) -> int:
@@ -141,7 +138,7 @@ class Generation:
         http: HttpRequest,
         request_id: str,
         requests: Sequence[Request],
-        place: Place,
+        place: AnyPlace,
     ) -> None:
         """place: closed when the generation ends, however it ends."""
         self.requests = requests
@@ -322,14 +319,20 @@ def _most_logprobs(request: Request, is_stream: bool) -> int:
 class RequestStarter:
     """Starts generations on one AsyncEngine.   telemetry: what exports each of them, if there is one."""
 
-    def __init__(self, llm: AsyncEngine, admission: Admission, metrics: ServerMetrics) -> None:
+    def __init__(
+        self,
+        llm: AsyncEngine,
+        admission: AnyAdmission,
+        metrics: ServerMetrics,
+        salt_secret: bytes,
+    ) -> None:
+        """salt_secret: of cache salts."""
         self.llm = llm
         self.metrics = metrics
         self.telemetry: Telemetry | None = None
         self.admission = admission
         llm.on_event = metrics.on_event
-        metrics.num_in_line = lambda: admission.num_in_line
-        self._salt_secret = secrets.token_bytes(16)
+        self._salt_secret = salt_secret
         self._live = LiveIds()
         self._is_job_aborted: dict[str, bool] = {}
 
@@ -337,7 +340,7 @@ class RequestStarter:
         """Return whether a generation of this API key could have this id."""
         return self._live.find_in_use(key, request_id, num_prompts) is None
 
-    def reserve_job(self, key: str, request_id: str, place: Place) -> Callable[[], str]:
+    def reserve_job(self, key: str, request_id: str, place: AnyPlace) -> Callable[[], str]:
         """Reserve an id for requests that follow from one another; return what returns the engine's id for each.
 
         An abort of the id aborts those that run, and what returns ids raises RequestError from then on.
@@ -365,7 +368,7 @@ class RequestStarter:
         num_outputs: int = 0,
         max_tokens: int | None = 0,
         is_read: bool = True,
-    ) -> AsyncGenerator[Place, None]:
+    ) -> AsyncGenerator[AnyPlace, None]:
         """Admit a request before any work on its prompts, on an estimate of its tokens; yield its place for `begin`.
 
         It counts until the generation that is begun with it is closed, or the block is left without one.
@@ -379,10 +382,10 @@ class RequestStarter:
         longest = num_prompts * self.llm.input_processor.limits.longest_prompt
         num_tokens = min(state["body_bytes"] // _BYTES_PER_TOKEN, longest)
         num_tokens += num_outputs * admission.expected_output(max_tokens)
-        place = admission.enter(num_outputs or num_prompts, num_tokens, state["key"])
+        place = await admission.admit(num_outputs or num_prompts, num_tokens, state["key"])
         with place.at_end:
-            if place.turn is not None:
-                turn = admission.wait_for_turn(place)
+            if place.is_in_line:
+                turn = place.wait_for_turn()
                 await (cancel_on_disconnect(http, turn) if is_read else turn)
             yield place
 
@@ -400,10 +403,7 @@ class RequestStarter:
         """Abort running generations, or all if `request_ids` is None; return the ids of those that were running.
 
         key: only abort generations of this API key; None: of every key.
-        Of those in line, which have no id yet, all end with an ApiError (400), or none.
         """
-        if request_ids is None:  # first: they would be admitted in place of those that end
-            self.admission.end_line(ApiError(400, "the request was aborted while it waited in line"), key)
         found = self._live.find(request_ids, key)
         engine_ids = [engine_id for _, each in found for engine_id in each]
         jobs = {one for one in engine_ids if one in self._is_job_aborted}
@@ -412,29 +412,38 @@ class RequestStarter:
         running = jobs | set(await self.llm.abort(engine_ids))
         return [request_id for request_id, engine_ids in found if not running.isdisjoint(engine_ids)]
 
-    async def begin(self, http: HttpRequest, place: Place, asked: RawPrompts, request_id: str) -> Generation:
-        """Tokenise and validate all prompts of a request. The caller must close the Generation.
+    async def begin(
+        self,
+        http: HttpRequest,
+        place: AnyPlace,
+        body: SamplingBody | PoolingBody,
+        asked: RawPrompts,
+        request_id: str,
+    ) -> Generation:
+        """Tokenise and validate all prompts of a body. The caller must close the Generation.
 
         Raises RequestError, ApiError (400) or WorkerDied.
         """
-        self._check_lengths(asked.params[0])
+        if isinstance(body, SamplingBody):
+            self._check_lengths(body)
         most, truncate = self.llm.input_processor.limits.longest_prompt, asked.params[0].truncate_prompt_tokens
         if truncate is not None and truncate > most:
             text = f"truncate_prompt_tokens={truncate} is more than the model's context of {most} tokens"
             raise ApiError(400, text, "truncate_prompt_tokens")
         key = http.scope["state"]["key"]
-        place.hold(_media_bytes(asked.media))  # at once: prompts may queue for a thread behind others' images
+        await place.keep(_media_bytes(asked.media))  # at once: prompts may queue for a thread behind others' images
         engine_ids = place.at_end.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
-        making = self._make_requests(asked, engine_ids, self.salt(key, asked.cache_salt), place.arrived_s)
+        making = self._make_requests(asked, engine_ids, body.priority, self.salt(key, body.cache_salt), place.arrived_s)
         # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
         is_long = asked.num_chars >= LONG_TEXT_CHARS or asked.has_grammar
         requests = await (cancel_on_disconnect(http, making) if is_long else making)
         place.correct(sum(map(self._expected_tokens, requests)))
-        place.hold(_media_bytes(item for request in requests for item in request.media))
-        place.hold_logprobs(sum(_most_logprobs(request, asked.is_stream) for request in requests))
+        is_stream = isinstance(body, SamplingBody) and body.stream
+        num_logprobs = sum(_most_logprobs(request, is_stream) for request in requests)
+        await place.keep(_media_bytes(item for request in requests for item in request.media), num_logprobs)
         generation = Generation(self, http, request_id, requests, place)
         if (telemetry := self.telemetry) is not None:
-            generation.call_at_end(lambda: telemetry.on_end(http, generation, asked.is_stream))
+            generation.call_at_end(lambda: telemetry.on_end(http, generation, is_stream))
         return generation
 
     def _expected_tokens(self, request: Request) -> int:
@@ -445,6 +454,7 @@ class RequestStarter:
         self,
         asked: RawPrompts,
         engine_ids: Sequence[str],
+        priority: int,
         cache_salt: str | None,
         arrived_s: float,
     ) -> list[Request]:
@@ -461,7 +471,7 @@ class RequestStarter:
                     prepared[id(params)],
                     engine_id,
                     arrival_time_s=arrived_s,
-                    priority=asked.priority,
+                    priority=priority,
                     cache_salt=cache_salt,
                     lora=asked.lora,
                     add_special_tokens=asked.add_special_tokens,
@@ -483,13 +493,10 @@ class RequestStarter:
                 await asyncio.sleep(0)
         return requests
 
-    def _check_lengths(self, params: Params) -> None:
+    def _check_lengths(self, body: SamplingBody) -> None:
         """Raise ApiError (400) if more tokens are requested than the model's context; the prompt is not considered."""
-        if not isinstance(params, SamplingParams):
-            return
         most = self.llm.input_processor.limits.max_model_len
-        for name in ("max_tokens", "min_tokens"):
-            asked: int | None = getattr(params, name)
+        for name, asked in (body.asked_tokens, ("min_tokens", body.min_tokens)):
             if asked is not None and asked > most:
                 raise ApiError(400, f"{name}={asked} is more than the model's context of {most} tokens", name)
 

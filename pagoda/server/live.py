@@ -5,6 +5,7 @@ Nothing is computed while nobody looks.
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncGenerator
 from typing import Any
@@ -15,8 +16,10 @@ from starlette.routing import Route
 
 from pagoda.base.server_config import ServerConfig
 from pagoda.metrics.prometheus import ServerMetrics
-from pagoda.server.answers import RequestList, RequestTimeline
+from pagoda.server.answers import PrefixMiss, RequestList, RequestTimeline
 from pagoda.server.errors import ApiError
+from pagoda.server.one_process import Alike, RequestDetails, RequestRecord, num_cached_of
+from pagoda.server.prefix_misses import explain_miss
 from pagoda.server.routing import Router
 from pagoda.server.seen_requests import SeenRequests, Viewer
 from pagoda.server.sending import EventStream, event, json_response
@@ -41,34 +44,59 @@ async def list_requests(http: Request) -> Response:
 
     The admin key sees all; so do all callers of a server of one machine that has no keys.
     """
-    await state_of(http).looks.refresh()
-    seen, now_s = _see(http), time.perf_counter()
+    state = state_of(http)
+    await state.looks.refresh()
+    seen, now_s = await _see(http, with_ended=True), time.perf_counter()
     data = [*seen.live(now_s), *seen.ended(now_s)]
-    in_line = state_of(http).starter.admission.num_in_line
+    in_line = (await state.starter.admission.read_counts()).num_in_line
     return json_response(RequestList(data=data, others=seen.others, in_line=in_line))
 
 
 @router.get("/requests/{id:path}", answer=RequestTimeline)
 async def show_request(http: Request) -> Response:
     """One of these requests, with what happened to it and when; 404 if it is none of the caller's, or long ended."""
-    state = state_of(http)
+    state, name = state_of(http), http.path_params["id"]
+    viewer = viewer_of(http, state.config)
     await state.looks.refresh()
+    details = None
+    if viewer.prefix is not None:
+        found = await state.peers.ask("details", viewer.prefix + name, returns=RequestDetails | None)
+        known = sorted((one for one in found if one is not None), key=lambda one: one.record.arrived_s)
+        details = known[-1] if known else None
+    if details is None:
+        raise ApiError(404, "no such request: it is none of yours, or has ended and is forgotten", "id")
+    timeline = (await _see(http)).timeline(name, details, time.perf_counter())
+    if (miss := await _miss_of(state, viewer, details)) is not None:
+        timeline.prefix_miss = miss
+    return json_response(timeline)
+
+
+async def _miss_of(state: ServerState, viewer: Viewer, details: RequestDetails) -> PrefixMiss | None:
+    """Return why no more of a request's prompt was found in the prefix cache."""
+    record, tokens = details.record, details.tokens
+    num_cached = num_cached_of(details.events)
+    if tokens is None or num_cached is None:
+        return None
+    alike = await state.peers.ask("most_alike", viewer.prefix, record.arrived_s, tokens, returns=Alike | None)
+    last_first = sorted((one for one in alike if one is not None), key=lambda one: -one[0])
+    earlier = [(viewer.name_of(request_id) or "", known) for _, request_id, known in last_first]
     tokenizer = state.starter.llm.input_processor.tokenizer
 
     def text_of(token_id: int) -> str:
         return tokenizer.decode([token_id], skip_special_tokens=False)
 
-    found = _see(http).find(http.path_params["id"], time.perf_counter(), state.block_size, text_of)
-    if found is None:
-        raise ApiError(404, "no such request: it is none of yours, or has ended and is forgotten", "id")
-    return json_response(found)
+    return explain_miss(tokens, record.num_prompt_tokens, num_cached, state.block_size, earlier, text_of)
 
 
-def _see(http: Request) -> SeenRequests:
+async def _see(http: Request, with_ended: bool = False) -> SeenRequests:
     state = state_of(http)
-    reply, metrics = state.looks.reply, state.starter.metrics
+    viewer, reply = viewer_of(http, state.config), state.looks.reply
+    records: list[RequestRecord] = []
+    if viewer.prefix is not None:
+        of_each = await state.peers.ask("requests", viewer.prefix, with_ended, returns=list[RequestRecord])
+        records = sorted(itertools.chain.from_iterable(of_each), key=lambda one: one.ended_s or one.arrived_s)
     view = reply.view if reply is not None and _engine_state(state) == "up" else None
-    return SeenRequests(viewer_of(http, state.config), metrics, view, metrics.stats())
+    return SeenRequests(viewer, records, view, state.starter.metrics.stats())
 
 
 async def _stream(http: Request) -> Response:
@@ -94,10 +122,10 @@ async def _frames(http: Request) -> AsyncGenerator[bytes, None]:
     while not (state.drain.is_draining and state.drain.num_held == 0):
         began_s = time.monotonic()
         await state.looks.refresh(takes_steps=True)
-        seen = _see(http)
+        seen = await _see(http)
         steps = state.looks.steps_after(num_steps)
         num_steps = state.looks.num_steps
-        frame = _counts(state, metrics)
+        frame = await _counts(state, metrics)
         frame["steps"] = [
             (
                 one.step,
@@ -151,16 +179,17 @@ def _engine_state(state: ServerState) -> str:
     return "draining" if state.drain.is_draining else "up"
 
 
-def _counts(state: ServerState, metrics: ServerMetrics) -> dict[str, Any]:
-    stats, admission = metrics.stats(), state.starter.admission
+async def _counts(state: ServerState, metrics: ServerMetrics) -> dict[str, Any]:
+    counts, admission = await state.peers.read_counts(), await state.starter.admission.read_counts()
+    stats, tokens = metrics.stats(), counts["tokens"]
     return {
         "now": round(time.perf_counter(), 3),
         "engine": _engine_state(state),
         "restarts": state.engine.num_deaths if state.engine is not None else 0,
-        "prompt_tokens": metrics.num_prompt_tokens,
-        "output_tokens": metrics.num_output_tokens,
-        "ttft": metrics.ttft.counts,
-        "itl": metrics.itl.counts,
+        "prompt_tokens": tokens["prompt"],
+        "output_tokens": tokens["output"],
+        "ttft": metrics.ttft.buckets(counts),
+        "itl": metrics.itl.buckets(counts),
         "running": stats.num_running,
         "waiting": stats.num_waiting,
         "swapped": stats.num_swapped,

@@ -1,9 +1,10 @@
 """Routes that generate nothing: health, load, metrics, models, aborts, the prefix cache; tokens; LoRA adapters."""
 
+import itertools
 from importlib.metadata import version
 from typing import TypeVar
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -19,7 +20,7 @@ from pagoda.server.answers import (
     VersionResponse,
 )
 from pagoda.server.body import Body
-from pagoda.server.errors import error_response
+from pagoda.server.errors import ApiError, error_response
 from pagoda.server.middleware import RETRY_AFTER_S
 from pagoda.server.protocol import (
     AbortRequest,
@@ -28,10 +29,9 @@ from pagoda.server.protocol import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
-from pagoda.server.render import render_chat
 from pagoda.server.routing import ERRORS, Router
 from pagoda.server.sending import cancel_on_disconnect, json_response, run_sized
-from pagoda.server.served_adapters import ServedAdapters
+from pagoda.server.served_adapters import AdapterChange
 from pagoda.server.state import ServerState, state_of
 
 router = Router()
@@ -75,7 +75,7 @@ async def show_version(http: Request) -> Response:
 async def load(http: Request) -> Response:
     """Admitted requests and tokens, and the lengths of the scheduler's queues."""
     state = state_of(http)
-    admission, stats = state.starter.admission, state.starter.metrics.stats()
+    admission, stats = await state.starter.admission.read_counts(), state.starter.metrics.stats()
     return json_response(
         LoadResponse(
             server_load=admission.num_requests + admission.num_in_line,
@@ -93,7 +93,9 @@ async def load(http: Request) -> Response:
 @router.get("/metrics", answer="text/plain", errors={})
 async def metrics(http: Request) -> Response:
     """Metrics in Prometheus's text format."""
-    return Response(generate_latest(state_of(http).starter.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    state = state_of(http)
+    counts, admission = await state.peers.read_counts(), await state.starter.admission.read_counts()
+    return Response(state.starter.metrics.write(counts, admission.num_in_line), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/models", answer=ModelList)
@@ -135,7 +137,11 @@ async def abort_requests(http: Request) -> Response:
         state.check_admin(http)
     caller = http.scope["state"]
     key = None if caller["is_admin"] else caller["key"]
-    return json_response(AbortResponse(await state.starter.abort(body.request_ids or None, key)))
+    request_ids = body.request_ids or None
+    if request_ids is None:  # first: they would be admitted in place of those that end
+        state.starter.admission.end_line(ApiError(400, "the request was aborted while it waited in line"), key)
+    found = await state.peers.ask("abort", request_ids, key, returns=list[str])
+    return json_response(AbortResponse(list(itertools.chain.from_iterable(found))))
 
 
 @router.post(
@@ -168,8 +174,8 @@ async def tokenize(http: Request) -> Response:
     state.adapter_of(body.model)
     text = state.starter.llm.text
     async with state.starter.admitted(http, 1):
-        if (conversation := body.conversation) is not None:
-            token_ids = (await render_chat(http, state, conversation)).token_ids
+        if body.messages is not None:
+            token_ids = (await state.render(http, body, body.chat_template_kwargs, body.tools or ())).token_ids
         else:
             token_ids = await cancel_on_disconnect(
                 http, text.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
@@ -214,8 +220,9 @@ async def load_lora_adapter(http: Request) -> Response:
 
     If the server has an admin key, this needs it.
     """
-    adapters, body = await _read_as_admin(http, LoadAdapterRequest)
-    await adapters.load(body.lora_name, body.lora_path, body.base_model_name, body.load_inplace)
+    state, body = await _read_as_admin(http, LoadAdapterRequest)
+    adapters = state.adapters
+    await _change(state, adapters.change_to(body.lora_name, body.lora_path, body.base_model_name, body.load_inplace))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -225,13 +232,19 @@ async def unload_lora_adapter(http: Request) -> Response:
 
     If the server has an admin key, this needs it.
     """
-    adapters, body = await _read_as_admin(http, UnloadAdapterRequest)
-    await adapters.unload(body.lora_name)
+    state, body = await _read_as_admin(http, UnloadAdapterRequest)
+    await _change(state, AdapterChange(body.lora_name))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-async def _read_as_admin(http: Request, kind: type[B]) -> tuple[ServedAdapters, B]:
-    """Return the server's adapters and the body of a request to change them. Raises ApiError (403) without the key."""
+async def _read_as_admin(http: Request, kind: type[B]) -> tuple[ServerState, B]:
+    """Return the body of a request to change the adapters. Raises ApiError (403) without the key."""
     state = state_of(http)
     state.check_admin(http)
-    return state.adapters, await state.bodies.read(http, kind)
+    return state, await state.bodies.read(http, kind)
+
+
+async def _change(state: ServerState, change: AdapterChange) -> None:
+    """Change the adapters of all processes. Raises ApiError."""
+    if (error := await state.peers.change_adapter(change)) is not None:
+        raise ApiError(*error)

@@ -1,12 +1,57 @@
 """Peers: the processes that serve one port before one engine, as one of them sees them."""
 
 import asyncio
+import inspect
+import secrets
+from collections.abc import Callable
+from typing import Any
 
+from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import Calls, Services
+from pagoda.metrics.prometheus import Counts
+from pagoda.server.admission import Admission
+from pagoda.server.one_process import Failure, OneProcess, RequestRecord, oldest_of
+from pagoda.server.remote_admission import AnyAdmission, RemoteAdmission
+from pagoda.server.served_adapters import AdapterChange
+
+CALL_S = 2.0
+"""A process that does not answer for so long is left out."""
+LOAD_S = 600.0
+"""So long it may take to load an adapter."""
 
 
 class Peers:
-    """A process that serves HTTP alone."""
+    """A process that serves HTTP alone: all is its own.   own: set before anything else is used."""
+
+    own: OneProcess
+
+    def __init__(self, salt_secret: bytes = b"") -> None:
+        """salt_secret: of the processes together, so that prefixes are found whichever starts the request."""
+        self.salt_secret = salt_secret or secrets.token_bytes(16)
+
+    def make_admission(self, config: ServerConfig) -> AnyAdmission:
+        """Return what admits the requests of this process."""
+        return Admission(config.server_limits, config.server_timeouts.queue_timeout_s)
+
+    async def ask(self, name: str, *arguments: object, returns: Any = Any) -> list[Any]:
+        """Call a function of OneProcess in all processes; return what those answer that do.
+
+        returns: the type of an answer.
+        """
+        answer = getattr(self.own, name)(*arguments)
+        return [await answer if inspect.isawaitable(answer) else answer]
+
+    async def read_counts(self) -> Counts:
+        """Return what all processes have counted, those that have ended included."""
+        return self.own.counts()
+
+    async def read_oldest(self) -> RequestRecord | None:
+        """Return the request that runs for longest."""
+        return oldest_of(await self.ask("oldest", returns=RequestRecord | None))
+
+    async def change_adapter(self, change: AdapterChange) -> Failure | None:
+        """Load or unload an adapter in all processes. Return the first error, see OneProcess."""
+        return await self.own.change_adapter(change)
 
     async def wait_until_ending(self) -> None:
         """Wait until all processes drain together. One that is alone gets the signal itself."""
@@ -17,20 +62,53 @@ class Peers:
 
 
 class RemotePeers(Peers):
-    """One of several processes: what they share is asked for at their parent.
+    """One of several processes: the others, and what they share, are asked for at their parent.
 
     calls: of functions of the parent; set before anything else is used.
     """
 
     calls: Calls
 
-    def __init__(self) -> None:
+    def __init__(self, salt_secret: bytes) -> None:
+        super().__init__(salt_secret)
         self._ending = asyncio.Event()
+        self._built = asyncio.Event()
+
+    def make_admission(self, config: ServerConfig) -> AnyAdmission:
+        return RemoteAdmission(self.calls)
 
     @property
     def services(self) -> Services:
         """What the parent may call."""
-        return {"drain": self._ending.set}
+        names = [name for name, one in vars(OneProcess).items() if not name.startswith("_")]
+        return {"drain": self._ending.set, **{name: self._answering(name) for name in names}}
+
+    def _answering(self, name: str) -> Callable[..., Any]:
+        """Return a function of OneProcess that waits until this process has one."""
+        function = getattr(OneProcess, name)
+
+        async def answer(*arguments: object) -> object:
+            await self._built.wait()
+            result = function(self.own, *arguments)
+            return await result if inspect.isawaitable(result) else result
+
+        signature = inspect.signature(function, eval_str=True)
+        parameters = list(signature.parameters.values())[1:]
+        answer.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return answer
+
+    def begin(self) -> None:
+        """Answer the parent from now on."""
+        self._built.set()
+
+    async def ask(self, name: str, *arguments: object, returns: Any = Any) -> list[Any]:
+        return await self.calls.call("ask_all", name, list(arguments), returns=list[returns])
+
+    async def read_counts(self) -> Counts:
+        return {**self.own.counts(), **await self.calls.call("counts", returns=Counts)}
+
+    async def change_adapter(self, change: AdapterChange) -> Failure | None:
+        return await self.calls.call("change_adapter", change, returns=Failure | None)
 
     async def wait_until_ending(self) -> None:
         await self._ending.wait()

@@ -5,21 +5,18 @@ all. Others are counts.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from msgspec import UNSET
 
-from pagoda.core.events import Admitted, ClientEvent, Held, Limited, Preempted
+from pagoda.core.events import ClientEvent, Events, Held, Limited, Preempted
 from pagoda.core.view import FIRST_OWNER, SchedulerView
 from pagoda.engine.wire import EngineStats
-from pagoda.metrics.known_tokens import KnownTokens
-from pagoda.metrics.prometheus import EndedRequest, RequestObserver, ServerMetrics
 from pagoda.server.answers import OtherRequests, RequestTimeline, SeenRequest, TimelineEntry
 from pagoda.server.event_words import in_words, needs_blocks
-from pagoda.server.prefix_misses import explain_miss
+from pagoda.server.one_process import RequestDetails, RequestRecord
 
 _MOST_NAMED = 3
 """Requests that a reason names, of those that have the blocks."""
@@ -44,26 +41,34 @@ class Viewer:
 class SeenRequests:
     """The requests at one moment, as one viewer sees them.
 
-    view: of the engine, None while it is down.   now_s: by time.perf_counter.
+    records: of the requests that it may see, of all processes.   view: of the engine, None while it is down.
+    now_s: by time.perf_counter.
     """
 
-    def __init__(self, viewer: Viewer, metrics: ServerMetrics, view: SchedulerView | None, stats: EngineStats) -> None:
-        self._viewer = viewer
-        self._metrics = metrics
+    def __init__(
+        self, viewer: Viewer, records: Sequence[RequestRecord], view: SchedulerView | None, stats: EngineStats
+    ) -> None:
         self._view = view
         self._stats = stats
         keys = () if view is None else zip(view.clients.tolist(), view.handles.tolist(), strict=True)
         self._places = {key: place for place, key in enumerate(keys)}
         self._names = [""] * len(self._places)
         self._num_running = 0 if view is None else view.num_running
-        self._mine: list[tuple[str, RequestObserver, int | None]] = []
-        for observer in metrics.running:
-            request = observer.request
-            if (name := viewer.name_of(request.request_id)) is not None:
-                place = self._places.get((request.client_index, request.handle))
-                self._mine.append((name, observer, place))
-                if place is not None:
-                    self._names[place] = name
+        self._name_of_key: dict[tuple[int, int], str] = {}
+        self._live: list[tuple[str, RequestRecord, int | None]] = []
+        self._ended: list[tuple[str, RequestRecord]] = []
+        for record in records:
+            if (name := viewer.name_of(record.request_id)) is None:
+                continue
+            if record.ended_s is not None:
+                self._ended.append((name, record))
+                continue
+            key = record.client, record.handle
+            place = self._places.get(key)
+            self._live.append((name, record, place))
+            self._name_of_key[key] = name
+            if place is not None:
+                self._names[place] = name
 
     @property
     def others(self) -> OtherRequests:
@@ -71,91 +76,60 @@ class SeenRequests:
         running = self._names[: self._num_running]
         num_running = sum(1 for name in running if not name)
         waiting = self._stats.num_waiting + self._stats.num_swapped
-        return OtherRequests(num_running, max(0, waiting - len(self._mine) + sum(map(bool, running))))
+        return OtherRequests(num_running, max(0, waiting - len(self._live) + sum(map(bool, running))))
 
     def live(self, now_s: float) -> Iterator[SeenRequest]:
         """Iterate over the viewer's requests that have not ended."""
-        for name, observer, place in self._mine:
-            yield self._seen(name, observer, place, now_s)
+        for name, record, place in self._live:
+            yield self._seen(name, record, place, now_s)
 
     def ended(self, now_s: float) -> Iterator[SeenRequest]:
         """Iterate over those that have ended, the last first."""
-        for one in reversed(self._metrics.ended):
-            if (name := self._viewer.name_of(one.request_id)) is not None:
-                yield SeenRequest(**_of_ended(name, one, now_s))
+        for name, record in reversed(self._ended):
+            yield SeenRequest(**_of_ended(name, record, now_s))
 
-    def find(
-        self, request_id: str, now_s: float, block_size: int, text_of: Callable[[int], str]
-    ) -> RequestTimeline | None:
-        """Return the timeline of one of the viewer's requests.   text_of: returns the text of a token id."""
+    def timeline(self, name: str, details: RequestDetails, now_s: float) -> RequestTimeline:
+        """Return the timeline of one of the viewer's requests, which calls it `name`."""
+        record = details.record
+        timeline = self._entries(record.arrived_s, details.events)
+        if record.ended_s is not None:
+            end_ms = round((record.ended_s - record.arrived_s) * 1e3, 1)
+            timeline.append(TimelineEntry(end_ms, f"ended: {' and '.join(record.finish_reasons)}"))
+            return RequestTimeline(**_of_ended(name, record, now_s), timeline=timeline)
+        seen = self._seen(name, record, self._places.get((record.client, record.handle)), now_s)
+        fields = {field: getattr(seen, field) for field in seen.__struct_fields__}
+        return RequestTimeline(**fields, timeline=timeline)
 
-        def miss(arrived_s: float, events: Sequence[ClientEvent], num_prompt: int, tokens: KnownTokens | None) -> Any:
-            num_cached = _num_cached(events)
-            if tokens is None or num_cached is None:
-                return UNSET
-            earlier = self._tokens_before(arrived_s)
-            return explain_miss(tokens, num_prompt, num_cached, block_size, earlier, text_of) or UNSET
-
-        for name, observer, place in self._mine:
-            if name == request_id:
-                seen, request = self._seen(name, observer, place, now_s), observer.request
-                fields = {field: getattr(seen, field) for field in seen.__struct_fields__}
-                timeline = self._timeline(request.arrival_time_s, observer.events)
-                found = miss(request.arrival_time_s, observer.events, request.num_prompt_tokens, observer.tokens)
-                return RequestTimeline(**fields, timeline=timeline, prefix_miss=found)
-        for one in reversed(self._metrics.ended):
-            if self._viewer.name_of(one.request_id) == request_id:
-                timeline = self._timeline(one.times.arrival_time, one.events)
-                end_ms = round((one.ended_s - one.times.arrival_time) * 1e3, 1)
-                timeline.append(TimelineEntry(end_ms, f"ended: {' and '.join(one.finish_reasons)}"))
-                found = miss(one.times.arrival_time, one.events, one.num_prompt_tokens, one.tokens)
-                return RequestTimeline(**_of_ended(request_id, one, now_s), timeline=timeline, prefix_miss=found)
-        return None
-
-    def _tokens_before(self, arrived_s: float) -> Iterator[tuple[str, KnownTokens | None]]:
-        """Iterate over the viewer's requests that came earlier, the last first, with their tokens."""
-        for name, observer, _ in reversed(self._mine):
-            if observer.request.arrival_time_s < arrived_s:
-                yield name, observer.tokens
-        for one in reversed(self._metrics.ended):
-            if one.times.arrival_time < arrived_s and (name := self._viewer.name_of(one.request_id)) is not None:
-                yield name, one.tokens
-
-    def _seen(self, name: str, observer: RequestObserver, place: int | None, now_s: float) -> SeenRequest:
-        view, request = self._view, observer.request
+    def _seen(self, name: str, record: RequestRecord, place: int | None, now_s: float) -> SeenRequest:
+        view = self._view
         runs = place is not None and place < self._num_running
         seen = SeenRequest(
             id=name,
-            state="running" if runs else "preempted" if place is not None or observer.num_output_tokens else "waiting",
-            prompt_tokens=request.num_prompt_tokens,
-            output_tokens=observer.num_output_tokens,
-            cached_tokens=_num_cached(observer.events) or 0,
-            age_s=round(now_s - request.arrival_time_s, 3),
+            state="running" if runs else "preempted" if place is not None or record.num_output_tokens else "waiting",
+            prompt_tokens=record.num_prompt_tokens,
+            output_tokens=record.num_output_tokens,
+            cached_tokens=record.num_cached_tokens or 0,
+            age_s=round(now_s - record.arrived_s, 3),
         )
         if view is not None and place is not None:
             seen.computed_tokens = int(view.num_computed[place])
             seen.blocks = int(view.num_blocks[place])
+        last = next(iter(record.last), None)
         if not runs:
-            seen.reason = self._why_waiting(observer.events)
-        elif seen.computed_tokens < seen.prompt_tokens:
-            seen.reason = self._why_slow(observer.events)
+            seen.reason = self._why_waiting(last)
+        elif seen.computed_tokens < seen.prompt_tokens and isinstance(last, Limited):
+            seen.reason = self._in_words(last) or ""  # why its prompt is computed in small parts
         return seen
 
-    def _why_slow(self, events: Sequence[ClientEvent]) -> str:
-        """Return why the prompt of a request that runs is computed in small parts; "" if nothing limits it."""
-        last = events[-1] if events else None
-        return in_words(last, self._name_of) or "" if isinstance(last, Limited) else ""
-
-    def _why_waiting(self, events: Sequence[ClientEvent]) -> str:
+    def _why_waiting(self, last: ClientEvent | None) -> str:
         """Return what keeps a request from running, in words; where others have its blocks, who has most."""
         if self._view is None:
             return "waits for the engine, which starts"
-        last = events[-1] if events else None
         if isinstance(last, Preempted):
-            return in_words(last, self._name_of) or ""
+            return self._in_words(last) or ""
         if not isinstance(last, Held):
             return "waits for its turn in the queue"
-        why = in_words(last, self._name_of) or ""
+        why = self._in_words(last) or ""
         return f"{why}; held by {self._holders}" if needs_blocks(last) and self._num_running else why
 
     @functools.cached_property
@@ -170,12 +144,11 @@ class SeenRequests:
             parts.append(f"{num_others} other request{'s' if num_others > 1 else ''}")
         return ", ".join(parts)
 
-    def _name_of(self, handle: int) -> str | None:
-        observer = self._metrics.observers.get(handle)
-        return None if observer is None else self._viewer.name_of(observer.request.request_id)
+    def _in_words(self, event: ClientEvent) -> str | None:
+        return in_words(event, lambda client, handle: self._name_of_key.get((client, handle)))
 
-    def _timeline(self, arrived_s: float, events: Sequence[ClientEvent]) -> list[TimelineEntry]:
-        found = [(event.time_s, in_words(event, self._name_of)) for event in events]
+    def _entries(self, arrived_s: float, events: Events) -> list[TimelineEntry]:
+        found = [(event.time_s, self._in_words(event)) for event in events]
         entries = [TimelineEntry(round((at_s - arrived_s) * 1e3, 1), what) for at_s, what in found if what is not None]
         return [TimelineEntry(0.0, "arrived"), *entries]
 
@@ -200,18 +173,13 @@ def _runs(cells: np.ndarray) -> list[int]:
     return np.stack((cells[starts], lengths), axis=1).ravel().tolist()
 
 
-def _num_cached(events: Sequence[ClientEvent]) -> int | None:
-    """Return how many tokens of its prompt a request found in the prefix cache; None if it was not looked up (yet)."""
-    return next((event.num_cached for event in events if isinstance(event, Admitted)), None)
-
-
-def _of_ended(name: str, one: EndedRequest, now_s: float) -> dict[str, Any]:
+def _of_ended(name: str, one: RequestRecord, now_s: float) -> dict[str, Any]:
     return {
         "id": name,
         "state": "ended",
         "reason": " and ".join(one.finish_reasons),
         "prompt_tokens": one.num_prompt_tokens,
         "output_tokens": one.num_output_tokens,
-        "cached_tokens": one.num_cached_tokens,
-        "age_s": round(now_s - one.times.arrival_time, 3),
+        "cached_tokens": one.num_cached_tokens or 0,
+        "age_s": round(now_s - one.arrived_s, 3),
     }

@@ -56,6 +56,15 @@ class ServedAdapter:
     parent: str
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterChange:
+    """A module that is loaded, or a name that is unloaded.   replaces: the name may be in use."""
+
+    name: str
+    module: LoRAModule | None = None
+    replaces: bool = False
+
+
 class ServedAdapters:
     """The adapters of a server, by name. A name is free again as soon as its adapter is unloaded."""
 
@@ -86,26 +95,31 @@ class ServedAdapters:
             except (ApiError, RequestError) as error:
                 raise ConfigError(f"lora_modules={abbreviate(text)}: {error}") from None
 
-    async def load(self, name: str, path: str, parent: str | None, replaces: bool) -> None:
-        """Load an adapter from below `lora_dir`.
+    def change_to(self, name: str, path: str, parent: str | None, replaces: bool) -> AdapterChange:
+        """Return the change that loads an adapter from below `lora_dir`.
 
         replaces: the name may be in use; its new requests use this adapter then.
-        Raises ApiError (400) that names what is wrong with the name, the path or the files.
+        Raises ApiError (400) that names what is wrong with the path.
         """
-        folder = self._inside(path)
-        async with self._changing:
-            self._check_name(name, replaces)
-            try:
-                await self._load(LoRAModule(name, str(folder), parent))
-            except RequestError as error:
-                raise ApiError(400, str(error), "lora_path") from None
+        return AdapterChange(name, LoRAModule(name, str(self._inside(path)), parent), replaces)
 
-    async def unload(self, name: str) -> None:
-        """Remove an adapter: requests that use it finish, and no new one can. Raises ApiError (404)."""
+    async def apply(self, change: AdapterChange) -> None:
+        """Load an adapter; or remove one: requests that use it finish, and no new one can.
+
+        Raises ApiError (400, 404) that names what is wrong with the name or the files.
+        """
+        name, module = change.name, change.module
         async with self._changing:
-            if name not in self._by_name:
+            if module is not None:
+                self._check_name(name, change.replaces)
+                try:
+                    await self._load(module)
+                except RequestError as error:
+                    raise ApiError(400, str(error), "lora_path") from None
+            elif name not in self._by_name:
                 raise ApiError(404, f"no LoRA adapter is named {abbreviate(name)}", "lora_name")
-            self._free(self._by_name.pop(name).lora)
+            else:
+                self._free(self._by_name.pop(name).lora)
 
     async def _load(self, module: LoRAModule) -> None:
         lora = await self._llm.text.find_adapter(LoRARequest(module.name, 1, module.path))

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,17 +20,21 @@ from pagoda.base.server_config import ServerConfig
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.remote_client import EngineClient
 from pagoda.engine.inputs.adapters import Adapter
+from pagoda.engine.inputs.chat_prompts import ChatOptions, RenderedChat
 from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.engine.wire import EngineSizes
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
-from pagoda.server.admission import Admission
 from pagoda.server.body import BodyReader
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import RequestStarter
 from pagoda.server.looks import Looks
 from pagoda.server.middleware import Drain
+from pagoda.server.one_process import OneProcess
 from pagoda.server.peers import Peers
+from pagoda.server.pooling_bodies import InputBody
+from pagoda.server.protocol import ChatCompletionRequest, TokenizeRequest
 from pagoda.server.sampling_body import SamplingBody
+from pagoda.server.sending import cancel_on_disconnect
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.tool_parsers import parser_for_template, parser_named
 
@@ -71,6 +75,9 @@ class ServerState:
     started_at: int = field(default_factory=lambda: int(time.time()))
     _has_warned: bool = False
 
+    def __post_init__(self) -> None:
+        self.peers.own = OneProcess(self.starter, self.adapters)
+
     @property
     def tasks(self) -> ModelTasks:
         """What the model can be asked for."""
@@ -110,6 +117,33 @@ class ServerState:
         if template is not None and template not in self._named and not self.trusts_templates:
             hint = "start the server with --trust-request-chat-template to allow templates in requests"
             raise ApiError(400, f"chat_template: this server only uses the model's own; {hint}", "chat_template")
+
+    async def render(
+        self,
+        http: Request,
+        body: ChatCompletionRequest | TokenizeRequest | InputBody,
+        template_kwargs: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        must_fit: bool = False,
+    ) -> RenderedChat:
+        """Return the prompt that the messages of a body are. Raises ApiError, RequestError."""
+        self.check_template(body.chat_template)
+        options = ChatOptions(
+            chat_template=body.chat_template,
+            tools=tools or None,
+            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
+            continue_final_message=body.continue_final_message,
+            template_kwargs={**self.template_kwargs, **(template_kwargs or {})} or None,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
+        rendering = self.starter.llm.text.render_chat(
+            body.messages or (),
+            options,
+            must_fit=must_fit,
+            is_bounded=True,
+            size=http.scope["state"]["body_bytes"],
+        )
+        return await cancel_on_disconnect(http, rendering)
 
     def template_for(self, asked: str | None, has_tools: bool) -> str | None:
         """Return the text of the template of a request.   asked: a text, or a name."""
@@ -165,6 +199,7 @@ async def build_state(
     sizes = await started()
     inputs.client_index = client.index
     inputs.limits.fit(sizes.max_model_len)
+    peers = peers or Peers()
     names = config.model.served_model_name or (config.model.model,)
     server = config.server
     max_loras = config.model.lora.num_per_step if config.model.lora.enable_lora else 0
@@ -185,7 +220,7 @@ async def build_state(
     adapters = ServedAdapters(llm, tuple(names), server.lora_sources.lora_dir)
     await adapters.load_modules(server.lora_sources)
     return ServerState(
-        starter=RequestStarter(llm, Admission(server.server_limits, server.server_timeouts.queue_timeout_s), metrics),
+        starter=RequestStarter(llm, peers.make_admission(server), metrics, peers.salt_secret),
         adapters=adapters,
         model_names=tuple(names),
         max_model_len=sizes.max_model_len,
@@ -201,7 +236,7 @@ async def build_state(
         engine=client,
         config=server,
         looks=Looks(client.look),
-        peers=peers or Peers(),
+        peers=peers,
     )
 
 

@@ -1,6 +1,7 @@
 """Traces of the engine in Chrome's format: GET /trace?seconds=N for so long, --trace FILE until the server ends."""
 
 import asyncio
+import itertools
 import logging
 import math
 import time
@@ -16,6 +17,7 @@ from pagoda.engine.chrome_trace import ChromeTrace
 from pagoda.server.admission import Refusal
 from pagoda.server.errors import ApiError
 from pagoda.server.live import FRAME_S, viewer_of
+from pagoda.server.one_process import RequestRecord
 from pagoda.server.sending import cancel_on_disconnect
 from pagoda.server.state import ServerState, state_of
 
@@ -65,14 +67,13 @@ async def _record(state: ServerState, seconds: float) -> bytes:
     engine = state.engine
     if engine is None:
         raise ApiError(503, "this server has no engine process to trace")
+    running = await state.peers.ask("requests", "", False, returns=list[RequestRecord])
     if engine.on_events is not None:
         raise Refusal("requests", "a trace is made already; ask again when it has ended")
     began_s = time.perf_counter()
     trace = ChromeTrace(began_s)
-    for observer in state.starter.metrics.running:
-        request, times = observer.request, observer.last.metrics if observer.last is not None else None
-        is_running = times is not None and times.first_scheduled_time is not None
-        trace.begin_with(request.client_index, request.handle, request.request_id, is_running)
+    for record in itertools.chain.from_iterable(running):
+        trace.begin_with(record.client, record.handle, record.request_id, record.has_run)
 
     def add(events: Events) -> None:
         for event in events:

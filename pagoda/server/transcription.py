@@ -1,7 +1,6 @@
 """POST /v1/audio/transcriptions, /v1/audio/translations"""
 
 import contextlib
-import functools
 import importlib.util
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
@@ -18,9 +17,9 @@ from pagoda.engine.transcription.formats import as_object, as_srt, as_vtt
 from pagoda.engine.transcription.piece import Decoding
 from pagoda.engine.transcription.sound import claimed_bytes, read_sound
 from pagoda.engine.transcription.transcriber import Transcription, TranscriptionOptions
-from pagoda.server.admission import Place
 from pagoda.server.body import parse_fields
 from pagoda.server.errors import ApiError
+from pagoda.server.remote_admission import AnyPlace
 from pagoda.server.routing import Router
 from pagoda.server.sending import EventStream, cancel_on_disconnect, event, json_response, run_sized
 from pagoda.server.state import ServerState, state_of
@@ -78,7 +77,7 @@ async def create_translation(http: Request) -> Response:
         return await _answer(http, place, file, options, form.model, form.response_format, False)
 
 
-def _admitted(http: Request) -> contextlib.AbstractAsyncContextManager[Place]:
+def _admitted(http: Request) -> contextlib.AbstractAsyncContextManager[AnyPlace]:
     """Admit a request before its form is read. Raises Refusal (429)."""
     http.scope["state"]["body_bytes"] = 0  # of a text: the sound's tokens are not known yet
     return state_of(http).starter.admitted(http, 1, 1, None, is_read=False)
@@ -134,7 +133,7 @@ def _temperatures(asked: float) -> tuple[float, ...]:
 
 async def _answer(
     http: Request,
-    place: Place,
+    place: AnyPlace,
     file: UploadFile,
     options: TranscriptionOptions,
     model: str | None,
@@ -152,7 +151,7 @@ async def _answer(
         lambda limits, is_left: read_sound(_content(file), name, limits, is_left),
         options,
         lambda limits: claimed_bytes(_content(file), name, limits),
-        functools.partial(state.starter.admission.wait_to_hold, place),
+        place.wait_to_hold,
     )
     sound = await cancel_on_disconnect(http, reading)
     http.scope["state"]["timings"]["audio_s"] = round(sound.sound.duration_s, 2)
@@ -173,7 +172,7 @@ def _content(file: UploadFile) -> bytes:
 
 
 async def _outputs(
-    state: ServerState, sound: Transcription, place: Place, new_id: Callable[[], str], key: str
+    state: ServerState, sound: Transcription, place: AnyPlace, new_id: Callable[[], str], key: str
 ) -> AsyncGenerator[RequestOutput, None]:
     """Run a transcription; yield the output of each of its requests, each of which the metrics count."""
     starter = state.starter

@@ -54,7 +54,7 @@ def served(
             llm.input_processor.speech = cast("Any", speech or None)
             metrics = ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, ""))
             state = ServerState(
-                starter=RequestStarter(llm, Admission(config.server_limits, 0.0), metrics),
+                starter=RequestStarter(llm, Admission(config.server_limits, 0.0), metrics, b""),
                 adapters=ServedAdapters(llm, ("m",), None),
                 model_names=("m",),
                 max_model_len=MAX_LEN,

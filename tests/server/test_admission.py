@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import generate_latest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import CompletionOutput, RequestOutput
@@ -149,10 +148,11 @@ def test_images_are_counted_before_their_prompt_queues_for_a_thread() -> None:
         input_processor=SimpleNamespace(limits=limits), text=SimpleNamespace(prepare_params=prepare_params)
     )
     http: Any = SimpleNamespace(scope={"state": {"timings": {}, "key": ""}}, receive=lambda: asyncio.sleep(60))
+    body: Any = SimpleNamespace(priority=0, cache_salt=None)
     prompts = RawPrompts([{"prompt_token_ids": [1], "media": (item,)}, [1]], [PoolingParams()] * 2, (), None)
-    starter = RequestStarter(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")))
+    starter = RequestStarter(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")), b"")
     with admitted(admission, 1, 1) as place, pytest.raises(RequestError, match="stop here"):
-        asyncio.run(starter.begin(http, place, prompts, "a"))
+        asyncio.run(starter.begin(http, place, body, prompts, "a"))
     assert counted == [100]
 
 
@@ -162,7 +162,7 @@ def test_an_abort_between_the_requests_of_a_job_ends_it() -> None:
 
     llm: Any = SimpleNamespace(abort=abort)
     admission = Admission(ServerLimits(), 0.0)
-    starter = RequestStarter(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")))
+    starter = RequestStarter(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")), b"")
     with admission.enter(1, 1, "").at_end as at_end:
         place: Any = SimpleNamespace(at_end=at_end)
         new_id, other = (starter.reserve_job("k", name, place) for name in ("audio-1", "audio-2"))
@@ -182,7 +182,7 @@ def test_an_abort_of_a_job_ends_no_other_whose_id_begins_alike() -> None:
 
     llm: Any = SimpleNamespace(abort=abort)
     admission = Admission(ServerLimits(), 0.0)
-    starter = RequestStarter(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")))
+    starter = RequestStarter(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")), b"")
     with admission.enter(1, 1, "").at_end as at_end:
         place: Any = SimpleNamespace(at_end=at_end)
         new_id, other = (starter.reserve_job("k", name, place) for name in ("audio-X", "audio-X-1"))
@@ -399,8 +399,7 @@ def test_the_wait_in_line_can_be_ended_with_an_error(key: str | None, num_left: 
 
 def test_what_waits_in_line_is_among_the_waiting_requests_of_the_metrics() -> None:
     metrics = ServerMetrics("m", lambda: EngineStats(num_waiting=2), dict.fromkeys(CACHE_LABELS, ""))
-    metrics.num_in_line = lambda: 3
-    shown = generate_latest(metrics.registry).decode()
+    shown = metrics.write(metrics.counts(), 3).decode()
     assert 'vllm:num_requests_waiting{engine="0",model_name="m"} 5.0' in shown
     for reason, count in (("capacity", 2.0), ("admission", 3.0)):
         labels = f'engine="0",model_name="m",reason="{reason}"'

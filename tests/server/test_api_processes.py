@@ -1,64 +1,273 @@
-"""--api-server-count: several processes serve one port before one engine."""
+"""--api-server-count: several processes serve one port before one engine, and share what a server has once."""
 
+import contextlib
+import http.client
+import json
 import os
+import re
 import signal
+import socket
+import subprocess
+import sys
+import threading
 import time
+import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
 
 import openai
 import pytest
 
-from tests.server.live import FAKE_FLAGS, LiveServer, children, serving
+from tests.server.live import FAKE_ENGINE, FAKE_FLAGS, LiveServer, children, is_running, reserved_port, serving
 
-COUNT = 2
+NAMES = ("api-1", "api-2")
+MOST_PER_KEY = 6
+LONG = {"prompt": [7] * 40, "max_tokens": 1500, "ignore_eos": True, "stream": True}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Two processes; tests may kill them, the engine too, and limit its steps for a while."""
     folder: Path = tmp_path_factory.mktemp("several")
-    with serving(folder, *FAKE_FLAGS, "--api-server-count", str(COUNT), stepped=True) as served:
+    keys = ("--api-key", "one", "--api-key", "two", "--admin-api-key", "root")
+    limit = ("--server-limits.max-requests-per-key", str(MOST_PER_KEY))
+    with serving(folder, *FAKE_FLAGS, *keys, *limit, "--api-server-count", "2", stepped=True) as served:
         yield served
 
 
-def api_pids(server: LiveServer) -> list[int]:
-    return [pid for pid, command in children(server.process.pid).items() if b"api_process" in command]
-
-
-def client_of(server: LiveServer) -> openai.OpenAI:
-    """A client whose every request goes over a connection of its own, so that all processes get some."""
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", default_headers={"Connection": "close"})
-
-
-def answered_by(server: LiveServer) -> set[str]:
-    """The processes that the access log names."""
-    lines = [line for line in server.log.read_text().splitlines() if " POST /v1/" in line]
-    return {line.split()[3].partition("[")[0] for line in lines}
-
-
-def test_all_processes_answer_on_one_port(server: LiveServer) -> None:
-    client, until_s = client_of(server), time.monotonic() + 20
-    while answered_by(server) != {"api-1", "api-2"}:
+def api_pids(server: LiveServer) -> dict[str, int]:
+    """The processes that serve HTTP, by the names that the log has for them, once all of them do."""
+    until_s = time.monotonic() + 30
+    while True:
+        running = {pid for pid, command in children(server.process.pid).items() if b"api_process" in command}
+        found = re.findall(r" (api-\d)\[(\d+)\] this process serves", server.log.read_text())
+        pids = {name: int(pid) for name, pid in found if int(pid) in running}
+        if len(pids) == len(NAMES):
+            return pids
         assert time.monotonic() < until_s, server.log.read_text()
-        chat = client.chat.completions.create(
-            model="smollm2-135m", messages=[{"role": "user", "content": "hello"}], max_tokens=5
-        )
-        assert chat.choices[0].finish_reason == "length"
-        text = "".join(
-            chunk.choices[0].text
-            for chunk in client.completions.create(model="smollm2-135m", prompt="a", max_tokens=5, stream=True)
-        )
-        assert text
+        time.sleep(0.05)
 
 
-def test_a_killed_process_is_started_again_and_no_connection_is_lost(server: LiveServer) -> None:
-    client, before = client_of(server), set(api_pids(server))
-    os.kill(next(iter(before)), signal.SIGKILL)
-    for _ in range(10):  # of which some reach the port of the dead process
+class Connection:
+    """A connection to one of the processes."""
+
+    def __init__(self, server: LiveServer, key: str = "root") -> None:
+        address = urlparse(server.url)
+        self._http = http.client.HTTPConnection(str(address.hostname), address.port, timeout=60)
+        self._key = key
+        request_id = uuid.uuid4().hex
+        assert self.get("/v1/models", **{"X-Request-Id": request_id})[0] == 200
+        until_s = time.monotonic() + 20
+        while (line := re.search(rf" (api-\d)\[.*{request_id}", server.log.read_text())) is None:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        self.name = line[1]
+
+    def get(self, path: str, **headers: str) -> tuple[int, Any]:
+        return self._whole("GET", path, None, headers)
+
+    def post(self, path: str, body: Any) -> tuple[int, Any]:
+        return self._whole("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+
+    def _whole(self, method: str, path: str, body: str | None, headers: dict[str, str]) -> tuple[int, Any]:
+        self._http.request(method, path, body, {"Authorization": f"Bearer {self._key}", **headers})
+        response = self._http.getresponse()
+        text = response.read().decode()
+        return response.status, json.loads(text) if text.startswith(("{", "[")) else text
+
+    @contextlib.contextmanager
+    def streaming(self, **fields: Any) -> Iterator[tuple[int, http.client.HTTPResponse]]:
+        """A stream of which one line was read; the connection is closed at the end of the block."""
+        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+        self._http.request("POST", "/v1/completions", json.dumps({**LONG, **fields}), headers)
+        response = self._http.getresponse()
+        try:
+            if response.status == 200:
+                response.readline()
+            yield response.status, response
+        finally:
+            self._http.close()
+
+
+def to_each(server: LiveServer, key: str = "root") -> list[Connection]:
+    """A connection to each process, in the order of their names."""
+    api_pids(server)
+    found: dict[str, Connection] = {}
+    while len(found) < len(NAMES):
+        connection = Connection(server, key)
+        found.setdefault(connection.name, connection)
+    return [found[name] for name in NAMES]
+
+
+def metric(text: str, begins: str) -> float:
+    return next(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(begins))
+
+
+def wait_until(is_so: Any, timeout_s: float = 30.0) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < until_s
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def slowed(server: LiveServer) -> Iterator[None]:
+    """During the block, the engine rests after each step."""
+    is_over = threading.Event()
+
+    def run() -> None:
+        server.steps.hold_after(1)
+        while not is_over.wait(0.01):
+            server.steps.allow_one_more()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        server.steps.release()
+
+
+def test_all_processes_answer_on_one_port_and_any_counts_for_all(server: LiveServer) -> None:
+    for connection in to_each(server):
+        status, before = connection.get("/metrics")
+        assert status == 200
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="one", default_headers={"Connection": "close"})
+        for _ in range(4):
+            chat = client.chat.completions.create(
+                model="smollm2-135m", messages=[{"role": "user", "content": "hello"}], max_tokens=5
+            )
+            assert chat.choices[0].finish_reason == "length"
+        after = connection.get("/metrics")[1]
+        for name, more in (
+            ("vllm:generation_tokens_total", 20),
+            ('vllm:request_success_total{engine="0",finished_reason="length"', 4),
+            ("vllm:time_to_first_token_seconds_count", 4),
+            ('http_requests_total{handler="/v1/chat/completions",method="POST",status="200"}', 4),
+        ):
+            assert metric(after, name) - (metric(before, name) if name in before else 0) == more, name
+        assert metric(after, "vllm:iteration_tokens_total_sum") > metric(before, "vllm:iteration_tokens_total_sum")
+        assert after.count("vllm:num_requests_running{") == 1
+
+
+def test_limits_of_a_key_hold_over_all_processes_and_end_with_a_killed_one(server: LiveServer) -> None:
+    first, second = to_each(server, "one")
+    with slowed(server), contextlib.ExitStack() as streams:
+        held: list[Connection] = []
+        while len(held) < MOST_PER_KEY:
+            for connection in to_each(server, "one"):
+                if len(held) < MOST_PER_KEY:
+                    assert streams.enter_context(connection.streaming())[0] == 200
+                    held.append(connection)
+        assert {connection.name for connection in held} == set(NAMES)
+        for connection in (first, second):
+            status, answer = connection.post("/v1/completions", {**LONG, "stream": False})
+            assert (status, "this key has 6 requests of 6" in answer["error"]["message"]) == (429, True)
+        with next(iter(to_each(server, "two"))).streaming() as (status, _):
+            assert status == 200
+            load = second.get("/load")[1]
+            assert load["server_load"] == MOST_PER_KEY + 1
+            before = metric(second.get("/metrics")[1], "vllm:generation_tokens_total")
+            os.kill(api_pids(server)["api-1"], signal.SIGKILL)
+            num_left = sum(connection.name == "api-2" for connection in held)
+            wait_until(lambda: second.get("/load")[1]["server_load"] == num_left)
+            assert metric(second.get("/metrics")[1], "vllm:generation_tokens_total") >= before
+            wait_until(lambda: second.get("/load")[1]["running"] == num_left)  # the engine has aborted the others
+    for connection in to_each(server, "one"):
+        status, answer = connection.post("/v1/completions", {"prompt": "a", "max_tokens": 5})
+        assert (status, answer["usage"]["completion_tokens"]) == (200, 5)
+
+
+def test_what_connects_while_a_process_is_dead_is_answered(server: LiveServer) -> None:
+    pids = api_pids(server)
+    os.kill(pids["api-2"], signal.SIGKILL)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="one", default_headers={"Connection": "close"})
+    for _ in range(8):
         answer = client.completions.create(model="smollm2-135m", prompt="a", max_tokens=5, timeout=60)
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 5
-    after = set(api_pids(server))
-    assert len(after) == COUNT
-    assert len(after & before) == COUNT - 1
+    assert api_pids(server)["api-2"] != pids["api-2"]
+    assert api_pids(server)["api-1"] == pids["api-1"]
+
+
+def test_any_process_shows_the_requests_of_all_and_ends_them(server: LiveServer) -> None:
+    mine, theirs = to_each(server, "one")
+    first, second = to_each(server, "one")
+    with slowed(server), mine.streaming(request_id="a"), theirs.streaming(request_id="b") as (_, stream):
+        for key, ids in (("one", {"cmpl-a", "cmpl-b"}), ("root", {"1/cmpl-a", "1/cmpl-b"}), ("two", set())):
+            for connection in to_each(server, key):
+                seen = connection.get("/requests")[1]
+                assert {one["id"] for one in seen["data"] if one["state"] == "running"} == ids
+                assert seen["others"] == {"running": 2 - len(ids), "waiting": 0}
+        for connection in (first, second):
+            for name in ("cmpl-a", "cmpl-b"):
+                timeline = connection.get(f"/requests/{name}")[1]["timeline"]
+                assert [one["what"] for one in timeline][:2] == ["arrived", "queued"]
+        assert to_each(server, "two")[0].get("/requests/cmpl-a")[0] == 404
+        status, answer = first.post("/abort_requests", {"request_ids": ["cmpl-a", "cmpl-b", "cmpl-c"]})
+        assert (status, sorted(answer["aborted"])) == (200, ["cmpl-a", "cmpl-b"])
+        assert b'"finish_reason":"abort"' in stream.read()
+
+
+def test_a_killed_engine_costs_no_stream_of_any_process_a_token(server: LiveServer) -> None:
+    def run(connection: Connection) -> int:
+        with connection.streaming(max_tokens=300) as (status, response):
+            assert status == 200
+            started.release()
+            return response.read().count(b'"text"') and 300
+
+    started = threading.Semaphore(0)
+    connections = [one for _ in range(2) for one in to_each(server, "one")]
+    with ThreadPoolExecutor(len(connections)) as threads:
+        with slowed(server):
+            running = [threads.submit(run, one) for one in connections]
+            for _ in running:
+                assert started.acquire(timeout=30)
+            server.kill_engine()
+        assert [one.result(60) for one in running] == [300] * len(connections)
+
+
+def test_sigterm_ends_all_after_the_last_request_of_any(tmp_path: Path) -> None:
+    with serving(tmp_path, *FAKE_ENGINE, "--api-server-count", "2", stepped=True) as server:
+        first, second = to_each(server)
+        with slowed(server), first.streaming(max_tokens=200) as (_, stream):
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: second.get("/health")[0] == 503)
+            assert second.post("/v1/completions", {"prompt": "a"})[0] == 503  # and closes the connection
+            server.steps.release()
+            assert b"[DONE]" in stream.read()
+        assert server.process.wait(20) == 0
+        assert "Traceback" not in server.log.read_text()
+        assert "ended with" not in server.log.read_text()
+
+
+def test_processes_and_engine_end_with_their_parent(tmp_path: Path) -> None:
+    with serving(tmp_path, *FAKE_ENGINE, "--api-server-count", "2") as server:
+        started = list(children(server.process.pid))
+        assert len(started) == 3
+        server.process.kill()
+        wait_until(lambda: not any(map(is_running, started)))
+
+
+def started(*flags: str, port: int = 0) -> "subprocess.CompletedProcess[str]":
+    """What `pagoda serve` says that does not come to serve."""
+    command = [sys.executable, "-m", "pagoda", "serve", "--port", str(port), "--api-server-count", "2"]
+    return subprocess.run([*command, *FAKE_ENGINE, *flags], capture_output=True, text=True, timeout=120)
+
+
+def test_what_cannot_be_served_is_said_once(tmp_path: Path) -> None:
+    with reserved_port() as port, socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        done = started(port=port)
+    assert (done.returncode, f"cannot listen on 127.0.0.1 port {port}" in done.stderr) == (2, True)
+    done = started("--tool-call-parser", "none-such")
+    assert done.returncode == 2
+    assert done.stderr.count("none-such") == 1, done.stderr
+    assert "Traceback" not in done.stderr

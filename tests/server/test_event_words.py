@@ -9,8 +9,8 @@ from pagoda.server.event_words import in_words, needs_blocks
 AT = (7, 1.5, 0, 3)
 
 
-def name_of(handle: int) -> str | None:
-    return {3: "me", 4: "mine"}.get(handle)
+def name_of(client: int, handle: int) -> str | None:
+    return {(0, 3): "me", (0, 4): "mine"}.get((client, handle))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ import pagoda
 from pagoda import SamplingParams
 from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
-from pagoda.metrics.prometheus import CACHE_LABELS, RequestObserver, ServerMetrics
-from pagoda.server.app import _report_load
+from pagoda.metrics.prometheus import CACHE_LABELS, Counts, RequestObserver, ServerMetrics
+from pagoda.server.load_report import report_load
+from pagoda.server.one_process import OneProcess, RequestRecord
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "seed": 1}
@@ -76,6 +78,19 @@ def test_every_line_of_text_has_time_level_and_process(fake_server: LiveServer) 
     assert "finish_reason=length" in line
 
 
+async def reporting(metrics: ServerMetrics, interval_s: float) -> None:
+    starter: Any = SimpleNamespace(metrics=metrics)
+    own = OneProcess(starter, cast("Any", None))
+
+    async def read_counts() -> Counts:
+        return own.counts()
+
+    async def read_oldest() -> RequestRecord | None:
+        return own.oldest()
+
+    await report_load(metrics.stats, read_counts, read_oldest, interval_s)
+
+
 def test_a_line_tells_the_load_while_there_is_any(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="pagoda")
     stats = EngineStats()
@@ -83,7 +98,7 @@ def test_a_line_tells_the_load_while_there_is_any(caplog: pytest.LogCaptureFixtu
 
     async def main() -> None:
         nonlocal stats
-        task = asyncio.create_task(_report_load(metrics, interval_s=0.05))
+        task = asyncio.create_task(reporting(metrics, 0.05))
         await asyncio.sleep(0.2)
         assert caplog.messages == []  # idle
         metrics.num_output_tokens += 10
@@ -115,7 +130,7 @@ def test_the_line_of_the_load_names_a_request_that_runs_for_long(
         RequestObserver(metrics, request).__enter__()
 
     async def main() -> None:
-        task = asyncio.create_task(_report_load(metrics, interval_s=0.01))
+        task = asyncio.create_task(reporting(metrics, 0.01))
         while not caplog.messages:
             await asyncio.sleep(0.01)
         task.cancel()

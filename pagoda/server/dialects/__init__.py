@@ -1,1 +1,0 @@
-"""One file per API: the form of its requests, answers, streams and errors. See `Dialect` in server/turn.py."""
