@@ -50,7 +50,16 @@ def grammar_text(params: StructuredOutputsParams, field_name: str = _FIELD) -> s
     field_name: the request's field that the parameters come from, for errors.
     """
     grammar = _BUILDERS[params.kind](params, field_name)
+    if params.kind == "grammar" or params.whitespace_pattern is not None:
+        grammar += _NO_FORCING
     return grammar if params.reasoning_end is None else _after_reasoning(grammar, params.reasoning_end)
+
+
+_NO_FORCING = '\n%llguidance {"no_forcing": true}'
+"""Do not look for text that a grammar forces. With terminals of the caller's it may have no end, and the library would
+look for ever: a terminal is read as far as it matches, so `/b+/ "b"` goes on and on. Of several settings, the last
+holds.
+"""
 
 
 def _after_reasoning(text: str, end: str | int) -> str:
@@ -197,7 +206,8 @@ def _of_structural_tag(params: StructuredOutputsParams, field_name: str) -> str:
         return _regex_literal(pattern)
 
     tags = StructuralTags(field_name, lambda schema: json_rule(schema, field_name, style), regex_rule, literal)
-    return tags.grammar(parse_schema(params.structural_tag, field_name))
+    text = tags.grammar(parse_schema(params.structural_tag, field_name))
+    return text + _NO_FORCING if num_regex_chars else text
 
 
 _BUILDERS: dict[str, Callable[[StructuredOutputsParams, str], str]] = {

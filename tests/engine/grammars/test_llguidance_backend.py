@@ -13,7 +13,7 @@ from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.grammar import MaskWork, num_mask_words
 from pagoda.engine.grammars import llguidance_backend
 from pagoda.engine.grammars.grammar_text import grammar_text
-from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend, LlguidanceMatcher
+from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend, LlguidanceMatcher, error_of_grammar
 from pagoda.engine.tokenizers.byte_tokenizer import BOS, EOS, ByteTokenizer
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
@@ -337,3 +337,32 @@ def test_compiling_is_off_the_calling_thread() -> None:
     assert backend.matcher(grammar).error == ""
     backend.shutdown()
     backend.shutdown()
+
+
+REGEX = {"type": "regex", "pattern": "b+"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"grammar": 'start: /b+/ "b"'},
+        {"grammar": 'start: X "ab" | "(" start ")"\nX: "ab"+\n%llguidance {"no_forcing": false}'},
+        {"grammar": 'start: X "b" // no end of line\nX: "b"+ //'},
+        {"grammar": 'root ::= x "\\u00e8" | "(" root ")"\nx ::= "\\u00e9"+'},
+        {"structural_tag": {"type": "structural_tag", "format": {"type": "sequence", "elements": [REGEX, REGEX]}}},
+        {"json": SCHEMA, "whitespace_pattern": '"+'},
+    ],
+)
+@pytest.mark.parametrize("end", [None, "</think>"])
+def test_a_grammar_that_forces_text_without_end_is_answered(
+    backend: LlguidanceBackend, given: dict[str, Any], end: str | None
+) -> None:
+    """The library would append the text that it forces for ever, on the thread that fills masks."""
+    text = text_of(**given, reasoning_end=end)
+    assert error_of_grammar(backend._vocabulary.get(), text) == ""
+    matcher = ready(backend, text)
+    for _ in range(20):
+        assert matcher.forced() == []
+        following = allowed(backend, matcher)
+        matcher.advance([ord('"') if ord('"') in following else min(following)])
+    assert matcher.error == ""
