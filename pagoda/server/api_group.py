@@ -1,7 +1,7 @@
 """ApiGroup: several processes that serve HTTP on one port, before the engine of this process.
 
-Each has a socket of its own on the port, which this process keeps open: what connects to one that has died waits for
-the next one. A process that dies takes only its own connections along, and the engine aborts their requests.
+Each has a socket of its own on the port, which this process keeps open: while one is dead, the others accept what
+connects to its socket. A process that dies takes only its own connections along; the engine aborts their requests.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,43 +21,45 @@ from typing import Any
 import msgspec
 
 from pagoda.base.config import EngineConfig
-from pagoda.base.errors import ConfigError, PagodaError, WorkerDied
+from pagoda.base.errors import CapacityError, ConfigError, PagodaError, WorkerDied
 from pagoda.engine.clients.client_server import ClientServer
 from pagoda.engine.clients.engine_link import WATCH_INTERVAL_S
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.clients.supervisor import STABLE_S, Restarts
 from pagoda.engine.wire import EngineSizes
-from pagoda.metrics.prometheus import Counts, add_counts, tokens_per_step
 from pagoda.process.child_process import RendezvousDir, end_child, start_child
 from pagoda.process.out_of_memory import describe_exit
-from pagoda.server.admission import Admission
 from pagoda.server.listening import announce, check_free, listen_together
 from pagoda.server.load_report import report_load
-from pagoda.server.one_process import Failure, RequestRecord, oldest_of
-from pagoda.server.peers import CALL_S, LOAD_S
-from pagoda.server.remote_admission import AdmissionService
+from pagoda.server.peers import CALL_S
 from pagoda.server.served_adapters import AdapterChange
+from pagoda.server.shared import Shared
 
 logger = logging.getLogger("pagoda.server")
 
 SOCKET = "engine"  # in the rendezvous folder
 _MODULE = "pagoda.server.api_process"
+_ERRORS = {one.__name__: one for one in (ConfigError, CapacityError)}
+"""Errors of a start that another start cannot mend."""
 _END_S = 10.0
 """How long processes may take to end after the drain's deadline, before they are killed."""
 
 
 class ApiStart(msgspec.Struct, frozen=True):
-    """What a process needs.   folder: of the rendezvous.   listener: file descriptor of its socket."""
+    """What a process needs.
+
+    number: from 1.   folder: of the rendezvous.   listeners: file descriptors of the sockets of all processes.
+    """
 
     config: EngineConfig
     number: int
     folder: str
-    listener: int
+    listeners: list[int]
     salt_secret: bytes
 
 
 def error_path(place: RendezvousDir, number: int) -> Path:
-    """Return where a process that cannot serve writes why: the message, and whether the settings are wrong."""
+    """Return where a process that cannot serve writes why: the name of the error, and its message."""
     return place.path(f"error-{number}")
 
 
@@ -73,6 +76,10 @@ class _Slot:
     ready_at_s: float | None = None
     client: int | None = None
     has_worked: bool = False
+
+    @property
+    def serves(self) -> bool:
+        return self.client is not None and self.ready_at_s is not None
 
 
 async def serve_together(config: EngineConfig) -> None:
@@ -105,13 +112,7 @@ class ApiGroup:
         self._slots = [_Slot(number, listener) for number, listener in enumerate(listeners, 1)]
         self._has_begun = self._is_serving = self._is_draining = False
         self._salt_secret = secrets.token_bytes(16)
-        limits, queue_timeout_s = config.server.server_limits, config.server.server_timeouts.queue_timeout_s
-        self._admission = AdmissionService(Admission(limits, queue_timeout_s))
-        self._counts_of: dict[int, Counts] = {}  # as each client told them last
-        self._counts_before: Counts = {}  # of those that have gone
-        self._tokens_per_step = tokens_per_step()
-        self._changes: dict[str, AdapterChange] = {}  # the last one of each name
-        self._changing = asyncio.Lock()
+        self._shared = Shared(config.server, lambda: all(slot.serves for slot in self._slots))
         self._drained: set[int] = set()
         self._all_drained = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -124,18 +125,15 @@ class ApiGroup:
         services = {
             "begin": self._begin,
             "ready": self._on_ready,
-            "ask_all": self._ask_all,
-            "counts": self._read_counts,
-            "change_adapter": self._change_adapter,
             "drained": self._on_drained,
-            **self._admission.services,
+            **self._shared.services,
         }
-        self._server = ClientServer(self._engine, starting, services, self._on_left)
+        self._server = self._shared.server = ClientServer(self._engine, starting, services, self._on_left)
         await self._server.start(str(self._place.path(SOCKET)))
         pass_on = self._engine.on_step
 
         def on_step(num_tokens: int) -> None:
-            self._tokens_per_step.observe(num_tokens)
+            self._shared.tokens_per_step.observe(num_tokens)
             pass_on(num_tokens)
 
         self._engine.on_step = on_step
@@ -178,7 +176,7 @@ class ApiGroup:
                 return
             if (known := self._error_of(slot.number)) is not None:
                 how += f": {known}"
-                if isinstance(known, ConfigError) and not has_been_ready:
+                if isinstance(known, tuple(_ERRORS.values())) and not has_been_ready:
                     raise known
             is_ready = slot.ready_at_s is not None
             has_been_ready = has_been_ready or is_ready
@@ -194,12 +192,12 @@ class ApiGroup:
 
     async def _run_one(self, slot: _Slot) -> int:
         """Start a process; return its exit code when it has ended. Raises OSError if none can be started."""
-        fd, config = slot.listener.fileno(), self._config
+        fds, config = [one.listener.fileno() for one in self._slots], self._config
         if slot.number > 1:  # the first one writes the trace, if one is written
             server = replace(config.server, logs=replace(config.server.logs, trace=None))
             config = replace(config, server=server)
-        start = ApiStart(config, slot.number, self._place.folder, fd, self._salt_secret)
-        process = slot.process = start_child(_MODULE, [], msgspec.msgpack.encode(start, enc_hook=str), [fd])
+        start = ApiStart(config, slot.number, self._place.folder, fds, self._salt_secret)
+        process = slot.process = start_child(_MODULE, [], msgspec.msgpack.encode(start, enc_hook=str), fds)
         while (code := process.poll()) is None:
             await asyncio.sleep(WATCH_INTERVAL_S)
         end_child(process)
@@ -209,14 +207,19 @@ class ApiGroup:
         """Return why a process could not serve, if it has told."""
         path = error_path(self._place, number)
         with contextlib.suppress(OSError, msgspec.DecodeError):
-            text, is_config = msgspec.json.decode(path.read_bytes(), type=tuple[str, bool])
+            name, text = msgspec.json.decode(path.read_bytes(), type=tuple[str, str])
             path.unlink()
-            return ConfigError(text) if is_config else WorkerDied(text)
+            return _ERRORS.get(name, WorkerDied)(text)
         return None
 
     def _end(self, slot: _Slot) -> None:
         if slot.process is not None:
             end_child(slot.process)
+
+    def _run(self, work: Coroutine[Any, Any, object]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # ---- what the processes call
 
@@ -230,45 +233,19 @@ class ApiGroup:
             check_free(self._config.server, slot.listener)
             self._has_begun = True
         slot.client = client
-        async with self._changing:
-            return list(self._changes.values())
+        return await self._shared.read_changes()
 
     def _on_ready(self, client: int, number: int) -> None:
         self._slots[number - 1].ready_at_s = time.monotonic()
+        self._spread_connections()
         if not self._is_serving and all(slot.ready_at_s is not None for slot in self._slots):
             self._is_serving = True
             announce(self._config.server, self._slots[0].listener)
             loop = asyncio.get_running_loop()
-            self._tasks.add(loop.create_task(report_load(self._engine.stats, self._read_counts, self._read_oldest)))
+            shared = self._shared
+            self._run(report_load(self._engine.stats, shared.read_counts, shared.read_oldest))
             for signal_number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(signal_number, self._on_signal)
-
-    async def _ask_all(self, _: int, name: str, arguments: list[msgspec.Raw]) -> list[msgspec.Raw]:
-        found = await self._server.ask(name, *arguments, timeout_s=CALL_S, returns=msgspec.Raw)
-        return list(found.values())
-
-    async def _read_counts(self, _: int = 0) -> Counts:
-        self._counts_of |= await self._server.ask("counts", timeout_s=CALL_S, returns=Counts)
-        total: Counts = {}
-        for counts in (self._counts_before, *self._counts_of.values()):
-            add_counts(total, counts)
-        total[self._tokens_per_step.name] = self._tokens_per_step.counts()
-        return total
-
-    async def _read_oldest(self) -> RequestRecord | None:
-        found = await self._server.ask("oldest", timeout_s=CALL_S, returns=RequestRecord | None)
-        return oldest_of(found.values())
-
-    async def _change_adapter(self, client: int, change: AdapterChange) -> Failure | None:
-        """Change the adapters of all processes, once all are there; one that starts later gets the change then."""
-        while True:
-            async with self._changing:
-                if all(slot.client is not None and slot.ready_at_s is not None for slot in self._slots):
-                    found = await self._server.ask("change_adapter", change, timeout_s=LOAD_S, returns=Failure | None)
-                    if (failure := next((one for one in found.values() if one is not None), None)) is None:
-                        self._changes[change.name] = change
-                    return failure
-            await asyncio.sleep(WATCH_INTERVAL_S)
 
     async def _on_drained(self, client: int) -> None:
         """Return when all processes have no request any more."""
@@ -278,12 +255,19 @@ class ApiGroup:
             await self._all_drained.wait()
 
     def _on_left(self, client: int) -> None:
-        self._admission.end_client(client)
-        add_counts(self._counts_before, self._counts_of.pop(client, {}))
         for slot in self._slots:
             if slot.client == client:
                 slot.client = None
+                slot.has_worked = self._shared.has_admitted(client)
+        self._shared.on_left(client)
+        self._spread_connections()
         self._look_whether_drained()
+
+    def _spread_connections(self) -> None:
+        """Have those that serve accept what connects to the sockets of those that do not, until these do again."""
+        if self._is_serving and len({slot.listener for slot in self._slots}) > 1:
+            orphaned = [slot.number for slot in self._slots if not slot.serves]
+            self._run(self._server.ask("accept_for", orphaned, timeout_s=CALL_S))
 
     def _look_whether_drained(self) -> None:
         clients = {slot.client for slot in self._slots if slot.client is not None}
@@ -307,7 +291,7 @@ class ApiGroup:
             if slot.client is None:
                 self._end(slot)
         loop = asyncio.get_running_loop()
-        self._tasks.add(loop.create_task(self._server.ask("drain", timeout_s=CALL_S)))
+        self._run(self._server.ask("drain", timeout_s=CALL_S))
         for slot in self._slots:
             timeout_s = self._config.server.server_timeouts.drain_timeout_s + _END_S
             loop.call_later(timeout_s, partial(self._end, slot))

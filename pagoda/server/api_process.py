@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import msgspec
 
-from pagoda.base.errors import CapacityError, ConfigError, PagodaError
+from pagoda.base.errors import PagodaError
 from pagoda.engine.clients.remote_client import RemoteClient
 from pagoda.process.allocator import keep_buffers_apart
 from pagoda.process.child_process import RendezvousDir, end_with_parent, read_start
@@ -48,33 +48,33 @@ def main() -> None:
     try:
         run(_serve(start, place))
     except PagodaError as error:
-        is_config = isinstance(error, ConfigError | CapacityError)
-        error_path(place, start.number).write_bytes(msgspec.json.encode((str(error), is_config)))
+        error_path(place, start.number).write_bytes(msgspec.json.encode((type(error).__name__, str(error))))
         sys.exit(1)
 
 
 async def _serve(start: ApiStart, place: RendezvousDir) -> None:
-    config, peers = start.config, RemotePeers(start.salt_secret)
+    config = start.config
+    listeners = [socket.socket(fileno=fd) for fd in dict.fromkeys(start.listeners)]
+    peers = RemotePeers(start.salt_secret, listeners)
     client = RemoteClient(str(place.path(SOCKET)), peers.services)
     peers.calls = client.calls
-    with socket.socket(fileno=start.listener) as listener:
-        try:
-            state = await build_state(config, client, client.start, peers)
-            state.starter.telemetry = telemetry_of(os.environ, state.model_names[0])
-            peers.begin()
-            for change in await client.calls.call("begin", start.number, returns=list[AdapterChange]):
-                with contextlib.suppress(ApiError):  # one that was removed may never have been here
-                    await state.adapters.apply(replace(change, replaces=True))
+    try:
+        state = await build_state(config, client, client.start, peers)
+        state.starter.telemetry = telemetry_of(os.environ, state.model_names[0], f"api-{start.number}")
+        peers.begin()
+        for change in await client.calls.call("begin", start.number, returns=list[AdapterChange]):
+            with contextlib.suppress(ApiError):  # one that was removed may never have been here
+                await state.adapters.apply(replace(change, replaces=True))
 
-            def on_ready() -> None:
-                logger.info("this process serves")
-                client.calls.post("ready", start.number)
+        def on_ready() -> None:
+            logger.info("this process serves")
+            client.calls.post("ready", start.number)
 
-            await serve(state, config.server, listener, on_ready)
-            if state.starter.telemetry is not None:
-                await asyncio.to_thread(state.starter.telemetry.close)
-        finally:
-            await client.shutdown()
+        await serve(state, config.server, listeners[(start.number - 1) % len(listeners)], on_ready)
+        if state.starter.telemetry is not None:
+            await asyncio.to_thread(state.starter.telemetry.close)
+    finally:
+        await client.shutdown()
 
 
 if __name__ == "__main__":

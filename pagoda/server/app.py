@@ -4,7 +4,7 @@ import asyncio
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -141,11 +141,25 @@ class _Server(uvicorn.Server):
         self._on_ready = on_ready
         self._drain_timeout_s = drain_timeout_s
         self._draining: asyncio.Task[None] | None = None
+        self._others: dict[socket.socket, asyncio.Server] = {}  # of other processes
+        self._accepting = asyncio.Lock()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        self._state.peers.accept_from = self.accept_from
         self._on_ready()
+
+    async def accept_from(self, listeners: Sequence[socket.socket]) -> None:
+        """Accept connections from these sockets, next to its own, and from no others any more."""
+        async with self._accepting:
+            for listener in self._others.keys() - set(listeners):
+                self._others.pop(listener).close()
+            for listener in listeners:
+                if listener not in self._others:
+                    own = self.servers
+                    await super().startup([listener.dup()])
+                    (self._others[listener],), self.servers = self.servers, own
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # uvicorn's own handler would raise the signal again after the drain, before the engine is shut down.
@@ -181,6 +195,7 @@ class _Server(uvicorn.Server):
                 drain.cancel_rest()
                 await drain.wait_until_idle(LAST_ANSWERS_S)
         await self._state.peers.drained()
+        await self.accept_from(())
         logger.info("drained: the server ends")
         self.should_exit = True
 

@@ -3,7 +3,8 @@
 import asyncio
 import inspect
 import secrets
-from collections.abc import Callable
+import socket
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from pagoda.base.server_config import ServerConfig
@@ -21,9 +22,14 @@ LOAD_S = 600.0
 
 
 class Peers:
-    """A process that serves HTTP alone: all is its own.   own: set before anything else is used."""
+    """A process that serves HTTP alone: all is its own.
+
+    own: set before anything else is used.   accept_from: set when the process serves; accepts connections from these
+    sockets, next to its own, and from no others any more.
+    """
 
     own: OneProcess
+    accept_from: Callable[[Sequence[socket.socket]], Awaitable[None]] | None = None
 
     def __init__(self, salt_secret: bytes = b"") -> None:
         """salt_secret: of the processes together, so that prefixes are found whichever starts the request."""
@@ -69,8 +75,10 @@ class RemotePeers(Peers):
 
     calls: Calls
 
-    def __init__(self, salt_secret: bytes) -> None:
+    def __init__(self, salt_secret: bytes, listeners: Sequence[socket.socket]) -> None:
+        """listeners: the sockets of all processes, by their numbers."""
         super().__init__(salt_secret)
+        self._listeners = listeners
         self._ending = asyncio.Event()
         self._built = asyncio.Event()
 
@@ -81,7 +89,11 @@ class RemotePeers(Peers):
     def services(self) -> Services:
         """What the parent may call."""
         names = [name for name, one in vars(OneProcess).items() if not name.startswith("_")]
-        return {"drain": self._ending.set, **{name: self._answering(name) for name in names}}
+        return {
+            "drain": self._ending.set,
+            "accept_for": self._accept_for,
+            **{name: self._answering(name) for name in names},
+        }
 
     def _answering(self, name: str) -> Callable[..., Any]:
         """Return a function of OneProcess that waits until this process has one."""
@@ -96,6 +108,11 @@ class RemotePeers(Peers):
         parameters = list(signature.parameters.values())[1:]
         answer.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return answer
+
+    async def _accept_for(self, numbers: list[int]) -> None:
+        """Accept connections in place of these processes, and of no others any more."""
+        if self.accept_from is not None:
+            await self.accept_from([self._listeners[number - 1] for number in numbers])
 
     def begin(self) -> None:
         """Answer the parent from now on."""

@@ -59,6 +59,7 @@ class AdmissionService:
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._places: dict[tuple[int, int], Place] = {}
+        self._clients: set[int] = set()
         self._waits: dict[tuple[int, int], asyncio.Task[object]] = {}  # for a turn, or for room
 
     @property
@@ -76,8 +77,13 @@ class AdmissionService:
             "admission.counts": lambda _: self._admission.counts,
         }
 
+    def has_admitted(self, client: int) -> bool:
+        """Return whether a process has had a request, until it has gone."""
+        return client in self._clients
+
     def end_client(self, client: int) -> None:
         """Close the places of a process that has gone."""
+        self._clients.discard(client)
         for key in [key for key in self._places if key[0] == client]:
             self._close(key)
 
@@ -87,6 +93,7 @@ class AdmissionService:
         except Refusal as error:
             return _outcome_of(error)
         self._places[client, number] = place
+        self._clients.add(client)
         return Outcome(is_in_line=place.turn is not None, mean_output=self._admission.mean_output)
 
     async def _wait_for_turn(self, client: int, number: int) -> Outcome:

@@ -36,8 +36,11 @@ _CLOSE_S = 2.0
 """How long the end of the server waits for what is not sent yet."""
 
 
-def telemetry_of(environ: Mapping[str, str], model: str) -> "Telemetry | None":
-    """Return what exports to the endpoint that the environment names; None if it names none."""
+def telemetry_of(environ: Mapping[str, str], model: str, instance: str | None = None) -> "Telemetry | None":
+    """Return what exports to the endpoint that the environment names; None if it names none.
+
+    instance: tells this process from others that serve the same.
+    """
     signals = [
         name
         for name in ("TRACES", "METRICS")
@@ -56,7 +59,7 @@ def telemetry_of(environ: Mapping[str, str], model: str) -> "Telemetry | None":
         if importlib.util.find_spec("opentelemetry") is None or not importlib.util.find_spec(_EXPORTERS[protocol]):
             logger.warning("an OTLP endpoint is set, but nothing is sent: install the extra `otel` (pagoda-llm[otel])")
             return None
-    return Telemetry(model, protocols, environ)
+    return Telemetry(model, protocols, environ, instance)
 
 
 _EXPORTERS = {
@@ -78,14 +81,17 @@ class Telemetry:
     itself.
     """
 
-    def __init__(self, model: str, protocols: Mapping[str, str], environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, model: str, protocols: Mapping[str, str], environ: Mapping[str, str], instance: str | None = None
+    ) -> None:
         from opentelemetry.metrics import NoOpMeterProvider
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.trace import NoOpTracerProvider
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         is_named = "OTEL_SERVICE_NAME" in environ or "service.name" in environ.get("OTEL_RESOURCE_ATTRIBUTES", "")
-        resource = Resource.create({} if is_named else {"service.name": "pagoda"})
+        about = {} if is_named else {"service.name": "pagoda"}
+        resource = Resource.create(about if instance is None else {**about, "service.instance.id": instance})
         self._model = model
         self._extract = TraceContextTextMapPropagator().extract
         traces, metrics = protocols.get("TRACES"), protocols.get("METRICS")

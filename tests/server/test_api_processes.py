@@ -21,6 +21,8 @@ from urllib.parse import urlparse
 import openai
 import pytest
 
+from tests.cached_models import cached_model
+from tests.engine.lora_adapters import write_adapter
 from tests.server.live import FAKE_ENGINE, FAKE_FLAGS, LiveServer, children, is_running, reserved_port, serving
 
 NAMES = ("api-1", "api-2")
@@ -38,11 +40,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
         yield served
 
 
+def served_by(server: LiveServer) -> set[int]:
+    return {pid for pid, command in children(server.process.pid).items() if b"api_process" in command}
+
+
 def api_pids(server: LiveServer) -> dict[str, int]:
     """The processes that serve HTTP, by the names that the log has for them, once all of them do."""
     until_s = time.monotonic() + 30
     while True:
-        running = {pid for pid, command in children(server.process.pid).items() if b"api_process" in command}
+        running = served_by(server)
         found = re.findall(r" (api-\d)\[(\d+)\] this process serves", server.log.read_text())
         pids = {name: int(pid) for name, pid in found if int(pid) in running}
         if len(pids) == len(NAMES):
@@ -77,6 +83,13 @@ class Connection:
         response = self._http.getresponse()
         text = response.read().decode()
         return response.status, json.loads(text) if text.startswith(("{", "[")) else text
+
+    def send(self, path: str, body: Any) -> None:
+        """POST, and leave the answer."""
+        self._http.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+
+    def close(self) -> None:
+        self._http.close()
 
     @contextlib.contextmanager
     def streaming(self, **fields: Any) -> Iterator[tuple[int, http.client.HTTPResponse]]:
@@ -183,16 +196,21 @@ def test_limits_of_a_key_hold_over_all_processes_and_end_with_a_killed_one(serve
         assert (status, answer["usage"]["completion_tokens"]) == (200, 5)
 
 
-def test_what_connects_while_a_process_is_dead_is_answered(server: LiveServer) -> None:
+def test_what_connects_while_a_process_is_dead_is_answered_by_the_others(server: LiveServer) -> None:
     pids = api_pids(server)
     os.kill(pids["api-2"], signal.SIGKILL)
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="one", default_headers={"Connection": "close"})
-    for _ in range(8):
-        answer = client.completions.create(model="smollm2-135m", prompt="a", max_tokens=5, timeout=60)
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens == 5
-    assert api_pids(server)["api-2"] != pids["api-2"]
-    assert api_pids(server)["api-1"] == pids["api-1"]
+    wait_until(lambda: len(served_by(server) - set(pids.values())) == 1)
+    (next_one,) = served_by(server) - set(pids.values())
+    os.kill(next_one, signal.SIGSTOP)  # it does not come to serve
+    try:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="one", default_headers={"Connection": "close"})
+        for _ in range(8):
+            answer = client.completions.create(model="smollm2-135m", prompt="a", max_tokens=5, timeout=60)
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 5
+    finally:
+        os.kill(next_one, signal.SIGCONT)
+    assert api_pids(server) == {"api-1": pids["api-1"], "api-2": next_one}
 
 
 def test_any_process_shows_the_requests_of_all_and_ends_them(server: LiveServer) -> None:
@@ -230,6 +248,63 @@ def test_a_killed_engine_costs_no_stream_of_any_process_a_token(server: LiveServ
                 assert started.acquire(timeout=30)
             server.kill_engine()
         assert [one.result(60) for one in running] == [300] * len(connections)
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Two processes with adapters, and room for two requests that wait for their first token."""
+    folder = tmp_path_factory.mktemp("limited")
+    write_adapter(folder / "one", cached_model("smollm2-135m"), 4, 1, ("q_proj",), layers=(0,))
+    adapters = ("--enable-lora", "--lora-dir", str(folder), "--lora-modules", f"start={folder / 'one'}")
+    limit = ("--server-limits.max-queued-requests", "2", "--server-timeouts.queue-timeout-s", "60")
+    flags = (*FAKE_ENGINE, *adapters, *limit, "--api-server-count", "2")
+    with serving(folder, *flags, stepped=True) as server:
+        yield server
+
+
+def test_all_wait_in_one_line(limited: LiveServer) -> None:
+    body = {"prompt": [5] * 20, "max_tokens": 3, "ignore_eos": True}
+    asking, leaving = to_each(limited), to_each(limited)
+    observer = to_each(limited)[1]
+    with limited.steps.held_after(0), ThreadPoolExecutor(4) as threads:
+        running = [threads.submit(one.post, "/v1/completions", body) for one in asking]
+        wait_until(lambda: observer.get("/load")[1]["server_load"] == 2)
+        for one in leaving:
+            one.send("/v1/completions", body)
+        wait_until(lambda: observer.get("/load")[1]["server_load"] == 4)
+        waits = 'num_requests_waiting_by_reason{engine="0",model_name="smollm2-135m",reason="admission"}'
+        assert metric(observer.get("/metrics")[1], f"vllm:{waits}") == 2
+        for one in leaving:
+            one.close()  # each gives its place up
+        wait_until(lambda: observer.get("/load")[1]["server_load"] == 2)
+        waiting = [threads.submit(one.post, "/v1/completions", body) for one in leaving]
+        wait_until(lambda: observer.get("/load")[1]["server_load"] == 4)
+        limited.steps.release()
+        assert [one.result(60)[1]["usage"]["completion_tokens"] for one in (*running, *waiting)] == [3] * 4
+    wait_until(lambda: observer.get("/load")[1]["server_load"] == 0)
+
+
+def test_adapters_of_one_process_are_those_of_all_and_of_the_next(limited: LiveServer) -> None:
+    first, second = to_each(limited)
+    load = {"lora_name": "more", "lora_path": "one"}
+
+    def names(connection: Connection) -> list[str]:
+        return [one["id"] for one in connection.get("/v1/models")[1]["data"]]
+
+    assert first.post("/v1/load_lora_adapter", load)[0] == 200
+    assert second.post("/v1/unload_lora_adapter", {"lora_name": "start"})[0] == 200
+    assert names(first) == names(second) == ["smollm2-135m", "more"]
+    for connection, path, body, status in (
+        (second, "/v1/load_lora_adapter", load, 400),
+        (first, "/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "none"}, 404),
+        (first, "/v1/unload_lora_adapter", {"lora_name": "start"}, 404),
+    ):
+        assert connection.post(path, body)[0] == status
+    os.kill(api_pids(limited)["api-1"], signal.SIGKILL)
+    first, second = to_each(limited)
+    assert names(first) == names(second) == ["smollm2-135m", "more"]
+    answer = first.post("/v1/completions", {"model": "more", "prompt": "a", "max_tokens": 3})[1]
+    assert answer["usage"]["completion_tokens"] == 3
 
 
 def test_sigterm_ends_all_after_the_last_request_of_any(tmp_path: Path) -> None:

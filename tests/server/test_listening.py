@@ -14,7 +14,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig
-from pagoda.server.listening import listen
+from pagoda.server.listening import check_free, listen, listen_together
 from tests.server.live import FAKE_FLAGS
 
 
@@ -44,6 +44,23 @@ def test_a_unix_socket_replaces_what_an_ended_server_left_and_nothing_else(tmp_p
     with pytest.raises(ConfigError, match="cannot listen"):
         listen(ServerConfig(uds=str(file)))
     assert file.read_text() == "kept"
+
+
+def test_the_sockets_of_several_processes_are_shared_with_no_other_server() -> None:
+    config = ServerConfig(port=0, api_server_count=2)
+    mine = listen_together(config)
+    port = mine[0].getsockname()[1]
+    assert {one.getsockname()[1] for one in mine} == {port}
+    other = listen_together(ServerConfig(port=port, api_server_count=3))  # it still loads its model, as this one does
+    check_free(config, mine[0])
+    for one in mine:
+        one.listen()
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1 port {port}"):
+        check_free(config, other[0])
+    with pytest.raises(ConfigError, match="in use"):
+        listen_together(ServerConfig(port=port, api_server_count=2))
+    for one in (*mine, *other):
+        one.close()
 
 
 def test_a_path_of_the_proxy_that_would_do_nothing_is_refused() -> None:
