@@ -20,10 +20,14 @@ from pagoda.base.errors import CapacityError, ConfigError, StepTooLarge, WorkerD
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_interface import SchedulerInterface
+from pagoda.core.state import Preparations
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.preparations import ExecutorPreparations
-from pagoda.engine.recording import RecordedSettings, record_scheduler
+from pagoda.engine.recording.files import open_files
+from pagoda.engine.recording.format import RecordedSettings
+from pagoda.engine.recording.preparations import NotedPreparations
+from pagoda.engine.recording.recorder import RecordingScheduler
 from pagoda.engine.wire import EngineSizes
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.loading.quantization import resolve_quantization
@@ -72,29 +76,7 @@ def build_engine_core(
     options = options_of(setup)
     lora = setup.config.model.lora
     preparations = ExecutorPreparations(executor, options.max_num_seqs, lora.num_kept if lora.enable_lora else 0)
-    scheduler: SchedulerInterface = make_scheduler(
-        options,
-        setup.config.cache,
-        setup.groups,
-        capacity.num_blocks,
-        setup.max_model_len,
-        clock,
-        num_host_blocks=capacity.num_host_blocks,
-        encoder_decoder=setup.crosses,
-        preparations=preparations,
-    )
-    debug = setup.config.debug
-    if debug.record is not None:
-        made_with = RecordedSettings(
-            options,
-            setup.config.cache,
-            setup.groups,
-            capacity.num_blocks,
-            setup.max_model_len,
-            capacity.num_host_blocks,
-            setup.crosses,
-        )
-        scheduler = record_scheduler(scheduler, debug.record, clock, made_with, with_tokens=debug.record_tokens)
+    scheduler = _make_scheduler(make_scheduler, setup, capacity, clock, preparations)
     load_s = time.perf_counter() - begin_s
     _log(setup, capacity, load_s)
     sizes = EngineSizes(
@@ -117,6 +99,43 @@ def build_engine_core(
         embeds_size=setup.embeds_size,
         encoder=setup.encoder,
         crosses=setup.crosses,
+    )
+
+
+def _make_scheduler(
+    make: type[Scheduler], setup: EngineSetup, capacity: KVCapacity, clock: Clock, preparations: Preparations
+) -> SchedulerInterface:
+    """Return the scheduler, which writes a recording if the settings ask for one."""
+    debug, options = setup.config.debug, options_of(setup)
+    noted = NotedPreparations(preparations) if debug.record is not None else None
+    scheduler: SchedulerInterface = make(
+        options,
+        setup.config.cache,
+        setup.groups,
+        capacity.num_blocks,
+        setup.max_model_len,
+        clock,
+        num_host_blocks=capacity.num_host_blocks,
+        encoder_decoder=setup.crosses,
+        preparations=noted or preparations,
+    )
+    if debug.record is None:
+        return scheduler
+    settings = RecordedSettings(
+        options,
+        setup.config.cache,
+        setup.groups,
+        capacity.num_blocks,
+        setup.max_model_len,
+        capacity.num_host_blocks,
+        setup.crosses,
+    )
+    return RecordingScheduler(
+        scheduler,
+        open_files(debug.record, clock),
+        settings,
+        preparations=noted,
+        with_tokens=debug.record_tokens,
     )
 
 

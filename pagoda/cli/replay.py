@@ -25,7 +25,7 @@ def replay(
     from dataclasses import fields
 
     from pagoda.core.scheduler_options import SchedulerOptions
-    from pagoda.engine.replay import replay as run
+    from pagoda.engine.recording.replay import replay as run
 
     options = dict(_pair(text) for text in changed or ())
     known = [field.name for field in fields(SchedulerOptions)]

@@ -57,6 +57,10 @@ class CostModel:
         growing = [group for group in groups if group.kind is not KVGroupKind.CROSS]
         num_layers = sum(len(group.layers) for group in growing)
         self._windows = [(len(group.layers) / num_layers, group.window or np.inf) for group in growing]
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all measurements."""
         self._steps: dict[int, deque[tuple[Chunks, float]]] = {}
         self._num_seen = 0
         self._copies: deque[tuple[int, float]] = deque(maxlen=_NUM_COPIES)

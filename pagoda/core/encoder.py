@@ -105,6 +105,11 @@ class EncoderCache:
         self._unreferenced.pop(content_hash, None)
         self._new.discard(content_hash)
 
+    def evict_unreferenced(self) -> None:
+        """Drop all outputs that nothing references."""
+        for content_hash in list(self._unreferenced):
+            self.evict(content_hash)
+
     def holders_of(self, content_hash: str) -> frozenset[str]:
         """Return ids of the requests that reference the output."""
         return frozenset(self._holders.get(content_hash, ()))
@@ -312,6 +317,10 @@ class EncoderInputs:
         """These runs failed: their outputs, which no request holds any more, are not there."""
         for run in runs:
             self._cache.evict(run.content_hash)
+
+    def start_over(self) -> None:
+        """Forget all outputs. No request may hold one."""
+        self._cache.evict_unreferenced()
 
     def remove_row(self, row: int) -> None:
         self._rows.pop(row, None)

@@ -22,6 +22,10 @@ class StepsInFlight:
         self._late_until: dict[Sequence, int] = {}  # sequences that left a row -> last step in flight that names it
         self.last_prompt_step_s = 0.0
 
+    def start_over(self) -> None:
+        """Forget how long steps took. None may be in flight."""
+        self.last_prompt_step_s = 0.0
+
     def opened(self, output: SchedulerOutput, prompts_planned_at_s: float | None) -> None:
         """Record a planned step. prompts_planned_at_s: when it was planned, if it computes prompt tokens."""
         self.outputs.append(output)

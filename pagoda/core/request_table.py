@@ -66,6 +66,10 @@ class RequestTable:
         """Rows of running sequences."""
         return self.max_rows - len(self._free_rows) - len(self._pinned)
 
+    def start_over(self) -> None:
+        """Give rows out as at first. None may be in use."""
+        self._free_rows.sort(reverse=True)
+
     def limit_of(self, request: Request) -> int:
         """Return the num_tokens at which the request's sequences end."""
         if request.sampling is None:

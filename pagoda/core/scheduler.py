@@ -201,6 +201,17 @@ class Scheduler:
             preempt_all(self._state)
         return self._state.kv.reset()
 
+    def start_over(self) -> bool:
+        """Forget all that was cached or learnt, so that the next steps are planned as by a new scheduler.
+
+        Return False, with nothing changed, while a request is unfinished or a step in flight. Totals, events and the
+        numbers of steps go on.
+        """
+        if self._state.requests or self._state.in_flight.outputs:
+            return False
+        self._state.start_over()
+        return True
+
     def subscribe(self, fold: Fold, *, cache: bool = False) -> Callable[[], None]:
         """Give `fold` every event from now on, with `cache` also those of the prefix cache. Return what ends that.
 

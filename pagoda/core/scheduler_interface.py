@@ -51,6 +51,14 @@ class SchedulerInterface(Protocol):
         """Forget all cached prefixes. Return False, with nothing changed, if blocks are in use."""
         ...
 
+    def start_over(self) -> bool:
+        """Forget all that was cached or learnt, so that the next steps are planned as by a new scheduler.
+
+        Return False, with nothing changed, while a request is unfinished or a step in flight. Totals, events and the
+        numbers of steps go on.
+        """
+        ...
+
     def subscribe(self, fold: Fold, *, cache: bool = False) -> Callable[[], None]:
         """Give `fold` every event from now on, with `cache` those of the prefix cache, too. Return what ends that."""
         ...

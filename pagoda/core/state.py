@@ -125,6 +125,14 @@ class SchedulerState:
         self.outbox = Outbox(config.max_rows, self.events)
         self.costs = CostModel(kv_groups)
 
+    def start_over(self) -> None:
+        """Forget what was cached or learnt; rows and blocks are given out as at first. Nothing may be in use."""
+        self.table.start_over()
+        self.kv.start_over()
+        self.encoder.start_over()
+        self.in_flight.start_over()
+        self.costs.forget()
+
     # Invariants
 
     def check(self) -> None:

@@ -20,7 +20,8 @@ from starlette.types import ASGIApp, Scope
 from pagoda.base.errors import RequestError
 from pagoda.base.server_config import ServerConfig
 from pagoda.process.allocator import keep_objects
-from pagoda.server import chat, completions, errors, live, operations, pooling, transcription
+from pagoda.server import errors, live, operations, pooling, transcription
+from pagoda.server.dialects import chat, completions
 from pagoda.server.errors import ApiError
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
 from pagoda.server.pages.files import PAGE_ROUTES

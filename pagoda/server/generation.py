@@ -32,9 +32,7 @@ from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
 from pagoda.server.answers import CompletionTokensDetails, PromptTokensDetails, RequestFigures, Timings, Usage
 from pagoda.server.errors import ApiError
-from pagoda.server.pooling_bodies import PoolingBody
 from pagoda.server.remote_admission import AnyAdmission, AnyPlace
-from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.sending import cancel_on_disconnect
 from pagoda.server.telemetry import Telemetry
 
@@ -99,7 +97,8 @@ class RawPrompts:
     """The prompts of one HTTP request before they are tokenised.
 
     params: of each prompt.   names: what errors call each prompt, () for "prompt".   lora: the adapter to use.
-    add_special_tokens: add those that the tokenizer puts around a text prompt.
+    add_special_tokens: add those that the tokenizer puts around a text prompt.   cache_salt: as the caller gave it.
+    is_stream: the answer is sent as it comes.
     """
 
     prompts: Sequence[Prompt]
@@ -107,6 +106,9 @@ class RawPrompts:
     names: Sequence[str]
     lora: Adapter | None
     add_special_tokens: bool = True
+    priority: int = 0
+    cache_salt: str | None = None
+    is_stream: bool = False
 
     @property
     def num_chars(self) -> int:
@@ -412,20 +414,12 @@ class RequestStarter:
         running = jobs | set(await self.llm.abort(engine_ids))
         return [request_id for request_id, engine_ids in found if not running.isdisjoint(engine_ids)]
 
-    async def begin(
-        self,
-        http: HttpRequest,
-        place: AnyPlace,
-        body: SamplingBody | PoolingBody,
-        asked: RawPrompts,
-        request_id: str,
-    ) -> Generation:
-        """Tokenise and validate all prompts of a body. The caller must close the Generation.
+    async def begin(self, http: HttpRequest, place: AnyPlace, asked: RawPrompts, request_id: str) -> Generation:
+        """Tokenise and validate all prompts of a request. The caller must close the Generation.
 
         Raises RequestError, ApiError (400) or WorkerDied.
         """
-        if isinstance(body, SamplingBody):
-            self._check_lengths(body)
+        self._check_lengths(asked.params[0])
         most, truncate = self.llm.input_processor.limits.longest_prompt, asked.params[0].truncate_prompt_tokens
         if truncate is not None and truncate > most:
             text = f"truncate_prompt_tokens={truncate} is more than the model's context of {most} tokens"
@@ -433,17 +427,16 @@ class RequestStarter:
         key = http.scope["state"]["key"]
         await place.keep(_media_bytes(asked.media))  # at once: prompts may queue for a thread behind others' images
         engine_ids = place.at_end.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
-        making = self._make_requests(asked, engine_ids, body.priority, self.salt(key, body.cache_salt), place.arrived_s)
+        making = self._make_requests(asked, engine_ids, self.salt(key, asked.cache_salt), place.arrived_s)
         # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
         is_long = asked.num_chars >= LONG_TEXT_CHARS or asked.has_grammar
         requests = await (cancel_on_disconnect(http, making) if is_long else making)
         place.correct(sum(map(self._expected_tokens, requests)))
-        is_stream = isinstance(body, SamplingBody) and body.stream
-        num_logprobs = sum(_most_logprobs(request, is_stream) for request in requests)
+        num_logprobs = sum(_most_logprobs(request, asked.is_stream) for request in requests)
         await place.keep(_media_bytes(item for request in requests for item in request.media), num_logprobs)
         generation = Generation(self, http, request_id, requests, place)
         if (telemetry := self.telemetry) is not None:
-            generation.call_at_end(lambda: telemetry.on_end(http, generation, is_stream))
+            generation.call_at_end(lambda: telemetry.on_end(http, generation, asked.is_stream))
         return generation
 
     def _expected_tokens(self, request: Request) -> int:
@@ -454,7 +447,6 @@ class RequestStarter:
         self,
         asked: RawPrompts,
         engine_ids: Sequence[str],
-        priority: int,
         cache_salt: str | None,
         arrived_s: float,
     ) -> list[Request]:
@@ -471,7 +463,7 @@ class RequestStarter:
                     prepared[id(params)],
                     engine_id,
                     arrival_time_s=arrived_s,
-                    priority=priority,
+                    priority=asked.priority,
                     cache_salt=cache_salt,
                     lora=asked.lora,
                     add_special_tokens=asked.add_special_tokens,
@@ -493,10 +485,13 @@ class RequestStarter:
                 await asyncio.sleep(0)
         return requests
 
-    def _check_lengths(self, body: SamplingBody) -> None:
+    def _check_lengths(self, params: Params) -> None:
         """Raise ApiError (400) if more tokens are requested than the model's context; the prompt is not considered."""
+        if not isinstance(params, SamplingParams):
+            return
         most = self.llm.input_processor.limits.max_model_len
-        for name, asked in (body.asked_tokens, ("min_tokens", body.min_tokens)):
+        for name in ("max_tokens", "min_tokens"):
+            asked: int | None = getattr(params, name)
             if asked is not None and asked > most:
                 raise ApiError(400, f"{name}={asked} is more than the model's context of {most} tokens", name)
 

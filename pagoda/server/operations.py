@@ -29,6 +29,7 @@ from pagoda.server.protocol import (
     TokenizeRequest,
     UnloadAdapterRequest,
 )
+from pagoda.server.render import render_chat
 from pagoda.server.routing import ERRORS, Router
 from pagoda.server.sending import cancel_on_disconnect, json_response, run_sized
 from pagoda.server.served_adapters import AdapterChange
@@ -174,8 +175,8 @@ async def tokenize(http: Request) -> Response:
     state.adapter_of(body.model)
     text = state.starter.llm.text
     async with state.starter.admitted(http, 1):
-        if body.messages is not None:
-            token_ids = (await state.render(http, body, body.chat_template_kwargs, body.tools or ())).token_ids
+        if (conversation := body.conversation) is not None:
+            token_ids = (await render_chat(http, state, conversation)).token_ids
         else:
             token_ids = await cancel_on_disconnect(
                 http, text.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)

@@ -3,7 +3,7 @@
 import base64
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -15,6 +15,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.pooling import PoolingParams
 from pagoda.engine.inputs.adapters import Adapter
+from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.pooling_inputs import check_pooling, instruction_of, with_instruction
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.inputs.scoring import Scoring
@@ -48,6 +49,7 @@ from pagoda.server.pooling_bodies import (
     VectorBody,
 )
 from pagoda.server.remote_admission import AnyPlace
+from pagoda.server.render import render_chat
 from pagoda.server.routing import Router
 from pagoda.server.sending import cancel_on_disconnect, json_response, run_sized
 from pagoda.server.state import ServerState, state_of
@@ -76,6 +78,13 @@ class PoolingCall(Generic[B]):
     def params(self) -> PoolingParams:
         """Return what the body asks of the model. Raises RequestError if the model cannot do it."""
         return check_pooling(self.body.pooling_params(), self.state.tasks)
+
+    def asked(
+        self, prompts: Sequence[Prompt], params: Sequence[Params], names: Sequence[str], adds_tokens: bool = True
+    ) -> RawPrompts:
+        """Return the prompts to run.   names, adds_tokens: as for RawPrompts."""
+        body = self.body
+        return RawPrompts(prompts, params, names, self.lora, adds_tokens, body.priority, body.cache_salt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +207,7 @@ async def _score(
         scoring: Scoring = await cancel_on_disconnect(call.http, planning)
         of_first, of_second = _numbered(names[0], len(first)), _numbered(names[1], len(second))
         of_prompts = of_second if len(scoring.prompts) == len(second) else [*of_first, *of_second]
-        asked = RawPrompts(scoring.prompts, scoring.params, of_prompts, call.lora)
+        asked = call.asked(scoring.prompts, scoring.params, of_prompts)
         pooled = await _pool(call, place, asked)
     return pooled, scoring
 
@@ -212,14 +221,13 @@ async def _pool_inputs(call: PoolingCall[InputBody], params: PoolingParams, inst
     body, names = call.body, call.body.names()
     prompts: list[Prompt]
     async with call.state.starter.admitted(call.http, len(names)) as place:
-        if body.messages is None:
+        if (conversation := body.conversation) is None:
             prompts = [with_instruction(one, instruction) for one in body.inputs()]
         else:
             must_fit = body.truncate_prompt_tokens is None
-            rendered = await call.state.render(call.http, body, body.chat_template_kwargs, must_fit=must_fit)
+            rendered = await render_chat(call.http, call.state, conversation, must_fit)
             prompts = [rendered.token_ids]
-        adds_tokens = body.add_special_tokens is not False
-        asked = RawPrompts(prompts, [params] * len(prompts), names, call.lora, adds_tokens)
+        asked = call.asked(prompts, [params] * len(prompts), names, body.add_special_tokens is not False)
         return await _pool(call, place, asked)
 
 
@@ -227,7 +235,7 @@ async def _pool(call: PoolingCall[PoolingBody], place: AnyPlace, asked: RawPromp
     """Pool all prompts. Raises RequestError, ApiError or WorkerDied."""
     http, state, body = call.http, call.state, call.body
     request_id = state.request_id(http, body.request_id, call.id_prefix, len(asked.prompts))
-    generation = await state.starter.begin(http, place, body, asked, request_id)
+    generation = await state.starter.begin(http, place, asked, request_id)
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
         outputs = await cancel_on_disconnect(http, _gather(generation))

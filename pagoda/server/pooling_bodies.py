@@ -11,6 +11,7 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.inputs.scoring import PairOptions
 from pagoda.server.body import Body, Flag, Priority, RequestId, TokenId, UnservedField, as_list, check_alike, one_of
 from pagoda.server.protocol import DESCRIBED_MESSAGES, Messages, check_chat
+from pagoda.server.turn import Conversation
 
 Texts = str | list[str]
 Inputs = str | list[str | TokenId | list[TokenId]]
@@ -89,6 +90,11 @@ class InputBody(PoolingBody, kw_only=True, frozen=True):
                 raise RequestError(f"{self.names()[index]}: is empty", self.names()[index])
         if self.truncate_prompt_tokens is not None:
             limits.check("tokenized_chars", sum(len(one) for one in inputs if isinstance(one, str)), "input")
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """The conversation that is the input, None if there are others."""
+        return None if self.messages is None else Conversation.of(self, self.messages)
 
     def inputs(self) -> list[str | list[int]]:
         """The inputs as a list, in order; none if there are messages."""

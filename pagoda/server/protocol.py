@@ -31,6 +31,7 @@ from pagoda.server.body import (
     one_of,
 )
 from pagoda.server.sampling_body import CHAT_ONLY, TEXT_ONLY, SamplingBody, unserved_with
+from pagoda.server.turn import Conversation
 
 
 class ToolFunction(Body, kw_only=True, frozen=True):
@@ -121,6 +122,12 @@ def check_chat(
             del message[name]
 
 
+def check_named(field: str, name: str | None, tools: list[dict[str, Any]]) -> None:
+    """Raise RequestError if the tool that must be called is none of these.   field: that names it."""
+    if name not in [tool["function"]["name"] for tool in tools]:
+        raise RequestError(f"{field}: there is no tool {name!r:.80}", field)
+
+
 class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     """POST /v1/chat/completions
 
@@ -176,6 +183,8 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
             raise RequestError("continue_final_message: excludes add_generation_prompt", "continue_final_message")
         if self.tool_choice is not None and self.tool_choice != "none" and not self.tools:
             raise RequestError("tool_choice: needs tools", "tool_choice")
+        if isinstance(self.tool_choice, NamedTool):
+            check_named("tool_choice", self.tool_choice.function.get("name"), self.tools or [])
 
     @property
     def num_top(self) -> int:
@@ -183,10 +192,19 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
         return len(set(self.logprob_token_ids)) if self.logprob_token_ids else self.top_logprobs or 0
 
     @property
-    def template_kwargs(self) -> dict[str, Any]:
-        """Variables for the chat template other than messages and tools."""
-        given = {"reasoning_effort": self.reasoning_effort, "documents": self.documents}
-        return {name: value for name, value in given.items() if value is not None} | (self.chat_template_kwargs or {})
+    def conversation(self) -> Conversation:
+        choice, given = self.tool_choice, {"reasoning_effort": self.reasoning_effort, "documents": self.documents}
+        only = choice.function["name"] if isinstance(choice, NamedTool) else None
+        named = {name: value for name, value in given.items() if value is not None}
+        return Conversation.of(
+            self,
+            self.messages,
+            tools=(self.tools or []) if choice != "none" else [],
+            is_forced=choice == "required" or only is not None,
+            only_tool=only,
+            is_parallel=self.parallel_tool_calls is not False,
+            template_kwargs=named | (self.chat_template_kwargs or {}),
+        )
 
 
 class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
@@ -315,6 +333,11 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
         limits.check_names(model=self.model)
         limits.check("tokenized_chars", len(self.prompt or ""), "prompt")
         check_chat(limits, self.messages or [], self.tools, self.chat_template, self.chat_template_kwargs)
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """The conversation to tokenise, None if it is a text."""
+        return None if self.messages is None else Conversation.of(self, self.messages, tools=self.tools or [])
 
 
 class DetokenizeRequest(Body, kw_only=True, frozen=True):

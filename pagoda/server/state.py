@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ from pagoda.base.server_config import ServerConfig
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.remote_client import EngineClient
 from pagoda.engine.inputs.adapters import Adapter
-from pagoda.engine.inputs.chat_prompts import ChatOptions, RenderedChat
 from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.engine.wire import EngineSizes
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
@@ -31,10 +30,7 @@ from pagoda.server.looks import Looks
 from pagoda.server.middleware import Drain
 from pagoda.server.one_process import OneProcess
 from pagoda.server.peers import Peers
-from pagoda.server.pooling_bodies import InputBody
-from pagoda.server.protocol import ChatCompletionRequest, TokenizeRequest
 from pagoda.server.sampling_body import SamplingBody
-from pagoda.server.sending import cancel_on_disconnect
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.tool_parsers import parser_for_template, parser_named
 
@@ -117,33 +113,6 @@ class ServerState:
         if template is not None and template not in self._named and not self.trusts_templates:
             hint = "start the server with --trust-request-chat-template to allow templates in requests"
             raise ApiError(400, f"chat_template: this server only uses the model's own; {hint}", "chat_template")
-
-    async def render(
-        self,
-        http: Request,
-        body: ChatCompletionRequest | TokenizeRequest | InputBody,
-        template_kwargs: Mapping[str, Any] | None,
-        tools: Sequence[Mapping[str, Any]] = (),
-        must_fit: bool = False,
-    ) -> RenderedChat:
-        """Return the prompt that the messages of a body are. Raises ApiError, RequestError."""
-        self.check_template(body.chat_template)
-        options = ChatOptions(
-            chat_template=body.chat_template,
-            tools=tools or None,
-            add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
-            continue_final_message=body.continue_final_message,
-            template_kwargs={**self.template_kwargs, **(template_kwargs or {})} or None,
-            add_special_tokens=bool(body.add_special_tokens),
-        )
-        rendering = self.starter.llm.text.render_chat(
-            body.messages or (),
-            options,
-            must_fit=must_fit,
-            is_bounded=True,
-            size=http.scope["state"]["body_bytes"],
-        )
-        return await cancel_on_disconnect(http, rendering)
 
     def template_for(self, asked: str | None, has_tools: bool) -> str | None:
         """Return the text of the template of a request.   asked: a text, or a name."""

@@ -148,11 +148,10 @@ def test_images_are_counted_before_their_prompt_queues_for_a_thread() -> None:
         input_processor=SimpleNamespace(limits=limits), text=SimpleNamespace(prepare_params=prepare_params)
     )
     http: Any = SimpleNamespace(scope={"state": {"timings": {}, "key": ""}}, receive=lambda: asyncio.sleep(60))
-    body: Any = SimpleNamespace(priority=0, cache_salt=None)
     prompts = RawPrompts([{"prompt_token_ids": [1], "media": (item,)}, [1]], [PoolingParams()] * 2, (), None)
     starter = RequestStarter(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")), b"")
     with admitted(admission, 1, 1) as place, pytest.raises(RequestError, match="stop here"):
-        asyncio.run(starter.begin(http, place, body, prompts, "a"))
+        asyncio.run(starter.begin(http, place, prompts, "a"))
     assert counted == [100]
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
-from pagoda.server.completions import best_of
+from pagoda.server.dialects.completions import best_of
+from pagoda.server.turn import Piece
 from tests.server.live import LiveServer
 
 BODY: dict[str, Any] = {"prompt": ["Once", "Twice"], "max_tokens": 5, "seed": 3, "temperature": 1.0}
@@ -43,8 +44,8 @@ def test_log_probabilities_are_not_sent_unless_asked_for(real_server: LiveServer
 def test_length_does_not_count_against_an_output(num_kept: int, expected: list[int]) -> None:
     lengths = ((0, -4.0, 2), (1, -5.0, 1), (2, -6.0, 6))
     outputs = [
-        (prompt, RequestOutput("a"), CompletionOutput(at, "", [7] * num_tokens, cumulative))
+        Piece(prompt, RequestOutput("a"), CompletionOutput(at, "", [7] * num_tokens, cumulative), [])
         for prompt in range(2)
         for at, cumulative, num_tokens in lengths
     ]
-    assert [3 * prompt + output.index for prompt, _, output in best_of(outputs, num_kept)] == expected
+    assert [3 * piece.prompt + piece.output.index for piece in best_of(outputs, num_kept)] == expected

@@ -10,10 +10,13 @@ import msgspec
 import pytest
 
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
-from pagoda.server import chat
+from pagoda.base.sampling_params import SamplingParams
 from pagoda.server.answers import PromptTokensDetails, Usage
+from pagoda.server.dialects import chat
 from pagoda.server.protocol import ChatCompletionRequest
-from pagoda.server.respond import Head, whole_answer
+from pagoda.server.reader import Reader
+from pagoda.server.render import Rendered
+from pagoda.server.respond import RunningTurn
 
 NUM_DELTAS = 50
 
@@ -39,8 +42,10 @@ def test_log_probabilities_of_the_prompt_are_converted_once(monkeypatch: pytest.
         outputs=lambda: contextlib.aclosing(deltas()), usage=Usage(2, 50, 52, PromptTokensDetails(0))
     )
     body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], prompt_logprobs=1)
-    answer_format = chat.ChatFormat(Head("id", 0, "m"), generation, body, [chat.Reader(None, None, bytes)], False)
-    answer = msgspec.json.decode(asyncio.run(whole_answer(generation, answer_format, body)).body)
+    turn: Any = SimpleNamespace(id="id", created=0, model="m", generation=generation)
+    state: Any = SimpleNamespace(writes_ids=lambda body: False, forces_usage=False)
+    running = RunningTurn(generation, Rendered([], SamplingParams(), Reader), chat.CHAT.answer(body, turn, state))
+    answer = msgspec.json.decode(asyncio.run(running.whole()).body)
     assert num_converted == 1
     assert answer["choices"][0]["message"]["content"] == "a" * NUM_DELTAS
     assert answer["prompt_logprobs"][0] is None

@@ -11,10 +11,13 @@ import msgspec
 import numpy as np
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
+from pagoda.base.sampling_params import SamplingParams
 from pagoda.server.answers import PromptTokensDetails, Usage
-from pagoda.server.completions import CompletionFormat
+from pagoda.server.dialects.completions import COMPLETIONS
 from pagoda.server.protocol import CompletionRequest
-from pagoda.server.respond import Head, whole_answer
+from pagoda.server.reader import Reader
+from pagoda.server.render import Rendered
+from pagoda.server.respond import RunningTurn
 
 
 def test_a_long_echoed_prompt_is_decoded_once_and_on_a_thread() -> None:
@@ -36,8 +39,9 @@ def test_a_long_echoed_prompt_is_decoded_once_and_on_a_thread() -> None:
         usage=Usage(5_000, 2, 5_002, PromptTokensDetails(0)),
     )
     body = CompletionRequest(prompt="x", echo=True)
-    texts: Any = SimpleNamespace(text=Texts())
-    answer_format = CompletionFormat(Head("id", 0, "m"), generation, body, texts, False)
-    answer = msgspec.json.decode(asyncio.run(whole_answer(generation, answer_format, body)).body)
+    turn: Any = SimpleNamespace(id="id", created=0, model="m", generation=generation, text=Texts())
+    state: Any = SimpleNamespace(writes_ids=lambda body: False, forces_usage=False)
+    running = RunningTurn(generation, Rendered([], SamplingParams(), Reader), COMPLETIONS.answer(body, turn, state))
+    answer = msgspec.json.decode(asyncio.run(running.whole()).body)
     assert answer["choices"][0]["text"] == "the prompt, aa"
     assert asked == [(5_000, False)]

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pagoda.base.errors import ConfigError
-from pagoda.server.reasoning import ReasoningSplitter, opens_reasoning
+from pagoda.server.reasoning import REASONING_FORMATS, ReasoningSplitter, opens_reasoning, reasoning_of
 from pagoda.server.tool_parsers import TOOL_PARSERS, parser_for_template, parser_named
 from pagoda.server.tool_parsers.argument_types import argument_types
 from pagoda.server.tool_parsers.base import ToolParser, merged
@@ -445,3 +445,21 @@ def test_a_call_nested_too_deeply_comes_out_as_text() -> None:
     llama = LlamaJsonParser()
     text = '{"a":' + inner
     assert llama.feed(text).content + llama.end().content == text
+
+
+@pytest.mark.parametrize("name", list(REASONING_FORMATS))
+def test_every_reasoning_format_is_split_wherever_its_text_is_cut(name: str) -> None:
+    tags = REASONING_FORMATS[name]
+    text = f"{tags.begin}\nSo 1 < 2.\n{tags.end}\n\nIt is [so]."
+    assert reasoning_of(f"{{{{ x }}}}{tags.end}") is tags
+    for size in range(1, len(text)):
+        splitter = ReasoningSplitter(tags=tags)
+        parts = [*(splitter.feed(text[at : at + size]) for at in range(0, len(text), size)), splitter.end()]
+        assert tuple("".join(part) for part in zip(*parts, strict=True)) == ("So 1 < 2.\n", "It is [so].")
+
+
+def test_a_prompt_that_ends_inside_a_thought_opens_it_in_the_format_of_its_template() -> None:
+    tags = REASONING_FORMATS["mistral"]
+    assert opens_reasoning("a [THINK]", tags=tags)
+    assert not opens_reasoning("a [THINK] b [/THINK]", tags=tags)
+    assert not opens_reasoning("a <think>", tags=tags)

@@ -138,14 +138,14 @@ def test_impossible_tool_choices_are_refused(
 def test_a_required_call_has_a_grammar_though_the_models_own_format_has_none(asked: str) -> None:
     body = msgspec.convert({**ASK, "tools": tools_of("now"), "tool_choice": "required"}, ChatCompletionRequest)
     state: Any = SimpleNamespace(tool_parser=asked, tool_parser_for=lambda _: "kimi" if asked == "auto" else asked)
-    assert ToolUse.of(body, state, HERMES).has_grammar(body, SamplingParams())
+    assert ToolUse.of(body.conversation, state, HERMES).has_grammar(SamplingParams())
 
 
 def test_properties_that_are_no_mapping_say_nothing_of_the_arguments() -> None:
     function = {"name": "f", "parameters": {"properties": [1]}}
     body = msgspec.convert({**ASK, "tools": [{"type": "function", "function": function}]}, ChatCompletionRequest)
     state: Any = SimpleNamespace(tool_parser="glm", tool_parser_for=lambda _: "glm")
-    parser = TOOL_PARSERS["glm"](ToolUse.of(body, state, HERMES).argument_types())
+    parser = TOOL_PARSERS["glm"](ToolUse.of(body.conversation, state, HERMES).argument_types())
     assert parser.feed("<tool_call>f\n<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>").calls
 
 

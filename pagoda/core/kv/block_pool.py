@@ -129,6 +129,10 @@ class BlockPool:
         self.drop_content(self._logged())
         self.has_content[:] = False
 
+    def start_over(self) -> None:
+        """Give blocks out as at first. All must be free and without content."""
+        self._stack[::-1].sort()
+
     def _push(self, blocks: np.ndarray) -> None:
         count = len(blocks)
         self._stack[self._num_stacked : self._num_stacked + count] = blocks

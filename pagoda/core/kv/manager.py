@@ -290,6 +290,12 @@ class KVCacheManager:
         """Empty the prefix cache. Return False, and do nothing, while any block is in use."""
         return self._prefix_cache.reset()
 
+    def start_over(self) -> None:
+        """Empty the prefix cache, and give blocks out as at first. None may be in use."""
+        self.reset()
+        self._pool.start_over()
+        self._host.pool.start_over()
+
     def check(self, rows: np.ndarray) -> None:
         """Check pools, tables of the running `rows`, and who may write. Raises InvariantBroken."""
         self._pool.check()

@@ -50,8 +50,22 @@ def merged(pieces: Iterable[ToolCall]) -> list[ToolCall]:
 
 @dataclass(slots=True)
 class Parsed:
-    content: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
+    """What was read.   pieces: content and pieces of calls, in their order."""
+
+    pieces: list[str | ToolCall] = field(default_factory=list[str | ToolCall])
+
+    def add(self, piece: str | ToolCall) -> None:
+        """Add a piece; an empty text is none."""
+        if piece != "":
+            self.pieces.append(piece)
+
+    @property
+    def content(self) -> str:
+        return "".join(piece for piece in self.pieces if isinstance(piece, str))
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [piece for piece in self.pieces if isinstance(piece, ToolCall)]
 
 
 class ToolParser:
@@ -105,7 +119,7 @@ class ToolParser:
         yield from self.read()
         while True:
             sure = self.text if self.is_over and not self._has_calls else self.text.rstrip()
-            self.parsed.content += sure
+            self.parsed.add(sure)
             self.text = self.text[len(sure) :]
             yield
 
@@ -113,13 +127,13 @@ class ToolParser:
 
     def begin(self, name: str, arguments: str = "", call_id: str | None = None) -> None:
         """Begin a call."""
-        self.parsed.calls.append(ToolCall(name, arguments, call_id))
+        self.parsed.add(ToolCall(name, arguments, call_id))
         self._has_calls = True
 
     def add(self, arguments: str) -> None:
         """Add to the arguments of the call."""
         if arguments:
-            self.parsed.calls.append(ToolCall(None, arguments))
+            self.parsed.add(ToolCall(None, arguments))
 
     def text_until(self, *marks: str) -> Reading[str]:
         """Read content up to the first of the marks, and that; return it, "" if none comes."""
@@ -128,7 +142,7 @@ class ToolParser:
             found = pattern.search(self.text)
             until = found.start() if found else len(self.text) - max(held_back(self.text, mark) for mark in marks)
             content = self.text[:until].rstrip()
-            self.parsed.content += content
+            self.parsed.add(content)
             self.space, self.text = self.text[len(content) : until], self.text[len(content) :]
             if found:
                 self.text = self.text[len(self.space) + len(found[0]) :]
@@ -230,7 +244,7 @@ class ToolParser:
         """Make content of a call's further members, but for those that only describe it."""
         kept = {name: value for name, value in members.items() if name not in ("id", "type")}
         written = json.dumps(kept, ensure_ascii=False) if kept else ""
-        self.parsed.content += written if is_encodable(written) else json.dumps(kept)
+        self.parsed.add(written if is_encodable(written) else json.dumps(kept))
 
 
 def held_back(text: str, marker: str) -> int:

@@ -21,7 +21,7 @@ class HermesParser(ToolParser):
             before = self.space + self.OPEN
             written = yield from self.json_call()
             if written is not None:
-                self.parsed.content += before + written
+                self.parsed.add(before + written)
                 continue
             while not (rest := self.text.lstrip(" \t\r\n}")) and not self.is_over:  # and braces too many
                 self.text = ""
@@ -69,7 +69,7 @@ class LlamaJsonParser(ToolParser):
             before += tag + (yield from self.take(";"))
             written = (yield from self.json_call(is_marked)) if (yield from self.comes("{")) else ""
             before = "" if written is None else before
-        self.parsed.content += before + written
+        self.parsed.add(before + written)
 
 
 class MistralParser(ToolParser):
@@ -88,7 +88,7 @@ class MistralParser(ToolParser):
         self.text = (yield from self._list()) + self.text
         while mark := (yield from self.text_until(*self.MARKERS)):
             rest = yield from self._list(self.space + mark)
-            self.parsed.content += rest
+            self.parsed.add(rest)
 
     def _list(self, before: str = "") -> Reading[str]:
         """Read a list of calls if one is next; return what was read after the last of them, or `before` and that.
@@ -136,7 +136,7 @@ class NamedCallParser(ToolParser):
                 yield from self.arguments()
                 yield from self.take(self.FENCE)
             elif mark == self.OPEN:
-                self.parsed.content += self.space + mark
+                self.parsed.add(self.space + mark)
 
 
 class KimiParser(NamedCallParser):

@@ -40,7 +40,7 @@ class TaggedArgumentsParser(ToolParser):
             if found is not None:
                 yield from self._call(found["name"].strip())
             else:
-                self.parsed.content += before
+                self.parsed.add(before)
 
     def _call(self, name: str) -> Reading[None]:
         types, comma = self.tools.get(name, ANY_ARGUMENTS), ""
@@ -60,7 +60,7 @@ class TaggedArgumentsParser(ToolParser):
             if mark == self.ARGUMENT_OPEN:
                 if (found := (yield from self.head(self.ARGUMENT))) is not None:
                     return found["name"].strip()
-                self.parsed.content += self.space + mark
+                self.parsed.add(self.space + mark)
             elif mark in opens:
                 self.text = mark + self.text
                 return None

@@ -18,12 +18,13 @@ from pagoda.engine.clients.client_server import ClientServer
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.clients.remote_client import RemoteClient
 from pagoda.engine.outputs.output_processor import OutputKind
-from tests.engine.clients.engine_in_process import kill, kill_held, run_engine
+from tests.engine.clients.engine_in_process import MOST_S, kill, kill_held, run_engine
 from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S
 from tests.engine.clients.test_process_client import OPTIONS, tokens
 from tests.engine.steps import Steps
 from tests.fake_engine import byte_inputs
 from tests.generate import prepare
+from tests.server.live import is_running
 
 PIPE = asyncio.subprocess.PIPE
 MODULE = "tests.engine.stepped_engine"
@@ -55,7 +56,7 @@ def test_equal_ids_and_handles_of_several_clients_survive_kills_and_the_end_of_o
         others = [AsyncEngine(remote, byte_inputs()) for remote in remotes]
         steps.hold_after(20)
         running = [asyncio.create_task(ask(one, seed)) for seed, one in enumerate((llm, *others[:2]))]
-        gone = asyncio.create_task(ask(others[2], 9, 200))
+        gone = asyncio.create_task(ask(others[2], 9, 400))
         while len(client._journal) < 4:
             await asyncio.sleep(0.002)
         assert {entry.request.request_id for entry in client._journal} == {"same"}
@@ -72,7 +73,8 @@ def test_equal_ids_and_handles_of_several_clients_survive_kills_and_the_end_of_o
         assert isinstance((await asyncio.gather(gone, return_exceptions=True))[0], WorkerDied)
         assert await ask(others[0], 1) == undisturbed[1]
         while client.stats().num_running or client.stats().num_free_blocks < client.stats().num_blocks:
-            await asyncio.sleep(0.01)  # the engine has aborted those of the client that is gone
+            await asyncio.sleep(0.01)
+        assert client.stats().num_steps < 300  # the engine has aborted that of the client that is gone
         await server.close()
 
     run_engine(work, ProcessClient(config, STEP_TIMEOUT_S, MODULE), config)
@@ -204,3 +206,30 @@ def test_a_client_in_another_process_resets_the_cache_and_learns_of_errors_and_o
         assert await ask(llm, 3)
 
     run_engine(work, ProcessClient(config, STEP_TIMEOUT_S, MODULE), config)
+
+
+def test_the_engine_and_its_clients_end_with_the_process_that_has_it(tmp_path: Path, steps: Steps) -> None:
+    async def work() -> None:
+        path = str(tmp_path / "clients")
+        owner = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.engine.clients.engine_owner", path, stdout=PIPE
+        )
+        assert owner.stdout is not None
+        engine_pid = int(await owner.stdout.readline())
+        client = RemoteClient(path)
+        await client.start()
+        steps.hold_after(20)
+        async with AsyncEngine(client, byte_inputs()) as llm:
+            asking = asyncio.create_task(ask(llm, 1))
+            while not steps.is_held:
+                await asyncio.sleep(0.002)
+            owner.kill()
+            with pytest.raises(WorkerDied, match="the process that has the engine has ended"):
+                await asking
+            await client.wait_until_gone()
+            assert not client.is_up
+        await owner.wait()
+        while is_running(engine_pid):
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(work(), MOST_S))

@@ -2,30 +2,25 @@
 
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingPolicy
 from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.main import make_app
 from pagoda.core.request import Request
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.engine.recording import RecordedSettings, RecordingScheduler
-from pagoda.engine.replay import read_recording, replay
+from pagoda.engine.recording.files import NUM_FILES, RecordingFiles
+from pagoda.engine.recording.format import read_recording
+from pagoda.engine.recording.replay import replay
 from tests.core.traffic import Failure, Setting, Traffic
+from tests.engine.recording.recorded_traffic import record_traffic
 
 SECRET = "alice-and-bob"
-
-
-class _Recorded(RecordingScheduler):
-    """Traffic also asks what only a `Scheduler` knows."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 def setting_of(rng: random.Random) -> Setting:
@@ -48,16 +43,7 @@ def record(path: Path, seed: int, *, with_tokens: bool = False, num_steps: int =
     rng = random.Random(seed)
     setting = setting_of(rng)
     traffic = Traffic(setting)
-    settings = RecordedSettings(
-        setting.scheduler,
-        setting.cache,
-        setting.groups,
-        setting.num_blocks,
-        setting.max_model_len,
-        setting.num_host_blocks,
-    )
-    recorded = _Recorded(traffic.scheduler, path, traffic.clock, settings, with_tokens=with_tokens, max_bytes=max_bytes)
-    traffic.scheduler = recorded  # type: ignore[assignment]
+    record_traffic(traffic, path, with_tokens=with_tokens, max_bytes=max_bytes)
     texts = [[rng.randrange(7) for _ in range(24)] for _ in range(2)]
     for number in range(num_steps):
         if rng.random() < 0.5:
@@ -85,6 +71,10 @@ def record(path: Path, seed: int, *, with_tokens: bool = False, num_steps: int =
             traffic.plan(lambda _, fails=fails: Failure() if fails else None)
         if len(traffic.in_flight) >= traffic.depth:
             traffic.deliver()
+        if number % 50 == 49:  # nothing runs for a while
+            while traffic.in_flight:
+                traffic.deliver()
+            traffic.drain()
     traffic.abort(
         [*traffic.scheduler.running_ids(), *traffic.scheduler.waiting_ids(), *traffic.scheduler.swapped_ids()]
     )
@@ -139,11 +129,35 @@ def test_a_file_that_was_cut_says_so_and_is_replayed_up_to_there(tmp_path: Path)
 
 def test_a_recording_ends_at_its_largest_size(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    record(path, 3, max_bytes=20_000)
+    record(path, 3, num_steps=49, max_bytes=20_000)
     assert path.stat().st_size < 20_100
     found = replay(path)
     assert found.difference is None
     assert found.cut == "the file had its largest size"
+
+
+def test_a_new_file_begins_when_nothing_runs_and_the_oldest_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    (tmp_path / "run.jsonl.other").touch()
+    record(path, 3, num_steps=600, max_bytes=60_000)
+    names = {one.name for one in tmp_path.iterdir()} - {"run.jsonl.other"}
+    assert len(names) == NUM_FILES
+    assert "run.jsonl" not in names
+    for name in names:
+        found = replay(tmp_path / name)
+        assert found.difference is None
+        assert found.num_steps > 5
+        assert (tmp_path / name).stat().st_size < 60_100
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = RecordingFiles(tmp_path / "run.jsonl", VirtualClock())
+    files.begin()
+    with Path("/dev/full").open("wb", buffering=0) as files._file:
+        files.write("reset", events=[])
+    assert "run.jsonl ends, because it cannot be written" in caplog.text
+    assert not files.is_open
+    assert not files.is_due
 
 
 def test_no_token_no_id_no_salt_and_no_seed_is_in_the_file_unless_tokens_are_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,11 @@
+"""Recordings: what a scheduler was asked, decided and was told, written down, run again and compared.
+
+format.py        what a line is, and when two decisions are equal
+files.py         the files of a recording, of which the oldest are removed
+made_up.py       what stands for tokens and names
+recorder.py      RecordingScheduler, between EngineCore and its scheduler
+preparations.py  when grammars and adapters were ready: noted, and answered again
+player.py        make the recorded calls on a scheduler of this version
+replay.py        play a file, and find where it differs
+compare.py       tokens and seconds of steps that a model computes again
+"""

@@ -1,0 +1,279 @@
+"""RecordingScheduler: write down what a scheduler is asked, decides and is told, so that it can be run again."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from pagoda.core.decision_log import DecisionLog
+from pagoda.core.events import Ended, Event, Fold
+from pagoda.core.request import Request, RequestStatus, num_beam_candidates
+from pagoda.core.scheduler_interface import SchedulerInterface
+from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.stats import SchedulerStats
+from pagoda.core.view import SchedulerView
+from pagoda.engine.recording.files import RecordingFiles
+from pagoda.engine.recording.format import VERSION, Line, RecordedSettings, described, digest_of
+from pagoda.engine.recording.made_up import MadeUpTexts, kind_of_end
+from pagoda.engine.recording.preparations import NotedPreparations
+
+_SAMPLING = ("n", "max_tokens", "min_tokens", "ignore_eos", "prompt_logprobs", "beam_search")
+"""Sampling parameters that decide what is scheduled."""
+
+_Owner = tuple[str, int]  # a request's name in the recording, and one of its sequences
+
+
+def _num_candidates(request: Request) -> int:
+    """Return how many candidates of each beam the scheduler takes of a request with a beam search."""
+    assert request.sampling is not None
+    return max(num_beam_candidates(request.sampling, request.eos_token_ids), request.sampling.logprobs or 0)
+
+
+class RecordingScheduler:
+    """A scheduler that does as `inner` does, and writes each call to `files`, of which the first has begun.
+
+    settings: what `inner` was made with.   engine: settings of the engine, without secrets.
+    preparations: those of `inner`.   with_tokens: real tokens in place of made-up ones, and all parameters.
+    """
+
+    def __init__(
+        self,
+        inner: SchedulerInterface,
+        files: RecordingFiles,
+        settings: RecordedSettings,
+        *,
+        engine: Mapping[str, Any] | None = None,
+        preparations: NotedPreparations | None = None,
+        with_tokens: bool = False,
+    ) -> None:
+        self._inner, self._files, self._preparations = inner, files, preparations
+        self._with_tokens = with_tokens
+        self._head = {"version": VERSION, "with_tokens": with_tokens, "engine": dict(engine or {})}
+        self._head["settings"] = msgspec.to_builtins(settings)
+        self._texts = MadeUpTexts(with_tokens=with_tokens)
+        self._labels: dict[str, str] = {}  # by id, of unfinished requests
+        self._num_requests = self._num_steps = self._num_before = 0
+        self._rows: dict[int, _Owner] = {}
+        self._owners: dict[int, list[_Owner]] = {}  # by step in flight, of its samples
+        self._events: list[list[Any]] = []
+        self._ended: list[str] = []  # ids of requests, since the last line
+        inner.subscribe(self._note)
+        self._files.write("begin", **self._head)
+
+    def _note(self, event: Event) -> None:
+        if not self._files.is_open:
+            return
+        self._events.append(described(event, self._num_before))
+        if isinstance(event, Ended) and event.is_last:
+            self._ended.append(event.request_id)
+
+    def _write(self, op: str, **values: Any) -> None:
+        """Write a call with the events that it caused."""
+        if not self._files.is_open:
+            return
+        self._files.write(op, **values, events=self._events)
+        self._events = []
+        for request_id in self._ended:
+            self._texts.remove(self._labels.pop(request_id, ""))
+        self._ended = []
+        if not self._files.is_open:  # what follows is not written
+            self._forget_requests()
+
+    def _forget_requests(self) -> None:
+        for kept in (self._labels, self._rows, self._texts):
+            kept.clear()
+
+    def _begin_next_file(self) -> None:
+        """Begin the next file if that is due and the scheduler can start over, so that it can be replayed alone."""
+        if not self._files.is_due or not self._inner.start_over() or not self._files.begin_next():
+            return
+        self._forget_requests()
+        self._num_before, self._num_requests = self._num_steps, 0
+        self._files.write("begin", **self._head)
+
+    # The scheduler
+
+    def add_request(self, request: Request) -> None:
+        self._begin_next_file()
+        self._inner.add_request(request)
+        if not self._files.is_open:
+            return
+        self._num_requests += 1
+        label = self._labels[request.request_id] = f"r{self._num_requests}"
+        prompt, prior = self._texts.add(label, request)
+        name = self._texts.name
+        self._write(
+            "add",
+            id=label,
+            prompt=prompt,
+            prior=prior,
+            sampling=self._sampling_of(request),
+            pooling=msgspec.to_builtins(request.pooling) if self._with_tokens else None,
+            seed=request.seed if self._with_tokens else 0,
+            arrival_time_s=request.arrival_time_s,
+            priority=request.priority,
+            client_index=request.client_index,
+            handle=request.handle,
+            lora=self._lora_of(request),
+            cache_salt=name(request.cache_salt),
+            skip_prefix_read=request.skip_prefix_read,
+            media=[[name(item.content_hash), item.offset, item.length] for item in request.media],
+            encoder_len=request.encoder_len,
+            embeds=None if request.prompt_embeds is None else self._texts.vectors(request.prompt_embeds),
+        )
+
+    def _sampling_of(self, request: Request) -> dict[str, Any] | None:
+        if request.sampling is None:
+            return None
+        fields: dict[str, Any] = msgspec.to_builtins(request.sampling)
+        if not self._with_tokens:
+            fields = {name: fields[name] for name in _SAMPLING}
+        if request.is_beam_search:  # a replay knows of fewer stop tokens, and would take fewer candidates
+            fields["logprobs"] = _num_candidates(request)
+        return fields
+
+    def _lora_of(self, request: Request) -> list[str] | None:
+        """Return name, path and digest, all made up unless real tokens are asked for."""
+        lora = request.lora
+        if lora is None:
+            return None
+        if self._with_tokens:
+            return [lora.name, lora.path, lora.digest]
+        made_up = self._texts.name(repr(lora.identity)) or ""
+        return [made_up, "", made_up]
+
+    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> dict[int, EngineCoreOutputs]:
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        outputs = self._inner.finish_requests(ids, status)
+        labels = [self._labels[one] for one in ids if one in self._labels]
+        self._write("finish", ids=labels, status=status.name)
+        return outputs
+
+    def finish_sequence(self, request_id: str, index: int, status: RequestStatus) -> dict[int, EngineCoreOutputs]:
+        outputs = self._inner.finish_sequence(request_id, index, status)
+        self._write("finish_sequence", id=self._labels.get(request_id, ""), index=index, status=status.name)
+        return outputs
+
+    def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
+        done = self._inner.reset_prefix_cache(preempt_running)
+        self._write("reset", preempt_running=preempt_running)
+        return done
+
+    def schedule(self) -> SchedulerOutput:
+        output = self._inner.schedule()
+        self._num_steps = output.step
+        answers, woken = self._preparations.take() if self._preparations is not None else ([], [])
+        if not self._files.is_open:
+            return output
+        self._follow_rows(output)
+        if not output.is_empty:
+            self._owners[output.step] = [self._rows[row] for row in output.sample_rows.tolist()]
+        labels = self._labels
+        prepared = {
+            "answers": [(labels[request_id], answer) for request_id, answer in answers],
+            "woken": [labels[request_id] for request_id in woken if request_id in labels],
+        }
+        self._write("schedule", step=output.step - self._num_before, digest=digest_of(output), prepared=prepared)
+        return output
+
+    def _follow_rows(self, output: SchedulerOutput) -> None:
+        """Note whose the rows are, and which outputs the sequences have that enter, fork or are chosen beams."""
+        rows, texts = self._rows, self._texts
+        for row in output.released.tolist():
+            rows.pop(row, None)
+        for init in output.admitted:
+            label, sequence = rows[init.row] = (self._labels[init.request_id], init.sequence)
+            texts.put(label, sequence, init.num_prompt_tokens, init.token_ids[init.num_prompt_tokens :].tolist())
+        beams = output.beams
+        for source, row in beams.copies:
+            texts.copy(rows[row][0], [(rows[source][1], rows[row][1])])
+        for row, position, token in zip(
+            beams.rows.tolist(), beams.positions.tolist(), beams.tokens.tolist(), strict=True
+        ):
+            texts.put(*rows[row], position, [token])
+        for fork in output.forks:
+            label, source = rows[fork.src]
+            rows[fork.dst] = (label, fork.sequence)
+            texts.copy(label, [(source, fork.sequence)])
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput | None
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs = self._inner.update_from_output(scheduler_output, model_output)
+        owners = self._owners.pop(scheduler_output.step, [])
+        if self._files.is_open and scheduler_output.step > self._num_before:  # others had nothing to compute
+            result = self._result(owners, scheduler_output, model_output) if model_output is not None else None
+            self._write("update", step=scheduler_output.step - self._num_before, result=result)
+        return outputs
+
+    def fail_step(self, scheduler_output: SchedulerOutput, message: str) -> dict[int, EngineCoreOutputs]:
+        outputs = self._inner.fail_step(scheduler_output, message)
+        self._owners.pop(scheduler_output.step, None)
+        self._write("fail", step=scheduler_output.step - self._num_before)
+        return outputs
+
+    def _result(self, owners: list[_Owner], output: SchedulerOutput, result: ModelRunnerOutput) -> Line:
+        """Return a step's results, and which of its made-up tokens end the output of their request."""
+        texts = self._texts
+        ends = (output.start + output.num_new)[output.sample_index].tolist()
+        rows = output.rows[output.sample_index].tolist()
+        counts, samples = result.num_sampled.tolist(), result.sampled.tolist()
+        sampled: list[list[int]] = []
+        endings: set[tuple[str, int]] = set()
+        beams: list[tuple[int, list[int], list[float]]] = []
+        first = 0  # entry of the log-probabilities
+        for number, (label, sequence) in enumerate(owners):
+            tokens = samples[number][: counts[number]]
+            shown = [0] * len(tokens)
+            if label in texts:  # a request that has ended takes no tokens
+                request = texts.request(label)
+                if not request.is_beam_search:
+                    before = ends[number] - len(output.drafts.get(rows[number], ()))
+                    named, shown = tokens, texts.put(label, sequence, before, tokens)
+                    seen = shown
+                elif tokens and result.logprobs is not None:
+                    columns = slice(1, 1 + _num_candidates(request))
+                    named = result.logprobs.token_ids[first, columns].tolist()
+                    seen = texts.could_follow(label, sequence, named)
+                    beams.append((number, seen, result.logprobs.logprobs[first, columns].tolist()))
+                else:
+                    named, seen = [], []
+                kinds = [kind_of_end(request, token) for token in named]
+                endings |= {(f"{kind} {label}", value) for kind, value in zip(kinds, seen, strict=True) if kind}
+            sampled.append(shown)
+            first += len(tokens)
+        return {
+            "sampled": sampled,
+            "ends": sorted(endings),
+            "beams": beams,
+            "pooled": list(result.pooled),
+            "failed": list(result.failed),
+            "refused": sorted(result.refused),
+            "duration_s": result.duration_s,
+            "swap_s": result.swap_s,
+            "drafts": {
+                str(row): tokens.tolist() if self._with_tokens else [0] * len(tokens)
+                for row, tokens in result.drafts.items()
+            },
+        }
+
+    # Questions
+
+    def has_unfinished_requests(self) -> bool:
+        return self._inner.has_unfinished_requests()
+
+    def start_over(self) -> bool:
+        return False  # it is the recording that asks for it
+
+    def subscribe(self, fold: Fold, *, cache: bool = False) -> Callable[[], None]:
+        return self._inner.subscribe(fold, cache=cache)
+
+    def make_stats(self) -> SchedulerStats:
+        return self._inner.make_stats()
+
+    def view(self) -> SchedulerView:
+        return self._inner.view()
+
+    @property
+    def explain(self) -> DecisionLog:
+        return self._inner.explain

@@ -1,0 +1,152 @@
+"""POST /v1/chat/completions"""
+
+from collections.abc import Iterable, Sequence
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagoda.base.outputs import CompletionOutput
+from pagoda.server.answers import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    ChatDelta,
+    ChatLogprobs,
+    DeltaToolCall,
+    FunctionCall,
+    MessageToolCall,
+    chat_logprobs,
+    prompt_logprobs,
+)
+from pagoda.server.dialects.openai import ChunkedAnswer, turn_request
+from pagoda.server.errors import ApiError
+from pagoda.server.protocol import ChatCompletionRequest
+from pagoda.server.respond import respond
+from pagoda.server.routing import Router
+from pagoda.server.state import ServerState
+from pagoda.server.turn import CallDelta, Piece, Turn, TurnRequest
+
+router = Router()
+
+
+@router.post(
+    "/v1/chat/completions",
+    answer=ChatCompletionResponse,
+    chunk=ChatCompletionChunk,
+    body=ChatCompletionRequest,
+)
+async def create_chat_completion(http: Request) -> Response:
+    """Generate the assistant's next message in a conversation."""
+    return await respond(http, CHAT)
+
+
+class ChatDialect:
+    """OpenAI's conversations."""
+
+    body = ChatCompletionRequest
+    id_prefix = "chatcmpl"
+
+    def request(self, body: ChatCompletionRequest, state: ServerState) -> TurnRequest:
+        conversation = body.conversation
+        template = state.template_for(conversation.chat_template, bool(conversation.tools))
+        if body.documents and "documents" not in (template or ""):
+            raise ApiError(400, "documents: this model's chat template does not support documents", "documents")
+        defaults = state.starter.llm.input_processor.default_sampling
+        top = body.num_top if body.logprobs else None
+        params = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs, defaults)
+        return turn_request(body, params=params, conversation=conversation)
+
+    def answer(self, body: ChatCompletionRequest, turn: Turn, state: ServerState) -> "ChatAnswer":
+        return ChatAnswer(body, turn, state)
+
+
+CHAT = ChatDialect()
+
+
+class ChatAnswer(ChunkedAnswer):
+    """The answer to a conversation."""
+
+    def __init__(self, body: ChatCompletionRequest, turn: Turn, state: ServerState) -> None:
+        self._opening = ChatCompletionChunk(id=turn.id, created=turn.created, model=turn.model, choices=[])
+        super().__init__(body, turn, state, self._opening)
+        self._body = body
+        last = body.messages[-1].get("content")
+        self._echoed = last if body.echo and isinstance(last, str) else ""
+
+    def opening_choices(self) -> Iterable[ChatChunkChoice]:
+        if self._body.return_token_ids:
+            self._opening.prompt_token_ids = self._prompt_token_ids()
+        for index in range(self._body.num_outputs):
+            yield ChatChunkChoice(index, ChatDelta(role="assistant", content=self._echoed), None, None)
+            self._opening.prompt_token_ids = UNSET
+
+    def choice(self, piece: Piece) -> ChatChunkChoice | None:
+        output, body = piece.output, self._body
+        message, logprobs = ChatDelta(), self._logprobs(output)
+        if body.include_reasoning and (thought := piece.reasoning):
+            message.reasoning = message.reasoning_content = thought
+        if text := piece.text:
+            message.content = text
+        if calls := piece.calls:  # one entry for each call: clients look at one per event
+            message.tool_calls = [_delta_of(call) for call in calls]
+        end = piece.end
+        if message == ChatDelta() and end is None and not (body.return_token_ids or logprobs):
+            return None
+        choice = ChatChunkChoice(output.index, message, logprobs, None if end is None else end.reason)
+        if end is not None:
+            choice.stop_reason = end.stop_reason
+        if body.return_token_ids:
+            choice.token_ids = output.token_ids
+        return choice
+
+    def whole(self, pieces: Sequence[Piece]) -> ChatCompletionResponse:
+        turn, of_prompt = self.turn, pieces[0].delta.prompt_logprobs
+        return ChatCompletionResponse(
+            id=turn.id,
+            created=turn.created,
+            model=turn.model,
+            choices=[self._whole_choice(piece) for piece in pieces],
+            usage=self.generation.usage,
+            prompt_logprobs=None if of_prompt is None else prompt_logprobs(of_prompt),
+            prompt_token_ids=self._prompt_token_ids() if self._body.return_token_ids else None,
+            timings=self.timings,
+        )
+
+    def _whole_choice(self, piece: Piece) -> ChatChoice:
+        output, end = piece.output, piece.end
+        message = AssistantMessage(content=self._echoed + piece.text)
+        if calls := piece.calls:
+            message.content = piece.text or None
+            message.tool_calls = [
+                MessageToolCall(id=call.id or "", function=FunctionCall(call.arguments, call.name or ""))
+                for call in calls
+            ]
+        if self._body.include_reasoning and (thought := piece.reasoning):
+            message.reasoning = message.reasoning_content = thought
+        return ChatChoice(
+            output.index,
+            message,
+            self._logprobs(output),
+            None if end is None else end.reason,
+            output.stop_reason,
+            output.token_ids if self._body.return_token_ids else None,
+        )
+
+    def _prompt_token_ids(self) -> list[int]:
+        return self.generation.requests[0].prompt_token_ids.tolist()
+
+    def _logprobs(self, output: CompletionOutput) -> ChatLogprobs | None:
+        if not self._body.logprobs or output.logprobs is None:
+            return None
+        return chat_logprobs(output.token_ids, output.logprobs, self._body.num_top, self.writes_ids)
+
+
+def _delta_of(call: CallDelta) -> DeltaToolCall:
+    if call.name is None:
+        return DeltaToolCall(index=call.index, function=FunctionCall(call.arguments))
+    return DeltaToolCall(
+        index=call.index, id=call.id or "", type="function", function=FunctionCall(call.arguments, call.name)
+    )

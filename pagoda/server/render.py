@@ -1,0 +1,98 @@
+"""How a turn becomes prompts: the chat template, the grammar of calls, and what will read the outputs."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.engine.inputs.chat_prompts import ChatOptions, RenderedChat
+from pagoda.engine.inputs.prompts import Prompt
+from pagoda.server.body import run_for_body
+from pagoda.server.reader import Reader
+from pagoda.server.reasoning import ReasoningSplitter, ReasoningTags, opens_reasoning, reasoning_of
+from pagoda.server.sending import cancel_on_disconnect
+from pagoda.server.state import ServerState
+from pagoda.server.tool_choice import ToolUse, special_token
+from pagoda.server.tool_parsers import TOOL_PARSERS
+from pagoda.server.turn import Conversation, TurnRequest
+
+
+async def render_chat(
+    http: Request, state: ServerState, conversation: Conversation, must_fit: bool = False
+) -> RenderedChat:
+    """Return the prompt that a conversation is. Raises ApiError, RequestError."""
+    state.check_template(conversation.chat_template)
+    options = ChatOptions(
+        chat_template=conversation.chat_template,
+        tools=conversation.tools or None,
+        add_generation_prompt=conversation.add_generation_prompt and not conversation.continue_final_message,
+        continue_final_message=conversation.continue_final_message,
+        template_kwargs={**state.template_kwargs, **conversation.template_kwargs} or None,
+        add_special_tokens=conversation.add_special_tokens,
+    )
+    rendering = state.starter.llm.text.render_chat(
+        conversation.messages,
+        options,
+        must_fit=must_fit,
+        is_bounded=True,
+        size=http.scope["state"]["body_bytes"],
+    )
+    return await cancel_on_disconnect(http, rendering)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A turn that is ready to run.   new_reader: makes the reader of each output."""
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    new_reader: Callable[[], Reader]
+
+
+async def render(http: Request, state: ServerState, request: TurnRequest) -> Rendered:
+    """Return the prompts of a turn. Raises ApiError, RequestError for what the model or the server lacks."""
+    if request.conversation is None:
+        return Rendered(request.prompts, request.params, Reader)
+    return await _render(http, state, request.conversation, request.params)
+
+
+async def _render(http: Request, state: ServerState, conversation: Conversation, plain: SamplingParams) -> Rendered:
+    template = state.template_for(conversation.chat_template, bool(conversation.tools))
+    use = ToolUse.of(conversation, state, template)
+    tokenizer = state.starter.llm.input_processor.tokenizer
+    argument_types = await run_for_body(http, use.argument_types)
+    params = plain
+    if use.has_grammar(plain):  # tools may have large schemas
+        params = await state.starter.llm.text.write_grammar(lambda: use.constrain(plain, tokenizer))
+    # Nothing is awaited after this: its images are in memory, uncounted until `RequestStarter.begin` counts them.
+    prompt = await render_chat(http, state, conversation, must_fit=plain.truncate_prompt_tokens is None)
+    is_formatted = plain.structured_outputs is not None and not use.is_forced  # by the request itself: not a call
+    parser = TOOL_PARSERS[use.parser] if use.parser is not None and not is_formatted else None
+    tags = reasoning_of(template)
+    end_id = None if tags is None else special_token(tokenizer, tags.end)
+    if (parser is not None and parser.keeps_special_tokens) or end_id is not None:
+        params = dataclasses.replace(params, skip_special_tokens=False)
+    is_thinking = tags is not None and opens_reasoning(prompt.text, conversation.continued, tags)
+    if tags is not None and is_thinking:
+        params = _after_reasoning(params, tags, end_id)
+
+    def new_reader() -> Reader:
+        return Reader(
+            parser(argument_types) if parser is not None else None,
+            ReasoningSplitter(is_thinking, tags) if tags is not None else None,
+            tokenizer.token_bytes,
+            use.is_forced,
+            conversation.is_parallel,
+        )
+
+    return Rendered([prompt.prompt], params, new_reader)
+
+
+def _after_reasoning(params: SamplingParams, tags: ReasoningTags, end_id: int | None) -> SamplingParams:
+    """Return params whose grammar, if there is one, holds from the end of the reasoning on."""
+    if params.structured_outputs is None:
+        return params
+    form = dataclasses.replace(params.structured_outputs, reasoning_end=tags.end if end_id is None else end_id)
+    return dataclasses.replace(params, structured_outputs=form)

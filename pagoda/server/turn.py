@@ -1,0 +1,236 @@
+"""Turns: what is asked of a model and what comes of it, in the words of no API.
+
+A dialect (dialects/) makes a TurnRequest of the body of its API and frames of the pieces of the answer; respond.py runs
+the turn in between.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from msgspec import Struct
+
+from pagoda.base.outputs import CompletionOutput, RequestOutput
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.engine.inputs.prompts import Prompt
+from pagoda.server.body import Body
+
+if TYPE_CHECKING:
+    from pagoda.engine.async_text import AsyncText
+    from pagoda.server.generation import Generation
+    from pagoda.server.state import ServerState
+
+
+class TemplateFields(Protocol):
+    """What the bodies of OpenAI's API say about the template."""
+
+    @property
+    def chat_template(self) -> str | None: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+    @property
+    def add_generation_prompt(self) -> Any: ...
+    @property
+    def continue_final_message(self) -> bool: ...
+    @property
+    def add_special_tokens(self) -> bool | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A conversation, as the template gets it.
+
+    tools: what may be called, as OpenAI's API writes them; none if nothing may.   is_forced: the answer is a call.
+    only_tool: the one that must be called.   is_parallel: there may be several calls.
+    chat_template: a text, or a name of one of the model's; None: the model's own.   template_kwargs: more variables.
+    add_generation_prompt: end with the opening of the assistant's turn.
+    continue_final_message: end inside the last message.   add_special_tokens: add those of the tokenizer, too.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    is_forced: bool = False
+    only_tool: str | None = None
+    is_parallel: bool = True
+    chat_template: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+
+    @classmethod
+    def of(cls, body: TemplateFields, messages: list[dict[str, Any]], **more: Any) -> "Conversation":
+        """Return the conversation of a body.   more: fields that not all bodies have."""
+        fields: dict[str, Any] = {
+            "chat_template": body.chat_template,
+            "template_kwargs": body.chat_template_kwargs or {},
+            "add_generation_prompt": body.add_generation_prompt is not False,
+            "continue_final_message": body.continue_final_message,
+            "add_special_tokens": bool(body.add_special_tokens),
+        }
+        return cls(messages, **fields | more)
+
+    @property
+    def continued(self) -> str:
+        """The text of the message that the answer continues; "" if it begins a new one."""
+        content = self.messages[-1].get("content") if self.continue_final_message else ""
+        if isinstance(content, list):
+            return "".join(text for part in content if isinstance(text := part.get("text"), str))
+        return content or ""
+
+
+def _same(param: str) -> str:
+    return param
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """What is asked for: the answer to a conversation, or the continuation of each prompt.
+
+    params: of every prompt.   add_special_tokens: as for RawPrompts, of prompts that are texts.
+    model: as the caller names it.   request_id: that it gives the answer.
+    origin: from a field as this package calls it (`max_tokens`, `messages[2].content`) to the caller's own.
+    """
+
+    params: SamplingParams
+    conversation: Conversation | None = None
+    prompts: Sequence[Prompt] = ()
+    add_special_tokens: bool = True
+    model: str | None = None
+    is_stream: bool = False
+    request_id: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    origin: Callable[[str], str] = _same
+
+    @property
+    def num_prompts(self) -> int:
+        return 1 if self.conversation is not None else len(self.prompts)
+
+
+@dataclass(slots=True)
+class ReasoningDelta:
+    text: str
+
+
+@dataclass(slots=True)
+class TextDelta:
+    text: str
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """A piece of a call.   index: of the call in its answer.   id, name: of the first piece, which begins the call.
+
+    arguments: those of all pieces are JSON, an object.
+    """
+
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass(slots=True)
+class TurnEnd:
+    """The end of one output.   reason: stop, tool_calls, length, abort or error.
+
+    stop_reason: as of CompletionOutput. What all outputs cost is known when the last has ended (Turn.generation).
+    """
+
+    reason: str
+    stop_reason: int | str | None
+
+
+TurnEvent = ReasoningDelta | TextDelta | CallDelta | TurnEnd
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one output has said since its last piece.   prompt: the index of its prompt.   delta: of the request."""
+
+    prompt: int
+    delta: RequestOutput
+    output: CompletionOutput
+    events: list[TurnEvent]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, TextDelta))
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, ReasoningDelta))
+
+    @property
+    def calls(self) -> list[CallDelta]:
+        """Its pieces of calls, those of the same call made into one."""
+        found: dict[int, list[CallDelta]] = {}
+        for event in self.events:
+            if isinstance(event, CallDelta):
+                found.setdefault(event.index, []).append(event)
+        return [
+            CallDelta(at, "".join(one.arguments for one in parts), parts[0].id, parts[0].name)
+            for at, parts in found.items()
+        ]
+
+    @property
+    def end(self) -> TurnEnd | None:
+        last = self.events[-1] if self.events else None
+        return last if isinstance(last, TurnEnd) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn that runs.   created: seconds since the epoch.   generation: its counts and durations so far.
+
+    text: decodes tokens.
+    """
+
+    id: str
+    created: int
+    model: str
+    request: TurnRequest
+    generation: "Generation"
+    text: "AsyncText"
+
+
+class Answer(Protocol):
+    """One answer in the form of an API: frames of a stream, or a whole. `frames` and `whole` may run on a thread."""
+
+    def opening(self) -> bytes:
+        """Return what is sent before anything is generated."""
+        ...
+
+    def frames(self, piece: Piece) -> bytes:
+        """Return the frames of a piece; b"" if there is nothing to send yet."""
+        ...
+
+    def closing(self) -> bytes:
+        """Return what is sent when all outputs have ended."""
+        ...
+
+    def whole(self, pieces: Sequence[Piece]) -> Struct:
+        """Return the whole answer.   pieces: one per output, in the order of the prompts."""
+        ...
+
+
+B = TypeVar("B", bound=Body)
+
+
+class Dialect(Protocol[B]):
+    """The form of one API's requests and answers.   body: of its requests.   id_prefix: of the ids of its answers."""
+
+    @property
+    def body(self) -> type[B]: ...
+
+    @property
+    def id_prefix(self) -> str: ...
+
+    def request(self, body: B, state: "ServerState") -> TurnRequest:
+        """Return what a body asks for. May run on a thread. Raises ApiError, RequestError."""
+        ...
+
+    def answer(self, body: B, turn: Turn, state: "ServerState") -> Answer:
+        """Return what makes the answer."""
+        ...

@@ -1,0 +1,92 @@
+"""Random schedules with all that a scheduler has are replayed with the same decisions, also from later files."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
+
+from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.engine.recording.format import read_recording
+from pagoda.engine.recording.replay import replay
+from tests.core.test_properties import CALM, QUICK, PhasedMachine, SchedulerMachine, setting_of
+from tests.core.traffic import Traffic
+from tests.engine.recording.recorded_traffic import propose_drafts, record_traffic
+
+SEEN: set[str] = set()
+"""What the recordings so far have had in them."""
+
+
+class _Traffic(Traffic):
+    num_right = 0
+
+    def deliver(self) -> object:
+        if self.setting.drafts:
+            propose_drafts(self, self.num_right)
+        return super().deliver()
+
+    def _check_step(self, output: SchedulerOutput, queue: list[str]) -> None:
+        """Requests whose adapter is not ready are overtaken, which the core's own tests do not have."""
+
+    def plan(self, *choose: object) -> SchedulerOutput:
+        output = super().plan(*choose)  # type: ignore[arg-type]
+        SEEN.update(
+            name for name in ("drafts", "encoder_inputs", "forks", "swap_in", "copies") if len(getattr(output, name))
+        )
+        if len(output.beams.copies):
+            SEEN.add("beams")
+        return output
+
+
+class RecordedMachine(SchedulerMachine):
+    """The traffic of the core's property tests, recorded; adapters take their time, and there are pauses."""
+
+    @initialize(data=st.data(), slow=st.integers(0, 99), with_tokens=st.booleans())
+    def build(self, data: st.DataObject, slow: int, with_tokens: bool) -> None:  # type: ignore[override]
+        self.folder = tempfile.TemporaryDirectory()
+        self.traffic = _Traffic(data.draw(setting_of(self.mode)))
+        path = Path(self.folder.name) / "run"
+        record_traffic(self.traffic, path, with_tokens=with_tokens, max_bytes=40_000, slow=slow)
+
+    def _offer_drafts(self, right: int) -> None:
+        self.traffic.num_right = right  # type: ignore[attr-defined]
+
+    @precondition(lambda self: self.count % 4 == 3)
+    @rule()
+    def pause(self) -> None:
+        while self.traffic.in_flight:
+            self.traffic.deliver()
+        self.traffic.drain()
+
+    def teardown(self) -> None:
+        super().teardown()
+        if not hasattr(self, "folder"):
+            return
+        for path in Path(self.folder.name).iterdir():
+            lines, _ = read_recording(path)
+            SEEN.update(answer for line in lines if "prepared" in line for _, answer in line["prepared"]["answers"])
+            if path.name != "run":
+                SEEN.add("later file")
+            found = replay(path)
+            assert found.difference is None, (path.name, found.difference)
+            assert found.cut in ("", "the file had its largest size")
+        self.folder.cleanup()
+
+
+class RecordedPhases(RecordedMachine, PhasedMachine):
+    """The same where a step is all prompts or all decodes."""
+
+
+def test_random_schedules_are_replayed_without_a_difference() -> None:
+    for machine in (RecordedMachine, RecordedPhases):
+        run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=60))
+    wanted = {"drafts", "encoder_inputs", "forks", "copies", "beams", "ADAPTER", "failed", "", "later file"}
+    assert wanted <= SEEN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", [RecordedMachine, RecordedPhases])
+def test_random_schedules_are_replayed_at_length(machine: type[RecordedMachine]) -> None:
+    run_state_machine_as_test(machine, settings=settings(CALM, max_examples=600, stateful_step_count=60))
