@@ -294,9 +294,9 @@ class DebugConfig:
     num_host_blocks: Annotated[
         int | None, Setting("Number of host blocks for swapped requests.", unset="from swap_space", at_least=0)
     ] = None
-    prefix_hash_seed: Annotated[int | None, Setting("Seed of the prefix-cache hashes.", unset="secret and random")] = (
-        None
-    )
+    prefix_hash_seed: Annotated[
+        int | None, Setting("Seed of the prefix-cache hashes.", unset="secret and random", is_secret=True)
+    ] = None
     pipeline_depth: Annotated[
         int | None,
         Setting(

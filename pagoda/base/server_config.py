@@ -132,7 +132,9 @@ class ServerConfig:
         tuple[str, ...],
         Setting("Address or network of a proxy whose X-Forwarded-For names the client in the log, or * for any."),
     ] = ("127.0.0.1", "::1")
-    api_keys: Annotated[tuple[str, ...], Setting("Key that clients must send.", unset="no key needed")] = ()
+    api_keys: Annotated[
+        tuple[str, ...], Setting("Key that clients must send.", unset="no key needed", is_secret=True)
+    ] = ()
     api_key_file: Annotated[
         str | None,
         Setting("File with keys that clients may send, one per line; `ps` does not show them.", unset="none"),
@@ -142,6 +144,7 @@ class ServerConfig:
         Setting(
             "Key required for operations (resetting caches, aborting other keys' requests); valid for all routes.",
             unset="any API key",
+            is_secret=True,
         ),
     ] = None
     tls: Annotated[TLSFiles, Setting("Certificate and key of HTTPS.")] = field(default_factory=TLSFiles)

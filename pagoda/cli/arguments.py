@@ -199,6 +199,12 @@ def _file_values(path: Path, names: Mapping[str, str]) -> dict[str, object]:
     return values
 
 
+def read_settings(path: Path) -> dict[str, object]:
+    """Return the settings in a file by the names that `EngineConfig.from_options` takes. Raises ConfigError."""
+    values = _file_values(path.expanduser(), _settings())
+    return {name.replace("__", "."): value for name, value in values.items() if name not in SAMPLING_FIELDS}
+
+
 def _in_fields(name: str, value: object, names: Mapping[str, str]) -> dict[str, object]:
     """Return the value of a parameter by its name, a group's by the names of its fields."""
     fields = {own.partition("__")[2]: own for own in names.values() if own.startswith(f"{name}__")}

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
+from pagoda.base.errors import ConfigError
 from pagoda.cli.help_format import CacheDir, JsonObject
 
 # Instruction sets that the kernels have code for, as /proc/cpuinfo spells them, best last.
@@ -22,11 +24,20 @@ PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "huggingface_
 def doctor(
     cache_dir: CacheDir = None,
     as_json: JsonObject = False,
+    bundle: Annotated[
+        Path | None, typer.Option(help="New .tar.gz for a bug report: this report, settings, environment, --include.")
+    ] = None,
+    settings: Annotated[
+        Path | None, typer.Option("--settings", help="File that the server has as --config, for --bundle.")
+    ] = None,
+    include: Annotated[list[Path] | None, typer.Option(help="Log or recording for --bundle. May be repeated.")] = None,
 ) -> None:
     """Report hardware and selected kernels.
 
-    Exit with code 1 if the engine cannot run here.
+    Exit with code 1 if the engine cannot run here. In a bundle, keys, tokens and passwords are hidden.
     """
+    if bundle is None and (settings or include):
+        raise ConfigError("--settings and --include go into a bundle: add --bundle FILE.tar.gz")
     found: list[tuple[str, str, bool]] = []  # name, text, broken
     sections: list[tuple[str, Callable[[], str]]] = [
         ("pagoda", lambda: f"{version('pagoda-llm')} on Python {platform.python_version()}, {sys.platform}"),
@@ -47,10 +58,16 @@ def doctor(
         except Exception as error:  # report anything that is broken, and continue
             found.append((name, f"broken: {type(error).__name__}: {error}", True))
     broken = [name for name, _, is_broken in found if is_broken]
+    report = {"healthy": not broken, "broken": broken, **{name: text for name, text, _ in found}}
     if as_json:
-        print(json.dumps({"healthy": not broken, "broken": broken, **{name: text for name, text, _ in found}}))
+        print(json.dumps(report))
     else:
         _print(found)
+    if bundle is not None:
+        from pagoda.cli.bundle import write_bundle
+
+        names = write_bundle(bundle, report, settings, include or [])
+        print(f"{bundle} has {', '.join(names)}: look through it before you share it", file=sys.stderr)
     if broken:
         raise typer.Exit(1)
 

@@ -1,8 +1,7 @@
 """What stands for tokens and names in a recording.
 
 A made-up token is a keyed hash of the real one and all before it, with a key that is thrown away: texts cannot be told
-from them, but equal beginnings stay equal, and so do blocks that requests share. It is less than 2^22, the largest stop
-token, and odd for stop tokens of its request alone: no other is taken for one.
+from them, but equal beginnings stay equal, and so do blocks that requests share. It has 32 bits.
 """
 
 import hashlib
@@ -59,10 +58,8 @@ class MadeUpTexts:
     def _next(self, before: bytes, token: int) -> bytes:
         return self._hashed(before, token.to_bytes(8, "little"))
 
-    def _shown(self, request: Request, token: int, state: bytes) -> int:
-        if self._with_tokens:
-            return token
-        return (int.from_bytes(state, "little") >> 43) << 1 | (kind_of_end(request, token) is not None)
+    def _shown(self, token: int, state: bytes) -> int:
+        return token if self._with_tokens else int.from_bytes(state[:4], "little")
 
     def add(self, label: str, request: Request) -> tuple[list[int], list[list[int]]]:
         """Take a new request. Return its prompt and the outputs that it has already, as made up."""
@@ -70,7 +67,7 @@ class MadeUpTexts:
         prompt: list[int] = []
         for token in request.prompt_token_ids.tolist():
             text.prompt = self._next(text.prompt, token)
-            prompt.append(self._shown(request, token, text.prompt))
+            prompt.append(self._shown(token, text.prompt))
         prior = [self.put(label, sequence, 0, tokens) for sequence, tokens in enumerate(request.prior_output)]
         return prompt, prior
 
@@ -94,7 +91,7 @@ class MadeUpTexts:
         shown: list[int] = []
         for token in tokens:
             output.append(self._next(output[-1] if output else text.prompt, token))
-            shown.append(self._shown(text.request, token, output[-1]))
+            shown.append(self._shown(token, output[-1]))
         return shown
 
     def could_follow(self, label: str, sequence: int, tokens: Iterable[int]) -> list[int]:
@@ -102,7 +99,7 @@ class MadeUpTexts:
         text = self._texts[label]
         output = text.outputs.get(sequence)
         before = output[-1] if output else text.prompt
-        return [self._shown(text.request, token, self._next(before, token)) for token in tokens]
+        return [self._shown(token, self._next(before, token)) for token in tokens]
 
     def copy(self, label: str, sources: Iterable[tuple[int, int]]) -> None:
         """Sequences get the outputs that others, or they themselves, had before.   sources: (source, sequence)."""

@@ -23,10 +23,11 @@ class Player:
     """A scheduler, and what the lines so far said of its requests.
 
     lines: of the whole file: of a request, only tokens that ended an output are known as stop tokens.
+    with_tokens: they have real tokens.
     num_requests, num_steps: so far.   outputs: of steps whose results are not back, by number.
     """
 
-    def __init__(self, settings: RecordedSettings, lines: Iterable[Line]) -> None:
+    def __init__(self, settings: RecordedSettings, lines: Iterable[Line], *, with_tokens: bool) -> None:
         self.num_requests = self.num_steps = 0
         self.outputs: dict[int, SchedulerOutput] = {}
         self._clock = VirtualClock()
@@ -44,10 +45,11 @@ class Player:
         )
         self._events: list[Any] = []
         self._scheduler.subscribe(lambda event: self._events.append(described(event)))
+        self._numbers: dict[int, int] | None = None if with_tokens else {}
         self._ends: dict[str, set[int]] = defaultdict(set)
         for line in lines:
             for label, token in (line.get("result") or {}).get("ends", ()):
-                self._ends[label].add(token)
+                self._ends[label] |= {*self._tokens([token])}
 
     @property
     def num_unfinished(self) -> int:
@@ -74,13 +76,18 @@ class Player:
                 before = [digest_of(output)]
             case "update":
                 output, result = self.outputs.pop(line["step"]), line["result"]
-                self._scheduler.update_from_output(output, result and _result(output, result))
+                self._scheduler.update_from_output(output, result and self._result(output, result))
             case "fail":
                 self._scheduler.fail_step(self.outputs.pop(line["step"]), "failed when it was recorded")
             case op:
                 raise ConfigError(f"a recording of version {VERSION} has no {op!r}")
         taken, self._events[:] = self._events.copy(), []
         return before + taken
+
+    def _tokens(self, recorded: list[int]) -> list[int]:
+        """Return token ids: those of made-up ones are numbers from 0, as the scheduler has tables of stop tokens."""
+        numbers = self._numbers
+        return recorded if numbers is None else [numbers.setdefault(token, len(numbers)) for token in recorded]
 
     def _request(self, line: Line) -> Request:
         label, given, embeds = line["id"], line["sampling"], None
@@ -94,7 +101,7 @@ class Player:
             embeds = np.array(line["embeds"], np.float32)[:, None]
         return Request(
             label,
-            np.array(line["prompt"], np.int32),
+            np.array(self._tokens(line["prompt"]), np.int32),
             sampling,
             pooling,
             arrival_time_s=line["arrival_time_s"],
@@ -108,31 +115,31 @@ class Player:
             skip_prefix_read=line["skip_prefix_read"],
             media=tuple(MediaItem(name, offset, length) for name, offset, length in line["media"]),
             encoder_len=line["encoder_len"],
-            prior_output=tuple(tuple(tokens) for tokens in line["prior"]),
+            prior_output=tuple(tuple(self._tokens(tokens)) for tokens in line["prior"]),
             prompt_embeds=embeds,
         )
 
-
-def _result(output: SchedulerOutput, line: Line) -> ModelRunnerOutput:
-    tokens: list[list[int]] = line["sampled"]
-    if len(tokens) != len(output.sample_rows):
-        raise ValueError(f"{len(tokens)} samples were recorded, {len(output.sample_rows)} were planned")
-    counts = np.array([len(one) for one in tokens], np.int32)
-    sampled = np.full((len(tokens), max(counts.tolist(), default=1) or 1), -1, np.int32)
-    for number, one in enumerate(tokens):
-        sampled[number, : len(one)] = one
-    return ModelRunnerOutput(
-        output.step,
-        sampled,
-        counts,
-        logprobs=_candidates(counts, line["beams"]) if line["beams"] else None,
-        pooled=dict.fromkeys(line["pooled"], np.zeros(1, np.float32)),
-        failed=dict.fromkeys(line["failed"], "failed when it was recorded"),
-        refused=frozenset(line["refused"]),
-        duration_s=line["duration_s"],
-        swap_s=line["swap_s"],
-        drafts={int(row): np.array(tokens, np.int32) for row, tokens in line["drafts"].items()},
-    )
+    def _result(self, output: SchedulerOutput, line: Line) -> ModelRunnerOutput:
+        tokens = [self._tokens(one) for one in line["sampled"]]
+        if len(tokens) != len(output.sample_rows):
+            raise ValueError(f"{len(tokens)} samples were recorded, {len(output.sample_rows)} were planned")
+        beams = [(number, self._tokens(of_beam), logprobs) for number, of_beam, logprobs in line["beams"]]
+        counts = np.array([len(one) for one in tokens], np.int32)
+        sampled = np.full((len(tokens), max(counts.tolist(), default=1) or 1), -1, np.int32)
+        for number, one in enumerate(tokens):
+            sampled[number, : len(one)] = one
+        return ModelRunnerOutput(
+            output.step,
+            sampled,
+            counts,
+            logprobs=_candidates(counts, beams) if beams else None,
+            pooled=dict.fromkeys(line["pooled"], np.zeros(1, np.float32)),
+            failed=dict.fromkeys(line["failed"], "failed when it was recorded"),
+            refused=frozenset(line["refused"]),
+            duration_s=line["duration_s"],
+            swap_s=line["swap_s"],
+            drafts={int(row): np.array(tokens, np.int32) for row, tokens in line["drafts"].items()},
+        )
 
 
 def _candidates(counts: np.ndarray, beams: list[tuple[int, list[int], list[float]]]) -> LogprobColumns:

@@ -41,7 +41,9 @@ def replay(path: Path, changed: Mapping[str, object] | None = None) -> Replay:
     lines, cut = read_recording(path)
     settings = dict(lines[0]["settings"])
     settings["options"] = {**settings["options"], **(changed or {})}
-    player = Player(msgspec.convert(settings, RecordedSettings, strict=False), lines)
+    player = Player(
+        msgspec.convert(settings, RecordedSettings, strict=False), lines, with_tokens=lines[0]["with_tokens"]
+    )
     for number, line in enumerate(lines[1:], 2):
         try:
             replayed = player.play(line)

@@ -8,11 +8,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
+from pagoda.base.config import CacheConfig
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.engine.recording.format import read_recording
 from pagoda.engine.recording.replay import replay
 from tests.core.test_properties import CALM, QUICK, PhasedMachine, SchedulerMachine, setting_of
-from tests.core.traffic import Traffic
+from tests.core.traffic import Setting, Traffic, make_request
 from tests.engine.recording.recorded_traffic import propose_drafts, record_traffic
 
 SEEN: set[str] = set()
@@ -84,6 +87,19 @@ def test_random_schedules_are_replayed_without_a_difference() -> None:
         run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=60))
     wanted = {"drafts", "encoder_inputs", "forks", "copies", "beams", "ADAPTER", "failed", "", "later file"}
     assert wanted <= SEEN
+
+
+def test_requests_with_other_stop_tokens_share_blocks_as_they_did(tmp_path: Path) -> None:
+    options = SchedulerOptions(max_num_seqs=2, max_num_batched_tokens=16)
+    traffic = Traffic(Setting(options, CacheConfig(block_size=4)))
+    record_traffic(traffic, tmp_path / "run")
+    for number, ends in enumerate([(1, 2), ()]):
+        traffic.add(make_request(number, [0, 1, 2, 3, 4], SamplingParams(max_tokens=2, stop_token_ids=ends)))
+        traffic.drain()
+    lines, _ = read_recording(tmp_path / "run")
+    hits = [fields["num_cached"] for line in lines for name, fields in line.get("events", ()) if name == "Admitted"]
+    assert hits == [0, 4]
+    assert replay(tmp_path / "run").difference is None
 
 
 @pytest.mark.slow
