@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -323,15 +322,13 @@ def test_compiling_is_off_the_calling_thread() -> None:
     loading = threading.Event()
 
     def load() -> Tokenizer:
-        assert loading.wait(10)
+        assert loading.wait(300)
         return ByteTokenizer()
 
     backend = LlguidanceBackend(load, VOCAB, 1)
     grammar = text_of(choice=["a"])
-    begin_s = time.monotonic()
     prepared = backend.prepare(grammar)
     assert not prepared.done()
-    assert time.monotonic() - begin_s < 5
     loading.set()
     prepared.result(60)
     assert backend.matcher(grammar).error == ""

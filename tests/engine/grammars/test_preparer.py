@@ -128,9 +128,9 @@ FLOODS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FLOODS)
 def test_a_flood_is_refused_soon(preparer: GrammarPreparer, name: str) -> None:
-    begin_s = time.monotonic()
+    begin_s = time.process_time()
     assert refusal(preparer, json=FLOODS[name])
-    assert time.monotonic() - begin_s < 10  # a tenth of a second, alone
+    assert time.process_time() - begin_s < 10  # a tenth of a second of CPU
 
 
 def test_large_schemas_that_are_not_floods_are_accepted(preparer: GrammarPreparer) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import http.server
 import socket
 import threading
-import time
 
 import pytest
 
@@ -115,11 +114,9 @@ def test_answers_are_bounded_in_size_and_time():
         assert "larger than 100000 bytes" in refused(f"http://localhost:{port}/")
     with server(send(b"", 404)) as port:
         assert "status 404" in refused(f"http://localhost:{port}/")
-    held = threading.Event()
-    with server(lambda handler: held.wait(10)) as port:
-        begin_s = time.monotonic()
+    held = threading.Event()  # until it is set, no answer is complete, so that one without a bound is waited for
+    with server(lambda handler: held.wait(300)) as port:
         assert "did not arrive within 0.3 s" in refused(f"http://localhost:{port}/", max_seconds=0.3)
-        assert time.monotonic() - begin_s < 5
         held.set()
 
     def drip(handler):
@@ -136,15 +133,13 @@ def test_answers_are_bounded_in_size_and_time():
     for answer in (drip, drip_headers):
         held.clear()
         with server(answer) as port:
-            begin_s = time.monotonic()
             assert "did not arrive within 0.3 s" in refused(f"http://localhost:{port}/", max_seconds=0.3)
-            assert time.monotonic() - begin_s < 5
             held.set()
 
 
 def test_the_time_to_resolve_a_name_is_bounded(monkeypatch):
     held = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: held.wait(10) and [])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: held.wait(300) and [])
     assert "did not arrive within 0.3 s" in refused("http://localhost/", max_seconds=0.3)
     held.set()
 

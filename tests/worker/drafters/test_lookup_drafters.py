@@ -168,7 +168,7 @@ def test_without_a_pool_no_output_is_kept() -> None:
 
 @pytest.mark.parametrize("drafter", [NgramDrafter(2, 16), SuffixDrafter()], ids=["ngram", "suffix"])
 def test_a_lookup_is_fast(drafter: Drafter) -> None:
-    """The aim is below 50 us per row; the bound here allows for a busy machine."""
+    """The aim is below 50 us of CPU per row; the bound here allows for a busy machine."""
     rng = np.random.default_rng(0)
     words = rng.integers(0, 3000, 4000)
     table = table_of(words.tolist())
@@ -178,8 +178,8 @@ def test_a_lookup_is_fast(drafter: Drafter) -> None:
     rows, most = i32(0), i32(8)
     best_s = 1.0
     for _ in range(30):
-        begin_s = time.perf_counter()
+        begin_s = time.thread_time()
         for _ in range(10):
             drafter.propose(table, rows, most)
-        best_s = min(best_s, (time.perf_counter() - begin_s) / 10)
+        best_s = min(best_s, (time.thread_time() - begin_s) / 10)
     assert best_s < 200e-6, f"{best_s * 1e6:.0f} us"
