@@ -168,9 +168,11 @@ async def see_what_the_engine_does(client: ProcessClient, remote: RemoteClient, 
     remote.on_events = None
     assert remote.is_up
     await kill(client)
-    while remote.num_deaths < 1:
-        await asyncio.sleep(0.01)
-    while not remote.is_up:
+    late = RemoteClient(remote._path)  # while the next engine starts
+    await late.start()
+    async with AsyncEngine(late, byte_inputs()) as later:
+        assert await ask(later, 3) == await ask(far, 3)
+    while remote.num_deaths < 1 or not remote.is_up:
         await asyncio.sleep(0.01)
     assert client.on_events is None
 
