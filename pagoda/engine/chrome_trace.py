@@ -64,7 +64,9 @@ class ChromeTrace:
         begin_us = self._us(note.began_s)
         tokens = {"prompt": note.num_prompt_tokens, "sampled": note.num_sampled}
         size = {**tokens, "preempted": note.num_preempted}
-        self._add("X", f"step {note.step}", _STEPS, 1, begin_us, dur=self._us(note.ended_s) - begin_us, args=size)
+        self._add(
+            "X", f"step {note.step}", _STEPS, 1, begin_us, dur=round(self._us(note.ended_s) - begin_us, 3), args=size
+        )
         self._add("C", "tokens of steps", _STEPS, 0, begin_us, args=tokens)
 
     def add(self, event: ClientEvent) -> None:
@@ -138,7 +140,7 @@ class ChromeTrace:
     def _turn(self, track: _Track, phase: str, now_us: float) -> None:
         """End what the request does, and begin something else."""
         if track.phase and now_us > track.since_us:
-            self._add("X", track.phase, _REQUESTS, track.tid, track.since_us, dur=now_us - track.since_us)
+            self._add("X", track.phase, _REQUESTS, track.tid, track.since_us, dur=round(now_us - track.since_us, 3))
         track.phase, track.since_us = phase, now_us
 
     def _mark(self, track: _Track, name: str, now_us: float, **args: int) -> None:

@@ -17,7 +17,7 @@ from prometheus_client.utils import floatToGoString
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestMetrics, RequestOutput
 from pagoda.core.events import ClientEvent, DraftsVerified
-from pagoda.core.request import Request
+from pagoda.core.request import Request, RequestKey
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.known_tokens import KnownTokens
 
@@ -314,6 +314,7 @@ class EndedRequest:
     """What is known of a request that has ended.   ended_s: by time.perf_counter.   tokens: see KnownTokens.of."""
 
     request_id: str
+    key: RequestKey
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
@@ -329,6 +330,7 @@ class EndedRequest:
         times = last.metrics if last is not None else None
         return EndedRequest(
             request.request_id,
+            request.key,
             request.num_prompt_tokens,
             (last.num_cached_tokens if last is not None else None) or 0,
             observer.num_output_tokens,

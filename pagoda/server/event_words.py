@@ -27,13 +27,13 @@ def in_words(event: ClientEvent, name_of: Callable[[int, int], str | None]) -> s
         case Queued(position=position):
             return f"queued, {position} before it" if position else "queued"
         case Held(reason=Reason.BLOCKS, num_blocks=needed, num_free_blocks=free) if needed > free:
-            return f"waits for {needed - free} blocks: it takes {needed}, {free} are free"
+            return f"waits for {_count(needed - free, 'block')}: it takes {needed}, {free} are free"
         case Held(reason=reason):
             return f"waits: {reason.value}"
         case Admitted():
             cached = f", {event.num_cached} found in the prefix cache" if event.num_cached else ""
-            tokens = f"{event.num_tokens} tokens{cached}, {event.num_new} of them in this step"
-            return f"{_ENTRIES[event.kind]}: {tokens}; it has {event.num_blocks} blocks"
+            tokens = f"{_count(event.num_tokens, 'token')}{cached}, {event.num_new} of them in this step"
+            return f"{_ENTRIES[event.kind]}: {tokens}; it has {_count(event.num_blocks, 'block')}"
         case Limited(reason=reason):
             return f"computes less than it could: {reason.value}"
         case Preempted(for_handle=None):
@@ -52,5 +52,10 @@ def in_words(event: ClientEvent, name_of: Callable[[int, int], str | None]) -> s
 
 def _lost(event: Preempted) -> str:
     if event.mode == "swap":
-        return f"its KV moved to host memory, {event.freed_blocks} blocks became free"
-    return f"{event.lost_tokens} tokens must be computed again, {event.freed_blocks} blocks became free"
+        return f"its KV moved to host memory, {_count(event.freed_blocks, 'block')} became free"
+    lost, freed = _count(event.lost_tokens, "token"), _count(event.freed_blocks, "block")
+    return f"{lost} must be computed again, {freed} became free"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

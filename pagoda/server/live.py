@@ -65,7 +65,7 @@ async def show_request(http: Request) -> Response:
         details = known[-1] if known else None
     if details is None:
         raise ApiError(404, "no such request: it is none of yours, or has ended and is forgotten", "id")
-    timeline = (await _see(http)).timeline(name, details, time.perf_counter())
+    timeline = (await _see(http, with_ended=True)).timeline(name, details, time.perf_counter())
     if (miss := await _miss_of(state, viewer, details)) is not None:
         timeline.prefix_miss = miss
     return json_response(timeline)
@@ -95,8 +95,9 @@ async def _see(http: Request, with_ended: bool = False) -> SeenRequests:
     if viewer.prefix is not None:
         of_each = await state.peers.ask("requests", viewer.prefix, with_ended, returns=list[RequestRecord])
         records = sorted(itertools.chain.from_iterable(of_each), key=lambda one: one.ended_s or one.arrived_s)
-    view = reply.view if reply is not None and _engine_state(state) == "up" else None
-    return SeenRequests(viewer, records, view, state.starter.metrics.stats())
+    is_up = _engine_state(state) not in ("starting", "gone")
+    view = reply.view if reply is not None and is_up else None
+    return SeenRequests(viewer, records, view, state.starter.metrics.stats(), is_up)
 
 
 async def _stream(http: Request) -> Response:

@@ -142,8 +142,7 @@ def _record_of(observer: RequestObserver) -> RequestRecord:
 def _record_of_ended(one: EndedRequest) -> RequestRecord:
     return RequestRecord(
         one.request_id,
-        0,
-        0,
+        *one.key,
         one.num_prompt_tokens,
         one.num_output_tokens,
         one.num_cached_tokens,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pagoda.core.events import ClientEvent, Events, Held, Limited, Preempted
+from pagoda.core.events import ClientEvent, Events, Held, Limited, Preempted, Queued
 from pagoda.core.view import FIRST_OWNER, SchedulerView
 from pagoda.engine.wire import EngineStats
 from pagoda.server.answers import OtherRequests, RequestTimeline, SeenRequest, TimelineEntry
@@ -41,14 +41,20 @@ class Viewer:
 class SeenRequests:
     """The requests at one moment, as one viewer sees them.
 
-    records: of the requests that it may see, of all processes.   view: of the engine, None while it is down.
+    records: of the requests that it may see, of all processes.   view: of the engine, None while it is down, and until
+    it has answered for the first time.   is_up: the engine runs.
     now_s: by time.perf_counter.
     """
 
     def __init__(
-        self, viewer: Viewer, records: Sequence[RequestRecord], view: SchedulerView | None, stats: EngineStats
+        self,
+        viewer: Viewer,
+        records: Sequence[RequestRecord],
+        view: SchedulerView | None,
+        stats: EngineStats,
+        is_up: bool,
     ) -> None:
-        self._view = view
+        self._view, self._is_up = view, is_up
         self._stats = stats
         keys = () if view is None else zip(view.clients.tolist(), view.handles.tolist(), strict=True)
         self._places = {key: place for place, key in enumerate(keys)}
@@ -60,13 +66,13 @@ class SeenRequests:
         for record in records:
             if (name := viewer.name_of(record.request_id)) is None:
                 continue
+            key = record.client, record.handle
+            self._name_of_key[key] = name
             if record.ended_s is not None:
                 self._ended.append((name, record))
                 continue
-            key = record.client, record.handle
             place = self._places.get(key)
             self._live.append((name, record, place))
-            self._name_of_key[key] = name
             if place is not None:
                 self._names[place] = name
 
@@ -101,8 +107,11 @@ class SeenRequests:
         return RequestTimeline(**fields, timeline=timeline)
 
     def _seen(self, name: str, record: RequestRecord, place: int | None, now_s: float) -> SeenRequest:
-        view = self._view
-        runs = place is not None and place < self._num_running
+        view, last = self._view, next(iter(record.last), None)
+        if view is not None:
+            runs = place is not None and place < self._num_running
+        else:  # what its last event says
+            runs = self._is_up and last is not None and not isinstance(last, Queued | Held | Preempted)
         seen = SeenRequest(
             id=name,
             state="running" if runs else "preempted" if place is not None or record.num_output_tokens else "waiting",
@@ -114,7 +123,6 @@ class SeenRequests:
         if view is not None and place is not None:
             seen.computed_tokens = int(view.num_computed[place])
             seen.blocks = int(view.num_blocks[place])
-        last = next(iter(record.last), None)
         if not runs:
             seen.reason = self._why_waiting(last)
         elif seen.computed_tokens < seen.prompt_tokens and isinstance(last, Limited):
@@ -123,14 +131,26 @@ class SeenRequests:
 
     def _why_waiting(self, last: ClientEvent | None) -> str:
         """Return what keeps a request from running, in words; where others have its blocks, who has most."""
-        if self._view is None:
+        if not self._is_up:
             return "waits for the engine, which starts"
         if isinstance(last, Preempted):
             return self._in_words(last) or ""
         if not isinstance(last, Held):
-            return "waits for its turn in the queue"
+            return f"waits for its turn in the queue{self._unfinished_prompts}"
         why = self._in_words(last) or ""
         return f"{why}; held by {self._holders}" if needs_blocks(last) and self._num_running else why
+
+    @functools.cached_property
+    def _unfinished_prompts(self) -> str:
+        """Which of the viewer's prompts fill the steps, with how much of them is computed."""
+        parts: list[str] = []
+        for name, record, place in self._live:
+            if self._view is None or place is None or place >= self._num_running:
+                continue
+            num_computed = int(self._view.num_computed[place])
+            if num_computed < record.num_prompt_tokens:
+                parts.append(f"{name} ({num_computed} of {record.num_prompt_tokens} tokens)")
+        return f"; prompts that are computed: {', '.join(parts[:_MOST_NAMED])}" if parts else ""
 
     @functools.cached_property
     def _holders(self) -> str:
