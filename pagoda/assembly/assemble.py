@@ -17,6 +17,7 @@ from pagoda.base.clock import Clock, SystemClock
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import settings_without_effect
 from pagoda.base.errors import CapacityError, ConfigError, StepTooLarge, WorkerDied
+from pagoda.base.redact import settings_without_secrets
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_interface import SchedulerInterface
@@ -65,11 +66,11 @@ def build_engine_core(
     for sentence in settings_without_effect(setup.config):
         logger.warning("%s", sentence)
     clock = clock or SystemClock()
-    executor = _make_executor(setup, capacity, pin_threads, on_death, ray_group)
+    executor = build_executor(setup, capacity, pin_threads, on_death, ray_group)
     if wrap_executor is not None:
         executor = wrap_executor(executor, options_of(setup).max_rows)
     try:
-        setup, capacity = _start(executor, setup, capacity)
+        setup, capacity = start_executor(executor, setup, capacity)
     except BaseException:
         executor.shutdown()
         raise
@@ -134,6 +135,7 @@ def _make_scheduler(
         scheduler,
         open_files(debug.record, clock),
         settings,
+        engine=settings_without_secrets(setup.config),
         preparations=noted,
         with_tokens=debug.record_tokens,
     )
@@ -192,7 +194,9 @@ def build_llm_engine(
     return LLMEngine(core, inputs)
 
 
-def _start(executor: Executor, setup: EngineSetup, planned: KVCapacity | None) -> tuple[EngineSetup, KVCapacity]:
+def start_executor(
+    executor: Executor, setup: EngineSetup, planned: KVCapacity | None
+) -> tuple[EngineSetup, KVCapacity]:
     """Start the executor; return what the ranks have room for.
 
     planned: what was expected before loading, None if nothing could be.
@@ -223,7 +227,7 @@ def _too_little_memory(setup: EngineSetup, planned: KVCapacity | None, error: Ex
     )
 
 
-def _make_executor(
+def build_executor(
     setup: EngineSetup,
     capacity: KVCapacity | None,
     pin_threads: bool,

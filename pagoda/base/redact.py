@@ -20,7 +20,7 @@ _FORMS = [
     (re.compile(rf"(?i)\b({_HEADERS})(['\"]?\s*[:=]\s*['\"]?)[^\r\n'\"]+"), rf"\1\2{HIDDEN}"),
     (re.compile(r"\b(Bearer|Basic|(?i:bearer|basic)(?=\s+\S*\d))\s+[\w.~+/=-]{4,}"), rf"\1 {HIDDEN}"),
     (re.compile(r"(?<=://)[^/\s@'\"]+@"), f"{HIDDEN}@"),
-    (re.compile(r"\b(?:hf_|sk-|gh[pousr]_|glpat-|xox[abp]-|AKIA)[\w-]{8,}"), HIDDEN),
+    (re.compile(r"\b(?:hf_[A-Za-z0-9]{8}|sk-|gh[pousr]_|glpat-|xox[abp]-|AKIA)[\w-]{8,}"), HIDDEN),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"), HIDDEN),
     (re.compile(rf"(?i)({_NAMES}['\"]?\s*[:=]\s*)\[[^\]]*\]"), rf"\1{HIDDEN}"),
     (re.compile(rf"(?i)({_NAMES}['\"]?\s*[:=]\s*['\"]?){_PLAIN}"), rf"\1{HIDDEN}"),

@@ -180,6 +180,23 @@ class SchedulerOutput:
         """Nothing to compute. Legal while requests are unfinished; events may still have to be applied."""
         return len(self.rows) == 0
 
+    @property
+    def has_events(self) -> bool:
+        """Whether workers need it even though it schedules no tokens."""
+        return bool(
+            self.released.size
+            or self.admitted
+            or self.forks
+            or self.beams.rows.size
+            or len(self.swap_out)
+            or len(self.swap_in)
+            or len(self.copies)
+            or self.block_delta.rows.size
+            or self.encoder_freed
+            or self.encoder_inputs
+            or self.finished_ids
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogprobColumns:

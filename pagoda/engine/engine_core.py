@@ -164,7 +164,7 @@ class EngineCore:
             self.scheduler_s += self._clock.now() - began_s
             for request_id in output.finished_ids:
                 self._forget(request_id)
-            if not output.is_empty or _has_events(output):
+            if not output.is_empty or output.has_events:
                 in_flight.append(_InFlight(output, self._executor.submit(output)))
             elif not in_flight:
                 outputs = self._scheduler.update_from_output(output, None)
@@ -324,20 +324,3 @@ def check_embeds(request: Request, size: int) -> None:
         raise RequestError("prompt_embeds: has values that are not finite", "prompt_embeds")
     if request.sampling is not None and request.sampling.prompt_logprobs is not None:
         raise RequestError("prompt_logprobs: embeddings have no tokens that could be probable", "prompt_logprobs")
-
-
-def _has_events(output: SchedulerOutput) -> bool:
-    """Return whether the worker needs this output even though it schedules no tokens."""
-    return bool(
-        output.released.size
-        or output.admitted
-        or output.forks
-        or output.beams.rows.size
-        or len(output.swap_out)
-        or len(output.swap_in)
-        or len(output.copies)
-        or output.block_delta.rows.size
-        or output.encoder_freed
-        or output.encoder_inputs
-        or output.finished_ids
-    )

@@ -6,6 +6,7 @@ made_up.py       what stands for tokens and names
 recorder.py      RecordingScheduler, between EngineCore and its scheduler
 preparations.py  when grammars and adapters were ready: noted, and answered again
 player.py        make the recorded calls on a scheduler of this version
+selection.py     which requests, steps and times are compared
 replay.py        play a file, and find where it differs
 compare.py       tokens and seconds of steps that a model computes again
 """

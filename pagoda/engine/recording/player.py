@@ -15,6 +15,7 @@ from pagoda.core.grammar import MASKED_LOGPROB
 from pagoda.core.request import LoraRef, MediaItem, Request, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.recording.compare import StepComparison
 from pagoda.engine.recording.format import VERSION, Line, RecordedSettings, described, digest_of
 from pagoda.engine.recording.preparations import ReplayedPreparations
 
@@ -23,13 +24,16 @@ class Player:
     """A scheduler, and what the lines so far said of its requests.
 
     lines: of the whole file: of a request, only tokens that ended an output are known as stop tokens.
-    with_tokens: they have real tokens.
+    with_tokens: they have real tokens.   comparison: computes the steps, too.
     num_requests, num_steps: so far.   outputs: of steps whose results are not back, by number.
     """
 
-    def __init__(self, settings: RecordedSettings, lines: Iterable[Line], *, with_tokens: bool) -> None:
+    def __init__(
+        self, settings: RecordedSettings, lines: Iterable[Line], *, with_tokens: bool, comparison: StepComparison | None
+    ) -> None:
         self.num_requests = self.num_steps = 0
         self.outputs: dict[int, SchedulerOutput] = {}
+        self._comparison = comparison
         self._clock = VirtualClock()
         self._preparations = ReplayedPreparations()
         self._scheduler = Scheduler(
@@ -74,11 +78,18 @@ class Player:
                 output = self.outputs[line["step"]] = self._scheduler.schedule()
                 self.num_steps += 1
                 before = [digest_of(output)]
+                if self._comparison is not None:
+                    self._comparison.submit(output)
             case "update":
                 output, result = self.outputs.pop(line["step"]), line["result"]
+                if self._comparison is not None:
+                    self._comparison.take(output, line)
                 self._scheduler.update_from_output(output, result and self._result(output, result))
             case "fail":
-                self._scheduler.fail_step(self.outputs.pop(line["step"]), "failed when it was recorded")
+                output = self.outputs.pop(line["step"])
+                if self._comparison is not None:
+                    self._comparison.drop(output)
+                self._scheduler.fail_step(output, "failed when it was recorded")
             case op:
                 raise ConfigError(f"a recording of version {VERSION} has no {op!r}")
         taken, self._events[:] = self._events.copy(), []
@@ -87,7 +98,9 @@ class Player:
     def _tokens(self, recorded: list[int]) -> list[int]:
         """Return token ids: those of made-up ones are numbers from 0, as the scheduler has tables of stop tokens."""
         numbers = self._numbers
-        return recorded if numbers is None else [numbers.setdefault(token, len(numbers)) for token in recorded]
+        if numbers is None:
+            return [max(token, 0) for token in recorded]
+        return [numbers.setdefault(token, len(numbers)) for token in recorded]
 
     def _request(self, line: Line) -> Request:
         label, given, embeds = line["id"], line["sampling"], None

@@ -228,8 +228,8 @@ class RecordingScheduler:
         first = 0  # entry of the log-probabilities
         for number, (label, sequence) in enumerate(owners):
             tokens = samples[number][: counts[number]]
-            shown = [0] * len(tokens)
-            if label in texts:  # a request that has ended takes no tokens
+            shown = [-1] * len(tokens)  # of beams, and of requests that have ended, which take no tokens
+            if label in texts:
                 request = texts.request(label)
                 if not request.is_beam_search:
                     before = ends[number] - len(output.drafts.get(rows[number], ()))

@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.engine.recording.files import NUM_FILES, RecordingFiles
 from pagoda.engine.recording.format import read_recording
 from pagoda.engine.recording.replay import replay
+from pagoda.engine.recording.selection import Selection
 from tests.core.traffic import Failure, Setting, Traffic
 from tests.engine.recording.recorded_traffic import record_traffic
 
@@ -113,6 +115,38 @@ def test_a_changed_setting_shows_the_first_difference(tmp_path: Path) -> None:
     assert found.difference is not None
     assert found.difference.step < 10
     assert found.difference.recorded != found.difference.replayed
+
+
+def test_only_what_is_selected_is_compared(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, 1)
+    lines, _ = read_recording(path)
+    number, line = next((n, one) for n, one in enumerate(lines) if one["op"] == "schedule" and one["step"] == 20)
+    line["digest"][0] += 1  # as if another version had decided otherwise
+    line["events"].append(["Held", {"client": 0, "handle": 10**9, "step": 20}])
+    path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
+    at_s = line["at"] - lines[0]["at"]
+    found = replay(path)
+    assert found.difference is not None
+    assert (found.difference.line, found.difference.step) == (number + 1, 20)
+    for hidden in ("step=0-19", "step=21-", "request=r1", "adapter=x", f"time={at_s + 1}-", "client=7"):
+        assert replay(path, selection=Selection.of([hidden])).difference is None, hidden
+    for shown in ("step=20", "step=10-30", f"time=0-{at_s}"):
+        assert replay(path, selection=Selection.of([shown])).difference == found.difference, shown
+    for wrong in ("steps=3", "step=x", "request=", "r3"):
+        with pytest.raises(ConfigError, match="--filter"):
+            Selection.of([wrong])
+
+
+def test_calls_are_made_at_the_recorded_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, 1)
+    clock, slept = VirtualClock(), list[float]()
+    monkeypatch.setattr("time.monotonic", clock.now)
+    monkeypatch.setattr("time.sleep", lambda seconds: (clock.advance(seconds), slept.append(seconds)))
+    lines, _ = read_recording(path)
+    replay(path, speed=4.0)
+    assert sum(slept) == pytest.approx((lines[-1]["at"] - lines[0]["at"]) / 4)
 
 
 def test_a_file_that_was_cut_says_so_and_is_replayed_up_to_there(tmp_path: Path) -> None:
