@@ -60,9 +60,8 @@ def commit(
 
 def with_events(state: SchedulerState, by_client: dict[int, EngineCoreOutputs]) -> dict[int, EngineCoreOutputs]:
     """Add to the outputs what has happened since the last ones."""
-    if state.events.num_pending:
-        for client, events in state.events.take().items():
-            by_client[client] = replace(by_client.get(client, NOTHING), events=events)
+    for client, events in state.events.take().items():
+        by_client[client] = replace(by_client.get(client, NOTHING), events=events)
     return by_client
 
 

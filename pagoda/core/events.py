@@ -280,14 +280,8 @@ class EventStream:
         for fold in self._cache_folds:
             fold(event)
 
-    @property
-    def num_pending(self) -> int:
-        """How many events no client got yet."""
-        return len(self._pending)
-
-    def take(self, first: int = 0) -> dict[int, Events]:
-        """Return what no client got yet, by client.   first: only from the pending event of this number on."""
-        taken = self._pending[first:]
-        del self._pending[first:]
+    def take(self) -> dict[int, Events]:
+        """Return what no client got yet, by client."""
+        taken, self._pending = self._pending, []
         clients = dict.fromkeys(event.client for event in taken)
         return {client: Events(event for event in taken if event.client == client) for client in clients}

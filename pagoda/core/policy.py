@@ -31,6 +31,7 @@ class RequestQueue:
         self._entries: dict[str, _Entry] = {}  # by request id, those set aside included
         self._aside: set[str] = set()
         self._num_with: Counter[str] = Counter()  # by name of an adapter; never 0
+        self._arrivals: list[float] = []  # sorted
         self._tickets = count()
 
     def __len__(self) -> int:
@@ -46,6 +47,7 @@ class RequestQueue:
 
     def push(self, request: RequestState) -> None:
         """Insert `request` at the place of its `sort_key`."""
+        insort(self._arrivals, request.spec.arrival_time_s)
         entry = self._entries[request.request_id] = (request.sort_key, next(self._tickets), request)
         if request.spec.lora is not None:
             self._num_with[request.spec.lora.name] += 1
@@ -53,6 +55,7 @@ class RequestQueue:
 
     def remove(self, request: RequestState) -> None:
         """Remove `request` from any place."""
+        del self._arrivals[bisect_left(self._arrivals, request.spec.arrival_time_s)]
         entry, lora = self._entries.pop(request.request_id), request.spec.lora
         if lora is not None:
             self._num_with[lora.name] -= 1
@@ -108,8 +111,8 @@ class RequestQueue:
         return set(self._num_with)
 
     def oldest_arrival_s(self) -> float:
-        """Return the earliest arrival time of its requests; it must not be empty. Walks the queue."""
-        return min(entry[2].spec.arrival_time_s for entry in self._entries.values())
+        """Return the earliest arrival time of its requests; it must not be empty."""
+        return self._arrivals[0]
 
     def __iter__(self) -> Iterator[RequestState]:
         """Return all requests in order. Sorts: for people and tests, not for steps."""

@@ -24,7 +24,7 @@ from pagoda.core.preemption import preempt_all
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.rules import narrow_budgets
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput, only_events
+from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.state import Preparations, SchedulerState
 from pagoda.core.stats import SchedulerStats
 from pagoda.core.step_plan import StepPlan
@@ -71,35 +71,26 @@ class Scheduler:
 
     def finish_requests(
         self, request_ids: str | Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
-    ) -> dict[int, EngineCoreOutputs]:
-        """End requests in whatever queue they are; ids that have ended are ignored. Return the ends by client.
+    ) -> None:
+        """End requests in whatever queue they are; ids that have ended are ignored.
 
         Blocks are free at once: steps in flight run before any step that could reuse them.
         """
-        first = self._state.events.num_pending
         for request_id in (request_ids,) if isinstance(request_ids, str) else tuple(request_ids):
             request = self._state.requests.get(request_id)
             if request is not None:
                 finish_all(self._state, request, status)
-        return self._take_events(first)
-
-    def _take_events(self, first: int) -> dict[int, EngineCoreOutputs]:
-        """Return the pending events from number `first` on, by client."""
-        return {client: only_events(events) for client, events in self._state.events.take(first).items()}
 
     def finish_sequence(
         self, request_id: str, index: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED
-    ) -> dict[int, EngineCoreOutputs]:
+    ) -> None:
         """End one sequence (a stop string was found in its text); the others continue. Nothing, if it has ended.
 
         A beam search ends as a whole.
         """
         request = self._state.requests.get(request_id)
-        if request is None or index >= len(request.sequences) or request.sequences[index].is_finished:
-            return {}
-        first = self._state.events.num_pending
-        finish_one(self._state, request.sequences[index], status)
-        return self._take_events(first)
+        if request is not None and index < len(request.sequences) and not request.sequences[index].is_finished:
+            finish_one(self._state, request.sequences[index], status)
 
     # Steps
 

@@ -21,11 +21,11 @@ class SchedulerInterface(Protocol):
         """Add `request` to the waiting queue. Raises RequestError, with nothing changed, for one that cannot be had."""
         ...
 
-    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> dict[int, EngineCoreOutputs]:
-        """End requests wherever they are; ignore ids that have ended. Return the ends by client."""
+    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
+        """End requests wherever they are; ignore ids that have ended."""
         ...
 
-    def finish_sequence(self, request_id: str, index: int, status: RequestStatus) -> dict[int, EngineCoreOutputs]:
+    def finish_sequence(self, request_id: str, index: int, status: RequestStatus) -> None:
         """End one sequence of a request; the others continue."""
         ...
 

@@ -91,7 +91,8 @@ class PagodaSubject:
                 if count:
                     emitted[self.id_of[number]], flat = flat[:count], flat[count:]
             assert not flat
-            finished |= {finish.request_id: finish.status.finish_reason for finish in told.ends}
+            ends = [end for end in told.ends if end.status is not RequestStatus.FINISHED_ABORTED]  # not asked for
+            finished |= {end.request_id: end.status.finish_reason for end in ends}
         return {"emitted": emitted, "finished": finished}
 
     def set_drafts(self, drafts: dict[str, list[int]]) -> None:

@@ -133,6 +133,8 @@ class Rig:
                 name = self._name(self.requests[handle - 1].request_id, sequence)
                 step.emitted[name], flat = flat[:count], flat[count:]
             for finish in outputs.ends:
+                if finish.status is RequestStatus.FINISHED_ABORTED:
+                    continue  # it was asked for
                 step.finished[self._name(finish.request_id, finish.sequence)] = finish.status.finish_reason
                 step.finishes.append(finish)
         self.scheduler.check()

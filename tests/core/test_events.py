@@ -93,17 +93,16 @@ def test_a_client_gets_what_happened_to_its_requests_once() -> None:
     assert sorted(kinds(got[3])) == sorted(2 * kinds(got[0]))
 
 
-def test_an_abort_returns_its_ends_and_leaves_other_events_for_the_next_outputs() -> None:
+def test_a_client_gets_the_end_that_it_asked_for_with_its_next_outputs() -> None:
     rig = Rig()
     rig.add("a", 4, n=2)
     rig.add("b", 4)
-    ends = rig.scheduler.finish_requests(["a"])[0]
-    assert [(event.handle, event.is_last) for event in ends.ends] == [(1, False), (1, True)]
-    assert kinds(ends.events) == ["Ended", "Ended"]
+    rig.abort("a")
     events = rig.deliver_outputs(rig.plan())[0].events
     assert [(type(event), event.handle) for event in events] == [  # type: ignore[union-attr]
-        (Queued, 1), (Queued, 2), (Admitted, 2), (FirstToken, 2),
+        (Queued, 1), (Queued, 2), (Ended, 1), (Ended, 1), (Admitted, 2), (FirstToken, 2),
     ]  # fmt: skip
+    assert [event.is_last for event in events if isinstance(event, Ended)] == [False, True]
 
 
 def test_events_of_the_cache_tell_what_it_has() -> None:

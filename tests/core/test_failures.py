@@ -18,7 +18,7 @@ def overlapping(**config: object) -> Rig:
 
 
 def fail(rig: Rig, step: PlannedStep, *rows: int) -> dict[str, RequestStatus]:
-    """The step raised; or, with `rows`, those fail alone. Return how sequences end."""
+    """The step raised; or, with `rows`, those fail alone. Return how sequences end that nobody aborts."""
     if rows:
         count = len(step.output.sample_rows)
         failed = dict.fromkeys(rows, "not finite")
@@ -29,6 +29,7 @@ def fail(rig: Rig, step: PlannedStep, *rows: int) -> dict[str, RequestStatus]:
         outputs = rig.scheduler.fail_step(step.output, "the step failed")
     rig.scheduler.check()
     finishes = [finish for of_client in outputs.values() for finish in of_client.ends]
+    finishes = [finish for finish in finishes if finish.status is not RequestStatus.FINISHED_ABORTED]
     return {rig._name(finish.request_id, finish.sequence): finish.status for finish in finishes}
 
 

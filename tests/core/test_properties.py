@@ -243,8 +243,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 11))
     def stop(self, which: int) -> None:
-        texts = [key for key, received in self.traffic.received.items() if received.tokens and not received.finish]
-        texts = [key for key in texts if key[0] not in self.traffic.aborted]
+        texts = [
+            key
+            for key, one in self.traffic.received.items()
+            if one.tokens and not one.finish and not one.is_stopped and key[0] not in self.traffic.aborted
+        ]
         if texts:
             self.traffic.stop(*texts[which % len(texts)])
 

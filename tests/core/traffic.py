@@ -63,6 +63,7 @@ class Received:
     truth: list[int]
     tokens: list[int] = field(default_factory=list)
     finish: Ended | None = None
+    is_stopped: bool = False  # by the client: its end comes later
 
 
 def truth_of(request: Request, sequence: int, max_model_len: int) -> list[int]:
@@ -162,16 +163,12 @@ class Traffic:
         """The client has found a stop string in the text of a sequence; a beam search ends as a whole."""
         request = self.requests[request_id]
         is_search = request.sampling is not None and request.sampling.beam_search is not None
-        by_client = self.scheduler.finish_sequence(request_id, sequence)
+        self.scheduler.finish_sequence(request_id, sequence)
         if self.twin is not None:
             self.twin.finish_sequence(request_id, sequence)
-        finishes = [finish for outputs in by_client.values() for finish in outputs.ends]
-        assert sequence in [finish.sequence for finish in finishes]
-        for finish in finishes:
-            assert finish.sequence == sequence or is_search
-            received = self.received[request_id, finish.sequence]
-            assert received.finish is None
-            received.finish, received.truth = finish, received.tokens
+        for number in range(request.num_seqs) if is_search else (sequence,):
+            received = self.received[request_id, number]
+            received.is_stopped, received.truth = True, received.tokens
         self.reset_ids.add(request_id)  # siblings may start again without it
         self.check()
 
@@ -355,8 +352,7 @@ class Traffic:
         assert self.scheduler.get_request_counts() == (0, 0)
         assert self.finished_ids == Counter(self.requests.keys()), "the worker is notified of every request's end once"
         for (request_id, sequence), received in self.received.items():
-            if request_id not in self.aborted:
-                assert received.finish is not None, f"{request_id}/{sequence} was never ended"
+            assert received.finish is not None, f"{request_id}/{sequence} was never ended"
 
     # What must hold -------------------------------------------------------------------------------------------
 
@@ -371,6 +367,7 @@ class Traffic:
             received = self.received[key]
             assert count > 0 or key in ends, "only what has new tokens or an end is sent"
             assert received.finish is None, f"{key} emits tokens after its end"
+            assert not received.is_stopped, f"{key} emits tokens after its stop string"
             assert key[0] not in self.aborted, f"{key} emits tokens after its abort"
             received.tokens += tokens[:count]
             del tokens[:count]
@@ -381,6 +378,8 @@ class Traffic:
             received = self.received[key]
             assert received.finish is None, f"{key} ended twice"
             received.finish = finish
+            if key[0] in self.aborted:
+                continue  # it may have ended before that
             if finish.message is None:
                 assert received.tokens == received.truth, f"{key} ended early: {finish}"
             elif finish.message in (RAISED, NOT_FINITE):
@@ -420,7 +419,9 @@ class Traffic:
 
     def ended_ids(self) -> set[str]:
         """Requests of which every sequence has ended."""
-        ongoing = {request_id for (request_id, _), received in self.received.items() if received.finish is None}
+        ongoing = {
+            request_id for (request_id, _), one in self.received.items() if one.finish is None and not one.is_stopped
+        }
         return {request_id for request_id, _ in self.received} - ongoing
 
     def _check_step(self, output: SchedulerOutput, queue: list[str]) -> None:

@@ -144,19 +144,17 @@ class RecordingScheduler:
 
     def finish_requests(
         self, request_ids: str | Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
-    ) -> dict[int, EngineCoreOutputs]:
+    ) -> None:
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        outputs = self._inner.finish_requests(ids, status)
+        self._inner.finish_requests(ids, status)
         labels = [self._labels[one] for one in ids if one in self._labels]
         self._write("finish", ids=labels, status=status.name)
-        return outputs
 
     def finish_sequence(
         self, request_id: str, index: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED
-    ) -> dict[int, EngineCoreOutputs]:
-        outputs = self._inner.finish_sequence(request_id, index, status)
+    ) -> None:
+        self._inner.finish_sequence(request_id, index, status)
         self._write("finish_sequence", id=self._labels.get(request_id, ""), index=index, status=status.name)
-        return outputs
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         done = self._inner.reset_prefix_cache(preempt_running)
