@@ -86,21 +86,10 @@ async def invoke(http: Request) -> Response:
     return await (pooling.create_embedding if pools else _INVOKED[asked])(http)
 
 
-_ROUTERS = (
-    chat.router,
-    completions.router,
-    pooling.router,
-    transcription.router,
-    router,
-    live.router,
-    operations.router,
-)
-_MODEL_PATHS = frozenset(
-    endpoint.path
-    for one in (chat.router, completions.router, pooling.router, transcription.router, router)
-    for endpoint in one.endpoints
-)
-"""Routes whose requests ask something of the model."""
+_MODEL_ROUTERS = (chat.router, completions.router, pooling.router, transcription.router, router)
+"""Of routes that ask something of the model."""
+_ROUTERS = (*_MODEL_ROUTERS, live.router, operations.router)
+_MODEL_PATHS = frozenset(endpoint.path for one in _MODEL_ROUTERS for endpoint in one.endpoints)
 ENDPOINTS = tuple(endpoint for one in _ROUTERS for endpoint in one.endpoints)
 
 

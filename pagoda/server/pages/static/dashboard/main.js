@@ -38,7 +38,7 @@ function fillRow(row, item) {
   });
   row.children[1].title = item.id;
   row.children[3].title = item.why;
-  row.children[0].style.background = item.state === "running" ? colourOf(item.id) : "";
+  row.children[0].style.background = item.blocks ? colourOf(item.id) : "";
 }
 
 function onFirst(first) {
