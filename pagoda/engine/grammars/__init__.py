@@ -1,7 +1,8 @@
 """Structured output: from what a request asks for to a grammar, and from a grammar to masks over the vocabulary.
 
 1. `grammar_text.py` turns StructuredOutputsParams into a grammar, in the variant of Lark that llguidance reads; GBNF
-   (`gbnf.py`) and structural tags (`structural_tags.py`) too.
+   (`gbnf.py`; `gbnf_lexing.py` finds what must be read character by character) and structural tags
+   (`structural_tags.py`) too.
 2. `json_schema.py` prepares the schemas in it: refuses what the library would ignore, rewrites references and older
    forms, and refuses what would take long to compile (`schema_size.py`) or what no text could complete
    (`dead_ends.py`).

@@ -1,12 +1,16 @@
 """GBNF, llama.cpp's grammar format, as a grammar in llguidance's variant of Lark's syntax.
 
 A rule that no recursion and no token reaches becomes a terminal, which the library follows with an automaton instead of
-its parser. If that is the root, the whole grammar is one regular expression.
+its parser. If that is the root, the whole grammar is one regular expression. A terminal is read as far as it matches:
+where that would change the language, `gbnf_lexing.py` has it read character by character.
 """
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+
+from pagoda.engine.grammars.gbnf_lexing import split_terminals
+from pagoda.engine.grammars.gbnf_tree import Group, Item, ItemKind, Node, Repeat
 
 _DEFINITION = re.compile(r"([\w-]+)\s*::=")
 _SPACE = re.compile(r"(?:\s|#[^\r\n]*)*")
@@ -24,6 +28,7 @@ _ITEM = re.compile(
 )
 _CHAR = re.compile(r'\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\[tnr\\"\[\]]|[^\\]', re.DOTALL)
 _CONTROLS = {"t": "\t", "n": "\n", "r": "\r"}
+_LAST_CHAR = 0x10FFFF
 _MAX_DEPTH = 100
 _MAX_REPEATS = 4  # of one another, as in "a"?+
 
@@ -46,10 +51,14 @@ def gbnf_to_lark(text: str) -> str:
         for name, place in rule.names.items():
             if name not in rules:
                 raise _error(text, place, f"there is no rule named {name!r:.80}")
-    regular = _regular(rules)
+    bodies = {name: rule.body for name, rule in rules.items()}
+    regular, spelled = split_terminals(bodies, _regular(rules))
     called = {name: f"R{i}" if name in regular else f"r{i}" for i, name in enumerate(rules)}
-    bodies = (f"{called[name]}: {rule.body(called)}" for name, rule in rules.items())
-    return "\n".join([f"start: {called['root']}", *bodies])
+    written = (
+        f"{called[name]}: {_written_choices(rule.body.choices, called, () if name in regular else spelled)}"
+        for name, rule in rules.items()
+    )
+    return "\n".join([f"start: {called['root']}", *written])
 
 
 def _error(text: str, at: int, what: str) -> ValueError:
@@ -57,27 +66,48 @@ def _error(text: str, at: int, what: str) -> ValueError:
     return ValueError(f"line {line}, at {text[at : at + 20]!r}: {what}")
 
 
-class _Rule:
-    """One rule.   names: of other rules, and where they are in the text.   end: where the next rule begins.
+def _written(node: Node, called: Mapping[str, str], spelled: Collection[str]) -> str:
+    """Return a node in Lark's syntax.   called: the names of rules there.   spelled: literals, as single characters."""
+    match node:
+        case Item(ItemKind.NAME, text):
+            return called[text]
+        case Item(ItemKind.LITERAL, text):
+            return " ".join(map(json.dumps, text)) if text in spelled else json.dumps(text)
+        case Item(_, text):
+            return text
+        case Repeat(inner, operators):
+            written = _written(inner, called, spelled)
+            if isinstance(inner, Item) and inner.text in spelled:
+                written = f"({written})"
+            for count, operator in enumerate(operators):
+                written = f"({written}){operator}" if count else written + operator
+            return written
+        case Group(choices):
+            return "(" + _written_choices(choices, called, spelled) + ")"
 
+
+def _written_choices(choices: list[list[Node]], called: Mapping[str, str], spelled: Collection[str]) -> str:
+    return " | ".join(" ".join(_written(node, called, spelled) for node in choice) or '""' for choice in choices)
+
+
+class _Rule:
+    """One rule.   body: its alternatives.   names: of other rules, and where they are in the text.
+
+    end: where the next rule begins.
     has_tokens: it names tokens of the vocabulary, and so cannot be part of a terminal.
     """
 
     def __init__(self, text: str, begin: int) -> None:
         """begin: after the `::=`."""
-        self._pieces: list[tuple[str, bool]] = []  # text, and whether it is a name
+        self.body = Group([[]])
         self.names: dict[str, int] = {}
         self.has_tokens = False
         self._text = text
         self.end = self._parse(begin)
 
-    def body(self, called: Mapping[str, str]) -> str:
-        """Return the rule's body.   called: the names of rules in the new grammar."""
-        return " ".join(called[piece] if is_name else piece for piece, is_name in self._pieces)
-
     def _parse(self, at: int) -> int:
-        opened: list[int] = []  # where in `pieces` groups begin
-        first, num_repeats = -1, 0  # where the last item begins, -1 for none; operators after it
+        opened = [self.body]  # groups that have not ended
+        can_repeat = False
         while True:
             at = _SPACE.match(self._text, at).end()  # type: ignore[union-attr]  # it may be empty
             if at == len(self._text) or _DEFINITION.match(self._text, at):
@@ -85,58 +115,51 @@ class _Rule:
             found = _ITEM.match(self._text, at)
             if found is None:
                 raise _error(self._text, at, "unexpected character")
-            kind, text = str(found.lastgroup), found[0]
+            kind, text, sequence = str(found.lastgroup), found[0], opened[-1].choices[-1]
             if kind == "repeat":
-                if first < 0 or num_repeats == _MAX_REPEATS:
-                    raise _error(self._text, at, "nothing to repeat" if first < 0 else "too many operators")
-                if num_repeats:
-                    self._pieces.insert(first, ("(", False))
-                    self._add(")")
-                self._add(re.sub(r"\s", "", text))
-                num_repeats += 1
+                if not can_repeat:
+                    raise _error(self._text, at, "nothing to repeat")
+                if not isinstance(sequence[-1], Repeat):
+                    sequence[-1] = Repeat(sequence[-1], [])
+                if len(sequence[-1].operators) == _MAX_REPEATS:
+                    raise _error(self._text, at, "too many operators")
+                sequence[-1].operators.append(re.sub(r"\s", "", text))
             elif kind == "close":
-                if not opened:
+                if len(opened) == 1:
                     raise _error(self._text, at, "there is no ( for this )")
-                self._end_sequence()
-                self._add(")")
-                first, num_repeats = opened.pop(), 0
+                opened.pop()
+                can_repeat = True
+            elif kind == "bar":
+                opened[-1].choices.append([])
+                can_repeat = False
+            elif kind == "open":
+                group = Group([[]])
+                sequence.append(group)
+                opened.append(group)
+                if len(opened) > _MAX_DEPTH + 1:
+                    raise _error(self._text, at, f"groups are nested more than {_MAX_DEPTH} deep")
+                can_repeat = False
             else:
-                if kind == "bar":
-                    self._end_sequence()
-                first, num_repeats = -1 if kind in ("bar", "open") else len(self._pieces), 0
-                if kind == "open":
-                    opened.append(len(self._pieces))
-                    if len(opened) > _MAX_DEPTH:
-                        raise _error(self._text, at, f"groups are nested more than {_MAX_DEPTH} deep")
-                self._add_item(kind, found)
+                sequence.append(self._item(kind, found))
+                can_repeat = True
             at = found.end()
-        if opened:
+        if len(opened) > 1:
             raise _error(self._text, at, "there is no ) for a (")
-        self._end_sequence()
         return at
 
-    def _add(self, piece: str, is_name: bool = False) -> None:
-        self._pieces.append((piece, is_name))
-
-    def _end_sequence(self) -> None:
-        """Write what is empty, between two of `(`, `|` and `)`, as an empty string."""
-        if not self._pieces or self._pieces[-1] in (("(", False), ("|", False)):
-            self._add('""')
-
-    def _add_item(self, kind: str, found: re.Match[str]) -> None:
+    def _item(self, kind: str, found: re.Match[str]) -> Item:
         text = found[0]
         if kind == "name":
             self.names.setdefault(text, found.start())
-            self._add(text, is_name=True)
-        elif kind == "literal":
-            self._add(json.dumps("".join(self._chars(found["literal"], found.start()))))
-        elif kind == "class":
-            self._add(self._char_class(found["class"], found.start()))
-        elif kind == "token":
+            return Item(ItemKind.NAME, text)
+        if kind == "literal":
+            return Item(ItemKind.LITERAL, "".join(self._chars(found["literal"], found.start())))
+        if kind == "class":
+            return self._char_class(found["class"], found.start())
+        if kind == "token":
             self.has_tokens = True
-            self._add(f"<[^{text[3:]}" if text[0] == "!" else text)
-        else:
-            self._add("/(?s:.)/" if kind == "dot" else text)
+            return Item(ItemKind.TOKEN, f"<[^{text[3:]}" if text[0] == "!" else text)
+        return Item(ItemKind.CHARS, "/(?s:.)/", ((0, _LAST_CHAR),))
 
     def _chars(self, text: str, place: int) -> list[str]:
         """Return the characters that a text with escapes stands for."""
@@ -160,13 +183,13 @@ class _Rule:
             raise _error(self._text, place, f"{written} is not a character")
         return chr(code)
 
-    def _char_class(self, text: str, place: int) -> str:
+    def _char_class(self, text: str, place: int) -> Item:
         """Return a class of characters as a regular expression, with each character as its number."""
         is_negated = text.startswith("^")
         given = [(char[0], self._char(char[0], place)) for char in _CHAR.finditer(text, is_negated)]
         if sum(len(written) for written, _ in given) != len(text) - is_negated or not given:
             raise _error(self._text, place, "a class of characters is empty, or has an unknown escape")
-        ranges: list[str] = []
+        ranges: list[tuple[int, int]] = []
         at = 0
         while at < len(given):
             low = high = given[at][1]
@@ -175,13 +198,26 @@ class _Rule:
                 at += 2
             if low > high:
                 raise _error(self._text, place, f"the range {low!r} to {high!r} is empty")
-            ranges.append(f"\\u{{{ord(low):x}}}-\\u{{{ord(high):x}}}")
+            ranges.append((ord(low), ord(high)))
             at += 1
-        return f"/[{'^' if is_negated else ''}{''.join(ranges)}]/"
+        written = "".join(f"\\u{{{low:x}}}-\\u{{{high:x}}}" for low, high in ranges)
+        given_ranges = _others(ranges) if is_negated else tuple(ranges)
+        return Item(ItemKind.CHARS, f"/[{'^' if is_negated else ''}{written}]/", given_ranges)
 
 
-def _regular(rules: Mapping[str, _Rule]) -> set[str]:
-    """Return the names of the rules that neither recursion nor a token reaches."""
+def _others(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of the characters that are in none of `ranges`."""
+    found: list[tuple[int, int]] = []
+    begin = 0
+    for low, high in sorted(ranges):
+        if low > begin:
+            found.append((begin, low - 1))
+        begin = max(begin, high + 1)
+    return (*found, (begin, _LAST_CHAR)) if begin <= _LAST_CHAR else tuple(found)
+
+
+def _regular(rules: Mapping[str, _Rule]) -> list[str]:
+    """Return the names of the rules that neither recursion nor a token reaches, each after those that it uses."""
     used_by: dict[str, list[str]] = {}
     missing = {name: len(rule.names) for name, rule in rules.items() if not rule.has_tokens}
     for name, rule in rules.items():
@@ -194,4 +230,4 @@ def _regular(rules: Mapping[str, _Rule]) -> set[str]:
                 missing[user] -= 1
                 if missing[user] == 0:
                     found.append(user)
-    return set(found)
+    return found

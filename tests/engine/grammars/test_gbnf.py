@@ -12,7 +12,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.grammars.gbnf import gbnf_to_lark
 from pagoda.engine.grammars.grammar_text import grammar_text
-from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
+from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend, error_of_grammar
 from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from tests.engine.grammars.matching import VOCAB, accepts
 
@@ -37,6 +37,17 @@ TAKEN: list[tuple[str, list[str], list[str]]] = [
     ('root ::= ("ab" | "a") "bc"', ["abc", "abbc"], ["ab"]),
     ("root ::= <[97]> !<[98]>", ["ac"], ["ab", "bc"]),
 ]  # fmt: skip
+
+JSON = r"""
+root   ::= object
+value  ::= object | array | string | number | ("true" | "false" | "null") ws
+object ::= "{" ws ( string ":" ws value ("," ws string ":" ws value)* )? "}" ws
+array  ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::= "\"" ( [^"\\\x7F\x00-\x1F] | "\\" (["\\bfnrt] | "u" [0-9a-fA-F]{4}) )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? exp? ws
+exp    ::= [eE] [-+]? [0-9] [1-9]{0,15}
+ws     ::= | " " | "\n" [ \t]{0,20}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +140,115 @@ def test_a_grammar_is_read_in_linear_time(piece: str) -> None:
         return min(times)
 
     assert seconds(16_000) < 8 * seconds(4000) + 0.02
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        ('root ::= name "end" | "(" root ")"\nname ::= [a-z]+', ["xend", "(enend)", "endend"], ["x", "end", "xendx"]),
+        ('root ::= x x | "(" root ")"\nx ::= "a"+', ["aa", "(aaa)"], ["a", "(aa"]),
+        ('root ::= x "è" | "(" root ")"\nx ::= "é"+', ["éè", "(ééè)"], ["éé", "è"]),
+        ('root ::= "if" name | name "=" | root ";" root\nname ::= [a-z]+', ["ifx", "if=", "x=;ify"], ["if", "x"]),
+        ('root ::= "ab" | "a" "bc" | "(" root ")"', ["ab", "abc", "(ab)"], ["a", "abb"]),
+        ('root ::= [0-9]+ ("." [0-9]+)? | root root', ["1.5", "1.51", "12"], ["1.", "."]),
+    ],
+)
+def test_terminals_that_would_be_read_too_far_are_split(
+    backend: LlguidanceBackend, grammar: str, good: list[str], bad: list[str]
+) -> None:
+    test_what_llama_cpp_takes(backend, grammar, good, bad)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "terminals"),
+    [
+        (JSON, 4),  # string, number, ws, and what a number may have
+        ('root ::= name "," root | name\nname ::= [a-z]+', 1),
+        ('root ::= "<b>" root "</b>" | name\nname ::= [a-z]+', 1),
+    ],
+)
+def test_terminals_that_end_by_themselves_stay_whole(grammar: str, terminals: int) -> None:
+    """The library follows them many times faster than single characters."""
+    lark = gbnf_to_lark(grammar)
+    assert len(re.findall(r"^R\d+:", lark, re.MULTILINE)) == terminals
+    assert '"<b>"' in lark or "<b>" not in grammar
+
+
+Tree = tuple[str, object]
+
+
+def random_tree(rng: random.Random, names: list[str], depth: int) -> Tree:
+    kind = rng.random()
+    if depth and kind < 0.55:
+        trees = [random_tree(rng, names, depth - 1) for _ in range(rng.randint(1, 3))]
+        return rng.choice(("sequence", "sequence", "choice")), trees
+    if depth and kind < 0.7:
+        return rng.choice("*+?"), random_tree(rng, names, depth - 1)
+    if kind < 0.85:
+        return "name", rng.choice(names)
+    return ("class", rng.choice(("a", "ab", "bc"))) if kind < 0.92 else ("text", rng.choice(("a", "b", "ab", "bca")))
+
+
+def written(tree: Tree) -> str:
+    kind, of = tree
+    if isinstance(of, list):
+        return "(" + (" | " if kind == "choice" else " ").join(map(written, of)) + ")"
+    return {"name": f"{of}", "class": f"[{of}]", "text": f'"{of}"'}.get(kind) or written(of) + kind  # type: ignore[arg-type]
+
+
+def ends(rules: dict[str, Tree], text: str) -> dict[tuple[str, int], set[int]]:
+    """Return where a rule that begins at a place of the text may end: the least such sets."""
+    found = {(name, at): set[int]() for name in rules for at in range(len(text) + 1)}
+
+    def after(tree: Tree, at: int) -> set[int]:
+        kind, of = tree
+        if kind == "name":
+            return found[of, at]  # type: ignore[index]
+        if kind == "class":
+            return {at + 1} if text[at : at + 1] and text[at] in of else set()  # type: ignore[operator]
+        if kind == "text":
+            return {at + len(of)} if text.startswith(of, at) else set()  # type: ignore[arg-type]
+        if kind == "choice":
+            return set().union(*(after(one, at) for one in of))  # type: ignore[attr-defined]
+        if kind == "sequence":
+            places = {at}
+            for one in of:  # type: ignore[attr-defined]
+                places = {end for place in places for end in after(one, place)}
+            return places
+        places, new = {at} if kind in "*?" else set[int](), {at}
+        while new:
+            new = {end for place in new for end in after(of, place)} - places  # type: ignore[arg-type]
+            places |= new
+            if kind == "?":
+                break
+        return places
+
+    before = None
+    while before != (before := {key: len(value) for key, value in found.items()}):
+        for (name, at), known in found.items():
+            known |= after(rules[name], at)
+    return found
+
+
+def test_random_recursive_grammars_match_what_a_search_by_hand_matches(backend: LlguidanceBackend) -> None:
+    rng = random.Random(5)
+    num_matched = num_tested = 0
+    for _ in range(120):
+        names = ["root", "x", "y", "z"]
+        rules = {name: random_tree(rng, names[min(i, 1) :] if i < 2 else names[i:], 2) for i, name in enumerate(names)}
+        for name, tree in rules.items():  # a rule without any text is another matter
+            rules[name] = "choice", [tree, ("text", rng.choice("ab"))]
+        rules["root"] = "choice", [rules["root"], ("sequence", [("text", "("), ("name", "root"), ("text", ")")])]
+        grammar = "\n".join(f"{name} ::= {written(tree)}" for name, tree in rules.items())
+        text = grammar_text(StructuredOutputsParams(grammar=grammar))
+        if error_of_grammar(backend._vocabulary.get(), text):  # it has no text, or none that ends
+            continue
+        num_tested += 1
+        for length in (1, 2, 3, 3, 4, 4, 5, 6):
+            string = "".join(rng.choices("abc", k=length))
+            string = f"({string})" if rng.random() < 0.3 else string
+            matches = len(string) in ends(rules, string)["root", 0]
+            num_matched += matches
+            assert accepts(backend, ByteTokenizer(), text, string) == matches, (grammar, string)
+    assert num_tested > 40
+    assert num_matched > 40
