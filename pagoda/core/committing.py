@@ -11,7 +11,7 @@ import numpy as np
 from pagoda.core.committing_beams import extend_beams, without_unscored
 from pagoda.core.events import Failed
 from pagoda.core.in_flight import find_spoiled
-from pagoda.core.lifecycle import finish_one, finish_sequence
+from pagoda.core.lifecycle import finish_one, finish_sequence, note_first_output, note_first_outputs
 from pagoda.core.preemption import recompute
 from pagoda.core.request import RequestState, RequestStatus, Sequence
 from pagoda.core.request_table import RequestTable
@@ -51,8 +51,8 @@ def commit(
     by_client = commit_tokens(state, output, rest)
     if state.table.has_pinned_rows:
         state.table.free_pinned_rows(output.step)
-        for request_id in state.in_flight.stop_waiting_for(output.step):
-            state.waiting.wake(request_id)
+        for request in state.in_flight.stop_waiting_for(output.step):
+            state.waiting.wake(request.key)
     for client, parts in texts.items():
         by_client[client] = join_outputs([by_client[client], *parts] if client in by_client else parts)
     return with_events(state, by_client)
@@ -109,11 +109,10 @@ def _commit_plain(
     ends = table.append_each(at, tokens)
     state.stats.generation_tokens += len(at)
     may_end = state.stops.among(tokens) | (ends >= limits)
-    clients = table.client[at] if running.client is None else None
     outputs = EngineCoreOutputs(handles, indices, counts, tokens, logprobs=result.logprobs)
-    by_client = _by_client(outputs, clients, running.client)
-    if state.outbox.awaiting_first_output:
-        state.outbox.take_first_outputs(rows)
+    by_client = {running.client: outputs} if running.client is not None else _by_client(outputs, table.client[at])
+    if state.batch.awaiting_first_output:
+        note_first_outputs(state, rows)
     if np.count_nonzero(may_end):
         _end_rows(state, rows, tokens, may_end)
     return by_client
@@ -141,7 +140,7 @@ def _commit_any(
     table, rows = state.table, output.sample_rows
     num_kept = np.zeros(len(rows), np.int32)  # tokens of each sample that count
     clients = table.client[rows]
-    state.outbox.take_first_outputs(rows[result.num_sampled > 0])
+    note_first_outputs(state, rows[result.num_sampled > 0])
     prompt_logprobs = _new_prompt_logprobs(state, output, result)  # before a first token ends its request
     table.settle_expected(rows, output.drafts)
     state.drafts.verify(output, result)
@@ -152,23 +151,23 @@ def _commit_any(
             continue
         tokens = result.sampled[i, : result.num_sampled[i]].tolist()
         if sequence.row < 0 and tokens and not sequence.request.has_output:
-            state.outbox.note_first_output(sequence.request)  # its row was forgotten
+            note_first_output(state, sequence.request)  # its row was forgotten
         num_kept[i] = _append(state, sequence, tokens)
     pooled: dict[int, dict[int, np.ndarray]] = {}
     if result.pooled:
-        state.outbox.take_first_outputs(np.fromiter(result.pooled, np.int32, len(result.pooled)))
+        note_first_outputs(state, np.fromiter(result.pooled, np.int32, len(result.pooled)))
     for row, vector in result.pooled.items():
         sequence = table.sequence_of[row]
         if sequence is None or sequence.is_finished:
             continue
         spec = sequence.request.spec
         if not sequence.request.has_output:  # it was preempted or swapped out while in flight; its vector is complete
-            state.outbox.note_first_output(sequence.request)
+            note_first_output(state, sequence.request)
         finish_sequence(state, sequence, RequestStatus.FINISHED_STOPPED)
         pooled.setdefault(spec.client_index, {})[spec.handle] = vector
     state.stats.generation_tokens += int(num_kept.sum())
     outputs = _kept_outputs(table, rows, result, num_kept)
-    by_client = _by_client(outputs, clients[num_kept > 0], None)
+    by_client = _by_client(outputs, clients[num_kept > 0])
     for client, by_handle in prompt_logprobs.items():
         by_client[client] = replace(by_client.get(client, NOTHING), prompt_logprobs=by_handle)
     for client, vectors in pooled.items():
@@ -220,13 +219,13 @@ def _fail_rows(state: SchedulerState, output: SchedulerOutput, result: ModelRunn
         status = RequestStatus.FINISHED_IGNORED if row in result.refused else RequestStatus.FINISHED_ERROR
         finish_one(state, sequence, status, message)
     spoiled.update(one.request for one in sequences if one is not None and not one.is_finished)
-    requests = state.requests
-    spoiled.update(requests[request_id] for request_id in waiting if request_id in requests)
+    spoiled.update(request for request in waiting if request.key in state.requests)
     for request in sorted(spoiled, key=lambda one: -one.admission):  # so that the queue keeps their order
         state.events.write(Failed(*state.events.at(request.spec), output.step, None))
         recompute(state, request)
-    state.encoder.drop_outputs(lost_runs)
-    state.kv.uncache_blocks(blocks)
+    for run in lost_runs:  # no request holds its output any more
+        state.encoder.cache.evict(run.content_hash)
+    state.kv.prefix_cache.uncache_blocks(np.array(sorted(blocks), np.int32))
 
 
 def _new_prompt_logprobs(
@@ -248,14 +247,9 @@ def _new_prompt_logprobs(
     return by_client
 
 
-def _by_client(
-    outputs: EngineCoreOutputs, clients: np.ndarray | None, client: int | None
-) -> dict[int, EngineCoreOutputs]:
-    """Group by client. clients: int32, one per entry of `outputs`, or None if all are of `client`."""
-    if clients is None:
-        assert client is not None
-        return {client: outputs}
-    return {int(one): _of_client(outputs, clients == one) for one in np.unique(clients)}
+def _by_client(outputs: EngineCoreOutputs, clients: np.ndarray) -> dict[int, EngineCoreOutputs]:
+    """Group by client. clients: int32, one per entry of `outputs`."""
+    return {int(one): outputs.entries(clients == one) for one in np.unique(clients)}
 
 
 def _kept_outputs(
@@ -272,18 +266,5 @@ def _kept_outputs(
         table.index[rows[emitted]],
         num_kept[emitted],
         result.sampled[kept],
-        logprobs=logprobs,
-    )
-
-
-def _of_client(outputs: EngineCoreOutputs, mine: np.ndarray) -> EngineCoreOutputs:
-    """Return the entries of the sequences in the mask."""
-    tokens = np.repeat(mine, outputs.counts)
-    logprobs = outputs.logprobs[tokens] if outputs.logprobs is not None else None
-    return EngineCoreOutputs(
-        outputs.handles[mine],
-        outputs.sequences[mine],
-        outputs.counts[mine],
-        outputs.token_ids[tokens],
         logprobs=logprobs,
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from pagoda.core.beams import BeamSearch, Candidates, columns_of
-from pagoda.core.lifecycle import finish_all, finish_sequence
+from pagoda.core.lifecycle import finish_all, finish_sequence, note_first_outputs
 from pagoda.core.request import RequestState, RequestStatus, Sequence, num_beam_candidates
 from pagoda.core.scheduler_output import (
     EngineCoreOutputs,
@@ -97,11 +97,12 @@ def _extend_search(state: SchedulerState, request: RequestState, search: BeamSea
     for beam in beams:
         if beam.source != beam.slot:
             _copy_beam(state, request.sequences[beam.source], request.sequences[beam.slot])
+    chosen = state.new_beams[request] = []
     for beam in beams:
         sequence, source = request.sequences[beam.slot], request.sequences[beam.source]
         position = int(state.table.num_tokens[sequence.row])
         state.table.append_tokens(sequence, [beam.token_id])
-        state.outbox.post_beam(sequence.row, source.row, position, beam.token_id)
+        chosen.append((sequence.row, source.row, position, beam.token_id))
     state.batch.changed(rows=False)
     return []
 
@@ -111,12 +112,12 @@ def _copy_beam(state: SchedulerState, source: Sequence, sequence: Sequence) -> N
     state.kv.free(sequence.row)
     state.kv.remove_sequence(sequence)
     state.table.overwrite(source.row, sequence.row)
-    state.kv.fork(source.row, sequence.row, int(state.table.num_computed[source.row]))
+    state.kv.tables.fork(source.row, sequence.row, int(state.table.num_computed[source.row]))
 
 
 def _end_search(state: SchedulerState, request: RequestState, search: BeamSearch) -> list[EngineCoreOutputs]:
     """Return the hypotheses, best first. If a grammar allows too few, the last sequences end without a token."""
-    state.outbox.take_first_outputs(np.array(request.rows))
+    note_first_outputs(state, np.array(request.rows))
     parts: list[EngineCoreOutputs] = []
     for sequence, hypothesis in zip(request.sequences, search.finished, strict=False):
         token_ids, columns = columns_of(hypothesis)

@@ -2,8 +2,10 @@
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 
 from pagoda.core.events import Admitted, Ended, Event, Held, Queued, RequestEvent
+from pagoda.core.request import RequestKey
 
 
 class DecisionLog:
@@ -15,8 +17,8 @@ class DecisionLog:
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
         self._events: deque[Event] = deque()
-        self._held: dict[tuple[int, int], Held] = {}  # by client and handle
-        self._ids: dict[tuple[int, int], str] = {}
+        self._held: dict[RequestKey, Held] = {}  # by client and handle
+        self._ids: dict[RequestKey, str] = {}
 
     def note(self, event: Event) -> None:
         """Add an event."""
@@ -35,16 +37,12 @@ class DecisionLog:
             if isinstance(oldest, Ended) and oldest.is_last:
                 del self._ids[oldest.client, oldest.handle]
 
-    def __iter__(self) -> Iterator[tuple[int, Event]]:
-        """Yield (step, event), in the order in which they were written."""
+    def __iter__(self) -> Iterator[Event]:
+        """Return the events in the order in which they were written."""
         first = self._events[0].step if self._events else 0
-        yield from ((held.step, held) for held in self._held.values() if held.step < first)
-        yield from ((event.step, event) for event in self._events)
+        return chain((held for held in self._held.values() if held.step < first), self._events)
 
-    def of_request(self, request_id: str) -> list[tuple[int, Event]]:
-        """Return (step, event) for everything that is still known of one request."""
-        return [
-            (step, event)
-            for step, event in self
-            if isinstance(event, RequestEvent) and self._ids.get((event.client, event.handle)) == request_id
-        ]
+    def of_request(self, request_id: str) -> list[RequestEvent]:
+        """Return everything that is still known of one request."""
+        events = [event for event in self if isinstance(event, RequestEvent)]
+        return [event for event in events if self._ids.get((event.client, event.handle)) == request_id]

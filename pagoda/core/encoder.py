@@ -23,9 +23,9 @@ class EncoderCache:
         self.capacity_tokens = capacity_tokens
         self.num_free_tokens = capacity_tokens
         self._length: dict[str, int] = {}
-        self._holders: dict[str, set[str]] = {}
+        self._holders: dict[str, set[RequestState]] = {}
         self._unreferenced: OrderedDict[str, int] = OrderedDict()
-        self._items_held: dict[str, set[int]] = {}
+        self._items_held: dict[RequestState, set[int]] = {}
         self._evicted: list[str] = []
         self._new: set[str] = set()  # added since `take_new`
 
@@ -41,8 +41,8 @@ class EncoderCache:
         if holders is None:
             return False
         self._unreferenced.pop(content_hash, None)
-        holders.add(request.request_id)
-        self._items_held.setdefault(request.request_id, set()).add(item)
+        holders.add(request)
+        self._items_held.setdefault(request, set()).add(item)
         return True
 
     def make_room(self, num_tokens: int) -> bool:
@@ -64,38 +64,39 @@ class EncoderCache:
             return False
         self._new.add(media.content_hash)
         self._length[media.content_hash] = media.length
-        self._holders[media.content_hash] = {request.request_id}
-        self._items_held.setdefault(request.request_id, set()).add(item)
+        self._holders[media.content_hash] = {request}
+        self._items_held.setdefault(request, set()).add(item)
         self.num_free_tokens -= media.length
         return True
 
     def drop_item(self, request: RequestState, item: int) -> None:
         """The request no longer needs the output for this item."""
-        held = self._items_held.get(request.request_id)
+        held = self._items_held.get(request)
         if held is None or item not in held:
             return
         held.discard(item)
         if not held:
-            del self._items_held[request.request_id]
+            del self._items_held[request]
         content_hash = request.spec.media[item].content_hash
         if any(request.spec.media[other].content_hash == content_hash for other in held):
             return
         holders = self._holders.get(content_hash)
         if holders is None:
             return
-        holders.discard(request.request_id)
+        holders.discard(request)
         if not holders:
             self._unreferenced[content_hash] = self._length[content_hash]
 
     def drop_passed(self, request: RequestState, num_computed: int) -> None:
         """Drop items that end at or before `num_computed`: their KV is in the cache now."""
-        for item in sorted(self._items_held.get(request.request_id, ())):
+        for item in sorted(self._items_held.get(request, ())):
             media = request.spec.media[item]
             if media.offset + media.length <= num_computed:
                 self.drop_item(request, item)
 
     def drop_all(self, request: RequestState) -> None:
-        for item in sorted(self._items_held.get(request.request_id, ())):
+        """Its chunk is not placed, or it left the running batch."""
+        for item in sorted(self._items_held.get(request, ())):
             self.drop_item(request, item)
 
     def remove(self, content_hash: str) -> None:
@@ -110,8 +111,8 @@ class EncoderCache:
         for content_hash in list(self._unreferenced):
             self.evict(content_hash)
 
-    def holders_of(self, content_hash: str) -> frozenset[str]:
-        """Return ids of the requests that reference the output."""
+    def holders_of(self, content_hash: str) -> frozenset[RequestState]:
+        """Return the requests that reference the output."""
         return frozenset(self._holders.get(content_hash, ()))
 
     def evict(self, content_hash: str) -> None:
@@ -135,14 +136,14 @@ class EncoderCache:
         new, self._new = self._new, set()
         return new
 
-    def release_planned_run(self, request: RequestState, content_hash: str) -> str | None:
-        """The request will not run the encoder for this output. Return its next holder's id, or None if it has none."""
-        held = self._items_held.get(request.request_id, set())
+    def release_planned_run(self, request: RequestState, content_hash: str) -> RequestState | None:
+        """The request will not run the encoder for this output. Return its next holder, or None if it has none."""
+        held = self._items_held.get(request, set())
         for item in [item for item in held if request.spec.media[item].content_hash == content_hash]:
             self.drop_item(request, item)
         holders = self._holders.get(content_hash)
         if holders:
-            return min(holders)
+            return min(holders, key=lambda holder: holder.spec.request_id)
         if holders is not None:
             self.remove(content_hash)
             self._evicted.append(content_hash)  # of an encoder-decoder request, workers may hold it from an earlier run
@@ -152,6 +153,7 @@ class EncoderCache:
 class EncoderInputs:
     """The encoder's cache and budget, and the rows whose requests have media.
 
+    cache: of outputs.
     encoder_decoder: encoder inputs are run in a request's first step and read through cross-attention tables.
     whole_items: an item is never split over chunks.
     """
@@ -168,7 +170,7 @@ class EncoderInputs:
     ) -> None:
         self.encoder_decoder = encoder_decoder
         self.largest_item = min(budget_tokens, cache_tokens)
-        self._cache = EncoderCache(cache_tokens)
+        self.cache = EncoderCache(cache_tokens)
         self._table = table
         self._events = events
         self._whole_items = whole_items
@@ -198,17 +200,13 @@ class EncoderInputs:
         num_cached = chunk.num_found + len(chunk.repeated)
         for item in chunk.to_encode:
             media = request.spec.media[item]
-            num_cached += not self._cache.add(request, item)
+            num_cached += not self.cache.add(request, item)
             plan.encoder_runs.setdefault(row, []).append(EncoderRun(row, item, media.content_hash))
             plan.encoder_budget -= media.length
         for item in chunk.repeated:
-            self._cache.touch(request, item)
+            self.cache.touch(request, item)
         if num_items := len(chunk.to_encode) + len(chunk.repeated) + chunk.num_found:
             self._events.write(Encoded(*self._events.at(request.spec), num_items, num_cached))
-
-    def release(self, request: RequestState) -> None:
-        """The chunk is not placed, or the request left the running batch: drop its references."""
-        self._cache.drop_all(request)
 
     def _plan_media(self, plan: StepPlan, request: RequestState, start: int, num_new: int) -> Chunk:
         chunk = Chunk(num_new, Reason.ENCODER)
@@ -229,10 +227,10 @@ class EncoderInputs:
                 if at.content_hash in hashes:
                     chunk.repeated.append(item)
                     continue
-                if self._cache.touch(request, item):
+                if self.cache.touch(request, item):
                     chunk.num_found += at.offset >= start
                     continue
-            if at.length > budget or not self._cache.make_room(planned + at.length):
+            if at.length > budget or not self.cache.make_room(planned + at.length):
                 chunk.num_new = max(0, at.offset - start)
                 break
             planned += at.length
@@ -259,10 +257,10 @@ class EncoderInputs:
             request = self._rows[row]
             done = self._num_done(row)
             if self.encoder_decoder:
-                self._cache.drop_all(request)
+                self.cache.drop_all(request)
             else:
                 siblings = (other for other, of in self._rows.items() if of is request)
-                self._cache.drop_passed(request, min(self._num_done(other) for other in siblings))
+                self.cache.drop_passed(request, min(self._num_done(other) for other in siblings))
             if self.encoder_decoder or done >= max(item.offset + item.length for item in request.spec.media):
                 del self._rows[row]  # it needs no encoder any more: like all others, it is planned by numpy
 
@@ -276,20 +274,20 @@ class EncoderInputs:
             return False
         return any(item.offset + item.length > self._table.num_computed[row] for item in request.spec.media)
 
-    def take_out(self, plan: StepPlan, sequence: Sequence, requests: dict[str, RequestState]) -> None:
+    def take_out(self, plan: StepPlan, sequence: Sequence) -> None:
         """The row does not run in this step: its encoder runs go to the next request that waits for them, if any."""
         for run in plan.encoder_runs.pop(sequence.row, ()):
-            holder = self._cache.release_planned_run(sequence.request, run.content_hash)
+            holder = self.cache.release_planned_run(sequence.request, run.content_hash)
             if holder is None:
                 plan.encoder_budget += sequence.request.spec.media[run.item].length
                 continue
-            row, items = requests[holder].rows[0], requests[holder].spec.media
+            row, items = holder.rows[0], holder.spec.media
             item = next(number for number, media in enumerate(items) if media.content_hash == run.content_hash)
             plan.encoder_runs.setdefault(row, []).append(EncoderRun(row, item, run.content_hash))
 
-    def waiting_for(self, runs: Iterable[EncoderRun]) -> set[str]:
-        """Return ids of the requests that hold the outputs of these runs."""
-        return {request_id for run in runs for request_id in self._cache.holders_of(run.content_hash)}
+    def waiting_for(self, runs: Iterable[EncoderRun]) -> set[RequestState]:
+        """Return the requests that hold the outputs of these runs."""
+        return {request for run in runs for request in self.cache.holders_of(run.content_hash)}
 
     def readers_of(self, runs: Collection[EncoderRun], steps: Iterable[SchedulerOutput]) -> dict[int, set[int]]:
         """Return, by step, rows whose chunks read outputs of these runs, also rows that their sequences have left."""
@@ -313,28 +311,17 @@ class EncoderInputs:
                     readers.setdefault(step.step, set()).add(row)
         return readers
 
-    def drop_outputs(self, runs: Iterable[EncoderRun]) -> None:
-        """These runs failed: their outputs, which no request holds any more, are not there."""
-        for run in runs:
-            self._cache.evict(run.content_hash)
-
-    def start_over(self) -> None:
-        """Forget all outputs. No request may hold one."""
-        self._cache.evict_unreferenced()
-
     def remove_row(self, row: int) -> None:
         self._rows.pop(row, None)
 
-    def drain_into(self, plan: StepPlan) -> None:
-        """Tell workers which outputs to drop, and give them the items whose outputs they lack."""
-        if freed := self._cache.take_evicted():
-            plan.events["encoder_freed"] = freed
-        new = self._cache.take_new()
+    def take_inputs(self, runs: Iterable[EncoderRun]) -> tuple[MediaItem, ...]:
+        """Return the items of a step's runs whose outputs workers lack."""
+        new = self.cache.take_new()
         if not new:
-            return
-        inputs = list[MediaItem]()
-        for run in plan.runs:
+            return ()
+        inputs: list[MediaItem] = []
+        for run in runs:
             if run.content_hash in new:
                 new.discard(run.content_hash)
                 inputs.append(self._table.owner(run.row).request.spec.media[run.item])
-        plan.events["encoder_inputs"] = tuple(inputs)
+        return tuple(inputs)

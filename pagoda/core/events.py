@@ -233,15 +233,14 @@ class EventStream:
     """What happens, in order. Each event goes to every fold at once, and to its client with its next outputs.
 
     step: what events carry, see above; set by the scheduler.
-    has_cache_folds: events of the cache are read; otherwise they are not made.
+    cache_folds: readers of the cache's events, too; without any, these are not made.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.step = 0
-        self.has_cache_folds = False
         self._clock = clock
         self._folds: list[Fold] = []
-        self._cache_folds: list[Fold] = []
+        self.cache_folds: list[Fold] = []
         self._pending: list[ClientEvent] = []
 
     def subscribe(self, fold: Fold, *, cache: bool = False) -> Callable[[], None]:
@@ -249,16 +248,14 @@ class EventStream:
 
         It is called while a step is planned or applied: it must neither raise, take long, nor call the scheduler.
         """
-        lists = (self._folds, self._cache_folds) if cache else (self._folds,)
+        lists = (self._folds, self.cache_folds) if cache else (self._folds,)
 
         def end() -> None:
             for folds in lists:
                 folds.remove(fold)
-            self.has_cache_folds = bool(self._cache_folds)
 
         for folds in lists:
             folds.append(fold)
-        self.has_cache_folds = bool(self._cache_folds)
         return end
 
     def at(self, request: Request) -> tuple[int, float, int, int]:
@@ -276,8 +273,8 @@ class EventStream:
             fold(event)
 
     def write_cache(self, event: CacheEvent) -> None:
-        """Append what happened to the cache. Only called if `has_cache_folds`."""
-        for fold in self._cache_folds:
+        """Append what happened to the cache. Only called if there are `cache_folds`."""
+        for fold in self.cache_folds:
             fold(event)
 
     def take(self) -> dict[int, Events]:

@@ -63,12 +63,12 @@ class StepsInFlight:
                 return output.step
         return 0
 
-    def stop_waiting_for(self, step: int) -> list[str]:
+    def stop_waiting_for(self, step: int) -> list[RequestState]:
         """Stop waiting for `step`, whose results are committed, for the sequences that left its rows.
 
-        Return the ids of their requests.
+        Return their requests.
         """
-        landed = [one.request.request_id for one, last_step in self._late_until.items() if last_step <= step]
+        landed = [one.request for one, last_step in self._late_until.items() if last_step <= step]
         self._late_until = {one: last_step for one, last_step in self._late_until.items() if last_step > step}
         return landed
 
@@ -124,7 +124,8 @@ def find_spoiled(
             blocks |= _written_blocks(row, *written[row], after, kv)
         for init in step.admitted:  # in the order of admission: one may have found blocks of those before it
             num_found = init.num_computed // kv.block_size
-            found = {block for group in kv.growing for block in init.block_ids[group][:num_found].tolist()}
+            tables = [init.block_ids[group.index] for group in kv.tables.growing]
+            found = {block for table in tables for block in table[:num_found].tolist()}
             if init.row not in rows and not blocks.isdisjoint(found):
                 rows.add(init.row)
                 if init.row in written:
@@ -138,14 +139,14 @@ def _fresh_blocks(step: SchedulerOutput, kv: KVCacheManager) -> set[int]:
     fresh = {*step.block_delta.block_ids.tolist(), *step.swap_in[:, 1].tolist()}
     for init in step.admitted:
         num_found = init.num_computed // kv.block_size
-        for group in kv.growing:
-            fresh.update(init.block_ids[group][num_found:].tolist())
+        for group in kv.tables.growing:
+            fresh.update(init.block_ids[group.index][num_found:].tolist())
     return fresh
 
 
 def _written_blocks(row: int, start: int, end: int, after: list[SchedulerOutput], kv: KVCacheManager) -> set[int]:
     """Return the blocks to which a step wrote the row's positions `start` .. `end` - 1."""
-    blocks = kv.blocks_between(row, start, end)
+    blocks = kv.tables.blocks_between(row, start, end)
     for step in reversed(after):  # it had other blocks before it copied them
         delta = step.block_delta
         mine = set(delta.block_ids[delta.rows == row].tolist())

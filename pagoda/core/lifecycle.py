@@ -10,7 +10,7 @@ import numpy as np
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.errors import RequestError
 from pagoda.core.cost_model import Chunks
-from pagoda.core.events import Ended, Held, Preempted, Queued, Swapped
+from pagoda.core.events import Ended, FirstToken, Held, Preempted, Queued, Swapped
 from pagoda.core.policy import RequestQueue
 from pagoda.core.request import AdmitKind, Reason, Request, RequestState, RequestStatus, Sequence
 from pagoda.core.state import SchedulerState
@@ -20,9 +20,11 @@ logger = logging.getLogger("pagoda")
 
 
 def add_request(state: SchedulerState, request: Request) -> None:
-    """Let a new request wait. Raises RequestError for an id that is in use, or what could never be served."""
-    if request.request_id in state.requests:
-        raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
+    """Let a new request wait. Raises RequestError for a key that is in use, or what could never be served."""
+    if request.key in state.requests:
+        raise RequestError(
+            f"client {request.client_index} has a request with handle {request.handle} already", "handle"
+        )
     _check(state, request)
     added = RequestState(request, state.policy.key(request), awaiting_fork=not request.prior_output)
     prompt = np.ascontiguousarray(request.prompt_token_ids, np.int32)
@@ -33,7 +35,7 @@ def add_request(state: SchedulerState, request: Request) -> None:
     if not added.unfinished:
         raise RequestError("every sequence of prior_output has ended already", "prior_output")
     state.kv.hash_prompt(added)
-    state.requests[request.request_id] = added
+    state.requests[request.key] = added
     state.stops.add(request)
     state.waiting.push(added)
     position = state.waiting.position(added)
@@ -78,7 +80,7 @@ def hold(
     request.held_for = reason
     num_blocks, position = state.kv.most_blocks(request), queue.position(request)
     at = state.events.at(request.spec)
-    state.events.write(Held(*at, reason, position, stops_queue, num_blocks, state.kv.num_free_blocks))
+    state.events.write(Held(*at, reason, position, stops_queue, num_blocks, state.kv.pool.num_free))
 
 
 def move_to_running(state: SchedulerState, request: RequestState) -> AdmitKind:
@@ -111,6 +113,18 @@ def fork_row(state: SchedulerState, source: int, sequence: Sequence) -> int:
     return state.table.fork(source, sequence)
 
 
+def note_first_outputs(state: SchedulerState, rows: np.ndarray) -> None:
+    """`rows` emit a token, which is the first one of some requests."""
+    for row in state.batch.take_awaiting(rows):
+        note_first_output(state, state.table.owner(row).request)
+
+
+def note_first_output(state: SchedulerState, request: RequestState) -> None:
+    """The request emits its first token."""
+    request.has_output = True
+    state.events.write(FirstToken(*state.events.at(request.spec), request.spec.num_prompt_tokens))
+
+
 # Out of the running batch
 
 
@@ -120,12 +134,12 @@ def requeue(state: SchedulerState, request: RequestState, cause: RequestState | 
     cause: the request that it makes room for.
     """
     was_swapped = request.status is RequestStatus.SWAPPED
-    num_lost, free_before = lost_with(state, request).num_tokens, state.kv.num_free_blocks
+    num_lost, free_before = lost_with(state, request).num_tokens, state.kv.pool.num_free
     for sequence in request.sequences:
         if sequence.row >= 0:
             _free_row(state, sequence)
         if not sequence.is_finished:
-            state.kv.drop_swapped(sequence)
+            state.kv.host.drop(sequence)
             state.table.rewind(sequence)
     if request.spec.is_beam_search:
         _restart_search(state, request)
@@ -152,9 +166,9 @@ def _restart_search(state: SchedulerState, request: RequestState) -> None:
 
 def swap_out(state: SchedulerState, request: RequestState, cause: RequestState) -> None:
     """The request's KV moves to host memory; it waits there with all that it has computed.   cause: see `requeue`."""
-    free_before = state.kv.num_free_blocks
+    free_before = state.kv.pool.num_free
     sequences = [sequence for sequence in request.sequences if sequence.row >= 0]
-    num_blocks = state.kv.swap_out(sequences)
+    num_blocks = state.kv.host.swap_out(sequences)
     state.events.write(Swapped(*state.events.at(request.spec), True, num_blocks))
     for sequence in sequences:
         _leave_row(state, sequence)
@@ -178,17 +192,18 @@ def _note_preempted(
     state: SchedulerState, request: RequestState, cause: RequestState | None, mode: str, num_lost: int, free_before: int
 ) -> None:
     """Workers and readers of the events get to know it."""
-    state.outbox.post_preempted(request)
+    state.preempted.append(request.key)
     who = (None, None) if cause is None else cause.spec.key
-    num_freed = state.kv.num_free_blocks - free_before
+    num_freed = state.kv.pool.num_free - free_before
     state.events.write(Preempted(*state.events.at(request.spec), *who, mode, num_lost, num_freed))
 
 
 def _leave(state: SchedulerState, request: RequestState) -> None:
+    state.new_beams.pop(request, None)
     state.batch.remove(request)
     if state.preparations is not None:
         state.preparations.unpin(request.spec)
-    state.encoder.release(request)
+    state.encoder.cache.drop_all(request)
 
 
 def _free_row(state: SchedulerState, sequence: Sequence) -> None:
@@ -201,7 +216,7 @@ def _leave_row(state: SchedulerState, sequence: Sequence) -> None:
     """The sequence leaves its row, which has no blocks any more."""
     row, last_step = sequence.row, state.in_flight.note_left_row(sequence)
     state.table.release(sequence, last_step)
-    for owner in (state.outbox, state.kv, state.drafts, state.batch, state.encoder):
+    for owner in (state.kv.tables, state.drafts, state.batch, state.encoder):
         owner.remove_row(row)
 
 
@@ -226,24 +241,24 @@ def finish_sequence(
     if is_last:
         _remove(state, request, status)
     at = state.events.at(request.spec)
-    state.events.write(Ended(*at, request.request_id, sequence.index, status, stop_reason, message, is_last))
+    state.events.write(Ended(*at, request.spec.request_id, sequence.index, status, stop_reason, message, is_last))
 
 
 def _remove(state: SchedulerState, request: RequestState, status: RequestStatus) -> None:
     """No queue keeps anything of the request."""
-    if request.request_id in state.batch.requests:
+    if request.key in state.batch.requests:
         _leave(state, request)
-    elif request.request_id in state.swapped:
+    elif request.key in state.swapped:
         state.swapped.remove(request)
-    elif request.request_id in state.waiting:
+    elif request.key in state.waiting:
         state.waiting.remove(request)
     if state.preparations is not None:
         state.preparations.forget(request.spec)
     request.status = status
-    del state.requests[request.request_id]
+    del state.requests[request.key]
     state.searches.pop(request, None)
     state.stops.remove(request.spec)
-    state.outbox.post_finished(request)
+    state.finished.append(request.key)
 
 
 def finish_one(state: SchedulerState, sequence: Sequence, status: RequestStatus, message: str | None = None) -> None:
@@ -270,7 +285,7 @@ def refuse(state: SchedulerState, request: RequestState, why: str) -> None:
     """The request ends without being served. If it has output already, that is its result: it ends for its length."""
     num_prompt = request.spec.num_prompt_tokens
     has_output = any(len(sequence.token_ids) > num_prompt for sequence in request.sequences)
-    message = f"request {shown_id(request.request_id)} {why}"
+    message = f"request {shown_id(request.spec.request_id)} {why}"
     logger.warning("%s: it %s", message, "ends with the output it has" if has_output else "is ignored")
     status = RequestStatus.FINISHED_LENGTH_CAPPED if has_output else RequestStatus.FINISHED_IGNORED
     finish_all(state, request, status, message)

@@ -6,12 +6,12 @@ from copy import copy
 import numpy as np
 
 from pagoda.base.errors import RequestError
-from pagoda.core.events import Admitted, Copied, Swapped
+from pagoda.core.events import Admitted, Swapped
 from pagoda.core.kv import CachedPrefix
-from pagoda.core.lifecycle import finish_all, finish_one, fork_row, give_row, hold, move_to_running, refuse
+from pagoda.core.lifecycle import finish_all, finish_one, give_row, hold, move_to_running, refuse
 from pagoda.core.policy import RequestQueue
 from pagoda.core.preemption import next_victim, preempt, preempt_for
-from pagoda.core.request import AdmitKind, Reason, RequestState, RequestStatus, Sequence, without_features
+from pagoda.core.request import AdmitKind, Reason, RequestState, RequestStatus, Sequence
 from pagoda.core.rules import (
     BY_ENCODER,
     MAX_ADAPTER_SKIPS,
@@ -24,7 +24,6 @@ from pagoda.core.rules import (
     why_skipped,
     why_stopped,
 )
-from pagoda.core.scheduler_output import RowFork, RowInit
 from pagoda.core.state import SchedulerState
 from pagoda.core.step_plan import Chunk, StepPlan
 
@@ -54,10 +53,10 @@ def _place_rows(state: SchedulerState, plan: StepPlan, rows: np.ndarray, start: 
     """Place the leading rows that need no encoder and find their blocks. Return how many rows that are."""
     count = state.encoder.num_before_media(rows)
     ends = start + num_new
-    short = np.flatnonzero((num_new > 0) & (ends > state.kv.reserved_until[rows]))
+    short = np.flatnonzero((num_new > 0) & (ends > state.kv.tables.reserved_until[rows]))
     short = short[short < count]
     if len(short):
-        num_fitting = state.kv.allocate_slots(rows[short], ends[short])
+        num_fitting = state.kv.tables.allocate_slots(rows[short], ends[short])
         if num_fitting < len(short):
             count = int(short[num_fitting])
     runs = num_new > 0
@@ -80,7 +79,7 @@ def _place_row(state: SchedulerState, plan: StepPlan, row: int, start: int, num_
         return
     end = start + chunk.num_new
     end_of_known = min(end, int(state.table.num_known(row)))
-    while not state.kv.allocate_slots(one, np.array([end], np.int32)):
+    while not state.kv.tables.allocate_slots(one, np.array([end], np.int32)):
         if len(state.batch.requests) == 1 and end > end_of_known:  # a preemption would not help: drop its drafts
             end = end_of_known
             continue
@@ -92,8 +91,8 @@ def _place_row(state: SchedulerState, plan: StepPlan, row: int, start: int, num_
         preempt(state, victim, plan, request)
         if victim is request:
             return
-    place_chunks(state, plan, one, np.array([start], np.int32), np.array([end - start], np.int32))
-    state.encoder.place(plan, request, row, chunk)
+    chunk.num_new = end - start
+    place_chunk(state, plan, request, row, start, chunk)
     state.drafts.place(plan, one, np.array([end]))
 
 
@@ -103,7 +102,7 @@ def _end_outgrown(state: SchedulerState, plan: StepPlan, sequence: Sequence) -> 
     message = f"the KV cache has {state.kv.num_blocks} blocks: too few for this request to continue"
     for other in request.unfinished if request.spec.is_beam_search else [sequence]:
         if other.row >= 0:
-            state.encoder.take_out(plan, other, state.requests)
+            state.encoder.take_out(plan, other)
     finish_one(state, sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)
     for row in rows.difference(request.rows):
         plan.take_out(row)
@@ -140,7 +139,7 @@ def _resume(state: SchedulerState, request: RequestState, plan: StepPlan) -> Rea
     kind = move_to_running(state, request)
     for sequence in sequences:
         give_row(state, sequence, sequence.num_computed)
-    num_blocks = state.kv.swap_in(sequences)
+    num_blocks = state.kv.host.swap_in(sequences)
     state.events.write(Swapped(*state.events.at(request.spec), False, num_blocks))
     for sequence, chunk, end in zip(sequences, chunks, ends, strict=True):
         row, start = sequence.row, sequence.num_computed
@@ -149,9 +148,9 @@ def _resume(state: SchedulerState, request: RequestState, plan: StepPlan) -> Rea
         if len(sequence.token_ids) - start > 1:
             state.batch.start_prefill(row)
         if chunk.num_new:
-            state.kv.allocate_slots_swapped_in(row, end)
+            state.kv.tables.allocate_slots_swapped_in(row, end)
             place_chunk(state, plan, request, row, start, chunk)
-    state.outbox.await_first_output(sequences[0].row, request)
+    state.batch.await_first_output(sequences[0].row, request)
     _note_admitted(state, request, kind, None, sum(chunk.num_new for chunk in chunks))
     return None
 
@@ -175,7 +174,7 @@ def admit_waiting(state: SchedulerState, plan: StepPlan) -> None:
     """Admit in queue order while rules, blocks and budget allow."""
     # What running rows fill, in this step too, must be found by the lookups below: decoding does not insert it.
     rows, ends = state.batch.running.rows, plan.ends_of(state.table.num_computed)
-    state.kv.cache_blocks(rows, ends[rows])
+    state.kv.prefix_cache.cache_filled(rows, ends[rows])
     _offer(state, state.waiting, plan, _admit)
 
 
@@ -185,13 +184,13 @@ def _admit(state: SchedulerState, request: RequestState, plan: StepPlan) -> Reas
     num_lacking = len(request.unfinished[0].token_ids) - prefix.num_tokens
     chunk = fit_chunk(state, plan, request, prefix.num_tokens, num_lacking)
     if chunk.num_new == 0:
-        state.encoder.release(request)
+        state.encoder.cache.drop_all(request)
         return chunk.reason
     reason = state.kv.why_no_blocks(request, prefix, chunk.num_new, others_run=bool(state.batch.requests))
     if reason is None:
         _enter_with_prefix(state, request, prefix, chunk, plan)
         return None
-    state.encoder.release(request)
+    state.encoder.cache.drop_all(request)
     if reason is Reason.NEVER:
         refuse(state, request, "needs more KV blocks than there are")
         return None
@@ -205,13 +204,13 @@ def _enter_with_prefix(
     start = prefix.num_tokens
     kind = move_to_running(state, request)
     row = give_row(state, request.unfinished[0], start)
-    state.kv.allocate_prompt(row, prefix, start + chunk.num_new)
+    state.kv.tables.allocate_prompt(row, prefix, start + chunk.num_new)
     plan.introduce_row(row, kind, start)
     state.encoder.add_row(request, row)
     place_chunk(state, plan, request, row, start, chunk)
     state.batch.let_siblings_wait(row, request)
-    state.outbox.await_first_output(row, request)
-    _note_admitted(state, request, kind, start if state.kv.is_caching else None, chunk.num_new)
+    state.batch.await_first_output(row, request)
+    _note_admitted(state, request, kind, start if state.kv.prefix_cache.enabled else None, chunk.num_new)
 
 
 def _note_admitted(
@@ -221,7 +220,7 @@ def _note_admitted(
     entered = [sequence for sequence in request.sequences if sequence.row >= 0]
     num_tokens = sum(len(sequence.token_ids) for sequence in entered)
     num_computed = sum(int(state.table.num_computed[sequence.row]) for sequence in entered)
-    num_blocks, num_free = sum(state.kv.num_blocks_held([entered[0].row])), state.kv.num_free_blocks
+    num_blocks, num_free = sum(state.kv.num_blocks_held([entered[0].row])), state.kv.pool.num_free
     at = state.events.at(request.spec)
     state.events.write(Admitted(*at, kind, num_tokens, num_cached, num_computed, num_new, num_blocks, num_free))
 
@@ -266,126 +265,3 @@ def _offer(
             hold(state, request, queue, reason, stops_queue=True)
             return False
     return plan.budget > 0
-
-
-# The step is planned: forks, and what the output says
-
-
-def fork_and_join(state: SchedulerState, plan: StepPlan) -> None:
-    """Fork the sequences of new requests, then let those of resumed ones join."""
-    leaders = list(state.batch.leaders.items())
-    for row, request in leaders:
-        if request.awaiting_fork and state.table.num_computed[row] >= state.table.num_tokens[row]:
-            _fork(state, plan, row, request)
-    for row, request in leaders:
-        if row in state.batch.leaders and not request.awaiting_fork:
-            if all(sequence.row >= 0 for sequence in request.unfinished):
-                state.batch.release_siblings(row)  # those that waited for it have ended
-                continue
-            shared = _num_shared_tokens(state, request)
-            if state.table.num_computed[row] >= shared:
-                _join(state, plan, row, request, shared)
-
-
-def _fork(state: SchedulerState, plan: StepPlan, source: int, request: RequestState) -> None:
-    """The prompt is complete: the other sequences share its blocks, and sample from the same logits."""
-    state.batch.release_siblings(source)
-    request.awaiting_fork = False
-    first = state.table.owner(source)
-    forks: list[RowFork] = []
-    for sequence in request.unfinished:
-        if sequence is first:
-            continue
-        row = fork_row(state, source, sequence)
-        state.kv.fork(source, row, int(state.table.num_computed[source]))
-        forks.append(RowFork(source, row, sequence.index, sequence.seed))
-    where = int(np.flatnonzero(plan.rows == source)[0])
-    plan.events["forks"] = (*plan.events.get("forks", ()), *forks)
-    plan.sample_rows = np.concatenate((plan.sample_rows, np.array([fork.dst for fork in forks], np.int32)))
-    plan.sample_index = np.concatenate((plan.sample_index, np.full(len(forks), where, np.int32)))
-
-
-def _num_shared_tokens(state: SchedulerState, request: RequestState) -> int:
-    """Tokens in the full prompt blocks that the sequences of a resumed request share.
-
-    One token at least is left to compute: sequences may have lost their first one in flight, to a cache reset.
-    """
-    known = min(len(sequence.token_ids) for sequence in request.unfinished if sequence.row < 0)
-    return min(request.spec.num_prompt_tokens, known - 1) // state.kv.block_size * state.kv.block_size
-
-
-def _join(state: SchedulerState, plan: StepPlan, leader: int, request: RequestState, shared: int) -> None:
-    """The resumed first sequence has the full prompt blocks again: the others share them, and compute the rest."""
-    state.batch.release_siblings(leader)
-    for sequence in request.unfinished:
-        if sequence.row == leader:
-            continue
-        row = give_row(state, sequence, shared)
-        state.kv.fork(leader, row, shared)
-        plan.introduce_row(row, AdmitKind.RESUMED, shared)
-        state.encoder.add_row(request, row)
-        state.batch.start_prefill(row)
-
-
-def finish_plan(state: SchedulerState, plan: StepPlan) -> None:
-    """Fill in the second part of the plan."""
-    plan.rows, plan.start, plan.num_new = plan.arrays()
-    if plan.is_steady and len(plan.rows) == len(plan.at):  # nothing else was placed
-        plan.sample_rows = plan.rows
-        state.table.advance(plan.at, plan.ends, plan.num_new)
-    else:
-        plan.at, plan.ends = plan.rows.astype(np.intp), plan.start + plan.num_new
-        state.table.advance(plan.at, plan.ends, plan.num_new)
-        _find_samples(state, plan)
-        has_entered = any(kind is not AdmitKind.SWAPPED_IN for kind, _ in plan.entering.values())
-        fork_and_join(state, plan)
-        plan.has_prompts = state.batch.note_progress(plan) or has_entered
-    state.table.expect_tokens(plan.sample_rows, plan.drafts)
-    _drain(state, plan)
-
-
-def _find_samples(state: SchedulerState, plan: StepPlan) -> None:
-    """A row samples when its chunk reaches the end of its known tokens."""
-    table, rows = state.table, plan.at
-    reaches = (plan.ends >= table.num_known(rows)) & ~table.is_pooled[rows]
-    plan.sample_index = reaches.nonzero()[0].astype(np.int32)
-    plan.sample_rows = plan.rows[plan.sample_index]
-
-
-def _drain(state: SchedulerState, plan: StepPlan) -> None:
-    """Move notifications and block moves into the plan."""
-    for row, source, target in state.kv.copies:
-        sequence = state.table.owner(row)
-        state.events.write(Copied(*state.events.at(sequence.request.spec), sequence.index, source, target))
-    if plan.entering:
-        plan.events["admitted"] = tuple(_row_init(state, row, *entry) for row, entry in plan.entering.items())
-    if state.config.has_followers:
-        plan.events["decided"] = state.table.report_tokens(plan.at)
-    state.kv.drain_into(plan)
-    state.outbox.drain_into(plan)
-    state.encoder.drain_into(plan)
-
-
-def _row_init(state: SchedulerState, row: int, kind: AdmitKind, num_computed: int) -> RowInit:
-    sequence = state.table.owner(row)
-    spec = sequence.request.spec
-    return RowInit(
-        row=row,
-        request_id=spec.request_id,
-        sequence=sequence.index,
-        kind=kind,
-        token_ids=sequence.token_ids,
-        num_prompt_tokens=spec.num_prompt_tokens,
-        num_computed=num_computed,
-        block_ids=state.kv.tables_of(row),
-        seed=sequence.seed,
-        eos_token_ids=spec.eos_token_ids,
-        sampling=spec.sampling,
-        pooling=spec.pooling,
-        lora=spec.lora,
-        media=tuple(map(without_features, spec.media)),
-        encoder_len=spec.encoder_len,
-        cache_salt=spec.cache_salt,
-        prompt_embeds=spec.prompt_embeds,
-        key=spec.key,
-    )

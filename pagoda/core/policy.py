@@ -7,7 +7,7 @@ from itertools import count
 from typing import Protocol
 
 from pagoda.base.config import SchedulingPolicy
-from pagoda.core.request import Request, RequestState, SortKey
+from pagoda.core.request import Request, RequestKey, RequestState, SortKey
 
 _Entry = tuple[SortKey, int, RequestState]  # (sort key, ticket, request)
 
@@ -28,8 +28,8 @@ class RequestQueue:
     def __init__(self) -> None:
         self._lists: dict[Hashable, list[_Entry]] = {}
         self._heads: list[_Entry] = []
-        self._entries: dict[str, _Entry] = {}  # by request id, those set aside included
-        self._aside: set[str] = set()
+        self._entries: dict[RequestKey, _Entry] = {}  # those set aside included
+        self._aside: set[RequestKey] = set()
         self._num_with: Counter[str] = Counter()  # by name of an adapter; never 0
         self._arrivals: list[float] = []  # sorted
         self._tickets = count()
@@ -37,18 +37,13 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._entries
-
-    @property
-    def num_aside(self) -> int:
-        """How many requests are not considered."""
-        return len(self._aside)
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._entries
 
     def push(self, request: RequestState) -> None:
         """Insert `request` at the place of its `sort_key`."""
         insort(self._arrivals, request.spec.arrival_time_s)
-        entry = self._entries[request.request_id] = (request.sort_key, next(self._tickets), request)
+        entry = self._entries[request.key] = (request.sort_key, next(self._tickets), request)
         if request.spec.lora is not None:
             self._num_with[request.spec.lora.name] += 1
         self._insert(entry)
@@ -56,26 +51,26 @@ class RequestQueue:
     def remove(self, request: RequestState) -> None:
         """Remove `request` from any place."""
         del self._arrivals[bisect_left(self._arrivals, request.spec.arrival_time_s)]
-        entry, lora = self._entries.pop(request.request_id), request.spec.lora
+        entry, lora = self._entries.pop(request.key), request.spec.lora
         if lora is not None:
             self._num_with[lora.name] -= 1
             if not self._num_with[lora.name]:
                 del self._num_with[lora.name]
-        if request.request_id in self._aside:
-            self._aside.remove(request.request_id)
+        if request.key in self._aside:
+            self._aside.remove(request.key)
         else:
             self._take_out(entry)
 
     def set_aside(self, request: RequestState) -> None:
         """Do not consider `request` before `wake`."""
-        self._take_out(self._entries[request.request_id])
-        self._aside.add(request.request_id)
+        self._take_out(self._entries[request.key])
+        self._aside.add(request.key)
 
-    def wake(self, request_id: str) -> None:
+    def wake(self, key: RequestKey) -> None:
         """Consider a request again that was set aside. Ignore others."""
-        if request_id in self._aside:
-            self._aside.remove(request_id)
-            self._insert(self._entries[request_id])
+        if key in self._aside:
+            self._aside.remove(key)
+            self._insert(self._entries[key])
 
     def _insert(self, entry: _Entry) -> None:
         entries = self._lists.setdefault(key_of(entry[2]), [])
@@ -103,7 +98,7 @@ class RequestQueue:
 
     def position(self, request: RequestState) -> int:
         """Return how many requests come before `request`, without those that are set aside."""
-        entry = self._entries[request.request_id]
+        entry = self._entries[request.key]
         return sum(bisect_left(entries, entry) for entries in self._lists.values())
 
     def adapter_names(self) -> set[str]:

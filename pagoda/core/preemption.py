@@ -33,8 +33,8 @@ def preempt(state: SchedulerState, victim: RequestState, plan: StepPlan, for_req
     """Take `victim` out of the batch and out of the step; its KV is dropped or swapped out."""
     for sequence in [sequence for sequence in victim.sequences if sequence.row >= 0]:
         plan.take_out(sequence.row)
-        state.encoder.take_out(plan, sequence, state.requests)
-        state.kv.uncache_uncomputed(sequence.row)
+        state.encoder.take_out(plan, sequence)
+        state.kv.prefix_cache.uncache_uncomputed(sequence.row)
     leave = swap_out if _swaps(state, victim) else requeue
     leave(state, victim, for_request)
     plan.preempted.append(victim)
@@ -50,9 +50,9 @@ def _swaps(state: SchedulerState, victim: RequestState) -> bool:
         or not state.kv.sizing.groups
     ):
         return False
-    num_blocks = state.kv.num_blocks_to_swap_out(rows)
+    num_blocks = state.kv.host.blocks_to_swap_out(rows)
     prefers_swap = PREEMPTION_RULES[state.config.preemption_mode]
-    has_room = num_blocks <= state.kv.num_free_host_blocks
+    has_room = num_blocks <= state.kv.host.pool.num_free
     return has_room and prefers_swap(victim, lost_with(state, victim), num_blocks, state.costs)
 
 
@@ -96,4 +96,4 @@ def recompute(state: SchedulerState, request: RequestState) -> None:
         requeue(state, request)
     state.table.drop_late_results(request)
     state.in_flight.drop_late_tokens(request)
-    state.waiting.wake(request.request_id)
+    state.waiting.wake(request.key)

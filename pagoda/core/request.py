@@ -117,7 +117,7 @@ def without_features(item: MediaItem) -> MediaItem:
 
 
 RequestKey = tuple[int, int]
-"""What identifies an unfinished request of an engine: its client's index and the handle that this client chose."""
+"""What identifies an unfinished request: its client's index and the handle that this client chose."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +128,7 @@ class Request:
     sampling / pooling: exactly one is set.
     seed: the random stream's key, always set by the client (drawn if the user gave none), so that a request can be
         replayed anywhere. Sequence i samples with seed + i.
+    request_id: a label for people.
     handle: a number the client chose, unique among its unfinished requests; outputs carry it instead of the id.
     prior_output: tokens each sequence has emitted already (of a request resumed after the engine died); they count
         as output, are not emitted again, and sampling continues after them. Empty, or one tuple per sequence.
@@ -257,10 +258,10 @@ class RequestState:
     num_prompt_logprobs_sent: int = 0
     num_adapter_skips: int = 0
 
-    request_id: str = field(init=False)
+    key: RequestKey = field(init=False)
 
     def __post_init__(self) -> None:
-        self.request_id = self.spec.request_id
+        self.key = self.spec.key
 
     @property
     def unfinished(self) -> list[Sequence]:

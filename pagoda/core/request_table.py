@@ -10,7 +10,7 @@ import numpy as np
 
 from pagoda.base.errors import InvariantBroken
 from pagoda.core.request import Request, RequestState, Sequence
-from pagoda.core.scheduler_output import NO_TOKENS, RowTokens
+from pagoda.core.scheduler_output import NO_INTS, NO_TOKENS, RowTokens
 
 _NO_LIMIT = np.iinfo(np.int32).max
 
@@ -55,6 +55,7 @@ class RequestTable:
         self._track_in_flight = track_in_flight
         self._expect_tokens = expect_tokens
         self._free_rows = list(range(max_rows - 1, -1, -1))
+        self._released: list[int] = []  # of which workers were not told
         self._pinned: list[tuple[int, int]] = []  # (row, step after which it is free): a late result may name it
 
     @property
@@ -141,11 +142,19 @@ class RequestTable:
         sequence.num_computed = int(self._num_computed[row])
         sequence.row = -1
         self._is_active[row] = False
+        self._released.append(row)
         if last_step_in_flight:
             self._pinned.append((row, last_step_in_flight))
             self.has_pinned_rows = True
         else:
             self._free(row)
+
+    def take_released(self) -> np.ndarray:
+        """Return the rows that sequences have left, int32; each once."""
+        if not self._released:
+            return NO_INTS
+        released, self._released = np.array(self._released, np.int32), []
+        return released
 
     def drop_late_results(self, request: RequestState) -> None:
         """Late results of the request's pinned rows belong to no sequence any more; they will be dropped."""

@@ -200,22 +200,20 @@ def _share_out(budget: int, wanted: np.ndarray) -> np.ndarray:
 def place_chunk(
     state: SchedulerState, plan: StepPlan, request: RequestState, row: int, start: int, chunk: Chunk
 ) -> None:
-    """A row that enters computes the chunk."""
+    """A row computes the chunk, and runs the encoder for its items."""
     one = np.array([(row, start, chunk.num_new)], np.int32)
-    plan.place(one[:, 0], one[:, 1], one[:, 2], chunk.num_new)
-    if plan.prompt_budget is not None:
-        plan.take_prompt_tokens(row, chunk.num_new)
+    place_chunks(state, plan, one[:, 0], one[:, 1], one[:, 2])
     state.encoder.place(plan, request, row, chunk)
 
 
 def place_chunks(
     state: SchedulerState, plan: StepPlan, rows: np.ndarray, start: np.ndarray, num_new: np.ndarray
 ) -> None:
-    """Running rows compute their next `num_new` tokens."""
+    """Rows compute their next `num_new` tokens. Those that enter take of the budget for prompts."""
     plan.place(rows, start, num_new, int(num_new.sum()))
     if plan.prompt_budget is None and plan.most_decodes is None:
         return
-    is_prompt = np.isin(rows, list(state.batch.prefilling))
+    is_prompt = np.isin(rows, [*state.batch.prefilling, *plan.entering])
     if plan.most_decodes is not None:
         plan.decodes.update(rows[~is_prompt].tolist())
     if plan.prompt_budget is not None:

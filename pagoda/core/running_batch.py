@@ -7,8 +7,8 @@ import numpy as np
 
 from pagoda.core.drafts import Drafts
 from pagoda.core.in_flight import StepsInFlight
-from pagoda.core.kv import KVCacheManager
-from pagoda.core.request import LoraRef, RequestState
+from pagoda.core.kv import BlockTables
+from pagoda.core.request import LoraRef, RequestKey, RequestState
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import NO_INTS
 from pagoda.core.step_plan import StepPlan
@@ -52,11 +52,12 @@ class RunningRows:
 
 
 class RunningBatch:
-    """The running requests, by id in order of admission.
+    """The running requests, by key in order of admission.
 
     num_seqs: their unfinished sequences, those that wait for a fork included.
     prefilling: rows whose last chunk did not reach the end of their known tokens; of rows that join or come
         back from host memory also before the first.
+    awaiting_first_output: rows of requests of which no token has been emitted yet.
     leaders: row -> request whose other sequences wait for this row: to fork from it when the prompt is computed
         (awaiting_fork), or to share its prompt blocks when the request was resumed.
     """
@@ -64,19 +65,20 @@ class RunningBatch:
     def __init__(
         self,
         table: RequestTable,
-        kv: KVCacheManager,
+        tables: BlockTables,
         in_flight: StepsInFlight,
         drafts: Drafts,
         *,
         async_scheduling: bool,
     ) -> None:
-        self.requests: dict[str, RequestState] = {}
+        self.requests: dict[RequestKey, RequestState] = {}
         self.num_seqs = 0
         self._num_using: Counter[tuple[str, ...]] = Counter()  # requests by LoraRef.identity; never 0
         self.prefilling: dict[int, None] = {}
+        self.awaiting_first_output: set[int] = set()
         self.leaders: dict[int, RequestState] = {}
         self._table = table
-        self._kv = kv
+        self._tables = tables
         self._in_flight = in_flight
         self._drafts = drafts
         self._async = async_scheduling
@@ -89,13 +91,13 @@ class RunningBatch:
     # Requests and rows
 
     def add(self, request: RequestState) -> None:
-        self.requests[request.request_id] = request
+        self.requests[request.key] = request
         self.num_seqs += len(request.unfinished)
         if request.spec.lora is not None:
             self._num_using[request.spec.lora.identity] += 1
 
     def remove(self, request: RequestState) -> None:
-        del self.requests[request.request_id]
+        del self.requests[request.key]
         self.num_seqs -= len(request.unfinished)
         lora = request.spec.lora
         if lora is not None:
@@ -109,7 +111,7 @@ class RunningBatch:
 
     def sequence_ended(self, request: RequestState) -> None:
         """An unfinished sequence of the request ends."""
-        if request.request_id in self.requests:
+        if request.key in self.requests:
             self.num_seqs -= 1
 
     def let_siblings_wait(self, row: int, request: RequestState) -> None:
@@ -125,10 +127,22 @@ class RunningBatch:
         """The row, which is new, is to compute tokens of its prompt."""
         self.prefilling[row] = None
 
+    def await_first_output(self, row: int, request: RequestState) -> None:
+        """Note `row`, unless the client has a token of the request already."""
+        if not request.has_output:
+            self.awaiting_first_output.add(row)
+
+    def take_awaiting(self, rows: np.ndarray) -> list[int]:
+        """Return which of `rows` await their first output. They no longer do."""
+        first = rows[np.isin(rows, list(self.awaiting_first_output))].tolist()
+        self.awaiting_first_output.difference_update(first)
+        return first
+
     def remove_row(self, row: int) -> None:
         """The row's sequence has left it."""
         self.prefilling.pop(row, None)
         self.leaders.pop(row, None)
+        self.awaiting_first_output.discard(row)
         self._limits[row] = 0
         self.changed()
 
@@ -208,12 +222,12 @@ class RunningBatch:
         rows, limits = running.at, running.length_limits
         if self._async and (ends >= limits).any():
             return False  # the token in flight finishes a row: do not schedule it again
-        spare = self._kv.reserved_until[rows] - ends
+        spare = self._tables.reserved_until[rows] - ends
         short = spare < 0
         if short.any():
-            if self._kv.allocate_slots(rows[short], ends[short]) < np.count_nonzero(short):
+            if self._tables.allocate_slots(rows[short], ends[short]) < np.count_nonzero(short):
                 return False  # those that come first have their blocks
-            spare = self._kv.reserved_until[rows] - ends
+            spare = self._tables.reserved_until[rows] - ends
         self._steps_until_reserve = int(spare.min())
         if self._async:
             self._steps_until_reserve = min(self._steps_until_reserve, int((limits - ends).min()) - 1)

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.events import Fold
-from pagoda.core.request import Request, RequestStatus
+from pagoda.core.request import Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.stats import SchedulerStats
 from pagoda.core.view import SchedulerView
@@ -21,12 +21,22 @@ class SchedulerInterface(Protocol):
         """Add `request` to the waiting queue. Raises RequestError, with nothing changed, for one that cannot be had."""
         ...
 
-    def finish_requests(self, request_ids: str | Iterable[str], status: RequestStatus) -> None:
-        """End requests wherever they are; ignore ids that have ended."""
+    def finish_requests(
+        self, keys: Iterable[RequestKey], status: RequestStatus = RequestStatus.FINISHED_ABORTED
+    ) -> None:
+        """End requests in whatever queue they are; those that have ended are ignored.
+
+        Blocks are free at once: steps in flight run before any step that could reuse them.
+        """
         ...
 
-    def finish_sequence(self, request_id: str, index: int, status: RequestStatus) -> None:
-        """End one sequence of a request; the others continue."""
+    def finish_sequence(
+        self, key: RequestKey, index: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED
+    ) -> None:
+        """End one sequence (a stop string was found in its text); the others continue. Nothing, if it has ended.
+
+        A beam search ends as a whole.
+        """
         ...
 
     def has_unfinished_requests(self) -> bool:
@@ -34,21 +44,34 @@ class SchedulerInterface(Protocol):
         ...
 
     def schedule(self) -> SchedulerOutput:
-        """Plan the next step. Called again before the result is back, it plans the step after."""
+        """Plan the next step. Changes state: called again before the result is back, it plans the step after."""
         ...
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput | None
     ) -> dict[int, EngineCoreOutputs]:
-        """Apply the result of a step, in the order of planning; None: it computed nothing. Return outputs by client."""
+        """Apply the result of a step, in the order of planning. Return what each client gets.
+
+        Of a step with nothing to compute, `model_output` may be None; requests that ended while it was planned are
+        still returned.
+        """
         ...
 
     def fail_step(self, scheduler_output: SchedulerOutput, message: str) -> dict[int, EngineCoreOutputs]:
-        """Apply that a step raised: what it computed ends with `message`. Return outputs by client."""
+        """Apply that a step raised, in the order of planning. Its sequences end with ERROR and `message`.
+
+        Its events (block moves, rows) must have been applied. Requests that depend on its results in steps that were
+        planned after it are computed again.
+        """
         ...
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
-        """Forget all cached prefixes. Return False, with nothing changed, if blocks are in use."""
+        """Forget the content of all device blocks. Return False, with nothing changed, while any is in use.
+
+        preempt_running: preempt all running requests first. Their tokens in flight are dropped when they come back, so
+        that the next step may compute them again.
+        Swapped requests keep their KV in host memory; its full blocks are cached again when they come back.
+        """
         ...
 
     def start_over(self) -> bool:
@@ -60,7 +83,10 @@ class SchedulerInterface(Protocol):
         ...
 
     def subscribe(self, fold: Fold, *, cache: bool = False) -> Callable[[], None]:
-        """Give `fold` every event from now on, with `cache` those of the prefix cache, too. Return what ends that."""
+        """Give `fold` every event from now on, with `cache` those of the prefix cache, too. Return what ends that.
+
+        It is called while a step is planned or applied: it must neither raise, take long, nor call the scheduler.
+        """
         ...
 
     def make_stats(self) -> SchedulerStats:
@@ -73,5 +99,5 @@ class SchedulerInterface(Protocol):
 
     @property
     def explain(self) -> DecisionLog:
-        """What happened in the last steps, and why requests wait."""
+        """What happened in the last steps (`decision_log_steps` of them), and why requests wait."""
         ...

@@ -113,6 +113,9 @@ class BlockDelta:
     block_ids: np.ndarray = field(default_factory=lambda: NO_INTS)
 
 
+NO_DELTA = BlockDelta()
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderRun:
     """Row `row` needs the encoder's output for its item `item` in this step.
@@ -164,7 +167,7 @@ class SchedulerOutput:
     beams: BeamRows = NO_BEAMS
     forks: tuple[RowFork, ...] = ()
     released: np.ndarray = field(default_factory=lambda: NO_INTS)
-    block_delta: BlockDelta = field(default_factory=BlockDelta)
+    block_delta: BlockDelta = NO_DELTA
     swap_out: np.ndarray = field(default_factory=lambda: NO_PAIRS)
     swap_in: np.ndarray = field(default_factory=lambda: NO_PAIRS)
     copies: np.ndarray = field(default_factory=lambda: NO_PAIRS)
@@ -172,8 +175,8 @@ class SchedulerOutput:
     encoder_runs: tuple[EncoderRun, ...] = ()
     encoder_freed: tuple[str, ...] = ()
     encoder_inputs: tuple[MediaItem, ...] = ()
-    preempted_ids: tuple[str, ...] = ()
-    finished_ids: tuple[str, ...] = ()  # ended since the last SchedulerOutput, aborts included; sent once
+    preempted: tuple[RequestKey, ...] = ()
+    finished: tuple[RequestKey, ...] = ()  # ended since the last SchedulerOutput, aborts included; sent once
 
     @property
     def is_empty(self) -> bool:
@@ -194,7 +197,7 @@ class SchedulerOutput:
             or self.block_delta.rows.size
             or self.encoder_freed
             or self.encoder_inputs
-            or self.finished_ids
+            or self.finished
         )
 
 
@@ -271,6 +274,14 @@ class EngineCoreOutputs:
     pooled: dict[int, np.ndarray] = field(default_factory=dict)
     scheduler_s: float = 0.0
 
+    def entries(self, mine: np.ndarray) -> "EngineCoreOutputs":
+        """Return the entries of the sequences in the mask, with nothing but their tokens."""
+        tokens = np.repeat(mine, self.counts)
+        logprobs = self.logprobs[tokens] if self.logprobs is not None else None
+        return EngineCoreOutputs(
+            self.handles[mine], self.sequences[mine], self.counts[mine], self.token_ids[tokens], logprobs=logprobs
+        )
+
     @property
     def ends(self) -> list[Ended]:
         """Return the ends of sequences among the events."""
@@ -293,22 +304,15 @@ def split_outputs(outputs: EngineCoreOutputs, most_logprobs: int) -> Iterator[En
         return
     most_tokens = max(1, most_logprobs // logprobs.token_ids.shape[1])
     first = np.concatenate(([0], np.cumsum(outputs.counts)))  # token of each sequence
-    begin, left = 0, outputs.ends
+    begin, left, places = 0, outputs.ends, np.arange(len(outputs.handles))
     others = Events(event for event in outputs.events if not isinstance(event, Ended))
     rest = replace(outputs, handles=NO_HANDLES, sequences=NO_INTS, counts=NO_INTS, token_ids=NO_INTS)
     yield replace(rest, events=others, logprobs=None)
-    while begin < len(outputs.handles):
+    while begin < len(places):
         end = max(begin + 1, int(np.searchsorted(first, first[begin] + most_tokens, "right")) - 1)
-        rows, tokens = slice(begin, end), slice(int(first[begin]), int(first[end]))
-        pairs = set(zip(outputs.handles[rows].tolist(), outputs.sequences[rows].tolist(), strict=True))
-        yield EngineCoreOutputs(
-            outputs.handles[rows],
-            outputs.sequences[rows],
-            outputs.counts[rows],
-            outputs.token_ids[tokens],
-            Events(end for end in left if (end.handle, end.sequence) in pairs),
-            LogprobColumns(logprobs.token_ids[tokens], logprobs.logprobs[tokens], logprobs.ranks[tokens]),
-        )
+        part = outputs.entries((begin <= places) & (places < end))
+        pairs = set(zip(part.handles.tolist(), part.sequences.tolist(), strict=True))
+        yield replace(part, events=Events(end for end in left if (end.handle, end.sequence) in pairs))
         left = [end for end in left if (end.handle, end.sequence) not in pairs]
         begin = end
     if left:

@@ -15,12 +15,12 @@ from pagoda.core.encoder import EncoderInputs
 from pagoda.core.events import EventStream
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager, KVGroupKind, KVGroupSpec, KVSizing
-from pagoda.core.outbox import Outbox
 from pagoda.core.policy import POLICIES, Policy, RequestQueue
-from pagoda.core.request import Reason, Request, RequestState, RequestStatus
+from pagoda.core.request import Reason, Request, RequestKey, RequestState, RequestStatus
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_options import SchedulerOptions
+from pagoda.core.scheduler_output import NO_BEAMS, BeamRows
 from pagoda.core.stats import SchedulerStats
 from pagoda.core.stops import StopTokens
 
@@ -34,13 +34,13 @@ class Preparations(Protocol):
     def why_not_ready(self, request: Request) -> Reason | None:
         """Return None if the workers have what the request needs; otherwise begin to prepare it, say what is missing.
 
-        `take_woken` returns the request's id when it is worth asking again. Raises RequestError that says why it cannot
-        be had.
+        `take_woken` returns the request's key when it is worth asking again. Raises RequestError that says why it
+        cannot be had.
         """
         ...
 
-    def take_woken(self) -> Iterable[str]:
-        """Return the ids of requests that were not ready and may be now; each once."""
+    def take_woken(self) -> Iterable[RequestKey]:
+        """Return the keys of requests that were not ready and may be now; each once."""
         ...
 
     def forget(self, request: Request) -> None:
@@ -59,8 +59,10 @@ class Preparations(Protocol):
 class SchedulerState:
     """One attribute per owner (docs/internals/scheduler.md). Only its own methods change what an owner keeps.
 
-    requests: all that have not ended, by id; written by lifecycle.py.   num_admissions: so far; also written there.
+    requests: all that have not ended, by key; written by lifecycle.py.   num_admissions: so far; also written there.
     searches: of beam searches whose prompt is computed; written by committing_beams.py, dropped by lifecycle.py.
+    new_beams: of each search that was extended since the last step, as (row, source row, position, token).
+    preempted, finished: requests, since the last step.
     waiting, swapped: requests without KV, and with KV in host memory.
     preparations: of grammars and adapters; None if no request needs any.
     is_phased, cuts_prompts: what the settings say of steps and of prompts.   whole_items: media items are never split.
@@ -92,8 +94,11 @@ class SchedulerState:
         sizing = KVSizing.of(kv_groups, cache.block_size, max_model_len, config)
         has_windows, is_async = any(group.is_window for group in sizing.groups), config.async_scheduling
 
-        self.requests: dict[str, RequestState] = {}
+        self.requests: dict[RequestKey, RequestState] = {}
         self.searches: dict[RequestState, BeamSearch] = {}
+        self.new_beams: dict[RequestState, list[tuple[int, int, int, int]]] = {}
+        self.preempted: list[RequestKey] = []
+        self.finished: list[RequestKey] = []
         self.num_admissions = self.num_steps = 0
         self.waiting, self.swapped = RequestQueue(), RequestQueue()
         self.policy: Policy = POLICIES[config.scheduling_policy]()
@@ -121,17 +126,33 @@ class SchedulerState:
             whole_items=self.whole_items,
         )
         self.in_flight = StepsInFlight()
-        self.batch = RunningBatch(self.table, self.kv, self.in_flight, self.drafts, async_scheduling=is_async)
-        self.outbox = Outbox(config.max_rows, self.events)
+        self.batch = RunningBatch(self.table, self.kv.tables, self.in_flight, self.drafts, async_scheduling=is_async)
         self.costs = CostModel(kv_groups)
 
     def start_over(self) -> None:
         """Forget what was cached or learnt; rows and blocks are given out as at first. Nothing may be in use."""
         self.table.start_over()
         self.kv.start_over()
-        self.encoder.start_over()
+        self.encoder.cache.evict_unreferenced()
         self.in_flight.start_over()
         self.costs.forget()
+
+    # What the next SchedulerOutput must still say
+
+    def take_beams(self) -> BeamRows:
+        """Return the beams that continue, each once."""
+        if not self.new_beams:
+            return NO_BEAMS
+        columns = np.array([beam for beams in self.new_beams.values() for beam in beams], np.int32).T
+        self.new_beams.clear()
+        return BeamRows(*map(np.ascontiguousarray, columns))
+
+    def take_notices(self) -> tuple[tuple[RequestKey, ...], tuple[RequestKey, ...]]:
+        """Return the preempted and the finished requests, each once."""
+        notices = tuple(self.preempted), tuple(self.finished)
+        self.preempted.clear()
+        self.finished.clear()
+        return notices
 
     # Invariants
 
@@ -173,8 +194,8 @@ class SchedulerState:
 
         Return its running sequences.
         """
-        request_id = request.request_id
-        places = (request_id in self.waiting, request_id in self.swapped, request_id in self.batch.requests)
+        key, request_id = request.key, request.spec.request_id
+        places = (key in self.waiting, key in self.swapped, key in self.batch.requests)
         if places != _PLACES.get(request.status):
             raise InvariantBroken(f"{request_id} is {request.status.name} but waits, is swapped, runs: {places}")
         if request.rows and not places[2]:

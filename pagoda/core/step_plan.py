@@ -1,12 +1,11 @@
-"""StepPlan: one step while it is planned, and the builder of its SchedulerOutput."""
+"""StepPlan: one step while it is planned."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from pagoda.core.request import AdmitKind, Reason, RequestState
-from pagoda.core.scheduler_output import NO_INTS, EncoderRun, SchedulerOutput
+from pagoda.core.scheduler_output import NO_INTS, EncoderRun, RowFork
 
 
 @dataclass(slots=True)
@@ -37,7 +36,6 @@ class StepPlan:
 
     rows, start, num_new, ends: int32 [num_rows], everything placed, in that order.   at: int64 [num_rows], `rows`.
     has_prompts: a row computes more than its last token.
-    events: the other fields of SchedulerOutput that are not as usual, filled in by their owners.
     """
 
     row_cap = 0
@@ -62,16 +60,11 @@ class StepPlan:
         self.encoder_runs: dict[int, list[EncoderRun]] = {}
         self.entering: dict[int, tuple[AdmitKind, int]] = {}
         self.preempted: list[RequestState] = []
-        self.events: dict[str, Any] = {}
+        self.forks: list[RowFork] = []
 
     @property
     def is_empty(self) -> bool:
         return not self.num_scheduled
-
-    @property
-    def runs(self) -> tuple[EncoderRun, ...]:
-        """Return the encoder runs of all rows."""
-        return tuple(run for runs in self.encoder_runs.values() for run in runs) if self.encoder_runs else ()
 
     def introduce_row(self, row: int, kind: AdmitKind, num_computed: int) -> None:
         """Workers get to know the row, with `num_computed` computed tokens."""
@@ -124,18 +117,3 @@ class StepPlan:
         ends = num_computed.copy()
         ends[rows] = start + num_new
         return ends
-
-    def build_output(self) -> SchedulerOutput:
-        """Return the step as workers get it. Nothing changes."""
-        return SchedulerOutput(
-            self.step,
-            self.rows,
-            self.start,
-            self.num_new,
-            self.sample_rows,
-            self.sample_index,
-            self.num_scheduled,
-            drafts=self.drafts,
-            encoder_runs=self.runs,
-            **self.events,
-        )

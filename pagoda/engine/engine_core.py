@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,8 +80,6 @@ class EngineCore:
         self._waits_for_drafts = waits_for_drafts
         self._no_drafts_until = 0  # the last step that is certain to propose none
         self._in_flight: deque[_InFlight] = deque()
-        self._ids: dict[RequestKey, str] = {}  # of unfinished requests in the scheduler, and of those just ended
-        self._keys: dict[str, RequestKey] = {}  # the same, by id
 
     def now(self) -> float:
         """Return the engine's clock in seconds; Request.arrival_time_s uses the same clock."""
@@ -90,7 +88,7 @@ class EngineCore:
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises RequestError for token ids outside of the vocabulary.
 
-        No other request may have had its key. Its id is a label: several clients may use the same, or one client again.
+        Its id is a label: several clients may use the same, or one client again.
         If it fails, the engine's state is unchanged.
         """
         check_token_ids(request, self._vocab_size)
@@ -103,7 +101,6 @@ class EngineCore:
             raise RequestError("structured output is not available on this engine", "structured_outputs")
         if self._preparations is not None:
             self._preparations.begin(request)
-        request = self._under_own_id(request)
         try:
             self._scheduler.add_request(request)
         except PagodaError:  # raised by checks, before anything has changed
@@ -111,23 +108,10 @@ class EngineCore:
         except Exception as error:
             self._remove_half_added(request, error)
             raise
-        self._ids[request.key], self._keys[request.request_id] = request.request_id, request.key
-
-    def _under_own_id(self, request: Request) -> Request:
-        """Return a request under an id that no other in the scheduler has: its own, if that is free."""
-        if self._keys.get(request.request_id, request.key) == request.key:
-            return request
-        client_index, handle = request.key
-        return replace(request, request_id=f"{request.request_id} ({client_index}/{handle})")
-
-    def _forget(self, request_id: str) -> None:
-        key = self._keys.pop(request_id, None)  # None: of a request that could not be added
-        if key is not None and self._ids[key] == request_id:
-            del self._ids[key]
 
     def _remove_half_added(self, request: Request, cause: Exception) -> None:
         try:
-            self._scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ERROR)
+            self._scheduler.finish_requests([request.key], RequestStatus.FINISHED_ERROR)
         except Exception as error:
             reason = (
                 f"request {shown_id(request.request_id)} could not be queued ({cause!r}) nor removed again ({error!r})"
@@ -136,15 +120,13 @@ class EngineCore:
 
     def abort(self, keys: Iterable[RequestKey]) -> None:
         """Abort requests in any state; they produce no further output. Ignore unknown ones."""
-        ids = [self._ids[key] for key in keys if key in self._ids]
-        self._scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+        self._scheduler.finish_requests(keys, RequestStatus.FINISHED_ABORTED)
 
     def finish_sequence(
         self, key: RequestKey, sequence: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED
     ) -> None:
         """Finish one sequence from outside (a stop string was found); the request's other sequences continue."""
-        if key in self._ids:
-            self._scheduler.finish_sequence(self._ids[key], sequence, status)
+        self._scheduler.finish_sequence(key, sequence, status)
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` has work. Steps in flight count, even if all their requests have finished."""
@@ -162,8 +144,6 @@ class EngineCore:
             began_s = self._clock.now()
             output = self._scheduler.schedule()
             self.scheduler_s += self._clock.now() - began_s
-            for request_id in output.finished_ids:
-                self._forget(request_id)
             if not output.is_empty or output.has_events:
                 in_flight.append(_InFlight(output, self._executor.submit(output)))
             elif not in_flight:
@@ -255,11 +235,6 @@ class EngineCore:
     def subscribe(self, fold: Fold, *, cache: bool = False) -> Callable[[], None]:
         """Give `fold` every event from now on (see Scheduler.subscribe)."""
         return self._scheduler.subscribe(fold, cache=cache)
-
-    @property
-    def request_ids(self) -> Mapping[RequestKey, str]:
-        """The ids of unfinished requests, and of some that have just ended."""
-        return self._ids
 
     def note_steps(self, on_step: Callable[[StepNote], object]) -> Callable[[], None]:
         """Give `on_step` each step that ends from now on, maybe on another thread. Return what ends that."""

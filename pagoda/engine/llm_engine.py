@@ -86,7 +86,7 @@ class LLMEngine:
         core = self.core
         trace, view = ChromeTrace(core.now()), core.view()
         for place, key in enumerate(zip(view.clients.tolist(), view.handles.tolist(), strict=True)):
-            trace.begin_with(*key, core.request_ids[key], place < view.num_running)
+            trace.begin_with(*key, self._outputs.id_of(key[1]), place < view.num_running)
 
         def add(event: Event) -> None:
             if not isinstance(event, CacheEvent):

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from pagoda.base.errors import RequestError, WorkerDied
 from pagoda.core.events import Reason
 from pagoda.core.executor import Executor
-from pagoda.core.request import LoraRef, Request
+from pagoda.core.request import LoraRef, Request, RequestKey
 
 logger = logging.getLogger("pagoda")
 
@@ -40,23 +40,23 @@ class ExecutorPreparations:
             self._grammars.ask(request.grammar)
 
     def why_not_ready(self, request: Request) -> Reason | None:
-        grammar, lora, request_id = request.grammar, request.lora, request.request_id
-        if grammar is not None and not self._grammars.is_ready(grammar, "the grammar", request_id):
+        grammar, lora, key = request.grammar, request.lora, request.key
+        if grammar is not None and not self._grammars.is_ready(grammar, "the grammar", key):
             if lora is not None:
-                self._adapters.forget(lora, request_id)  # those who have a grammar may need its place
+                self._adapters.forget(lora, key)  # those who have a grammar may need its place
             return Reason.GRAMMAR
-        if lora is not None and not self._adapters.is_ready(lora, f"the adapter {lora.name!r}", request_id):
+        if lora is not None and not self._adapters.is_ready(lora, f"the adapter {lora.name!r}", key):
             return Reason.ADAPTER
         return None
 
-    def take_woken(self) -> list[str]:
+    def take_woken(self) -> list[RequestKey]:
         return [*self._grammars.take_woken(), *self._adapters.take_woken()]
 
     def forget(self, request: Request) -> None:
         if request.grammar is not None:
-            self._grammars.forget(request.grammar, request.request_id)
+            self._grammars.forget(request.grammar, request.key)
         if request.lora is not None:
-            self._adapters.forget(request.lora, request.request_id)
+            self._adapters.forget(request.lora, request.key)
 
     def pin(self, request: Request) -> None:
         if request.grammar is not None:
@@ -106,11 +106,11 @@ class _PreparedItems(Generic[T]):
         self._executor, self._prepare, self._drop = executor, prepare, drop
         self._limit, self._key = limit, key
         self._known: OrderedDict[Hashable, tuple[T, Future[Any]]] = OrderedDict()
-        self._waiting: dict[Hashable, dict[str, None]] = {}  # ids of requests, since the item was last pinned
-        self._without_room: dict[str, None] = {}  # ids of requests, in the order in which they asked
+        self._waiting: dict[Hashable, dict[RequestKey, None]] = {}  # requests, since the item was last pinned
+        self._without_room: dict[RequestKey, None] = {}  # requests, in the order in which they asked
         self._may_have_room = False  # something has changed since the first of them asked
         self._unfinished: dict[Hashable, Future[Any]] = {}  # by key: not done yet when `take_woken` last looked
-        self._woken: list[str] = []  # ids of requests, for `take_woken`
+        self._woken: list[RequestKey] = []  # requests, for `take_woken`
 
     def ask(self, item: T) -> "Future[Any] | None":
         """Return when the ranks have it; begin to prepare it if that has not begun. None: there is no room yet."""
@@ -129,15 +129,15 @@ class _PreparedItems(Generic[T]):
         self._unfinished[key] = future
         return future
 
-    def is_ready(self, item: T, what: str, request_id: str) -> bool:
+    def is_ready(self, item: T, what: str, request: RequestKey) -> bool:
         """Return whether the ranks have it; ask for it if not. Raises RequestError, once, if that has failed.
 
-        what: how the error calls the item.   request_id: of what `take_woken` returns when that may have changed.
+        what: how the error calls the item.   request: what `take_woken` returns when that may have changed.
         """
         future = self.ask(item)
         if future is not None and not future.done():
-            self._waiting.setdefault(self._key(item), {})[request_id] = None
-            self._leave_line(request_id)
+            self._waiting.setdefault(self._key(item), {})[request] = None
+            self._leave_line(request)
             return False
         error = future.exception() if future is not None else None
         if isinstance(error, WorkerDied):  # the next step raises it, too
@@ -147,19 +147,19 @@ class _PreparedItems(Generic[T]):
             logger.warning("%s cannot be used: %s", what, error)
             raise RequestError(f"{what} cannot be used: {error}") from error
         if future is None or not self.fits(item):
-            self._without_room.setdefault(request_id)
+            self._without_room.setdefault(request)
             return False
-        self._leave_line(request_id)
+        self._leave_line(request)
         return True
 
-    def _leave_line(self, request_id: str) -> None:
+    def _leave_line(self, request: RequestKey) -> None:
         """The request needs no room, or has it: the next one without may ask."""
-        if request_id in self._without_room:
-            del self._without_room[request_id]
+        if request in self._without_room:
+            del self._without_room[request]
             self._may_have_room = True
 
-    def take_woken(self) -> list[str]:
-        """Return the ids of requests whose item is prepared, and of the first without room if there may be some now."""
+    def take_woken(self) -> list[RequestKey]:
+        """Return the requests whose item is prepared, and of the first without room if there may be some now."""
         for key in [key for key, future in self._unfinished.items() if future.done()]:
             del self._unfinished[key]
             self._woken += self._waiting.get(key, ())
@@ -170,14 +170,14 @@ class _PreparedItems(Generic[T]):
             woken += islice(self._without_room, 1)
         return woken
 
-    def forget(self, item: T, request_id: str) -> None:
+    def forget(self, item: T, request: RequestKey) -> None:
         """The request does not wait for the item."""
         key = self._key(item)
         waiting = self._waiting.get(key)
-        if waiting is not None and waiting.pop(request_id, 0) is None and not waiting:
+        if waiting is not None and waiting.pop(request, 0) is None and not waiting:
             del self._waiting[key]
             self._may_have_room = True
-        self._leave_line(request_id)
+        self._leave_line(request)
 
     def pin(self, key: Hashable) -> None:
         self.pins[key] += 1

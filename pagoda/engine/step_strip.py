@@ -61,7 +61,7 @@ class StepStrip:
         if (self._on_step is not None or began_s < self._until_s) and not output.is_empty:
             computed = np.minimum(output.num_new, ends[output.rows] - output.start)
             num_prompt = int(np.maximum(computed, 0).sum())
-            sizes = (num_prompt, len(output.sample_rows), len(output.preempted_ids))
+            sizes = (num_prompt, len(output.sample_rows), len(output.preempted))
             future.add_done_callback(lambda _: self._end(output.step, began_s, *sizes))
         return future
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pagoda.base.pooling import PER_TOKEN, PoolingKind, PoolingParams, PoolingPlan
+from pagoda.core.request import RequestKey
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.worker.alignment import CrossQueries
 from pagoda.worker.forward_runner import ForwardRunner
@@ -26,8 +27,8 @@ class Pooler:
         """plan: in place of the model's own."""
         self._forward = forward
         self._plan = plan or forward.model.pooling
-        self._ids: dict[int, str] = {}  # request ids of pooled rows
-        self._partial: dict[str, np.ndarray] = {}  # by request id; see `_collect`
+        self._requests: dict[int, RequestKey] = {}  # of pooled rows
+        self._partial: dict[RequestKey, np.ndarray] = {}  # by request; see `_collect`
 
     @property
     def kind(self) -> PoolingKind:
@@ -35,11 +36,11 @@ class Pooler:
 
     def apply(self, output: SchedulerOutput) -> None:
         """Note the rows of new requests; drop what is kept of those that have ended."""
-        for request_id in output.finished_ids:
-            self._partial.pop(request_id, None)
+        for request in output.finished:
+            self._partial.pop(request, None)
         for init in output.admitted:
             if init.pooling is not None:
-                self._ids[init.row] = init.request_id
+                self._requests[init.row] = init.key
 
     def run(
         self,
@@ -89,15 +90,15 @@ class Pooler:
         Return what the head takes, float32 [1 or prompt tokens, hidden size], once the prompt ends. Kept until then:
         the sum of a mean, float64 [hidden size], or the states themselves, float32.
         """
-        request_id = self._ids[chunk.row]
-        kept = None if chunk.begins else self._partial.pop(request_id, None)
+        request = self._requests[chunk.row]
+        kept = None if chunk.begins else self._partial.pop(request, None)
         if params.task not in PER_TOKEN and self._plan.kind is PoolingKind.MEAN:
             kept = add_in_order(kept, states)
             result = (kept / (chunk.first + chunk.count)).astype(np.float32)[None] if chunk.ends else kept
         else:
             result = kept = states if kept is None else np.concatenate([kept, states])
         if not chunk.ends:
-            self._partial[request_id] = kept.copy() if kept is states else kept
+            self._partial[request] = kept.copy() if kept is states else kept
         return result
 
     def _finish(self, vectors: np.ndarray, params: PoolingParams, hidden: torch.Tensor, adapter: int) -> np.ndarray:

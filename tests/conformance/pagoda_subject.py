@@ -6,7 +6,7 @@ import numpy as np
 
 from pagoda.base.clock import VirtualClock
 from pagoda.core.events import Ended
-from pagoda.core.request import AdmitKind, RequestStatus
+from pagoda.core.request import AdmitKind, RequestKey, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tests.conformance.settings import request_of, settings_of
@@ -32,11 +32,14 @@ class PagodaSubject:
         )
         self.owner: dict[int, str] = {}  # row -> request id
         self.id_of: dict[int, str] = {}  # handle -> request id
+        self.key_of: dict[str, RequestKey] = {}
 
     def add(self, request: Record) -> None:
         handle = len(self.id_of) + 1
         self.id_of[handle] = request["id"]
-        self.scheduler.add_request(request_of(request, handle, self.encoder_decoder))
+        added = request_of(request, handle, self.encoder_decoder)
+        self.key_of[request["id"]] = added.key
+        self.scheduler.add_request(added)
 
     def schedule(self) -> Record:
         ended = self._ended_while_planning()
@@ -59,7 +62,7 @@ class PagodaSubject:
                 }
                 for init in output.admitted
             ],
-            "preempted": sorted(output.preempted_ids),
+            "preempted": sorted(self.id_of[handle] for _, handle in output.preempted),
             "samples": [self.owner[row] for row in output.sample_rows.tolist()],
             "drafts": {self.owner[row]: drafts.tolist() for row, drafts in output.drafts.items() if len(drafts)},
             "encoder": encoder,
@@ -96,23 +99,25 @@ class PagodaSubject:
         return {"emitted": emitted, "finished": finished}
 
     def set_drafts(self, drafts: dict[str, list[int]]) -> None:
-        self.scheduler.update_draft_token_ids(drafts)
+        self.scheduler.update_draft_token_ids({(self.key_of[name], 0): tokens for name, tokens in drafts.items()})
 
     def abort(self, ids: list[str]) -> None:
-        self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.finish_requests(
+            [self.key_of[one] for one in ids if one in self.key_of], RequestStatus.FINISHED_ABORTED
+        )
 
     def reset_prefix_cache(self, preempt_running: bool) -> bool:
         return self.scheduler.reset_prefix_cache(preempt_running=preempt_running)
 
     def state(self) -> Record:
         scheduler = self.scheduler
-        blocks = {request_id: scheduler.num_blocks_held(request_id) for request_id in scheduler.running_ids()}
+        blocks = {name: scheduler.num_blocks_held(self.key_of[name]) for name in scheduler.running_ids()}
         return {
             "free_blocks": scheduler.num_free_blocks,
             "running": scheduler.running_ids(),
             "waiting": scheduler.waiting_ids(),
             "blocks": {key: counts[0] if self.num_groups == 1 else list(counts) for key, counts in blocks.items()},
-            "computed": {key: scheduler.num_computed_tokens(key)[0] for key in self._live()},
+            "computed": {name: scheduler.num_computed_tokens(self.key_of[name])[0] for name in self._live()},
         }
 
     def _live(self) -> list[str]:

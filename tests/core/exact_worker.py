@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
-from pagoda.core.request import MediaItem, num_beam_candidates
+from pagoda.core.request import MediaItem, RequestKey, num_beam_candidates
 from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, RowInit, SchedulerOutput
 
 Name = tuple[object, ...]
@@ -110,6 +110,7 @@ class ExactWorker:
         self.encoded: set[str] = set()
         self.given: set[str] = set()  # items whose features came, and whose outputs were not freed
         self.lost: set[str] = set()  # encoder outputs whose run failed
+        self.ids: dict[RequestKey, str] = {}
         self.pooled_from: dict[str, tuple[int, int]] = {}  # request -> positions whose states it has, begin and end
         self.last_step = 0
         self.spoiled_rows: set[int] = set()  # of the step that runs
@@ -132,8 +133,8 @@ class ExactWorker:
         self._apply_delta(output)
         for fork in output.forks:
             self._fork(fork.src, fork.dst, fork.seed)
-        for request_id in output.finished_ids:
-            self.pooled_from.pop(request_id, None)
+        for key in output.finished:
+            self.pooled_from.pop(self.ids.get(key, ""), None)
         for item in output.encoder_freed:
             self.given.discard(item)
             self.encoded.discard(item)
@@ -172,6 +173,7 @@ class ExactWorker:
     def _admit(self, init: RowInit) -> None:
         if init.row in self.rows:
             raise WrongMemory(f"row {init.row} of {init.request_id} is given to a second owner")
+        self.ids[init.key] = init.request_id
         tables = [table.tolist() for table in init.block_ids]
         row = Row(
             init.request_id,

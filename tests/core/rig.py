@@ -10,7 +10,7 @@ from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.events import Ended
 from pagoda.core.kv import KVGroupSpec
-from pagoda.core.request import AdmitKind, Request, RequestStatus
+from pagoda.core.request import AdmitKind, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
@@ -31,6 +31,7 @@ class PlannedStep:
     emitted: dict[str, list[int]] = field(default_factory=dict)
     finished: dict[str, str | None] = field(default_factory=dict)
     finishes: list[Ended] = field(default_factory=list)
+    preempted: tuple[str, ...] = ()
 
     @property
     def samples(self) -> list[str]:
@@ -83,8 +84,19 @@ class Rig:
         self.requests.append(request)
         return request
 
+    def key(self, request_id: str) -> RequestKey:
+        """Return the key of the last request with this id, or one that none has."""
+        return next((one.key for one in reversed(self.requests) if one.request_id == request_id), (0, 0))
+
     def abort(self, *ids: str) -> None:
-        self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.finish_requests(map(self.key, ids), RequestStatus.FINISHED_ABORTED)
+
+    def finish(self, request_id: str, sequence: int) -> None:
+        self.scheduler.finish_sequence(self.key(request_id), sequence)
+
+    def offer(self, drafts: dict[str, list[int]]) -> None:
+        """Offer drafts for the first sequences of requests."""
+        self.scheduler.update_draft_token_ids({(self.key(name), 0): tokens for name, tokens in drafts.items()})
 
     def plan(self) -> PlannedStep:
         """schedule(), read the way a worker reads it."""
@@ -103,6 +115,7 @@ class Rig:
             {self.owners[row]: new for row, new in rows},
             {self.owners[init.row]: init.num_computed for init in output.admitted},
             {self.owners[init.row]: init.kind for init in output.admitted},
+            preempted=tuple(self.requests[handle - 1].request_id for _, handle in output.preempted),
         )
 
     def _name(self, request_id: str, sequence: int) -> str:
@@ -170,7 +183,7 @@ class Rig:
         return self.scheduler.swapped_ids()
 
     def computed(self, request_id: str) -> int:
-        return self.scheduler.num_computed_tokens(request_id)[0]
+        return self.scheduler.num_computed_tokens(self.key(request_id))[0]
 
     def blocks(self, request_id: str) -> list[int]:
-        return self.scheduler.num_blocks_held(request_id)
+        return self.scheduler.num_blocks_held(self.key(request_id))

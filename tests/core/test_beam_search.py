@@ -85,7 +85,7 @@ def test_beams_of_a_long_prompt_hold_little_more_than_one_prompt() -> None:
     copied = 0
     while traffic.scheduler.has_unfinished_requests():
         traffic.plan()
-        held += traffic.scheduler.num_blocks_held("r1")
+        held += traffic.scheduler.num_blocks_held(traffic.requests["r1"].key)
         copied += len(traffic.outputs[-1].beams.copies)
         traffic.deliver()
     assert copied > 10

@@ -18,7 +18,7 @@ def drafting(prompt: int = 6, max_tokens: int = 30, **config: object) -> Rig:
 
 
 def verify(rig: Rig, drafts: list[int], said: list[int]) -> PlannedStep:
-    rig.scheduler.update_draft_token_ids({"a": drafts})
+    rig.offer({"a": drafts})
     return rig.step({"a": said})
 
 
@@ -35,7 +35,7 @@ def test_drafts_are_cut_by_the_budget() -> None:
     rig = drafting(max_num_batched_tokens=6, max_num_seqs=6)
     rig.add("b", 2)
     rig.step()
-    rig.scheduler.update_draft_token_ids({"a": [51, 52, 53], "b": [51, 52, 53]})
+    rig.offer({"a": [51, 52, 53], "b": [51, 52, 53]})
     plan = rig.plan()
     assert plan.scheduled == {"a": 4, "b": 2}
     assert {plan.owners[row]: drafts.tolist() for row, drafts in plan.output.drafts.items()} == {
@@ -55,7 +55,7 @@ def test_drafts_during_a_prefill_are_dropped() -> None:
     rig = Rig(max_num_batched_tokens=50, num_blocks=40)
     rig.add("a", 80)
     rig.step()
-    rig.scheduler.update_draft_token_ids({"a": [51, 52, 53]})
+    rig.offer({"a": [51, 52, 53]})
     assert rig.step().scheduled == {"a": 30}
 
 
@@ -106,7 +106,7 @@ def test_drafts_without_a_free_block_cause_a_preemption(
     for name in names:
         rig.add(name, 6)
     rig.step()
-    rig.scheduler.update_draft_token_ids({drafted: [51, 52, 53]})
+    rig.offer({drafted: [51, 52, 53]})
     assert rig.step().scheduled == scheduled
     assert (rig.scheduler.make_stats().preemptions, rig.scheduler._state.drafts.offered) == (num_preemptions, {})
 
@@ -199,18 +199,18 @@ def test_abort_in_every_queue() -> None:
     assert rig.scheduler.num_free_host_blocks == 8
 
 
-def test_finished_ids_are_sent_once() -> None:
+def test_finished_requests_are_sent_once() -> None:
     rig = Rig()
     rig.add("a", 4, max_tokens=1)
     rig.add("b", 4)
     rig.step()
-    assert rig.step().output.finished_ids == ("a",)
+    assert rig.step().output.finished == (rig.key("a"),)
     rig.abort("b")
     step = rig.plan()
     assert step.output.is_empty
-    assert step.output.finished_ids == ("b",)
+    assert step.output.finished == (rig.key("b"),)
     assert len(step.output.released) == 1
-    assert rig.plan().output.finished_ids == ()
+    assert rig.plan().output.finished == ()
 
 
 # Steps in flight
@@ -257,7 +257,7 @@ def test_preempted_in_flight_the_token_counts() -> None:
     in_flight = [rig.plan(), rig.plan()]
     rig.deliver(in_flight.pop(0))
     in_flight.append(rig.plan())
-    assert in_flight[-1].output.preempted_ids == ("b",)
+    assert in_flight[-1].preempted == ("b",)
     assert rig.computed("b") == 0
     assert rig.deliver(in_flight.pop(0)).emitted["b"] == [7]
     assert rig.computed("b") == 0
@@ -379,7 +379,7 @@ def test_every_decoding_row_gets_a_token_before_drafts_take_the_rest(budget: int
         rig.add(name, 4, max_tokens=30)
     while rig.waiting or any(rig.computed(name) < 4 for name in "abcd"):
         rig.step()
-    rig.scheduler.update_draft_token_ids({name: [1, 2, 3, 4, 5] for name in "abcd"})
+    rig.offer({name: [1, 2, 3, 4, 5] for name in "abcd"})
     assert list(rig.plan().scheduled.values()) == scheduled
 
 
@@ -390,7 +390,7 @@ def test_drafts_leave_no_token_for_a_prompt() -> None:
     rig.add("b", 30)
     rig.add("c", 2, max_tokens=30)
     assert rig.step().scheduled == {"a": 2, "b": 4, "c": 2}
-    rig.scheduler.update_draft_token_ids({"a": [1, 2, 3, 4, 5, 6, 7, 8, 9]})
+    rig.offer({"a": [1, 2, 3, 4, 5, 6, 7, 8, 9]})
     assert rig.plan().scheduled == {"a": 9, "b": 1}
 
 

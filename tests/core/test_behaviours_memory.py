@@ -4,7 +4,7 @@ import pytest
 
 from pagoda.base.config import PreemptionMode
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
-from pagoda.core.request import LoraRef, MediaItem, RequestStatus
+from pagoda.core.request import LoraRef, MediaItem
 from tests.core.rig import Rig
 
 FULL = KVGroupSpec()
@@ -59,7 +59,7 @@ def test_a_swapped_in_request_may_copy_on_write_too() -> None:
     rig.add("b", 3, n=2, max_tokens=3)
     rig.step()
     step = rig.step()
-    assert step.output.preempted_ids == ("b",)
+    assert step.preempted == ("b",)
     assert len(step.output.swap_out) == 1
     while not (step := rig.step()).kinds:
         pass
@@ -87,7 +87,7 @@ def test_the_last_sequence_on_a_shared_tail_needs_no_block() -> None:
     rig.step()
     step = rig.step()
     assert len(step.output.copies) == 2
-    assert step.output.preempted_ids == ()
+    assert step.preempted == ()
 
 
 def test_a_finished_sibling_frees_only_its_own_blocks() -> None:
@@ -96,7 +96,7 @@ def test_a_finished_sibling_frees_only_its_own_blocks() -> None:
     rig.step()
     rig.step()
     assert rig.free == 16 - 5
-    rig.scheduler.finish_sequence("a", 1, RequestStatus.FINISHED_STOPPED)
+    rig.finish("a", 1)
     assert rig.free == 16 - 4
     assert rig.scheduler.has_unfinished_requests()
     texts = rig.run()
@@ -116,7 +116,7 @@ def test_unknown_sequences_and_requests_are_ignored() -> None:
     rig.add("a", 4)
     rig.abort("unknown", "a", "a")
     rig.abort("a")
-    rig.scheduler.finish_sequence("a", 0, RequestStatus.FINISHED_STOPPED)
+    rig.finish("a", 0)
     assert rig.free == 16
 
 
@@ -177,7 +177,7 @@ def test_drafts_are_never_cached() -> None:
     rig = Rig(enable_prefix_caching=True)
     rig.add("a", tokens(0, 6))
     rig.step()
-    rig.scheduler.update_draft_token_ids({"a": [50, 51, 52]})
+    rig.offer({"a": [50, 51, 52]})
     plan = rig.plan()
     assert plan.scheduled == {"a": 4}
     rig.deliver(plan, {"a": [8]})

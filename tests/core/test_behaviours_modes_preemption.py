@@ -185,7 +185,7 @@ def test_two_victims_in_one_step_keep_their_order() -> None:
     rig = two_small_behind_a_chunk()
     step = rig.step()
     assert step.scheduled == {"a": 8}
-    assert step.output.preempted_ids == ("c", "b")
+    assert step.preempted == ("c", "b")
     assert rig.waiting == ["b", "c"]
 
 
@@ -206,7 +206,7 @@ def test_a_row_that_preempts_itself_does_not_stop_the_others() -> None:
     rig.step()
     step = rig.step()
     assert step.scheduled == {"a": 1}
-    assert step.output.preempted_ids == ("b",)
+    assert step.preempted == ("b",)
 
 
 def test_state_of_a_preempted_request() -> None:
@@ -215,7 +215,7 @@ def test_state_of_a_preempted_request() -> None:
     rig.add("b", 8)
     rig.add("c", 9)
     rig.step()
-    rig.scheduler.update_draft_token_ids({"b": [7, 7]})
+    rig.offer({"b": [7, 7]})
     rig.step()
     assert rig.waiting[0] == "b"
     assert rig.computed("b") == 0
@@ -249,7 +249,7 @@ def test_a_preempted_partial_prefill_is_recomputed() -> None:
     rig.add("b", 20)
     assert rig.step().scheduled == {"a": 1, "b": 9}
     assert rig.computed("b") == 9
-    assert rig.step().output.preempted_ids == ("b",)
+    assert rig.step().preempted == ("b",)
     assert rig.computed("b") == 0
 
 
@@ -284,7 +284,7 @@ def test_a_preempted_request_frees_its_cross_blocks() -> None:
     assert (rig.blocks("a"), rig.blocks("b")) == ([2, 3], [2, 3])
     for _ in range(4):
         step = rig.step()
-    assert step.output.preempted_ids == ("b",)
+    assert step.preempted == ("b",)
     assert rig.blocks("b") == [0, 0]
     while "b" not in (step := rig.step()).kinds:
         pass
@@ -337,7 +337,7 @@ def test_auto_recomputes_one_remaining_sequence() -> None:
     rig.add("b", 7, n=3)
     rig.step()
     for sequence in (0, 2):
-        rig.scheduler.finish_sequence("b", sequence, RequestStatus.FINISHED_STOPPED)
+        rig.finish("b", sequence)
     while not rig.waiting and not rig.swapped:
         rig.step()
     assert rig.waiting == ["b"]
@@ -439,7 +439,7 @@ def test_the_least_urgent_is_preempted_and_its_blocks_are_freed() -> None:
     assert rig.step().scheduled == {"low": 1, "top": 8, "mid": 4}
     step = rig.step()
     assert step.scheduled == {"top": 1, "mid": 12}
-    assert step.output.preempted_ids == ("low",)
+    assert step.preempted == ("low",)
 
 
 def test_a_row_that_preempts_itself_does_not_delay_a_more_urgent_one() -> None:
@@ -448,7 +448,7 @@ def test_a_row_that_preempts_itself_does_not_delay_a_more_urgent_one() -> None:
     rig.add("best", 7, priority=1)
     rig.step()
     step = rig.step()
-    assert step.output.preempted_ids == ("worst",)
+    assert step.preempted == ("worst",)
     assert step.scheduled == {"best": 1}
 
 
@@ -471,7 +471,7 @@ def test_nobody_is_preempted_for_an_urgent_request_that_would_not_fit_all_the_sa
         rig.step()
         rig.add("head", num_tokens, priority=5)
         step = rig.step()
-        assert step.output.preempted_ids == preempted, "three of eight blocks are those of fast"
+        assert step.preempted == preempted, "three of eight blocks are those of fast"
         assert "head" in (rig.running if preempted else rig.waiting)
 
 
@@ -482,7 +482,7 @@ def test_sequences_of_more_urgent_requests_count_before_anybody_is_preempted() -
         rig.add("slow", 4, priority=9)
         rig.step()
         rig.add("head", 4, n=num_seqs, priority=5)
-        assert rig.step().output.preempted_ids == preempted
+        assert rig.step().preempted == preempted
 
 
 def test_a_victim_is_requeued_by_its_urgency() -> None:

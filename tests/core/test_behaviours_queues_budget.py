@@ -1,5 +1,7 @@
 """Queues, admission and the budget of a step, with small numbers."""
 
+from dataclasses import replace
+
 import pytest
 
 from pagoda.base.config import PreemptionMode, SchedulingMode, SchedulingPolicy
@@ -17,14 +19,17 @@ def test_arrival_order() -> None:
     assert rig.waiting == ["a", "b", "c"]
 
 
-def test_an_id_in_use_is_refused_and_can_be_used_again_after_its_end() -> None:
+def test_a_handle_in_use_is_refused_and_can_be_used_again_after_its_end() -> None:
+    """Its id is a label: another request may have the same."""
     rig = Rig()
-    rig.add("a", 4, max_tokens=1)
-    with pytest.raises(RequestError, match="'a'"):
-        rig.add("a", 9)
+    first = rig.add("a", 4, max_tokens=1)
+    again = replace(first, request_id="again")
+    with pytest.raises(RequestError, match="client 0 has a request with handle 1"):
+        rig.scheduler.add_request(again)
     assert rig.step().scheduled == {"a": 4}
-    rig.add("a", 5, max_tokens=1)
-    assert rig.step().scheduled == {"a": 5}
+    rig.scheduler.add_request(again)
+    rig.scheduler.add_request(replace(again, client_index=1))
+    assert rig.waiting == ["again", "again"]
 
 
 def test_no_request_overtakes_the_head_of_the_queue() -> None:
@@ -174,7 +179,7 @@ def test_a_step_that_preempts_admits_no_request() -> None:
     rig.step()
     rig.add("c", 1)
     step = rig.step()
-    assert step.output.preempted_ids == ("b",)
+    assert step.preempted == ("b",)
     assert list(step.scheduled) == ["a"]
     assert rig.free == 2
     assert rig.waiting == ["b", "c"]
@@ -253,7 +258,7 @@ def test_prompts_get_at_most_their_share_of_a_step_with_decodes() -> None:
     assert rig.step().scheduled == {"a": 1, "b": 3}
     assert rig.step().scheduled == {"a": 1, "b": 3}
     assert rig.step().scheduled == {"a": 1, "b": 1, "c": 3}, "b decodes next to a: c costs neither of them a token"
-    rig.scheduler.finish_requests(["a", "b"])
+    rig.abort("a", "b")
     assert rig.step().scheduled == {"c": 6}, "and no decode is left that c could delay"
 
 

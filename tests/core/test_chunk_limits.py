@@ -18,10 +18,10 @@ def test_a_small_share_for_prompts_does_not_cut_drafts(in_row_order: bool) -> No
     rig.step()
     if in_row_order:
         rig.add("m", 12, media=(MediaItem("image", 8, 4),))
-    rig.scheduler.update_draft_token_ids({"a": [1, 2, 3]})
+    rig.offer({"a": [1, 2, 3]})
     step = rig.step({"a": [1, 2, 3, 7]})
     assert step.scheduled["a"] == 4
-    rig.scheduler.update_draft_token_ids({"a": [1, 2, 3]})
+    rig.offer({"a": [1, 2, 3]})
     assert rig.step({"a": [1, 2, 3, 7]}).scheduled["a"] == 4
 
 
@@ -31,7 +31,7 @@ def test_the_cap_for_long_prompts_does_not_cut_drafts() -> None:
     rig.add("b", 4)
     while rig.step().samples != ["a", "b"]:
         pass
-    rig.scheduler.update_draft_token_ids({"a": [1, 2, 3]})
+    rig.offer({"a": [1, 2, 3]})
     assert rig.step({"a": [1, 2, 3, 7]}).scheduled == {"a": 4, "b": 1}
 
 

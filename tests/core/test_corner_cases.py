@@ -31,7 +31,7 @@ def deliver(rig: Rig, step: PlannedStep, failed: dict[int, str] | None = None) -
 def preempt(rig: Rig, request_id: str) -> None:
     """As a step does that runs out of blocks."""
     state = rig.scheduler._state
-    request = state.requests[request_id]
+    request = state.requests[rig.key(request_id)]
     preemption.preempt(state, request, StepPlan(0, 64, 0, 0.0), request)
 
 
@@ -42,7 +42,7 @@ def test_a_sibling_that_ends_while_the_resumed_leader_is_mid_prefill() -> None:
     rig.step()
     rig.scheduler.reset_prefix_cache(preempt_running=True)
     assert rig.step().scheduled == {"a/0": 8}
-    rig.scheduler.finish_sequence("a", 1)
+    rig.finish("a", 1)
     rig.scheduler.check()
     assert list(rig.run()) == ["a/0"]
     assert rig.free == 16
@@ -159,7 +159,7 @@ def test_hashes_of_a_replayed_request_are_dropped_when_it_ends() -> None:
     rig = Rig(enable_prefix_caching=True)
     rig.add("a", 8, max_tokens=3, n=2, prior_output=((1, 2, 3), (1,)))
     rig.run()
-    assert not rig.scheduler._state.kv._prefix_cache._chains
+    assert not rig.scheduler._state.kv.prefix_cache._chains
 
 
 def test_prompt_logprobs_of_an_aborted_request_are_dropped() -> None:

@@ -27,10 +27,11 @@ def test_space_is_reclaimed_only_when_it_is_needed() -> None:
     assert cache.num_reclaimable_tokens == 6
     cache.drop_passed(a, 4)
     assert (cache.num_free_tokens, cache.num_reclaimable_tokens) == (6, 10)
-    assert cache.touch(state("again", ("x", 8, 4)), 0)
+    again = state("again", ("x", 8, 4))
+    assert cache.touch(again, 0)
     assert not cache.make_room(7)
     assert cache.take_evicted() == ()
-    cache.drop_all(state("again", ("x", 8, 4)))
+    cache.drop_all(again)
     assert cache.make_room(7)
     cache.add(b, 0)
     assert cache.take_evicted() == ("x",)
@@ -83,7 +84,7 @@ def test_a_cancelled_encoder_run_passes_to_the_next_holder_or_is_dropped() -> No
     one, two = state("one", ("x", 0, 2)), state("two", ("x", 0, 2))
     cache.add(one, 0)
     cache.touch(two, 0)
-    assert cache.release_planned_run(one, "x") == "two"
+    assert cache.release_planned_run(one, "x") is two
     assert cache.release_planned_run(two, "x") is None
     assert cache.num_free_tokens == 8
     assert not cache.touch(one, 0)
@@ -95,7 +96,7 @@ def test_siblings_hold_an_output_until_the_last_of_them_has_computed_its_item() 
     request = state("r", ("x", 4, 3))
     for row in (0, 1):
         inputs.add_row(request, row)
-    cache = inputs._cache
+    cache = inputs.cache
     cache.add(request, 0)
     both = np.array([0, 1], np.int32)
     table._num_computed[:] = (7, 7)

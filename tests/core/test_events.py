@@ -128,7 +128,7 @@ def test_events_of_the_cache_tell_what_it_has() -> None:
     for number in range(8):
         rig.add(f"r{number}", prefix * (number % 2) + rng.integers(0, 9, 9).tolist(), max_tokens=4)
         rig.run()
-        known = rig.scheduler._state.kv._prefix_cache._blocks
+        known = rig.scheduler._state.kv.prefix_cache._blocks
         assert found == {(group, one) for group, table in enumerate(known) for one in table}
     assert found
     assert all(parent is None or parent in parents for parent in parents.values())
@@ -204,11 +204,11 @@ def test_siblings_that_wait_again_because_the_first_one_ended_say_so() -> None:
     rig.add("a", 8, n=2)
     for _ in range(3):
         rig.step()
-    assert rig.scheduler.num_computed_tokens("a") == [9, 9]
+    assert rig.scheduler.num_computed_tokens(rig.key("a")) == [9, 9]
     rig.scheduler.reset_prefix_cache(preempt_running=True)
     rig.step()
     heard = listen(rig)
-    rig.scheduler.finish_sequence("a", 0)
+    rig.finish("a", 0)
     preempted, ended = heard
     assert isinstance(preempted, Preempted)
     assert (preempted.for_handle, preempted.mode, preempted.lost_tokens, preempted.freed_blocks) == (
@@ -216,5 +216,5 @@ def test_siblings_that_wait_again_because_the_first_one_ended_say_so() -> None:
     )  # fmt: skip
     assert isinstance(ended, Ended)
     assert (ended.sequence, ended.is_last) == (0, False)
-    assert rig.plan().output.preempted_ids == ("a",)
+    assert rig.plan().preempted == ("a",)
     assert rig.scheduler.make_stats().preemptions == 2

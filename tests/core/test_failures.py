@@ -147,7 +147,7 @@ def test_siblings_of_a_failed_leader_keep_their_place_before_a_newer_request_tha
     assert fail(rig, step, 0) == {"a/0": RequestStatus.FINISHED_ERROR}
     assert rig.waiting == ["a", "b"]
     assert rig.scheduler.make_stats().preemptions == 2
-    assert rig.step().output.preempted_ids == ("b", "a")
+    assert rig.step().preempted == ("b", "a")
     assert set(rig.run()) == {"a/1", "b"}
 
 
@@ -282,14 +282,14 @@ def test_an_encoder_run_that_passed_to_a_beam_search_which_ends_in_the_same_plan
     rig.step()
     rig.add("b", 13, media=(MediaItem("x", 4, 4),), priority=0, n=2, beam_search=BeamSearchOptions())
     rig.step()
-    manager, row = rig.scheduler._state.kv, next(row for row, name in rig.owners.items() if name == "b/0")
-    allocate = manager.allocate_slots
+    tables, row = rig.scheduler._state.kv.tables, next(row for row, name in rig.owners.items() if name == "b/0")
+    allocate = tables.allocate_slots
 
     def none_for_row(rows: np.ndarray, ends: np.ndarray) -> int:
         before = np.append(np.flatnonzero(rows == row), len(rows))[0]
         return allocate(rows[:before], ends[:before]) if before else 0
 
-    monkeypatch.setattr(manager, "allocate_slots", none_for_row)
+    monkeypatch.setattr(tables, "allocate_slots", none_for_row)
     ended = rig.plan()  # v runs x and is preempted for b, which has outgrown the pool
     assert (ended.scheduled, ended.output.encoder_runs, ended.output.encoder_inputs) == ({}, (), ())
     monkeypatch.undo()

@@ -10,7 +10,7 @@ from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core import committing, planning
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
-from pagoda.core.request import Request
+from pagoda.core.request import Request, RequestKey
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -43,13 +43,16 @@ def drive(one: Scheduler, seed: int) -> list[object]:
     rng = random.Random(seed)
     record: list[object] = []
     in_flight: list[SchedulerOutput] = []
+    keys: dict[str, RequestKey] = {}
     for number in range(60):
         if rng.random() < 0.3 and number < 40:
             sampling = SamplingParams(
                 n=rng.choice([1, 1, 1, 3 if one.config.max_num_seqs > 2 else 1]), max_tokens=rng.randint(1, 12)
             )
             prompt = np.array([rng.choice([5, 6])] * rng.randint(1, 18), np.int32)
-            one.add_request(Request(str(number), prompt, sampling, handle=number, client_index=rng.randint(0, 1)))
+            request = Request(str(number), prompt, sampling, handle=number, client_index=rng.randint(0, 1))
+            keys[request.request_id] = request.key
+            one.add_request(request)
         output = one.schedule()
         one.check()
         arrays = (output.rows, output.start, output.num_new, output.sample_rows, output.copies, output.released)
@@ -57,7 +60,7 @@ def drive(one: Scheduler, seed: int) -> list[object]:
         record.append(
             [(init.row, init.num_computed, [ids.tolist() for ids in init.block_ids]) for init in output.admitted]
         )
-        record.append((output.preempted_ids, one.num_free_blocks))
+        record.append((output.preempted, one.num_free_blocks))
         if not output.is_empty:
             in_flight.append(output)
         if in_flight and (output.is_empty or len(in_flight) == one.config.pipeline_depth):
@@ -76,7 +79,7 @@ def drive(one: Scheduler, seed: int) -> list[object]:
                 columns = (outputs.handles, outputs.sequences, outputs.counts, outputs.token_ids)
                 record.append((client, [column.tolist() for column in columns], outputs.ends))
             if rng.random() < 0.4:
-                one.update_draft_token_ids({name: [5] * rng.randint(1, 3) for name in one.running_ids()})
+                one.update_draft_token_ids({(keys[name], 0): [5] * rng.randint(1, 3) for name in one.running_ids()})
     return record
 
 

@@ -14,7 +14,8 @@ from tests.core.rig import Rig
 
 
 def state(name: str, key: int, lora: LoraRef | None = None) -> RequestState:
-    request = Request(name, np.array([1], np.int32), SamplingParams(), lora=lora)
+    handle = int.from_bytes(name.encode(), "big")
+    request = Request(name, np.array([1], np.int32), SamplingParams(), lora=lora, handle=handle)
     return RequestState(request, (key,))
 
 
@@ -22,10 +23,10 @@ def test_smallest_key_first_whatever_the_order_of_arrival() -> None:
     queue = RequestQueue()
     for name, key in (("b", 2), ("c", 3), ("front", -1), ("a", 1)):
         queue.push(state(name, key))
-    assert [one.request_id for one in queue] == ["front", "a", "b", "c"]
+    assert [one.spec.request_id for one in queue] == ["front", "a", "b", "c"]
     head = queue.peek()
     assert head is not None
-    assert head.request_id == "front"
+    assert head.spec.request_id == "front"
 
 
 def test_removal_from_the_middle_and_the_head() -> None:
@@ -36,7 +37,7 @@ def test_removal_from_the_middle_and_the_head() -> None:
     for number in (2, 0, 1):
         queue.remove(entries[number])
     assert len(queue) == 2
-    assert "2" not in queue
+    assert entries[2].key not in queue
     assert queue.peek() is entries[3]
     entries[2].sort_key = (-5,)
     queue.push(entries[2])
@@ -53,7 +54,7 @@ def test_requests_of_closed_adapters_are_skipped_and_keep_their_places() -> None
     assert queue.peek(2) is entries[2]
     queue.remove(entries[2])
     assert queue.peek(2) is None
-    assert [entry.request_id for entry in queue] == ["a", "b", "d"]
+    assert [entry.spec.request_id for entry in queue] == ["a", "b", "d"]
 
 
 def test_ten_thousand_requests_waiting_for_an_adapter_do_not_slow_a_step() -> None:
@@ -84,13 +85,13 @@ def test_what_waits_for_many_adapters_is_found_without_looking_at_each() -> None
             queue.set_aside(known[name])
             aside.add(name)
         else:
-            queue.wake(name)
+            queue.wake(known[name].key)
             aside.discard(name)
-        in_order = [one for one in queue if one.request_id not in aside]
+        in_order = [one for one in queue if one.spec.request_id not in aside]
         heads = [in_order[at] for at in range(len(in_order)) if key_of(in_order[at]) not in map(key_of, in_order[:at])]
         assert [queue.peek(at) for at in range(len(heads) + 1)] == [*heads, None]
-        assert (len(queue), queue.num_aside) == (len(known), len(aside))
-        assert {one.request_id for one in queue} == known.keys()
+        assert (len(queue), len(queue._aside)) == (len(known), len(aside))
+        assert {one.spec.request_id for one in queue} == known.keys()
         assert queue.adapter_names() == {one.spec.lora.name for one in known.values() if one.spec.lora is not None}
 
 
@@ -131,9 +132,9 @@ def test_requests_that_are_set_aside_keep_their_places_and_are_passed_over() -> 
     assert queue.position(entries[2]) == 1
     queue.set_aside(entries[1])
     assert [queue.peek(at) for at in range(3)] == [entries[2], entries[3], None]
-    assert [entry.request_id for entry in queue] == ["a", "b", "c", "d"]
-    queue.wake("b")
-    queue.wake("none")
+    assert [entry.spec.request_id for entry in queue] == ["a", "b", "c", "d"]
+    queue.wake(state("b", 0).key)
+    queue.wake((0, 0))
     assert queue.peek() is entries[1]
     queue.remove(entries[0])
-    assert [entry.request_id for entry in queue] == ["b", "c", "d"]
+    assert [entry.spec.request_id for entry in queue] == ["b", "c", "d"]

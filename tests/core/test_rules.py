@@ -7,9 +7,9 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.core import planning
-from pagoda.core.events import Reason
+from pagoda.core.events import Held, Reason
 from pagoda.core.policy import RequestQueue
-from pagoda.core.request import LoraRef, Request, RequestState, RequestStatus
+from pagoda.core.request import LoraRef, Request, RequestKey, RequestState, RequestStatus
 from pagoda.core.rules import why_skipped, why_stopped
 from pagoda.core.state import SchedulerState
 from pagoda.core.step_plan import StepPlan
@@ -22,7 +22,7 @@ class FakePreparations:
     def __init__(self, *ready: str) -> None:
         self.ready, self.broken = set(ready), set[str]()
         self.pins: Counter[str] = Counter()
-        self.waiting: dict[str, str] = {}  # request id -> grammar
+        self.waiting: dict[RequestKey, str] = {}  # request -> grammar
         self.num_asked = 0
 
     def why_not_ready(self, request: Request) -> Reason | None:
@@ -31,17 +31,17 @@ class FakePreparations:
             raise RequestError(f"no {request.grammar}")
         if request.grammar is None or request.grammar in self.ready:
             return None
-        self.waiting[request.request_id] = request.grammar
+        self.waiting[request.key] = request.grammar
         return Reason.GRAMMAR
 
-    def take_woken(self) -> list[str]:
+    def take_woken(self) -> list[RequestKey]:
         woken = [name for name, grammar in self.waiting.items() if grammar in self.ready | self.broken]
         for name in woken:
             del self.waiting[name]
         return woken
 
     def forget(self, request: Request) -> None:
-        self.waiting.pop(request.request_id, None)
+        self.waiting.pop(request.key, None)
 
     def pin(self, request: Request) -> None:
         if request.grammar is not None:
@@ -78,7 +78,7 @@ def test_thousands_that_wait_for_a_grammar_cost_a_step_nothing(monkeypatch: pyte
     for number in range(5000):
         rig.add(f"w{number}", 4, max_tokens=1, grammar=f"g{number}")
     rig.step()  # each is considered once
-    assert len(rig.waiting) == rig.scheduler._state.waiting.num_aside == 5000
+    assert len(rig.waiting) == len(rig.scheduler._state.waiting._aside) == 5000
     ready.num_asked = 0
     monkeypatch.setattr(planning, "why_skipped", None)  # nothing is considered
     for _ in range(10):
@@ -97,9 +97,9 @@ def test_a_request_waits_for_what_it_needs_and_others_pass() -> None:
     rig.add("b", 4, grammar="b")
     assert rig.step().scheduled == {"b": 4}
     assert rig.waiting == ["a"]
-    assert [(step, held.reason, held.stops_queue) for step, held in rig.scheduler.explain.of_request("a")[1:]] == [
-        (1, Reason.GRAMMAR, False)
-    ]
+    _, held = rig.scheduler.explain.of_request("a")
+    assert isinstance(held, Held)
+    assert (held.step, held.reason, held.stops_queue) == (1, Reason.GRAMMAR, False)
     ready.ready.add("a")
     assert rig.step().scheduled == {"b": 1, "a": 4}
 
@@ -171,17 +171,17 @@ def test_columns_are_readable_by_all_and_writable_by_their_owner() -> None:
     rig = Rig()
     rig.add("a", 6)
     rig.step()
-    table, kv = rig.scheduler._state.table, rig.scheduler._state.kv
+    table, tables = rig.scheduler._state.table, rig.scheduler._state.kv.tables
     columns = {
         name: column for name, column in vars(table).items() if not name.startswith("_") and hasattr(column, "flags")
     }
     assert len(columns) == 13
-    for name, column in (*columns.items(), ("reserved_until", kv.reserved_until)):
+    for name, column in (*columns.items(), ("reserved_until", tables.reserved_until)):
         with pytest.raises(ValueError, match="read-only"):
             column[0] = 0
         assert not column.flags.writeable, name
     assert table.num_tokens[0] == 7
-    assert kv.reserved_until[0] == 8
+    assert tables.reserved_until[0] == 8
 
 
 def test_adapters_of_equal_contents_count_as_one() -> None:

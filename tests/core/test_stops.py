@@ -58,7 +58,7 @@ def test_the_scheduler_forgets_stop_ids_however_a_request_ends() -> None:
     assert looked_up(stops) == [2, 31, 32, 33, 34]
     rig.deliver(rig.plan(), {"stopped": [31]})
     assert looked_up(stops) == [2, 33, 34]
-    rig.scheduler.finish_sequence("two", 0)
+    rig.finish("two", 0)
     assert looked_up(stops) == [2, 33, 34]
     rig.abort("two")
     assert looked_up(stops) == [2, 34]

@@ -19,7 +19,7 @@ def test_blocks_are_free_cached_shared_or_of_one_request() -> None:
     view = rig.scheduler.view()
     assert view.handles.tolist() == [2, 3, 4]
     assert view.num_computed.tolist() == [9, 9, 6]
-    assert view.num_blocks.tolist() == [sum(rig.scheduler.num_blocks_held(one)) for one in "abc"] == [3, 3, 2]
+    assert view.num_blocks.tolist() == [sum(rig.blocks(one)) for one in "abc"] == [3, 3, 2]
     counts = dict(zip(*map(np.ndarray.tolist, np.unique(view.cells, return_counts=True)), strict=True))
     assert counts == {FREE: 10, SHARED: 2, FIRST_OWNER: 1, FIRST_OWNER + 1: 1, FIRST_OWNER + 2: 2}
     rig.abort("a", "b", "c")
@@ -32,7 +32,7 @@ def test_sequences_of_a_request_share_without_being_several_owners() -> None:
     rig.step()
     rig.step()
     view = rig.scheduler.view()
-    assert view.num_blocks.tolist() == rig.scheduler.num_blocks_held("n")
+    assert view.num_blocks.tolist() == rig.blocks("n")
     assert SHARED not in view.cells
 
 
@@ -54,7 +54,7 @@ def test_blocks_in_host_memory_are_of_the_requests_that_are_swapped_out() -> Non
     view = rig.scheduler.view()
     assert (view.num_running, view.handles.tolist()) == (1, [1, 2])
     num_held = 8 - rig.scheduler.num_free_host_blocks
-    assert view.num_blocks.tolist() == [rig.scheduler.num_blocks_held("a")[0], num_held]
+    assert view.num_blocks.tolist() == [rig.blocks("a")[0], num_held]
     assert view.num_computed[1] > 0
     assert np.bincount(view.host_cells).tolist() == [8 - num_held, 0, 0, 0, num_held]
     assert FIRST_OWNER + 1 not in view.cells

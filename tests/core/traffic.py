@@ -117,7 +117,7 @@ class Traffic:
         self.received: dict[tuple[str, int], Received] = {}
         self.aborted: set[str] = set()
         self.reset_ids: set[str] = set()  # preempted by a reset or a failure since the last step was planned
-        self.finished_ids: Counter[str] = Counter()
+        self.finished: Counter[str] = Counter()
         self.num_cached: dict[int, int] = {}  # by handle, at the last admission
         self.outputs: list[SchedulerOutput] = []
         self.ignored: set[str] = set()  # of which a sequence ended while the last step was planned
@@ -153,7 +153,9 @@ class Traffic:
         self.check()
 
     def abort(self, ids: list[str]) -> None:
-        self.scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+        self.scheduler.finish_requests(
+            [self.requests[one].key for one in ids if one in self.requests], RequestStatus.FINISHED_ABORTED
+        )
         if self.twin is not None:
             self.twin.abort(ids)
         self.aborted |= set(ids) & self.requests.keys()
@@ -163,7 +165,7 @@ class Traffic:
         """The client has found a stop string in the text of a sequence; a beam search ends as a whole."""
         request = self.requests[request_id]
         is_search = request.sampling is not None and request.sampling.beam_search is not None
-        self.scheduler.finish_sequence(request_id, sequence)
+        self.scheduler.finish_sequence(request.key, sequence)
         if self.twin is not None:
             self.twin.finish_sequence(request_id, sequence)
         for number in range(request.num_seqs) if is_search else (sequence,):
@@ -182,7 +184,7 @@ class Traffic:
         return done
 
     def draft(self, request_id: str, guess: list[int]) -> None:
-        self.scheduler.update_draft_token_ids({request_id: guess})
+        self.scheduler.update_draft_token_ids({(self.requests[request_id].key, 0): guess})
         if self.twin is not None:
             self.twin.set_drafts({request_id: guess})
         self.check()
@@ -207,7 +209,7 @@ class Traffic:
         self.failing[output.step] = self._sequences_of(self._failed_rows(output, failure))
         self.outputs.append(output)
         self.in_flight.append((output, result, failure))
-        self.finished_ids.update(output.finished_ids)
+        self.finished.update(self.id_of[handle] for _, handle in output.finished)
         self._check_step(output, queue)
         if self.twin is not None:
             self._plan_twin(output)
@@ -235,7 +237,7 @@ class Traffic:
                 (self._name(init.row), "new" if init.kind is AdmitKind.NEW else "resumed", init.num_computed)
                 for init in output.admitted
             ),
-            "preempted": sorted(output.preempted_ids),
+            "preempted": sorted(self.id_of[handle] for _, handle in output.preempted),
             "samples": sorted(self._name(row) for row in output.sample_rows.tolist()),
             "copies": len(output.copies),
             "swapped_out": len(output.swap_out),
@@ -337,7 +339,9 @@ class Traffic:
             self.step()
         else:
             stuck = self.scheduler.running_ids() + self.scheduler.waiting_ids() + self.scheduler.swapped_ids()
-            places = {request_id: self.scheduler.num_computed_tokens(request_id) for request_id in stuck}
+            places = {
+                request_id: self.scheduler.num_computed_tokens(self.requests[request_id].key) for request_id in stuck
+            }
             raise AssertionError(
                 f"not done after {limit} steps: {self.scheduler.get_request_counts()}, computed {places}, "
                 f"{self.scheduler.num_free_blocks} blocks free"
@@ -350,7 +354,7 @@ class Traffic:
         assert self.scheduler.num_free_host_blocks == self.setting.num_host_blocks
         assert not self.worker.rows
         assert self.scheduler.get_request_counts() == (0, 0)
-        assert self.finished_ids == Counter(self.requests.keys()), "the worker is notified of every request's end once"
+        assert self.finished == Counter(self.requests.keys()), "the worker is notified of every request's end once"
         for (request_id, sequence), received in self.received.items():
             assert received.finish is not None, f"{request_id}/{sequence} was never ended"
 
@@ -433,7 +437,7 @@ class Traffic:
         loras = {row.lora for row in self.worker.rows.values() if row.lora is not None}
         assert not config.max_loras or len(loras) <= config.max_loras
         fresh = [init.request_id for init in output.admitted if init.sequence == 0]
-        if not config.evict_for_priority and set(output.preempted_ids) - self.reset_ids:
+        if not config.evict_for_priority and {self.id_of[handle] for _, handle in output.preempted} - self.reset_ids:
             assert not fresh, "a step that preempts admits nothing"
         self.reset_ids = set()
         fcfs = config.scheduling_policy is SchedulingPolicy.FCFS
@@ -473,14 +477,14 @@ class Traffic:
         batch, kv = self.scheduler._state.batch, self.scheduler._state.kv  # what the public answers are made of
         assert set(batch.running.rows.tolist()) == set(self.worker.rows)
         for number, row in self.worker.rows.items():
-            for table, mirrored in zip(kv.tables_of(number), row.tables, strict=True):
+            for table, mirrored in zip(kv.tables.of(number), row.tables, strict=True):
                 entries = table.tolist()
                 named.update(block for block in entries if block)
                 # A worker keeps entries that a window has left, and a fork's copy of its source's reserved slots.
                 assert len(entries) <= len(mirrored)
                 assert all(mine in (0, theirs) for mine, theirs in zip(entries, mirrored, strict=False))
         assert self.scheduler.num_free_blocks == self.setting.num_blocks - len(named)
-        counts = kv._pool.ref_count
+        counts = kv.pool.ref_count
         for block in range(1, self.setting.num_blocks + 1):
             assert int(counts[block]) == named[block], (
                 f"block {block}: {counts[block]} references, {named[block]} entries"
@@ -490,7 +494,7 @@ class Traffic:
         """Nothing that a failed step should have written can be found, once it is known that it failed."""
         if any(failure is not None for _, _, failure in self.in_flight):
             return
-        for block in self.scheduler._state.kv._prefix_cache._hash_of:
+        for block in self.scheduler._state.kv.prefix_cache._hash_of:
             assert SPOILED not in self.worker.device[block], f"block {block} of a failed step can be found"
 
     def _check_events(self, theirs: list[ClientEvent]) -> None:

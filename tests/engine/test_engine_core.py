@@ -330,7 +330,7 @@ def test_stats_and_cache_reset() -> None:
 def test_the_decision_log_can_be_read_when_it_is_enabled() -> None:
     core = make_core(fake, decision_log_steps=4)
     drive(core, [request(0, [5, 6, 7], SamplingParams(max_tokens=2, temperature=0))])
-    assert {type(event) for _, event in core.explain} == {Queued, Admitted, FirstToken, Ended}
+    assert {type(event) for event in core.explain} == {Queued, Admitted, FirstToken, Ended}
     assert core.explain.of_request("r0")
     without_log = make_core(fake)
     drive(without_log, [request(0, [5, 6, 7], SamplingParams(max_tokens=2, temperature=0))])

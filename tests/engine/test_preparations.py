@@ -42,7 +42,13 @@ def wants(grammar: str | None = None, adapter: str | None = None, request_id: st
         np.zeros(1, np.int32),
         sampling if grammar is None else sampling.with_grammar(grammar),
         lora=None if adapter is None else LoraRef(adapter, f"/{adapter}", adapter),
+        handle=int.from_bytes(request_id.encode(), "big"),
     )
+
+
+def woken(kept: ExecutorPreparations) -> list[str]:
+    """Return the ids of woken requests, which their handles spell."""
+    return [handle.to_bytes(-(-handle.bit_length() // 8), "big").decode() for _, handle in kept.take_woken()]
 
 
 @pytest.fixture
@@ -126,7 +132,7 @@ def test_a_prepared_grammar_is_kept_for_the_request_that_waits_for_it(
     for _ in range(20):
         for name in [*ranks.open]:
             ranks.done(name)
-        for name in kept.take_woken():
+        for name in woken(kept):
             request = asked["abcdef".index(name)]
             if kept.why_not_ready(request) is None:
                 kept.pin(request)
@@ -141,11 +147,11 @@ def test_a_request_is_woken_though_another_finds_what_both_need_first(ranks: Ran
     """It came after `take_woken` of a step, and before the other one was considered in the same step."""
     kept, first, second = make(ranks), wants("g", request_id="first"), wants("g", request_id="second")
     assert kept.why_not_ready(first) is Reason.GRAMMAR
-    assert kept.take_woken() == []
+    assert woken(kept) == []
     ranks.done("g")
     assert kept.why_not_ready(second) is None
     kept.pin(second)
-    assert kept.take_woken() == ["first"]
+    assert woken(kept) == ["first"]
     assert kept.why_not_ready(first) is None
 
 
@@ -160,7 +166,7 @@ def test_adapters_that_are_loaded_next_to_each_other_over_the_limit_do_not_wait_
     ranks.done("a", "b")
     ended: list[str] = []
     for _ in range(10):
-        for name in kept.take_woken():
+        for name in woken(kept):
             if kept.why_not_ready(asked[name]) is None:
                 kept.pin(asked[name])
                 kept.unpin(asked[name])
@@ -175,15 +181,15 @@ def test_a_waiting_request_that_ends_leaves_its_room_to_the_next(ranks: Ranks, m
     kept = make(ranks, max_running=1)
     first, second, third = (wants(name, request_id=name) for name in "abc")
     assert {kept.why_not_ready(one) for one in (first, second, third)} == {Reason.GRAMMAR}
-    assert kept.take_woken() == []
+    assert woken(kept) == []
     ranks.done("a")
-    assert kept.take_woken() == ["a", "b"]
+    assert woken(kept) == ["a", "b"]
     assert kept.why_not_ready(second) is Reason.GRAMMAR  # a's request has not entered
     kept.forget(second)
-    assert kept.take_woken() == ["c"]
+    assert woken(kept) == ["c"]
     kept.why_not_ready(third)
     kept.forget(first)
-    assert kept.take_woken() == ["c"]
+    assert woken(kept) == ["c"]
     kept.why_not_ready(third)
     assert ranks.calls[1:] == [("drop_grammar", "a"), ("prepare_grammar", "c")]
 

@@ -230,7 +230,7 @@ def test_neither_right_nor_wrong_drafts_change_the_output(
                 guess = alone[name, sequence][len(tokens) : len(tokens) + 3]
                 if guess and rng.random() < 0.5:
                     guess[rng.integers(len(guess))] ^= 1
-                drafts[name, sequence] = guess
+                drafts[(0, int(name[1:])), sequence] = guess
         scheduler.update_draft_token_ids(drafts)
 
     answers = drive(core, [request(i, *each, eos=(2,)) for i, each in enumerate(traffic())], draft)

@@ -263,7 +263,7 @@ def test_drafts_change_no_token(model: Path, expected: Trace, num_right: int, en
         drafts = {}
         for i, each in enumerate(watched):
             following = expected.tokens[each.seed][len(tokens[f"r{i}"]) :][:4]
-            drafts[f"r{i}"] = [one if k < num_right else (one + 7 + k) % 200 for k, one in enumerate(following)]
+            drafts[(0, i), 0] = [one if k < num_right else (one + 7 + k) % 200 for k, one in enumerate(following)]
         core._scheduler.update_draft_token_ids(drafts)
     stats = core.make_stats()
     core.shutdown()

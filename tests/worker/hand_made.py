@@ -56,6 +56,7 @@ def row_init(
         sampling=sampling,
         pooling=pooling,
         cache_salt=cache_salt,
+        key=(0, row),
     )
 
 

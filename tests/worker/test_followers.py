@@ -94,6 +94,6 @@ def test_it_computes_the_same_with_drafts_forks_beams_preemption_and_swaps() -> 
         seen["forks"] += len(output.forks)
         seen["beams"] += len(output.beams.rows)
         seen["swaps"] += len(output.swap_out)
-        seen["preempted"] += len(output.preempted_ids)
+        seen["preempted"] += len(output.preempted)
         scheduler.update_from_output(output, result)
     assert all(seen.values()), seen

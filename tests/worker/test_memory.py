@@ -213,7 +213,7 @@ def test_start_up_promises_what_admission_keeps(budget: int, kinds: tuple[int, .
     one.add_request(Request("a", np.zeros(length - 1, np.int32), SamplingParams(max_tokens=1)))
     for _ in range(-(-length // budget)):
         output = one.schedule()
-        assert not output.preempted_ids
+        assert not output.preempted
         count = len(output.sample_rows)
         tokens = np.ones((count, 1), np.int32)
         outputs = one.update_from_output(output, ModelRunnerOutput(output.step, tokens, np.ones(count, np.int32)))

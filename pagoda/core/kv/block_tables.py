@@ -6,9 +6,8 @@ from pagoda.base.errors import InvariantBroken
 from pagoda.core.kv.block_pool import BlockPool
 from pagoda.core.kv.prefix_cache import CachedPrefix, PrefixCache
 from pagoda.core.kv.sizing import KVGroup, KVSizing, blocks_for
-from pagoda.core.request_table import RequestTable
-from pagoda.core.scheduler_output import BlockDelta
-from pagoda.core.step_plan import StepPlan
+from pagoda.core.request_table import RequestTable, readonly
+from pagoda.core.scheduler_output import NO_DELTA, NO_PAIRS, BlockDelta
 
 _TableChange = tuple[np.ndarray, int, np.ndarray, np.ndarray]  # rows, group, index, block ids
 
@@ -16,15 +15,15 @@ _TableChange = tuple[np.ndarray, int, np.ndarray, np.ndarray]  # rows, group, in
 class BlockTables:
     """The block tables of all KV groups over one device pool, as columns with one row per running sequence.
 
-    `extend_rows` first frees what a window has left, then copies a shared tail block that is about to be written, then
-    allocates new blocks.
+    `allocate_slots` first frees what a window has left, then copies a shared tail block that is about to be written,
+    then allocates new blocks.
 
     entries: per KV group, int32 [rows, max blocks]; 0 is the null block. The list is the prefix cache's, too.
     num_blocks: int32 [rows], entries used in the tables of the groups that grow (they grow together).
     num_cross_blocks: int32 [rows], entries used in those that do not.
     num_released: per KV group, int32 [rows], leading blocks freed because the window has left them.
-    reserved_until: int32 [rows]: while a step ends at or below this position, the row needs nothing from the KV
-        manager: no block, no copy, nothing to free. Steps without events compare this column and look no further.
+    reserved_until: int32 [rows], read-only: while a step ends at or below this position, the row needs nothing here: no
+        block, no copy, nothing to free. Steps without events compare this column and look no further.
     copies: (row, source, target), copy-on-write, of the step being planned.
     """
 
@@ -40,7 +39,8 @@ class BlockTables:
         self.num_blocks = np.zeros(table.max_rows, np.int32)
         self.num_cross_blocks = np.zeros(table.max_rows, np.int32)
         self.num_released = [np.zeros(table.max_rows, np.int32) for _ in sizing.groups]
-        self.reserved_until = np.zeros(table.max_rows, np.int32)
+        self._reserved_until = np.zeros(table.max_rows, np.int32)
+        self.reserved_until = readonly(self._reserved_until)
         self.copies: list[tuple[int, int, int]] = []
         self.pool = pool
         self.groups = sizing.groups
@@ -53,8 +53,6 @@ class BlockTables:
         self._block_size = sizing.block_size
         self._shared_tails: set[int] = set()  # rows whose next write may be into a block that others reference
         self._changed: list[_TableChange] = []
-        self._swap_out: list[np.ndarray] = []
-        self._swap_in: list[np.ndarray] = []
 
     # Counting
 
@@ -90,8 +88,9 @@ class BlockTables:
 
     # New rows and longer rows
 
-    def fill_row(self, row: int, prefix: CachedPrefix, end: int, encoder_len: int) -> None:
-        """Give an empty row its first blocks: those of `prefix`, then new ones for tokens up to `end`."""
+    def allocate_prompt(self, row: int, prefix: CachedPrefix, end: int) -> None:
+        """Give an empty row the blocks of `prefix`, and new ones up to `end`. The caller asked `why_no_blocks`."""
+        encoder_len = self._table.owner(row).request.spec.encoder_len
         for group in self.growing:
             blocks = prefix.blocks[group.index].copy()
             passed = min(group.num_passed_blocks(prefix.num_tokens), len(blocks))
@@ -104,7 +103,9 @@ class BlockTables:
         for group in self._cross:
             self._widen(group.index, count)
             self.entries[group.index][row, :count] = self.allocate(count)
-        self.append(row, end, is_known=False)
+        self._append(row, end)
+        self._prefix_cache.start_row(row, prefix.num_tokens // self._block_size)
+        self._prefix_cache.cache_blocks(row, end)
 
     def _widen(self, group: int, num_blocks: int) -> None:
         """Make room for `num_blocks` entries in a cross-attention table (encoders may outrun the model length)."""
@@ -113,10 +114,11 @@ class BlockTables:
         if missing > 0:
             entries[group] = np.pad(entries[group], ((0, 0), (0, missing)))
 
-    def extend_rows(self, rows: np.ndarray, ends: np.ndarray) -> int:
+    def allocate_slots(self, rows: np.ndarray, ends: np.ndarray) -> int:
         """Make room for the tokens of leading `rows` up to `ends`. Return for how many; 0: the first one lacks blocks.
 
-        Out-of-window blocks of that one are freed all the same.
+        Out-of-window blocks of that one are freed all the same. More may fit than were served: whether one does is only
+        certain for the first.
         """
         missing = self._missing(rows, ends)
         count = self._num_fitting(rows, missing)
@@ -126,7 +128,7 @@ class BlockTables:
                 self._free_passed(row)
         if self._shared_tails:
             for row in rows.tolist():  # in running order: the last one of a block writes in place
-                self.unshare_tail(row)
+                self._unshare_tail(row)
         have = self.num_blocks[rows]
         total = int(missing.sum())
         if total:
@@ -146,16 +148,18 @@ class BlockTables:
         self._reserve(rows)
         return count
 
-    def append(self, row: int, end: int, *, is_known: bool) -> None:
-        """Allocate new blocks at the end of one row's tables. is_known: workers know the row, and get a delta."""
+    def allocate_slots_swapped_in(self, row: int, end: int) -> None:
+        """Make room for a row that comes back in this step."""
+        self._unshare_tail(row)
+        self._append(row, end)
+
+    def _append(self, row: int, end: int) -> None:
+        """Allocate new blocks at the end of the tables of one row, which workers get whole."""
         have, want = int(self.num_blocks[row]), blocks_for(self._sizing.slots_up_to(end), self._block_size)
         if want > have:
             for group in self.growing:
                 allocated = self.allocate(want - have)
                 self.entries[group.index][row, have:want] = allocated
-                if is_known:
-                    index = np.arange(have, want, dtype=np.int32)
-                    self._note_entries(np.full(want - have, row, np.int32), group.index, index, allocated)
             self.num_blocks[row] = want
         self._reserve(np.array([row]))
 
@@ -171,7 +175,7 @@ class BlockTables:
         until = self.num_blocks[rows] * self._block_size - self._sizing.num_lookahead_slots
         for group in self.windows:
             until = np.minimum(until, group.next_passed_at(self.num_released[group.index][rows]))
-        self.reserved_until[rows] = until
+        self._reserved_until[rows] = until
 
     def _free_passed(self, row: int) -> None:
         """Free the blocks that a window has left. Only complete steps count: those in flight read the others."""
@@ -188,8 +192,8 @@ class BlockTables:
 
     # Rows that share blocks
 
-    def share(self, source: int, row: int, num_tokens: int) -> None:
-        """`row` (fresh, or a fork of `source`) references the blocks of the first `num_tokens` tokens of `source`."""
+    def fork(self, source: int, row: int, num_tokens: int) -> None:
+        """`row` references the blocks of the first `num_tokens` tokens of `source`; writing to them copies them."""
         count = blocks_for(num_tokens, self._block_size)
         for group in self.growing:
             entries = self.entries[group.index]
@@ -208,6 +212,7 @@ class BlockTables:
         if num_tokens % self._block_size:
             self._mark_shared_tail(source)
             self._mark_shared_tail(row)
+        self._prefix_cache.share(source, row, num_tokens)
 
     def restore(self, row: int, parts: list[tuple[np.ndarray, np.ndarray]], *, has_tail: bool) -> None:
         """Fill an empty row with blocks that hold its content already: per KV group, (table indices, blocks).
@@ -229,13 +234,15 @@ class BlockTables:
         self._reserve(np.array([row]))
         if has_tail:
             self._mark_shared_tail(row)
+        self._prefix_cache.start_row(row, 0)
+        self._prefix_cache.cache_blocks(row, int(self._table.num_computed[row]))
 
     def _mark_shared_tail(self, row: int) -> None:
         """The partly filled block that the row writes next has other references."""
         self._shared_tails.add(row)
-        self.reserved_until[row] = -1
+        self._reserved_until[row] = -1
 
-    def unshare_tail(self, row: int) -> None:
+    def _unshare_tail(self, row: int) -> None:
         """Copy the block that the row writes next, if other rows still reference it."""
         for group, index in self._shared_tail_groups(row):
             self._copy_on_write(row, group, index)
@@ -271,12 +278,6 @@ class BlockTables:
         """table[group][rows, index] = block_ids."""
         self._changed.append((rows, group, index, block_ids))
 
-    def note_swap_out(self, pairs: np.ndarray) -> None:
-        self._swap_out.append(pairs)
-
-    def note_swap_in(self, pairs: np.ndarray) -> None:
-        self._swap_in.append(pairs)
-
     def remove_row(self, row: int) -> None:
         """The row left the table while the step was planned: nothing is set or copied for it any more."""
         if self._changed:
@@ -288,16 +289,17 @@ class BlockTables:
         """Return the copies of this step that `rows` wait for, target -> source. Swap-outs run before them."""
         return {target: source for row, source, target in self.copies if row in rows}
 
-    def drain_into(self, plan: StepPlan) -> None:
-        """Let the step that is planned say how tables and blocks change; the next step starts empty."""
-        if self._changed:
-            plan.events["block_delta"], self._changed = _merge(self._changed), []
-        if self.copies:
-            plan.events["copies"], self.copies = np.array(self.copies, np.int32)[:, 1:], []
-        if self._swap_out:
-            plan.events["swap_out"], self._swap_out = np.concatenate(self._swap_out), []
-        if self._swap_in:
-            plan.events["swap_in"], self._swap_in = np.concatenate(self._swap_in), []
+    def take_changes(self) -> tuple[BlockDelta, np.ndarray]:
+        """Return how tables change in the step that is planned, and its copies, int32 [k, 2]; the next starts empty."""
+        delta = _merge(self._changed) if self._changed else NO_DELTA
+        copies = np.array(self.copies, np.int32)[:, 1:] if self.copies else NO_PAIRS
+        self._changed, self.copies = [], []
+        return delta, copies
+
+    def blocks_between(self, row: int, start: int, end: int) -> set[int]:
+        """Return the blocks of positions `start` .. `end` - 1, also of a row that its sequence has left."""
+        first, last = start // self._block_size, blocks_for(end, self._block_size)
+        return {block for group in self.growing for block in self.entries[group.index][row, first:last].tolist()}
 
     # Invariants
 
@@ -329,7 +331,7 @@ class BlockTables:
         rows, tail, num_computed = rows[inside], tail[inside], num_computed[inside]
         for group in self.growing:
             shared = self.pool.ref_count[self.entries[group.index][rows, tail]] > 1
-            if (self.reserved_until[rows[shared]] >= num_computed[shared]).any():
+            if (self._reserved_until[rows[shared]] >= num_computed[shared]).any():
                 raise InvariantBroken("a row would write to a block that another row references")
 
 

@@ -8,6 +8,7 @@ from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.sizing import KVSizing, blocks_for
 from pagoda.core.request import Sequence
 from pagoda.core.request_table import RequestTable
+from pagoda.core.scheduler_output import NO_PAIRS
 
 _Swapped = tuple[np.ndarray, np.ndarray]  # of one KV group, int32 each: table indices, the blocks there
 
@@ -24,6 +25,7 @@ class HostTier:
         self._table = table
         self._tables = tables
         self._sizing = sizing
+        self._moves_out = self._moves_in = NO_PAIRS  # of the step being planned
         self._swapped: dict[Sequence, tuple[_Swapped, ...]] = {}
 
     def _in_use(self, row: int) -> list[_Swapped]:
@@ -53,7 +55,7 @@ class HostTier:
         copied_from = self._tables.sources_of(set(rows))
         sources = np.array([copied_from.get(block, block) for block in unique.tolist()], np.int32)
         order = np.argsort(first)
-        self._tables.note_swap_out(np.stack((sources[order], host[order]), axis=1))
+        self._moves_out = np.concatenate((self._moves_out, np.stack((sources[order], host[order]), axis=1)))
         host_of, at = host[inverse], 0
         for sequence, row_used in zip(sequences, used, strict=True):
             swapped: list[_Swapped] = []
@@ -95,7 +97,7 @@ class HostTier:
         device = self._tables.allocate(len(unique))
         self._tables.pool.add_references(device, counts - 1)
         order = np.argsort(first)
-        self._tables.note_swap_in(np.stack((unique[order], device[order]), axis=1))
+        self._moves_in = np.concatenate((self._moves_in, np.stack((unique[order], device[order]), axis=1)))
         device_of, at = device[inverse], 0
         for sequence in sequences:
             parts: list[_Swapped] = []
@@ -105,6 +107,12 @@ class HostTier:
             self._tables.restore(sequence.row, parts, has_tail=sequence.num_computed % self._sizing.block_size != 0)
             self.drop(sequence)
         return len(unique)
+
+    def take_moves(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the blocks that move out and in with the step that is planned, int32 [k, 2]; the next starts empty."""
+        moves = self._moves_out, self._moves_in
+        self._moves_out = self._moves_in = NO_PAIRS
+        return moves
 
     def drop(self, sequence: Sequence) -> None:
         """Free the host blocks of a sequence, if it has any."""
@@ -120,7 +128,7 @@ class HostTier:
                 np.add.at(counted, blocks, 1)
             if sequence.is_finished or sequence.row >= 0:
                 raise InvariantBroken(
-                    f"{sequence.request.request_id}: a sequence that is not swapped out has host blocks"
+                    f"{sequence.request.spec.request_id}: a sequence that is not swapped out has host blocks"
                 )
         if (counted != self.pool.ref_count).any():
             raise InvariantBroken("a host block's reference count is not that of the swapped sequences")

@@ -12,17 +12,16 @@ from pagoda.core.kv.host_tier import HostTier
 from pagoda.core.kv.prefix_cache import CachedPrefix, PrefixCache
 from pagoda.core.kv.sizing import KVSizing, blocks_for
 from pagoda.core.request import Reason, RequestState, Sequence
-from pagoda.core.request_table import RequestTable, readonly
+from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_options import SchedulerOptions
-from pagoda.core.step_plan import StepPlan
 
 
 class KVCacheManager:
     """Blocks for rows: device pool, prefix cache and host tier.
 
     num_blocks: usable device blocks; block 0 is the null block.   num_host_blocks: blocks of the swap pool.
+    pool, tables, prefix_cache, host: its parts, for what concerns one of them alone.
     A model without KV groups (an encoder) never needs a block, and nothing of it is cached.
-    reserved_until: int32 [rows], read-only: up to this position a row needs nothing from the manager.
     """
 
     def __init__(
@@ -44,42 +43,20 @@ class KVCacheManager:
         max_blocks = blocks_for(sizing.max_model_len, sizing.block_size)
         entries = [np.zeros((table.max_rows, max_blocks if group.grows else 0), np.int32) for group in sizing.groups]
         caching = cache.enable_prefix_caching and bool(sizing.groups) and all(group.grows for group in sizing.groups)
-        self._pool = BlockPool(num_blocks)
-        self._prefix_cache = PrefixCache(
-            table, entries, self._pool, sizing, events, enabled=caching, seed=options.prefix_hash_seed
+        self.pool = BlockPool(num_blocks)
+        self.prefix_cache = PrefixCache(
+            table, entries, self.pool, sizing, events, enabled=caching, seed=options.prefix_hash_seed
         )
-        self._tables = BlockTables(table, entries, self._pool, self._prefix_cache, sizing)
-        self.reserved_until = readonly(self._tables.reserved_until)
-        self._host = HostTier(table, self._tables, sizing, num_host_blocks)
-
-    # Counts
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self._pool.num_free
-
-    @property
-    def num_free_host_blocks(self) -> int:
-        return self._host.pool.num_free
-
-    def tables_of(self, row: int) -> tuple[np.ndarray, ...]:
-        """Return a copy of the row's block table per KV group."""
-        return self._tables.of(row)
+        self.tables = BlockTables(table, entries, self.pool, self.prefix_cache, sizing)
+        self.host = HostTier(table, self.tables, sizing, num_host_blocks)
 
     def num_blocks_held(self, rows: Iterable[int]) -> list[int]:
         """Per KV group: distinct device blocks that `rows` reference, without the null block."""
         held: list[set[int]] = [set() for _ in self.sizing.groups]
         for row in rows:
-            for blocks, entries in zip(held, self.tables_of(row), strict=True):
+            for blocks, entries in zip(held, self.tables.of(row), strict=True):
                 blocks.update(entries[entries != 0].tolist())
         return [len(blocks) for blocks in held]
-
-    @property
-    def is_caching(self) -> bool:
-        """Whether prefixes are looked up."""
-        return self._prefix_cache.enabled
-
-    # A request enters
 
     def owners_of_blocks(self, rows: np.ndarray, owners: np.ndarray, num_owners: int) -> tuple[np.ndarray, np.ndarray]:
         """Return what each usable block is for, and how many distinct blocks each owner has.
@@ -88,33 +65,35 @@ class KVCacheManager:
         The first is int32 [num_blocks]: 0 free, 1 free and in the prefix cache, 2 of several owners, 3 + its only one.
         """
         held_by, blocks = [NO_BLOCKS], [NO_BLOCKS]
-        for group, entries in zip(self.sizing.groups, self._tables.entries, strict=True):
-            used = (self._tables.num_blocks if group.grows else self._tables.num_cross_blocks)[rows]
+        for group, entries in zip(self.sizing.groups, self.tables.entries, strict=True):
+            used = (self.tables.num_blocks if group.grows else self.tables.num_cross_blocks)[rows]
             held = entries[rows, : used.max(initial=0)]
             row_at, place = np.nonzero((held != 0) & (np.arange(held.shape[1]) < used[:, None]))
             held_by.append(owners[row_at])
             blocks.append(held[row_at, place])
-        return _owners_of(self._pool, np.concatenate(held_by), np.concatenate(blocks), num_owners)
+        return _owners_of(self.pool, np.concatenate(held_by), np.concatenate(blocks), num_owners)
 
     def owners_of_host_blocks(self, swapped: list[list[Sequence]]) -> tuple[np.ndarray, np.ndarray]:
         """Return the same of host blocks; each of the lists is of one owner."""
-        each = [self._host.blocks_of(sequences) for sequences in swapped]
+        each = [self.host.blocks_of(sequences) for sequences in swapped]
         owners = np.repeat(np.arange(len(each)), [len(blocks) for blocks in each])
-        return _owners_of(self._host.pool, owners, np.concatenate([NO_BLOCKS, *each]), len(each))
+        return _owners_of(self.host.pool, owners, np.concatenate([NO_BLOCKS, *each]), len(each))
+
+    # A request enters
 
     def hash_prompt(self, request: RequestState) -> None:
         """Hash the tokens of a request without rows now, so that its admission need not."""
-        if self._prefix_cache.enabled:
+        if self.prefix_cache.enabled:
             for sequence in (request.unfinished[0], *request.siblings):
-                self._prefix_cache.hash_tokens(sequence)
+                self.prefix_cache.hash_tokens(sequence)
 
     def get_computed_blocks(self, request: RequestState) -> CachedPrefix:
         """Return the cached prefix of the first sequence of a request without rows, as block ids per KV group."""
         # Its siblings share its blocks, which a hit in a window group may not all have.
-        if not request.spec.reads_prefix_cache or (self._tables.windows and request.siblings):
+        if not request.spec.reads_prefix_cache or (self.tables.windows and request.siblings):
             self.hash_prompt(request)  # it fills the cache all the same; the sequence that was hashed may have failed
-            return self._prefix_cache.nothing
-        return self._prefix_cache.longest_prefix(request.unfinished[0])
+            return self.prefix_cache.nothing
+        return self.prefix_cache.longest_prefix(request.unfinished[0])
 
     def most_blocks(self, request: RequestState) -> int:
         """Return the most blocks that the request's known tokens hold at once. A pool with fewer can never serve it."""
@@ -137,11 +116,15 @@ class KVCacheManager:
             need = max(need, whole + self._blocks_of_siblings(request))
         return self._why_short(need - num_freed, others_run=others_run)
 
+    def why_no_swap_in(self, sequences: list[Sequence], ends: list[int], *, others_run: bool) -> Reason | None:
+        """`why_no_blocks` for sequences that would come back from the host, and compute up to `ends`."""
+        return self._why_short(self.host.blocks_to_swap_in(sequences, ends), others_run=others_run)
+
     def num_freed_with(self, rows: list[int], prefix: CachedPrefix) -> int:
         """Return how many blocks only `rows` reference, those of `prefix` not counted: a hit would take them again."""
-        entries = [entries for row in rows for entries in self.tables_of(row)]
+        entries = [entries for row in rows for entries in self.tables.of(row)]
         blocks, counts = np.unique(np.concatenate(entries or [NO_BLOCKS]), return_counts=True)
-        alone = blocks[(self._pool.ref_count[blocks] == counts) & (blocks != 0)]
+        alone = blocks[(self.pool.ref_count[blocks] == counts) & (blocks != 0)]
         return len(np.setdiff1d(alone, np.concatenate(prefix.blocks or (NO_BLOCKS,))))
 
     def _blocks_of_siblings(self, request: RequestState) -> int:
@@ -162,7 +145,7 @@ class KVCacheManager:
             passed = group.num_passed_blocks(prefix.num_tokens)
             own = max(blocks_for(num_tokens, self.block_size) - len(blocks), 0)
             if len(cached := blocks[passed:]):
-                own += int(np.count_nonzero((self._pool.ref_count[cached] == 0) & (cached != 0)))
+                own += int(np.count_nonzero((self.pool.ref_count[cached] == 0) & (cached != 0)))
             need += min(own, group.max_held) if capped and group.max_held else own
         return need
 
@@ -171,7 +154,7 @@ class KVCacheManager:
 
         The watermark is kept only next to running requests.
         """
-        free = self._pool.num_free
+        free = self.pool.num_free
         if num_needed > free:
             is_empty = free == self.num_blocks and not others_run
             return Reason.NEVER if is_empty else Reason.BLOCKS
@@ -179,129 +162,36 @@ class KVCacheManager:
             return Reason.WATERMARK
         return None
 
-    def allocate_prompt(self, row: int, prefix: CachedPrefix, end: int) -> None:
-        """Give an empty row the blocks of `prefix`, and new ones up to `end`. The caller asked `why_no_blocks`."""
-        self._tables.fill_row(row, prefix, end, self._table.owner(row).request.spec.encoder_len)
-        self._prefix_cache.start_row(row, prefix.num_tokens // self.block_size)
-        self._prefix_cache.cache_blocks(row, end)
-
-    # A row continues
-
-    def allocate_slots(self, rows: np.ndarray, ends: np.ndarray) -> int:
-        """Make room for the tokens of leading `rows` up to `ends`. Return for how many; 0: the first one lacks blocks.
-
-        More may fit than were served: whether one does is only certain for the first.
-        """
-        return self._tables.extend_rows(rows, ends)
-
-    def fork(self, source: int, row: int, num_tokens: int) -> None:
-        """`row` references the blocks of the first `num_tokens` tokens of `source`; writing to them copies them."""
-        self._tables.share(source, row, num_tokens)
-        self._prefix_cache.share(source, row, num_tokens)
-
-    @property
-    def growing(self) -> tuple[int, ...]:
-        """The KV groups whose tables grow with the sequence."""
-        return tuple(group.index for group in self._tables.growing)
-
-    def blocks_between(self, row: int, start: int, end: int) -> set[int]:
-        """Return the blocks of positions `start` .. `end` - 1, also of a row that its sequence has left."""
-        first, last = start // self.block_size, blocks_for(end, self.block_size)
-        tables = [self._tables.entries[group] for group in self.growing]
-        return {block for entries in tables for block in entries[row, first:last].tolist()}
-
-    def cache_blocks(self, rows: np.ndarray, ends: np.ndarray) -> None:
-        """Insert the full blocks of `rows` into the prefix cache, up to `ends` computed tokens."""
-        self._prefix_cache.cache_filled(rows, ends)
-
-    def uncache_uncomputed(self, row: int) -> None:
-        """The row was taken out of the step: what it would have computed is removed from the prefix cache."""
-        self._prefix_cache.uncache_uncomputed(row)
-
-    def uncache_blocks(self, blocks: Iterable[int]) -> None:
-        """These blocks do not hold what they should: remove them from the prefix cache."""
-        self._prefix_cache.uncache_blocks(np.array(sorted(blocks), np.int32))
+    # A row or a sequence leaves
 
     def uncache(self, sequence: Sequence) -> None:
         """The sequence's KV cannot be trusted: its blocks are removed from the prefix cache."""
         for row in sequence.request.rows:  # now: a sibling that shares a block must not insert it afterwards
-            self._prefix_cache.cache_blocks(row, int(self._table.num_computed[row]))
-        self._prefix_cache.uncache(sequence, int(self._tables.num_blocks[sequence.row]))
-
-    # A row leaves
+            self.prefix_cache.cache_blocks(row, int(self._table.num_computed[row]))
+        self.prefix_cache.uncache(sequence, int(self.tables.num_blocks[sequence.row]))
 
     def free(self, row: int) -> None:
         """Free every block of the row; what it has computed stays findable."""
-        self._prefix_cache.cache_blocks(row, int(self._table.num_computed[row]))
-        self._tables.free_row(row)
-
-    def remove_row(self, row: int) -> None:
-        """The row is no longer in the table: nothing is set or copied for it in this step."""
-        self._tables.remove_row(row)
+        self.prefix_cache.cache_blocks(row, int(self._table.num_computed[row]))
+        self.tables.free_row(row)
 
     def remove_sequence(self, sequence: Sequence) -> None:
         """The sequence has ended: free what it has on the host."""
-        self._host.drop(sequence)
-        self._prefix_cache.remove_hashes(sequence)
-
-    # Host memory
-
-    def num_blocks_to_swap_out(self, rows: list[int]) -> int:
-        """Return how many blocks would move to the host with these rows."""
-        return self._host.blocks_to_swap_out(rows)
-
-    def swap_out(self, sequences: list[Sequence]) -> int:
-        """Move the KV of sibling sequences to the host. Their rows lose all device blocks. Return how many move."""
-        return self._host.swap_out(sequences)
-
-    def drop_swapped(self, sequence: Sequence) -> None:
-        """Free what the sequence has on the host, if anything."""
-        self._host.drop(sequence)
-
-    def why_no_swap_in(self, sequences: list[Sequence], ends: list[int], *, others_run: bool) -> Reason | None:
-        """`why_no_blocks` for sequences that would come back from the host, and compute up to `ends`."""
-        return self._why_short(self._host.blocks_to_swap_in(sequences, ends), others_run=others_run)
-
-    def swap_in(self, sequences: list[Sequence]) -> int:
-        """Bring sibling sequences back into their new rows. Return how many blocks move."""
-        num_blocks = self._host.swap_in(sequences)
-        for sequence in sequences:
-            self._prefix_cache.start_row(sequence.row, 0)
-            self._prefix_cache.cache_blocks(sequence.row, sequence.num_computed)
-        return num_blocks
-
-    def allocate_slots_swapped_in(self, row: int, end: int) -> None:
-        """Make room for a row that comes back in this step; workers get its tables whole."""
-        self._tables.unshare_tail(row)
-        self._tables.append(row, end, is_known=False)
-
-    # The step ends
-
-    @property
-    def copies(self) -> list[tuple[int, int, int]]:
-        """Copy-on-writes of the step being planned: (row, source block, target block)."""
-        return self._tables.copies
-
-    def drain_into(self, plan: StepPlan) -> None:
-        """Let the step that is planned say how tables and blocks change; the next step starts empty."""
-        self._tables.drain_into(plan)
-
-    def reset(self) -> bool:
-        """Empty the prefix cache. Return False, and do nothing, while any block is in use."""
-        return self._prefix_cache.reset()
+        self.host.drop(sequence)
+        self.prefix_cache.remove_hashes(sequence)
 
     def start_over(self) -> None:
         """Empty the prefix cache, and give blocks out as at first. None may be in use."""
-        self.reset()
-        self._pool.start_over()
-        self._host.pool.start_over()
+        self.prefix_cache.reset()
+        self.pool.start_over()
+        self.host.pool.start_over()
 
     def check(self, rows: np.ndarray) -> None:
         """Check pools, tables of the running `rows`, and who may write. Raises InvariantBroken."""
-        self._pool.check()
-        self._host.check()
-        self._prefix_cache.check()
-        self._tables.check(rows)
+        self.pool.check()
+        self.host.check()
+        self.prefix_cache.check()
+        self.tables.check(rows)
 
 
 def _owners_of(

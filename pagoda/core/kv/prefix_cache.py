@@ -162,7 +162,7 @@ class PrefixCache:
         parent: the hash before the first, if there is one.
         """
         table, hash_of = self._blocks[group], self._hash_of
-        if self._events.has_cache_folds:
+        if self._events.cache_folds:
             self._write_stored(group, hashes, blocks, parent)
         inserted: list[int] = []
         for block_hash, block in zip(hashes, blocks, strict=True):
@@ -213,7 +213,7 @@ class PrefixCache:
                 others.remove(block)
             if others is not None and not others:
                 del twins[block_hash]
-        if removed and self._events.has_cache_folds:
+        if removed and self._events.cache_folds:
             self._write_removed(removed)
 
     def blocks_with(self, group: int, hashes: Iterable[bytes]) -> list[int]:
@@ -350,7 +350,7 @@ class PrefixCache:
         """Remove all content; False, and nothing done, while any block is in use."""
         if self._pool.num_free != self._pool.num_blocks:
             return False
-        if self._events.has_cache_folds:
+        if self._events.cache_folds:
             self._write_removed((group, one) for group, table in enumerate(self._blocks) for one in table)
         for table in (*self._blocks, *self._twins):
             table.clear()
@@ -366,4 +366,4 @@ class PrefixCache:
                 raise InvariantBroken(f"block {block} is not found by its hash")
         for sequence in self._chains:
             if sequence.is_finished:
-                raise InvariantBroken(f"{sequence.request.request_id}: a finished sequence still has block hashes")
+                raise InvariantBroken(f"{sequence.request.spec.request_id}: a finished sequence still has block hashes")

@@ -84,10 +84,10 @@ class KVGroup:
             return 0
         return max(0, num_computed - self.spec.window + 1) // self.block_size
 
-    def num_required(self, num_tokens: int, capped: bool) -> int:
-        """Table entries for `num_tokens` tokens; `capped`: at most what the row ever holds at once."""
+    def most_held(self, num_tokens: int) -> int:
+        """Return the most blocks that a row holds at once while it grows to `num_tokens` tokens."""
         required = blocks_for(num_tokens, self.block_size)
-        return min(required, self.max_held) if capped and self.max_held else required
+        return min(required, self.max_held) if self.max_held else required
 
     def next_passed_at(self, num_released: np.ndarray) -> np.ndarray:
         """Computed tokens at which the block after the first `num_released` leaves the window."""
@@ -129,15 +129,14 @@ class KVSizing:
         """
         slots = self.slots_up_to(num_tokens)
         return sum(
-            group.num_required(slots, capped=True) if group.grows else blocks_for(encoder_len, self.block_size)
-            for group in self.groups
+            group.most_held(slots) if group.grows else blocks_for(encoder_len, self.block_size) for group in self.groups
         )
 
     def blocks_for_siblings(self, lengths: list[int], num_prompt_tokens: int) -> int:
         """Most blocks of their own that sequences of `lengths` tokens hold, which share full prompt blocks."""
         shared = num_prompt_tokens // self.block_size * self.block_size
         growing = [group for group in self.groups if group.grows]
-        return sum(group.num_required(length - shared, capped=True) for group in growing for length in lengths)
+        return sum(group.most_held(length - shared) for group in growing for length in lengths)
 
 
 def longest_request(

@@ -68,6 +68,10 @@ class OutputProcessor:
         """Return the handles of requests; ignore unknown ids."""
         return [self._by_id[request_id].request.handle for request_id in request_ids if request_id in self._by_id]
 
+    def id_of(self, handle: int) -> str:
+        """Return the id of an unfinished request."""
+        return self._by_handle[handle].request.request_id
+
     def open(self, request: Request, kind: OutputKind, prompt: str | None = None) -> "PromptLogprobs | None":
         """Add a request; its id and handle must not be in use.
 

@@ -12,7 +12,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.grammar import MASKED_LOGPROB
-from pagoda.core.request import LoraRef, MediaItem, Request, RequestStatus
+from pagoda.core.request import LoraRef, MediaItem, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.recording.compare import StepComparison
@@ -50,6 +50,7 @@ class Player:
         self._events: list[Any] = []
         self._scheduler.subscribe(lambda event: self._events.append(described(event)))
         self._numbers: dict[int, int] | None = None if with_tokens else {}
+        self._keys: dict[str, RequestKey] = {}
         self._ends: dict[str, set[int]] = defaultdict(set)
         for line in lines:
             for label, token in (line.get("result") or {}).get("ends", ()):
@@ -65,16 +66,19 @@ class Player:
         before = list[Any]()
         match line["op"]:
             case "add":
-                self._scheduler.add_request(self._request(line))
+                request = self._request(line)
+                self._keys[request.request_id] = request.key
+                self._scheduler.add_request(request)
                 self.num_requests += 1
             case "finish":
-                self._scheduler.finish_requests(line["ids"], RequestStatus[line["status"]])
+                self._scheduler.finish_requests([self._keys[one] for one in line["ids"]], RequestStatus[line["status"]])
             case "finish_sequence":
-                self._scheduler.finish_sequence(line["id"], line["index"], RequestStatus[line["status"]])
+                self._scheduler.finish_sequence(self._keys[line["id"]], line["index"], RequestStatus[line["status"]])
             case "reset":
                 self._scheduler.reset_prefix_cache(line["preempt_running"])
             case "schedule":
-                self._preparations.give(line["prepared"]["answers"], line["prepared"]["woken"])
+                woken = [self._keys[label] for label in line["prepared"]["woken"]]
+                self._preparations.give(line["prepared"]["answers"], woken)
                 output = self.outputs[line["step"]] = self._scheduler.schedule()
                 self.num_steps += 1
                 before = [digest_of(output)]

@@ -4,7 +4,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 
 from pagoda.base.errors import RequestError
-from pagoda.core.request import Reason, Request
+from pagoda.core.request import Reason, Request, RequestKey
 from pagoda.core.state import Preparations
 
 Answer = tuple[str, str]
@@ -17,11 +17,11 @@ class NotedPreparations:
 
     def __init__(self, inner: Preparations) -> None:
         self._inner = inner
-        self._answers: list[Answer] = []
-        self._woken: list[str] = []
+        self._answers: list[tuple[RequestKey, str]] = []
+        self._woken: list[RequestKey] = []
 
-    def take(self) -> tuple[list[Answer], list[str]]:
-        """Return the answers and the woken requests since the last call, by their ids."""
+    def take(self) -> tuple[list[tuple[RequestKey, str]], list[RequestKey]]:
+        """Return the answers and the woken requests since the last call."""
         taken, self._answers, self._woken = (self._answers, self._woken), [], []
         return taken
 
@@ -33,9 +33,9 @@ class NotedPreparations:
             return reason
         finally:
             if request.grammar is not None or request.lora is not None:
-                self._answers.append((request.request_id, answer))
+                self._answers.append((request.key, answer))
 
-    def take_woken(self) -> list[str]:
+    def take_woken(self) -> list[RequestKey]:
         woken = list(self._inner.take_woken())
         self._woken += woken
         return woken
@@ -55,9 +55,9 @@ class ReplayedPreparations:
 
     def __init__(self) -> None:
         self._answers: defaultdict[str, deque[str]] = defaultdict(deque)
-        self._woken: list[str] = []
+        self._woken: list[RequestKey] = []
 
-    def give(self, answers: Iterable[Answer], woken: list[str]) -> None:
+    def give(self, answers: Iterable[Answer], woken: list[RequestKey]) -> None:
         """Set the answers for the next step."""
         self._answers.clear()
         for label, answer in answers:
@@ -71,7 +71,7 @@ class ReplayedPreparations:
             raise RequestError("it could not be prepared when it was recorded")
         return Reason[answer] if answer else None
 
-    def take_woken(self) -> list[str]:
+    def take_woken(self) -> list[RequestKey]:
         woken, self._woken = self._woken, []
         return woken
 

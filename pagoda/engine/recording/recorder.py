@@ -7,7 +7,7 @@ import msgspec
 
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.events import Ended, Event, Fold
-from pagoda.core.request import Request, RequestStatus, num_beam_candidates
+from pagoda.core.request import Request, RequestKey, RequestStatus, num_beam_candidates
 from pagoda.core.scheduler_interface import SchedulerInterface
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.stats import SchedulerStats
@@ -51,12 +51,12 @@ class RecordingScheduler:
         self._head = {"version": VERSION, "with_tokens": with_tokens, "engine": dict(engine or {})}
         self._head["settings"] = msgspec.to_builtins(settings)
         self._texts = MadeUpTexts(with_tokens=with_tokens)
-        self._labels: dict[str, str] = {}  # by id, of unfinished requests
+        self._labels: dict[RequestKey, str] = {}  # of unfinished requests
         self._num_requests = self._num_steps = self._num_before = 0
         self._rows: dict[int, _Owner] = {}
         self._owners: dict[int, list[_Owner]] = {}  # by step in flight, of its samples
         self._events: list[list[Any]] = []
-        self._ended: list[str] = []  # ids of requests, since the last line
+        self._ended: list[RequestKey] = []  # requests, since the last line
         inner.subscribe(self._note)
         self._files.write("begin", **self._head)
 
@@ -65,7 +65,7 @@ class RecordingScheduler:
             return
         self._events.append(described(event, self._num_before))
         if isinstance(event, Ended) and event.is_last:
-            self._ended.append(event.request_id)
+            self._ended.append((event.client, event.handle))
 
     def _write(self, op: str, **values: Any) -> None:
         """Write a call with the events that it caused."""
@@ -73,8 +73,8 @@ class RecordingScheduler:
             return
         self._files.write(op, **values, events=self._events)
         self._events = []
-        for request_id in self._ended:
-            self._texts.remove(self._labels.pop(request_id, ""))
+        for key in self._ended:
+            self._texts.remove(self._labels.pop(key, ""))
         self._ended = []
         if not self._files.is_open:  # what follows is not written
             self._forget_requests()
@@ -99,7 +99,7 @@ class RecordingScheduler:
         if not self._files.is_open:
             return
         self._num_requests += 1
-        label = self._labels[request.request_id] = f"r{self._num_requests}"
+        label = self._labels[request.key] = f"r{self._num_requests}"
         prompt, prior = self._texts.add(label, request)
         name = self._texts.name
         self._write(
@@ -143,18 +143,19 @@ class RecordingScheduler:
         return [made_up, "", made_up]
 
     def finish_requests(
-        self, request_ids: str | Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
+        self, keys: Iterable[RequestKey], status: RequestStatus = RequestStatus.FINISHED_ABORTED
     ) -> None:
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
-        self._inner.finish_requests(ids, status)
-        labels = [self._labels[one] for one in ids if one in self._labels]
+        keys = list(keys)
+        self._inner.finish_requests(keys, status)
+        labels = [self._labels[key] for key in keys if key in self._labels]
         self._write("finish", ids=labels, status=status.name)
 
     def finish_sequence(
-        self, request_id: str, index: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED
+        self, key: RequestKey, index: int, status: RequestStatus = RequestStatus.FINISHED_STOPPED
     ) -> None:
-        self._inner.finish_sequence(request_id, index, status)
-        self._write("finish_sequence", id=self._labels.get(request_id, ""), index=index, status=status.name)
+        self._inner.finish_sequence(key, index, status)
+        if key in self._labels:
+            self._write("finish_sequence", id=self._labels[key], index=index, status=status.name)
 
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         done = self._inner.reset_prefix_cache(preempt_running)
@@ -172,8 +173,8 @@ class RecordingScheduler:
             self._owners[output.step] = [self._rows[row] for row in output.sample_rows.tolist()]
         labels = self._labels
         prepared = {
-            "answers": [(labels[request_id], answer) for request_id, answer in answers],
-            "woken": [labels[request_id] for request_id in woken if request_id in labels],
+            "answers": [(labels[key], answer) for key, answer in answers],
+            "woken": [labels[key] for key in woken if key in labels],
         }
         self._write("schedule", step=output.step - self._num_before, digest=digest_of(output), prepared=prepared)
         return output
@@ -184,7 +185,7 @@ class RecordingScheduler:
         for row in output.released.tolist():
             rows.pop(row, None)
         for init in output.admitted:
-            label, sequence = rows[init.row] = (self._labels[init.request_id], init.sequence)
+            label, sequence = rows[init.row] = (self._labels[init.key], init.sequence)
             texts.put(label, sequence, init.num_prompt_tokens, init.token_ids[init.num_prompt_tokens :].tolist())
         beams = output.beams
         for source, row in beams.copies:

@@ -10,6 +10,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from pagoda.core.request import RequestKey
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.worker.drafters.drafter import NO_DRAFT, Draft, grade_of_match
 from pagoda.worker.table_mirror import TableMirror
@@ -106,22 +107,22 @@ class SuffixDrafter:
         self._min_token_prob = min_token_prob
         self._pool = OutputPool(_POOL_TOKENS, max_cached_requests)
         self._owners: dict[int, int] = {}  # by row
-        self._request_ids: dict[int, str] = {}  # by row
+        self._requests: dict[int, RequestKey] = {}  # by row
 
     def apply(self, output: SchedulerOutput, table: TableMirror) -> None:
         """Keep the outputs of released rows; note the cache salts of new ones."""
         for row in output.released.tolist():
             owner = self._owners.pop(row, None)
-            if owner is not None and self._request_ids.pop(row) not in output.preempted_ids:
+            if owner is not None and self._requests.pop(row) not in output.preempted:
                 begin = max(0, int(table.num_prompt[row]) - self._max_depth)
                 self._pool.add(table.token_ids[row, begin : table.num_tokens[row]], owner)
         for init in output.admitted:
             if init.sampling is not None:
                 self._owners[init.row] = _owner(init.cache_salt)
-                self._request_ids[init.row] = init.request_id
+                self._requests[init.row] = init.key
         for fork in output.forks:
             self._owners[fork.dst] = self._owners[fork.src]
-            self._request_ids[fork.dst] = self._request_ids[fork.src]
+            self._requests[fork.dst] = self._requests[fork.src]
 
     def propose(self, table: TableMirror, rows: np.ndarray, most: np.ndarray) -> Sequence[Draft]:
         return [self._draft(table, row, count) for row, count in zip(rows.tolist(), most.tolist(), strict=True)]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pagoda.base.errors import RequestError
-from pagoda.core.request import Reason, Request
+from pagoda.core.request import Reason, Request, RequestKey
 from pagoda.engine.recording.files import RecordingFiles
 from pagoda.engine.recording.format import RecordedSettings
 from pagoda.engine.recording.preparations import NotedPreparations
@@ -21,26 +21,26 @@ class SlowPreparations:
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
-        self._left: dict[str, int] = {}
+        self._left: dict[RequestKey, int] = {}
 
     def why_not_ready(self, request: Request) -> Reason | None:
         if request.lora is None:
             return None
-        left = self._left.setdefault(request.request_id, self._rng.choice((0, 1, 3, -1)))
+        left = self._left.setdefault(request.key, self._rng.choice((0, 1, 3, -1)))
         if left < 0:
             raise RequestError(NO_LOGPROBS)  # what Traffic lets any request end with
         return Reason.ADAPTER if left else None
 
-    def take_woken(self) -> list[str]:
-        waiting = [request_id for request_id, left in self._left.items() if left > 0]
-        self._left |= {request_id: self._left[request_id] - 1 for request_id in waiting}
-        return [request_id for request_id in waiting if not self._left[request_id]]
+    def take_woken(self) -> list[RequestKey]:
+        waiting = [key for key, left in self._left.items() if left > 0]
+        self._left |= {key: self._left[key] - 1 for key in waiting}
+        return [key for key in waiting if not self._left[key]]
 
     def forget(self, request: Request) -> None:
-        self._left.pop(request.request_id, None)
+        self._left.pop(request.key, None)
 
     def pin(self, request: Request) -> None:
-        assert not self._left.get(request.request_id)
+        assert not self._left.get(request.key)
 
     def unpin(self, request: Request) -> None:
         pass

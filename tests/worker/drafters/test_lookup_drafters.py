@@ -111,7 +111,7 @@ def test_drafting_survives_preemption_and_forks() -> None:
     fork = step(2, [], [], forks=(RowFork(0, 1, 1, 1),))
     drafter.apply(fork, table)
     table.apply(fork)
-    finish(drafter, table, 0, preempted_ids=("request-0",))
+    finish(drafter, table, 0, preempted=((0, 0),))
     begin(drafter, table, 2, [9, 3, 4, 5], "a")
     assert proposed(drafter, table, [2], 8) == [[]]  # nothing has finished yet
     finish(drafter, table, 1)
