@@ -21,7 +21,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.server_config import ServerConfig
 from pagoda.process.allocator import keep_objects
 from pagoda.server import errors, live, operations, pooling, transcription
-from pagoda.server.dialects import chat, completions
+from pagoda.server.dialects import chat, completions, messages
 from pagoda.server.errors import ApiError
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
 from pagoda.server.pages.files import PAGE_ROUTES
@@ -57,7 +57,8 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
         if starter.telemetry is not None and method == "POST" and scope["path"] in _MODEL_PATHS:
             starter.telemetry.on_http_end(scope, status, duration_s)
 
-    return AccessLog(layers, on_end, prefix=config.root_path.rstrip("/"))
+    error_forms = {endpoint.path: endpoint.error_form for endpoint in ENDPOINTS}
+    return AccessLog(layers, on_end, error_forms, prefix=config.root_path.rstrip("/"))
 
 
 logger = logging.getLogger("pagoda.server")
@@ -86,7 +87,7 @@ async def invoke(http: Request) -> Response:
     return await (pooling.create_embedding if pools else _INVOKED[asked])(http)
 
 
-_MODEL_ROUTERS = (chat.router, completions.router, pooling.router, transcription.router, router)
+_MODEL_ROUTERS = (chat.router, completions.router, messages.router, pooling.router, transcription.router, router)
 """Of routes that ask something of the model."""
 _ROUTERS = (*_MODEL_ROUTERS, live.router, operations.router)
 _MODEL_PATHS = frozenset(endpoint.path for one in _MODEL_ROUTERS for endpoint in one.endpoints)

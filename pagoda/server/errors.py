@@ -1,5 +1,6 @@
-"""Error responses in OpenAI's format."""
+"""Error responses, in the format of the API that was called; OpenAI's, if that has none of its own."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -48,31 +49,47 @@ class ClientGone(Exception):
     """The client closed its connection before the response. Only the access log shows it, as status 499."""
 
 
-def error_body(status: int, message: str, param: str | None = None) -> ErrorResponse:
-    """Return an error in OpenAI's format. It stays below 4 kB even if its message quotes the request."""
-    message = shorten(message, MAX_MESSAGE_CHARACTERS)
-    param = param if param is None else shorten(param, MAX_PARAM_CHARACTERS)
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
-    return ErrorResponse(ErrorDetail(message, kind, param, status))
+def error_type(status: int) -> str:
+    """Return what OpenAI's API calls errors of a status."""
+    return _TYPES.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
+
+
+ErrorForm = Callable[[ApiError, str], msgspec.Struct]
+"""Makes the body of an API's errors, of an error and the request's id."""
+
+
+def error_body(error: ApiError, request_id: str) -> ErrorResponse:
+    """Return an error in OpenAI's format."""
+    return ErrorResponse(ErrorDetail(error.message, error_type(error.status), error.param, error.status))
 
 
 class ErrorAnswer(Response):
-    """An error in OpenAI's format, whose message the access log shows, too."""
+    """An error in the format of the API that was called, whose message the access log shows, too."""
 
     media_type = "application/json"
 
-    def __init__(self, status: int, message: str, param: str | None, headers: dict[str, str]) -> None:
-        super().__init__(_encode(error_body(status, message, param)), status, headers)
-        self._message = message
+    def __init__(self, error: ApiError, headers: dict[str, str]) -> None:
+        super().__init__(b"", error.status, headers)
+        self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["state"]["error"] = self._message
+        state = scope["state"]
+        state["error"] = self._error.message
+        form: ErrorForm = state.get("error_form", error_body)
+        self.body = _encode(form(shortened(self._error), state.get("request_id", "")))
+        self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
+
+
+def shortened(error: ApiError) -> ApiError:
+    """Return an error that stays below 4 kB even if its message quotes the request."""
+    param = error.param if error.param is None else shorten(error.param, MAX_PARAM_CHARACTERS)
+    return ApiError(error.status, shorten(error.message, MAX_MESSAGE_CHARACTERS), param, error.retry_after_s)
 
 
 def error_response(status: int, message: str, param: str | None = None, retry_after_s: int | None = None) -> Response:
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
-    return ErrorAnswer(status, message, param, headers)
+    return ErrorAnswer(ApiError(status, message, param), headers)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -114,7 +131,7 @@ def _in_words(request: Request, error: HTTPException) -> str:
 
 
 _ELSEWHERE = {
-    "/v1/chat/completions": ("/v1/responses", "/v1/messages", "/api/chat", "/api/generate", "/v1/complete"),
+    "/v1/chat/completions": ("/v1/responses", "/api/chat", "/api/generate", "/v1/complete"),
     "/v1/completions": ("/completion", "/generate", "/infill"),
     "/v1/embeddings": ("/api/embed", "/api/embeddings", "/embedding", "/embed", "/v2/embed"),
     "/v1/models": ("/api/tags", "/api/show", "/api/ps", "/props", "/slots", "/info"),
@@ -147,4 +164,4 @@ HANDLERS: dict[Any, Any] = {
     # Exception: unexpected errors become a 500 in the same format; starlette logs their traceback.
     **dict.fromkeys((ApiError, ClientGone, Refusal, RequestError, CapacityError, WorkerDied, Exception), on_known),
 }
-"""Give every error of every route OpenAI's format."""
+"""Give every error of every route the format of its API."""

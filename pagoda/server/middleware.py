@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -23,7 +23,7 @@ from pagoda.base.abbreviate import quoted, shorten
 from pagoda.base.server_config import MAX_HELD_BODY_BYTES, ServerConfig
 from pagoda.process.logs import FIELDS
 from pagoda.server.admission import Refusal
-from pagoda.server.errors import CLIENT_CLOSED, error_response
+from pagoda.server.errors import CLIENT_CLOSED, ErrorForm, error_body, error_response
 from pagoda.server.routing import HEALTH_PATHS, OPEN_PATHS
 from pagoda.server.server_timing import HEADER, REQUEST_HEADER, server_timing
 
@@ -102,21 +102,33 @@ _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _AUTHORITY = re.compile(r"https?://[^/?#]*", re.IGNORECASE)
 
 
+NO_FORMS: Mapping[str, ErrorForm] = {}
+
+
 class AccessLog:
     """Outermost layer of the app: gives every request an id, and logs a line when it has ended.
 
-    Sets in scope["state"]: request_id, key and is_admin (see Gate), and timings (a dict that routes may fill). What
+    Sets in scope["state"]: request_id, key and is_admin (see Gate), error_form, and timings (a dict that routes may
+    fill). What
     is noted there as ignored_fields and warning becomes the headers x-ignored-fields and x-warning; timings that are
     known when the answer begins become the header server-timing, for callers that ask for it; error: why a
     request was refused or failed; ended_as: the status to log for a stream that did not end well, after a 200.
     Of a path, a slash at its end is dropped, the address before it (`GET http://host/health`), and `prefix`, for a
     proxy that does not strip it.
     on_end: called with the scope, the method, the status and the seconds of every request.
+    error_forms: of the errors of paths whose API has its own.
     """
 
-    def __init__(self, app: ASGIApp, on_end: Callable[[Scope, str, int, float], None], prefix: str = "") -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        on_end: Callable[[Scope, str, int, float], None],
+        error_forms: Mapping[str, ErrorForm] = NO_FORMS,
+        prefix: str = "",
+    ) -> None:
         self._app = app
         self._on_end = on_end
+        self._error_forms = error_forms
         self._prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,7 +140,8 @@ class AccessLog:
         wants_timings = any(k == REQUEST_HEADER and v != b"0" for k, v in scope["headers"])
         request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
         state: dict[str, Any] = scope.setdefault("state", {})
-        state.update(request_id=request_id, key="", is_admin=False, timings={})
+        form = self._error_forms.get(scope["path"], error_body)
+        state.update(request_id=request_id, key="", is_admin=False, timings={}, error_form=form)
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -226,7 +239,7 @@ class Gate:
             key = self._key_name(headers)
             if self._digests and not key:
                 response = error_response(
-                    401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`"
+                    401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
                 )
                 response.headers["WWW-Authenticate"] = "Bearer"
                 return response
@@ -238,12 +251,12 @@ class Gate:
 
         All keys are compared even after a match, so that timing reveals nothing.
         """
-        given = next((v for k, v in headers if k == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        known = [hmac.compare_digest(digest, one) for one in self._digests]
-        is_admin = hmac.compare_digest(digest, self._admin_digest)
-        if scheme.lower() != b"bearer" or not (any(known) or is_admin):
+        scheme, _, bearer = _value(headers, b"authorization").partition(b" ")
+        given = (bearer if scheme.lower() == b"bearer" else b"", _value(headers, b"x-api-key"))
+        digests = [hashlib.sha256(key.strip()).digest() for key in given if key]
+        known = [sum(hmac.compare_digest(given, one) for given in digests) > 0 for one in self._digests]
+        is_admin = sum(hmac.compare_digest(given, self._admin_digest) for given in digests) > 0
+        if not (any(known) or is_admin):
             return ""
         return _ADMIN if is_admin else str(known.index(True) + 1)
 
@@ -277,6 +290,10 @@ class _Body:
             raise Refusal("bodies", full)
         self._is_complete = not message.get("more_body", False)
         return message
+
+
+def _value(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes:
+    return next((value for key, value in headers if key == name), b"")
 
 
 def _digest(key: str) -> bytes:

@@ -20,6 +20,7 @@ from pagoda.server.answers import (
     VersionResponse,
 )
 from pagoda.server.body import Body
+from pagoda.server.dialects.messages import model_card, model_list
 from pagoda.server.errors import ApiError, error_response
 from pagoda.server.middleware import RETRY_AFTER_S
 from pagoda.server.protocol import (
@@ -101,8 +102,13 @@ async def metrics(http: Request) -> Response:
 
 @router.get("/v1/models", answer=ModelList)
 async def models(http: Request) -> Response:
-    """The names under which the model is served, and its LoRA adapters."""
+    """The names under which the model is served, and its LoRA adapters.
+
+    In Anthropic's form for callers with the header `anthropic-version`.
+    """
     state = state_of(http)
+    if "anthropic-version" in http.headers:
+        return json_response(model_list(state))
     return json_response(ModelList(data=[_card(state, name) for name in (*state.model_names, *state.adapters.by_name)]))
 
 
@@ -111,7 +117,7 @@ async def model(http: Request) -> Response:
     """One of these names; 404 for another."""
     state, name = state_of(http), http.path_params["name"]
     state.adapter_of(name)
-    return json_response(_card(state, name))
+    return json_response(model_card(state, name) if "anthropic-version" in http.headers else _card(state, name))
 
 
 def _card(state: ServerState, name: str) -> ModelCard:

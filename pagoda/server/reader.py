@@ -33,18 +33,18 @@ class Reader:
         self._num_until_end = 0
         self._has_thought = False
         self._num_calls = 0
+        self.reasons = reasoning is not None
         self._is_call_kept = True
 
     @property
-    def num_reasoning_tokens(self) -> int | None:
-        """Tokens up to the end of the reasoning; 0 if there was none, None of a model without reasoning."""
-        if self._reasoning is None:
-            return None
+    def num_reasoning_tokens(self) -> int:
+        """Tokens up to the end of the reasoning; 0 if there was none."""
         return self._num_until_end if self._has_thought else 0
 
     def read(self, output: CompletionOutput, is_last: bool) -> list[TurnEvent]:
         """Add what an output has said; return the events that are certain now."""
-        text, events = output.text, list[TurnEvent]()
+        text = output.text
+        events: list[TurnEvent] = []
         if self._reasoning is not None:
             self._count_reasoning(self._reasoning, output.token_ids)
             thought, text = self._reasoning.feed(text)
@@ -54,16 +54,14 @@ class Reader:
             if thought:
                 self._has_thought = True
                 events.append(ReasoningDelta(thought))
-        pieces: list[str | ToolCall] = [text] if text else []
         if self._tools is not None:
-            pieces = self._tools.feed(text).pieces
-            if is_last:
-                pieces += self._tools.end().pieces
-        for piece in pieces:
-            if isinstance(piece, ToolCall):
-                self._add_call(events, piece)
-            elif not self._is_forced:  # else it is a call that was cut off before its name was complete
-                events.append(TextDelta(piece))
+            for piece in (*self._tools.feed(text).pieces, *(self._tools.end().pieces if is_last else ())):
+                if isinstance(piece, ToolCall):
+                    self._add_call(events, piece)
+                elif not self._is_forced:  # else it is a call that was cut off before its name was complete
+                    events.append(TextDelta(piece))
+        elif text:
+            events.append(TextDelta(text))
         if output.finish_reason is not None:
             is_call = self._num_calls and output.finish_reason == "stop"
             events.append(TurnEnd("tool_calls" if is_call else output.finish_reason, output.stop_reason))

@@ -5,22 +5,20 @@ What is particular to an API is in its dialect (dialects/).
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagoda.base.errors import RequestError
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.engine.outputs.mailbox import GatheredPart
 from pagoda.server.body import run_for_body
-from pagoda.server.errors import ApiError, as_api_error
 from pagoda.server.generation import Generation, RawPrompts
 from pagoda.server.reader import Reader
 from pagoda.server.render import Rendered, render
 from pagoda.server.sending import EventStream, cancel_on_disconnect, json_response, run_sized
 from pagoda.server.state import state_of
-from pagoda.server.turn import Answer, B, Dialect, Piece, Turn, TurnRequest
+from pagoda.server.turn import Answer, B, Dialect, Piece, Turn, naming_fields
 
 
 async def respond(http: Request, dialect: Dialect[B]) -> Response:
@@ -36,7 +34,7 @@ async def respond(http: Request, dialect: Dialect[B]) -> Response:
     model = request.model or state.model_names[0]
     http.scope["state"]["timings"]["model"] = model
     params, num_prompts = request.params, request.num_prompts
-    with _naming_fields(request):
+    with naming_fields(request.origin):
         admitted = state.starter.admitted(http, num_prompts, num_prompts * params.n, params.max_tokens)
         async with admitted as place:
             rendered = await render(http, state, request)
@@ -59,20 +57,8 @@ async def respond(http: Request, dialect: Dialect[B]) -> Response:
         running = RunningTurn(generation, rendered, dialect.answer(body, turn, state))
         if request.is_stream:
             at_end.pop_all()
-            return EventStream(running.frames(), generation.close)
+            return EventStream(running.frames(), generation.close, dialect.framing)
         return await cancel_on_disconnect(http, running.whole())
-
-
-@contextlib.contextmanager
-def _naming_fields(request: TurnRequest) -> Iterator[None]:
-    """Have errors name the caller's own fields."""
-    try:
-        yield
-    except (ApiError, RequestError) as error:
-        known = as_api_error(error)
-        if known.param is None or (own := request.origin(known.param)) == known.param:
-            raise
-        raise ApiError(known.status, known.message.replace(known.param, own, 1), own, known.retry_after_s) from None
 
 
 class RunningTurn:
@@ -131,8 +117,9 @@ class RunningTurn:
         """Return what an output has said, after counting its reasoning."""
         if (reader := self._readers.get((index, output.index))) is None:
             reader = self._readers[index, output.index] = self._rendered.new_reader()
-        before, generation = reader.num_reasoning_tokens, self._generation
+        before = reader.num_reasoning_tokens
         events = reader.read(output, is_last)
-        if before is not None and (now := reader.num_reasoning_tokens) is not None:
-            generation.num_reasoning_tokens = (generation.num_reasoning_tokens or 0) + now - before
+        if reader.reasons:
+            known = self._generation.num_reasoning_tokens or 0
+            self._generation.num_reasoning_tokens = known + reader.num_reasoning_tokens - before
         return Piece(index, delta, output, events)

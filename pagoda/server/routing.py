@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from pagoda.server.answers import ErrorResponse
 from pagoda.server.body import Body
+from pagoda.server.errors import ErrorForm, error_body
 from pagoda.server.pages.files import PAGE_PATHS
 from pagoda.server.pooling_bodies import RerankDocument
 from pagoda.server.protocol import ChatMessage, NamedTool, Tool, ToolFunction
@@ -48,6 +49,7 @@ class Endpoint:
     body: of its request.   answer: a struct, a media type, or None if it is empty.   chunk: an event of its stream.
     is_form: the body is a form with a file.
     flags: parameters of its URL that are true or false.   errors: what it may answer instead, by status.
+    error_form: makes the body of these, an `error`.
     """
 
     method: str
@@ -59,6 +61,8 @@ class Endpoint:
     is_form: bool = False
     flags: tuple[str, ...] = ()
     errors: Mapping[int, str] = field(default_factory=lambda: ERRORS)
+    error: type[Struct] = ErrorResponse
+    error_form: ErrorForm = error_body
 
     def route(self) -> Route:
         """Return the route, which notes itself for the metrics."""
@@ -71,9 +75,10 @@ class Endpoint:
 
 
 class Router:
-    """The routes of one module, in the order of their declaration."""
+    """The routes of one module, in the order of their declaration.   shared: fields of Endpoint, of all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, **shared: Any) -> None:
+        self._shared = shared
         self.endpoints: list[Endpoint] = []
 
     def get(self, path: str, **described: Any) -> Callable[[Handler], Handler]:
@@ -85,7 +90,7 @@ class Router:
 
     def _declare(self, method: str, path: str, described: dict[str, Any]) -> Callable[[Handler], Handler]:
         def declare(handler: Handler) -> Handler:
-            self.endpoints.append(Endpoint(method, path, handler, **described))
+            self.endpoints.append(Endpoint(method, path, handler, **self._shared | described))
             return handler
 
         return declare
@@ -120,8 +125,8 @@ def describe_api(endpoints: Sequence[Endpoint], has_keys: bool) -> dict[str, Any
 def json_schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """Return the OpenAPI schema components of the request bodies and answers of all routes, by name."""
     bodies = list(dict.fromkeys(one.body for one in endpoints if one.body is not None))
-    answers = [kind for one in endpoints for kind in (one.answer, one.chunk) if isinstance(kind, type)]
-    kinds = [*bodies, ChatMessage, Tool, *dict.fromkeys(answers), ErrorResponse, TranscriptionVerbose]
+    answers = [kind for one in endpoints for kind in (one.answer, one.chunk, one.error) if isinstance(kind, type)]
+    kinds = [*bodies, ChatMessage, Tool, *dict.fromkeys(answers), TranscriptionVerbose]
     schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
     for kind in (*bodies, *PARTS_OF_BODIES):
         schema = schemas[kind.__name__]
@@ -158,7 +163,7 @@ def _describe(endpoint: Endpoint, path: str) -> dict[str, Any]:
         for one in endpoint.flags
     ]
     failures = {
-        str(code): {"content": _json(ErrorResponse), "description": text} for code, text in endpoint.errors.items()
+        str(code): {"content": _json(endpoint.error), "description": text} for code, text in endpoint.errors.items()
     }
     described: dict[str, Any] = {
         "summary": name.replace("_", " ").capitalize(),
@@ -184,9 +189,11 @@ def _answer(endpoint: Endpoint) -> dict[str, Any]:
     content = _json(endpoint.answer)
     if endpoint.chunk is None:
         return {"description": "The answer", "content": content}
+    is_openai = endpoint.error is ErrorResponse
     text = (
-        f"With `stream`: server-sent events, each `data: ` and a {endpoint.chunk.__name__} as JSON; the last is "
-        "`data: [DONE]`. An error during the stream is an event with an ErrorResponse."
+        f"With `stream`: server-sent events, each `data: ` and a {endpoint.chunk.__name__} as JSON; "
+        f"{'the last is `data: [DONE]`' if is_openai else 'the name of each is its type'}. "
+        f"An error during the stream is an event with {'an ' if is_openai else 'a '}{endpoint.error.__name__}."
     )
     content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
     return {"description": "The answer, whole or streamed", "content": content}

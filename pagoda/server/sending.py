@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pagoda.server.errors import CLIENT_CLOSED, ClientGone, as_api_error, error_body
+from pagoda.server.errors import CLIENT_CLOSED, ApiError, ClientGone, as_api_error, error_body, shortened
 
 logger = logging.getLogger("pagoda.server")
 
@@ -40,13 +41,25 @@ def json_response(answer: Struct) -> Response:
     return Response(_encode(answer), media_type="application/json")
 
 
-def event(answer: object) -> bytes:
-    """Return a server-sent event with a struct as JSON."""
-    return b"data: " + _encode(answer) + b"\n\n"
+def event(answer: object, name: str | None = None) -> bytes:
+    """Return a server-sent event with a struct as JSON.   name: of the event, if it has one."""
+    data = b"data: " + _encode(answer) + b"\n\n"
+    return data if name is None else f"event: {name}\n".encode() + data
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How an API ends its streams.   error: from an error and the request's id, its event.   end: the last bytes."""
+
+    error: Callable[[ApiError, str], bytes]
+    end: bytes
+
+
+OPENAI_FRAMING = Framing(lambda error, request_id: event(error_body(error, request_id)), DONE)
 
 
 class EventStream(Response):
-    """Server-sent events from an async generator of ready-made bytes, then [DONE].
+    """Server-sent events from an async generator of ready-made bytes, then what ends a stream of the API.
 
     A disconnect closes the generator (its `finally` runs), even while nothing is being sent. `send` waits for a slow
     reader, which only delays its own stream. Errors are sent as an event, because the status has already been sent.
@@ -55,11 +68,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None], framing: Framing = OPENAI_FRAMING
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._on_end = on_end
+        self._framing = framing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -79,16 +95,11 @@ class EventStream(Response):
             state.update(ended_as=known.status, error=known.message)
             if known.status == 500:  # other statuses are not failures of the server
                 logger.error("a stream ended with an error", exc_info=error)
-            await send(
-                {
-                    "type": "http.response.body",
-                    "body": event(error_body(known.status, known.message, known.param)),
-                    "more_body": True,
-                }
-            )
-        # Ended before the client reads [DONE]: it may then send another request with the same id.
+            frame = self._framing.error(shortened(known), state.get("request_id", ""))
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+        # Ended before the client reads the end: it may then send another request with the same id.
         await self._end()
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": self._framing.end, "more_body": False})
 
     async def _end(self) -> None:
         await self._events.aclose()

@@ -4,16 +4,20 @@ A dialect (dialects/) makes a TurnRequest of the body of its API and frames of t
 the turn in between.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from msgspec import Struct
 
+from pagoda.base.errors import RequestError
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.server.body import Body
+from pagoda.server.errors import ApiError, as_api_error
+from pagoda.server.sending import Framing
 
 if TYPE_CHECKING:
     from pagoda.engine.async_text import AsyncText
@@ -108,6 +112,18 @@ class TurnRequest:
         return 1 if self.conversation is not None else len(self.prompts)
 
 
+@contextlib.contextmanager
+def naming_fields(origin: Callable[[str], str]) -> Iterator[None]:
+    """Have errors name the caller's own fields.   origin: as of TurnRequest."""
+    try:
+        yield
+    except (ApiError, RequestError) as error:
+        known = as_api_error(error)
+        if known.param is None or (own := origin(known.param)) == known.param:
+            raise
+        raise ApiError(known.status, known.message.replace(known.param, own, 1), own, known.retry_after_s) from None
+
+
 @dataclass(slots=True)
 class ReasoningDelta:
     text: str
@@ -147,37 +163,34 @@ TurnEvent = ReasoningDelta | TextDelta | CallDelta | TurnEnd
 
 @dataclass(slots=True)
 class Piece:
-    """What one output has said since its last piece.   prompt: the index of its prompt.   delta: of the request."""
+    """What one output has said since its last piece.   prompt: the index of its prompt.   delta: of the request.
+
+    text, reasoning, calls, end: the same as the events, by kind; the pieces of the same call are one.
+    """
 
     prompt: int
     delta: RequestOutput
     output: CompletionOutput
     events: list[TurnEvent]
 
-    @property
-    def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, TextDelta))
+    text: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list[CallDelta])
+    end: TurnEnd | None = None
 
-    @property
-    def reasoning(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, ReasoningDelta))
-
-    @property
-    def calls(self) -> list[CallDelta]:
-        """Its pieces of calls, those of the same call made into one."""
-        found: dict[int, list[CallDelta]] = {}
+    def __post_init__(self) -> None:
         for event in self.events:
-            if isinstance(event, CallDelta):
-                found.setdefault(event.index, []).append(event)
-        return [
-            CallDelta(at, "".join(one.arguments for one in parts), parts[0].id, parts[0].name)
-            for at, parts in found.items()
-        ]
-
-    @property
-    def end(self) -> TurnEnd | None:
-        last = self.events[-1] if self.events else None
-        return last if isinstance(last, TurnEnd) else None
+            if isinstance(event, TextDelta):
+                self.text += event.text
+            elif isinstance(event, ReasoningDelta):
+                self.reasoning += event.text
+            elif isinstance(event, TurnEnd):
+                self.end = event
+            elif self.calls and self.calls[-1].index == event.index:
+                last = self.calls[-1]
+                self.calls[-1] = CallDelta(last.index, last.arguments + event.arguments, last.id, last.name)
+            else:
+                self.calls.append(event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +232,19 @@ B = TypeVar("B", bound=Body)
 
 
 class Dialect(Protocol[B]):
-    """The form of one API's requests and answers.   body: of its requests.   id_prefix: of the ids of its answers."""
+    """The form of one API's requests and answers.
+
+    body: of its requests.   id_prefix: of the ids of its answers.   framing: how its streams end.
+    """
 
     @property
     def body(self) -> type[B]: ...
 
     @property
     def id_prefix(self) -> str: ...
+
+    @property
+    def framing(self) -> Framing: ...
 
     def request(self, body: B, state: "ServerState") -> TurnRequest:
         """Return what a body asks for. May run on a thread. Raises ApiError, RequestError."""

@@ -89,11 +89,28 @@ _CHAT = (
     "chat_template chat_template_kwargs chat_template_kwargs.messages continue_final_message documents top_logprobs "
     "metadata metadata.a service_tier reasoning_effort audio functions"
 )
+_MESSAGES = (
+    "messages messages.0 messages.0.role messages.0.content messages.0.content.0 messages.0.content.0.type "
+    "messages.0.content.0.text messages.0.content.0.source.data messages.0.content.0.input "
+    "messages.0.content.0.content system system.0 system.0.text tools tools.0 tools.0.name tools.0.input_schema "
+    "tool_choice tool_choice.type tool_choice.name thinking thinking.budget_tokens stop_sequences stop_sequences.0 "
+    "temperature top_k seed output_config output_config.format.schema mcp_servers metadata no_such_field"
+)
 _POOLING = "input input.0 input.0.0 messages dimensions encoding_format truncate_prompt_tokens priority request_id"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ROUTES: tuple[tuple[str, dict[str, Any], str], ...] = (
     (CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "seed": 1}, f"{_CHAT} {_SAMPLING}"),
     (TEXT, {"prompt": "Hi", "max_tokens": 3, "seed": 1}, f"prompt prompt.0 prompt.0.0 prompt_embeds {_SAMPLING}"),
+    (
+        "/v1/messages",
+        {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
+        f"model max_tokens {_MESSAGES}",
+    ),
+    (
+        "/v1/messages/count_tokens",
+        {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hi"}]},
+        _MESSAGES,
+    ),
     ("/tokenize", {"prompt": "Hi"}, f"prompt model add_special_tokens return_token_strs {_CHAT}"),
     ("/detokenize", {"tokens": [1, 2, 3]}, "tokens tokens.0 model no_such_field"),
     ("/v1/embeddings", {"input": "Hi"}, _POOLING),

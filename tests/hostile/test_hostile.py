@@ -97,9 +97,11 @@ def problem(status: int, content_type: str, body: bytes) -> str:
         return f"an error of {len(body)} bytes"
     if not content_type.startswith("application/json"):
         return f"an error that is not JSON: {body[:200]!r}"
-    error = json.loads(body)["error"]
-    if set(error) != {"message", "type", "param", "code"} or "internal error" in error["message"]:
-        return f"not an error of OpenAI's format: {error}"
+    answer = json.loads(body)
+    error = answer["error"]
+    fields = {"message", "type"} if answer.get("type") == "error" else {"message", "type", "param", "code"}
+    if set(error) != fields or "internal error" in error["message"]:
+        return f"not an error of OpenAI's or Anthropic's format: {error}"
     return ""
 
 

@@ -15,7 +15,12 @@ TEXT = {"prompt": "Once upon a time", "max_tokens": 8, "seed": 1}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 EVERYTHING = {"return_token_ids": True, "return_timings": True, "prompt_logprobs": 1, "n": 2, "temperature": 1.0}
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
-CHUNKS = {"/v1/completions": "CompletionChunk", "/v1/chat/completions": "ChatCompletionChunk"}
+CHUNKS = {
+    "/v1/completions": "CompletionChunk",
+    "/v1/chat/completions": "ChatCompletionChunk",
+    "/v1/messages": "MessageEvent",
+}
+MESSAGES = {**CHAT, "model": "smollm2-135m"}
 
 REQUESTS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("GET", "/health", None),
@@ -51,6 +56,11 @@ REQUESTS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
         {**CHAT, **EVERYTHING, "logprobs": True, "top_logprobs": 2, "stream": True, "stream_options": USAGE},
     ),
     ("POST", "/v1/chat/completions", {**CHAT, "top_logprobs": 1}),
+    ("POST", "/v1/messages", MESSAGES),
+    ("POST", "/v1/messages", {**MESSAGES, "stream": True}),
+    ("POST", "/v1/messages", {**MESSAGES, "model": "unknown"}),
+    ("POST", "/v1/messages", CHAT),
+    ("POST", "/v1/messages/count_tokens", {"model": "smollm2-135m", "messages": CHAT["messages"]}),
     ("POST", "/v1/embeddings", {"input": ["one", "two"]}),
     ("POST", "/v1/embeddings", {"input": "one", "encoding_format": "base64", "dimensions": 8}),
     ("POST", "/pooling", {"input": "one", "task": "token_embed"}),
@@ -110,7 +120,10 @@ def test_answers_are_as_described(
         assert CHUNKS[path] in described["content"][media_type]["schema"]["description"]
         lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
         assert len(lines) > 2
-        assert lines.pop() == "[DONE]"
+        if path == "/v1/messages":
+            lines = [line.partition("\ndata: ")[2] for line in lines]
+        else:
+            assert lines.pop() == "[DONE]"
         for line in lines:
             check(page, page["components"]["schemas"][CHUNKS[path]], json.loads(line))
 

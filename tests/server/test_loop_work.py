@@ -38,6 +38,8 @@ TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 BASES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "chat_template": TEMPLATE},
     "/v1/completions": {"prompt": "Hi"},
+    "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "Hi"}]},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [1]},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "a"},

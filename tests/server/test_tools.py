@@ -1,9 +1,11 @@
 """Tool calls and reasoning through the whole server, from a model that spells them token by token."""
 
+import contextlib
 import itertools
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -45,20 +47,24 @@ TOOLS: list[Any] = [
 MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Zürich?"}]
 
 
-@pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("tools")
+@contextlib.contextmanager
+def scripted_server(folder: Path, template: str) -> Iterator[LiveServer]:
+    """A server whose answer to a request with seed i is SAID[i]."""
     setup = resolve_engine(EngineConfig.from_options(distributed_executor_backend="fake"))
     tokenizer = load_tokenizer(setup.files, None, None)
     end = tokenizer.facts.eos_token_ids[0]
-    scripts = folder / "scripts.json"
+    scripts, file = folder / "scripts.json", folder / "template.jinja"
     scripts.write_text(json.dumps([[*tokenizer.encode(text, False), end] for text in SAID]))
-    template = folder / "hermes.jinja"
-    template.write_text(HERMES)
+    file.write_text(template)
     env = {"ENGINE_SCRIPTS": str(scripts), "PYTHONPATH": os.getcwd()}
-    with serving(
-        folder, *FAKE_FLAGS, "--chat-template", str(template), env=env, engine="tests.engine.scripted_engine"
-    ) as server:
+    flags = (*FAKE_FLAGS, "--chat-template", str(file))
+    with serving(folder, *flags, env=env, engine="tests.engine.scripted_engine") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with scripted_server(tmp_path_factory.mktemp("tools"), HERMES) as server:
         yield server
 
 

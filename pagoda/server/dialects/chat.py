@@ -26,6 +26,7 @@ from pagoda.server.errors import ApiError
 from pagoda.server.protocol import ChatCompletionRequest
 from pagoda.server.respond import respond
 from pagoda.server.routing import Router
+from pagoda.server.sending import OPENAI_FRAMING
 from pagoda.server.state import ServerState
 from pagoda.server.turn import CallDelta, Piece, Turn, TurnRequest
 
@@ -48,6 +49,7 @@ class ChatDialect:
 
     body = ChatCompletionRequest
     id_prefix = "chatcmpl"
+    framing = OPENAI_FRAMING
 
     def request(self, body: ChatCompletionRequest, state: ServerState) -> TurnRequest:
         conversation = body.conversation
@@ -84,17 +86,18 @@ class ChatAnswer(ChunkedAnswer):
             self._opening.prompt_token_ids = UNSET
 
     def choice(self, piece: Piece) -> ChatChunkChoice | None:
-        output, body = piece.output, self._body
+        output, body, end = piece.output, self._body, piece.end
         message, logprobs = ChatDelta(), self._logprobs(output)
-        if body.include_reasoning and (thought := piece.reasoning):
-            message.reasoning = message.reasoning_content = thought
-        if text := piece.text:
-            message.content = text
-        if calls := piece.calls:  # one entry for each call: clients look at one per event
-            message.tool_calls = [_delta_of(call) for call in calls]
-        end = piece.end
-        if message == ChatDelta() and end is None and not (body.return_token_ids or logprobs):
+        thought = piece.reasoning if body.include_reasoning else ""
+        text, calls = piece.text, piece.calls
+        if not (text or thought or calls or end or body.return_token_ids or logprobs):
             return None
+        if thought:
+            message.reasoning = message.reasoning_content = thought
+        if text:
+            message.content = text
+        if calls:  # one entry for each call: clients look at one per event
+            message.tool_calls = [_delta_of(call) for call in calls]
         choice = ChatChunkChoice(output.index, message, logprobs, None if end is None else end.reason)
         if end is not None:
             choice.stop_reason = end.stop_reason

@@ -18,6 +18,7 @@ from pagoda.server.dialects.openai import ChunkedAnswer, turn_request
 from pagoda.server.protocol import CompletionRequest
 from pagoda.server.respond import respond
 from pagoda.server.routing import Router
+from pagoda.server.sending import OPENAI_FRAMING
 from pagoda.server.state import ServerState
 from pagoda.server.turn import Piece, Turn, TurnRequest
 
@@ -40,6 +41,7 @@ class CompletionDialect:
 
     body = CompletionRequest
     id_prefix = "cmpl"
+    framing = OPENAI_FRAMING
 
     def request(self, body: CompletionRequest, state: ServerState) -> TurnRequest:
         of_prompt = body.num_logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs

@@ -47,6 +47,8 @@ def _route(path: str, file: Path) -> Route:
 async def _lead_to_page(http: Request) -> Response:
     """Lead a browser to the dashboard; programs get the error of an unknown path, which names the other routes."""
     http.scope["state"]["route"] = "/"
+    if http.method == "HEAD":  # Anthropic's clients ask so whether there is a server
+        return Response()
     if "text/html" not in http.headers.get("accept", ""):
         raise HTTPException(404)
     return RedirectResponse("dashboard")

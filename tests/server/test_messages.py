@@ -1,0 +1,277 @@
+"""Anthropic's API: the anthropic package, the order of events, and how conversations reach the template."""
+
+import json
+import random
+import string
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from pagoda.base.outputs import CompletionOutput, RequestOutput
+from pagoda.base.request_limits import RequestLimits
+from pagoda.server.answers import PromptTokensDetails, Usage
+from pagoda.server.body import parse_body
+from pagoda.server.dialects.messages import MESSAGES, CountTokensRequest, MessagesRequest, conversation_of
+from pagoda.server.reader import Reader
+from pagoda.server.reasoning import ReasoningSplitter
+from pagoda.server.tool_parsers.formats import HermesParser
+from pagoda.server.turn import Piece
+from tests.server.live import LiveServer
+from tests.server.test_tools import SAID, THINKING, scripted_server
+
+PYTHON = Path(f"{sys.prefix}-clients") / "bin" / "python"
+SCRIPT = Path(__file__).parent / "client_scripts" / "anthropic_client.py"
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with scripted_server(tmp_path_factory.mktemp("messages"), THINKING) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def saw(thinking: LiveServer) -> dict[str, Any]:
+    """What the anthropic package has seen."""
+    if not PYTHON.exists():
+        pytest.skip(f"no {PYTHON}; install it with: make .venv-clients/.installed")
+    done = subprocess.run([str(PYTHON), str(SCRIPT), thinking.url], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return seen
+
+
+def test_the_anthropic_package_sees_the_same_whole_and_streamed(saw: dict[str, Any]) -> None:
+    for name in ("calls", "thought", "hidden", "text", "cut", "stopped", "forced", "one"):
+        whole, streamed = saw[name]
+        for block in (*whole["content"], *streamed["content"]):
+            block.pop("signature", None)
+        assert whole == streamed, name
+    place = {"city": "Zürich", "days": 2}
+    call = {"type": "tool_use", "name": "weather", "input": place}
+    thought = {"type": "thinking", "thinking": "Where? 2 < 3, so Zürich.\n"}
+    text = {"type": "text", "text": SAID[3]}
+    assert saw["calls"][0]["content"] == [
+        {"type": "text", "text": "Let me look."},
+        call,
+        {**call, "input": {**place, "city": "Bern"}},
+    ]
+    assert saw["calls"][0]["stop"] == ["tool_use", None]
+    assert saw["one"][0]["content"] == [{"type": "text", "text": "Let me look."}, call]
+    assert saw["thought"][0]["content"] == [thought, call]
+    assert saw["hidden"][0]["content"] == [call]
+    assert (saw["text"][0]["content"], saw["text"][0]["stop"]) == ([text], ["end_turn", None])
+    assert (saw["cut"][0]["stop"], saw["cut"][0]["output"]) == (["max_tokens", None], 4)
+    assert saw["stopped"][0]["stop"] == ["stop_sequence", "needed"]
+
+
+def test_an_agent_of_the_anthropic_package_goes_on_after_its_calls(saw: dict[str, Any]) -> None:
+    num_calls, second, num_cached = saw["agent"]
+    assert num_calls == 2
+    assert second["content"] == [{"type": "text", "text": SAID[3]}]
+    assert num_cached > 0
+    assert saw["counted"][0] == saw["counted"][1]
+    assert (saw["models"], saw["model"]) == (["smollm2-135m"], "smollm2-135m")
+
+
+def test_errors_of_the_anthropic_package_name_its_own_fields(saw: dict[str, Any]) -> None:
+    refused = {"model": (404, "not_found_error", "unknown model 'other'"), "temperature": (400, None, "temperature")}
+    refused |= {
+        "stop": (400, None, "stop_sequences"),
+        "block": (400, None, "messages[0].content[0]: this server does not support blocks of type 'video'"),
+        "image": (400, None, "messages[0]"),
+        "schema": (400, None, "tools[1].input_schema: at /properties/a/uniqueItems"),
+    }
+    for name, (status, kind, text) in refused.items():
+        given, shape, given_kind, message = saw["errors"][name]
+        assert (given, shape, given_kind) == (status, "error", kind or "invalid_request_error"), name
+        assert text in message, name
+
+
+def body_of(kind: Any = MessagesRequest, **fields: Any) -> Any:
+    given = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}], **fields}
+    return parse_body(msgspec.json.encode(given), kind, RequestLimits())
+
+
+def messages_of(*messages: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
+    return conversation_of(body_of(CountTokensRequest, messages=list(messages), **fields))[0].messages
+
+
+def block(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, **fields}
+
+
+IMAGE = block("image", source={"type": "base64", "media_type": "image/png", "data": "AAAA"})
+
+
+def test_results_of_tools_come_before_what_the_user_says_and_their_images_with_it() -> None:
+    results = [
+        block("tool_result", tool_use_id="a", content=[block("text", text="rain"), IMAGE]),
+        block("tool_result", tool_use_id="b", content="sun"),
+        block("text", text="And now?"),
+    ]
+    call = block("tool_use", id="a", name="f", input={"x": "ü"})
+    turns = messages_of(
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [block("thinking", thinking="Hm", signature="s"), call]},
+        {"role": "user", "content": results},
+    )
+    assert turns[1]["reasoning_content"] == "Hm"
+    assert turns[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": "ü"}'}
+    assert turns[2:] == [
+        {"role": "tool", "tool_call_id": "a", "content": "rain"},
+        {"role": "tool", "tool_call_id": "b", "content": "sun"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+                {"type": "text", "text": "And now?"},
+            ],
+        },
+    ]
+
+
+def test_the_number_in_a_billing_header_does_not_reach_the_prompt() -> None:
+    for nonce in ("1a", "2b"):
+        header = f"x-anthropic-billing-header: cc_version=2; cch={nonce};"
+        for system in ([block("text", text=header), block("text", text="Be short.")], f"{header}\nBe short."):
+            (first, _) = messages_of({"role": "user", "content": "Hi"}, system=system)
+            assert first == {"role": "system", "content": "Be short."}
+
+
+def test_a_system_message_in_mid_conversation_is_a_marked_part_of_the_users_turn() -> None:
+    turns = messages_of(
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Yes?"},
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Go on"},
+    )
+    assert [turn["role"] for turn in turns] == ["user", "assistant", "user"]
+    assert "".join(part["text"] for part in turns[2]["content"]) == "<system>\nBe short.\n</system>\nGo on"
+
+
+def test_the_answer_continues_a_last_message_of_the_assistant() -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}]
+    assert conversation_of(body_of(messages=turns))[0].continue_final_message
+    assert not conversation_of(body_of())[0].continue_final_message
+
+
+def test_keys_of_either_header_open_the_server(keyed_server: LiveServer) -> None:
+    asked = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    headers: Any
+    for headers in ({"x-api-key": "one"}, {"Authorization": "Bearer two"}, {"x-api-key": "two", "Authorization": "x"}):
+        assert keyed_server.post("/v1/messages?beta=true", asked, **headers)[0] == 200
+    for headers in ({}, {"x-api-key": "three"}, {"Authorization": "Basic one"}):
+        status, answer = keyed_server.post("/v1/messages", asked, **headers)
+        assert (status, answer["type"], answer["error"]["type"]) == (401, "error", "authentication_error")
+
+
+# ---- the order of events
+
+
+def random_text(dice: random.Random) -> str:
+    """What a model may say: a thought, texts and calls, cut somewhere now and then."""
+    words = ["a", " <", "tool", "\n", "{", "é", " ", "</", "think"]
+    parts = ["<think>" + "".join(dice.choices(words, k=5)) + "</think>"] if dice.random() < 0.5 else []
+    for _ in range(dice.randrange(4)):
+        parts.append("".join(dice.choices(words, k=dice.randrange(6))))
+        arguments = json.dumps({key: dice.random() for key in dice.sample(string.ascii_letters, dice.randrange(3))})
+        parts.append(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>')
+    text = "".join(parts)
+    return text[: dice.randrange(len(text) + 1)] if dice.random() < 0.3 else text
+
+
+def new_answer(body: Any) -> tuple[Any, Reader]:
+    usage = Usage(7, 3, 10, PromptTokensDetails(4))
+    turn: Any = SimpleNamespace(id="id", model="m", generation=SimpleNamespace(usage=usage))
+    return MESSAGES.answer(body, turn, turn), Reader(HermesParser(), ReasoningSplitter())
+
+
+def piece(reader: Reader, text: str, reason: str | None) -> Piece:
+    output = CompletionOutput(0, text, [1], finish_reason=reason)
+    return Piece(0, RequestOutput("r"), output, reader.read(output, reason is not None))
+
+
+def events_of(frames: bytes) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for frame in frames.decode().split("\n\n")[:-1]:
+        name, data = frame.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+DELTAS = {"text": {"text_delta"}, "thinking": {"thinking_delta", "signature_delta"}, "tool_use": {"input_json_delta"}}
+
+
+def checked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The content that events make; fails if they are not in their order, or if two blocks are open."""
+    begin, *inner, delta, end = events
+    assert (begin["type"], delta["type"], end["type"]) == ("message_start", "message_delta", "message_stop")
+    assert begin["message"]["usage"]["input_tokens"] == 3
+    content: list[dict[str, Any]] = []
+    arguments, is_open = "", False
+    for event in inner:
+        if event["type"] == "content_block_start":
+            assert not is_open
+            assert event["index"] == len(content)
+            content.append(event["content_block"])
+            arguments, is_open = "", True
+            continue
+        assert is_open
+        assert event["index"] == len(content) - 1
+        last = content[-1]
+        if event["type"] == "content_block_delta":
+            given = dict(event["delta"])
+            assert given.pop("type") in DELTAS[last["type"]]
+            for name, value in given.items():
+                if name == "partial_json":
+                    arguments += value
+                else:
+                    last[name] += value
+            continue
+        assert event["type"] == "content_block_stop"
+        is_open = False
+        if last["type"] == "tool_use":
+            last["input"] = json.loads(arguments)
+        if last["type"] == "thinking":
+            assert last["signature"]
+    assert not is_open
+    return content
+
+
+def test_events_of_random_turns_are_in_their_order_and_make_the_whole_answer() -> None:
+    dice = random.Random(7)
+    kinds: set[str] = set()
+    for number in range(200):
+        text, reason = random_text(dice), dice.choice(["stop", "length", "abort"])
+        body = body_of(thinking={"type": dice.choice(["enabled", "disabled"])})
+        answer, reader = new_answer(body)
+        cuts = sorted(dice.sample(range(len(text) + 1), min(len(text), dice.randrange(1, 20))))
+        frames = answer.opening()
+        for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+            is_last = end == len(text)
+            frames += answer.frames(piece(reader, text[begin:end], reason if is_last else None))
+            if is_last:
+                break
+        content = checked(events_of(frames + answer.closing()))
+        answer, reader = new_answer(body)
+        whole = msgspec.to_builtins(answer.whole([piece(reader, text, reason)]))
+        for one in (*content, *whole["content"]):
+            one.pop("id", None)
+        assert whole["content"] == content, (number, text)
+        assert (whole["stop_reason"] == "tool_use") == (
+            reason == "stop" and any(one["type"] == "tool_use" for one in content)
+        )
+        kinds |= {one["type"] for one in content}
+    assert kinds == set(DELTAS)
+
+
+def test_a_turn_without_any_output_has_a_beginning_and_an_end() -> None:
+    answer, _ = new_answer(body_of())
+    assert checked(events_of(answer.opening() + answer.closing())) == []
