@@ -48,7 +48,8 @@ def main() -> None:
     try:
         run(_serve(start, place))
     except PagodaError as error:
-        error_path(place, start.number).write_bytes(msgspec.json.encode((type(error).__name__, str(error))))
+        with contextlib.suppress(OSError):  # all end, and the folder is gone
+            error_path(place, start.number).write_bytes(msgspec.json.encode((type(error).__name__, str(error))))
         sys.exit(1)
 
 

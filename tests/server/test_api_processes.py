@@ -1,5 +1,6 @@
 """--api-server-count: several processes serve one port before one engine, and share what a server has once."""
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -15,12 +16,21 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlparse
 
 import openai
 import pytest
 
+from pagoda import WorkerDied
+from pagoda.base.config import EngineConfig
+from pagoda.engine.clients import supervisor
+from pagoda.engine.wire import EngineStats
+from pagoda.process.child_process import RendezvousDir
+from pagoda.server import api_group
+from pagoda.server.api_group import ApiGroup
+from pagoda.server.listening import listen_together
 from tests.cached_models import cached_model
 from tests.engine.lora_adapters import write_adapter
 from tests.server.live import FAKE_ENGINE, FAKE_FLAGS, LiveServer, children, is_running, reserved_port, serving
@@ -83,6 +93,16 @@ class Connection:
         response = self._http.getresponse()
         text = response.read().decode()
         return response.status, json.loads(text) if text.startswith(("{", "[")) else text
+
+    def frame(self) -> dict[str, Any]:
+        """The first frame of the dashboard's stream; then the connection is closed."""
+        self._http.request("GET", "/dashboard/stream", headers={"Authorization": f"Bearer {self._key}"})
+        with contextlib.closing(self._http.getresponse()) as response:
+            data = (line for line in response if line.startswith(b"data: "))
+            next(data)  # what comes once
+            frame = json.loads(next(data)[6:])
+        self._http.close()
+        return frame
 
     def send(self, path: str, body: Any) -> None:
         """POST, and leave the answer."""
@@ -227,9 +247,25 @@ def test_any_process_shows_the_requests_of_all_and_ends_them(server: LiveServer)
                 timeline = connection.get(f"/requests/{name}")[1]["timeline"]
                 assert [one["what"] for one in timeline][:2] == ["arrived", "queued"]
         assert to_each(server, "two")[0].get("/requests/cmpl-a")[0] == 404
+        for connection in to_each(server):
+            status, trace = connection.get("/trace?seconds=0.2")
+            assert status == 200
+            assert all(name in json.dumps(trace) for name in ("1/cmpl-a", "1/cmpl-b"))
+            assert {row[0] for row in connection.frame()["requests"]} == {"1/cmpl-a", "1/cmpl-b"}
         status, answer = first.post("/abort_requests", {"request_ids": ["cmpl-a", "cmpl-b", "cmpl-c"]})
         assert (status, sorted(answer["aborted"])) == (200, ["cmpl-a", "cmpl-b"])
         assert b'"finish_reason":"abort"' in stream.read()
+
+
+def test_a_prefix_is_found_whichever_process_it_came_from(server: LiveServer) -> None:
+    body = {"prompt": [11] * 64, "max_tokens": 1}
+    first, second = to_each(server, "one")
+    other = to_each(server, "two")[1]
+    num_cached = [
+        one.post("/v1/completions", body)[1]["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for one in (first, second, other)
+    ]
+    assert num_cached == [0, 48, 0]  # that of another key is never found
 
 
 def test_a_killed_engine_costs_no_stream_of_any_process_a_token(server: LiveServer) -> None:
@@ -322,11 +358,13 @@ def test_sigterm_ends_all_after_the_last_request_of_any(tmp_path: Path) -> None:
 
 
 def test_processes_and_engine_end_with_their_parent(tmp_path: Path) -> None:
-    with serving(tmp_path, *FAKE_ENGINE, "--api-server-count", "2") as server:
+    env = {"TMPDIR": str(tmp_path)}
+    with serving(tmp_path, *FAKE_ENGINE, "--api-server-count", "2", env=env) as server:
         started = list(children(server.process.pid))
         assert len(started) == 3
         server.process.kill()
         wait_until(lambda: not any(map(is_running, started)))
+    assert list(tmp_path.glob("pagoda-*")) == []
 
 
 def started(*flags: str, port: int = 0) -> "subprocess.CompletedProcess[str]":
@@ -346,3 +384,21 @@ def test_what_cannot_be_served_is_said_once(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.count("none-such") == 1, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_process_that_never_comes_to_serve_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_group, "_MODULE", "pagoda.process.watchdog")  # which ends at once
+    monkeypatch.setattr(supervisor, "START_PAUSE_S", 0.01)
+    config = EngineConfig.from_options(port=0, api_server_count=2)
+    engine: Any = SimpleNamespace(died=None, on_step=None, is_up=False, is_stuck=False, num_deaths=0, stats=EngineStats)
+
+    async def main() -> None:
+        place = RendezvousDir()
+        starting: asyncio.Task[Any] = asyncio.create_task(asyncio.sleep(60))
+        with contextlib.ExitStack() as stack:
+            stack.callback(place.remove)
+            listeners = [stack.enter_context(one) for one in listen_together(config.server)]
+            await ApiGroup(config, engine, listeners, place).run(starting)
+
+    with pytest.raises(WorkerDied, match=r"API process \d ended with exit code 0, 3 times in a row before"):
+        asyncio.run(main())
