@@ -279,6 +279,8 @@ class EventStream:
 
     def take(self) -> dict[int, Events]:
         """Return what no client got yet, by client."""
+        if not self._pending:
+            return {}
         taken, self._pending = self._pending, []
         clients = dict.fromkeys(event.client for event in taken)
         return {client: Events(event for event in taken if event.client == client) for client in clients}

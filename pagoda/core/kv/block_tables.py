@@ -214,7 +214,7 @@ class BlockTables:
             self._mark_shared_tail(row)
         self._prefix_cache.share(source, row, num_tokens)
 
-    def restore(self, row: int, parts: list[tuple[np.ndarray, np.ndarray]], *, has_tail: bool) -> None:
+    def restore(self, row: int, parts: tuple[tuple[np.ndarray, np.ndarray], ...], *, has_tail: bool) -> None:
         """Fill an empty row with blocks that hold its content already: per KV group, (table indices, blocks).
 
         has_tail: the last one is partly filled; a sibling may have it, too.

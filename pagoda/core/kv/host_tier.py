@@ -1,5 +1,7 @@
 """HostTier: keeps the KV of whole requests in host memory and brings it back."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from pagoda.base.errors import InvariantBroken
@@ -56,13 +58,8 @@ class HostTier:
         sources = np.array([copied_from.get(block, block) for block in unique.tolist()], np.int32)
         order = np.argsort(first)
         self._moves_out = np.concatenate((self._moves_out, np.stack((sources[order], host[order]), axis=1)))
-        host_of, at = host[inverse], 0
-        for sequence, row_used in zip(sequences, used, strict=True):
-            swapped: list[_Swapped] = []
-            for index, blocks in row_used:
-                swapped.append((index, host_of[at : at + len(blocks)]))
-                at += len(blocks)
-            self._swapped[sequence] = tuple(swapped)
+        for sequence, swapped in zip(sequences, _replaced(used, host[inverse]), strict=True):
+            self._swapped[sequence] = swapped
             self._tables.free_row(sequence.row)
         return len(unique)
 
@@ -98,12 +95,8 @@ class HostTier:
         self._tables.pool.add_references(device, counts - 1)
         order = np.argsort(first)
         self._moves_in = np.concatenate((self._moves_in, np.stack((unique[order], device[order]), axis=1)))
-        device_of, at = device[inverse], 0
-        for sequence in sequences:
-            parts: list[_Swapped] = []
-            for index, blocks in self._swapped[sequence]:
-                parts.append((index, device_of[at : at + len(blocks)]))
-                at += len(blocks)
+        swapped = [self._swapped[sequence] for sequence in sequences]
+        for sequence, parts in zip(sequences, _replaced(swapped, device[inverse]), strict=True):
             self._tables.restore(sequence.row, parts, has_tail=sequence.num_computed % self._sizing.block_size != 0)
             self.drop(sequence)
         return len(unique)
@@ -132,3 +125,9 @@ class HostTier:
                 )
         if (counted != self.pool.ref_count).any():
             raise InvariantBroken("a host block's reference count is not that of the swapped sequences")
+
+
+def _replaced(tables: Iterable[Iterable[_Swapped]], blocks: np.ndarray) -> list[tuple[_Swapped, ...]]:
+    """Return the tables with `blocks` in place of their own, one after the other."""
+    rest = iter(np.split(blocks, np.cumsum([len(own) for table in tables for _, own in table])))
+    return [tuple((index, next(rest)) for index, _ in table) for table in tables]
