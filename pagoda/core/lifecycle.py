@@ -103,20 +103,24 @@ def move_to_running(state: SchedulerState, request: RequestState) -> AdmitKind:
 
 def give_row(state: SchedulerState, sequence: Sequence, num_computed: int) -> int:
     """The sequence gets a row, without blocks. Return the row."""
-    state.batch.changed()
-    return state.table.admit(sequence, num_computed)
+    row = state.table.admit(sequence, num_computed)
+    state.batch.add_row(row, sequence.request)
+    return row
 
 
 def fork_row(state: SchedulerState, source: int, sequence: Sequence) -> int:
     """The sequence gets a row with the tokens of `source`, without blocks. Return the row."""
-    state.batch.changed()
-    return state.table.fork(source, sequence)
+    row = state.table.fork(source, sequence)
+    state.batch.add_row(row, sequence.request)
+    return row
 
 
 def note_first_outputs(state: SchedulerState, rows: np.ndarray) -> None:
     """`rows` emit a token, which is the first one of some requests."""
     for row in state.batch.take_awaiting(rows):
-        note_first_output(state, state.table.owner(row).request)
+        request = state.table.owner(row).request
+        if not request.has_output:  # or another sequence has emitted it
+            note_first_output(state, request)
 
 
 def note_first_output(state: SchedulerState, request: RequestState) -> None:

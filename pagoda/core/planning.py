@@ -150,7 +150,6 @@ def _resume(state: SchedulerState, request: RequestState, plan: StepPlan) -> Rea
         if chunk.num_new:
             state.kv.tables.allocate_slots_swapped_in(row, end)
             place_chunk(state, plan, request, row, start, chunk)
-    state.batch.await_first_output(sequences[0].row, request)
     _note_admitted(state, request, kind, None, sum(chunk.num_new for chunk in chunks))
     return None
 
@@ -209,7 +208,6 @@ def _enter_with_prefix(
     state.encoder.add_row(request, row)
     place_chunk(state, plan, request, row, start, chunk)
     state.batch.let_siblings_wait(row, request)
-    state.batch.await_first_output(row, request)
     _note_admitted(state, request, kind, start if state.kv.prefix_cache.enabled else None, chunk.num_new)
 
 

@@ -127,10 +127,11 @@ class RunningBatch:
         """The row, which is new, is to compute tokens of its prompt."""
         self.prefilling[row] = None
 
-    def await_first_output(self, row: int, request: RequestState) -> None:
-        """Note `row`, unless the client has a token of the request already."""
+    def add_row(self, row: int, request: RequestState) -> None:
+        """A sequence of the request has got the row."""
         if not request.has_output:
             self.awaiting_first_output.add(row)
+        self.changed()
 
     def take_awaiting(self, rows: np.ndarray) -> list[int]:
         """Return which of `rows` await their first output. They no longer do."""

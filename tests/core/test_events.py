@@ -23,6 +23,7 @@ from pagoda.core.events import (
 )
 from pagoda.core.request import AdmitKind, Reason
 from tests.core.rig import Rig
+from tests.core.test_failures import fail
 
 
 def listen(rig: Rig, *, cache: bool = False) -> list[Event]:
@@ -218,3 +219,20 @@ def test_siblings_that_wait_again_because_the_first_one_ended_say_so() -> None:
     assert (ended.sequence, ended.is_last) == (0, False)
     assert rig.plan().preempted == ("a",)
     assert rig.scheduler.make_stats().preemptions == 2
+
+
+@pytest.mark.parametrize("when", ["at first", "after a reset"])
+def test_the_first_token_of_a_request_is_told_when_its_first_sequence_fails_before_it(when: str) -> None:
+    rig = Rig()
+    heard = listen(rig)
+    rig.add("a", 4, max_tokens=3, n=2)
+    step = rig.plan()
+    if when == "after a reset":
+        rig.scheduler.reset_prefix_cache(preempt_running=True)
+        rig.deliver(step)
+        step = rig.plan()
+    fail(rig, step, step.output.rows.tolist()[0])
+    while rig.running or rig.waiting:
+        rig.step()
+    assert [event.handle for event in heard if isinstance(event, FirstToken)] == [1]
+    assert [event.sequence for event in heard if isinstance(event, Ended)] == [0, 1]
