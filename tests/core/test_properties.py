@@ -224,7 +224,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             skip_prefix_read=skip,
             media=tuple(media),
             prompt_embeds=embeds,
-            client_index=self.count % 2,
             arrival_time_s=self.traffic.clock.now() + 1e-6 * self.count,  # no two alike
             eos_token_ids=(0,) if self.count % 3 == 0 else (),
             encoder_len=length % 6 + 1 if setting.encoder_decoder else 0,

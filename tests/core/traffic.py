@@ -13,7 +13,7 @@ from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig, SchedulingPolicy
 from pagoda.core.events import Admitted, ClientEvent, Copied, Ended, Event
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
-from pagoda.core.request import AdmitKind, Request, RequestStatus
+from pagoda.core.request import AdmitKind, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
@@ -113,12 +113,12 @@ class Traffic:
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput, Failure | None]] = deque()
         self.failing: dict[int, set[tuple[str, int]]] = {}  # step in flight -> the sequences that its failure may end
         self.requests: dict[str, Request] = {}
-        self.id_of: dict[int, str] = {}
+        self.id_of: dict[RequestKey, str] = {}
         self.received: dict[tuple[str, int], Received] = {}
         self.aborted: set[str] = set()
         self.reset_ids: set[str] = set()  # preempted by a reset or a failure since the last step was planned
         self.finished: Counter[str] = Counter()
-        self.num_cached: dict[int, int] = {}  # by handle, at the last admission
+        self.num_cached: dict[RequestKey, int] = {}  # at the last admission
         self.outputs: list[SchedulerOutput] = []
         self.ignored: set[str] = set()  # of which a sequence ended while the last step was planned
         self.events: list[Event] = []  # since the last `check`
@@ -140,12 +140,12 @@ class Traffic:
     # What happens ---------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        assert request.handle not in self.id_of
+        assert request.key not in self.id_of
         self.scheduler.add_request(request)
         if self.twin is not None:
             self.twin.add(request)
         self.requests[request.request_id] = request
-        self.id_of[request.handle] = request.request_id
+        self.id_of[request.key] = request.request_id
         for sequence in range(request.num_seqs):
             self.received[request.request_id, sequence] = Received(
                 truth_of(request, sequence, self.setting.max_model_len)
@@ -209,7 +209,7 @@ class Traffic:
         self.failing[output.step] = self._sequences_of(self._failed_rows(output, failure))
         self.outputs.append(output)
         self.in_flight.append((output, result, failure))
-        self.finished.update(self.id_of[handle] for _, handle in output.finished)
+        self.finished.update(self.id_of[key] for key in output.finished)
         self._check_step(output, queue)
         if self.twin is not None:
             self._plan_twin(output)
@@ -237,7 +237,7 @@ class Traffic:
                 (self._name(init.row), "new" if init.kind is AdmitKind.NEW else "resumed", init.num_computed)
                 for init in output.admitted
             ),
-            "preempted": sorted(self.id_of[handle] for _, handle in output.preempted),
+            "preempted": sorted(self.id_of[key] for key in output.preempted),
             "samples": sorted(self._name(row) for row in output.sample_rows.tolist()),
             "copies": len(output.copies),
             "swapped_out": len(output.swap_out),
@@ -270,8 +270,8 @@ class Traffic:
         if failure is not None:
             self.reset_ids |= running
         may_end = self.failing.pop(output.step)
-        for outputs in by_client.values():
-            self._receive(outputs, may_end)
+        for client, outputs in by_client.items():
+            self._receive(client, outputs, may_end)
         if self.twin is not None:
             plan = self.plans.popleft()
             raised = failure is not None and failure.rows is None
@@ -360,14 +360,15 @@ class Traffic:
 
     # What must hold -------------------------------------------------------------------------------------------
 
-    def _receive(self, outputs: EngineCoreOutputs, may_end: Set[tuple[str, int]]) -> None:
+    def _receive(self, client: int, outputs: EngineCoreOutputs, may_end: Set[tuple[str, int]]) -> None:
         """may_end: the sequences that the failure of this step may end."""
         tokens = outputs.token_ids.tolist()
-        ends = {(self.id_of[finish.handle], finish.sequence): finish for finish in outputs.ends}
+        assert all(event.client == client for event in outputs.events)
+        ends = {(self.id_of[client, finish.handle], finish.sequence): finish for finish in outputs.ends}
         for handle, sequence, count in zip(
             outputs.handles.tolist(), outputs.sequences.tolist(), outputs.counts.tolist(), strict=True
         ):
-            key = (self.id_of[handle], sequence)
+            key = (self.id_of[client, handle], sequence)
             received = self.received[key]
             assert count > 0 or key in ends, "only what has new tokens or an end is sent"
             assert received.finish is None, f"{key} emits tokens after its end"
@@ -377,7 +378,7 @@ class Traffic:
             del tokens[:count]
             assert received.tokens == received.truth[: len(received.tokens)], f"{key} has other tokens in this schedule"
         assert not tokens
-        self._receive_pooled(outputs)
+        self._receive_pooled(client, outputs)
         for key, finish in ends.items():
             received = self.received[key]
             assert received.finish is None, f"{key} ended twice"
@@ -404,20 +405,20 @@ class Traffic:
         crosses = [group.kind is KVGroupKind.CROSS for group in setting.groups]
         return request.num_seqs * crosses.count(False) * of_output + crosses.count(True) * of_encoder
 
-    def _receive_pooled(self, outputs: EngineCoreOutputs) -> None:
+    def _receive_pooled(self, client: int, outputs: EngineCoreOutputs) -> None:
         """A request to pool ends with its vector, and with nothing else unless it has an error."""
         admitted = [event for event in outputs.events if isinstance(event, Admitted)]
-        self.num_cached |= {event.handle: event.num_cached or 0 for event in admitted}
+        self.num_cached |= {(client, event.handle): event.num_cached or 0 for event in admitted}
         for handle, vector in outputs.pooled.items():
-            request = self.requests[self.id_of[handle]]
+            request = self.requests[self.id_of[client, handle]]
             *values, begin = vector.tolist()
             assert request.pooling is not None
             assert request.request_id not in self.aborted
             assert values == pooled_vector(request.prompt_token_ids.tolist())
             assert begin == 0 or request.reads_prefix_cache, "some states were not computed in one go"
-            assert self.num_cached[handle] == 0 or request.reads_prefix_cache
+            assert self.num_cached[client, handle] == 0 or request.reads_prefix_cache
         for finish in outputs.ends:
-            if self.requests[self.id_of[finish.handle]].pooling is not None and finish.message is None:
+            if self.requests[self.id_of[client, finish.handle]].pooling is not None and finish.message is None:
                 has_vector = finish.handle in outputs.pooled
                 assert has_vector == (finish.status is RequestStatus.FINISHED_STOPPED), finish
 
@@ -437,7 +438,7 @@ class Traffic:
         loras = {row.lora for row in self.worker.rows.values() if row.lora is not None}
         assert not config.max_loras or len(loras) <= config.max_loras
         fresh = [init.request_id for init in output.admitted if init.sequence == 0]
-        if not config.evict_for_priority and {self.id_of[handle] for _, handle in output.preempted} - self.reset_ids:
+        if not config.evict_for_priority and {self.id_of[key] for key in output.preempted} - self.reset_ids:
             assert not fresh, "a step that preempts admits nothing"
         self.reset_ids = set()
         fcfs = config.scheduling_policy is SchedulingPolicy.FCFS
@@ -549,12 +550,13 @@ def make_request(
     sampling: object,
     **cold: object,
 ) -> Request:
-    """A request whose id, handle and seed follow from `number`."""
+    """A request whose id, client, handle and seed follow from `number`."""
     return Request(
         request_id=f"r{number}",
         prompt_token_ids=np.asarray(prompt, np.int32),
         sampling=sampling,  # type: ignore[arg-type]
-        handle=number,
+        client_index=number % 3,
+        handle=number // 3,
         seed=1000 * number,
         **{"arrival_time_s": float(number), **cold},  # type: ignore[arg-type]
     )
