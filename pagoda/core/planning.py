@@ -218,9 +218,9 @@ def _note_admitted(
     entered = [sequence for sequence in request.sequences if sequence.row >= 0]
     num_tokens = sum(len(sequence.token_ids) for sequence in entered)
     num_computed = sum(int(state.table.num_computed[sequence.row]) for sequence in entered)
-    num_blocks, num_free = sum(state.kv.num_blocks_held([entered[0].row])), state.kv.pool.num_free
-    at = state.events.at(request.spec)
-    state.events.write(Admitted(*at, kind, num_tokens, num_cached, num_computed, num_new, num_blocks, num_free))
+    num_blocks = sum(int(np.count_nonzero(entries)) for entries in state.kv.tables.of(entered[0].row))
+    counts = num_tokens, num_cached, num_computed, num_new, num_blocks, state.kv.pool.num_free
+    state.events.write(Admitted(*state.events.at(request.spec), kind, *counts))
 
 
 def _offer(

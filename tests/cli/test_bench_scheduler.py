@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pagoda.cli.bench.scheduler import bench_scheduler, measure, measure_curves
+from pagoda.cli.bench.scheduler import bench_scheduler, measure, measure_admission, measure_curves
 
 KEYS = ["engine", "num_seqs", "prefix_caching", "schedule_us", "update_us", "per_seq_us", "add_request_us"]
 
@@ -37,3 +37,11 @@ def test_curves() -> None:
     points = list(measure_curves(waiting=(0, 5), pools=(300,), num_running=4, steps=3))
     assert [(point.num_waiting, point.num_blocks) for point in points] == [(0, 10_000), (5, 10_000), (0, 300)]
     assert all(point.step_us > 0 for point in points)
+
+
+@pytest.mark.parametrize("reads_events", [False, True])
+def test_requests_that_come_and_go(reads_events: bool) -> None:
+    figures = measure_admission(2, True, num_requests=7, reads_events=reads_events)
+    assert (figures.num_seqs, figures.prefix_caching) == (2, True)
+    assert figures.add_request_us > 0
+    assert figures.request_us > 0

@@ -51,6 +51,19 @@ class CurvePoint:
     step_us: float
 
 
+@dataclass(frozen=True, slots=True)
+class AdmissionFigures:
+    """Many short requests (32 tokens, then 4 more), of which `num_seqs` run at once: CPU time per request.
+
+    request_us: planning and applying all steps, from its admission to its end.
+    """
+
+    num_seqs: int
+    prefix_caching: bool
+    add_request_us: float
+    request_us: float
+
+
 def bench_scheduler(
     num_seqs: Annotated[list[int] | None, typer.Option(help="Running sequences. May be repeated.")] = None,
     prompt: Annotated[int, typer.Option(help="Prompt tokens of each request.")] = 512,
@@ -60,6 +73,9 @@ def bench_scheduler(
     curves: Annotated[
         bool, typer.Option(help="Measure the cost by number of waiting requests and by pool size instead.")
     ] = False,
+    admission: Annotated[
+        bool, typer.Option(help="Measure requests that come and go, four decode steps each, instead of decode steps.")
+    ] = False,
 ) -> None:
     """Time the scheduler alone: schedule + update_from_output per decode step, and add_request."""
     if curves:
@@ -68,6 +84,10 @@ def bench_scheduler(
         return
     for size in num_seqs or NUM_SEQS:
         for caching in (False, True):
+            if admission:
+                busy = measure_admission(size, caching, reads_events=events)
+                print(json.dumps(asdict(busy)) if as_json else _admission_line(busy), flush=True)
+                continue
             figures = measure(size, caching, prompt, steps, reads_events=events)
             print(json.dumps(asdict(figures)) if as_json else _line(figures), flush=True)
 
@@ -110,6 +130,25 @@ def measure(
     )
 
 
+def measure_admission(
+    num_seqs: int, caching: bool, num_requests: int = 4096, *, reads_events: bool = False
+) -> AdmissionFigures:
+    """Let `num_requests` short requests wait, and serve them `num_seqs` at a time.   reads_events: as in `measure`."""
+    scheduler = make_scheduler(num_seqs, num_seqs * 4 + 16, caching)
+    if reads_events:
+        scheduler.subscribe(deque[object](maxlen=10_000).append, cache=True)
+    generator = random.Random(0)
+    requests = [make_request(number, 32, generator, max_tokens=4) for number in range(num_requests)]
+    began = time.thread_time()
+    for request in requests:
+        scheduler.add_request(request)
+    added = time.thread_time()
+    while scheduler.has_unfinished_requests():
+        timed_step(scheduler)
+    times = (added - began, time.thread_time() - added)
+    return AdmissionFigures(num_seqs, caching, *(round(one / num_requests * 1e6, 1) for one in times))
+
+
 def make_scheduler(num_seqs: int, num_blocks: int, caching: bool) -> Scheduler:
     """A scheduler for one full-attention model."""
     config = SchedulerOptions(max_num_seqs=num_seqs, max_num_batched_tokens=MAX_BATCHED_TOKENS)
@@ -117,10 +156,10 @@ def make_scheduler(num_seqs: int, num_blocks: int, caching: bool) -> Scheduler:
     return Scheduler(config, cache, (KVGroupSpec(),), num_blocks, MAX_MODEL_LEN, SystemClock())
 
 
-def make_request(number: int, num_tokens: int, generator: random.Random) -> Request:
-    """A request that never ends by itself."""
+def make_request(number: int, num_tokens: int, generator: random.Random, max_tokens: int = 100_000) -> Request:
+    """A request that ends for its length only."""
     tokens = np.array([generator.randrange(VOCABULARY) for _ in range(num_tokens)], np.int32)
-    sampling = SamplingParams(max_tokens=100_000, ignore_eos=True, temperature=0.0)
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
     return Request(str(number), tokens, sampling, handle=number, arrival_time_s=float(number))
 
 
@@ -185,4 +224,12 @@ def _curve_line(point: CurvePoint) -> str:
     return (
         f"{point.num_waiting:7d} waiting, {point.num_blocks:8d} blocks: made in {point.construct_ms:.1f} ms, "
         f"add_request {point.add_request_us:.1f} us, step {point.step_us:.1f} us"
+    )
+
+
+def _admission_line(figures: AdmissionFigures) -> str:
+    caching = "on " if figures.prefix_caching else "off"
+    return (
+        f"{figures.num_seqs:5d} sequences, prefix caching {caching}: add_request {figures.add_request_us:.1f} us, "
+        f"the rest of a request {figures.request_us:.1f} us"
     )
