@@ -7,7 +7,8 @@ errors: random traffic of mixed lengths. Each step is predicted before it is mea
     that is largest in the prediction. In percent of the measured time: the median error and the 90th percentile, how
     much the sum of the predictions is off, and `spread`, the median difference of the same step in a second run.
 cases: a request loses its place to a more urgent one, and comes back. Computing it again and copying its blocks out
-    and in are both measured (the fastest of three), next to what the model, fitted to the traffic, says of them.
+    and in are both measured (the fastest of three), next to what the model, fitted to the traffic, says of them. In
+    the last ones, another running request has the same first tokens, so that the prefix cache gives them back.
 """
 
 import json
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 _WARM_UP = 100  # steps after which predictions count
 _CASES = (8, 32, 128, 512, 1500)
+_SHARED = ((512, 256), (1500, 1024), (1500, 1488))  # tokens, and how many of them another request has, too
 
 Step = tuple[SchedulerOutput, ModelRunnerOutput]
 
@@ -90,9 +92,17 @@ def build(options: dict[str, object], *, cpu_time: bool) -> tuple["LLMEngine", S
     return engine, logs[0]
 
 
-def add(engine: "LLMEngine", name: str, num_prompt: int, max_tokens: int, priority: int = 0) -> None:
-    rng = random.Random(name)
-    tokens = [rng.randrange(1000, 40_000) for _ in range(num_prompt)]
+def add(
+    engine: "LLMEngine",
+    name: str,
+    num_prompt: int,
+    max_tokens: int,
+    priority: int = 0,
+    begin: tuple[str, int] = ("", 0),
+) -> None:
+    """begin: a name, and how many tokens of its prompt this one begins with."""
+    texts = ((random.Random(begin[0]), begin[1]), (random.Random(name), num_prompt - begin[1]))
+    tokens = [rng.randrange(1000, 40_000) for rng, count in texts for _ in range(count)]
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     engine.add(engine.prepare(name, tokens, params, priority=priority), RequestOutputKind.FINAL_ONLY)
 
@@ -169,6 +179,22 @@ def measure_case(engine: "LLMEngine", log: StepLog, name: str, num_tokens: int) 
     return computed_s, sum(result.swap_s for _, result in returned), sum(len(output.swap_out) for output, _ in returned)
 
 
+def measure_shared(engine: "LLMEngine", log: StepLog, name: str, num_tokens: int, num_shared: int) -> float:
+    """Return the seconds of computing a prompt of which another running request has the first tokens."""
+    add(engine, f"{name} other", num_shared + 1, 16, begin=(name, num_shared))
+    for _ in range(4):
+        engine.step()
+    decode_s = min(compute_s(result) for _, result in log.steps[-3:])
+    log.steps.clear()
+    add(engine, f"{name} long", num_tokens, 1, begin=(name, num_shared))
+    finish(engine)
+    prompts = [(output, result) for output, result in log.steps if output.num_new.size and output.num_new.max() > 1]
+    assert sum(int(output.num_new.max()) for output, _ in prompts) == num_tokens - num_shared, (
+        "the prefix was not found"
+    )
+    return sum(compute_s(result) - decode_s for _, result in prompts)
+
+
 def print_cases(options: dict[str, object], costs: CostModel, *, cpu_time: bool) -> None:
     of_cases = {"max_num_seqs": 1, "scheduling_policy": "priority", "evict_for_priority": True, "swap_space": 1.0}
     fastest: dict[str, dict[int, tuple[float, float, int]]] = {}
@@ -180,13 +206,18 @@ def print_cases(options: dict[str, object], costs: CostModel, *, cpu_time: bool)
             for output, result in log.steps:  # of the last run: its copies
                 costs.observe(output, result)
         engine.shutdown()
-    print(f"{'tokens':>6} {'compute':>9} {'predicted':>9} {'copies':>9} {'predicted':>9}  in ms")
-    for num_tokens in _CASES:
-        computed_s, copied_s, num_blocks = fastest["recompute"][num_tokens][0], *fastest["swap"][num_tokens][1:]
-        lost = Chunks(np.zeros(1, np.int32), np.array([num_tokens + 2], np.int32))
+    engine, log = build({**options, "max_num_seqs": 2, "enable_prefix_caching": True}, cpu_time=cpu_time)
+    computed = {(num_tokens, 0): fastest["recompute"][num_tokens][0] for num_tokens in _CASES}
+    for case in _SHARED:
+        computed[case] = min(measure_shared(engine, log, f"shared {case} {number}", *case) for number in range(3))
+    engine.shutdown()
+    print(f"{'tokens':>6} {'shared':>6} {'compute':>9} {'predicted':>9} {'copies':>9} {'predicted':>9}  in ms")
+    for (num_tokens, num_shared), computed_s in computed.items():
+        copied_s, num_blocks = fastest["swap"][num_tokens][1:]
+        lost = Chunks(np.array([num_shared], np.int32), np.array([num_tokens + 2 - num_shared], np.int32))
         figures = (computed_s, costs.added_s(lost), copied_s, 2 * num_blocks * costs.copy_s_per_block)
         says = "swap" if costs.swap_is_cheaper(lost, num_blocks) else "recompute"
-        print(f"{num_tokens:6}", *(f"{1e3 * seconds:9.2f}" for seconds in figures), says)
+        print(f"{num_tokens:6} {num_shared:6}", *(f"{1e3 * seconds:9.2f}" for seconds in figures), says)
 
 
 @engine_options()

@@ -1,6 +1,7 @@
 """CostModel: how long a step takes, fitted to those that were measured. Preemption asks it.
 
     seconds = constant + rows + tokens (piecewise linear) + attention (pairs of tokens) + KV that is read
+              + tokens of encoder inputs
     copies  = blocks x seconds per block
 
 All coefficients are at least 0. A completed step costs one append; the fit is made on request.
@@ -16,7 +17,7 @@ from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 _KNOTS = (0, 16, 128)  # of the price of a token: few share the time in which the weights are read
-TERMS = ("constant", "rows", *(f"tokens after {knot}" for knot in _KNOTS), "attention", "KV read")
+TERMS = ("constant", "rows", *(f"tokens after {knot}" for knot in _KNOTS), "attention", "KV read", "encoder")
 
 _STEPS_PER_SIZE = 48  # steps kept of each power of two of tokens, so that rare large steps are not displaced
 _NUM_COPIES = 64
@@ -28,10 +29,14 @@ _SMALL_ERROR = 0.05
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
-    """What rows compute: num_new[i] tokens after the first start[i] of row i. int32 [num_rows]."""
+    """What rows compute: num_new[i] tokens after the first start[i] of row i. int32 [num_rows].
+
+    num_encoded: tokens of the media items that the encoder computes for them.
+    """
 
     start: np.ndarray
     num_new: np.ndarray
+    num_encoded: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -67,15 +72,13 @@ class CostModel:
         self._fit = _Fit()
 
     def observe(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """Take the measurements of a completed step. Its duration_s includes swap_s.
-
-        The duration of a step in which an encoder ran is left out: the model has no term for it.
-        """
+        """Take the measurements of a completed step. Its duration_s includes swap_s."""
         num_copied = len(output.swap_in) + len(output.swap_out)
         if num_copied and result.swap_s > 0:
             self.observe_copies(num_copied, result.swap_s)
-        if result.duration_s > result.swap_s and not output.encoder_inputs:
-            chunks = Chunks(output.start, output.num_new)
+        if result.duration_s > result.swap_s:
+            num_encoded = sum(item.length for item in output.encoder_inputs)
+            chunks = Chunks(output.start, output.num_new, num_encoded)
             self._keep(output.total_num_scheduled_tokens, chunks, result.duration_s - result.swap_s)
 
     def observe_copies(self, num_blocks: int, seconds: float) -> None:
@@ -126,7 +129,8 @@ class CostModel:
         rows, tokens, pairs, kv = np.add.reduceat(by_row, first, axis=1)
         ends = (*_KNOTS[1:], np.inf)
         pieces = [np.clip(tokens, knot, end) - knot for knot, end in zip(_KNOTS, ends, strict=True)]
-        return np.stack([np.ones_like(tokens), rows, *pieces, pairs, kv], axis=1)
+        encoded = np.array([step.num_encoded for step in steps], np.float64)
+        return np.stack([np.ones_like(tokens), rows, *pieces, pairs, kv, encoded], axis=1)
 
     def _update(self) -> None:
         """Fit again if enough steps are new. The same steps give the same coefficients."""

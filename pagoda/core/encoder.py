@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from pagoda.core.events import Encoded, EventStream
-from pagoda.core.request import MediaItem, Reason, RequestState, Sequence
+from pagoda.core.request import MediaItem, Reason, Request, RequestState, Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import EncoderRun, SchedulerOutput
 from pagoda.core.step_plan import Chunk, StepPlan
@@ -33,6 +33,9 @@ class EncoderCache:
     def num_reclaimable_tokens(self) -> int:
         """Free space plus what has no references."""
         return self.num_free_tokens + sum(self._unreferenced.values())
+
+    def __contains__(self, content_hash: str) -> bool:
+        return content_hash in self._length
 
     def touch(self, request: RequestState, item: int) -> bool:
         """Reference the item's output if it is cached; False if it is not."""
@@ -310,6 +313,15 @@ class EncoderInputs:
                 if reads:
                     readers.setdefault(step.step, set()).add(row)
         return readers
+
+    def num_not_cached(self, request: Request, start: int, end: int) -> int:
+        """Return the tokens of media items that the positions `start` .. `end` - 1 need and whose outputs are gone."""
+        needed = {
+            item.content_hash: item.length
+            for item in request.media
+            if self.encoder_decoder or (item.offset < end and start < item.offset + item.length)
+        }
+        return sum(length for content_hash, length in needed.items() if content_hash not in self.cache)
 
     def remove_row(self, row: int) -> None:
         self._rows.pop(row, None)

@@ -53,7 +53,18 @@ def _swaps(state: SchedulerState, victim: RequestState) -> bool:
     num_blocks = state.kv.host.blocks_to_swap_out(rows)
     prefers_swap = PREEMPTION_RULES[state.config.preemption_mode]
     has_room = num_blocks <= state.kv.host.pool.num_free
-    return has_room and prefers_swap(victim, lost_with(state, victim), num_blocks, state.costs)
+    return has_room and prefers_swap(victim, _computed_again(state, victim), num_blocks, state.costs)
+
+
+def _computed_again(state: SchedulerState, victim: RequestState) -> Chunks:
+    """Return what it would have to compute: what it loses, but for leading blocks that others keep in the cache."""
+    lost, start = lost_with(state, victim), 0
+    if victim.spec.reads_prefix_cache:
+        start = state.kv.num_kept_without(victim.rows)
+    first, end = lost.start.copy(), int(lost.num_new[0])
+    first[0] = start
+    num_encoded = state.encoder.num_not_cached(victim.spec, start, end)
+    return Chunks(first, lost.start + lost.num_new - first, num_encoded)
 
 
 def preempt_for(state: SchedulerState, head: RequestState, plan: StepPlan, reason: Reason) -> bool:

@@ -13,7 +13,6 @@ import pytest
 
 from pagoda.core.cost_model import TERMS, Chunks, CostModel
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
-from pagoda.core.request import MediaItem
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
@@ -109,12 +108,20 @@ def test_the_same_measurements_give_the_same_answers() -> None:
     assert (fitted().terms_s([step]) == fitted().terms_s([step])).all()
 
 
-def test_steps_in_which_an_encoder_ran_and_steps_without_a_duration_are_left_out() -> None:
+def test_the_time_of_an_encoder_is_told_from_that_of_tokens() -> None:
+    costs, rng = fitted(), np.random.default_rng(5)
+    for _ in range(40):
+        step = replace(chunks([0], [int(rng.integers(1, 300))]), num_encoded=int(rng.integers(50, 500)))
+        costs.observe_step(step, true_s(step) + 1e-4 * step.num_encoded)
+    step = chunks([0], [100])
+    assert costs.added_s(replace(step, num_encoded=200)) - costs.added_s(step) == pytest.approx(0.02, rel=0.1)
+    assert costs.added_s(step) == pytest.approx(fitted().added_s(step), rel=0.1)
+
+
+def test_steps_without_a_duration_are_left_out() -> None:
     costs, rows = CostModel(), np.zeros(1, np.int32)
     output = SchedulerOutput(1, rows, rows, rows + 50, rows, rows, 50)
     costs.observe(output, ModelRunnerOutput(1, rows[:, None], rows))
-    encoded = replace(output, encoder_inputs=(MediaItem("a", 0, 4),))
-    costs.observe(encoded, ModelRunnerOutput(1, rows[:, None], rows, duration_s=9.0))
     assert costs.added_s(chunks([0], [50])) == 0.0
 
 

@@ -1,14 +1,21 @@
 """Measurements decide in mode `cost`; the other modes look only at what they are named after."""
 
-import numpy as np
+import random
+from collections import Counter
 
-from pagoda.base.config import PreemptionMode, SchedulingPolicy
+import numpy as np
+import pytest
+
+from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingPolicy
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.core import preemption
 from pagoda.core.cost_model import Chunks, CostModel
 from pagoda.core.events import Preempted
-from pagoda.core.preemption import PREEMPTION_RULES
-from pagoda.core.request import AdmitKind, Request, RequestState, RequestStatus, Sequence
+from pagoda.core.preemption import PREEMPTION_RULES, _computed_again, _swaps
+from pagoda.core.request import AdmitKind, MediaItem, Request, RequestState, RequestStatus, Sequence
+from pagoda.core.scheduler_options import SchedulerOptions
 from tests.core.rig import Rig
+from tests.core.traffic import Setting, Traffic, make_request
 
 
 def state(num_seqs: int) -> RequestState:
@@ -94,3 +101,65 @@ def test_a_prompt_that_was_swapped_out_half_computed_is_a_prompt_when_it_comes_b
     assert step.kinds == {"a": AdmitKind.SWAPPED_IN}
     assert step.scheduled == {"a": 8}
     assert rig.scheduler._state.in_flight.last_prompt_step_s == 3.0
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_what_others_keep_in_the_prefix_cache_is_not_counted_as_lost(shares: bool) -> None:
+    """The victim's long prefix is held by another request, too: it would compute few tokens again."""
+    options = SchedulerOptions(max_num_seqs=2, max_num_batched_tokens=64, preemption_mode=PreemptionMode.COST)
+    traffic = Traffic(Setting(options, CacheConfig(block_size=4, watermark=0.0), num_blocks=16, num_host_blocks=32))
+    costs = traffic.scheduler._state.costs
+    for number in range(1, 40):  # a token takes 1 ms, a block 2 ms there and back
+        costs.observe_step(Chunks(np.zeros(1, np.int32), np.array([number], np.int32)), 0.001 * number)
+    costs.observe_copies(10, 0.01)
+    traffic.twin = None
+    prompt = [n % 7 for n in range(28)]
+    traffic.add(make_request(1, prompt, SamplingParams(max_tokens=20)))
+    traffic.step()
+    other = prompt if shares else [(token + 1) % 7 for token in prompt]
+    traffic.add(make_request(2, other, SamplingParams(max_tokens=20)))
+    state = traffic.scheduler._state
+    while len(state.batch.requests) < 2:
+        traffic.step()
+    victim = list(state.batch.requests.values())[-1]
+    assert victim.spec.request_id == "r2"
+    assert _computed_again(state, victim).start.tolist() == [24 if shares else 0]
+    assert _swaps(state, victim) == (not shares)
+
+
+def test_the_twin_swaps_the_same_requests_when_prefixes_are_shared_and_encoders_ran(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: Counter[str] = Counter()
+
+    def counted(*args: object) -> Chunks:
+        again = _computed_again(*args)  # type: ignore[arg-type]
+        seen.update(kept=int(again.start[0] > 0), encoded=int(again.num_encoded > 0))
+        return again
+
+    monkeypatch.setattr(preemption, "_computed_again", counted)
+    for seed in range(16):
+        rng = random.Random(seed)
+        options = SchedulerOptions(
+            max_num_seqs=4,
+            max_num_batched_tokens=24,
+            preemption_mode=PreemptionMode.COST,
+            scheduling_policy=SchedulingPolicy.PRIORITY,
+            evict_for_priority=True,
+            encoder_budget=4,
+            encoder_cache_tokens=4,
+        )
+        traffic = Traffic(Setting(options, CacheConfig(block_size=4, watermark=0.0), num_blocks=14, num_host_blocks=40))
+        texts = [[rng.randrange(7) for _ in range(16)] for _ in range(2)]
+        for number in range(12):
+            text = rng.choice(texts)
+            media = (MediaItem(f"{number % 6}", 8, 4),) if rng.random() < 0.5 else ()
+            prompt = text[: rng.choice((8, 12, 16))] + [number % 7] * rng.randrange(1, 4)
+            params = SamplingParams(max_tokens=rng.randrange(4, 24), n=rng.choice((1, 1, 2)), temperature=1.0)
+            media = media if len(prompt) > 11 else ()
+            traffic.add(make_request(number, prompt, params, media=media, priority=rng.randrange(4)))
+            for _ in range(rng.randrange(4)):
+                traffic.step()
+        traffic.drain()
+    assert seen["kept"] > 5
+    assert seen["encoded"] > 2

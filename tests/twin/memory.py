@@ -238,6 +238,20 @@ class Memory:
             {block for sequence in sequences for table in self._parked(sequence) for block in table if block != NULL}
         )
 
+    def kept_without(self, sequences: list[TwinSequence]) -> int:
+        """Leading tokens of the first one that can be found without them, because others hold their blocks, too."""
+        if not self.caching or self.has_windows:
+            return 0
+        first, kept = sequences[0], 0
+        for index in range(first.computed // self.block_size):
+            for group, table in enumerate(first.tables):
+                block = self.pool.blocks[table[index]]
+                own = sum(block.number in one.tables[group] for one in sequences)
+                if block.content is None or block.references <= own:
+                    return kept
+            kept += self.block_size
+        return kept
+
     def swap_out(self, sequences: list[TwinSequence], host: Pool) -> int:
         """Return how many blocks move."""
         moved: dict[int, int] = {}

@@ -401,8 +401,21 @@ class TwinScheduler:
         self.events.append(Preempted(*self._at(state), *who, mode, num_lost, num_freed))
 
     def _swap_is_cheaper(self, state: TwinRequest, whole: list[TwinSequence]) -> bool:
-        """A block is copied twice."""
-        return self.costs.swap_is_cheaper(self._lost(state, whole), self.memory.host_need(whole))
+        """A block is copied twice. What others hold of its prefix is found again; media items may be encoded again."""
+        kept = self.memory.kept_without(whole) if state.request.reads_prefix_cache else 0
+        end = whole[0].computed
+        items = {
+            item.content_hash: item.length
+            for item in state.request.media
+            if self.encoder_decoder or (item.offset < end and kept < item.offset + item.length)
+        }
+        lost = self._lost(state, whole)
+        again = Chunks(
+            np.array([kept, *lost.start[1:]], np.int32),
+            np.array([end - kept, *lost.num_new[1:]], np.int32),
+            sum(length for content, length in items.items() if content not in self.encoder.cache.size),
+        )
+        return self.costs.swap_is_cheaper(again, self.memory.host_need(whole))
 
     def _lost(self, state: TwinRequest, whole: list[TwinSequence]) -> Chunks:
         """What must be computed again without their KV: by the first sequence, what all share, too."""
@@ -416,9 +429,10 @@ class TwinScheduler:
         """Take the times of a step: what it computed is what the twin planned."""
         if output.swap_out.size or output.swap_in.size:
             self.costs.observe_copies(len(output.swap_out) + len(output.swap_in), result.swap_s)
-        if step.planned and not output.encoder_inputs:
+        if step.planned:
+            num_encoded = sum(item.length for item in output.encoder_inputs)
             start, new = np.array([[entry.start, entry.new] for entry in step.planned], np.int32).T
-            self.costs.observe_step(Chunks(start, new), result.duration_s - result.swap_s)
+            self.costs.observe_step(Chunks(start, new, num_encoded), result.duration_s - result.swap_s)
 
     def _drop(self, state: TwinRequest) -> None:
         for sequence in state.sequences:

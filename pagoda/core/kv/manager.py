@@ -127,6 +127,21 @@ class KVCacheManager:
         alone = blocks[(self.pool.ref_count[blocks] == counts) & (blocks != 0)]
         return len(np.setdiff1d(alone, np.concatenate(prefix.blocks or (NO_BLOCKS,))))
 
+    def num_kept_without(self, rows: list[int]) -> int:
+        """Return how many computed leading tokens of the first row stay findable when all `rows` leave.
+
+        They are in blocks that others hold, too; what only these rows hold may be evicted at once.
+        """
+        if not self.prefix_cache.enabled or self.tables.windows:
+            return 0
+        num_full, kept = int(self._table.num_computed[rows[0]]) // self.block_size, list[int]()
+        for group in self.tables.growing:
+            entries = self.tables.entries[group.index][rows, :num_full]
+            blocks, num_own = entries[0], (entries == entries[0]).sum(axis=0)
+            held = self.pool.has_content[blocks] & (self.pool.ref_count[blocks] > num_own)
+            kept.append(int(np.logical_and.accumulate(held).sum()))
+        return min(kept) * self.block_size
+
     def _blocks_of_siblings(self, request: RequestState) -> int:
         lengths = [len(sequence.token_ids) for sequence in request.siblings]
         return self.sizing.blocks_for_siblings(lengths, request.spec.num_prompt_tokens)
