@@ -64,7 +64,7 @@ class ServerTimeouts:
         float,
         Setting(
             "Restart an engine that has work and for this long neither ends a step nor uses the processor (one that "
-            "uses it: 10 times as long; 0: never).",
+            "uses it: 10 times as long; 0: never); also one of several API processes that for so long answers nothing.",
             at_least=0,
         ),
     ] = 120.0

@@ -5,8 +5,8 @@ connects to its socket. A process that dies takes only its own connections along
 """
 
 import asyncio
-import contextlib
 import logging
+import math
 import secrets
 import signal
 import socket
@@ -15,52 +15,35 @@ import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from pagoda.base.config import EngineConfig
-from pagoda.base.errors import CapacityError, ConfigError, PagodaError, WorkerDied
+from pagoda.base.errors import WorkerDied
 from pagoda.engine.clients.client_server import ClientServer
 from pagoda.engine.clients.engine_link import WATCH_INTERVAL_S
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.clients.supervisor import STABLE_S, Restarts
 from pagoda.engine.wire import EngineSizes
-from pagoda.process.child_process import RendezvousDir, end_child, start_child
+from pagoda.process.child_process import RendezvousDir, cpu_s_of, end_child, start_child
 from pagoda.process.out_of_memory import describe_exit
+from pagoda.process.watchdog import Watchdog
+from pagoda.server.api_start import LASTING_ERRORS, SOCKET, ApiStart, take_error
 from pagoda.server.listening import announce, check_free, listen_together
 from pagoda.server.load_report import report_load
+from pagoda.server.one_process import RequestRecord
 from pagoda.server.peers import CALL_S
 from pagoda.server.served_adapters import AdapterChange
 from pagoda.server.shared import Shared
 
 logger = logging.getLogger("pagoda.server")
 
-SOCKET = "engine"  # in the rendezvous folder
 _MODULE = "pagoda.server.api_process"
-_ERRORS = {one.__name__: one for one in (ConfigError, CapacityError)}
-"""Errors of a start that another start cannot mend."""
 _END_S = 10.0
 """How long processes may take to end after the drain's deadline, before they are killed."""
-
-
-class ApiStart(msgspec.Struct, frozen=True):
-    """What a process needs.
-
-    number: from 1.   folder: of the rendezvous.   listeners: file descriptors of the sockets of all processes.
-    """
-
-    config: EngineConfig
-    number: int
-    folder: str
-    listeners: list[int]
-    salt_secret: bytes
-
-
-def error_path(place: RendezvousDir, number: int) -> Path:
-    """Return where a process that cannot serve writes why: the name of the error, and its message."""
-    return place.path(f"error-{number}")
+_LOOK_S = 1.0
+"""So often each process is asked whether it answers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +51,7 @@ class _Slot:
     """A process that serves HTTP, and those that replace it.
 
     ready_at_s: since when the present one serves.   client: its index.   has_worked: it has had a request.
+    answers: whether it did so when it was asked last.   num_answers: how often it did, or one before.
     """
 
     number: int
@@ -76,6 +60,8 @@ class _Slot:
     ready_at_s: float | None = None
     client: int | None = None
     has_worked: bool = False
+    answers: bool = True
+    num_answers: int = 0
 
     @property
     def serves(self) -> bool:
@@ -174,9 +160,9 @@ class ApiGroup:
                 how = f"could not be started: {error}"
             if self._is_draining:
                 return
-            if (known := self._error_of(slot.number)) is not None:
+            if (known := take_error(self._place, slot.number)) is not None:
                 how += f": {known}"
-                if isinstance(known, tuple(_ERRORS.values())) and not has_been_ready:
+                if isinstance(known, LASTING_ERRORS) and not has_been_ready:
                     raise known
             is_ready = slot.ready_at_s is not None
             has_been_ready = has_been_ready or is_ready
@@ -198,19 +184,32 @@ class ApiGroup:
             config = replace(config, server=server)
         start = ApiStart(config, slot.number, self._place.folder, fds, self._salt_secret)
         process = slot.process = start_child(_MODULE, [], msgspec.msgpack.encode(start, enc_hook=str), fds)
-        while (code := process.poll()) is None:
+        watchdog = Watchdog(time.monotonic())
+        timeout_s = (self._config.server.server_timeouts.step_timeout_s or math.inf) + _LOOK_S + CALL_S
+        while process.poll() is None:
+            cpu_s, now_s = cpu_s_of(process.pid), time.monotonic()
+            if watchdog.is_hung(slot.num_answers, slot.serves, cpu_s, timeout_s, now_s):
+                silent_s = now_s - watchdog.progress_at_s
+                logger.error("API process %d has not answered for %.1f s: it is killed", slot.number, silent_s)
+                break
             await asyncio.sleep(WATCH_INTERVAL_S)
-        end_child(process)
+        code = end_child(process)
+        while slot.client is not None:  # until the end of its connection was seen, too
+            await asyncio.sleep(WATCH_INTERVAL_S)
         return code
 
-    def _error_of(self, number: int) -> PagodaError | None:
-        """Return why a process could not serve, if it has told."""
-        path = error_path(self._place, number)
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            name, text = msgspec.json.decode(path.read_bytes(), type=tuple[str, str])
-            path.unlink()
-            return _ERRORS.get(name, WorkerDied)(text)
-        return None
+    async def _look(self) -> None:
+        """Find out again and again which processes answer."""
+        while True:
+            asked = [slot.client for slot in self._slots]
+            answers = await self._server.ask("oldest", timeout_s=CALL_S, returns=RequestRecord | None)
+            before = [slot.answers for slot in self._slots]
+            for slot, client in zip(self._slots, asked, strict=True):
+                slot.answers = slot.client != client or client in answers
+                slot.num_answers += slot.answers
+            if before != [slot.answers for slot in self._slots]:
+                self._spread_connections()
+            await asyncio.sleep(_LOOK_S)
 
     def _end(self, slot: _Slot) -> None:
         if slot.process is not None:
@@ -243,6 +242,7 @@ class ApiGroup:
             announce(self._config.server, self._slots[0].listener)
             loop = asyncio.get_running_loop()
             shared = self._shared
+            self._run(self._look())
             self._run(report_load(self._engine.stats, shared.read_counts, shared.read_oldest))
             for signal_number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(signal_number, self._on_signal)
@@ -266,7 +266,7 @@ class ApiGroup:
     def _spread_connections(self) -> None:
         """Have those that serve accept what connects to the sockets of those that do not, until these do again."""
         if self._is_serving and len({slot.listener for slot in self._slots}) > 1:
-            orphaned = [slot.number for slot in self._slots if not slot.serves]
+            orphaned = [slot.number for slot in self._slots if not (slot.serves and slot.answers)]
             self._run(self._server.ask("accept_for", orphaned, timeout_s=CALL_S))
 
     def _look_whether_drained(self) -> None:

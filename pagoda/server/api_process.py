@@ -18,7 +18,7 @@ from pagoda.engine.clients.remote_client import RemoteClient
 from pagoda.process.allocator import keep_buffers_apart
 from pagoda.process.child_process import RendezvousDir, end_with_parent, read_start
 from pagoda.process.logs import configure_logging
-from pagoda.server.api_group import SOCKET, ApiStart, error_path
+from pagoda.server.api_start import SOCKET, ApiStart, tell_error
 from pagoda.server.app import serve
 from pagoda.server.errors import ApiError
 from pagoda.server.peers import RemotePeers
@@ -48,8 +48,7 @@ def main() -> None:
     try:
         run(_serve(start, place))
     except PagodaError as error:
-        with contextlib.suppress(OSError):  # all end, and the folder is gone
-            error_path(place, start.number).write_bytes(msgspec.json.encode((type(error).__name__, str(error))))
+        tell_error(place, start.number, error)
         sys.exit(1)
 
 

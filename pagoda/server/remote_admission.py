@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 
 import msgspec
@@ -97,24 +97,23 @@ class AdmissionService:
         return Outcome(is_in_line=place.turn is not None, mean_output=self._admission.mean_output)
 
     async def _wait_for_turn(self, client: int, number: int) -> Outcome:
-        key = client, number
-        return await self._outcome(key, self._places[key].wait_for_turn())
+        return await self._wait((client, number), Place.wait_for_turn)
 
     async def _keep(self, client: int, number: int, num_media_bytes: int, num_logprobs: int) -> Outcome:
-        key = client, number
-        return await self._outcome(key, self._places[key].keep(num_media_bytes, num_logprobs))
+        return await self._wait((client, number), lambda place: place.keep(num_media_bytes, num_logprobs))
 
     async def _wait_to_hold(self, client: int, number: int, num_media_bytes: int) -> Outcome:
-        key = client, number
-        return await self._outcome(key, self._places[key].wait_to_hold(num_media_bytes))
+        return await self._wait((client, number), lambda place: place.wait_to_hold(num_media_bytes))
 
-    async def _outcome(self, key: tuple[int, int], waiting: Awaitable[None]) -> Outcome:
-        """Wait, unless the place is closed meanwhile."""
+    async def _wait(self, key: tuple[int, int], wait: Callable[[Place], Awaitable[None]]) -> Outcome:
+        """Wait, unless the place is closed meanwhile, or was before this came to run: then nobody wants the answer."""
+        if (place := self._places.get(key)) is None:
+            return Outcome()
         task = asyncio.current_task()
         assert task is not None
         self._waits[key] = task
         try:
-            await waiting
+            await wait(place)
         except (Refusal, ApiError) as error:
             return _outcome_of(error)
         finally:

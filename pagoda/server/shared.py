@@ -37,6 +37,7 @@ class Shared:
         self.tokens_per_step = tokens_per_step()
         self._changes: dict[str, AdapterChange] = {}  # the last one of each name
         self._changing = asyncio.Lock()
+        self._changes_begun: set[asyncio.Task[Failure | None]] = set()
 
     @property
     def services(self) -> Services:
@@ -66,7 +67,9 @@ class Shared:
 
     async def read_counts(self) -> Counts:
         """Return what all processes have counted: of one that does not answer, or has gone, what it told last."""
-        self._counts_of |= await self.server.ask("counts", timeout_s=CALL_S, returns=Counts)
+        found = await self.server.ask("counts", timeout_s=CALL_S, returns=Counts)
+        # One that went while others were waited for has been added to `_counts_before`.
+        self._counts_of |= {client: counts for client, counts in found.items() if client in self.server.clients}
         total: Counts = {}
         for counts in (self._counts_before, *self._counts_of.values()):
             add_counts(total, counts)
@@ -84,7 +87,16 @@ class Shared:
             return list(self._changes.values())
 
     async def _change_adapter(self, _: int, change: AdapterChange) -> Failure | None:
-        """Change the adapters of all processes, once all are there; one that starts later reads the changes."""
+        """Change the adapters of all processes, once all are there; one that starts later reads the changes.
+
+        Also if the process that asks dies meanwhile: the others may have made the change.
+        """
+        task = asyncio.create_task(self._change_all(change))
+        self._changes_begun.add(task)
+        task.add_done_callback(self._changes_begun.discard)
+        return await asyncio.shield(task)
+
+    async def _change_all(self, change: AdapterChange) -> Failure | None:
         while True:
             async with self._changing:
                 if self._are_all_ready():

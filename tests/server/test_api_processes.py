@@ -25,12 +25,17 @@ import pytest
 
 from pagoda import WorkerDied
 from pagoda.base.config import EngineConfig
+from pagoda.base.server_config import ServerConfig, ServerLimits
 from pagoda.engine.clients import supervisor
 from pagoda.engine.wire import EngineStats
 from pagoda.process.child_process import RendezvousDir
 from pagoda.server import api_group
+from pagoda.server.admission import Admission
 from pagoda.server.api_group import ApiGroup
 from pagoda.server.listening import listen_together
+from pagoda.server.remote_admission import AdmissionService, Outcome
+from pagoda.server.served_adapters import AdapterChange, LoRAModule
+from pagoda.server.shared import Shared
 from tests.cached_models import cached_model
 from tests.engine.lora_adapters import write_adapter
 from tests.server.live import FAKE_ENGINE, FAKE_FLAGS, LiveServer, children, is_running, reserved_port, serving
@@ -402,3 +407,82 @@ def test_a_process_that_never_comes_to_serve_ends_the_server(monkeypatch: pytest
 
     with pytest.raises(WorkerDied, match=r"API process \d ended with exit code 0, 3 times in a row before"):
         asyncio.run(main())
+
+
+class TwoClients:
+    """A ClientServer of two clients, of which tests settle the answers."""
+
+    def __init__(self) -> None:
+        self.clients = {1, 2}
+        self.asked: list[asyncio.Future[dict[int, Any]]] = []
+
+    async def ask(self, *_: object, **__: object) -> dict[int, Any]:
+        self.asked.append(asyncio.get_running_loop().create_future())
+        return await self.asked[-1]
+
+
+def sharing() -> tuple[Shared, Any]:
+    shared, server = Shared(ServerConfig(), lambda: True), TwoClients()
+    shared.server = server  # type: ignore[assignment]
+    return shared, server
+
+
+def test_a_process_that_goes_while_another_is_waited_for_is_counted_once() -> None:
+    async def main() -> None:
+        shared, server = sharing()
+        for counted in (3.0, 4.0, 5.0):
+            reading = asyncio.create_task(shared.read_counts())
+            await asyncio.sleep(0)
+            if counted == 4.0:  # it has answered; the other has not
+                server.clients = {2}
+                shared.on_left(1)
+            server.asked[-1].set_result({1: {"a": {"": counted}}} if counted < 5 else {})
+            assert (await reading)["a"] == {"": 3.0}
+
+    asyncio.run(main())
+
+
+def test_a_change_of_adapters_outlives_the_process_that_asked_for_it() -> None:
+    async def main() -> None:
+        shared, server = sharing()
+        change = AdapterChange("one", LoRAModule("one", "path"))
+        asking = asyncio.create_task(shared.services["change_adapter"](1, change))
+        await asyncio.sleep(0.01)
+        asking.cancel()  # as the connection's calls are when it ends
+        await asyncio.sleep(0)
+        server.asked[0].set_result({2: None})
+        assert await shared.read_changes() == [change]
+
+    asyncio.run(main())
+
+
+def test_a_place_that_is_closed_before_its_wait_begins_is_no_error() -> None:
+    async def main() -> None:
+        services = AdmissionService(Admission(ServerLimits(max_queued_requests=1), 60.0)).services
+        for number in (1, 2):
+            services["admission.enter"](1, number, 1, 1, "")
+        for name, arguments in (("wait_for_turn", ()), ("keep", (5, 0)), ("wait_to_hold", (5,))):
+            waiting = asyncio.create_task(services[f"admission.{name}"](1, 2, *arguments))
+            services["admission.close"](1, 2)  # read with the call before, as both were sent while this was busy
+            assert await asyncio.wait_for(waiting, 5) == Outcome()
+
+    asyncio.run(main())
+
+
+def test_a_process_that_hangs_is_replaced_and_gives_its_places_back(tmp_path: Path) -> None:
+    flags = ("--api-server-count", "2", "--server-timeouts.step-timeout-s", "6")
+    with serving(tmp_path, *FAKE_ENGINE, *flags, stepped=True) as server:
+        first, second = to_each(server)
+        hung = api_pids(server)["api-1"]
+        with slowed(server), first.streaming():
+            os.kill(hung, signal.SIGSTOP)
+            for path in ("/health", "/metrics"):
+                assert second.get(path)[0] == 200
+            for _ in range(6):  # new connections, of which the system gives it half
+                assert server.get("/health", timeout_s=60)[0] == 200
+            assert is_running(hung)
+            assert second.get("/load")[1]["server_load"] == 1
+            wait_until(lambda: second.get("/load")[1]["server_load"] == 0, 60)
+        assert hung not in api_pids(server).values()
+        log = server.log.read_text()
+        assert log.count(": it is killed") == log.count("API process 1 has not answered for") == 1

@@ -21,7 +21,7 @@ import dataclasses
 import itertools
 import logging
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -86,6 +86,11 @@ class ClientServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._step_tokens: list[int] = []  # since the last report
         self._server: asyncio.Server | None = None
+
+    @property
+    def clients(self) -> Collection[int]:
+        """The indices of those that are connected."""
+        return self._connections.keys()
 
     async def start(self, path: str) -> None:
         """Listen on a Unix socket at `path`, whose folder only this user can enter. The engine may start later."""
