@@ -207,6 +207,41 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
         )
 
 
+class BatchChatRequest(ChatCompletionRequest, kw_only=True, frozen=True):
+    """POST /v1/chat/completions/batch: without tools, images, streams and beam searches, one answer to each.
+
+    messages: The conversations.
+    """
+
+    messages: Annotated[list[Messages], Meta(min_length=1)]  # type: ignore[assignment]  # of all of them
+
+    def check(self, limits: RequestLimits) -> None:
+        limits.check("prompts", self.num_prompts, "messages")
+        limits.check_lists_of_prompts(self, self.num_prompts)
+        together = [message for messages in self.messages for message in messages]
+        limits.check_chat(together, None, None, None)
+        if take_images(together)[1]:
+            raise RequestError("messages: conversations of a batch have no images; send each on its own", "messages")
+        neutral = {"n": (None, 1), "stream": (False,), "tools": (None, []), "use_beam_search": (False,)}
+        for name, values in {**neutral, "prompt_logprobs": (None,)}.items():
+            if getattr(self, name) not in values:
+                raise RequestError(f"{name}: is not for batches; send each conversation on its own", name)
+        self.each[0].check(limits)
+        for messages in self.messages[1:]:
+            check_chat(limits, messages, None, None, None)
+
+    @property
+    def num_prompts(self) -> int:
+        """How many conversations there are."""
+        return len(self.messages)
+
+    @property
+    def each(self) -> list[ChatCompletionRequest]:
+        """The conversations as requests of their own."""
+        common = {name: getattr(self, name) for name in self.__struct_fields__ if name != "messages"}
+        return [ChatCompletionRequest(messages=messages, **common) for messages in self.messages]  # type: ignore[arg-type]
+
+
 class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
     """POST /v1/completions
 

@@ -1,7 +1,7 @@
 """How a turn becomes prompts: the chat template, the grammar of calls, and what will read the outputs."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.requests import Request
@@ -44,18 +44,19 @@ async def render_chat(
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A turn that is ready to run.   new_reader: makes the reader of each output."""
+    """A prompt that is ready to run.   new_reader: makes the reader of each output."""
 
-    prompts: Sequence[Prompt]
+    prompt: Prompt
     params: SamplingParams
-    new_reader: Callable[[], Reader]
+    new_reader: Callable[[], Reader] = Reader
 
 
-async def render(http: Request, state: ServerState, request: TurnRequest) -> Rendered:
+async def render(http: Request, state: ServerState, request: TurnRequest) -> list[Rendered]:
     """Return the prompts of a turn. Raises ApiError, RequestError for what the model or the server lacks."""
     if request.conversation is None:
-        return Rendered(request.prompts, request.params, Reader)
-    return await _render(http, state, request.conversation, request.params)
+        return [Rendered(prompt, request.params) for prompt in request.prompts]
+    conversations = (request.conversation, *request.more_conversations)
+    return [await _render(http, state, conversation, request.params) for conversation in conversations]
 
 
 async def _render(http: Request, state: ServerState, conversation: Conversation, plain: SamplingParams) -> Rendered:
@@ -87,7 +88,7 @@ async def _render(http: Request, state: ServerState, conversation: Conversation,
             conversation.is_parallel,
         )
 
-    return Rendered([prompt.prompt], params, new_reader)
+    return Rendered(prompt.prompt, params, new_reader)
 
 
 def _after_reasoning(params: SamplingParams, tags: ReasoningTags, end_id: int | None) -> SamplingParams:

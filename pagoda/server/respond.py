@@ -5,7 +5,7 @@ What is particular to an API is in its dialect (dialects/).
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -41,8 +41,8 @@ async def respond(http: Request, dialect: Dialect[B]) -> Response:
             # Chosen only now: while the prompt was rendered, another request may have taken the same header's id.
             request_id = state.request_id(http, request.request_id, dialect.id_prefix, num_prompts)
             asked = RawPrompts(
-                rendered.prompts,
-                [rendered.params] * num_prompts,
+                [one.prompt for one in rendered],
+                [one.params for one in rendered],
                 (),
                 lora,
                 request.add_special_tokens,
@@ -64,7 +64,7 @@ async def respond(http: Request, dialect: Dialect[B]) -> Response:
 class RunningTurn:
     """Makes an answer of the outputs of a generation."""
 
-    def __init__(self, generation: Generation, rendered: Rendered, answer: Answer) -> None:
+    def __init__(self, generation: Generation, rendered: Sequence[Rendered], answer: Answer) -> None:
         self._generation = generation
         self._rendered = rendered
         self._answer = answer
@@ -116,7 +116,7 @@ class RunningTurn:
     def _piece(self, index: int, delta: RequestOutput, output: CompletionOutput, is_last: bool) -> Piece:
         """Return what an output has said, after counting its reasoning."""
         if (reader := self._readers.get((index, output.index))) is None:
-            reader = self._readers[index, output.index] = self._rendered.new_reader()
+            reader = self._readers[index, output.index] = self._rendered[index].new_reader()
         before = reader.num_reasoning_tokens
         events = reader.read(output, is_last)
         if reader.reasons:

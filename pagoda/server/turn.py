@@ -91,13 +91,15 @@ def _same(param: str) -> str:
 class TurnRequest:
     """What is asked for: the answer to a conversation, or the continuation of each prompt.
 
-    params: of every prompt.   add_special_tokens: as for RawPrompts, of prompts that are texts.
+    params: of every prompt.   more_conversations: that are answered with it, each on its own.
+    add_special_tokens: as for RawPrompts, of prompts that are texts.
     model: as the caller names it.   request_id: that it gives the answer.
     origin: from a field as this package calls it (`max_tokens`, `messages[2].content`) to the caller's own.
     """
 
     params: SamplingParams
     conversation: Conversation | None = None
+    more_conversations: Sequence[Conversation] = ()
     prompts: Sequence[Prompt] = ()
     add_special_tokens: bool = True
     model: str | None = None
@@ -109,7 +111,7 @@ class TurnRequest:
 
     @property
     def num_prompts(self) -> int:
-        return 1 if self.conversation is not None else len(self.prompts)
+        return 1 + len(self.more_conversations) if self.conversation is not None else len(self.prompts)
 
 
 @contextlib.contextmanager

@@ -56,6 +56,7 @@ REQUESTS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
         {**CHAT, **EVERYTHING, "logprobs": True, "top_logprobs": 2, "stream": True, "stream_options": USAGE},
     ),
     ("POST", "/v1/chat/completions", {**CHAT, "top_logprobs": 1}),
+    ("POST", "/v1/chat/completions/batch", {**CHAT, "messages": [CHAT["messages"]] * 2, "logprobs": True}),
     ("POST", "/v1/messages", MESSAGES),
     ("POST", "/v1/messages", {**MESSAGES, "stream": True}),
     ("POST", "/v1/messages", {**MESSAGES, "model": "unknown"}),

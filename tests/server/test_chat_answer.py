@@ -14,7 +14,6 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.server.answers import PromptTokensDetails, Usage
 from pagoda.server.dialects import chat
 from pagoda.server.protocol import ChatCompletionRequest
-from pagoda.server.reader import Reader
 from pagoda.server.render import Rendered
 from pagoda.server.respond import RunningTurn
 
@@ -44,7 +43,7 @@ def test_log_probabilities_of_the_prompt_are_converted_once(monkeypatch: pytest.
     body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], prompt_logprobs=1)
     turn: Any = SimpleNamespace(id="id", created=0, model="m", generation=generation)
     state: Any = SimpleNamespace(writes_ids=lambda body: False, forces_usage=False)
-    running = RunningTurn(generation, Rendered([], SamplingParams(), Reader), chat.CHAT.answer(body, turn, state))
+    running = RunningTurn(generation, [Rendered([1], SamplingParams())], chat.CHAT.answer(body, turn, state))
     answer = msgspec.json.decode(asyncio.run(running.whole()).body)
     assert num_converted == 1
     assert answer["choices"][0]["message"]["content"] == "a" * NUM_DELTAS

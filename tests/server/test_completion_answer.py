@@ -15,7 +15,6 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.server.answers import PromptTokensDetails, Usage
 from pagoda.server.dialects.completions import COMPLETIONS
 from pagoda.server.protocol import CompletionRequest
-from pagoda.server.reader import Reader
 from pagoda.server.render import Rendered
 from pagoda.server.respond import RunningTurn
 
@@ -41,7 +40,7 @@ def test_a_long_echoed_prompt_is_decoded_once_and_on_a_thread() -> None:
     body = CompletionRequest(prompt="x", echo=True)
     turn: Any = SimpleNamespace(id="id", created=0, model="m", generation=generation, text=Texts())
     state: Any = SimpleNamespace(writes_ids=lambda body: False, forces_usage=False)
-    running = RunningTurn(generation, Rendered([], SamplingParams(), Reader), COMPLETIONS.answer(body, turn, state))
+    running = RunningTurn(generation, [Rendered([1], SamplingParams())], COMPLETIONS.answer(body, turn, state))
     answer = msgspec.json.decode(asyncio.run(running.whole()).body)
     assert answer["choices"][0]["text"] == "the prompt, aa"
     assert asked == [(5_000, False)]

@@ -37,6 +37,7 @@ HARMLESS = {"len", "isinstance", "id", "next", "get", "append", "type", "items",
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 BASES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "chat_template": TEMPLATE},
+    "/v1/chat/completions/batch": {"messages": [[{"role": "user", "content": "Hi"}]] * 2, "chat_template": TEMPLATE},
     "/v1/completions": {"prompt": "Hi"},
     "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
     "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "Hi"}]},

@@ -269,7 +269,7 @@ def test_operators_routes(fake_server: LiveServer) -> None:
     status, page = fake_server.get("/docs")
     assert status == 200
     assert "Not served: only a neutral value" not in page, "these fields are listed after the table"
-    assert page.count("<p>Not served: <code>audio</code>, ") == 2
+    assert page.count("<p>Not served: <code>audio</code>, ") == 3
 
 
 METRICS = [

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions"""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -23,7 +24,7 @@ from pagoda.server.answers import (
 )
 from pagoda.server.dialects.openai import ChunkedAnswer, turn_request
 from pagoda.server.errors import ApiError
-from pagoda.server.protocol import ChatCompletionRequest
+from pagoda.server.protocol import BatchChatRequest, ChatCompletionRequest
 from pagoda.server.respond import respond
 from pagoda.server.routing import Router
 from pagoda.server.sending import OPENAI_FRAMING
@@ -145,6 +146,48 @@ class ChatAnswer(ChunkedAnswer):
         if not self._body.logprobs or output.logprobs is None:
             return None
         return chat_logprobs(output.token_ids, output.logprobs, self._body.num_top, self.writes_ids)
+
+
+@router.post("/v1/chat/completions/batch", answer=ChatCompletionResponse, body=BatchChatRequest)
+async def create_batch(http: Request) -> Response:
+    """Answer several conversations; each is a choice, with its index."""
+    return await respond(http, BATCH)
+
+
+class BatchDialect:
+    """vLLM's lists of conversations."""
+
+    body = BatchChatRequest
+    id_prefix = "chatcmpl"
+    framing = OPENAI_FRAMING
+
+    def request(self, body: BatchChatRequest, state: ServerState) -> TurnRequest:
+        first, *others = body.each
+        return replace(CHAT.request(first, state), more_conversations=[one.conversation for one in others])
+
+    def answer(self, body: BatchChatRequest, turn: Turn, state: ServerState) -> "BatchAnswer":
+        return BatchAnswer(body.each, turn, state)
+
+
+BATCH = BatchDialect()
+
+
+class BatchAnswer(ChatAnswer):
+    """One choice for each conversation."""
+
+    def __init__(self, each: Sequence[ChatCompletionRequest], turn: Turn, state: ServerState) -> None:
+        super().__init__(each[0], turn, state)
+        self._answers = [ChatAnswer(body, turn, state) for body in each]
+
+    def whole(self, pieces: Sequence[Piece]) -> ChatCompletionResponse:
+        answer = super().whole(pieces[:1])
+        answer.prompt_token_ids = None  # of which conversation?
+        answer.choices = []
+        for piece in pieces:
+            [choice] = self._answers[piece.prompt].whole([piece]).choices
+            choice.index = piece.prompt
+            answer.choices.append(choice)
+        return answer
 
 
 def _delta_of(call: CallDelta) -> DeltaToolCall:
