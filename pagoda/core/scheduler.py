@@ -167,6 +167,7 @@ class Scheduler(SchedulerInterface):
         if self._state.requests or self._state.in_flight.outputs:
             return False
         self._state.start_over()
+        self._state.events.step = self._state.num_steps  # the last result that was applied may be of one before
         return True
 
     def subscribe(self, fold: Fold, *, cache: bool = False) -> Callable[[], None]:

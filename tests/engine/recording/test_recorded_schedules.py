@@ -102,6 +102,25 @@ def test_requests_with_other_stop_tokens_share_blocks_as_they_did(tmp_path: Path
     assert replay(tmp_path / "run").difference is None
 
 
+def test_a_file_that_begins_after_an_empty_step_counts_from_there(tmp_path: Path) -> None:
+    options = SchedulerOptions(max_num_seqs=2, max_num_batched_tokens=16, pipeline_depth=2)
+    traffic = Traffic(Setting(options, CacheConfig(block_size=4)))
+    record_traffic(Traffic(traffic.setting), tmp_path / "other")
+    head = (tmp_path / "other").stat().st_size
+    record_traffic(traffic, tmp_path / "run", max_bytes=4 * head + 4)  # the next file is due after the first request
+    for number in range(2):
+        traffic.add(make_request(number, [0, 1, 2, 3, 4], SamplingParams(max_tokens=1)))
+        traffic.plan()
+        traffic.plan()  # nothing is left to compute
+        traffic.deliver()
+        if number == 0:
+            assert not traffic.scheduler.has_unfinished_requests()
+            traffic.in_flight.clear()
+    lines, _ = read_recording(tmp_path / "run.1")
+    assert [fields["step"] for name, fields in lines[1]["events"] if name == "Queued"] == [0]
+    assert replay(tmp_path / "run.1").difference is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [RecordedMachine, RecordedPhases])
 def test_random_schedules_are_replayed_at_length(machine: type[RecordedMachine]) -> None:
