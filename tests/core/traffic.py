@@ -11,12 +11,13 @@ import numpy as np
 
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig, SchedulingPolicy
-from pagoda.core.events import Admitted, ClientEvent, Copied, Ended, Event
+from pagoda.core.events import Admitted, ClientEvent, Copied, Ended, Event, Removed, Stored
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import AdmitKind, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
+from tests.core.cache_events import CacheEvents
 from tests.core.exact_worker import SPOILED, ExactWorker, logprobs_after, next_token, pooled_vector
 from tests.core.plain_beam_search import plain_beam_search
 from tests.twin import WHY_ENDED, TwinScheduler
@@ -44,9 +45,8 @@ class Setting:
 
     @property
     def has_twin(self) -> bool:
-        """The twin offers no drafts after tokens that are in flight, and has no beams: its sequences never take on
-        each other's tokens."""
-        return not (self.scheduler.async_scheduling and self.drafts) and not self.beams
+        """The twin has no beams: its sequences never take on each other's tokens."""
+        return not self.beams
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,17 @@ class Traffic:
         self.num_cached: dict[RequestKey, int] = {}  # at the last admission
         self.outputs: list[SchedulerOutput] = []
         self.ignored: set[str] = set()  # of which a sequence ended while the last step was planned
-        self.events: list[Event] = []  # since the last `check`
-        self.scheduler.subscribe(self.events.append)
+        self.events: list[ClientEvent] = []  # since the last `check`
+        self.unreceived: Counter[ClientEvent] = Counter()  # those that clients do not have yet
+        self.cache_events = CacheEvents(self.scheduler, setting.cache.block_size)
+        self.scheduler.subscribe(self._note, cache=True)
+
+    def _note(self, event: Event) -> None:
+        if isinstance(event, Stored | Removed):
+            self.cache_events.note(event)
+        else:
+            self.events.append(event)
+            self.unreceived[event] += 1
 
     def _make_twin(self) -> TwinScheduler:
         setting = self.setting
@@ -147,9 +156,10 @@ class Traffic:
         self.requests[request.request_id] = request
         self.id_of[request.key] = request.request_id
         for sequence in range(request.num_seqs):
-            self.received[request.request_id, sequence] = Received(
-                truth_of(request, sequence, self.setting.max_model_len)
-            )
+            truth = truth_of(request, sequence, self.setting.max_model_len)
+            self.received[request.request_id, sequence] = Received(truth)
+            if self.twin is not None:
+                self.cache_events.expect(request, truth, self.twin)
         self.check()
 
     def abort(self, ids: list[str]) -> None:
@@ -271,7 +281,10 @@ class Traffic:
             self.reset_ids |= running
         may_end = self.failing.pop(output.step)
         for client, outputs in by_client.items():
+            assert {event.client for event in outputs.events} <= {client}
+            self.unreceived.subtract(outputs.events)
             self._receive(client, outputs, may_end)
+        assert not self.unreceived.total(), "clients get each event once, with the next outputs"
         if self.twin is not None:
             plan = self.plans.popleft()
             raised = failure is not None and failure.rows is None
@@ -503,7 +516,6 @@ class Traffic:
         mine = list(map(comparable, self.events))
         for one, other in zip_longest(mine, map(comparable, theirs)):
             assert one == other, f"{one} is the twin's {other}, in {mine}"
-        self.events.clear()
         theirs.clear()
 
     def check(self) -> None:
@@ -517,10 +529,12 @@ class Traffic:
         everywhere = running + waiting + swapped
         if self.twin is not None:
             self._check_events(self.twin.events)
+            self.cache_events.check(self.twin.pool.contents)
             twin = self.twin.state()
             assert (running, waiting, swapped) == (twin["running"], twin["waiting"], twin["swapped"])
             assert (self.scheduler.num_free_blocks, "free") == (twin["free_blocks"], "free")
             assert self.scheduler.num_free_host_blocks == twin["free_host_blocks"]
+        self.events.clear()
         assert len(set(everywhere)) == len(everywhere), "a request is in one queue"
         assert not set(everywhere) & (self.aborted | self.ended_ids())
         assert 0 <= self.scheduler.num_free_blocks <= self.setting.num_blocks

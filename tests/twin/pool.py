@@ -77,6 +77,11 @@ class Pool:
     def find(self, content: Hashable) -> int | None:
         return next(iter(self.known.get(content, ())), None)
 
+    @property
+    def contents(self) -> list[Hashable]:
+        """All that can be found."""
+        return [content for content, blocks in self.known.items() if blocks]
+
     def is_free(self, number: int) -> bool:
         return self.blocks[number].references == 0
 

@@ -1,0 +1,65 @@
+"""What the events of the prefix cache tell, held against what the twin can find."""
+
+from collections.abc import Hashable, Iterable
+from itertools import pairwise
+
+import numpy as np
+
+from pagoda.core.events import CacheEvent, Stored
+from pagoda.core.kv.prefix_cache import HashChain, make_root
+from pagoda.core.request import Request
+from pagoda.core.scheduler import Scheduler
+from tests.twin import TwinScheduler
+
+
+class CacheEvents:
+    """Folds them.   found: KV group and hash of what can be found."""
+
+    def __init__(self, scheduler: Scheduler, block_size: int) -> None:
+        self.found: set[tuple[int, bytes]] = set()
+        self._state = scheduler._state
+        self._block_size = block_size
+        self._hash_of: dict[Hashable, tuple[int, bytes]] = {}  # what the twin calls the content of a block
+        self._parent_of: dict[bytes, bytes | None] = {}
+
+    def note(self, event: CacheEvent) -> None:
+        blocks = {(event.group, one) for one in event.hashes}
+        assert len(blocks) == len(event.hashes)
+        if not isinstance(event, Stored):
+            assert blocks <= self.found, "what is not there is removed"
+            self.found -= blocks
+            return
+        assert not blocks & self.found, "what is there is stored"
+        self.found |= blocks
+        for parent, block_hash in pairwise((event.parent, *event.hashes)):
+            assert self._parent_of.get(block_hash or b"", parent) == parent  # not known of beams
+
+    def expect(self, request: Request, output: list[int], twin: TwinScheduler) -> None:
+        """A sequence of the request will have this output: note what each of its blocks is called."""
+        tokens = [*request.prompt_token_ids.tolist(), *output]
+        hashes = self._hashes(request, tokens)
+        self._parent_of.update(zip(hashes, (None, *hashes), strict=False))
+        for number, block_hash in enumerate(hashes, 1):
+            for group in range(len(twin.memory.groups)):
+                content = twin.memory.content(group, request, tokens, number * self._block_size)
+                self._hash_of[content] = (group, block_hash)
+
+    def check(self, contents: Iterable[Hashable]) -> None:
+        """What the twin finds is found, but for full blocks of running rows: decoding does not insert these before the
+        next lookup."""
+        theirs = {self._hash_of[content] for content in contents}
+        assert self.found <= theirs
+        if theirs == self.found:
+            return
+        table, later = self._state.table, set[bytes]()
+        for row in self._state.batch.running.rows.tolist():
+            known = min(int(table.num_computed[row]), int(table.num_tokens[row]))
+            hashes = self._hashes(table.owner(row).request.spec, table.token_ids[row, :known].tolist())
+            later.update(hashes[int(self._state.kv.prefix_cache.num_cached[row]) :])
+        assert {block_hash for _, block_hash in theirs - self.found} <= later
+
+    def _hashes(self, request: Request, tokens: list[int]) -> list[bytes]:
+        root = make_root(self._state.kv.prefix_cache.seed, request.lora, request.cache_salt)
+        chain = HashChain(root, self._block_size, request.media, request.prompt_embeds)
+        chain.extend(np.array(tokens, np.int32), len(tokens))
+        return chain.hashes
