@@ -18,7 +18,7 @@ from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode, Sche
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
-from pagoda.core.request import PLACEHOLDER_ID, LoraRef, MediaItem
+from pagoda.core.request import PLACEHOLDER_ID, LoraRef, MediaItem, Reason
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import SchedulerOutput
 from tests.core.traffic import VOCABULARY, Failure, Setting, Traffic, make_request
@@ -161,6 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         early=st.sampled_from([False, True, "never"]),
         is_pooled=st.sampled_from([False, False, False, True]),
         num_embeds=st.sampled_from([0, 0, 0, 3, 9, 18]),
+        lacks=st.sampled_from([*[None] * 8, Reason.GRAMMAR, Reason.ADAPTER, Reason.ADAPTER, Reason.NEVER]),
         places=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(0, 2)), max_size=2),
     )
     def arrive(
@@ -180,6 +181,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         early: bool | Literal["never"],
         is_pooled: bool,
         num_embeds: int,
+        lacks: Reason | None,
         places: list[tuple[int, int, int]],
     ) -> None:
         setting = self.traffic.setting
@@ -230,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         if setting.encoder_decoder:
             request = replace(request, media=(MediaItem(f"audio{self.count}", 0, request.encoder_len),))
-        self.traffic.add(request)
+        self.traffic.add(request, lacks)
 
     @precondition(lambda self: self.count)
     @rule(data=st.data())
@@ -239,6 +241,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         ended = self.traffic.ended_ids()
         ids = [f"r{number}" for number in numbers]
         self.traffic.abort([request_id for request_id in ids if request_id not in ended])
+
+    @precondition(lambda self: self.traffic.readiness.missing)
+    @rule(which=st.integers(0, 11))
+    def get_ready(self, which: int) -> None:
+        missing = list(self.traffic.readiness.missing)
+        self.traffic.readiness.get_ready(missing[which % len(missing)])
+
+    @rule(which=st.integers(0, 11))
+    def lose(self, which: int) -> None:
+        """The adapter of a request that does not run gives way to others."""
+        waiting = [*self.traffic.scheduler.waiting_ids(), *self.traffic.scheduler.swapped_ids()]
+        if waiting:
+            key = self.traffic.requests[waiting[which % len(waiting)]].key
+            self.traffic.readiness.missing.setdefault(key, Reason.ADAPTER)
 
     @rule(which=st.integers(0, 11))
     def stop(self, which: int) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 
 from pagoda.base.clock import VirtualClock
 from pagoda.base.config import CacheConfig, SchedulingPolicy
+from pagoda.base.errors import RequestError
 from pagoda.core.events import Admitted, ClientEvent, Copied, Ended, Event, Removed, Stored
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
-from pagoda.core.request import AdmitKind, Request, RequestKey, RequestStatus
+from pagoda.core.request import AdmitKind, Reason, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
@@ -25,6 +26,7 @@ from tests.twin import WHY_ENDED, TwinScheduler
 VOCABULARY = 7
 RAISED, NOT_FINITE = "the step failed", "not finite"
 NO_ROOM = re.compile("the KV cache has [0-9]+ blocks: too few|needs .* KV blocks|can never come back from host memory")
+NOT_TO_BE_HAD = "the adapter cannot be had"
 NO_LOGPROBS = "this worker does not return log-probabilities"
 Record = dict[str, Any]
 
@@ -47,6 +49,41 @@ class Setting:
     def has_twin(self) -> bool:
         """The twin has no beams: its sequences never take on each other's tokens."""
         return not self.beams
+
+
+class Readiness:
+    """Grammars and adapters that are not ready.   missing: why, by request; NEVER: it cannot be had."""
+
+    def __init__(self) -> None:
+        self.missing: dict[RequestKey, Reason] = {}
+        self.woken: list[RequestKey] = []  # when a step was last planned
+        self.pinned: Counter[RequestKey] = Counter()
+        self._ready: list[RequestKey] = []
+
+    def get_ready(self, key: RequestKey) -> None:
+        if self.missing.get(key, Reason.NEVER) is not Reason.NEVER:
+            del self.missing[key]
+            self._ready.append(key)
+
+    def why_not_ready(self, request: Request) -> Reason | None:
+        reason = self.missing.get(request.key)
+        if reason is Reason.NEVER:
+            raise RequestError(NOT_TO_BE_HAD)
+        return reason
+
+    def take_woken(self) -> list[RequestKey]:
+        self.woken, self._ready = self._ready, []
+        return self.woken
+
+    def forget(self, request: Request) -> None:
+        assert not self.pinned[request.key]
+
+    def pin(self, request: Request) -> None:
+        assert request.key not in self.missing
+        self.pinned[request.key] += 1
+
+    def unpin(self, request: Request) -> None:
+        self.pinned[request.key] -= 1
 
 
 @dataclass(frozen=True)
@@ -95,6 +132,7 @@ class Traffic:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.clock = VirtualClock()
+        self.readiness = Readiness()
         self.scheduler = Scheduler(
             setting.scheduler,
             setting.cache,
@@ -104,6 +142,7 @@ class Traffic:
             self.clock,
             num_host_blocks=setting.num_host_blocks,
             encoder_decoder=setting.encoder_decoder,
+            preparations=self.readiness,
         )
         memory = (setting.groups, setting.cache.block_size, setting.num_blocks, setting.num_host_blocks)
         self.worker = ExactWorker(*memory, VOCABULARY)
@@ -144,12 +183,16 @@ class Traffic:
             setting.encoder_decoder,
             setting.num_host_blocks,
             self.clock,
+            self.readiness.why_not_ready,
         )
 
     # What happens ---------------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, lacks: Reason | None = None) -> None:
+        """lacks: what is not ready for it."""
         assert request.key not in self.id_of
+        if lacks is not None:
+            self.readiness.missing[request.key] = lacks
         self.scheduler.add_request(request)
         if self.twin is not None:
             self.twin.add(request)
@@ -206,7 +249,7 @@ class Traffic:
     def plan(self, choose_failure: Callable[[SchedulerOutput], Failure | None] = lambda _: None) -> SchedulerOutput:
         """Plan one step and execute it; its result is not back yet. It fails as `choose_failure` says."""
         assert len(self.in_flight) < self.depth
-        queue = list(self.scheduler.waiting_ids())
+        queue = [one for one in self.scheduler.waiting_ids() if self.requests[one].key not in self.readiness.missing]
         ended = self._ended_while_planning()
         output = self.scheduler.schedule()
         self.ignored = {request_id for request_id, _ in self._ended_while_planning() - ended}
@@ -236,6 +279,7 @@ class Traffic:
     def _plan_twin(self, output: SchedulerOutput) -> None:
         """The twin decides the same."""
         assert self.twin is not None
+        self.twin.wake(self.readiness.woken)
         plan = self.twin.schedule()
         plan["names"] = {row: self._name(row) for row in self.worker.rows}
         plan["planned_at_s"] = self.clock.now()
@@ -346,6 +390,8 @@ class Traffic:
 
     def drain(self, limit: int = 2000) -> None:
         """Run until nothing is left; then everything must be as in the beginning."""
+        for key in list(self.readiness.missing):
+            self.readiness.get_ready(key)
         for _ in range(limit):
             if not self.scheduler.has_unfinished_requests():
                 break
@@ -406,7 +452,7 @@ class Traffic:
             elif NO_ROOM.search(finish.message):
                 assert self._most_blocks(self.requests[key[0]]) > self.setting.num_blocks, f"{key} would fit: {finish}"
             else:
-                assert NO_LOGPROBS in finish.message
+                assert NO_LOGPROBS in finish.message or finish.message == NOT_TO_BE_HAD
 
     def _most_blocks(self, request: Request) -> int:
         """Blocks that the request holds at most: each of its sequences at full length, none of them shared."""

@@ -1,6 +1,6 @@
 """TwinScheduler: docs/reference/scheduler-contract.md once more, slowly."""
 
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from pagoda.core.events import (
     Swapped,
 )
 from pagoda.core.kv import KVGroupSpec
-from pagoda.core.request import AdmitKind, Reason, Request, RequestStatus
+from pagoda.core.request import AdmitKind, Reason, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from tests.twin.encoder import EncoderInputs, Share
@@ -54,8 +54,10 @@ class TwinScheduler:
         encoder_decoder: bool = False,
         num_host_blocks: int = 0,
         clock: Clock | None = None,
+        why_not_ready: Callable[[Request], Reason | None] = lambda _: None,
     ) -> None:
         self.config = config
+        self.why_not_ready = why_not_ready
         self.max_model_len = max_model_len
         self.clock = clock or VirtualClock()
         self.pool = Pool(num_blocks)
@@ -197,6 +199,11 @@ class TwinScheduler:
         self.events.append(Ended(*self._at(state), state.id, *end))
 
     # One step -------------------------------------------------------------------------------------------------
+
+    def wake(self, keys: Collection[RequestKey]) -> None:
+        """What these requests wait for may be ready."""
+        for state in self.requests.values():
+            state.is_aside &= state.request.key not in keys
 
     def schedule(self) -> Record:
         self.step_number += 1
@@ -459,7 +466,7 @@ class TwinScheduler:
         """Bring back requests in order while there is room. Return False if one must wait: none may pass it."""
         closed: set[Hashable] = set()
         while self.budget > 0:
-            queue = [state for state in self.swapped if adapter_of(state.request) not in closed]
+            queue = [one for one in self.swapped if not one.is_aside and adapter_of(one.request) not in closed]
             if not queue:
                 return True
             state = queue[0]
@@ -467,6 +474,8 @@ class TwinScheduler:
                 closed.add(adapter_of(state.request))
                 self._hold(self.swapped, state, Reason.LORA, stops_queue=False)
                 self._count_skip(state)
+                continue
+            if not state.stale_steps and self._lacks_something(self.swapped, state):
                 continue
             reason = self._why_not_back(state)
             if reason is Reason.NEVER:
@@ -553,12 +562,27 @@ class TwinScheduler:
                 self._hold(self.waiting, state, Reason.IN_FLIGHT, stops_queue=False)
                 state.is_aside = True
                 continue
+            if self._lacks_something(self.waiting, state):
+                continue
             reason = self._why_never(state) or self._why_held(state) or self._admit(state)
             if reason is Reason.NEVER:
                 self._never(state)
             elif reason is not None and not (reason in NO_ROOM and self._make_way(state)):
                 self._hold(self.waiting, state, reason, stops_queue=True)
                 return
+
+    def _lacks_something(self, queue: list[TwinRequest], state: TwinRequest) -> bool:
+        """Set it aside until its grammar or adapter is ready, or end it if that can never be. Return False if it is."""
+        try:
+            reason = self.why_not_ready(state.request)
+        except RequestError:
+            self.ignored.append(state.id)
+            self._end(state, RequestStatus.FINISHED_ERROR, WHY_ENDED)
+            return True
+        if reason is not None:
+            self._hold(queue, state, reason, stops_queue=False)
+            state.is_aside = True
+        return reason is not None
 
     def _why_held(self, state: TwinRequest) -> Reason | None:
         if self._num_seqs_running() + state.num_seqs > self.config.max_num_seqs:
@@ -899,8 +923,6 @@ class TwinScheduler:
         entries = dict.fromkeys([*step.planned, *step.sampling])  # once each: what samples computes, too
         failed = [entry for entry in entries if self._name(entry.state, entry.sequence) in names]
         waiting = {request_id for item in lost for request_id in self.encoder.cache.holders.get(item, ())}
-        if raised and self.encoder_decoder:
-            waiting = set(step.encoded)
         spoiled, bad = self._spoiled_by(failed, lost, waiting)
         touched: set[TwinRequest] = set()
         for entry in failed:
