@@ -237,7 +237,7 @@ def test_server_options_are_not_engine_options() -> None:
     assert "did you mean 'quantization'" in str(caught.value)
     with pytest.raises(ConfigError) as caught:
         EngineConfig.for_engine(zzz=1)
-    assert "max_model_len" in str(caught.value)
+    assert "block_size" in str(caught.value)
     assert "port" not in str(caught.value)
 
 
