@@ -20,6 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 EVENT = b"data: {"
 
@@ -86,7 +87,7 @@ def main() -> None:
         while len(pids := api_processes(server.pid)) < args.processes and args.processes > 1:
             time.sleep(0.05)
         asyncio.run(all_streams(port, args.streams, 50))
-        rounds: list[dict[str, float]] = []
+        rounds: list[dict[str, Any]] = []
         for _ in range(args.rounds):
             before, begin_s = [cpu_seconds(pid) for pid in (server.pid, *pids)], time.perf_counter()
             events = asyncio.run(all_streams(port, args.streams, args.tokens))
