@@ -1,25 +1,18 @@
 """Prometheus metrics, with the names that existing dashboards and load generators use."""
 
-import time
-from array import array
-from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from types import TracebackType
-from typing import Self
+from dataclasses import dataclass
 
 from prometheus_client import generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from pagoda.base.errors import RequestError
-from pagoda.base.outputs import RequestMetrics, RequestOutput
+from pagoda.base.outputs import RequestMetrics
 from pagoda.core.events import ClientEvent, DraftsVerified
-from pagoda.core.request import Request, RequestKey
+from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
-from pagoda.metrics.known_tokens import KnownTokens
+from pagoda.metrics.counts import LABELS, Counts, Histogram, tokens_per_step
+from pagoda.metrics.observed_requests import EndedRequest, RequestObserver
 
 REJECTION_REASONS = ("requests", "tokens", "media", "logprobs", "bodies", "key_concurrency", "key_rate")
 CACHE_LABELS = (
@@ -29,68 +22,14 @@ CACHE_LABELS = (
 )
 """Labels of cache_config_info."""
 FINISH_REASONS = ("stop", "length", "abort", "error")
-_LABELS = ("model_name", "engine")
 _SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
 )
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
-_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _COUNTS = (1, 2, 5, 10, 20)
+_MOST_ENDED = 256
 _PREEMPTIONS = (0, 1, 2, 5, 10)
-
-
-Counts = dict[str, dict[str, float]]
-"""All that a process has counted and that only grows, by metric and label: what processes have counted can be added."""
-
-
-def add_counts(total: Counts, more: Counts) -> None:
-    """Add to counts what another process has counted."""
-    for name, values in more.items():
-        into = total.setdefault(name, {})
-        for label, count in values.items():
-            into[label] = into.get(label, 0) + count
-
-
-class Histogram:
-    """Counts values by bucket. The library's goes through the buckets and takes locks for each value."""
-
-    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
-        self.name = name
-        self._text = text
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self.total += value
-
-    @property
-    def bounds(self) -> tuple[float, ...]:
-        return self._bounds
-
-    def counts(self) -> dict[str, float]:
-        """Return how many values were in each bucket, by its number, and their sum; see Counts."""
-        return {**{str(number): count for number, count in enumerate(self._counts)}, "sum": self.total}
-
-    def buckets(self, counts: Counts) -> list[float]:
-        """Return how many values were in each bucket, the last one without an upper bound."""
-        mine = counts[self.name]
-        return [mine[str(number)] for number in range(len(self._bounds) + 1)]
-
-    def family(self, counts: Counts, values: tuple[str, ...], name: str = "") -> Metric:
-        """Return it as Prometheus reads it.   values: of _LABELS.   name: another one for the same."""
-        family = HistogramMetricFamily(f"vllm:{name or self.name}", self._text, labels=_LABELS)
-        bounds = [*map(floatToGoString, self._bounds), "+Inf"]
-        sums = list(zip(bounds, accumulate(self.buckets(counts)), strict=True))
-        family.add_metric(values, sums, counts[self.name]["sum"])
-        return family
-
-
-def tokens_per_step() -> Histogram:
-    """Return what counts the tokens of each step of the engine."""
-    return Histogram("iteration_tokens_total", "Tokens per step: those of prompts, and those sampled.", _STEP_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +185,7 @@ class ServerMetrics:
             ("spec_decode_num_draft_tokens", "Draft tokens verified.", stats.drafted_tokens),
             ("spec_decode_num_accepted_tokens", "Draft tokens accepted.", stats.accepted_tokens),
         ):
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
             counter.add_metric(self._values, count)
             yield counter
         for name, text, value in (
@@ -256,7 +195,7 @@ class ServerMetrics:
             ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_usage),
             ("gpu_cache_usage_perc", "Share of KV blocks in use (older name).", stats.kv_usage),
         ):
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
             gauge.add_metric(self._values, value)
             yield gauge
         yield self._labelled("vllm:request_success", "Outputs ended, by reason.", "finished_reason", counts["ended"])
@@ -299,127 +238,7 @@ class ServerMetrics:
         kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = CounterMetricFamily,
     ) -> Metric:
         """Return a counter, or a gauge, with a label of its own."""
-        family = kind(name, text, labels=(*_LABELS, label))
+        family = kind(name, text, labels=(*LABELS, label))
         for value, count in counts.items():
             family.add_metric((*self._values, value), count)
         return family
-
-
-_MOST_ENDED = 256
-_MOST_EVENTS = 128
-
-
-@dataclass(frozen=True, slots=True)
-class EndedRequest:
-    """What is known of a request that has ended.   ended_s: by time.perf_counter.   tokens: see KnownTokens.of."""
-
-    request_id: str
-    key: RequestKey
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
-    finish_reasons: tuple[str, ...]
-    times: RequestMetrics
-    events: tuple[ClientEvent, ...]
-    ended_s: float
-    tokens: KnownTokens | None
-
-    @staticmethod
-    def of(observer: "RequestObserver") -> "EndedRequest":
-        request, last = observer.request, observer.last
-        times = last.metrics if last is not None else None
-        return EndedRequest(
-            request.request_id,
-            request.key,
-            request.num_prompt_tokens,
-            (last.num_cached_tokens if last is not None else None) or 0,
-            observer.num_output_tokens,
-            tuple(dict.fromkeys(observer.finish_reasons)),
-            replace(times) if times is not None else RequestMetrics(request.arrival_time_s),
-            tuple(observer.events),
-            time.perf_counter(),
-            observer.tokens,
-        )
-
-
-class RequestObserver:
-    """Updates the metrics for one request, which runs during the block: call `on_delta` for each delta.
-
-    A block that ends with a RequestError leaves no trace: the request was refused before it ran.
-    """
-
-    def __init__(self, metrics: ServerMetrics, request: Request) -> None:
-        self._metrics = metrics
-        self.request = request
-        self.last: RequestOutput | None = None
-        self.events: list[ClientEvent] = []
-        self._last_s = 0.0
-        self._first_output = array("i")
-        self._open = set(range(request.num_seqs))
-        self.num_output_tokens = 0
-        self.finish_reasons: list[str] = []
-
-    def __enter__(self) -> Self:
-        self._metrics.running[self] = None
-        self._metrics.observers[self.request.handle] = self
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        del self._metrics.running[self]
-        del self._metrics.observers[self.request.handle]
-        if not isinstance(error, RequestError):
-            self._on_end(time.perf_counter())
-            self._metrics.ended.append(EndedRequest.of(self))
-
-    @property
-    def tokens(self) -> KnownTokens | None:
-        """Return the tokens so far, with those of the first output."""
-        return KnownTokens.of(self.request, self._first_output)
-
-    def add_event(self, event: ClientEvent) -> None:
-        """Keep an event: of many, the first ones and the last ones."""
-        if len(self.events) >= _MOST_EVENTS:
-            del self.events[_MOST_EVENTS // 4]
-        self.events.append(event)
-
-    def on_delta(self, delta: RequestOutput, now_s: float) -> int:
-        """Observe a delta; return its number of tokens."""
-        metrics, self.last = self._metrics, delta
-        count = 0
-        for part in delta.outputs:
-            new = len(part.token_ids)
-            count += new
-            if part.index == 0:
-                self._first_output.extend(part.token_ids)
-            if new and self.num_output_tokens:
-                metrics.on_gap((now_s - self._last_s) / new)
-            if part.finish_reason is not None and part.index in self._open:
-                self._open.discard(part.index)
-                self._finish(part.finish_reason)
-        is_read = delta.finished and delta.error is None and "abort" not in self.finish_reasons
-        if is_read and not self.request.wants_output:
-            metrics.on_prompt(self.request.num_prompt_tokens, delta.num_cached_tokens or 0)
-        if count:
-            if not self.num_output_tokens:
-                num_cached = delta.num_cached_tokens or 0
-                first_s = delta.metrics.first_token_time if delta.metrics is not None else None
-                metrics.on_first_token((first_s or now_s) - self.request.arrival_time_s, num_cached > 0)
-                metrics.on_prompt(self.request.num_prompt_tokens, num_cached)
-            metrics.num_output_tokens += count
-            self.num_output_tokens += count
-            self._last_s = now_s
-        return count
-
-    def _on_end(self, now_s: float) -> None:
-        """Observe the end of the request; count unfinished outputs as aborted."""
-        for _ in self._open:
-            self._finish("abort")
-        self._open.clear()
-        times = self.last.metrics if self.last is not None else None
-        self._metrics.on_end(self.request, self.num_output_tokens, times, now_s)
-
-    def _finish(self, reason: str) -> None:
-        self._metrics.on_finish(reason)
-        self.finish_reasons.append(reason)

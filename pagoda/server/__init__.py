@@ -9,5 +9,7 @@ answers.py of those, which sending.py sends, whole or as a stream. pooling.py ha
 transcription.py (transcription_bodies.py) forms with sounds; operations.py the routes that generate nothing.
 
 state.py builds what all routes share. routing.py declares and describes routes; app.py serves them on uvicorn from the
-socket of listening.py until a signal, then drains. Every error becomes OpenAI's format in errors.py.
+socket of listening.py until a signal, then drains. With several processes, api_group.py starts them (api_process.py)
+and has what they share (shared.py, remote_admission.py); peers.py is their way to each other.
+Every error becomes OpenAI's format in errors.py.
 """

@@ -29,7 +29,8 @@ from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt, size_of
 from pagoda.engine.outputs.mailbox import PROMPTS_PER_TURN, merged
 from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
-from pagoda.metrics.prometheus import RequestObserver, ServerMetrics
+from pagoda.metrics.observed_requests import RequestObserver
+from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server.answers import CompletionTokensDetails, PromptTokensDetails, RequestFigures, Timings, Usage
 from pagoda.server.errors import ApiError
 from pagoda.server.remote_admission import AnyAdmission, AnyPlace

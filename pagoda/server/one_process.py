@@ -6,8 +6,9 @@ import msgspec
 
 from pagoda.base.errors import CapacityError, RequestError, WorkerDied
 from pagoda.core.events import Admitted, ClientEvent, Events
+from pagoda.metrics.counts import Counts
 from pagoda.metrics.known_tokens import KnownTokens
-from pagoda.metrics.prometheus import Counts, EndedRequest, RequestObserver
+from pagoda.metrics.observed_requests import EndedRequest, RequestObserver
 from pagoda.server.errors import ApiError, as_api_error
 from pagoda.server.generation import RequestStarter
 from pagoda.server.served_adapters import AdapterChange, ServedAdapters

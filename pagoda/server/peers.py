@@ -9,7 +9,7 @@ from typing import Any
 
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import Calls, Services
-from pagoda.metrics.prometheus import Counts
+from pagoda.metrics.counts import Counts
 from pagoda.server.admission import Admission
 from pagoda.server.one_process import Failure, OneProcess, RequestRecord, oldest_of
 from pagoda.server.remote_admission import AnyAdmission, RemoteAdmission

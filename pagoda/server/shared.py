@@ -8,7 +8,7 @@ import msgspec
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import Services
 from pagoda.engine.clients.client_server import ClientServer
-from pagoda.metrics.prometheus import Counts, add_counts, tokens_per_step
+from pagoda.metrics.counts import Counts, add_counts, tokens_per_step
 from pagoda.server.admission import Admission
 from pagoda.server.one_process import Failure, RequestRecord, oldest_of
 from pagoda.server.peers import CALL_S, LOAD_S

@@ -19,7 +19,9 @@ import pagoda
 from pagoda import SamplingParams
 from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
-from pagoda.metrics.prometheus import CACHE_LABELS, Counts, RequestObserver, ServerMetrics
+from pagoda.metrics.counts import Counts
+from pagoda.metrics.observed_requests import RequestObserver
+from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.load_report import report_load
 from pagoda.server.one_process import OneProcess, RequestRecord
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
