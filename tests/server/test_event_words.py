@@ -44,11 +44,11 @@ def name_of(client: int, handle: int) -> str | None:
         ),
         (
             Preempted(*AT, 0, 3, "recompute", 1, 3),
-            "preempted for itself: 1 tokens must be computed again, 3 blocks became free",
+            "preempted for itself: 1 token must be computed again, 3 blocks became free",
         ),
         (
             Preempted(*AT, None, None, "recompute", 1, 3),
-            "preempted: 1 tokens must be computed again, 3 blocks became free",
+            "preempted: 1 token must be computed again, 3 blocks became free",
         ),
         (FirstToken(*AT, 9), "first token"),
         (Failed(*AT, 6, None), "a step failed; it is computed again"),
