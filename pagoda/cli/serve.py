@@ -104,7 +104,7 @@ async def _serve(config: EngineConfig) -> None:
         from pagoda.server.telemetry import telemetry_of
 
         state = await build_state(config, client, lambda: starting)
-        state.starter.telemetry = telemetry_of(os.environ, state.model_names[0])
+        state.starter.telemetry = telemetry_of(os.environ, state.model.names[0])
         metrics, peers = state.starter.metrics, state.peers
         report = asyncio.create_task(report_load(metrics.stats, peers.read_counts, peers.read_oldest))
         await serve_http(state, config.server, listener, lambda: announce(config.server, listener))

@@ -60,11 +60,11 @@ async def _serve(start: ApiStart, place: RendezvousDir) -> None:
     peers.calls = client.calls
     try:
         state = await build_state(config, client, client.start, peers)
-        state.starter.telemetry = telemetry_of(os.environ, state.model_names[0], f"api-{start.number}")
+        state.starter.telemetry = telemetry_of(os.environ, state.model.names[0], f"api-{start.number}")
         peers.begin()
         for change in await client.calls.call("begin", start.number, returns=list[AdapterChange]):
             with contextlib.suppress(ApiError):  # one that was removed may never have been here
-                await state.adapters.apply(replace(change, replaces=True))
+                await state.model.adapters.apply(replace(change, replaces=True))
 
         def on_ready() -> None:
             logger.info("this process serves")

@@ -83,7 +83,7 @@ async def invoke(http: Request) -> Response:
     asked = await state_of(http).bodies.find_field(http, tuple(_INVOKED))
     if asked is None:
         raise RequestError(f"the body has none of {', '.join(_INVOKED)}, which say what is asked for")
-    pools = asked == "messages" and not state_of(http).tasks.generates
+    pools = asked == "messages" and not state_of(http).model.tasks.generates
     return await (pooling.create_embedding if pools else _INVOKED[asked])(http)
 
 

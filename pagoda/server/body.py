@@ -90,6 +90,15 @@ class Body(Struct, kw_only=True, frozen=True):
         """Raise RequestError for fields that contradict each other, and for counts and sizes beyond `limits`."""
 
 
+class ModelBody(Body, kw_only=True, frozen=True):
+    """A body that says which model is asked.
+
+    model: A name of the model (also if not given), or of an adapter.
+    """
+
+    model: str | None = None
+
+
 def as_list(prompts: str | list[Any]) -> list[Any]:
     """Return a text, token ids, or several of either, as a list."""
     return [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else prompts

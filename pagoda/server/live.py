@@ -118,7 +118,7 @@ async def _frames(http: Request) -> AsyncGenerator[bytes, None]:
     metrics, num_steps = state.starter.metrics, state.looks.num_steps
     bounds = {"ttft": metrics.ttft.bounds, "itl": metrics.itl.bounds}
     yield event(
-        {"model": state.model_names[0], "bounds": bounds, "sees_all": viewer_of(http, state.config).prefix == ""}
+        {"model": state.model.names[0], "bounds": bounds, "sees_all": viewer_of(http, state.config).prefix == ""}
     )
     while not (state.drain.is_draining and state.drain.num_held == 0):
         began_s = time.monotonic()

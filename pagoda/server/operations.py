@@ -109,26 +109,26 @@ async def models(http: Request) -> Response:
     state = state_of(http)
     if "anthropic-version" in http.headers:
         return json_response(model_list(state))
-    return json_response(ModelList(data=[_card(state, name) for name in (*state.model_names, *state.adapters.by_name)]))
+    return json_response(ModelList(data=[_card(state, name) for name in state.model.all_names]))
 
 
 @router.get("/v1/models/{name:path}", answer=ModelCard)
 async def model(http: Request) -> Response:
     """One of these names; 404 for another."""
     state, name = state_of(http), http.path_params["name"]
-    state.adapter_of(name)
+    state.pick(http, name)
     return json_response(model_card(state, name) if "anthropic-version" in http.headers else _card(state, name))
 
 
 def _card(state: ServerState, name: str) -> ModelCard:
-    adapter = state.adapters.by_name.get(name)
+    adapter = state.model.adapters.by_name.get(name)
     return ModelCard(
         id=name,
         created=state.started_at,
         owned_by="pagoda",
-        root=state.model_names[0] if adapter is None else adapter.lora.path,
+        root=state.model.names[0] if adapter is None else adapter.lora.path,
         parent=None if adapter is None else adapter.parent,
-        max_model_len=state.max_model_len,
+        max_model_len=state.model.max_model_len,
     )
 
 
@@ -178,16 +178,16 @@ async def tokenize(http: Request) -> Response:
     """Return the token ids of a text, or of a conversation rendered with the chat template."""
     state = state_of(http)
     body = await state.bodies.read(http, TokenizeRequest)
-    state.adapter_of(body.model)
+    state.pick(http, body.model)
     text = state.starter.llm.text
     async with state.starter.admitted(http, 1):
         if (conversation := body.conversation) is not None:
-            token_ids = (await render_chat(http, state, conversation)).token_ids
+            token_ids = (await render_chat(http, state.model, conversation)).token_ids
         else:
             token_ids = await cancel_on_disconnect(
                 http, text.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
             )
-        answer = TokenizeResponse(len(token_ids), state.max_model_len, token_ids)
+        answer = TokenizeResponse(len(token_ids), state.model.max_model_len, token_ids)
         if body.return_token_strs:
             answer.token_strs = await cancel_on_disconnect(http, text.token_strings(token_ids))
     return await run_sized(len(token_ids), lambda: json_response(answer))
@@ -198,7 +198,7 @@ async def detokenize(http: Request) -> Response:
     """Return the text of token ids."""
     state = state_of(http)
     body = await state.bodies.read(http, DetokenizeRequest)
-    state.adapter_of(body.model)
+    state.pick(http, body.model)
     async with state.starter.admitted(http, 1):
         decoding = state.starter.llm.text.detokenize(body.tokens)
         answer = DetokenizeResponse(await cancel_on_disconnect(http, decoding))
@@ -211,9 +211,9 @@ async def tokenizer_info(http: Request) -> Response:
     state = state_of(http)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": state.max_model_len,
+        "model_max_length": state.model.max_model_len,
         **state.starter.llm.text.tokenizer_facts(),
-        "chat_template": state.chat_template.source if state.chat_template is not None else None,
+        "chat_template": state.model.chat_template.source if state.model.chat_template is not None else None,
     }
     return JSONResponse(settings)
 
@@ -228,7 +228,7 @@ async def load_lora_adapter(http: Request) -> Response:
     If the server has an admin key, this needs it.
     """
     state, body = await _read_as_admin(http, LoadAdapterRequest)
-    adapters = state.adapters
+    adapters = state.model.adapters
     await _change(state, adapters.change_to(body.lora_name, body.lora_path, body.base_model_name, body.load_inplace))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.pooling import PoolingParams
-from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.pooling_inputs import check_pooling, instruction_of, with_instruction
 from pagoda.engine.inputs.prompts import Prompt
@@ -52,6 +51,7 @@ from pagoda.server.remote_admission import AnyPlace
 from pagoda.server.render import render_chat
 from pagoda.server.routing import Router
 from pagoda.server.sending import cancel_on_disconnect, json_response, run_sized
+from pagoda.server.served_model import PickedModel
 from pagoda.server.state import ServerState, state_of
 
 router = Router()
@@ -67,24 +67,24 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, slots=True)
 class PoolingCall(Generic[B]):
-    """One HTTP request.   lora: the adapter that its body names.   id_prefix: of its id."""
+    """One HTTP request.   picked: the model that its body names.   id_prefix: of its id."""
 
     http: Request
     state: ServerState
     body: B
-    lora: Adapter | None
+    picked: PickedModel
     id_prefix: str
 
     def params(self) -> PoolingParams:
         """Return what the body asks of the model. Raises RequestError if the model cannot do it."""
-        return check_pooling(self.body.pooling_params(), self.state.tasks)
+        return check_pooling(self.body.pooling_params(), self.picked.model.tasks)
 
     def asked(
         self, prompts: Sequence[Prompt], params: Sequence[Params], names: Sequence[str], adds_tokens: bool = True
     ) -> RawPrompts:
         """Return the prompts to run.   names, adds_tokens: as for RawPrompts."""
         body = self.body
-        return RawPrompts(prompts, params, names, self.lora, adds_tokens, body.priority, body.cache_salt)
+        return RawPrompts(prompts, params, names, self.picked.lora, adds_tokens, body.priority, body.cache_salt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ async def create_embedding(http: Request) -> Response:
     """Return the embedding of a text, a list of token ids, of several of either, or of a conversation."""
     call = await _read(http, EmbeddingRequest, "embd")
     body, params = call.body, call.params()
-    instruction = instruction_of(call.state.tasks.plan, body.prompt_name)
+    instruction = instruction_of(call.picked.model.tasks.plan, body.prompt_name)
     pooled = await _pool_inputs(call, params, instruction)
     numbers = _written(body)
     return await pooled.answer(
@@ -139,7 +139,7 @@ async def create_classification(http: Request) -> Response:
     """Return the class probabilities of each input."""
     call = await _read(http, ClassificationRequest, "classify")
     pooled = await _pool_inputs(call, call.params())
-    labels = call.state.tasks.plan.labels
+    labels = call.picked.model.tasks.plan.labels
 
     def entry(index: int, vector: np.ndarray) -> ClassificationData:
         label = labels[int(np.argmax(vector))]
@@ -190,10 +190,9 @@ async def _read(http: Request, kind: type[B], id_prefix: str) -> PoolingCall[B]:
     """Read the request's body. Raises RequestError, or ApiError (404) for a model that is not served."""
     state = state_of(http)
     body = await state.bodies.read(http, kind)
-    lora = state.adapter_of(body.model)
-    http.scope["state"]["timings"]["model"] = body.model or state.model_names[0]
-    state.warn_of_untrained(http)
-    return PoolingCall(http, state, body, lora, id_prefix)
+    picked = state.pick(http, body.model)
+    picked.model.warn_of_untrained(http)
+    return PoolingCall(http, state, body, picked, id_prefix)
 
 
 async def _score(
@@ -201,7 +200,7 @@ async def _score(
 ) -> tuple[Pooled, Scoring]:
     """Pool pairs of texts; return what makes scores of the vectors, too.   names: of the fields of the texts."""
     body, text = call.body, call.state.starter.llm.text
-    call.state.check_template(body.chat_template)
+    call.picked.model.check_template(body.chat_template)
     async with call.state.starter.admitted(call.http, len(second)) as place:
         planning = text.plan_scores(first, second, body.pooling_params(), names, body.pair_options())
         scoring: Scoring = await cancel_on_disconnect(call.http, planning)
@@ -225,7 +224,7 @@ async def _pool_inputs(call: PoolingCall[InputBody], params: PoolingParams, inst
             prompts = [with_instruction(one, instruction) for one in body.inputs()]
         else:
             must_fit = body.truncate_prompt_tokens is None
-            rendered = await render_chat(call.http, call.state, conversation, must_fit)
+            rendered = await render_chat(call.http, call.picked.model, conversation, must_fit)
             prompts = [rendered.token_ids]
         asked = call.asked(prompts, [params] * len(prompts), names, body.add_special_tokens is not False)
         return await _pool(call, place, asked)
@@ -242,7 +241,7 @@ async def _pool(call: PoolingCall[PoolingBody], place: AnyPlace, asked: RawPromp
         num_tokens = generation.num_prompt_tokens
         usage = PoolingUsage(num_tokens, num_tokens, PromptTokensDetails(generation.num_cached_tokens))
         vectors = [vector_of(output) for output in outputs]
-        return Pooled(generation.request_id, int(time.time()), body.model or state.model_names[0], vectors, usage)
+        return Pooled(generation.request_id, int(time.time()), call.picked.name, vectors, usage)
 
 
 async def _gather(generation: Generation) -> list[RequestOutput]:

@@ -13,26 +13,26 @@ from pagoda.server.body import run_for_body
 from pagoda.server.reader import Reader
 from pagoda.server.reasoning import ReasoningSplitter, ReasoningTags, opens_reasoning, reasoning_of
 from pagoda.server.sending import cancel_on_disconnect
-from pagoda.server.state import ServerState
+from pagoda.server.served_model import ServedModel
 from pagoda.server.tool_choice import ToolUse, special_token
 from pagoda.server.tool_parsers import TOOL_PARSERS
 from pagoda.server.turn import Conversation, TurnRequest
 
 
 async def render_chat(
-    http: Request, state: ServerState, conversation: Conversation, must_fit: bool = False
+    http: Request, model: ServedModel, conversation: Conversation, must_fit: bool = False
 ) -> RenderedChat:
     """Return the prompt that a conversation is. Raises ApiError, RequestError."""
-    state.check_template(conversation.chat_template)
+    model.check_template(conversation.chat_template)
     options = ChatOptions(
         chat_template=conversation.chat_template,
         tools=conversation.tools or None,
         add_generation_prompt=conversation.add_generation_prompt and not conversation.continue_final_message,
         continue_final_message=conversation.continue_final_message,
-        template_kwargs={**state.template_kwargs, **conversation.template_kwargs} or None,
+        template_kwargs={**model.template_kwargs, **conversation.template_kwargs} or None,
         add_special_tokens=conversation.add_special_tokens,
     )
-    rendering = state.starter.llm.text.render_chat(
+    rendering = model.llm.text.render_chat(
         conversation.messages,
         options,
         must_fit=must_fit,
@@ -51,24 +51,24 @@ class Rendered:
     new_reader: Callable[[], Reader] = Reader
 
 
-async def render(http: Request, state: ServerState, request: TurnRequest) -> list[Rendered]:
+async def render(http: Request, model: ServedModel, request: TurnRequest) -> list[Rendered]:
     """Return the prompts of a turn. Raises ApiError, RequestError for what the model or the server lacks."""
     if request.conversation is None:
         return [Rendered(prompt, request.params) for prompt in request.prompts]
     conversations = (request.conversation, *request.more_conversations)
-    return [await _render(http, state, conversation, request.params) for conversation in conversations]
+    return [await _render(http, model, conversation, request.params) for conversation in conversations]
 
 
-async def _render(http: Request, state: ServerState, conversation: Conversation, plain: SamplingParams) -> Rendered:
-    template = state.template_for(conversation.chat_template, bool(conversation.tools))
-    use = ToolUse.of(conversation, state, template)
-    tokenizer = state.starter.llm.input_processor.tokenizer
+async def _render(http: Request, model: ServedModel, conversation: Conversation, plain: SamplingParams) -> Rendered:
+    template = model.template_for(conversation.chat_template, bool(conversation.tools))
+    use = ToolUse.of(conversation, model, template)
+    tokenizer = model.llm.input_processor.tokenizer
     argument_types = await run_for_body(http, use.argument_types)
     params = plain
     if use.has_grammar(plain):  # tools may have large schemas
-        params = await state.starter.llm.text.write_grammar(lambda: use.constrain(plain, tokenizer))
+        params = await model.llm.text.write_grammar(lambda: use.constrain(plain, tokenizer))
     # Nothing is awaited after this: its images are in memory, uncounted until `RequestStarter.begin` counts them.
-    prompt = await render_chat(http, state, conversation, must_fit=plain.truncate_prompt_tokens is None)
+    prompt = await render_chat(http, model, conversation, must_fit=plain.truncate_prompt_tokens is None)
     is_formatted = plain.structured_outputs is not None and not use.is_forced  # by the request itself: not a call
     parser = TOOL_PARSERS[use.parser] if use.parser is not None and not is_formatted else None
     tags = reasoning_of(template)

@@ -29,22 +29,20 @@ async def respond(http: Request, dialect: Dialect[B]) -> Response:
     """
     state = state_of(http)
     body = await state.bodies.read(http, dialect.body)
-    request = await run_for_body(http, lambda: dialect.request(body, state))
-    lora = state.adapter_of(request.model)
-    model = request.model or state.model_names[0]
-    http.scope["state"]["timings"]["model"] = model
+    picked = state.pick(http, body.model)
+    request = await run_for_body(http, lambda: dialect.request(body, picked.model))
     params, num_prompts = request.params, request.num_prompts
     with naming_fields(request.origin):
         admitted = state.starter.admitted(http, num_prompts, num_prompts * params.n, params.max_tokens)
         async with admitted as place:
-            rendered = await render(http, state, request)
+            rendered = await render(http, picked.model, request)
             # Chosen only now: while the prompt was rendered, another request may have taken the same header's id.
             request_id = state.request_id(http, request.request_id, dialect.id_prefix, num_prompts)
             asked = RawPrompts(
                 [one.prompt for one in rendered],
                 [one.params for one in rendered],
                 (),
-                lora,
+                picked.lora,
                 request.add_special_tokens,
                 request.priority,
                 request.cache_salt,
@@ -53,7 +51,7 @@ async def respond(http: Request, dialect: Dialect[B]) -> Response:
             generation = await state.starter.begin(http, place, asked, request_id)
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
-        turn = Turn(request_id, int(time.time()), model, request, generation, state.starter.llm.text)
+        turn = Turn(request_id, int(time.time()), picked.name, request, generation, state.starter.llm.text)
         running = RunningTurn(generation, rendered, dialect.answer(body, turn, state))
         if request.is_stream:
             at_end.pop_all()

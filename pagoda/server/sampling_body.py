@@ -18,6 +18,7 @@ from pagoda.server.body import (
     Body,
     Flag,
     Int32,
+    ModelBody,
     NumTop,
     OutputCount,
     Priority,
@@ -111,10 +112,9 @@ class ResponseFormat(Body, kw_only=True, frozen=True):
     format: dict[str, Any] | None = None
 
 
-class SamplingBody(Body, kw_only=True, frozen=True):
+class SamplingBody(ModelBody, kw_only=True, frozen=True):
     """The fields common to chat and text completions.
 
-    model: A name of the model (also if not given), or of an adapter.
     frequency_penalty: In [-2, 2]: makes tokens less likely by how often the output has them.
     logit_bias: By token id: added to its logit, in [-100, 100].
     n: Outputs per prompt.
@@ -161,7 +161,6 @@ class SamplingBody(Body, kw_only=True, frozen=True):
     early_stopping: Of a beam search: end as soon as there are `n` outputs; "never": only when no better one can come.
     """
 
-    model: str | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     n: OutputCount | None = None

@@ -4,23 +4,18 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from starlette.requests import Request
 
 from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.assembly.input_setup import build_input_processor
-from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.config import EngineConfig
-from pagoda.base.pooling import ModelTasks
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.remote_client import EngineClient
-from pagoda.engine.inputs.adapters import Adapter
-from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.engine.wire import EngineSizes
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.body import BodyReader
@@ -32,7 +27,8 @@ from pagoda.server.one_process import OneProcess
 from pagoda.server.peers import Peers
 from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.served_adapters import ServedAdapters
-from pagoda.server.tool_parsers import parser_for_template, parser_named
+from pagoda.server.served_model import PickedModel, ServedModel
+from pagoda.server.tool_parsers import parser_named
 
 logger = logging.getLogger("pagoda.server")
 
@@ -41,24 +37,14 @@ logger = logging.getLogger("pagoda.server")
 class ServerState:
     """The state that all routes share.
 
-    adapters: LoRA adapters by name.
-    model_names: the first is the default in responses.   chat_template: the model's own, of one or several names.
-    tool_parser: a name in TOOL_PARSERS, "none", "auto".
-    trusts_templates: callers may send their own chat templates.   template_kwargs: for templates, where a request does
-    not set them.   bodies: reads those of requests.   forces_usage: all streams tell it.
+    bodies: reads those of requests.   forces_usage: all streams tell it.
     looks: at the engine, for those who look at its requests.
     returns_token_ids: log-probabilities have ids of tokens, where a request does not say.
     """
 
     starter: RequestStarter
-    adapters: ServedAdapters
-    model_names: tuple[str, ...]
-    max_model_len: int
+    model: ServedModel
     block_size: int
-    chat_template: ChatTemplate | None
-    tool_parser: str
-    trusts_templates: bool = False
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     has_admin_key: bool = False
     forces_usage: bool = False
     returns_token_ids: bool = False
@@ -69,71 +55,25 @@ class ServerState:
     drain: Drain = field(default_factory=Drain)
     peers: Peers = field(default_factory=Peers)
     started_at: int = field(default_factory=lambda: int(time.time()))
-    _has_warned: bool = False
 
     def __post_init__(self) -> None:
-        self.peers.own = OneProcess(self.starter, self.adapters)
+        self.peers.own = OneProcess(self.starter, self.model.adapters)
 
-    @property
-    def tasks(self) -> ModelTasks:
-        """What the model can be asked for."""
-        return self.starter.llm.input_processor.limits.tasks
-
-    def adapter_of(self, name: str | None) -> Adapter | None:
-        """Return the adapter that requests for this model use, or None for the model itself.
-
-        Raises ApiError (404) for a model that is not served.
-        """
-        if name is None or name in self.model_names:
-            return None
-        served = self.adapters.by_name.get(name)
-        if served is None:
-            known = ", ".join((*self.model_names, *self.adapters.by_name))
-            raise ApiError(404, f"unknown model {abbreviate(name)}; this server has {shorten(known)}", "model")
-        return served.lora
-
-    def warn_of_untrained(self, http: Request) -> None:
-        """Say, once in the log and in a header of each answer, that embeddings and scores of this model mean little."""
-        tasks = self.tasks
-        if not tasks.generates or tasks.plan.is_declared or not tasks.plan.embeds:
-            return
-        text = "this model generates text; nothing says that it was trained for embeddings or scores"
-        http.scope["state"]["warning"] = text
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("%s: %s (logged once)", http.scope["state"]["route"], text)
+    def pick(self, http: Request, name: str | None) -> PickedModel:
+        """Return the model that a request asks for, noting it for the log. Raises ApiError (404) for an unknown one."""
+        picked = self.model.pick(name)
+        http.scope["state"]["timings"]["model"] = picked.name
+        return picked
 
     def check_admin(self, http: Request) -> None:
         """Raise ApiError (403) if the server has an admin key and the caller did not send it."""
         if self.has_admin_key and not http.scope["state"]["is_admin"]:
             raise ApiError(403, "this affects all users of the server: use the admin key (--admin-api-key)")
 
-    def check_template(self, template: str | None) -> None:
-        """Raise ApiError (400) for a caller's template if those are not trusted: the sandbox does not prevent loops."""
-        if template is not None and template not in self._named and not self.trusts_templates:
-            hint = "start the server with --trust-request-chat-template to allow templates in requests"
-            raise ApiError(400, f"chat_template: this server only uses the model's own; {hint}", "chat_template")
-
-    def template_for(self, asked: str | None, has_tools: bool) -> str | None:
-        """Return the text of the template of a request.   asked: a text, or a name."""
-        if asked is not None:
-            return self._named.get(asked, asked)
-        return None if self.chat_template is None else self.chat_template.source_for(has_tools)
-
-    @property
-    def _named(self) -> Mapping[str, str]:
-        return {} if self.chat_template is None else self.chat_template.sources
-
     def writes_ids(self, body: SamplingBody) -> bool:
         """Return whether tokens of log-probabilities are written as "token_id:ID"."""
         asked = body.return_tokens_as_token_ids
         return self.returns_token_ids if asked is None else asked
-
-    def tool_parser_for(self, template: str | None) -> str | None:
-        """Return the name of the parser for the output of this template, or None for plain text."""
-        if self.tool_parser == "auto":
-            return parser_for_template(template)
-        return None if self.tool_parser == "none" else self.tool_parser
 
     def request_id(self, http: Request, asked: str | None, prefix: str, num_prompts: int) -> str:
         """Return the id of this request and its response: from the body, or else the access log's.
@@ -190,14 +130,17 @@ async def build_state(
     await adapters.load_modules(server.lora_sources)
     return ServerState(
         starter=RequestStarter(llm, peers.make_admission(server), metrics, peers.salt_secret),
-        adapters=adapters,
-        model_names=tuple(names),
-        max_model_len=sizes.max_model_len,
+        model=ServedModel(
+            names=tuple(names),
+            llm=llm,
+            adapters=adapters,
+            max_model_len=sizes.max_model_len,
+            chat_template=template,
+            tool_parser=parser,
+            trusts_templates=server.trust_request_chat_template,
+            template_kwargs=server.answer_defaults.default_chat_template_kwargs,
+        ),
         block_size=sizes.block_size,
-        chat_template=template,
-        tool_parser=parser,
-        trusts_templates=server.trust_request_chat_template,
-        template_kwargs=server.answer_defaults.default_chat_template_kwargs,
         bodies=BodyReader(config.model.request_limits, server.strict_fields),
         forces_usage=server.answer_defaults.enable_force_include_usage,
         returns_token_ids=server.answer_defaults.return_tokens_as_token_ids,

@@ -10,7 +10,7 @@ from pagoda.engine.grammars.tool_grammar import MAX_CALLS, CallFormat, Tool
 from pagoda.engine.templates.generic_tools import lacks_tools
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.server.errors import ApiError
-from pagoda.server.state import ServerState
+from pagoda.server.served_model import ServedModel
 from pagoda.server.tool_parsers import TOOL_PARSERS
 from pagoda.server.tool_parsers.argument_types import ANY_ARGUMENTS, ArgumentTypes, argument_types
 from pagoda.server.turn import Conversation
@@ -30,15 +30,15 @@ class ToolUse:
     is_generic: bool
 
     @classmethod
-    def of(cls, conversation: Conversation, state: ServerState, template: str | None) -> "ToolUse":
+    def of(cls, conversation: Conversation, model: ServedModel, template: str | None) -> "ToolUse":
         """Raises ApiError (400) if a call is required and calls are not parsed."""
         tools, is_forced = conversation.tools, conversation.is_forced
         is_generic = bool(tools) and template is not None and lacks_tools(template)
-        parser = state.tool_parser_for(template) if tools else None
+        parser = model.tool_parser_for(template) if tools else None
         # A call is only certain where a grammar holds it, and formats without one are not written by force.
         is_free = parser is None or TOOL_PARSERS[parser].GRAMMAR is None
         if tools and (
-            (state.tool_parser == "auto" and is_generic) or (is_forced and is_free and state.tool_parser != "none")
+            (model.tool_parser == "auto" and is_generic) or (is_forced and is_free and model.tool_parser != "none")
         ):
             parser = _GENERIC
         if is_forced and parser is None:

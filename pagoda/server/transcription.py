@@ -142,9 +142,8 @@ async def _answer(
 ) -> Response:
     """Transcribe a file, and answer in the form that was asked for."""
     state = state_of(http)
-    if state.adapter_of(model) is not None:
+    if state.pick(http, model).lora is not None:
         raise ApiError(400, "model: adapters do not transcribe", "model")
-    http.scope["state"]["timings"]["model"] = model or state.model_names[0]
     key, name = http.scope["state"]["key"], file.filename or "upload"
     new_id = state.starter.reserve_job(key, state.request_id(http, None, "audio", 1), place)
     reading = state.starter.llm.text.begin_transcription(

@@ -15,13 +15,14 @@ from pagoda.base.errors import RequestError
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.inputs.prompts import Prompt
-from pagoda.server.body import Body
+from pagoda.server.body import ModelBody
 from pagoda.server.errors import ApiError, as_api_error
 from pagoda.server.sending import Framing
 
 if TYPE_CHECKING:
     from pagoda.engine.async_text import AsyncText
     from pagoda.server.generation import Generation
+    from pagoda.server.served_model import ServedModel
     from pagoda.server.state import ServerState
 
 
@@ -93,7 +94,7 @@ class TurnRequest:
 
     params: of every prompt.   more_conversations: that are answered with it, each on its own.
     add_special_tokens: as for RawPrompts, of prompts that are texts.
-    model: as the caller names it.   request_id: that it gives the answer.
+    request_id: that the caller gives the answer.
     origin: from a field as this package calls it (`max_tokens`, `messages[2].content`) to the caller's own.
     """
 
@@ -102,7 +103,6 @@ class TurnRequest:
     more_conversations: Sequence[Conversation] = ()
     prompts: Sequence[Prompt] = ()
     add_special_tokens: bool = True
-    model: str | None = None
     is_stream: bool = False
     request_id: str | None = None
     priority: int = 0
@@ -230,7 +230,7 @@ class Answer(Protocol):
         ...
 
 
-B = TypeVar("B", bound=Body)
+B = TypeVar("B", bound=ModelBody)
 
 
 class Dialect(Protocol[B]):
@@ -248,7 +248,7 @@ class Dialect(Protocol[B]):
     @property
     def framing(self) -> Framing: ...
 
-    def request(self, body: B, state: "ServerState") -> TurnRequest:
+    def request(self, body: B, model: "ServedModel") -> TurnRequest:
         """Return what a body asks for. May run on a thread. Raises ApiError, RequestError."""
         ...
 

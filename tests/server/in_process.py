@@ -17,6 +17,7 @@ from pagoda.server.admission import Admission
 from pagoda.server.app import create_app
 from pagoda.server.generation import RequestStarter
 from pagoda.server.served_adapters import ServedAdapters
+from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState
 from tests.fake_engine import MAX_LEN, byte_inputs
 
@@ -59,13 +60,16 @@ def served(
             metrics = ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, ""))
             state = ServerState(
                 starter=RequestStarter(llm, Admission(config.server_limits, 0.0), metrics, b""),
-                adapters=ServedAdapters(llm, ("m",), None),
-                model_names=("m",),
-                max_model_len=MAX_LEN,
+                model=ServedModel(
+                    names=("m",),
+                    llm=llm,
+                    adapters=ServedAdapters(llm, ("m",), None),
+                    max_model_len=MAX_LEN,
+                    chat_template=None,
+                    tool_parser="auto",
+                    trusts_templates=True,
+                ),
                 block_size=16,
-                chat_template=None,
-                tool_parser="auto",
-                trusts_templates=True,
             )
             transport = httpx.ASGITransport(create_app(state, config))
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:

@@ -28,6 +28,7 @@ from pagoda.server.protocol import BatchChatRequest, ChatCompletionRequest
 from pagoda.server.respond import respond
 from pagoda.server.routing import Router
 from pagoda.server.sending import OPENAI_FRAMING
+from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState
 from pagoda.server.turn import CallDelta, Piece, Turn, TurnRequest
 
@@ -52,14 +53,13 @@ class ChatDialect:
     id_prefix = "chatcmpl"
     framing = OPENAI_FRAMING
 
-    def request(self, body: ChatCompletionRequest, state: ServerState) -> TurnRequest:
+    def request(self, body: ChatCompletionRequest, model: ServedModel) -> TurnRequest:
         conversation = body.conversation
-        template = state.template_for(conversation.chat_template, bool(conversation.tools))
+        template = model.template_for(conversation.chat_template, bool(conversation.tools))
         if body.documents and "documents" not in (template or ""):
             raise ApiError(400, "documents: this model's chat template does not support documents", "documents")
-        defaults = state.starter.llm.input_processor.default_sampling
         top = body.num_top if body.logprobs else None
-        params = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs, defaults)
+        params = body.sampling_params(body.asked_tokens[1], top, body.prompt_logprobs, model.default_sampling)
         return turn_request(body, params=params, conversation=conversation)
 
     def answer(self, body: ChatCompletionRequest, turn: Turn, state: ServerState) -> "ChatAnswer":
@@ -161,9 +161,9 @@ class BatchDialect:
     id_prefix = "chatcmpl"
     framing = OPENAI_FRAMING
 
-    def request(self, body: BatchChatRequest, state: ServerState) -> TurnRequest:
+    def request(self, body: BatchChatRequest, model: ServedModel) -> TurnRequest:
         first, *others = body.each
-        return replace(CHAT.request(first, state), more_conversations=[one.conversation for one in others])
+        return replace(CHAT.request(first, model), more_conversations=[one.conversation for one in others])
 
     def answer(self, body: BatchChatRequest, turn: Turn, state: ServerState) -> "BatchAnswer":
         return BatchAnswer(body.each, turn, state)

@@ -19,6 +19,7 @@ from pagoda.server.protocol import CompletionRequest
 from pagoda.server.respond import respond
 from pagoda.server.routing import Router
 from pagoda.server.sending import OPENAI_FRAMING
+from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState
 from pagoda.server.turn import Piece, Turn, TurnRequest
 
@@ -43,13 +44,12 @@ class CompletionDialect:
     id_prefix = "cmpl"
     framing = OPENAI_FRAMING
 
-    def request(self, body: CompletionRequest, state: ServerState) -> TurnRequest:
+    def request(self, body: CompletionRequest, model: ServedModel) -> TurnRequest:
         of_prompt = body.num_logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
         num_logprobs = body.num_logprobs
         if num_logprobs is None and body.num_outputs > (body.n or 1):
             num_logprobs = 0  # of the sampled tokens only: what candidates are ranked by
-        defaults = state.starter.llm.input_processor.default_sampling
-        params = body.sampling_params(body.asked_tokens[1], num_logprobs, of_prompt, defaults)
+        params = body.sampling_params(body.asked_tokens[1], num_logprobs, of_prompt, model.default_sampling)
         return turn_request(body, params=params, prompts=body.prompts(), add_special_tokens=body.add_special_tokens)
 
     def answer(self, body: CompletionRequest, turn: Turn, state: ServerState) -> "CompletionAnswer":

@@ -20,13 +20,14 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.server.body import Body, Flag, Int32, Name, Seed, TokenCount, UnservedField, one_of, run_for_body
+from pagoda.server.body import Body, Flag, Int32, ModelBody, Name, Seed, TokenCount, UnservedField, one_of, run_for_body
 from pagoda.server.errors import ApiError, error_type
 from pagoda.server.protocol import check_chat, check_named
 from pagoda.server.render import render_chat
 from pagoda.server.respond import respond
 from pagoda.server.routing import Router
 from pagoda.server.sending import Framing, event, json_response
+from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState, state_of
 from pagoda.server.turn import (
     CallDelta,
@@ -108,10 +109,9 @@ class ThinkingParam(Body, frozen=True):
     budget_tokens: Int32 | None = None
 
 
-class CountTokensRequest(Body, kw_only=True, frozen=True):
+class CountTokensRequest(ModelBody, kw_only=True, frozen=True):
     """POST /v1/messages/count_tokens
 
-    model: A name of the model, or of an adapter.
     messages: The conversation; the answer continues a last message of the assistant.
     system: The system prompt, a text or a list of text blocks.
     tools: What the model may call.
@@ -123,7 +123,6 @@ class CountTokensRequest(Body, kw_only=True, frozen=True):
     unserved: ClassVar[Mapping[str, UnservedField]] = {
         "mcp_servers": UnservedField("MCP servers; let the client run its tools")
     }
-    model: str
     messages: Annotated[list[InputMessage], Meta(min_length=1)]
     system: str | list[ContentBlock] | None = None
     tools: list[ToolParam] | None = None
@@ -448,13 +447,13 @@ class MessageModelList(Struct, frozen=True, kw_only=True):
 
 def model_list(state: ServerState) -> MessageModelList:
     """Return the models as Anthropic's clients read them."""
-    names = (*state.model_names, *state.adapters.by_name)
+    names = state.model.all_names
     return MessageModelList(data=[model_card(state, one) for one in names], first_id=names[0], last_id=names[-1])
 
 
 def model_card(state: ServerState, name: str) -> MessageModel:
     created = datetime.fromtimestamp(state.started_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    longest = state.max_model_len
+    longest = state.model.max_model_len
     return MessageModel(id=name, display_name=name, created_at=created, max_input_tokens=longest, max_tokens=longest)
 
 
@@ -472,11 +471,11 @@ async def count_tokens(http: Request) -> Response:
     """Return how many tokens the prompt of /v1/messages would have."""
     state = state_of(http)
     body = await state.bodies.read(http, CountTokensRequest)
-    state.adapter_of(body.model)
+    picked = state.pick(http, body.model)
     conversation, made = await run_for_body(http, lambda: conversation_of(body))
     async with state.starter.admitted(http, 1):
         with naming_fields(made.origin):
-            prompt = await render_chat(http, state, conversation)
+            prompt = await render_chat(http, picked.model, conversation)
         return json_response(TokenCountAnswer(len(prompt.token_ids)))
 
 
@@ -487,7 +486,7 @@ class MessagesDialect:
     id_prefix = "msg"
     framing = Framing(lambda error, request_id: event(message_error(error, request_id), "error"), b"")
 
-    def request(self, body: MessagesRequest, state: ServerState) -> TurnRequest:
+    def request(self, body: MessagesRequest, model: ServedModel) -> TurnRequest:
         conversation, made = conversation_of(body)
         given = {
             "max_tokens": body.max_tokens,
@@ -498,10 +497,11 @@ class MessagesDialect:
             "seed": body.seed,
             "structured_outputs": body.structure,
         }
-        defaults = state.starter.llm.input_processor.default_sampling
         with naming_fields(made.origin):
-            params = SamplingParams.of_model(defaults, **{name: one for name, one in given.items() if one is not None})
-        return TurnRequest(params, conversation, model=body.model, is_stream=body.stream, origin=made.origin)
+            params = SamplingParams.of_model(
+                model.default_sampling, **{name: one for name, one in given.items() if one is not None}
+            )
+        return TurnRequest(params, conversation, is_stream=body.stream, origin=made.origin)
 
     def answer(self, body: MessagesRequest, turn: Turn, state: ServerState) -> "MessageWriter":
         return MessageWriter(body, turn)

@@ -86,7 +86,6 @@ def turn_request(body: SamplingBody, **given: Any) -> TurnRequest:
     """Return the request of a body.   given: what the two APIs have in different forms."""
     field = body.asked_tokens[0]
     return TurnRequest(
-        model=body.model,
         is_stream=body.stream,
         request_id=body.request_id,
         priority=body.priority,

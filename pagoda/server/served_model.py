@@ -1,0 +1,106 @@
+"""ServedModel: a model with what requests need of it, and how a request's `model` picks it."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+
+from pagoda.base.abbreviate import abbreviate, shorten
+from pagoda.base.pooling import ModelTasks
+from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.inputs.adapters import Adapter
+from pagoda.engine.templates.chat_template import ChatTemplate
+from pagoda.server.errors import ApiError
+from pagoda.server.served_adapters import ServedAdapters
+from pagoda.server.tool_parsers import parser_for_template
+
+logger = logging.getLogger("pagoda.server")
+
+
+@dataclass(frozen=True, slots=True)
+class PickedModel:
+    """What a request's `model` stands for.   name: of answers.   lora: the adapter, None for the model itself."""
+
+    name: str
+    model: "ServedModel"
+    lora: Adapter | None
+
+
+@dataclass(slots=True)
+class ServedModel:
+    """A model that is served.
+
+    names: the first is the default in answers.   adapters: of it, by name.   llm: the engine that runs it.
+    chat_template: its own, of one or several names.   tool_parser: a name in TOOL_PARSERS, "none", "auto".
+    trusts_templates: callers may send their own chat templates.   template_kwargs: for templates, where a request does
+    not set them.
+    """
+
+    names: tuple[str, ...]
+    llm: AsyncEngine
+    adapters: ServedAdapters
+    max_model_len: int
+    chat_template: ChatTemplate | None
+    tool_parser: str
+    trusts_templates: bool = False
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    _has_warned: bool = False
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """Its own names and those of its adapters."""
+        return (*self.names, *self.adapters.by_name)
+
+    @property
+    def default_sampling(self) -> Mapping[str, object]:
+        """The parameters of requests that do not set them."""
+        return self.llm.input_processor.default_sampling
+
+    def pick(self, name: str | None) -> PickedModel:
+        """Return what a name stands for; None is the model itself. Raises ApiError (404) for an unknown one."""
+        if name is None or name in self.names:
+            return PickedModel(name or self.names[0], self, None)
+        if (served := self.adapters.by_name.get(name)) is None:
+            text = f"unknown model {abbreviate(name)}; this server has {shorten(', '.join(self.all_names))}"
+            raise ApiError(404, text, "model")
+        return PickedModel(name, self, served.lora)
+
+    @property
+    def tasks(self) -> ModelTasks:
+        """What the model can be asked for."""
+        return self.llm.input_processor.limits.tasks
+
+    def warn_of_untrained(self, http: Request) -> None:
+        """Say, once in the log and in a header of each answer, that embeddings and scores of this model mean little."""
+        tasks = self.tasks
+        if not tasks.generates or tasks.plan.is_declared or not tasks.plan.embeds:
+            return
+        text = "this model generates text; nothing says that it was trained for embeddings or scores"
+        http.scope["state"]["warning"] = text
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("%s: %s (logged once)", http.scope["state"]["route"], text)
+
+    def check_template(self, template: str | None) -> None:
+        """Raise ApiError (400) for a caller's template if those are not trusted: the sandbox does not prevent loops."""
+        if template is not None and template not in self._named and not self.trusts_templates:
+            hint = "start the server with --trust-request-chat-template to allow templates in requests"
+            raise ApiError(400, f"chat_template: this server only uses the model's own; {hint}", "chat_template")
+
+    def template_for(self, asked: str | None, has_tools: bool) -> str | None:
+        """Return the text of the template of a request.   asked: a text, or a name."""
+        if asked is not None:
+            return self._named.get(asked, asked)
+        return None if self.chat_template is None else self.chat_template.source_for(has_tools)
+
+    @property
+    def _named(self) -> Mapping[str, str]:
+        return {} if self.chat_template is None else self.chat_template.sources
+
+    def tool_parser_for(self, template: str | None) -> str | None:
+        """Return the name of the parser for the output of this template, or None for plain text."""
+        if self.tool_parser == "auto":
+            return parser_for_template(template)
+        return None if self.tool_parser == "none" else self.tool_parser
