@@ -1,25 +1,29 @@
 """Anthropic's API: the anthropic package, the order of events, and how conversations reach the template."""
 
+import asyncio
 import json
 import random
 import string
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from starlette.types import Message
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.request_limits import RequestLimits
 from pagoda.server.answers import PromptTokensDetails, Usage
 from pagoda.server.body import parse_body
 from pagoda.server.dialects.messages import MESSAGES, CountTokensRequest, MessagesRequest, conversation_of
+from pagoda.server.errors import ApiError
 from pagoda.server.reader import Reader
 from pagoda.server.reasoning import ReasoningSplitter
+from pagoda.server.sending import EventStream
 from pagoda.server.tool_parsers.formats import HermesParser
 from pagoda.server.turn import Piece
 from tests.server.live import LiveServer
@@ -275,3 +279,27 @@ def test_events_of_random_turns_are_in_their_order_and_make_the_whole_answer() -
 def test_a_turn_without_any_output_has_a_beginning_and_an_end() -> None:
     answer, _ = new_answer(body_of())
     assert checked(events_of(answer.opening() + answer.closing())) == []
+
+
+def test_an_error_during_a_stream_is_the_last_event() -> None:
+    sent: list[bytes] = []
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b""
+        raise ApiError(503, "the engine is gone")
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+
+    stream = EventStream(events(), lambda: None, MESSAGES.framing)
+    asyncio.run(stream({"type": "http", "state": {"request_id": "r"}}, receive, send))
+    (last,) = events_of(b"".join(sent))
+    assert last == {
+        "type": "error",
+        "error": {"type": "overloaded_error", "message": "the engine is gone"},
+        "request_id": "r",
+    }
