@@ -231,6 +231,8 @@ class ApiGroup:
         if not self._has_begun:
             check_free(self._config.server, slot.listener)
             self._has_begun = True
+            for signal_number in (signal.SIGTERM, signal.SIGINT):  # from now on, there may be requests
+                asyncio.get_running_loop().add_signal_handler(signal_number, self._on_signal)
         slot.client = client
         return await self._shared.read_changes()
 
@@ -240,12 +242,9 @@ class ApiGroup:
         if not self._is_serving and all(slot.ready_at_s is not None for slot in self._slots):
             self._is_serving = True
             announce(self._config.server, self._slots[0].listener)
-            loop = asyncio.get_running_loop()
             shared = self._shared
             self._run(self._look())
             self._run(report_load(self._engine.stats, shared.read_counts, shared.read_oldest))
-            for signal_number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(signal_number, self._on_signal)
 
     async def _on_drained(self, client: int) -> None:
         """Return when all processes have no request any more."""

@@ -38,6 +38,7 @@ from pagoda.server.served_adapters import AdapterChange, LoRAModule
 from pagoda.server.shared import Shared
 from tests.cached_models import cached_model
 from tests.engine.lora_adapters import write_adapter
+from tests.server import live
 from tests.server.live import FAKE_ENGINE, FAKE_FLAGS, LiveServer, children, is_running, reserved_port, serving
 
 NAMES = ("api-1", "api-2")
@@ -360,6 +361,24 @@ def test_sigterm_ends_all_after_the_last_request_of_any(tmp_path: Path) -> None:
         assert server.process.wait(20) == 0
         assert "Traceback" not in server.log.read_text()
         assert "ended with" not in server.log.read_text()
+
+
+def test_a_signal_drains_those_that_serve_before_the_others_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_ready = live._wait_ready
+
+    def stop_one_and_wait(server: LiveServer) -> None:
+        wait_until(lambda: len(served_by(server)) == 2)
+        os.kill(max(served_by(server)), signal.SIGSTOP)  # it never comes to serve
+        wait_ready(server)
+
+    monkeypatch.setattr(live, "_wait_ready", stop_one_and_wait)
+    with serving(tmp_path, *FAKE_ENGINE, "--api-server-count", "2", stepped=True) as server:
+        with slowed(server), Connection(server).streaming(max_tokens=200) as (_, stream):
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_draining()
+            server.steps.release()
+            assert b"[DONE]" in stream.read()
+        assert server.process.wait(20) == 0
 
 
 def test_processes_and_engine_end_with_their_parent(tmp_path: Path) -> None:

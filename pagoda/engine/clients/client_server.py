@@ -123,7 +123,7 @@ class ClientServer:
                 answer.cancel()
             elif (error := answer.exception()) is None:
                 answers[index] = answer.result()
-            else:
+            elif index in self._connections:  # else it has gone
                 logger.warning("client %d did not answer %r: %s", index, name, error)
         return answers
 
