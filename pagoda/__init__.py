@@ -12,6 +12,7 @@ from pagoda.vllm_names import Finder, missing
 if TYPE_CHECKING:
     from pagoda.async_llm import AsyncLLM as AsyncLLM
     from pagoda.base.config import EngineConfig as EngineConfig
+    from pagoda.base.engine_args import EngineArgs as EngineArgs
     from pagoda.base.errors import CapacityError as CapacityError
     from pagoda.base.errors import ConfigError as ConfigError
     from pagoda.base.errors import InvariantBroken as InvariantBroken
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from pagoda.engine.inputs.prompts import TextPrompt as TextPrompt
     from pagoda.engine.inputs.prompts import TokensPrompt as TokensPrompt
     from pagoda.llm import LLM as LLM
-    from pagoda.llm_engine import EngineArgs as EngineArgs
     from pagoda.llm_engine import LLMEngine as LLMEngine
 
     AsyncLLMEngine, AsyncEngineArgs = AsyncLLM, EngineArgs
@@ -52,7 +52,8 @@ _HOMES = {
     "pagoda.llm": ("LLM",),
     "pagoda.async_llm": ("AsyncLLM",),
     "pagoda.core.scheduler": ("Scheduler",),
-    "pagoda.llm_engine": ("LLMEngine", "EngineArgs"),
+    "pagoda.llm_engine": ("LLMEngine",),
+    "pagoda.base.engine_args": ("EngineArgs",),
     "pagoda.base.sampling_params": ("SamplingParams", "BeamSearchParams"),
     "pagoda.base.pooling": ("PoolingParams",),
     "pagoda.base.structured_outputs": ("StructuredOutputsParams",),

@@ -17,6 +17,7 @@ import msgspec
 from pagoda.assembly.assemble import llm_engine_builder
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
+from pagoda.base.engine_args import EngineArgs, settings_of, with_options_of
 from pagoda.base.errors import PagodaError, RequestError, UsageError
 from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import (
@@ -109,11 +110,10 @@ class AsyncLLM:
     The model is loaded by `async with`, `await llm.start()` or the first request.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    @with_options_of(EngineArgs)
+    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
         """Check the options, which are the same as for LLM, without loading the model. Raises ConfigError."""
-        if model is not None:
-            options["model"] = model
-        config = EngineConfig.for_engine(**options)
+        config = EngineConfig.for_engine(model=model, **options)
         check_settings(config)
         self._begin(llm_engine_builder(config))
 
@@ -134,15 +134,17 @@ class AsyncLLM:
         self._added: dict[int, Adapter] = {}  # adapters by lora_int_id
 
     @classmethod
-    async def create(cls, model: str | None = None, **options: Any) -> Self:
+    @with_options_of(EngineArgs)
+    async def create(cls, model: str | os.PathLike[str] | None = None, **options: Any) -> Self:
         """Return a loaded model: `AsyncLLM(...)` and `start` in one."""
         return await cls(model, **options).start()
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
-        """Return an AsyncLLM with the settings that `EngineArgs` returned."""
-        check_settings(engine_args)
-        return cls.over(llm_engine_builder(engine_args))
+    def from_engine_args(cls, engine_args: EngineArgs | EngineConfig) -> Self:
+        """Return an AsyncLLM with the options of an `EngineArgs`. Raises as the constructor."""
+        config = settings_of(engine_args)
+        check_settings(config)
+        return cls.over(llm_engine_builder(config))
 
     async def start(self) -> Self:
         """Load the model if it is not loaded yet. Raises ConfigError or CapacityError as LLM does."""

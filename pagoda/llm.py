@@ -13,6 +13,7 @@ import msgspec
 
 from pagoda.assembly.assemble import llm_engine_builder
 from pagoda.base.config import EngineConfig
+from pagoda.base.engine_args import EngineArgs, settings_of, with_options_of
 from pagoda.base.errors import RequestError
 from pagoda.base.lora import LoRARequest
 from pagoda.base.outputs import (
@@ -99,22 +100,20 @@ class LLM:
     UsageError.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    @with_options_of(EngineArgs)
+    def __init__(self, model: str | os.PathLike[str] | None = None, **options: Any) -> None:
         """Load a model.
 
         model: a catalog name, folder, .gguf file, hub id or `pypi:PACKAGE`; the default model when not given.
         options: the fields of EngineConfig's parts by name (`max_num_seqs=8, dtype="float32"`).
         Raises ConfigError for a model or an option that cannot be used, CapacityError when it does not fit.
         """
-        if model is not None:
-            options["model"] = model
-        config = EngineConfig.for_engine(**options)
-        self._begin(llm_engine_builder(config))
+        self._begin(llm_engine_builder(EngineConfig.for_engine(model=model, **options)))
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
-        """Load a model with the settings that `EngineArgs` returned. Raises as the constructor."""
-        return cls.over(llm_engine_builder(engine_args))
+    def from_engine_args(cls, engine_args: EngineArgs | EngineConfig) -> Self:
+        """Load a model with the options of an `EngineArgs`. Raises as the constructor."""
+        return cls.over(llm_engine_builder(settings_of(engine_args)))
 
     @classmethod
     def over(cls, build: Callable[[], LLMEngine]) -> Self:

@@ -1,38 +1,16 @@
-"""LLMEngine and EngineArgs: an engine whose steps the caller runs, and its settings, by vLLM's names."""
+"""LLMEngine: an engine whose steps the caller runs, by vLLM's names."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Self
+from typing import Self
 
 from pagoda.assembly.assemble import llm_engine_builder
 from pagoda.base.config import EngineConfig
+from pagoda.base.engine_args import EngineArgs, settings_of
 from pagoda.base.lora import LoRARequest
 from pagoda.engine import llm_engine
 from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.prompts import Prompt, check_prompt, text_of
 from pagoda.engine.outputs.output_processor import OutputKind
-
-
-class _AnyConfig(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, EngineConfig)
-
-
-class EngineArgs(EngineConfig, metaclass=_AnyConfig):
-    """The settings of an engine, for the `from_engine_args` of LLM, AsyncLLM and LLMEngine.
-
-    `EngineArgs(model, **options)` takes what `LLM(model, **options)` takes and returns an EngineConfig. Raises
-    ConfigError.
-    """
-
-    if TYPE_CHECKING:
-
-        def __init__(self, model: str | None = None, **options: Any) -> None: ...
-    else:
-
-        def __new__(cls, model: str | None = None, **options: Any) -> EngineConfig:
-            if model is not None:
-                options["model"] = model
-            return EngineConfig.for_engine(**options)
 
 
 class LLMEngine(llm_engine.LLMEngine):
@@ -49,9 +27,9 @@ class LLMEngine(llm_engine.LLMEngine):
     """
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineConfig) -> Self:
+    def from_engine_args(cls, engine_args: EngineArgs | EngineConfig) -> Self:
         """Load a model. Raises ConfigError for settings that cannot be used, CapacityError if it does not fit."""
-        built = llm_engine_builder(engine_args)()
+        built = llm_engine_builder(settings_of(engine_args))()
         return cls(built.core, built.input_processor)
 
     def add_request(

@@ -191,7 +191,9 @@ def test_plan_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> 
 
 TYPED = """
 import pagoda
-from pagoda import EngineArgs, LLM, LLMEngine, SamplingParams, StructuredOutputsParams
+from pathlib import Path
+
+from pagoda import AsyncLLM, EngineArgs, LLM, LLMEngine, SamplingParams, StructuredOutputsParams
 
 params = SamplingParams(stop=["x"], stop_token_ids=[1], bad_words=["y"], allowed_token_ids=[1, 2], logit_bias={})
 params = SamplingParams(logit_bias={1: 2.0}, structured_outputs={"json": {}}, stop="x", prompt_logprobs=0)
@@ -206,9 +208,21 @@ def engine_of(args: EngineArgs) -> LLMEngine:
 
 
 def llm_of(args: EngineArgs = EngineArgs(model="m", max_num_seqs=3)) -> LLM:
+    args.scheduling_policy = "priority"
     return LLM.from_engine_args(args)
+
+
+async def async_llm() -> AsyncLLM:
+    return await AsyncLLM.create(Path("m"), dtype="bf16", kv_cache_memory="1GiB", prefill={"admit_whole_prompt": True})
 """
-WRONG = ("SamplingParams(nosuch=1)", "SamplingParams(stop=3)", "LLMEngine.from_engine_args(3)")
+WRONG = (
+    "LLM('m', max_num_seq=3)",
+    "AsyncLLM(max_num_seqs='many')",
+    "EngineArgs(device=3)",
+    "SamplingParams(nosuch=1)",
+    "SamplingParams(stop=3)",
+    "LLMEngine.from_engine_args(3)",
+)
 
 
 def test_type_checkers_accept_the_snippets_and_what_constructors_take(tmp_path: Path) -> None:
@@ -218,7 +232,9 @@ def test_type_checkers_accept_the_snippets_and_what_constructors_take(tmp_path: 
         (tmp_path / f"{page.page.removesuffix('.md')}_{page.number}.py").write_text(page.code)
     wrong = "\n".join(WRONG)
     (tmp_path / "typed.py").write_text(TYPED)
-    (tmp_path / "wrong.py").write_text(f"from pagoda import LLMEngine, SamplingParams\n{wrong}\n")
+    (tmp_path / "wrong.py").write_text(
+        f"from pagoda import LLM, AsyncLLM, EngineArgs, LLMEngine, SamplingParams\n{wrong}\n"
+    )
     settings = {"typeCheckingMode": "basic", "extraPaths": [str(ROOT)], "pythonVersion": "3.11"}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [str(Path(sys.executable).parent / "basedpyright"), "--outputjson", "--pythonpath", sys.executable]

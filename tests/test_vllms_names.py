@@ -8,13 +8,26 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pagoda
-from pagoda import LLM, AsyncLLM, RequestError, RequestOutputKind, SamplingParams, TokensPrompt, UsageError
+from pagoda import (
+    LLM,
+    AsyncLLM,
+    ConfigError,
+    EngineConfig,
+    RequestError,
+    RequestOutputKind,
+    SamplingParams,
+    TokensPrompt,
+    UsageError,
+)
+from pagoda.base.config import PARTS
+from pagoda.base.config_options import option_names
 from pagoda.core.kv import KVCacheManager
 from pagoda.engine.inputs.callers_tokenizer import CallersTokenizer
 from pagoda.engine.inputs.input_processor import InputProcessor
@@ -141,14 +154,47 @@ def test_errors_of_prompts_are_value_errors(llm: LLM, prompt: Any) -> None:
 
 def test_engine_args_and_other_names_of_vllm() -> None:
     args = pagoda.AsyncEngineArgs(model="smollm2-135m", max_num_seqs=3, disable_log_requests=True)
-    assert args.scheduler.max_num_seqs == 3
+    assert args.create_engine_config().scheduler.max_num_seqs == 3
     assert isinstance(AsyncLLM.from_engine_args(args), AsyncLLM)
     assert pagoda.EmbeddingRequestOutput is pagoda.PoolingRequestOutput
     assert isinstance(args, pagoda.EngineArgs)
-    assert pagoda.EngineArgs("smollm2-135m").model.model == "smollm2-135m"
+    assert pagoda.EngineArgs("smollm2-135m").model == "smollm2-135m"
     assert pagoda.AsyncLLMEngine is AsyncLLM
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", pagoda.__version__)
     assert {"TokensPrompt", "TextPrompt", "RequestOutputKind", "LLMEngine"} <= set(pagoda.__all__)
+
+
+def test_engine_args_hold_what_was_given() -> None:
+    """They may be changed and made into a dictionary; what was not given stays the engine's to decide."""
+    args = pagoda.EngineArgs("smollm2-135m", kv_cache_memory="1GiB", download_dir="/models")
+    args.max_num_seqs = 3
+    assert {name: value for name, value in asdict(args).items() if value is not None} == {
+        "model": "smollm2-135m",
+        "kv_cache_memory": "1GiB",
+        "cache_dir": "/models",
+        "max_num_seqs": 3,
+    }
+    config = args.create_engine_config()
+    assert config == EngineConfig.for_engine(**asdict(args))
+    assert config.cache.kv_cache_memory == 1 << 30
+    assert config.given == ("cache_dir", "kv_cache_memory", "max_num_seqs", "model")
+    assert replace(args, max_num_seqs=4).max_num_seqs == 4
+    with pytest.raises(AttributeError):
+        args.max_num_seq = 4  # type: ignore[attr-defined]
+    for options, said in (
+        ({"max_num_seq": 4}, "max_num_seqs"),
+        ({"port": 1}, "pagoda serve"),
+        ({"prefill.admit_whole_prompt": True}, r"write prefill=\{'admit_whole_prompt': ...\}"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            pagoda.EngineArgs(**options)
+
+
+@pytest.mark.parametrize("called", [pagoda.EngineArgs, LLM, AsyncLLM, AsyncLLM.create])
+def test_signatures_name_every_option_of_an_engine(called: Any) -> None:
+    engine = [kind for part, kind in PARTS.items() if part != "server"]
+    names = {name for kind in engine for name in option_names(kind) if "." not in name}
+    assert set(inspect.signature(called).parameters) == names
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))

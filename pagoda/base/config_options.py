@@ -54,7 +54,7 @@ def read_options(
 ) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
     """Return the normalized field values for each part (part -> field -> value), and the names that were given.
 
-    parts: settings classes by name.   options: see `EngineConfig.from_options`; those that are None are not "given".
+    parts: settings classes by name.   options: see `EngineConfig.from_options`; those that are None are not given.
     vLLM's options are translated (see `translate`). Raises one ConfigError for all names that are unknown or refused;
     also for a value that cannot be read, or a field that is given twice.
     """
@@ -67,6 +67,8 @@ def read_options(
         check_encodable(name, value)
         if name not in known:
             problems.append(_unknown_option(name, list(known)))
+            continue
+        if value is None:
             continue
         part, item, group = known[name]
         value = normalize(item, value)
