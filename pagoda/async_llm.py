@@ -306,7 +306,9 @@ class AsyncLLM:
 
     # ---- speech
 
-    async def transcribe(self, sound: Any, **options: Any) -> TranscriptionOutput:
+    async def transcribe(
+        self, sound: Any, *, priority: int = 0, cache_salt: str | None = None, **options: Any
+    ) -> TranscriptionOutput:
         """Return the text of a sound, with times; see LLM.transcribe. Cancelling the call aborts it.
 
         sound: a path, the bytes of a file, or an array of samples. Raises RequestError for one that cannot be
@@ -317,7 +319,8 @@ class AsyncLLM:
         begun = await engine.text.begin_transcription(
             lambda limits, is_left: load_sound(sound, name, limits, is_left), TranscriptionOptions.of(options)
         )
-        async with contextlib.aclosing(engine.run_job(begun.job(), lambda: uuid.uuid4().hex)) as outputs:
+        running = engine.run_job(begun.job(), lambda: uuid.uuid4().hex, cache_salt, priority=priority)
+        async with contextlib.aclosing(running) as outputs:
             async for _ in outputs:
                 pass
         return begun.output()
@@ -401,6 +404,8 @@ class AsyncLLM:
         /,
         *,
         pooling_params: PoolingParams | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
         chat_template: str | None = None,
         instruction: str | None = None,
@@ -418,7 +423,9 @@ class AsyncLLM:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._final(prompt, _RequestOptions(params, lora_request=lora_request)))
+                    group.create_task(
+                        self._final(prompt, _RequestOptions(params, None, priority, cache_salt, lora_request))
+                    )
                     for prompt, params in zip(scoring.prompts, scoring.params, strict=True)
                 ]
         except ExceptionGroup as failed:

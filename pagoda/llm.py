@@ -30,7 +30,7 @@ from pagoda.base.outputs import (
 from pagoda.base.pooling import PoolingParams, PoolingTask
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
 from pagoda.core.request import LoraRef
-from pagoda.engine.inputs.adapters import Adapter, AdapterChoice, adapter_for_each
+from pagoda.engine.inputs.adapters import Adapter, AdapterChoice
 from pagoda.engine.inputs.callers_tokenizer import CallersTokenizer
 from pagoda.engine.inputs.chat_prompts import chat_options
 from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task, with_truncation
@@ -43,14 +43,13 @@ from pagoda.engine.inputs.prompts import (
     for_each,
     is_embeds,
     is_one_conversation,
-    is_one_prompt,
     text_of,
 )
 from pagoda.engine.inputs.scoring import PairOptions, Scoring
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.offline import (
+    CallOptions,
     NewRequest,
-    OfflinePrompt,
     OfflineThread,
     OutputStream,
     generate_all,
@@ -184,6 +183,8 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: AdapterChoice = None,
         priority: int | Sequence[int] | None = None,
+        *,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Return one finished output for each prompt, in their order.
 
@@ -191,14 +192,16 @@ class LLM:
             array or torch tensor [tokens, hidden size]; needs enable_prompt_embeds), or a list of those.
         sampling_params: for all prompts, or one for each; `get_default_sampling_params()` when not given.
         use_tqdm: show progress on a terminal when it takes long.
-        priority: of all, or one for each; smaller is sooner.
+        priority: of all, or one for each; smaller is sooner.   cache_salt: prefixes and images in the cache are shared
+            with requests of the same salt only.
         lora_request: the adapter of all prompts, or a list with one (or None) for each; needs enable_lora.
 
         Raises RequestError for arguments of the wrong kind. A prompt that cannot be served (empty, too long) raises
         RequestError or CapacityError if it is the only one; otherwise its output has `error` set and finish_reason
         "error", and the others are served. Ctrl-C aborts this call's requests; the LLM stays usable.
         """
-        return self._generate(as_prompts(prompts), sampling_params, use_tqdm, priority, lora_request)
+        options = CallOptions(priority, cache_salt, lora_request)
+        return self._generate(as_prompts(prompts), sampling_params, use_tqdm, options)
 
     def chat(
         self,
@@ -207,6 +210,8 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: AdapterChoice = None,
         priority: int | Sequence[int] | None = None,
+        *,
+        cache_salt: str | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Return the assistant's next turn in a conversation, or in each of several; errors as in `generate`.
@@ -223,7 +228,7 @@ class LLM:
                 prompts.append(self._render(conversation, template_options))  # type: ignore[arg-type]
             except RequestError as error:
                 prompts.append(error)
-        return self._generate(prompts, sampling_params, use_tqdm, priority, lora_request)
+        return self._generate(prompts, sampling_params, use_tqdm, CallOptions(priority, cache_salt, lora_request))
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what `generate` and `chat` use without sampling parameters: the model's own recommendation.
@@ -238,21 +243,14 @@ class LLM:
         prompts: Sequence[Prompt | RequestError],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
-        priority: int | Sequence[int] | None,
-        lora_request: AdapterChoice,
+        options: CallOptions,
     ) -> list[RequestOutput]:
         """Run `generate` for a list that may contain errors in place of prompts that could not be rendered."""
-        count = len(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        each = for_each(given, count, SamplingParams, "sampling_params")
+        each = for_each(given, len(prompts), SamplingParams, "sampling_params")
         copies = {id(one): one.clone() for one in each}  # callers may change theirs while the prompts are read
-        params = [copies[id(one)] for one in each]
-        adapters = adapter_for_each(lora_request, count)
-        priorities = [priority or 0] * count if priority is None or isinstance(priority, int) else priority
-        if len(priorities) != count:
-            raise RequestError(f"{len(priorities)} priorities for {count} prompts", "priority")
-        asks = map(OfflinePrompt, prompts, params, priorities, adapters)
-        return generate_all(self._thread, list(asks), use_tqdm)
+        asks = options.of_each(prompts, [copies[id(one)] for one in each])
+        return generate_all(self._thread, asks, use_tqdm)
 
     def _render(self, messages: Sequence[Message], template_options: Mapping[str, Any]) -> TokensPrompt:
         with self._thread.entered():  # rendering takes a lock: a signal handler or a forked child must not wait for it
@@ -266,6 +264,8 @@ class LLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
+        priority: int = 0,
+        cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> OutputStream:
         """Return an iterator over the deltas of one prompt's output. Leaving the iteration early aborts the request.
@@ -276,7 +276,9 @@ class LLM:
         with self._thread.entered():
             lora = self.llm_engine.input_processor.find_adapter(lora_request) if lora_request is not None else None
             params = sampling_params or self.get_default_sampling_params()
-            request = self.llm_engine.prepare(self._thread.new_id(), prompt, params, lora=lora)
+            request = self.llm_engine.prepare(
+                self._thread.new_id(), prompt, params, priority=priority, cache_salt=cache_salt, lora=lora
+            )
             return OutputStream(self._thread, NewRequest(request, OutputKind.DELTA, text_of(prompt)), lora_request)
 
     def stream_chat(
@@ -284,12 +286,15 @@ class LLM:
         messages: Sequence[Message],
         sampling_params: SamplingParams | None = None,
         *,
+        priority: int = 0,
+        cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
         **template_options: Any,
     ) -> OutputStream:
         """Like `stream`, for the assistant's next turn in a conversation."""
         check_conversation(messages, None)
-        return self.stream(self._render(messages, template_options), sampling_params, lora_request=lora_request)
+        prompt = self._render(messages, template_options)
+        return self.stream(prompt, sampling_params, priority=priority, cache_salt=cache_salt, lora_request=lora_request)
 
     # ---- beam search
 
@@ -300,22 +305,24 @@ class LLM:
         *,
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
         lora_request: AdapterChoice = None,
     ) -> list[BeamSearchOutput]:
         """Return the `beam_width` best outputs of each prompt, best first, in the order of the prompts.
 
-        prompts, use_tqdm, lora_request, errors: as in `generate`.
+        prompts, use_tqdm, priority, cache_salt, lora_request, errors: as in `generate`.
         concurrency_limit: prompts in the engine at once; None: all.
         """
         sampling = beam_sampling(params, self.llm_engine.input_processor.limits.max_logprobs)
         if concurrency_limit is not None and (not isinstance(concurrency_limit, int) or concurrency_limit < 1):
             raise RequestError(f"concurrency_limit must be at least 1 (got {concurrency_limit!r:.80})", "params")
-        each: list[Prompt] = [prompts] if is_one_prompt(prompts) else list(prompts)  # type: ignore[list-item,arg-type]
-        adapters = adapter_for_each(lora_request, len(each))
+        each = as_prompts(prompts)
+        asks = CallOptions(priority, cache_salt, lora_request).of_each(each, [sampling] * len(each))
+        size = concurrency_limit or max(len(each), 1)
         outputs: list[RequestOutput] = []
-        for begin in range(0, len(each), concurrency_limit or max(len(each), 1)):
-            some = slice(begin, begin + (concurrency_limit or len(each)))
-            outputs += self.generate(each[some], sampling, use_tqdm=use_tqdm, lora_request=adapters[some])
+        for begin in range(0, len(each), size):
+            outputs += generate_all(self._thread, asks[begin : begin + size], use_tqdm)
         pairs = zip(outputs, each, strict=True)
         return [
             beams_of(output, self.llm_engine.input_processor.tokenizer, not is_embeds(prompt))
@@ -324,13 +331,15 @@ class LLM:
 
     # ---- speech
 
-    def transcribe(self, sounds: Any, use_tqdm: bool = True, **options: Any) -> list[TranscriptionOutput]:
+    def transcribe(
+        self, sounds: Any, use_tqdm: bool = True, *, priority: int = 0, cache_salt: str | None = None, **options: Any
+    ) -> list[TranscriptionOutput]:
         """Return the text of each sound, with times, in their order. Needs a Whisper model, and the extra "audio".
 
         sounds: a path, the bytes of a file, an array of samples (float, 16 kHz, mono, in [-1, 1]), or a list of those.
             Formats: wav, mp3, flac, ogg (Opus, Vorbis), m4a, mp4, webm. The files of a list run together.
         options: the fields of TranscriptionOptions by name (`language`, `task`, `prompt`, `temperature`,
-            `cut_at_silences`, ...).   use_tqdm: show progress on a terminal.
+            `cut_at_silences`, ...).   use_tqdm: show progress on a terminal.   priority, cache_salt: as in `generate`.
         Raises RequestError for an option of the wrong kind, and for the only sound if it cannot be transcribed; one of
         several has `error` set in its output then, and the others are transcribed.
         """
@@ -345,7 +354,7 @@ class LLM:
             return transcriber.begin(load_sound(each[at], names[at], limits), chosen)
 
         begins = [partial(begin, at) for at in range(len(each))]
-        return transcribe_all(self._thread, begins, names, use_tqdm)
+        return transcribe_all(self._thread, begins, names, use_tqdm, priority, cache_salt)
 
     # ---- LoRA adapters
 
@@ -385,6 +394,8 @@ class LLM:
         pooling_task: PoolingTask | None = None,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
         lora_request: AdapterChoice = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return what the model makes of each prompt's hidden states, as arrays, in the order of the prompts.
@@ -392,10 +403,12 @@ class LLM:
         prompts: as in `generate`.   pooling_params: for all prompts, or one for each.
         pooling_task: "embed", "classify", "score", "token_embed" or "token_classify" (a vector, or the classes, of each
         token); None: what the model is for.
-        truncate_prompt_tokens: see PoolingParams; replaces the value there.   lora_request: as in `generate`.
+        truncate_prompt_tokens: see PoolingParams; replaces the value there.
+        priority, cache_salt, lora_request: as in `generate`.
         Raises RequestError, which names the prompt, if one of them cannot be served or the model cannot do the task.
         """
-        outputs = self._pool(prompts, pooling_params, pooling_task, truncate_prompt_tokens, use_tqdm, lora_request)
+        options = CallOptions(priority, cache_salt, lora_request)
+        outputs = self._pool(prompts, pooling_params, pooling_task, truncate_prompt_tokens, use_tqdm, options)
         return [pooling_output(output) for output in outputs]
 
     def embed(
@@ -406,6 +419,8 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         prompt_name: str | None = None,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
         lora_request: AdapterChoice = None,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """Return the embedding of each prompt, in their order; arguments and errors as in `encode`.
@@ -414,9 +429,8 @@ class LLM:
         model's files name, if they do.
         """
         instruction = instruction_of(self.llm_engine.input_processor.limits.tasks.plan, prompt_name)
-        outputs = self._pool(
-            prompts, pooling_params, "embed", truncate_prompt_tokens, use_tqdm, lora_request, instruction
-        )
+        options = CallOptions(priority, cache_salt, lora_request)
+        outputs = self._pool(prompts, pooling_params, "embed", truncate_prompt_tokens, use_tqdm, options, instruction)
         return [embedding_output(output) for output in outputs]
 
     def classify(
@@ -426,10 +440,13 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | None = None,
         lora_request: AdapterChoice = None,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """Return the class probabilities of each prompt, in their order; arguments and errors as in `encode`."""
-        outputs = self._pool(prompts, pooling_params, "classify", truncate_prompt_tokens, use_tqdm, lora_request)
+        options = CallOptions(priority, cache_salt, lora_request)
+        outputs = self._pool(prompts, pooling_params, "classify", truncate_prompt_tokens, use_tqdm, options)
         return [classification_output(output) for output in outputs]
 
     def score(
@@ -441,6 +458,8 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
+        priority: int = 0,
+        cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
         chat_template: str | None = None,
         instruction: str | None = None,
@@ -448,16 +467,16 @@ class LLM:
         """Return how well each pair of texts matches: what a cross-encoder says, or the cosine of their embeddings.
 
         data_1: one text, paired with each of data_2, or as many as there are in data_2.   errors: as in `encode`.
-        lora_request: the adapter of all texts.   chat_template: Jinja text that makes one prompt of a pair, from
-        messages of the roles query and document.   instruction: for templates that have a place for one.
+        priority, cache_salt, lora_request: of all texts.
+        chat_template: Jinja text that makes one prompt of a pair, from messages of the roles query and document.
+        instruction: for templates that have a place for one.
         """
         first, second = texts_of("data_1", data_1), texts_of("data_2", data_2)
         params = with_truncation(pooling_params or PoolingParams(), truncate_prompt_tokens)
         with self._thread.entered():
-            options = PairOptions(chat_template, instruction)
-            scoring = Scoring(first, second, params, self.llm_engine.input_processor, options=options)
-        pairs = zip(scoring.prompts, scoring.params, strict=True)
-        asks = [OfflinePrompt(prompt, one, lora_request=lora_request) for prompt, one in pairs]
+            pairs = PairOptions(chat_template, instruction)
+            scoring = Scoring(first, second, params, self.llm_engine.input_processor, options=pairs)
+        asks = CallOptions(priority, cache_salt, lora_request).of_each(scoring.prompts, scoring.params)
         outputs = pool_all(self._thread, asks, use_tqdm)
         return scoring_outputs(scoring, outputs)
 
@@ -468,15 +487,11 @@ class LLM:
         task: PoolingTask | None,
         truncate: int | None,
         use_tqdm: bool,
-        lora_request: AdapterChoice,
+        options: CallOptions,
         instruction: str = "",
     ) -> list[RequestOutput]:
         each = as_prompts(prompts)
         given = for_each(params, len(each), PoolingParams, "pooling_params")
-        asks = [
-            OfflinePrompt(
-                with_instruction(prompt, instruction), with_truncation(with_task(one, task), truncate), 0, adapter
-            )
-            for prompt, one, adapter in zip(each, given, adapter_for_each(lora_request, len(each)), strict=True)
-        ]
+        each = [with_instruction(prompt, instruction) for prompt in each]
+        asks = options.of_each(each, [with_truncation(with_task(one, task), truncate) for one in given])
         return pool_all(self._thread, asks, use_tqdm)

@@ -1,5 +1,8 @@
 """LLM: batches in order, one bad prompt among good ones, streams, Ctrl-C, closing."""
 
+import asyncio
+import functools
+import inspect
 import itertools
 import os
 import signal
@@ -15,8 +18,10 @@ import pytest
 import pagoda
 from pagoda import (
     LLM,
+    AsyncLLM,
     BeamSearchParams,
     ConfigError,
+    LoRARequest,
     PoolingParams,
     RequestError,
     RequestOutput,
@@ -24,6 +29,7 @@ from pagoda import (
     WorkerDied,
 )
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.executors.fake import FakeExecutor
 from tests.cached_models import cached_model
@@ -115,8 +121,73 @@ def test_a_single_bad_prompt_raises(llm: LLM) -> None:
 def test_lists_must_match(llm: LLM) -> None:
     with pytest.raises(RequestError, match="1 sampling_params for 2 prompts"):
         llm.generate(["a", "b"], [SHORT])
-    with pytest.raises(RequestError, match="1 priorities for 2 prompts"):
+    with pytest.raises(RequestError, match="1 priority for 2 prompts"):
         llm.generate(["a", "b"], SHORT, priority=[1])
+
+
+_CHAT = [{"role": "user", "content": "hi"}]
+_CALLS: dict[str, tuple[object, ...]] = {
+    "generate": ("a",),
+    "chat": (_CHAT,),
+    "stream": ("a",),
+    "stream_chat": (_CHAT,),
+    "beam_search": ("a", BeamSearchParams(beam_width=2, max_tokens=2)),
+    "encode": ("a",),
+    "embed": ("a",),
+    "classify": ("a",),
+    "score": ("a", "b"),
+}
+"""Every method that starts requests of texts -> arguments."""
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """The priority, salt and adapter of each request, none of which runs."""
+    seen: list[tuple[object, ...]] = []
+
+    def make_request(self: InputProcessor, *args: object, **given: object) -> None:
+        seen.append((given["priority"], given["cache_salt"], given["lora"]))
+        raise RequestError("it was seen")
+
+    monkeypatch.setattr(InputProcessor, "make_request", make_request)
+    for name in ("find_adapter", "remembered_adapter"):
+        monkeypatch.setattr(InputProcessor, name, lambda _, lora_request: lora_request)
+    return seen
+
+
+OPTIONS = {"priority": 7, "cache_salt": "mine", "lora_request": LoRARequest("pirate", 1, "folder")}
+
+
+@pytest.mark.parametrize("method", _CALLS)
+def test_every_request_has_the_priority_salt_and_adapter_of_its_call(
+    llm: LLM, seen: list[tuple[object, ...]], method: str
+) -> None:
+    with pytest.raises(RequestError, match="it was seen"):
+        getattr(llm, method)(*_CALLS[method], **OPTIONS)
+    assert set(seen) == {tuple(OPTIONS.values())}
+
+
+@pytest.mark.parametrize("method", _CALLS)
+def test_async_requests_have_them_too(seen: list[tuple[object, ...]], method: str) -> None:
+    async def call() -> None:
+        async with AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
+            made = getattr(llm, method)(*_CALLS[method], **OPTIONS)
+            if not inspect.isasyncgen(made):
+                await made
+            async for _ in made:
+                pass
+
+    with pytest.raises(RequestError, match="it was seen"):
+        asyncio.run(call())
+    assert set(seen) == {tuple(OPTIONS.values())}
+
+
+def test_priorities_and_adapters_may_be_one_for_each(llm: LLM) -> None:
+    calls = (llm.generate, llm.encode, llm.embed, llm.classify)
+    for call in (*calls, functools.partial(llm.beam_search, params=BeamSearchParams(beam_width=2, max_tokens=2))):
+        for options in ({"priority": [1]}, {"priority": "high"}, {"lora_request": [None]}):
+            with pytest.raises(RequestError, match=next(iter(options))):
+                call(["a", "b"], **options)  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(

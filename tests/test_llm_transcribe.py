@@ -13,6 +13,7 @@ import pytest
 from pagoda import LLM, AsyncLLM
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput, TranscriptionOutput
+from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.offline import _Delivery
 from pagoda.engine.transcription.sound import Sound
 from pagoda.engine.transcription.transcriber import Transcriber, TranscriptionOptions
@@ -126,7 +127,9 @@ def test_a_file_is_transcribed_as_its_samples(llm: LLM, tmp_path: Path) -> None:
     assert of_file.segments == of_samples.segments
 
 
-def test_async_llm_transcribes_sounds_at_once_as_llm_does(llm: LLM, folder: Path) -> None:
+def test_async_llm_transcribes_sounds_at_once_as_llm_does(
+    llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sounds = [noise(5, 1).samples, noise(64, 2).samples]
     options = {"language": "en", "cut_at_silences": True, **GREEDY}
 
@@ -138,8 +141,20 @@ def test_async_llm_transcribes_sounds_at_once_as_llm_does(llm: LLM, folder: Path
                 await async_llm.transcribe(sounds[0], langage="en")
             return await asyncio.gather(*[async_llm.transcribe(sound, **options) for sound in sounds])
 
+    given: set[tuple[object, object]] = set()
+    make_request = InputProcessor.make_request
+
+    def noting(self: InputProcessor, *args: Any, **more: Any) -> Any:
+        given.add((more["priority"], more["cache_salt"]))
+        return make_request(self, *args, **more)
+
+    monkeypatch.setattr(InputProcessor, "make_request", noting)
+    options |= {"priority": 3, "cache_salt": "mine"}
     found = asyncio.run(run())
+    assert given == {(3, "mine")}
+    options |= {"priority": 4}
     expected = llm.transcribe(sounds, use_tqdm=False, **options)
+    assert given == {(3, "mine"), (4, "mine")}
     assert [one.segments for one in found] == [one.segments for one in expected]
 
 

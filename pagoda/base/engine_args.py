@@ -151,4 +151,4 @@ def with_options_of(
     return decorate
 
 
-EngineArgs.__init__ = with_options_of(EngineArgs)(EngineArgs.__init__)
+EngineArgs.__init__ = with_options_of(EngineArgs)(EngineArgs.__init__)  # type: ignore[method-assign]

@@ -112,6 +112,7 @@ class AsyncEngine:
         observed: Callable[
             [Request, AsyncGenerator[RequestOutput, None]], AsyncGenerator[RequestOutput, None]
         ] = lambda _, outputs: outputs,
+        priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Run a job of a transcription, as many of its requests at once as sequences run; see AsyncText.run_job.
 
@@ -122,7 +123,12 @@ class AsyncEngine:
 
         def ask(question: Question) -> AsyncGenerator[RequestOutput, None]:
             request = self.input_processor.make_request(
-                new_id(), question.prompt, question.params, arrival_time_s=self._clock.now(), cache_salt=cache_salt
+                new_id(),
+                question.prompt,
+                question.params,
+                arrival_time_s=self._clock.now(),
+                priority=priority,
+                cache_salt=cache_salt,
             )
             return observed(request, self.stream(request, OutputKind.FINAL_ONLY))
 

@@ -15,7 +15,8 @@ from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
 from pagoda.engine.engine_thread import EngineThread, result_of
-from pagoda.engine.inputs.prompts import Prompt, text_of
+from pagoda.engine.inputs.adapters import AdapterChoice, adapter_for_each
+from pagoda.engine.inputs.prompts import Prompt, for_each, text_of
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.output_processor import OutputKind
 
@@ -181,7 +182,27 @@ class OfflinePrompt:
     prompt: Prompt | RequestError
     params: SamplingParams | PoolingParams
     priority: int = 0
+    cache_salt: str | None = None
     lora_request: LoRARequest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """What a call says about its requests: priorities and adapters are for all, or one for each."""
+
+    priority: int | Sequence[int] | None = None
+    cache_salt: str | None = None
+    lora_request: AdapterChoice = None
+
+    def of_each(
+        self, prompts: Sequence[Prompt | RequestError], params: Sequence[SamplingParams] | Sequence[PoolingParams]
+    ) -> list[OfflinePrompt]:
+        """Return the prompts with their options. Raises RequestError for priorities or adapters of another number."""
+        count = len(prompts)
+        priorities = for_each(0 if self.priority is None else self.priority, count, int, "priority")
+        adapters = adapter_for_each(self.lora_request, count)
+        each = zip(prompts, params, priorities, adapters, strict=True)
+        return [OfflinePrompt(prompt, one, first, self.cache_salt, lora) for prompt, one, first, lora in each]
 
 
 _Refuse = Callable[[int, str, RequestError | CapacityError], RequestOutput]
@@ -258,7 +279,9 @@ def _prepare(engine: LLMEngine, request_id: str, ask: OfflinePrompt) -> NewReque
     if isinstance(ask.prompt, RequestError):
         raise ask.prompt
     lora = engine.input_processor.find_adapter(ask.lora_request) if ask.lora_request is not None else None
-    request = engine.prepare(request_id, ask.prompt, ask.params, priority=ask.priority, lora=lora)
+    request = engine.prepare(
+        request_id, ask.prompt, ask.params, priority=ask.priority, cache_salt=ask.cache_salt, lora=lora
+    )
     return NewRequest(request, OutputKind.FINAL_ONLY, text_of(ask.prompt))
 
 

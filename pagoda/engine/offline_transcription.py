@@ -27,8 +27,9 @@ class _Transcribing:
     asked: the sound and the job of each running request.
     """
 
-    def __init__(self, thread: OfflineThread, names: Sequence[str]) -> None:
+    def __init__(self, thread: OfflineThread, names: Sequence[str], priority: int, cache_salt: str | None) -> None:
         self._thread, self._names = thread, names
+        self._priority, self._cache_salt = priority, cache_salt
         self._inputs = thread.engine.input_processor
         self._mail: Mail = queue.SimpleQueue()
         self._new: list[NewRequest] = []
@@ -104,7 +105,12 @@ class _Transcribing:
                 self._advance(index, job, None)
                 return
             request = self._inputs.make_request(
-                self._thread.new_id(), asked.prompt, asked.params, arrival_time_s=self._thread.engine.core.now()
+                self._thread.new_id(),
+                asked.prompt,
+                asked.params,
+                arrival_time_s=self._thread.engine.core.now(),
+                priority=self._priority,
+                cache_salt=self._cache_salt,
             )
         except StopIteration:
             self._num_jobs[index] -= 1
@@ -136,18 +142,23 @@ class _Transcribing:
 
 
 def transcribe_all(
-    thread: OfflineThread, sounds: Sequence[Callable[[], Transcription]], names: Sequence[str], use_tqdm: bool
+    thread: OfflineThread,
+    sounds: Sequence[Callable[[], Transcription]],
+    names: Sequence[str],
+    use_tqdm: bool,
+    priority: int,
+    cache_salt: str | None,
 ) -> list[TranscriptionOutput]:
     """Return an output for each sound, in their order; that of one that cannot be transcribed has `error` set.
 
     sounds: each reads its file when it is its turn: as many are open at once as sequences run, and as fit into
-    _MAX_HELD_BYTES.   names: of the files.
+    _MAX_HELD_BYTES.   names: of the files.   priority, cache_salt: of their requests.
     Raises RequestError or CapacityError if there is only one.
     """
     waiting = deque(enumerate(sounds))
     disable = None if use_tqdm else True
     with thread.entered(), tqdm(total=0, desc="Sound", unit="s", disable=disable, bar_format=_SOUND_BAR) as bar:
-        work = _Transcribing(thread, names)
+        work = _Transcribing(thread, names, priority, cache_salt)
         try:
             while waiting or work.open:
                 while waiting and work.has_room:
