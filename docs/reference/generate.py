@@ -237,7 +237,8 @@ def http_page() -> str:
         bodies += [ref for ref in dict.fromkeys(_references(schemas[name])) if ref not in bodies]
     intro = (
         "`pagoda serve` describes itself at `/openapi.json` and `/docs`; this page is generated from the "
-        "same description. Limits on counts and sizes are in [limits.md](limits.md).\nErrors have OpenAI's shape: "
+        "same description. Limits on counts and sizes are in [limits.md](limits.md). "
+        "Routes below `/api` are served with `--ollama`.\nErrors have OpenAI's shape: "
         '`{"error": {"message": ..., "type": ..., "param": ..., "code": ...}}`.'
     )
     routes = "## Routes\n\n" + _table(("route", "body", "answer", "what it does"), served)

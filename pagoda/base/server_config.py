@@ -165,6 +165,7 @@ class ServerConfig:
     strict_fields: Annotated[
         bool, Setting("Refuse requests with unknown fields, instead of ignoring those with a log line and a header.")
     ] = False
+    ollama: Annotated[bool, Setting("Answer Ollama's API, too: its routes are below /api.")] = False
     answer_defaults: Annotated[AnswerDefaults, Setting("What holds where a request does not say.")] = field(
         default_factory=AnswerDefaults
     )

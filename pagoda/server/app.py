@@ -21,12 +21,12 @@ from pagoda.base.errors import RequestError
 from pagoda.base.server_config import ServerConfig
 from pagoda.process.allocator import keep_objects
 from pagoda.server import errors, live, operations, pooling, transcription
-from pagoda.server.dialects import chat, completions, messages
+from pagoda.server.dialects import chat, completions, messages, ollama, ollama_models
 from pagoda.server.errors import ApiError
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
 from pagoda.server.pages.files import PAGE_ROUTES
 from pagoda.server.pages.rules import PageRules
-from pagoda.server.routing import Router, describe_api, docs_page
+from pagoda.server.routing import Endpoint, Router, describe_api, docs_page
 from pagoda.server.state import ServerState, state_of
 from pagoda.server.tracing import TRACE, write_trace
 
@@ -36,7 +36,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
 
     The middleware wraps the routes' app from outside, so that responses to unexpected errors (500) pass through it too.
     """
-    app = create_api(has_keys=bool(config.api_keys))
+    app = create_api(has_keys=bool(config.api_keys), has_ollama=config.ollama)
     app.state.server = state
     layers: ASGIApp = Gate(app, config, state.drain)
     if config.cors_origins:
@@ -57,7 +57,9 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
         if starter.telemetry is not None and method == "POST" and scope["path"] in _MODEL_PATHS:
             starter.telemetry.on_http_end(scope, status, duration_s)
 
-    error_forms = {endpoint.path: endpoint.error_form for endpoint in ENDPOINTS}
+    error_forms = {endpoint.path: endpoint.error_form for endpoint in served_endpoints(config.ollama)}
+    if config.ollama:
+        error_forms |= dict.fromkeys(ollama.UNSERVED, ollama.ollama_error)
     return AccessLog(layers, on_end, error_forms, prefix=config.root_path.rstrip("/"))
 
 
@@ -87,16 +89,26 @@ async def invoke(http: Request) -> Response:
     return await (pooling.create_embedding if pools else _INVOKED[asked])(http)
 
 
-_MODEL_ROUTERS = (chat.router, completions.router, messages.router, pooling.router, transcription.router, router)
+_MODEL_ROUTERS = (
+    *(chat.router, completions.router, messages.router, ollama.router),
+    *(ollama_models.router, pooling.router, transcription.router, router),
+)
 """Of routes that ask something of the model."""
 _ROUTERS = (*_MODEL_ROUTERS, live.router, operations.router)
+_OF_OLLAMA = frozenset(one.path for one in (*ollama.router.endpoints, *ollama_models.router.endpoints))
 _MODEL_PATHS = frozenset(endpoint.path for one in _MODEL_ROUTERS for endpoint in one.endpoints)
 ENDPOINTS = tuple(endpoint for one in _ROUTERS for endpoint in one.endpoints)
 
 
-def create_api(has_keys: bool) -> Starlette:
+def served_endpoints(has_ollama: bool) -> Sequence[Endpoint]:
+    """Return the routes of a server.   has_ollama: with those of Ollama's API."""
+    return [one for one in ENDPOINTS if has_ollama or one.path not in _OF_OLLAMA]
+
+
+def create_api(has_keys: bool, has_ollama: bool) -> Starlette:
     """Return the routes, their errors and the OpenAPI page. No engine is needed until a route is called."""
-    described = describe_api(ENDPOINTS, has_keys)
+    endpoints = served_endpoints(has_ollama)
+    described = describe_api(endpoints, has_keys)
     as_json, page = msgspec.json.encode(described), docs_page(described)
 
     async def openapi(http: Request) -> Response:
@@ -106,7 +118,7 @@ def create_api(has_keys: bool) -> Starlette:
         return HTMLResponse(page)
 
     pages = [Route("/openapi.json", openapi), Route("/docs", docs), live.STREAM, TRACE, *PAGE_ROUTES]
-    app = Starlette(routes=[*(endpoint.route() for endpoint in ENDPOINTS), *pages], exception_handlers=errors.HANDLERS)
+    app = Starlette(routes=[*(endpoint.route() for endpoint in endpoints), *pages], exception_handlers=errors.HANDLERS)
     app.router.redirect_slashes = False  # AccessLog drops a slash at the end
     return app
 

@@ -145,7 +145,7 @@ def _instead(request: Request, path: str) -> str:
     """Return a hint at the route that answers what an unknown path asks for, or ""."""
     for known, others in _ELSEWHERE.items():
         if path in others:
-            return f"use {known}; "
+            return f"use {known}{', or start the server with --ollama' if path.startswith('/api/') else ''}; "
     routes: list[str] = [route.path for route in request.app.routes]
     found = f"/v1{path}" if f"/v1{path}" in routes else next((one for one in routes if path.endswith(one)), None)
     return f"use {found}; " if found is not None else ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -105,24 +106,33 @@ class Pooled:
     async def answer(self, kind: type[PooledList[D]], entry: Callable[[int, np.ndarray], D]) -> Response:
         """Return the answer with an entry for each vector.   entry: from its index and the vector."""
 
-        def respond() -> Response:
+        def make() -> PooledList[D]:
             data = [entry(index, vector) for index, vector in enumerate(self.vectors)]
-            return json_response(kind(id=self.id, created=self.created, model=self.model, data=data, usage=self.usage))
+            return kind(id=self.id, created=self.created, model=self.model, data=data, usage=self.usage)
 
-        return await run_sized(self.num_elements // _ELEMENTS_PER_TOKEN, respond)
+        return await self.respond(make)
+
+    async def respond(self, make: Callable[[], Struct]) -> Response:
+        """Return the answer that is made of the vectors."""
+        return await run_sized(self.num_elements // _ELEMENTS_PER_TOKEN, lambda: json_response(make()))
 
 
 @router.post("/v1/embeddings", answer=EmbeddingResponse, body=EmbeddingRequest)
 async def create_embedding(http: Request) -> Response:
     """Return the embedding of a text, a list of token ids, of several of either, or of a conversation."""
-    call = await _read(http, EmbeddingRequest, "embd")
-    body, params = call.body, call.params()
-    instruction = instruction_of(call.picked.model.tasks.plan, body.prompt_name)
-    pooled = await _pool_inputs(call, params, instruction)
+    body = await state_of(http).bodies.read(http, EmbeddingRequest)
+    pooled = await embed(http, body)
     numbers = _written(body)
     return await pooled.answer(
         EmbeddingResponse, lambda index, vector: EmbeddingData(index=index, embedding=numbers(vector))
     )
+
+
+async def embed(http: Request, body: EmbeddingRequest) -> Pooled:
+    """Return the embeddings that a body asks for. Raises RequestError, ApiError or WorkerDied."""
+    call = _call(http, body, "embd")
+    params = call.params()
+    return await _pool_inputs(call, params, instruction_of(call.picked.model.tasks.plan, body.prompt_name))
 
 
 @router.post("/pooling", answer=PoolingResponse, body=PoolingRequest)
@@ -188,8 +198,12 @@ async def create_ranking(http: Request) -> Response:
 
 async def _read(http: Request, kind: type[B], id_prefix: str) -> PoolingCall[B]:
     """Read the request's body. Raises RequestError, or ApiError (404) for a model that is not served."""
+    return _call(http, await state_of(http).bodies.read(http, kind), id_prefix)
+
+
+def _call(http: Request, body: B, id_prefix: str) -> PoolingCall[B]:
+    """Return the call with a body that has been read. Raises ApiError (404) for a model that is not served."""
     state = state_of(http)
-    body = await state.bodies.read(http, kind)
     picked = state.pick(http, body.model)
     picked.model.warn_of_untrained(http)
     return PoolingCall(http, state, body, picked, id_prefix)

@@ -27,8 +27,12 @@ async def respond(http: Request, dialect: Dialect[B]) -> Response:
     Raises the errors of `BodyReader.read`, the dialect, `render` and `RequestStarter.begin`, which the app turns into
     answers.
     """
+    return await respond_to(http, dialect, await state_of(http).bodies.read(http, dialect.body))
+
+
+async def respond_to(http: Request, dialect: Dialect[B], body: B) -> Response:
+    """Answer a request whose body has been read. Raises as `respond`."""
     state = state_of(http)
-    body = await state.bodies.read(http, dialect.body)
     picked = state.pick(http, body.model)
     request = await run_for_body(http, lambda: dialect.request(body, picked.model))
     params, num_prompts = request.params, request.num_prompts

@@ -24,6 +24,7 @@ from pagoda.server.protocol import ChatMessage, NamedTool, Tool, ToolFunction
 from pagoda.server.sampling_body import ResponseFormat, StreamOptions
 from pagoda.server.transcription_bodies import TranscriptionVerbose
 
+_EVENTS = "text/event-stream"
 Handler = Callable[[Request], Awaitable[Response]]
 HEALTH_PATHS = frozenset({"/livez", "/readyz", "/health", "/ping"})
 OPEN_PATHS = HEALTH_PATHS | {"/", "/docs", "/openapi.json"} | PAGE_PATHS
@@ -47,6 +48,7 @@ class Endpoint:
     """One route; its handler's docstring says what it does.
 
     body: of its request.   answer: a struct, a media type, or None if it is empty.   chunk: an event of its stream.
+    stream_type: the media type of that.
     is_form: the body is a form with a file.
     flags: parameters of its URL that are true or false.   errors: what it may answer instead, by status.
     error_form: makes the body of these, an `error`.
@@ -58,6 +60,7 @@ class Endpoint:
     body: type[Body] | None = None
     answer: type[Struct] | str | None = None
     chunk: type[Struct] | None = None
+    stream_type: str = _EVENTS
     is_form: bool = False
     flags: tuple[str, ...] = ()
     errors: Mapping[int, str] = field(default_factory=lambda: ERRORS)
@@ -189,14 +192,23 @@ def _answer(endpoint: Endpoint) -> dict[str, Any]:
     content = _json(endpoint.answer)
     if endpoint.chunk is None:
         return {"description": "The answer", "content": content}
+    content[endpoint.stream_type] = {"schema": {"type": "string", "description": _stream(endpoint, endpoint.chunk)}}
+    return {"description": "The answer, whole or streamed", "content": content}
+
+
+def _stream(endpoint: Endpoint, chunk: type[Struct]) -> str:
+    """Return what a stream consists of."""
+    if endpoint.stream_type != _EVENTS:
+        return (
+            f"Unless `stream` is false: lines, each a {chunk.__name__} as JSON. "
+            f"An error during the stream is a line with {endpoint.error.__name__}."
+        )
     is_openai = endpoint.error is ErrorResponse
-    text = (
-        f"With `stream`: server-sent events, each `data: ` and a {endpoint.chunk.__name__} as JSON; "
+    return (
+        f"With `stream`: server-sent events, each `data: ` and a {chunk.__name__} as JSON; "
         f"{'the last is `data: [DONE]`' if is_openai else 'the name of each is its type'}. "
         f"An error during the stream is an event with {'an ' if is_openai else 'a '}{endpoint.error.__name__}."
     )
-    content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
-    return {"description": "The answer, whole or streamed", "content": content}
 
 
 def _json(kind: type[Struct]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ logger = logging.getLogger("pagoda.server")
 T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
-_LISTS = ("choices", "data", "results")
+_LISTS = ("choices", "data", "results", "embeddings")
 _INLINE_TOKENS = 256
 """With 20 log-probabilities each, this many tokens take about 5 ms to convert and encode."""
 
@@ -53,25 +53,25 @@ class Framing:
 
     error: Callable[[ApiError, str], bytes]
     end: bytes
+    media_type: str = "text/event-stream"
 
 
 OPENAI_FRAMING = Framing(lambda error, request_id: event(error_body(error, request_id)), DONE)
 
 
 class EventStream(Response):
-    """Server-sent events from an async generator of ready-made bytes, then what ends a stream of the API.
+    """A stream of an API's frames: ready-made bytes from an async generator, then what ends a stream of the API.
 
     A disconnect closes the generator (its `finally` runs), even while nothing is being sent. `send` waits for a slow
     reader, which only delays its own stream. Errors are sent as an event, because the status has already been sent.
     on_end: called once at the end, even if the generator never started.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None], framing: Framing = OPENAI_FRAMING
     ) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type=framing.media_type)
         del self.headers["content-length"]
         self._events = events
         self._on_end = on_end

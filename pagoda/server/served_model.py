@@ -28,6 +28,24 @@ class PickedModel:
     lora: Adapter | None
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What lists of models tell.
+
+    family: its architecture.   format: of its files.   weights: the type that most of them have, on disk.
+    num_bytes: of the weights, on disk.
+    """
+
+    family: str = ""
+    format: str = ""
+    weights: str = ""
+    num_bytes: int = 0
+    num_parameters: int = 0
+    hidden_size: int = 0
+    reads_images: bool = False
+    is_on_gpu: bool = False
+
+
 @dataclass(slots=True)
 class ServedModel:
     """A model that is served.
@@ -35,7 +53,7 @@ class ServedModel:
     names: the first is the default in answers.   adapters: of it, by name.   llm: the engine that runs it.
     chat_template: its own, of one or several names.   tool_parser: a name in TOOL_PARSERS, "none", "auto".
     trusts_templates: callers may send their own chat templates.   template_kwargs: for templates, where a request does
-    not set them.
+    not set them.   facts: for lists of models; empty where none needs them.
     """
 
     names: tuple[str, ...]
@@ -46,6 +64,7 @@ class ServedModel:
     tool_parser: str
     trusts_templates: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    facts: ModelFacts = field(default_factory=ModelFacts)
     _has_warned: bool = False
 
     @property

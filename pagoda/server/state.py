@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
-from pagoda.assembly.engine_setup import resolve_engine
+from pagoda.assembly.engine_setup import EngineSetup, resolve_engine
 from pagoda.assembly.input_setup import build_input_processor
 from pagoda.base.config import EngineConfig
 from pagoda.base.request_limits import RequestLimits
@@ -17,6 +17,7 @@ from pagoda.base.server_config import ServerConfig
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.remote_client import EngineClient
 from pagoda.engine.wire import EngineSizes
+from pagoda.loading.model_config import read_images, summarize_weights
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.body import BodyReader
 from pagoda.server.errors import ApiError
@@ -27,7 +28,7 @@ from pagoda.server.one_process import OneProcess
 from pagoda.server.peers import Peers
 from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.served_adapters import ServedAdapters
-from pagoda.server.served_model import PickedModel, ServedModel
+from pagoda.server.served_model import ModelFacts, PickedModel, ServedModel
 from pagoda.server.tool_parsers import parser_named
 
 logger = logging.getLogger("pagoda.server")
@@ -139,6 +140,7 @@ async def build_state(
             tool_parser=parser,
             trusts_templates=server.trust_request_chat_template,
             template_kwargs=server.answer_defaults.default_chat_template_kwargs,
+            facts=await asyncio.to_thread(_facts_of, setup) if server.ollama else ModelFacts(),
         ),
         block_size=sizes.block_size,
         bodies=BodyReader(config.model.request_limits, server.strict_fields),
@@ -149,6 +151,20 @@ async def build_state(
         config=server,
         looks=Looks(client.look),
         peers=peers,
+    )
+
+
+def _facts_of(setup: EngineSetup) -> ModelFacts:
+    weights = summarize_weights(setup.files)
+    return ModelFacts(
+        family=setup.spec.architecture,
+        format=setup.files.format,
+        weights=next(iter(weights.bytes_by_type), ""),
+        num_bytes=weights.num_bytes,
+        num_parameters=weights.num_parameters,
+        hidden_size=setup.spec.hidden_size,
+        reads_images=setup.encoder is not None and not setup.crosses and read_images(setup.files) is not None,
+        is_on_gpu=setup.device.name != "cpu",
     )
 
 

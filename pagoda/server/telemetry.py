@@ -31,8 +31,11 @@ _PROVIDER = "pagoda"
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/messages": "chat",
+    "/api/chat": "chat",
     "/v1/completions": "text_completion",
+    "/api/generate": "text_completion",
     "/v1/embeddings": "embeddings",
+    "/api/embed": "embeddings",
 }
 _DURATIONS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)

@@ -37,7 +37,7 @@ def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer
     """
     cached_model("smollm2-135m")  # skips where it cannot be had
     folder: Path = tmp_path_factory.mktemp("real")
-    flags = ("--dtype", "float32", "--max-model-len", "2048", "--num-blocks", "400")
+    flags = ("--dtype", "float32", "--max-model-len", "2048", "--num-blocks", "400", "--ollama")
     with serving(folder, *flags, stepped=True) as server:
         yield server
 

@@ -554,11 +554,11 @@ def test_the_log_says_why_a_request_was_refused(fake_server: LiveServer, keyed_s
     ("path", "use"),
     [
         ("/v1/responses", "/v1/chat/completions"),
-        ("/api/chat", "/v1/chat/completions"),
+        ("/api/chat", "/v1/chat/completions, or start the server with --ollama"),
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/v1/embeddings", "/v1/embeddings"),
         ("/completion", "/v1/completions"),
-        ("/api/tags", "/v1/models"),
+        ("/api/tags", "/v1/models, or start the server with --ollama"),
         ("/nothing/like/it", ""),
     ],
 )

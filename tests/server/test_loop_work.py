@@ -41,6 +41,10 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hi"},
     "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
     "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "Hi"}]},
+    "/api/chat": {"messages": [{"role": "user", "content": "Hi"}]},
+    "/api/generate": {"prompt": "Hi", "raw": True},
+    "/api/embed": {"input": "Hi"},
+    "/api/embeddings": {"prompt": "Hi"},
     "/tokenize": {"prompt": "Hi"},
     "/detokenize": {"tokens": [1]},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "a"},
@@ -212,7 +216,7 @@ def test_what_runs_on_the_loop_does_not_grow_with_the_body(endpoint: Endpoint) -
             if max(counts) > counts[0] + MOST_MORE:
                 grown[what] = counts
 
-    served(test)
+    served(test, ServerConfig(ollama=True))
     assert grown == {}, f"lines and calls on the loop, for bodies of {SIZES} bytes"
     assert near_large == set(), "calls of functions in C that may read a large value"
 

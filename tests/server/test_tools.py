@@ -48,8 +48,8 @@ MESSAGES: list[Any] = [{"role": "user", "content": "Weather in Zürich?"}]
 
 
 @contextlib.contextmanager
-def scripted_server(folder: Path, template: str) -> Iterator[LiveServer]:
-    """A server whose answer to a request with seed i is SAID[i]."""
+def scripted_server(folder: Path, template: str, *more: str) -> Iterator[LiveServer]:
+    """A server whose answer to a request with seed i is SAID[i].   more: flags."""
     setup = resolve_engine(EngineConfig.from_options(distributed_executor_backend="fake"))
     tokenizer = load_tokenizer(setup.files, None, None)
     end = tokenizer.facts.eos_token_ids[0]
@@ -57,7 +57,7 @@ def scripted_server(folder: Path, template: str) -> Iterator[LiveServer]:
     scripts.write_text(json.dumps([[*tokenizer.encode(text, False), end] for text in SAID]))
     file.write_text(template)
     env = {"ENGINE_SCRIPTS": str(scripts), "PYTHONPATH": os.getcwd()}
-    flags = (*FAKE_FLAGS, "--chat-template", str(file))
+    flags = (*FAKE_FLAGS, "--chat-template", str(file), *more)
     with serving(folder, *flags, env=env, engine="tests.engine.scripted_engine") as server:
         yield server
 
