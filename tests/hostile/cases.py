@@ -96,6 +96,16 @@ _MESSAGES = (
     "tool_choice tool_choice.type tool_choice.name thinking thinking.budget_tokens stop_sequences stop_sequences.0 "
     "temperature top_k seed output_config output_config.format.schema mcp_servers metadata no_such_field"
 )
+_OLLAMA = (
+    "model stream format format.properties options options.num_predict options.temperature options.top_k options.seed "
+    "options.stop options.stop.0 options.repeat_penalty options.num_ctx options.mirostat keep_alive think truncate "
+    "logprobs no_such_field"
+)
+_OLLAMA_CHAT = (
+    "messages messages.0 messages.0.role messages.0.content messages.0.thinking messages.0.images messages.0.images.0 "
+    "messages.0.tool_calls messages.0.tool_calls.0.function messages.0.tool_calls.0.function.arguments "
+    "messages.0.tool_name tools tools.0 tools.0.function tools.0.function.parameters"
+)
 _POOLING = "input input.0 input.0.0 messages dimensions encoding_format truncate_prompt_tokens priority request_id"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ROUTES: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -111,6 +121,19 @@ ROUTES: tuple[tuple[str, dict[str, Any], str], ...] = (
         {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hi"}]},
         _MESSAGES,
     ),
+    (
+        "/api/chat",
+        {"messages": [{"role": "user", "content": "Hi"}], "options": {"num_predict": 3}},
+        f"{_OLLAMA} {_OLLAMA_CHAT}",
+    ),
+    (
+        "/api/generate",
+        {"prompt": "Hi", "options": {"num_predict": 3}},
+        f"{_OLLAMA} prompt system images images.0 raw suffix template context",
+    ),
+    ("/api/embed", {"input": "Hi"}, "model input input.0 truncate dimensions options keep_alive no_such_field"),
+    ("/api/embeddings", {"prompt": "Hi"}, "model prompt options keep_alive"),
+    ("/api/show", {}, "model name verbose"),
     ("/tokenize", {"prompt": "Hi"}, f"prompt model add_special_tokens return_token_strs {_CHAT}"),
     ("/detokenize", {"tokens": [1, 2, 3]}, "tokens tokens.0 model no_such_field"),
     ("/v1/embeddings", {"input": "Hi"}, _POOLING),
