@@ -147,7 +147,11 @@ def _instead(request: Request, path: str) -> str:
         if path in others:
             return f"use {known}{', or start the server with --ollama' if path.startswith('/api/') else ''}; "
     routes: list[str] = [route.path for route in request.app.routes]
-    found = f"/v1{path}" if f"/v1{path}" in routes else next((one for one in routes if path.endswith(one)), None)
+    found = (
+        f"/v1{path}"
+        if f"/v1{path}" in routes
+        else next((one for one in routes if one != "/" and path.endswith(one)), None)
+    )
     return f"use {found}; " if found is not None else ""
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,7 +18,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.server_config import ServerConfig
 from pagoda.server.body import parse_body, unknown_fields
-from pagoda.server.dialects.ollama import FRAMING, LINES
+from pagoda.server.dialects.ollama import FRAMING, LINES, model_name
 from pagoda.server.dialects.ollama_bodies import OllamaChatRequest, OllamaGenerateRequest, template_messages
 from pagoda.server.errors import ApiError
 from pagoda.server.sending import EventStream
@@ -150,7 +151,8 @@ REQUESTS: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/api/embed", {"model": MODEL, "input": ["a", "b"]}),
     ("POST", "/api/embed", {"model": MODEL, "input": []}),
     ("POST", "/api/embeddings", {"model": MODEL, "prompt": "a"}),
-    ("POST", "/api/show", {"name": MODEL}),
+    ("POST", "/api/show", {"name": f"{MODEL}:latest"}),
+    ("POST", "/api/show", {"model": "other"}),
     ("GET", "/api/tags", None),
     ("GET", "/api/ps", None),
     ("GET", "/api/version", None),
@@ -174,6 +176,12 @@ def test_answers_and_lines_are_as_described(thinking: LiveServer) -> None:
     asked = {path for _, path, _ in REQUESTS}
     assert asked == {path for path in page["paths"] if path.startswith("/api/")}
     assert 'handler="/api/chat"' in thinking.get("/metrics")[1]
+
+
+def test_a_server_for_ollamas_clients_says_that_it_is_running(thinking: LiveServer, fake_server: LiveServer) -> None:
+    assert thinking.get("/") == (200, "Ollama is running")
+    status, text = fake_server.get("/")
+    assert (status, "there is no route GET /; /docs lists" in text) == (404, True)
 
 
 def test_an_error_during_a_stream_is_its_last_line() -> None:
@@ -205,6 +213,12 @@ def test_a_missing_key_is_refused_in_ollamas_form() -> None:
         assert (answer.status_code, answer.json()["done_reason"]) == (200, "load")
 
     served(test, ServerConfig(ollama=True, api_keys=("x",)))
+
+
+def test_the_tag_latest_may_be_left_out_or_added() -> None:
+    state: Any = SimpleNamespace(model=SimpleNamespace(all_names=("a", "b:latest", "c:7b")))
+    asked = ("a", "a:latest", "b", "b:latest", "c:7b", "c", None)
+    assert [model_name(state, name) for name in asked] == ["a", "a", "b:latest", "b:latest", "c:7b", "c", None]
 
 
 def body_of(kind: Any = OllamaChatRequest, **fields: Any) -> Any:

@@ -39,7 +39,7 @@ LINES = "application/x-ndjson"
 UNSERVED = tuple(f"/api/{name}" for name in ("pull", "push", "copy", "delete", "create"))
 """Routes of Ollama for several models: their 404 has Ollama's form, too."""
 LATEST = ":latest"
-"""What Ollama's clients add to a name without a tag."""
+"""What Ollama's clients add to a name without a tag, or leave out."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -220,9 +220,11 @@ router = Router(error=OllamaError, error_form=ollama_error, stream_type=LINES)
 
 
 def model_name(state: ServerState, name: str | None) -> str | None:
-    """Return the name of a model that a caller means, which may have added LATEST."""
+    """Return the name of a model that a caller means, who may have added or left out LATEST."""
     known = state.model.all_names
-    return name.removesuffix(LATEST) if name is not None and name not in known else name
+    if name is None or name in known:
+        return name
+    return f"{name}{LATEST}" if f"{name}{LATEST}" in known else name.removesuffix(LATEST)
 
 
 @router.post("/api/chat", answer=OllamaChatAnswer, chunk=OllamaChatAnswer, body=OllamaChatRequest)

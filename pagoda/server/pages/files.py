@@ -5,7 +5,7 @@ from pathlib import Path
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from pagoda.server.pages.rules import HEADERS
@@ -50,6 +50,8 @@ async def _lead_to_page(http: Request) -> Response:
     if http.method == "HEAD":  # Anthropic's clients ask so whether there is a server
         return Response()
     if "text/html" not in http.headers.get("accept", ""):
+        if http.app.state.server.config.ollama:
+            return PlainTextResponse("Ollama is running")  # what Ollama's clients look for
         raise HTTPException(404)
     return RedirectResponse("dashboard")
 
