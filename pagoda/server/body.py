@@ -276,31 +276,32 @@ def _fields_decoder(names: tuple[str, ...], value: Any = msgspec.Raw) -> "msgspe
     return msgspec.json.Decoder(msgspec.defstruct("GivenFields", [(name, value, UNSET) for name in names]))
 
 
-def unknown_fields(data: bytes, kind: type[Body]) -> list[str]:
+def unknown_fields(data: bytes, kind: type[Body], place: str = "") -> list[str]:
     """Return the fields of a JSON object that neither `kind` nor the bodies in its fields declare, and no HINTS.
 
+    place: of the object in the request, in front of its fields' names.
     Raises RequestError for a field that is not served and has another than a neutral value, and for what `kind`, which
     passes over the fields that it does not declare, did not find: that a name or such a value cannot be decoded.
     """
     with _refusing_undecodable(data):
         given = _decode_names(data)
-        _check_unserved(data, kind, given)
+        _check_unserved(data, kind, given, place)
     known = _nested(kind)
-    unknown = [name for name in given if not (name in known or name in HINTS or name in kind.unserved)]
+    unknown = [place + name for name in given if not (name in known or name in HINTS or name in kind.unserved)]
     for name, inner in known.items():
         if inner is not None and (value := bytes(given.get(name, b"")))[:1] == b"{":
-            unknown += [f"{name}.{one}" for one in unknown_fields(value, inner)]
+            unknown += unknown_fields(value, inner, f"{place}{name}.")
     return unknown
 
 
-def _check_unserved(data: bytes, kind: type[Body], given: Iterable[str]) -> None:
-    """Raise RequestError if a field that is not served has another than a neutral value."""
+def _check_unserved(data: bytes, kind: type[Body], given: Iterable[str], place: str) -> None:
+    """Raise RequestError if a field that is not served has another than a neutral value.   place: in front of names."""
     if kind.unserved.keys().isdisjoint(given):
         return
     values = _fields_decoder(tuple(kind.unserved), Any).decode(data)
     for name, field in kind.unserved.items():
         if getattr(values, name) not in (UNSET, *NEUTRAL, *field.neutral):
-            raise RequestError(f"{name}: this server does not support {field.what}", name)
+            raise RequestError(f"{place}{name}: this server does not support {field.what}", place + name)
 
 
 @functools.cache

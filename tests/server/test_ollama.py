@@ -95,7 +95,7 @@ def test_errors_of_the_ollama_package_name_its_own_fields(saw: dict[str, Any]) -
         "model": "unknown model 'other'",
         "temperature": "options.temperature=-3.0",
         "num_predict": "options.num_predict=1000000 is more than",
-        "mirostat": "does not support mirostat",
+        "mirostat": "options.mirostat: this server does not support mirostat",
         "long": "maximum context length is 2048",
         "image": "messages[0].images[0]",
         "tool": "tools[0].function.name",
@@ -271,7 +271,7 @@ def test_options_and_thinking_reach_the_engine_and_the_template() -> None:
     [
         (OllamaGenerateRequest, {"prompt": "a", "raw": True, "system": "b"}, "system"),
         (OllamaGenerateRequest, {"prompt": "a", "context": [1]}, "context"),
-        (OllamaGenerateRequest, {"prompt": "a", "options": {"typical_p": 0.5}}, "typical_p"),
+        (OllamaGenerateRequest, {"prompt": "a", "options": {"typical_p": 0.5}}, "options.typical_p"),
         (OllamaChatRequest, {"logprobs": True}, "logprobs"),
         (OllamaChatRequest, {"format": "xml"}, "format"),
         (OllamaChatRequest, {"think": "much"}, "think"),
