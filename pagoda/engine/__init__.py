@@ -4,7 +4,8 @@ text in      templates/, tokenizers/, images/, inputs/, grammars/: a conversatio
              refused
 sounds       transcription/: a sound file becomes such requests, and their tokens become text with times
 core         engine_core.py: schedule, execute, update: one step; the only place where time passes
-text out     outputs/: columns of token ids become RequestOutputs, cut at stop strings
+text out     outputs/: columns of token ids become RequestOutputs, cut at stop strings; answers/: the reasoning and the
+             calls in them
 one thread   llm_engine.py has all three, stepped by its caller; engine_thread.py steps it on a thread, for LLM
              (offline.py, offline_transcription.py) and AsyncLLM
 event loops  async_engine.py has text in and out on the event loop (async_text.py), and reaches a core through clients/:

@@ -4,7 +4,7 @@ A request passes AccessLog and Gate (middleware.py), and reaches its route. A ro
 (body.py; protocol.py, sampling_body.py, pooling_bodies.py) and admits it (admission.py). For generated text, respond.py
 is the course: a dialect (dialects/) makes a TurnRequest (turn.py) of the body, render.py makes prompts of that
 (tool_choice.py: the grammar of calls), RequestStarter (generation.py) tokenises them and starts the requests in the
-engine, reader.py turns outputs into events (reasoning.py, tool_parsers/), and the dialect makes the structs of
+engine, reader.py turns outputs into events (pagoda.engine.answers), and the dialect makes the structs of
 answers.py of those, which sending.py sends, whole or as a stream. pooling.py has embeddings and scores;
 transcription.py (transcription_bodies.py) forms with sounds; operations.py the routes that generate nothing.
 

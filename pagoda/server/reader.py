@@ -4,8 +4,8 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from pagoda.base.outputs import CompletionOutput
-from pagoda.server.reasoning import ReasoningSplitter
-from pagoda.server.tool_parsers.base import ToolCall, ToolParser
+from pagoda.engine.answers.reasoning import ReasoningSplitter
+from pagoda.engine.answers.tool_parsers.base import ToolCall, ToolParser
 from pagoda.server.turn import CallDelta, ReasoningDelta, TextDelta, TurnEnd, TurnEvent
 
 

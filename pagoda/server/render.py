@@ -7,15 +7,21 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.engine.answers.reasoning import (
+    ReasoningSplitter,
+    ReasoningTags,
+    opens_reasoning,
+    reasoning_of,
+    special_token,
+)
+from pagoda.engine.answers.tool_parsers import TOOL_PARSERS
 from pagoda.engine.inputs.chat_prompts import ChatOptions, RenderedChat
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.server.body import run_for_body
 from pagoda.server.reader import Reader
-from pagoda.server.reasoning import ReasoningSplitter, ReasoningTags, opens_reasoning, reasoning_of
 from pagoda.server.sending import cancel_on_disconnect
 from pagoda.server.served_model import ServedModel
-from pagoda.server.tool_choice import ToolUse, special_token
-from pagoda.server.tool_parsers import TOOL_PARSERS
+from pagoda.server.tool_choice import ToolUse
 from pagoda.server.turn import Conversation, TurnRequest
 
 

@@ -9,12 +9,12 @@ from starlette.requests import Request
 
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.pooling import ModelTasks
+from pagoda.engine.answers.tool_parsers import parser_for_template
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.server.errors import ApiError
 from pagoda.server.served_adapters import ServedAdapters
-from pagoda.server.tool_parsers import parser_for_template
 
 logger = logging.getLogger("pagoda.server")
 

@@ -14,6 +14,7 @@ from pagoda.assembly.input_setup import build_input_processor
 from pagoda.base.config import EngineConfig
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.server_config import ServerConfig
+from pagoda.engine.answers.tool_parsers import parser_named
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.remote_client import EngineClient
 from pagoda.engine.wire import EngineSizes
@@ -29,7 +30,6 @@ from pagoda.server.peers import Peers
 from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.served_model import ModelFacts, PickedModel, ServedModel
-from pagoda.server.tool_parsers import parser_named
 
 logger = logging.getLogger("pagoda.server")
 

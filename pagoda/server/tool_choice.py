@@ -6,16 +6,15 @@ from typing import Any
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.engine.answers.reasoning import special_token
+from pagoda.engine.answers.tool_parsers import GENERIC_PARSER, TOOL_PARSERS
+from pagoda.engine.answers.tool_parsers.argument_types import ANY_ARGUMENTS, ArgumentTypes, argument_types
 from pagoda.engine.grammars.tool_grammar import MAX_CALLS, CallFormat, Tool
 from pagoda.engine.templates.generic_tools import lacks_tools
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.server.errors import ApiError
 from pagoda.server.served_model import ServedModel
-from pagoda.server.tool_parsers import TOOL_PARSERS
-from pagoda.server.tool_parsers.argument_types import ANY_ARGUMENTS, ArgumentTypes, argument_types
 from pagoda.server.turn import Conversation
-
-_GENERIC = "hermes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ class ToolUse:
         if tools and (
             (model.tool_parser == "auto" and is_generic) or (is_forced and is_free and model.tool_parser != "none")
         ):
-            parser = _GENERIC
+            parser = GENERIC_PARSER
         if is_forced and parser is None:
             raise ApiError(
                 400, "tool_choice: this server does not parse tool calls (--tool-call-parser)", "tool_choice"
@@ -95,11 +94,3 @@ class ToolUse:
             loose = [] if self.is_generic else [one["name"] for one in functions if not one.get("strict")]
             text = form.free(tools, loose, most, marker_id)
         return dataclasses.replace(params, structured_outputs=StructuredOutputsParams(grammar=text, source="tools"))
-
-
-def special_token(tokenizer: Tokenizer, text: str | None) -> int | None:
-    """Return the special token of this text, or None."""
-    if text is None:
-        return None
-    written = text.encode()
-    return next((i for i in sorted(tokenizer.facts.special_token_ids) if tokenizer.token_bytes(i) == written), None)

@@ -17,14 +17,14 @@ from starlette.types import Message
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.request_limits import RequestLimits
+from pagoda.engine.answers.reasoning import ReasoningSplitter
+from pagoda.engine.answers.tool_parsers.formats import HermesParser
 from pagoda.server.answers import PromptTokensDetails, Usage
 from pagoda.server.body import parse_body
 from pagoda.server.dialects.messages import MESSAGES, CountTokensRequest, MessagesRequest, conversation_of
 from pagoda.server.errors import ApiError
 from pagoda.server.reader import Reader
-from pagoda.server.reasoning import ReasoningSplitter
 from pagoda.server.sending import EventStream
-from pagoda.server.tool_parsers.formats import HermesParser
 from pagoda.server.turn import Piece
 from tests.server.live import LiveServer
 from tests.server.test_tools import SAID, THINKING, scripted_server

@@ -10,11 +10,11 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pagoda.base.errors import ConfigError
-from pagoda.server.reasoning import REASONING_FORMATS, ReasoningSplitter, opens_reasoning, reasoning_of
-from pagoda.server.tool_parsers import TOOL_PARSERS, parser_for_template, parser_named
-from pagoda.server.tool_parsers.argument_types import argument_types
-from pagoda.server.tool_parsers.base import ToolParser, merged
-from pagoda.server.tool_parsers.formats import HermesParser, LlamaJsonParser, NamedCallParser
+from pagoda.engine.answers.reasoning import REASONING_FORMATS, ReasoningSplitter, opens_reasoning, reasoning_of
+from pagoda.engine.answers.tool_parsers import TOOL_PARSERS, parser_for_template, parser_named
+from pagoda.engine.answers.tool_parsers.argument_types import argument_types
+from pagoda.engine.answers.tool_parsers.base import ToolParser, merged
+from pagoda.engine.answers.tool_parsers.formats import HermesParser, LlamaJsonParser, NamedCallParser
 
 
 def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, object]]]:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda.server.tool_parsers import TOOL_PARSERS
-from pagoda.server.tool_parsers.argument_types import MAX_STEPS, ArgumentTypes, argument_types
-from pagoda.server.tool_parsers.base import ToolCall, ToolParser, merged
+from pagoda.engine.answers.tool_parsers import TOOL_PARSERS
+from pagoda.engine.answers.tool_parsers.argument_types import MAX_STEPS, ArgumentTypes, argument_types
+from pagoda.engine.answers.tool_parsers.base import ToolCall, ToolParser, merged
 from tests.server.test_parsers import WRITTEN
 
 NAMED = {

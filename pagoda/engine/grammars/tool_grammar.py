@@ -1,7 +1,7 @@
 """Grammars of tool calls, in the formats that models write them in.
 
 A call's name is one of the tools', and its arguments keep to that tool's schema. The formats are fields of their
-parsers in `server/tool_parsers/`.
+parsers in `engine/answers/tool_parsers/`.
 """
 
 import json

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagoda.base.errors import RequestError
+from pagoda.engine.answers.reasoning import reasoning_of
 from pagoda.server.dialects.ollama_bodies import (
     OllamaBody,
     OllamaCall,
@@ -27,7 +28,6 @@ from pagoda.server.dialects.ollama_bodies import (
     template_messages,
 )
 from pagoda.server.errors import ApiError
-from pagoda.server.reasoning import reasoning_of
 from pagoda.server.respond import respond_to
 from pagoda.server.routing import Router
 from pagoda.server.sending import Framing, json_response

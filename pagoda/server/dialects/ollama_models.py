@@ -9,12 +9,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagoda.base.request_limits import RequestLimits
+from pagoda.engine.answers.reasoning import reasoning_of
 from pagoda.server.body import ModelBody
 from pagoda.server.dialects.ollama import OllamaError, model_name, ollama_error, timestamp
 from pagoda.server.dialects.ollama_bodies import OllamaOptions
 from pagoda.server.pooling import embed
 from pagoda.server.pooling_bodies import Count, EmbeddingRequest
-from pagoda.server.reasoning import reasoning_of
 from pagoda.server.routing import Router
 from pagoda.server.sending import json_response
 from pagoda.server.state import ServerState, state_of

@@ -9,6 +9,8 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.engine.answers.tool_parsers import TOOL_PARSERS, parser_for_template
+from pagoda.engine.answers.tool_parsers.base import merged
 from pagoda.engine.grammars import json_schema
 from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.grammars.json_schema import SchemaRefs
@@ -17,8 +19,6 @@ from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.grammars.tool_grammar import CallFormat, Tool
 from pagoda.engine.templates.generic_tools import lacks_tools, with_generic_tools
 from pagoda.engine.tokenizers.byte_tokenizer import BOS, EOS, ByteTokenizer
-from pagoda.server.tool_parsers import TOOL_PARSERS, parser_for_template
-from pagoda.server.tool_parsers.base import merged
 from tests.engine.grammars.matching import VOCAB, accepts, allowed, ready
 
 FORMATS: dict[str, CallFormat] = {

@@ -8,9 +8,9 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.engine.answers.tool_parsers import TOOL_PARSERS
 from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.grammars.tool_grammar import Tool
-from pagoda.server.tool_parsers import TOOL_PARSERS
 
 VALUES: tuple[Any, ...] = (None, True, -1, 2.5, "x", [], ["x"], [["x"]], [{}], {}, {"x": 1}, {"x": ["x"]})
 TREE = {

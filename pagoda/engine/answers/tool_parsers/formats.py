@@ -2,8 +2,8 @@
 
 import re
 
+from pagoda.engine.answers.tool_parsers.base import Reading, ToolParser
 from pagoda.engine.grammars.tool_grammar import CallFormat, JsonCall, NamedCall, bracketed, deepseek
-from pagoda.server.tool_parsers.base import Reading, ToolParser
 
 
 class HermesParser(ToolParser):

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 from pagoda.base.text import is_encodable
+from pagoda.engine.answers.tool_parsers.argument_types import ArgumentTypes
+from pagoda.engine.answers.tool_parsers.literals import LiteralReader
 from pagoda.engine.grammars.tool_grammar import CallFormat
-from pagoda.server.tool_parsers.argument_types import ArgumentTypes
-from pagoda.server.tool_parsers.literals import LiteralReader
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]

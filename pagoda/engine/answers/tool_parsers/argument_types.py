@@ -16,7 +16,7 @@ def type_of(value: object) -> str:
     """Return the JSON type of a parsed value."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
-    kinds = {str: "string", int: "integer", float: "number", list: "array"}
+    kinds: dict[type[Any], str] = {str: "string", int: "integer", float: "number", list: "array"}
     return kinds.get(type(value), "object")
 
 

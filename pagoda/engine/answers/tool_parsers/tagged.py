@@ -3,9 +3,9 @@
 import json
 import re
 
-from pagoda.server.tool_parsers.argument_types import ANY_ARGUMENTS, Types
-from pagoda.server.tool_parsers.base import Reading, ToolParser, held_back
-from pagoda.server.tool_parsers.literals import as_json
+from pagoda.engine.answers.tool_parsers.argument_types import ANY_ARGUMENTS, Types
+from pagoda.engine.answers.tool_parsers.base import Reading, ToolParser, held_back
+from pagoda.engine.answers.tool_parsers.literals import as_json
 
 _NULLS = ("null", "None")
 
@@ -128,7 +128,7 @@ def _is_string(text: str, types: Types, is_whole: bool) -> bool:
     """Return whether a value is known to be a string, and so is written as it is.   text: its beginning, or all."""
     if not types <= {"string", "null"} or "string" not in types:
         return False
-    if types == {"string"}:
+    if "null" not in types:
         return True
     return text not in _NULLS if is_whole else not any(word.startswith(text) for word in _NULLS)
 

@@ -3,8 +3,8 @@
 import json
 import re
 
+from pagoda.engine.answers.tool_parsers.base import Reading, ToolParser
 from pagoda.engine.grammars.tool_grammar import PythonCall, bracketed
-from pagoda.server.tool_parsers.base import Reading, ToolParser
 
 _WORD = re.compile(r"""[^\s=(),:'"\[\]{}]+""")
 

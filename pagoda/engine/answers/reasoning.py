@@ -6,7 +6,8 @@ To add a format, list its tags here.
 from dataclasses import dataclass
 
 from pagoda.base.registry import Registry
-from pagoda.server.tool_parsers.base import held_back
+from pagoda.engine.answers.tool_parsers.base import held_back
+from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +90,11 @@ def opens_reasoning(prompt: str, continued: str = "", tags: ReasoningTags = THIN
     if prompt.rstrip().endswith(tags.begin):
         return True
     return all(text.rfind(tags.begin) > text.rfind(tags.end) for text in (prompt, continued))
+
+
+def special_token(tokenizer: Tokenizer, text: str | None) -> int | None:
+    """Return the special token of this text, or None."""
+    if text is None:
+        return None
+    written = text.encode()
+    return next((i for i in sorted(tokenizer.facts.special_token_ids) if tokenizer.token_bytes(i) == written), None)

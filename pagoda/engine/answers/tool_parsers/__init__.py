@@ -3,8 +3,8 @@ To add a format, write a subclass of ToolParser, with its grammar if it has one,
 """
 
 from pagoda.base.registry import Registry
-from pagoda.server.tool_parsers.base import ToolParser
-from pagoda.server.tool_parsers.formats import (
+from pagoda.engine.answers.tool_parsers.base import ToolParser
+from pagoda.engine.answers.tool_parsers.formats import (
     DeepSeekV3Parser,
     DeepSeekV31Parser,
     GraniteParser,
@@ -14,8 +14,8 @@ from pagoda.server.tool_parsers.formats import (
     Mistral3Parser,
     MistralParser,
 )
-from pagoda.server.tool_parsers.pythonic import PythonicParser
-from pagoda.server.tool_parsers.tagged import GLMParser, Qwen3CoderParser
+from pagoda.engine.answers.tool_parsers.pythonic import PythonicParser
+from pagoda.engine.answers.tool_parsers.tagged import GLMParser, Qwen3CoderParser
 
 TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
     "tool call parser",
@@ -34,6 +34,8 @@ TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
     },
 )
 """By name. A chat template uses the first whose marks it has."""
+GENERIC_PARSER = "hermes"
+"""Reads calls as `with_generic_tools` asks for them."""
 
 
 def parser_named(name: str) -> str:
