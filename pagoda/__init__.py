@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from pagoda.base.lora import LoRARequest as LoRARequest
     from pagoda.base.outputs import BeamSearchOutput as BeamSearchOutput
     from pagoda.base.outputs import BeamSearchSequence as BeamSearchSequence
+    from pagoda.base.outputs import ChatMessage as ChatMessage
     from pagoda.base.outputs import ClassificationOutput as ClassificationOutput
     from pagoda.base.outputs import CompletionOutput as CompletionOutput
     from pagoda.base.outputs import EmbeddingOutput as EmbeddingOutput
+    from pagoda.base.outputs import FunctionCall as FunctionCall
     from pagoda.base.outputs import Logprob as Logprob
     from pagoda.base.outputs import Metric as Metric
     from pagoda.base.outputs import PoolingOutput as PoolingOutput
@@ -62,6 +64,8 @@ _HOMES = {
     "pagoda.base.outputs": (
         "RequestOutput",
         "CompletionOutput",
+        "ChatMessage",
+        "FunctionCall",
         "Logprob",
         "RequestMetrics",
         "PoolingRequestOutput",

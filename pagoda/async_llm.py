@@ -7,7 +7,7 @@ import os
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -229,7 +229,10 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Like `generate`, for the assistant's next turn in a conversation; template_options as in LLM.chat."""
+        """Like `generate`, for the assistant's next turn in a conversation; template_options as in LLM.chat.
+
+        A sequence that is finished has its `message`: the reasoning, the content and the tool calls of its text.
+        """
         options = _RequestOptions(sampling_params, request_id, priority, cache_salt, lora_request)
         return self._chat(messages, template_options, options, _kind_of(options.params))
 
@@ -260,7 +263,7 @@ class AsyncLLM:
         lora_request: LoRARequest | None = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Like `stream`, for the assistant's next turn in a conversation."""
+        """Like `stream`, for the assistant's next turn in a conversation; its last delta has its `message`."""
         options = _RequestOptions(sampling_params, request_id, priority, cache_salt, lora_request)
         return self._chat(messages, template_options, options, OutputKind.DELTA)
 
@@ -439,10 +442,17 @@ class AsyncLLM:
         self, messages: Sequence[Message], template_options: dict[str, Any], options: _RequestOptions, kind: OutputKind
     ) -> AsyncGenerator[RequestOutput, None]:
         check_conversation(messages, None)
-        rendered = await (await self._engine()).text.render_chat(messages, chat_options(template_options))
+        chosen = chat_options(template_options)
+        engine = await self._engine()
+        rendered = await engine.text.render_chat(messages, chosen)
+        answers = engine.input_processor.chats.answers_to(messages, chosen, rendered)
+        params = options.params or SamplingParams.of_model(engine.input_processor.default_sampling)
+        if isinstance(params, SamplingParams):  # else it is refused
+            options = replace(options, params=answers.params(params))
         prompt: Prompt = {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text, "media": rendered.media}
         async with contextlib.aclosing(self._run(prompt, options, kind)) as outputs:
             async for output in outputs:
+                answers.read(output, is_delta=kind is OutputKind.DELTA)
                 yield output
 
     async def _final(self, prompt: Prompt, options: _RequestOptions) -> RequestOutput:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
@@ -30,9 +30,10 @@ from pagoda.base.outputs import (
 from pagoda.base.pooling import PoolingParams, PoolingTask
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
 from pagoda.core.request import LoraRef
+from pagoda.engine.answers.chat_answers import ChatAnswers
 from pagoda.engine.inputs.adapters import Adapter, AdapterChoice
 from pagoda.engine.inputs.callers_tokenizer import CallersTokenizer
-from pagoda.engine.inputs.chat_prompts import chat_options
+from pagoda.engine.inputs.chat_prompts import ChatOptions, chat_options
 from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task, with_truncation
 from pagoda.engine.inputs.prompts import (
     Prompt,
@@ -43,17 +44,16 @@ from pagoda.engine.inputs.prompts import (
     for_each,
     is_embeds,
     is_one_conversation,
-    text_of,
 )
 from pagoda.engine.inputs.scoring import PairOptions, Scoring
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.offline import (
     CallOptions,
-    NewRequest,
     OfflineThread,
     OutputStream,
     generate_all,
     pool_all,
+    prepared,
 )
 from pagoda.engine.offline_transcription import transcribe_all
 from pagoda.engine.outputs.output_processor import OutputKind
@@ -200,8 +200,11 @@ class LLM:
         RequestError or CapacityError if it is the only one; otherwise its output has `error` set and finish_reason
         "error", and the others are served. Ctrl-C aborts this call's requests; the LLM stays usable.
         """
-        options = CallOptions(priority, cache_salt, lora_request)
-        return self._generate(as_prompts(prompts), sampling_params, use_tqdm, options)
+        each = as_prompts(prompts)
+        asks = CallOptions(priority, cache_salt, lora_request).of_each(
+            each, self._params_of_each(sampling_params, len(each))
+        )
+        return generate_all(self._thread, asks, use_tqdm)
 
     def chat(
         self,
@@ -216,19 +219,31 @@ class LLM:
     ) -> list[RequestOutput]:
         """Return the assistant's next turn in a conversation, or in each of several; errors as in `generate`.
 
+        The `message` of each output has the reasoning, the content and the tool calls of its text.
+
         messages: a list of objects with a role and content, or a list of such lists.
         template_options: the fields of ChatOptions by name (`chat_template`, `tools`, `add_generation_prompt`, ...).
         """
         each = [messages] if is_one_conversation(messages) else list(messages)
         for index, conversation in enumerate(each):
             check_conversation(conversation, index if len(each) > 1 else None)
+        chosen = chat_options(template_options)
+        params = list(self._params_of_each(sampling_params, len(each)))
         prompts: list[Prompt | RequestError] = []
-        for conversation in each:
+        readers: dict[int, ChatAnswers] = {}
+        for index, conversation in enumerate(each):
             try:
-                prompts.append(self._render(conversation, template_options))  # type: ignore[arg-type]
+                prompt, readers[index] = self._render(conversation, chosen)  # type: ignore[arg-type]
             except RequestError as error:
                 prompts.append(error)
-        return self._generate(prompts, sampling_params, use_tqdm, CallOptions(priority, cache_salt, lora_request))
+            else:
+                prompts.append(prompt)
+                params[index] = readers[index].params(params[index])
+        options = CallOptions(priority, cache_salt, lora_request)
+        outputs = generate_all(self._thread, options.of_each(prompts, params), use_tqdm)
+        for index, answers in readers.items():
+            answers.read(outputs[index])
+        return outputs
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return what `generate` and `chat` use without sampling parameters: the model's own recommendation.
@@ -238,24 +253,28 @@ class LLM:
         """
         return SamplingParams.of_model(self.llm_engine.input_processor.default_sampling)
 
-    def _generate(
-        self,
-        prompts: Sequence[Prompt | RequestError],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
-        options: CallOptions,
-    ) -> list[RequestOutput]:
-        """Run `generate` for a list that may contain errors in place of prompts that could not be rendered."""
-        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        each = for_each(given, len(prompts), SamplingParams, "sampling_params")
-        copies = {id(one): one.clone() for one in each}  # callers may change theirs while the prompts are read
-        asks = options.of_each(prompts, [copies[id(one)] for one in each])
-        return generate_all(self._thread, asks, use_tqdm)
+    def _params_of_each(
+        self, given: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        """Return the parameters of each prompt, copied: callers may change theirs while the prompts are read."""
+        each = for_each(
+            self.get_default_sampling_params() if given is None else given, count, SamplingParams, "sampling_params"
+        )
+        copies = {id(one): one.clone() for one in each}
+        return [copies[id(one)] for one in each]
 
-    def _render(self, messages: Sequence[Message], template_options: Mapping[str, Any]) -> TokensPrompt:
+    def _render(self, messages: Sequence[Message], options: ChatOptions) -> tuple[TokensPrompt, ChatAnswers]:
+        """Return the prompt that a conversation is, and what reads its answers."""
+        chats = self.llm_engine.input_processor.chats
         with self._thread.entered():  # rendering takes a lock: a signal handler or a forked child must not wait for it
-            rendered = self.llm_engine.input_processor.chats.render(messages, chat_options(template_options))
-        return {"prompt_token_ids": rendered.token_ids, "prompt": rendered.text, "media": rendered.media}
+            rendered = chats.render(messages, options)
+            answers = chats.answers_to(messages, options, rendered)
+        prompt: TokensPrompt = {
+            "prompt_token_ids": rendered.token_ids,
+            "prompt": rendered.text,
+            "media": rendered.media,
+        }
+        return prompt, answers
 
     # ---- deltas
 
@@ -272,14 +291,7 @@ class LLM:
 
         Raises RequestError or CapacityError before the first delta.
         """
-        check_prompt(prompt, None)
-        with self._thread.entered():
-            lora = self.llm_engine.input_processor.find_adapter(lora_request) if lora_request is not None else None
-            params = sampling_params or self.get_default_sampling_params()
-            request = self.llm_engine.prepare(
-                self._thread.new_id(), prompt, params, priority=priority, cache_salt=cache_salt, lora=lora
-            )
-            return OutputStream(self._thread, NewRequest(request, OutputKind.DELTA, text_of(prompt)), lora_request)
+        return self._stream(prompt, sampling_params, CallOptions(priority, cache_salt, lora_request))
 
     def stream_chat(
         self,
@@ -291,10 +303,25 @@ class LLM:
         lora_request: LoRARequest | None = None,
         **template_options: Any,
     ) -> OutputStream:
-        """Like `stream`, for the assistant's next turn in a conversation."""
+        """Like `stream`, for the assistant's next turn in a conversation; the last delta has its `message`."""
         check_conversation(messages, None)
-        prompt = self._render(messages, template_options)
-        return self.stream(prompt, sampling_params, priority=priority, cache_salt=cache_salt, lora_request=lora_request)
+        prompt, answers = self._render(messages, chat_options(template_options))
+        return self._stream(prompt, sampling_params, CallOptions(priority, cache_salt, lora_request), answers)
+
+    def _stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        options: CallOptions,
+        answers: ChatAnswers | None = None,
+    ) -> OutputStream:
+        check_prompt(prompt, None)
+        with self._thread.entered():
+            params = sampling_params or self.get_default_sampling_params()
+            if answers is not None and isinstance(params, SamplingParams):  # else it is refused
+                params = answers.params(params)
+            (ask,) = options.of_each([prompt], [params])
+            return OutputStream(self._thread, prepared(self._thread, ask, OutputKind.DELTA), ask.lora_request, answers)
 
     # ---- beam search
 

@@ -62,7 +62,7 @@ INSTEAD: Mapping[str, str] = {
     "multimodal": "images are parts of messages, see docs/howto/images.md",
     "platforms": "devices are described in docs/howto/add-a-device.md",
     "reasoning": "reasoning is recognised from the chat template",
-    "tool_parsers": "tool calls are parsed by `pagoda serve`, see docs/howto/tools.md",
+    "tool_parsers": "tool calls are parsed by `pagoda serve` and by chat, see docs/howto/tools.md",
     "transformers_utils": "use LLM.get_tokenizer(), or load the tokenizer with transformers",
 }
 """Names and modules of vLLM that are not here -> what to use."""

@@ -35,7 +35,7 @@ NOT_HERE = {
         "prompt-embeddings.md",
         0,
     ): "a model of the hub; examples/prompt_embeddings.py does the same with the default model",
-    ("python.md", 3): "a model of the hub",
+    ("python.md", 4): "a model of the hub",
 }
 """Python snippets, by page and number on it, that do not run in this test: what they need."""
 SLOW = {("transcription.md", 0)}

@@ -25,11 +25,33 @@ class Logprob:
 
 
 @dataclass(slots=True)
+class FunctionCall:
+    """A call of a tool that a model asks for.   arguments: JSON, an object unless the answer was cut off."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(slots=True)
+class ChatMessage:
+    """What an answer says.   reasoning: without the tags around it, None if there is none.
+
+    content: the text without reasoning and calls.   tool_calls: of the tools that the conversation offers.
+    """
+
+    content: str
+    reasoning: str | None = None
+    tool_calls: list[FunctionCall] = field(default_factory=list[FunctionCall])
+
+
+@dataclass(slots=True)
 class CompletionOutput:
     """One output sequence.
 
     finish_reason: None while it runs, then "stop", "length", "abort" or "error".
     stop_reason: the stop string or stop token id that ended it; None for eos and the rest.
+    message: of `chat`, when the sequence is finished: its text, read.
     """
 
     index: int
@@ -39,6 +61,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    message: ChatMessage | None = None
 
     @property
     def finished(self) -> bool:

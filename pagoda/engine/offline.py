@@ -14,6 +14,7 @@ from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
+from pagoda.engine.answers.chat_answers import ChatAnswers
 from pagoda.engine.engine_thread import EngineThread, result_of
 from pagoda.engine.inputs.adapters import AdapterChoice, adapter_for_each
 from pagoda.engine.inputs.prompts import Prompt, for_each, text_of
@@ -131,12 +132,18 @@ class _Waiter:
 class OutputStream(Iterator[RequestOutput]):
     """The deltas of one request. `close`, or dropping the last reference, aborts the request."""
 
-    def __init__(self, thread: OfflineThread, new: NewRequest, lora_request: LoRARequest | None = None) -> None:
+    def __init__(
+        self,
+        thread: OfflineThread,
+        new: NewRequest,
+        lora_request: LoRARequest | None = None,
+        answers: ChatAnswers | None = None,
+    ) -> None:
         """Queue the request. Raises RequestError or CapacityError if it is refused.
 
-        lora_request: the adapter that the request uses; its outputs have it.
+        lora_request: the adapter that the request uses; its outputs have it.   answers: reads the finished texts.
         """
-        self._thread = thread
+        self._thread, self._answers = thread, answers
         self._lora_request = lora_request
         self._has_tokens = False
         self._waiter = _Waiter([new.request.request_id])
@@ -160,6 +167,8 @@ class OutputStream(Iterator[RequestOutput]):
             raise StopIteration
         (output,) = outputs
         output.lora_request = self._lora_request
+        if self._answers is not None:
+            self._answers.read(output, is_delta=True)
         self._has_tokens = self._has_tokens or any(part.token_ids for part in output.outputs)
         if output.error is not None and not self._has_tokens:
             raise RequestError(output.error, "prompt")
@@ -255,7 +264,7 @@ def _run(thread: OfflineThread, asks: Sequence[OfflinePrompt], use_tqdm: bool, r
     new: list[NewRequest] = []
     for request_id, index in index_of.items():
         try:
-            new.append(_prepare(thread.engine, request_id, asks[index]))
+            new.append(_prepare(thread.engine, request_id, asks[index], OutputKind.FINAL_ONLY))
         except (RequestError, CapacityError) as error:
             outputs[request_id] = refuse(index, request_id, error)
     waiter = _Waiter(one.request.request_id for one in new)
@@ -275,14 +284,19 @@ def _run(thread: OfflineThread, asks: Sequence[OfflinePrompt], use_tqdm: bool, r
     return results
 
 
-def _prepare(engine: LLMEngine, request_id: str, ask: OfflinePrompt) -> NewRequest:
+def prepared(thread: OfflineThread, ask: OfflinePrompt, kind: OutputKind) -> NewRequest:
+    """Return the request of a prompt, under an id of its own. Raises RequestError."""
+    return _prepare(thread.engine, thread.new_id(), ask, kind)
+
+
+def _prepare(engine: LLMEngine, request_id: str, ask: OfflinePrompt, kind: OutputKind) -> NewRequest:
     if isinstance(ask.prompt, RequestError):
         raise ask.prompt
     lora = engine.input_processor.find_adapter(ask.lora_request) if ask.lora_request is not None else None
     request = engine.prepare(
         request_id, ask.prompt, ask.params, priority=ask.priority, cache_salt=ask.cache_salt, lora=lora
     )
-    return NewRequest(request, OutputKind.FINAL_ONLY, text_of(ask.prompt))
+    return NewRequest(request, kind, text_of(ask.prompt))
 
 
 def _collect(waiter: _Waiter, outputs: dict[str, RequestOutput], use_tqdm: bool) -> None:

@@ -14,6 +14,7 @@ from msgspec import Struct
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.engine.answers.chat_answers import text_of_content
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.server.body import ModelBody
 from pagoda.server.errors import ApiError, as_api_error
@@ -78,10 +79,7 @@ class Conversation:
     @property
     def continued(self) -> str:
         """The text of the message that the answer continues; "" if it begins a new one."""
-        content = self.messages[-1].get("content") if self.continue_final_message else ""
-        if isinstance(content, list):
-            return "".join(text for part in content if isinstance(text := part.get("text"), str))
-        return content or ""
+        return text_of_content(self.messages[-1].get("content")) if self.continue_final_message else ""
 
 
 def _same(param: str) -> str:

@@ -10,6 +10,7 @@ from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.registry import nearest
 from pagoda.base.text import check_encodable
 from pagoda.core.request import MediaItem
+from pagoda.engine.answers.chat_answers import ChatAnswers, text_of_content
 from pagoda.engine.images.source import ImageSource, take_images
 from pagoda.engine.inputs.image_prompts import ImagePrompts
 from pagoda.engine.inputs.input_limits import InputLimits
@@ -133,6 +134,16 @@ class ChatPrompts:
         else:
             token_ids = self._prompts.encode(text, options.add_special_tokens)
         return RenderedChat(plain, token_ids, () if images is None else images.media_of(token_ids, features))
+
+    def answers_to(self, messages: Sequence[Message], options: ChatOptions, rendered: RenderedChat) -> ChatAnswers:
+        """Return what reads the answers to a conversation that was rendered with these options."""
+        asked, own = options.chat_template, self._tokenizer.facts.chat_template
+        if asked is not None:
+            template = own.sources.get(asked, asked) if own is not None else asked
+        else:
+            template = None if own is None else own.source_for(bool(options.tools))
+        continued = text_of_content(messages[-1].get("content")) if options.continue_final_message else ""
+        return ChatAnswers(template, options.tools, rendered.text, continued, self._tokenizer)
 
     def _checked_images(self, sources: Sequence[ImageSource]) -> ImagePrompts | None:
         """Return what puts images into the prompt, None if there are none. Raises RequestError if there can be none."""
