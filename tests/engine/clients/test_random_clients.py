@@ -18,7 +18,8 @@ from pagoda.engine.clients.client_server import ClientServer
 from pagoda.engine.clients.process_client import ProcessClient
 from tests.engine.clients.engine_in_process import kill, run_engine
 from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S
-from tests.engine.clients.random_user import Tokens, random_requests, run_some
+from tests.engine.clients.random_user import AT_ONCE, Tokens, random_requests, run_some
+from tests.engine.steps import Steps
 
 OPTIONS = {"distributed_executor_backend": "fake", "num_blocks": 40, "max_model_len": 256, "max_num_seqs": 16}
 NUM_USERS, NUM_REQUESTS = 3, 30
@@ -63,6 +64,13 @@ class User:
         self.num_kills += 1
 
 
+async def release_full(steps: Steps, client: ProcessClient) -> None:
+    """Let the engine compute once it has all requests that its users run at once, which preempt one another."""
+    while len(client._journal) < NUM_USERS * AT_ONCE:
+        await asyncio.sleep(0.002)
+    steps.release()
+
+
 async def kill_at_random(rng: random.Random, client: ProcessClient, users: list[User]) -> None:
     """Kill each kind once, after random numbers of ends."""
     for kind in rng.sample(KILLS, len(KILLS)):
@@ -79,7 +87,7 @@ async def kill_at_random(rng: random.Random, client: ProcessClient, users: list[
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_tokens_of_several_processes_are_those_of_one_through_kills_of_it_and_of_the_engine(
-    seed: int, tmp_path: Path
+    seed: int, tmp_path: Path, steps: Steps
 ) -> None:
     rng = random.Random(seed)
     config = EngineConfig.from_options(**OPTIONS, scheduling_policy="priority")
@@ -95,9 +103,11 @@ def test_tokens_of_several_processes_are_those_of_one_through_kills_of_it_and_of
         users = [User(str(tmp_path / "clients"), 10 * seed + number) for number in range(NUM_USERS)]
         happened = Counter[str]()
         client.on_events = lambda events: happened.update(type(event).__name__ for event in events)
+        steps.hold_after(0)
+        released = asyncio.create_task(release_full(steps, client))
         kills = asyncio.create_task(kill_at_random(rng, client, users))
         await asyncio.gather(*(user.run() for user in users))
-        await kills
+        await asyncio.gather(kills, released)
         assert client.num_deaths == 2
         assert sum(user.num_kills for user in users) == 2
         assert happened["Preempted"]
@@ -117,4 +127,4 @@ def test_tokens_of_several_processes_are_those_of_one_through_kills_of_it_and_of
                     assert all(some[: len(other)] == other[: len(some)] for some, other in pairs)
                     assert len(tokens[0]) > min(requests[number].leaves_after, len(alone[number][0]) - 1)
 
-    run_engine(work, ProcessClient(config, STEP_TIMEOUT_S), config)
+    run_engine(work, ProcessClient(config, STEP_TIMEOUT_S, "tests.engine.stepped_engine"), config)
