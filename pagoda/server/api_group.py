@@ -30,10 +30,10 @@ from pagoda.process.child_process import RendezvousDir, cpu_s_of, end_child, sta
 from pagoda.process.out_of_memory import describe_exit
 from pagoda.process.watchdog import Watchdog
 from pagoda.server.api_start import LASTING_ERRORS, SOCKET, ApiStart, take_error
-from pagoda.server.listening import announce, check_free, listen_together
+from pagoda.server.listening import announce, check_free, listen_together, lock_port
 from pagoda.server.load_report import report_load
-from pagoda.server.one_process import RequestRecord
-from pagoda.server.peers import CALL_S
+from pagoda.server.one_process import RequestRecord, oldest_of
+from pagoda.server.peers import CALL_S, LOAD_S
 from pagoda.server.served_adapters import AdapterChange
 from pagoda.server.shared import Shared
 
@@ -44,19 +44,23 @@ _END_S = 10.0
 """How long processes may take to end after the drain's deadline, before they are killed."""
 _LOOK_S = 1.0
 """So often each process is asked whether it answers."""
+_START_S = LOAD_S
+"""A process that does nothing for so long before it serves is killed; one that computes, after ten times as long."""
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
     """A process that serves HTTP, and those that replace it.
 
-    ready_at_s: since when the present one serves.   client: its index.   has_worked: it has had a request.
+    has_served: one of them did.   ready_at_s: since when the present one serves.   client: its index.
+    has_worked: it has had a request.
     answers: whether it did so when it was asked last.   num_answers: how often it did, or one before.
     """
 
     number: int
     listener: socket.socket
     process: "subprocess.Popen[bytes] | None" = None
+    has_served: bool = False
     ready_at_s: float | None = None
     client: int | None = None
     has_worked: bool = False
@@ -78,7 +82,8 @@ async def serve_together(config: EngineConfig) -> None:
     starting = asyncio.create_task(engine.start())
     place = RendezvousDir()
     try:
-        await ApiGroup(config, engine, listeners, place).run(starting)
+        with lock_port(config.server, listeners[0]):
+            await ApiGroup(config, engine, listeners, place).run(starting)
     finally:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
@@ -97,6 +102,7 @@ class ApiGroup:
         self._config, self._engine, self._place = config, engine, place
         self._slots = [_Slot(number, listener) for number, listener in enumerate(listeners, 1)]
         self._has_begun = self._is_serving = self._is_draining = False
+        self._oldest: RequestRecord | None = None
         self._salt_secret = secrets.token_bytes(16)
         self._shared = Shared(config.server, lambda: all(slot.serves for slot in self._slots))
         self._drained: set[int] = set()
@@ -151,7 +157,6 @@ class ApiGroup:
     async def _keep(self, slot: _Slot) -> None:
         """Run one process after another. Raises ConfigError for wrong settings, WorkerDied if too many are useless."""
         restarts = Restarts()
-        has_been_ready = False
         while not self._is_draining:
             slot.ready_at_s, slot.has_worked = None, False
             try:
@@ -162,12 +167,11 @@ class ApiGroup:
                 return
             if (known := take_error(self._place, slot.number)) is not None:
                 how += f": {known}"
-                if isinstance(known, LASTING_ERRORS) and not has_been_ready:
+                if isinstance(known, LASTING_ERRORS) and not slot.has_served:
                     raise known
             is_ready = slot.ready_at_s is not None
-            has_been_ready = has_been_ready or is_ready
             is_stable = slot.ready_at_s is not None and time.monotonic() - slot.ready_at_s >= STABLE_S
-            pause_s = restarts.pause_s(not (is_stable or (is_ready and slot.has_worked)), has_been_ready)
+            pause_s = restarts.pause_s(not (is_stable or (is_ready and slot.has_worked)), slot.has_served)
             if pause_s is None:
                 times = restarts.num_fruitless
                 raise WorkerDied(f"API process {slot.number} {how}, {times} times in a row before it was of any use")
@@ -182,14 +186,17 @@ class ApiGroup:
         if slot.number > 1:  # the first one writes the trace, if one is written
             server = replace(config.server, logs=replace(config.server.logs, trace=None))
             config = replace(config, server=server)
-        start = ApiStart(config, slot.number, self._place.folder, fds, self._salt_secret)
+        start = ApiStart(config, slot.number, not slot.has_served, self._place.folder, fds, self._salt_secret)
         process = slot.process = start_child(_MODULE, [], msgspec.msgpack.encode(start, enc_hook=str), fds)
-        watchdog = Watchdog(time.monotonic())
+        starting, serving = Watchdog(time.monotonic()), Watchdog(time.monotonic())
         timeout_s = (self._config.server.server_timeouts.step_timeout_s or math.inf) + _LOOK_S + CALL_S
         while process.poll() is None:
             cpu_s, now_s = cpu_s_of(process.pid), time.monotonic()
-            if watchdog.is_hung(slot.num_answers, slot.serves, cpu_s, timeout_s, now_s):
-                silent_s = now_s - watchdog.progress_at_s
+            is_starting = not slot.serves and self._engine.is_up  # before the engine is, it waits for that
+            if starting.is_hung(True, is_starting, cpu_s, max(_START_S, timeout_s), now_s) or serving.is_hung(
+                slot.num_answers, slot.serves, cpu_s, timeout_s, now_s
+            ):
+                silent_s = now_s - min(starting.progress_at_s, serving.progress_at_s)
                 logger.error("API process %d has not answered for %.1f s: it is killed", slot.number, silent_s)
                 break
             await asyncio.sleep(WATCH_INTERVAL_S)
@@ -199,10 +206,11 @@ class ApiGroup:
         return code
 
     async def _look(self) -> None:
-        """Find out again and again which processes answer."""
+        """Find out again and again which processes answer, and which request runs for longest."""
         while True:
             asked = [slot.client for slot in self._slots]
             answers = await self._server.ask("oldest", timeout_s=CALL_S, returns=RequestRecord | None)
+            self._oldest = oldest_of(answers.values())
             before = [slot.answers for slot in self._slots]
             for slot, client in zip(self._slots, asked, strict=True):
                 slot.answers = slot.client != client or client in answers
@@ -223,7 +231,7 @@ class ApiGroup:
     # ---- what the processes call
 
     async def _begin(self, client: int, number: int) -> list[AdapterChange]:
-        """A process is about to listen. Return how the adapters differ from those of the settings.
+        """A process is about to listen. Return what loads the adapters, if it is not the first of its number.
 
         Raises ConfigError if another server has taken the port meanwhile.
         """
@@ -234,17 +242,17 @@ class ApiGroup:
             for signal_number in (signal.SIGTERM, signal.SIGINT):  # from now on, there may be requests
                 asyncio.get_running_loop().add_signal_handler(signal_number, self._on_signal)
         slot.client = client
-        return await self._shared.read_changes()
+        return await self._shared.read_changes() if slot.has_served else []
 
     def _on_ready(self, client: int, number: int) -> None:
-        self._slots[number - 1].ready_at_s = time.monotonic()
+        slot = self._slots[number - 1]
+        slot.ready_at_s, slot.has_served = time.monotonic(), True
         self._spread_connections()
         if not self._is_serving and all(slot.ready_at_s is not None for slot in self._slots):
             self._is_serving = True
             announce(self._config.server, self._slots[0].listener)
-            shared = self._shared
             self._run(self._look())
-            self._run(report_load(self._engine.stats, shared.read_counts, shared.read_oldest))
+            self._run(report_load(self._engine.stats, self._shared.read_counts, lambda: self._oldest))
 
     async def _on_drained(self, client: int) -> None:
         """Return when all processes have no request any more."""

@@ -4,15 +4,14 @@ It serves as a process does that is alone, but for the engine, which its parent 
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
 import sys
-from dataclasses import replace
 
 import msgspec
 
+from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import PagodaError
 from pagoda.engine.clients.remote_client import RemoteClient
 from pagoda.process.allocator import keep_buffers_apart
@@ -20,7 +19,6 @@ from pagoda.process.child_process import RendezvousDir, end_with_parent, read_st
 from pagoda.process.logs import configure_logging
 from pagoda.server.api_start import SOCKET, ApiStart, tell_error
 from pagoda.server.app import serve
-from pagoda.server.errors import ApiError
 from pagoda.server.peers import RemotePeers
 from pagoda.server.served_adapters import AdapterChange
 from pagoda.server.state import build_state
@@ -56,15 +54,22 @@ async def _serve(start: ApiStart, place: RendezvousDir) -> None:
     config = start.config
     listeners = [socket.socket(fileno=fd) for fd in dict.fromkeys(start.listeners)]
     peers = RemotePeers(start.salt_secret, listeners)
-    client = RemoteClient(str(place.path(SOCKET)), peers.services)
+    client = RemoteClient(str(place.path(SOCKET)))
     peers.calls = client.calls
     try:
         state = await build_state(config, client, client.start, peers)
         state.starter.telemetry = telemetry_of(os.environ, state.model.names[0], f"api-{start.number}")
-        peers.begin()
+        if start.is_first:
+            await state.model.adapters.load_modules(config.server.lora_sources)
+        client.calls.offer(peers.services)
         for change in await client.calls.call("begin", start.number, returns=list[AdapterChange]):
-            with contextlib.suppress(ApiError):  # one that was removed may never have been here
-                await state.model.adapters.apply(replace(change, replaces=True))
+            if (failure := await peers.own.change_adapter(change)) is not None:
+                logger.error(
+                    "the adapter %s could not be loaded again, and requests that this process gets for it are a 404 "
+                    "until it is (/v1/load_lora_adapter with load_inplace): %s",
+                    abbreviate(change.name),
+                    failure[1],
+                )
 
         def on_ready() -> None:
             logger.info("this process serves")

@@ -16,11 +16,13 @@ LASTING_ERRORS = (ConfigError, CapacityError)
 class ApiStart(msgspec.Struct, frozen=True):
     """What a process needs.
 
-    number: from 1.   folder: of the rendezvous.   listeners: file descriptors of the sockets of all processes.
+    number: from 1.   is_first: none of its number has served yet.   folder: of the rendezvous.
+    listeners: file descriptors of the sockets of all processes.
     """
 
     config: EngineConfig
     number: int
+    is_first: bool
     folder: str
     listeners: list[int]
     salt_secret: bytes

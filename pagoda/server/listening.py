@@ -41,6 +41,26 @@ def listen_together(config: ServerConfig) -> list[socket.socket]:
         return [_bind(config, port, is_shared=True) for _ in range(config.api_server_count)]
 
 
+def lock_port(config: ServerConfig, listener: socket.socket) -> socket.socket:
+    """Return what keeps the port of `listener` from other servers of several processes, until it is closed.
+
+    Two that begin to listen in the same instant would share it. An abstract name is free again when its process has
+    ended, and belongs to the network namespace, as a port does. Raises ConfigError if another server has it.
+    """
+    lock = socket.socket(socket.AF_UNIX)
+    if config.uds is None:
+        host, port = listener.getsockname()[:2]
+        try:
+            lock.bind(f"\0pagoda:{host}:{port}")
+        except OSError:
+            lock.close()
+            raise ConfigError(
+                f"cannot listen on {host} port {port}: another server with --api-server-count has it; choose another "
+                "with --host and --port"
+            ) from None
+    return lock
+
+
 def check_free(config: ServerConfig, listener: socket.socket) -> None:
     """Raise ConfigError if another server has begun to listen on the port of `listener`, before this one does.
 

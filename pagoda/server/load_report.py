@@ -20,12 +20,12 @@ _LONG_S = 30
 async def report_load(
     read_stats: Callable[[], EngineStats],
     read_counts: Callable[[], Awaitable[Counts]],
-    read_oldest: Callable[[], Awaitable[RequestRecord | None]],
+    oldest: Callable[[], RequestRecord | None],
     interval_s: float = 10.0,
 ) -> None:
     """Log a line for every `interval_s` in which there was work, until cancelled.
 
-    read_counts, read_oldest: what all processes have counted, and the request that runs for longest.
+    read_counts: what all processes have counted.   oldest: of their requests, the one that runs for longest.
     """
 
     async def read() -> tuple[float, float, int, int]:
@@ -51,11 +51,11 @@ async def report_load(
                 "load: {prompt_tokens_per_s} prompt and {output_tokens_per_s} output tokens/s, {running} running, "
                 "{waiting} waiting, KV cache {kv_cache_usage:.1%} full, prefix hits {prefix_hit_rate:.1%}"
             )
-            if (oldest := await read_oldest()) is not None:
-                age_s = round(time.perf_counter() - oldest.arrived_s)
-                fields |= {"oldest_request": oldest.request_id, "oldest_age_s": age_s}
+            if (record := oldest()) is not None:
+                age_s = round(time.perf_counter() - record.arrived_s)
+                fields |= {"oldest_request": record.request_id, "oldest_age_s": age_s}
                 if age_s >= _LONG_S:
-                    text += f"; the oldest request, {{oldest_request}}, has {oldest.num_output_tokens} tokens after "
+                    text += f"; the oldest request, {{oldest_request}}, has {record.num_output_tokens} tokens after "
                     text += "{oldest_age_s} s"
             shown = fields | {"oldest_request": shown_id(str(fields.get("oldest_request", "")))}
             logger.info("%s", text.format(**shown), extra={FIELDS: fields})

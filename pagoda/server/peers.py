@@ -11,7 +11,7 @@ from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import Calls, Services
 from pagoda.metrics.counts import Counts
 from pagoda.server.admission import Admission
-from pagoda.server.one_process import Failure, OneProcess, RequestRecord, oldest_of
+from pagoda.server.one_process import Failure, OneProcess
 from pagoda.server.remote_admission import AnyAdmission, RemoteAdmission
 from pagoda.server.served_adapters import AdapterChange
 
@@ -51,10 +51,6 @@ class Peers:
         """Return what all processes have counted, those that have ended included."""
         return self.own.counts()
 
-    async def read_oldest(self) -> RequestRecord | None:
-        """Return the request that runs for longest."""
-        return oldest_of(await self.ask("oldest", returns=RequestRecord | None))
-
     async def change_adapter(self, change: AdapterChange) -> Failure | None:
         """Load or unload an adapter in all processes. Return the first error, see OneProcess."""
         return await self.own.change_adapter(change)
@@ -80,7 +76,6 @@ class RemotePeers(Peers):
         super().__init__(salt_secret)
         self._listeners = listeners
         self._ending = asyncio.Event()
-        self._built = asyncio.Event()
 
     def make_admission(self, config: ServerConfig) -> AnyAdmission:
         return RemoteAdmission(self.calls)
@@ -88,35 +83,23 @@ class RemotePeers(Peers):
     @property
     def services(self) -> Services:
         """What the parent may call."""
-        names = [name for name, one in vars(OneProcess).items() if not name.startswith("_")]
+        own = self.own
         return {
             "drain": self._ending.set,
             "accept_for": self._accept_for,
-            **{name: self._answering(name) for name in names},
+            "counts": own.counts,
+            "oldest": own.oldest,
+            "requests": own.requests,
+            "details": own.details,
+            "most_alike": own.most_alike,
+            "abort": own.abort,
+            "change_adapter": own.change_adapter,
         }
-
-    def _answering(self, name: str) -> Callable[..., Any]:
-        """Return a function of OneProcess that waits until this process has one."""
-        function = getattr(OneProcess, name)
-
-        async def answer(*arguments: object) -> object:
-            await self._built.wait()
-            result = function(self.own, *arguments)
-            return await result if inspect.isawaitable(result) else result
-
-        signature = inspect.signature(function, eval_str=True)
-        parameters = list(signature.parameters.values())[1:]
-        answer.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return answer
 
     async def _accept_for(self, numbers: list[int]) -> None:
         """Accept connections in place of these processes, and of no others any more."""
         if self.accept_from is not None:
             await self.accept_from([self._listeners[number - 1] for number in numbers])
-
-    def begin(self) -> None:
-        """Answer the parent from now on."""
-        self._built.set()
 
     async def ask(self, name: str, *arguments: object, returns: Any = Any) -> list[Any]:
         return await self.calls.call("ask_all", name, list(arguments), returns=list[returns])

@@ -1,7 +1,9 @@
 """Shared: what the processes that serve one port have in common, in their parent, which owns it."""
 
 import asyncio
+import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
@@ -10,12 +12,14 @@ from pagoda.engine.clients.calls import Services
 from pagoda.engine.clients.client_server import ClientServer
 from pagoda.metrics.counts import Counts, add_counts, tokens_per_step
 from pagoda.server.admission import Admission
-from pagoda.server.one_process import Failure, RequestRecord, oldest_of
+from pagoda.server.one_process import Failure
 from pagoda.server.peers import CALL_S, LOAD_S
 from pagoda.server.remote_admission import AdmissionService
-from pagoda.server.served_adapters import AdapterChange
+from pagoda.server.served_adapters import AdapterChange, parse_module
 
 _LOOK_S = 0.1
+_WAIT_S = 60.0
+"""So long a change of adapters waits until all processes serve."""
 
 
 class Shared:
@@ -28,14 +32,15 @@ class Shared:
     server: ClientServer
 
     def __init__(self, config: ServerConfig, are_all_ready: Callable[[], bool]) -> None:
-        """are_all_ready: whether as many processes serve as should."""
+        """are_all_ready: whether as many processes serve as should. Raises ConfigError for wrong `lora_modules`."""
         self._are_all_ready = are_all_ready
         admission = Admission(config.server_limits, config.server_timeouts.queue_timeout_s)
         self._admission = AdmissionService(admission)
         self._counts_of: dict[int, Counts] = {}  # as each client told them last
         self._counts_before: Counts = {}  # of those that have gone
         self.tokens_per_step = tokens_per_step()
-        self._changes: dict[str, AdapterChange] = {}  # the last one of each name
+        modules = [parse_module(text) for text in config.lora_sources.lora_modules]
+        self._adapters = {one.name: AdapterChange(one.name, one, replaces=True) for one in modules}  # what loads each
         self._changing = asyncio.Lock()
         self._changes_begun: set[asyncio.Task[Failure | None]] = set()
 
@@ -76,15 +81,10 @@ class Shared:
         total[self.tokens_per_step.name] = self.tokens_per_step.counts()
         return total
 
-    async def read_oldest(self) -> RequestRecord | None:
-        """Return the request that runs for longest."""
-        found = await self.server.ask("oldest", timeout_s=CALL_S, returns=RequestRecord | None)
-        return oldest_of(found.values())
-
     async def read_changes(self) -> list[AdapterChange]:
-        """Return how the adapters differ from those of the settings."""
+        """Return what loads the adapters that are served."""
         async with self._changing:
-            return list(self._changes.values())
+            return list(self._adapters.values())
 
     async def _change_adapter(self, _: int, change: AdapterChange) -> Failure | None:
         """Change the adapters of all processes, once all are there; one that starts later reads the changes.
@@ -97,11 +97,27 @@ class Shared:
         return await asyncio.shield(task)
 
     async def _change_all(self, change: AdapterChange) -> Failure | None:
-        while True:
+        until_s = time.monotonic() + _WAIT_S
+        while time.monotonic() < until_s:
             async with self._changing:
                 if self._are_all_ready():
-                    found = await self.server.ask("change_adapter", change, timeout_s=LOAD_S, returns=Failure | None)
-                    if (failure := next((one for one in found.values() if one is not None), None)) is None:
-                        self._changes[change.name] = change
-                    return failure
+                    return await self._change_now(change)
             await asyncio.sleep(_LOOK_S)
+        return 503, f"a process of the server has not served for {_WAIT_S:g} s: no adapter is changed; try later", None
+
+    async def _change_now(self, change: AdapterChange) -> Failure | None:
+        """Unload an adapter wherever it is; load one in all processes, or in none: those that could take it back."""
+        outcomes = await self._ask_all_to(change)
+        failure = next((one for one in outcomes if one is not None), None)
+        if change.module is None:
+            self._adapters.pop(change.name, None)
+            return None if None in outcomes else failure  # a process that could not load it has none to unload
+        if failure is None:
+            self._adapters[change.name] = replace(change, replaces=True)
+        elif None in outcomes:
+            await self._ask_all_to(self._adapters.get(change.name, AdapterChange(change.name)))
+        return failure
+
+    async def _ask_all_to(self, change: AdapterChange) -> list[Failure | None]:
+        found = await self.server.ask("change_adapter", change, timeout_s=LOAD_S, returns=Failure | None)
+        return list(found.values())

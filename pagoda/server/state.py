@@ -128,7 +128,6 @@ async def build_state(
         parser = parser_named(parser)  # raises for an unknown name, before the first request needs it
     llm = AsyncEngine(client, inputs)
     adapters = ServedAdapters(llm, tuple(names), server.lora_sources.lora_dir)
-    await adapters.load_modules(server.lora_sources)
     return ServerState(
         starter=RequestStarter(llm, peers.make_admission(server), metrics, peers.salt_secret),
         model=ServedModel(

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from pagoda.engine.clients import supervisor
 from pagoda.engine.wire import EngineStats
 from pagoda.process.child_process import RendezvousDir
 from pagoda.server import api_group
+from pagoda.server import shared as shared_module
 from pagoda.server.admission import Admission
 from pagoda.server.api_group import ApiGroup
 from pagoda.server.listening import listen_together
@@ -296,8 +298,9 @@ def test_a_killed_engine_costs_no_stream_of_any_process_a_token(server: LiveServ
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Two processes with adapters, and room for two requests that wait for their first token."""
     folder = tmp_path_factory.mktemp("limited")
-    write_adapter(folder / "one", cached_model("smollm2-135m"), 4, 1, ("q_proj",), layers=(0,))
-    adapters = ("--enable-lora", "--lora-dir", str(folder), "--lora-modules", f"start={folder / 'one'}")
+    root = folder / "adapters"
+    write_adapter(root / "one", cached_model("smollm2-135m"), 4, 1, ("q_proj",), layers=(0,))
+    adapters = ("--enable-lora", "--lora-dir", str(root), "--lora-modules", f"start={root / 'one'}")
     limit = ("--server-limits.max-queued-requests", "2", "--server-timeouts.queue-timeout-s", "60")
     flags = (*FAKE_ENGINE, *adapters, *limit, "--api-server-count", "2")
     with serving(folder, *flags, stepped=True) as server:
@@ -326,13 +329,38 @@ def test_all_wait_in_one_line(limited: LiveServer) -> None:
     wait_until(lambda: observer.get("/load")[1]["server_load"] == 0)
 
 
+def to_each_after_a_kill(server: LiveServer) -> list[Connection]:
+    """Kill the first process, and connect to each when the next one serves."""
+    killed = api_pids(server)["api-1"]
+    os.kill(killed, signal.SIGKILL)
+    wait_until(lambda: killed not in served_by(server))
+    return to_each(server)
+
+
+def names(connection: Connection) -> list[str]:
+    return [one["id"] for one in connection.get("/v1/models")[1]["data"]]
+
+
+def test_a_process_serves_without_the_adapters_that_it_cannot_load_again(limited: LiveServer) -> None:
+    root = limited.log.parent / "adapters"
+    load = {"lora_name": "kept", "lora_path": "one"}
+    first, second = to_each(limited)
+    assert first.post("/v1/load_lora_adapter", load)[0] == 200
+    root.rename(root.with_name("away"))
+    first, second = to_each_after_a_kill(limited)
+    root.with_name("away").rename(root)
+    assert names(first) == ["smollm2-135m"]
+    assert names(second) == ["smollm2-135m", "start", "kept"]
+    for name in ("start", "kept"):
+        assert f"the adapter '{name}' could not be loaded again" in limited.log.read_text()
+    assert first.post("/v1/load_lora_adapter", {**load, "lora_name": "start", "load_inplace": True})[0] == 200
+    assert first.post("/v1/unload_lora_adapter", {"lora_name": "kept"})[0] == 200  # it is there in the other one
+    assert names(first) == names(second) == ["smollm2-135m", "start"]
+
+
 def test_adapters_of_one_process_are_those_of_all_and_of_the_next(limited: LiveServer) -> None:
     first, second = to_each(limited)
     load = {"lora_name": "more", "lora_path": "one"}
-
-    def names(connection: Connection) -> list[str]:
-        return [one["id"] for one in connection.get("/v1/models")[1]["data"]]
-
     assert first.post("/v1/load_lora_adapter", load)[0] == 200
     assert second.post("/v1/unload_lora_adapter", {"lora_name": "start"})[0] == 200
     assert names(first) == names(second) == ["smollm2-135m", "more"]
@@ -342,8 +370,7 @@ def test_adapters_of_one_process_are_those_of_all_and_of_the_next(limited: LiveS
         (first, "/v1/unload_lora_adapter", {"lora_name": "start"}, 404),
     ):
         assert connection.post(path, body)[0] == status
-    os.kill(api_pids(limited)["api-1"], signal.SIGKILL)
-    first, second = to_each(limited)
+    first, second = to_each_after_a_kill(limited)
     assert names(first) == names(second) == ["smollm2-135m", "more"]
     answer = first.post("/v1/completions", {"model": "more", "prompt": "a", "max_tokens": 3})[1]
     assert answer["usage"]["completion_tokens"] == 3
@@ -410,11 +437,23 @@ def test_what_cannot_be_served_is_said_once(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_process_that_never_comes_to_serve_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_group, "_MODULE", "pagoda.process.watchdog")  # which ends at once
+@pytest.mark.parametrize(
+    ("module", "is_up", "how"),
+    [
+        ("pagoda.process.watchdog", False, "ended with exit code 0"),  # it ends at once
+        ("pagoda.server.api_process", True, r"was killed by signal 9 \(SIGKILL\)"),  # it waits, with an engine, too
+    ],
+)
+def test_a_process_that_never_comes_to_serve_ends_the_server(
+    monkeypatch: pytest.MonkeyPatch, module: str, is_up: bool, how: str
+) -> None:
+    monkeypatch.setattr(api_group, "_MODULE", module)
+    monkeypatch.setattr(api_group, "_START_S", 0.05)
+    monkeypatch.setattr(api_group, "CALL_S", 0.0)
+    monkeypatch.setattr(api_group, "_LOOK_S", 0.0)
     monkeypatch.setattr(supervisor, "START_PAUSE_S", 0.01)
-    config = EngineConfig.from_options(port=0, api_server_count=2)
-    engine: Any = SimpleNamespace(died=None, on_step=None, is_up=False, is_stuck=False, num_deaths=0, stats=EngineStats)
+    config = EngineConfig.from_options(port=0, api_server_count=2, server_timeouts={"step_timeout_s": 0.05})
+    engine: Any = SimpleNamespace(died=None, on_step=None, is_up=is_up, is_stuck=False, num_deaths=0, stats=EngineStats)
 
     async def main() -> None:
         place = RendezvousDir()
@@ -424,7 +463,7 @@ def test_a_process_that_never_comes_to_serve_ends_the_server(monkeypatch: pytest
             listeners = [stack.enter_context(one) for one in listen_together(config.server)]
             await ApiGroup(config, engine, listeners, place).run(starting)
 
-    with pytest.raises(WorkerDied, match=r"API process \d ended with exit code 0, 3 times in a row before"):
+    with pytest.raises(WorkerDied, match=rf"API process \d {how}, 3 times in a row before"):
         asyncio.run(main())
 
 
@@ -435,13 +474,14 @@ class TwoClients:
         self.clients = {1, 2}
         self.asked: list[asyncio.Future[dict[int, Any]]] = []
 
-    async def ask(self, *_: object, **__: object) -> dict[int, Any]:
+    async def ask(self, *arguments: object, **_: object) -> dict[int, Any]:
+        self.arguments = arguments
         self.asked.append(asyncio.get_running_loop().create_future())
         return await self.asked[-1]
 
 
-def sharing() -> tuple[Shared, Any]:
-    shared, server = Shared(ServerConfig(), lambda: True), TwoClients()
+def sharing(are_all_ready: bool = True) -> tuple[Shared, Any]:
+    shared, server = Shared(ServerConfig(), lambda: are_all_ready), TwoClients()
     shared.server = server  # type: ignore[assignment]
     return shared, server
 
@@ -470,9 +510,48 @@ def test_a_change_of_adapters_outlives_the_process_that_asked_for_it() -> None:
         asking.cancel()  # as the connection's calls are when it ends
         await asyncio.sleep(0)
         server.asked[0].set_result({2: None})
-        assert await shared.read_changes() == [change]
+        assert await shared.read_changes() == [replace(change, replaces=True)]
 
     asyncio.run(main())
+
+
+def test_a_change_of_adapters_is_made_in_all_processes_or_in_none() -> None:
+    refused = (400, "its file is gone", "lora_path")
+    old, new = (AdapterChange("a", LoRAModule("a", path), replaces=True) for path in ("old", "new"))
+    unload = AdapterChange("a")
+
+    async def main() -> None:
+        shared, server = sharing()
+
+        async def change(wanted: AdapterChange, *outcomes: Any) -> tuple[Any, Any]:
+            num_asked = len(server.asked)
+            changing = asyncio.create_task(shared.services["change_adapter"](1, wanted))
+            for outcome in outcomes:
+                while len(server.asked) == num_asked:
+                    await asyncio.sleep(0)
+                num_asked += 1
+                server.asked[-1].set_result(dict(enumerate(outcome)))
+            return await changing, server.arguments[1]
+
+        assert await change(old, [None, refused], [None, None]) == (refused, unload)
+        assert await shared.read_changes() == []
+        assert await change(old, [None, None]) == (None, old)
+        assert await change(new, [refused, None], [None, None]) == (refused, old)
+        assert await change(new, [refused, refused]) == (refused, new)
+        assert await shared.read_changes() == [old]
+        assert await change(unload, [refused, None]) == (None, unload)
+        assert await shared.read_changes() == []
+        assert await change(unload, [refused, refused]) == (refused, unload)
+
+    asyncio.run(main())
+
+
+def test_a_change_of_adapters_waits_for_a_process_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_module, "_WAIT_S", 0.01)
+    shared, server = sharing(are_all_ready=False)
+    status, text, _ = asyncio.run(shared.services["change_adapter"](1, AdapterChange("one")))
+    assert (status, server.asked) == (503, [])
+    assert "no adapter is changed; try later" in text
 
 
 def test_a_place_that_is_closed_before_its_wait_begins_is_no_error() -> None:

@@ -14,7 +14,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig
-from pagoda.server.listening import check_free, listen, listen_together
+from pagoda.server.listening import check_free, listen, listen_together, lock_port
 from tests.server.live import FAKE_FLAGS
 
 
@@ -59,7 +59,10 @@ def test_the_sockets_of_several_processes_are_shared_with_no_other_server() -> N
         check_free(config, other[0])
     with pytest.raises(ConfigError, match="in use"):
         listen_together(ServerConfig(port=port, api_server_count=2))
-    for one in (*mine, *other):
+    lock, refusal = lock_port(config, mine[0]), f"port {port}: another server with --api-server-count has it"
+    with lock, pytest.raises(ConfigError, match=refusal):  # also if both find the port free, as nothing listens yet
+        lock_port(config, other[0])
+    for one in (*mine, *other, lock_port(config, other[0])):
         one.close()
 
 

@@ -23,7 +23,7 @@ from pagoda.metrics.counts import Counts
 from pagoda.metrics.observed_requests import RequestObserver
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.load_report import report_load
-from pagoda.server.one_process import OneProcess, RequestRecord
+from pagoda.server.one_process import OneProcess
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "seed": 1}
@@ -87,10 +87,7 @@ async def reporting(metrics: ServerMetrics, interval_s: float) -> None:
     async def read_counts() -> Counts:
         return own.counts()
 
-    async def read_oldest() -> RequestRecord | None:
-        return own.oldest()
-
-    await report_load(metrics.stats, read_counts, read_oldest, interval_s)
+    await report_load(metrics.stats, read_counts, own.oldest, interval_s)
 
 
 def test_a_line_tells_the_load_while_there_is_any(caplog: pytest.LogCaptureFixture) -> None:

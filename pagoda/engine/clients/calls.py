@@ -29,14 +29,24 @@ What pagoda's errors say reaches the caller, who gets the same error; any other 
 class Calls:
     """The calls of one end of a connection: those that wait for a reply, and those that are answered here."""
 
-    def __init__(self, send: Callable[[wire.Call | wire.Reply], object], services: Services) -> None:
-        """send: sends a message to the other end.   services: that this end offers."""
+    def __init__(self, send: Callable[[wire.Call | wire.Reply], object], services: Services | None = None) -> None:
+        """send: sends a message to the other end.   services: that this end offers; None: calls wait for `offer`."""
         self._send = send
-        self._services = {name: (service, _decoders_of(service)) for name, service in services.items()}
+        self._services: dict[str, tuple[Callable[..., Any], list[Any]]] = {}
+        self._early: list[wire.Call] | None = []  # None: functions are offered
         self._encoder = wire.make_encoder()
         self._replies = Replies[wire.Reply]()
         self._answering: set[asyncio.Task[None]] = set()
         self._ended: WorkerDied | None = None
+        if services is not None:
+            self.offer(services)
+
+    def offer(self, services: Services) -> None:
+        """Answer calls of these functions from now on; first those that came before."""
+        self._services = {name: (service, _decoders_of(service)) for name, service in services.items()}
+        early, self._early = self._early, None
+        for call in early or ():
+            self._answer(call)
 
     async def call(self, name: str, *arguments: object, returns: Any = Any) -> Any:
         """Call a function of the other end; return its result, of the type `returns`.
@@ -58,10 +68,12 @@ class Calls:
 
     def take(self, message: wire.Call | wire.Reply) -> None:
         """Take a message of the other end."""
-        if isinstance(message, wire.Call):
-            self._answer(message)
-        else:
+        if isinstance(message, wire.Reply):
             self._replies.settle(message.call_id, message)
+        elif self._early is not None:
+            self._early.append(message)
+        else:
+            self._answer(message)
 
     def end(self, error: WorkerDied) -> None:
         """The connection has ended: nothing is answered any more, and callers get an error."""

@@ -9,7 +9,8 @@ What the processes share besides the engine is asked for by name (see calls.py):
     def admit(client_index: int, num_tokens: int) -> bool: ...
     server = ClientServer(engine, starting, {"admit": admit}, on_left=release_what_it_had)
 
-    client = RemoteClient(path, {"drop_adapter": drop_adapter})
+    client = RemoteClient(path)
+    client.calls.offer({"drop_adapter": drop_adapter})
     if await client.calls.call("admit", 17, returns=bool): ...
 
     found = await server.ask("drop_adapter", "name", timeout_s=1.0)  # of all clients, by their index

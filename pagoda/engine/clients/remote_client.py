@@ -10,7 +10,7 @@ from pagoda.base.errors import WorkerDied
 from pagoda.core.events import Events
 from pagoda.core.request import LoraRef, Request, RequestStatus
 from pagoda.engine import wire
-from pagoda.engine.clients.calls import Calls, Services
+from pagoda.engine.clients.calls import Calls
 from pagoda.engine.clients.client_outputs import ClientOutputs
 from pagoda.engine.clients.client_server import read_frame, write_frames
 from pagoda.engine.clients.journal import error_outputs
@@ -25,11 +25,12 @@ class RemoteClient(ClientOutputs):
     """An EngineCoreClient without a journal: the other process has that, and restarts the engine if it dies.
 
     It tells of the engine what a ProcessClient does, a moment later.
-    index: of this client, once it has started.   calls: of functions of the other process; see ClientServer.
+    index: of this client, once it has started.   calls: of functions of the other process, and of those that this one
+    offers it; see ClientServer.
     """
 
-    def __init__(self, path: str, services: Services | None = None) -> None:
-        """path: the Unix socket of the ClientServer.   services: that the other process may call."""
+    def __init__(self, path: str) -> None:
+        """path: the Unix socket of the ClientServer."""
         super().__init__()
         self._path = path
         self._codec = wire.Codec(wire.FromServer)
@@ -38,7 +39,7 @@ class RemoteClient(ClientOutputs):
         self._gone = asyncio.Event()
         self._on_events: Callable[[Events], object] | None = None
         self.index = 0
-        self.calls = Calls(self._send, services or {})
+        self.calls = Calls(self._send)
         self.died: WorkerDied | None = None
         """Set once no engine can be started any more, or the other process has ended."""
         self.on_step: Callable[[int], object] = lambda _: None

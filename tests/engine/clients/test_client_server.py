@@ -52,7 +52,8 @@ def run(
 
 
 async def connected(path: str, services: Services | None = None) -> RemoteClient:
-    client = RemoteClient(path, services)
+    client = RemoteClient(path)
+    client.calls.offer(services or {})
     assert await client.start() == SIZES
     return client
 
@@ -140,6 +141,18 @@ def test_all_clients_are_asked_and_those_that_do_not_answer_are_left_out(tmp_pat
         await clients[1].shutdown()
         assert await waiting == {1: 7, 3: 9}
         assert await server.ask("wait", timeout_s=60) == {1: 7, 3: 9}
+
+    run(work, tmp_path)
+
+
+def test_calls_wait_until_a_client_offers_functions(tmp_path: Path) -> None:
+    async def work(engine: ProcessClient, server: ClientServer, path: str) -> None:
+        client = RemoteClient(path)
+        await client.start()
+        asking = [asyncio.create_task(server.ask("count", number, timeout_s=60, returns=int)) for number in (1, 2)]
+        assert await server.ask("count", 3, timeout_s=0.05) == {}
+        client.calls.offer({"count": lambda number: number})
+        assert [await one for one in asking] == [{1: 1}, {1: 2}]
 
     run(work, tmp_path)
 
