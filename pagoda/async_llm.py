@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import msgspec
 
@@ -37,7 +37,7 @@ from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.callers_tokenizer import CallersTokenizer
-from pagoda.engine.inputs.chat_prompts import chat_options
+from pagoda.engine.inputs.chat_prompts import ChatFields, chat_options
 from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task
 from pagoda.engine.inputs.prompts import Prompt, check_conversation, check_prompt, is_embeds, text_of
@@ -54,7 +54,7 @@ from pagoda.engine.outputs.results import (
 )
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.transcription.sound import load_sound
-from pagoda.engine.transcription.transcriber import TranscriptionOptions
+from pagoda.engine.transcription.transcriber import TranscriptionFields, TranscriptionOptions
 from pagoda.vllm_names import missing_method
 
 
@@ -227,7 +227,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
-        **template_options: Any,
+        **template_options: Unpack[ChatFields],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like `generate`, for the assistant's next turn in a conversation; template_options as in LLM.chat.
 
@@ -261,7 +261,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
-        **template_options: Any,
+        **template_options: Unpack[ChatFields],
     ) -> AsyncGenerator[RequestOutput, None]:
         """Like `stream`, for the assistant's next turn in a conversation; its last delta has its `message`."""
         options = _RequestOptions(sampling_params, request_id, priority, cache_salt, lora_request)
@@ -310,7 +310,7 @@ class AsyncLLM:
     # ---- speech
 
     async def transcribe(
-        self, sound: Any, *, priority: int = 0, cache_salt: str | None = None, **options: Any
+        self, sound: Any, *, priority: int = 0, cache_salt: str | None = None, **options: Unpack[TranscriptionFields]
     ) -> TranscriptionOutput:
         """Return the text of a sound, with times; see LLM.transcribe. Cancelling the call aborts it.
 
@@ -439,7 +439,7 @@ class AsyncLLM:
     # ---- inside
 
     async def _chat(
-        self, messages: Sequence[Message], template_options: dict[str, Any], options: _RequestOptions, kind: OutputKind
+        self, messages: Sequence[Message], template_options: ChatFields, options: _RequestOptions, kind: OutputKind
     ) -> AsyncGenerator[RequestOutput, None]:
         check_conversation(messages, None)
         chosen = chat_options(template_options)

@@ -7,7 +7,7 @@ from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import msgspec
 
@@ -33,7 +33,7 @@ from pagoda.core.request import LoraRef
 from pagoda.engine.answers.chat_answers import ChatAnswers
 from pagoda.engine.inputs.adapters import Adapter, AdapterChoice
 from pagoda.engine.inputs.callers_tokenizer import CallersTokenizer
-from pagoda.engine.inputs.chat_prompts import ChatOptions, chat_options
+from pagoda.engine.inputs.chat_prompts import ChatFields, ChatOptions, chat_options
 from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task, with_truncation
 from pagoda.engine.inputs.prompts import (
     Prompt,
@@ -67,7 +67,12 @@ from pagoda.engine.outputs.results import (
 )
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.transcription.sound import load_sound
-from pagoda.engine.transcription.transcriber import Transcriber, Transcription, TranscriptionOptions
+from pagoda.engine.transcription.transcriber import (
+    Transcriber,
+    Transcription,
+    TranscriptionFields,
+    TranscriptionOptions,
+)
 from pagoda.vllm_names import missing_method
 
 _METRICS: dict[str, tuple[str, Literal["gauge", "counter"]]] = {
@@ -215,7 +220,7 @@ class LLM:
         priority: int | Sequence[int] | None = None,
         *,
         cache_salt: str | None = None,
-        **template_options: Any,
+        **template_options: Unpack[ChatFields],
     ) -> list[RequestOutput]:
         """Return the assistant's next turn in a conversation, or in each of several; errors as in `generate`.
 
@@ -301,7 +306,7 @@ class LLM:
         priority: int = 0,
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
-        **template_options: Any,
+        **template_options: Unpack[ChatFields],
     ) -> OutputStream:
         """Like `stream`, for the assistant's next turn in a conversation; the last delta has its `message`."""
         check_conversation(messages, None)
@@ -359,7 +364,13 @@ class LLM:
     # ---- speech
 
     def transcribe(
-        self, sounds: Any, use_tqdm: bool = True, *, priority: int = 0, cache_salt: str | None = None, **options: Any
+        self,
+        sounds: Any,
+        use_tqdm: bool = True,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        **options: Unpack[TranscriptionFields],
     ) -> list[TranscriptionOutput]:
         """Return the text of each sound, with times, in their order. Needs a Whisper model, and the extra "audio".
 

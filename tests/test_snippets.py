@@ -209,7 +209,11 @@ def engine_of(args: EngineArgs) -> LLMEngine:
 
 def llm_of(args: EngineArgs = EngineArgs(model="m", max_num_seqs=3)) -> LLM:
     args.scheduling_policy = "priority"
-    return LLM.from_engine_args(args)
+    llm = LLM.from_engine_args(args)
+    output = llm.chat([{"role": "user", "content": "hi"}], tools=[], chat_template_kwargs={"x": 1}, priority=1)[0]
+    calls = [call.arguments for call in output.outputs[0].message.tool_calls] if output.outputs[0].message else []
+    text: str = llm.transcribe("a.wav", language="en", cache_salt="mine")[0].text + "".join(calls)
+    return llm
 
 
 async def async_llm() -> AsyncLLM:
@@ -219,6 +223,8 @@ WRONG = (
     "LLM('m', max_num_seq=3)",
     "AsyncLLM(max_num_seqs='many')",
     "EngineArgs(device=3)",
+    "LLM().chat([], add_generation_promt=False)",
+    "LLM().transcribe('a.wav', langage='en')",
     "SamplingParams(nosuch=1)",
     "SamplingParams(stop=3)",
     "LLMEngine.from_engine_args(3)",

@@ -8,9 +8,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -30,8 +30,10 @@ from pagoda.base.config import PARTS
 from pagoda.base.config_options import option_names
 from pagoda.core.kv import KVCacheManager
 from pagoda.engine.inputs.callers_tokenizer import CallersTokenizer
+from pagoda.engine.inputs.chat_prompts import ChatFields, ChatOptions, chat_options
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.transcription.transcriber import TranscriptionFields, TranscriptionOptions
 from pagoda.vllm_names import METHODS, MODULES
 from tests.engine.step_per_command import step_per_command
 from tests.fake_engine import byte_inputs, fake_core
@@ -195,6 +197,12 @@ def test_signatures_name_every_option_of_an_engine(called: Any) -> None:
     engine = [kind for part, kind in PARTS.items() if part != "server"]
     names = {name for kind in engine for name in option_names(kind) if "." not in name}
     assert set(inspect.signature(called).parameters) == names
+
+
+def test_signatures_name_every_option_of_a_conversation_and_of_a_transcription() -> None:
+    names = dict.fromkeys(get_type_hints(ChatFields))
+    assert chat_options(names) == ChatOptions(**dict.fromkeys(item.name for item in fields(ChatOptions)))
+    assert get_type_hints(TranscriptionFields) == get_type_hints(TranscriptionOptions)
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))

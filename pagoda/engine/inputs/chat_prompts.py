@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.registry import nearest
@@ -44,13 +44,28 @@ class ChatOptions:
     add_special_tokens: bool = False
 
 
+class ChatFields(TypedDict, total=False):
+    """The fields of ChatOptions, and vLLM's names, as arguments of `chat`."""
+
+    chat_template: str | None
+    tools: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool
+    continue_final_message: bool
+    template_kwargs: Mapping[str, Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    add_special_tokens: bool
+    chat_template_content_format: str
+    tokenization_kwargs: Mapping[str, Any] | None
+    mm_processor_kwargs: Mapping[str, Any] | None
+
+
 DEFAULT_CHAT = ChatOptions()
 _VLLMS_NAMES = {"chat_template_kwargs": "template_kwargs"}
 _NO_EFFECT = ("chat_template_content_format", "tokenization_kwargs")
 """Options of vLLM that change nothing here: the form of contents is recognised."""
 
 
-def chat_options(given: Mapping[str, Any]) -> ChatOptions:
+def chat_options(given: Mapping[str, object]) -> ChatOptions:
     """Return the options of a conversation by name, vLLM's names included. Raises TypeError for an unknown one."""
     known = [item.name for item in dataclasses.fields(ChatOptions)]
     options = {_VLLMS_NAMES.get(name, name): value for name, value in given.items() if name not in _NO_EFFECT}
@@ -59,7 +74,7 @@ def chat_options(given: Mapping[str, Any]) -> ChatOptions:
     for name in options:
         if name not in known:
             raise TypeError(f"chat has no option {name!r:.80}{nearest(name, [*known, *_VLLMS_NAMES])}")
-    return ChatOptions(**options)
+    return ChatOptions(**cast("dict[str, Any]", options))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, cast
 
 import numpy as np
 
@@ -59,13 +59,31 @@ class TranscriptionOptions:
     word_timestamps: bool = False
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> "TranscriptionOptions":
+    def of(cls, given: Mapping[str, object]) -> "TranscriptionOptions":
         """Return options by name. Raises RequestError for an unknown name."""
         known = [item.name for item in dataclasses.fields(cls)]
         for name in given:
             if name not in known:
                 raise RequestError(f"transcribe has no option {name!r:.80}{nearest(name, known)}", name[:80])
-        return cls(**given)
+        return cls(**cast("dict[str, Any]", given))
+
+
+class TranscriptionFields(TypedDict, total=False):
+    """The fields of TranscriptionOptions, as arguments of `transcribe`."""
+
+    language: str | None
+    task: str
+    prompt: str | None
+    timestamps: bool
+    temperature: float | Sequence[float]
+    compression_ratio_threshold: float | None
+    logprob_threshold: float | None
+    no_speech_threshold: float | None
+    condition_on_previous_text: bool
+    cut_at_silences: bool
+    seed: int
+    reports_no_speech: bool
+    word_timestamps: bool
 
 
 class Transcriber:
