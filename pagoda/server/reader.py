@@ -34,16 +34,13 @@ class Reader:
         self._has_thought = False
         self._num_calls = 0
         self.reasons = reasoning is not None
+        self.num_reasoning_tokens = 0  # up to the end of the reasoning
         self._is_call_kept = True
 
-    @property
-    def num_reasoning_tokens(self) -> int:
-        """Tokens up to the end of the reasoning; 0 if there was none."""
-        return self._num_until_end if self._has_thought else 0
-
-    def read(self, output: CompletionOutput, is_last: bool) -> list[TurnEvent]:
+    def read(self, output: CompletionOutput) -> list[TurnEvent]:
         """Add what an output has said; return the events that are certain now."""
-        text = output.text
+        text, reason = output.text, output.finish_reason
+        is_last = reason is not None
         events: list[TurnEvent] = []
         if self._reasoning is not None:
             self._count_reasoning(self._reasoning, output.token_ids)
@@ -54,6 +51,8 @@ class Reader:
             if thought:
                 self._has_thought = True
                 events.append(ReasoningDelta(thought))
+            if self._has_thought:
+                self.num_reasoning_tokens = self._num_until_end
         if self._tools is not None:
             for piece in (*self._tools.feed(text).pieces, *(self._tools.end().pieces if is_last else ())):
                 if isinstance(piece, ToolCall):
@@ -62,9 +61,9 @@ class Reader:
                     events.append(TextDelta(piece))
         elif text:
             events.append(TextDelta(text))
-        if output.finish_reason is not None:
-            is_call = self._num_calls and output.finish_reason == "stop"
-            events.append(TurnEnd("tool_calls" if is_call else output.finish_reason, output.stop_reason))
+        if reason is not None:
+            is_call = self._num_calls and reason == "stop"
+            events.append(TurnEnd("tool_calls" if is_call else reason, output.stop_reason))
         return events
 
     def _add_call(self, events: list[TurnEvent], call: ToolCall) -> None:

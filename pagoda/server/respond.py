@@ -5,6 +5,7 @@ What is particular to an API is in its dialect (dialects/).
 
 import contextlib
 import time
+from asyncio import to_thread
 from collections.abc import AsyncGenerator, Sequence
 
 from starlette.requests import Request
@@ -14,9 +15,8 @@ from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.engine.outputs.mailbox import GatheredPart
 from pagoda.server.body import run_for_body
 from pagoda.server.generation import Generation, RawPrompts
-from pagoda.server.reader import Reader
 from pagoda.server.render import Rendered, render
-from pagoda.server.sending import EventStream, cancel_on_disconnect, json_response, run_sized
+from pagoda.server.sending import INLINE_TOKENS, EventStream, cancel_on_disconnect, json_response, run_sized
 from pagoda.server.state import state_of
 from pagoda.server.turn import Answer, B, Dialect, Piece, Turn, naming_fields
 
@@ -68,9 +68,8 @@ class RunningTurn:
 
     def __init__(self, generation: Generation, rendered: Sequence[Rendered], answer: Answer) -> None:
         self._generation = generation
-        self._rendered = rendered
         self._answer = answer
-        self._readers: dict[tuple[int, int], Reader] = {}
+        self._readers = [[one.new_reader() for _ in range(one.params.n)] for one in rendered]
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield the frames of a streamed answer."""
@@ -79,11 +78,14 @@ class RunningTurn:
         begun: set[int] = set()
         async with self._generation.outputs() as deltas:
             async for index, delta in deltas:
-                size = sum(len(output.logprobs or ()) for output in delta.outputs)
+                size = 0
+                for output in delta.outputs:
+                    size += len(output.logprobs or ())
                 if index not in begun:  # the first one may come with log-probabilities of the prompt, or its text
                     begun.add(index)
                     size += self._generation.requests[index].num_prompt_tokens
-                encoded = await run_sized(size, lambda index=index, delta=delta: self._frames(index, delta))
+                is_large = size > INLINE_TOKENS
+                encoded = await to_thread(self._frames, index, delta) if is_large else self._frames(index, delta)
                 if encoded:
                     yield encoded
         if closing := self._answer.closing():
@@ -92,7 +94,7 @@ class RunningTurn:
     def _frames(self, index: int, delta: RequestOutput) -> bytes:
         frames: list[bytes] = []
         for output in delta.outputs:
-            frames.append(self._answer.frames(self._piece(index, delta, output, output.finished)))
+            frames.append(self._answer.frames(self._piece(index, delta, output)))
         return b"".join(frames)
 
     async def whole(self) -> Response:
@@ -110,18 +112,17 @@ class RunningTurn:
 
         def respond_whole() -> Response:
             outputs = [(index, gathered[index, at].merged()) for index, at in sorted(gathered)]
-            pieces = [self._piece(index, last[index], output, True) for index, output in outputs]
+            pieces = [self._piece(index, last[index], output) for index, output in outputs]
             return json_response(self._answer.whole(pieces))
 
         return await run_sized(self._generation.usage.total_tokens, respond_whole)
 
-    def _piece(self, index: int, delta: RequestOutput, output: CompletionOutput, is_last: bool) -> Piece:
+    def _piece(self, index: int, delta: RequestOutput, output: CompletionOutput) -> Piece:
         """Return what an output has said, after counting its reasoning."""
-        if (reader := self._readers.get((index, output.index))) is None:
-            reader = self._readers[index, output.index] = self._rendered[index].new_reader()
+        reader = self._readers[index][output.index]
         before = reader.num_reasoning_tokens
-        events = reader.read(output, is_last)
+        piece = Piece(index, delta, output, reader.read(output))
         if reader.reasons:
             known = self._generation.num_reasoning_tokens or 0
             self._generation.num_reasoning_tokens = known + reader.num_reasoning_tokens - before
-        return Piece(index, delta, output, events)
+        return piece

@@ -20,13 +20,13 @@ T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 _LISTS = ("choices", "data", "results", "embeddings")
-_INLINE_TOKENS = 256
+INLINE_TOKENS = 256
 """With 20 log-probabilities each, this many tokens take about 5 ms to convert and encode."""
 
 
 async def run_sized(num_tokens: int, work: Callable[[], T]) -> T:
     """Return the result of `work`, which takes time that grows with `num_tokens`: if they are many, use a thread."""
-    return await asyncio.to_thread(work) if num_tokens > _INLINE_TOKENS else work()
+    return await asyncio.to_thread(work) if num_tokens > INLINE_TOKENS else work()
 
 
 def json_response(answer: Struct) -> Response:
@@ -43,7 +43,7 @@ def json_response(answer: Struct) -> Response:
 
 def event(answer: object, name: str | None = None) -> bytes:
     """Return a server-sent event with a struct as JSON.   name: of the event, if it has one."""
-    data = b"data: " + _encode(answer) + b"\n\n"
+    data = b"data: %b\n\n" % _encode(answer)
     return data if name is None else f"event: {name}\n".encode() + data
 
 

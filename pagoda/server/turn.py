@@ -124,18 +124,15 @@ def naming_fields(origin: Callable[[str], str]) -> Iterator[None]:
         raise ApiError(known.status, known.message.replace(known.param, own, 1), own, known.retry_after_s) from None
 
 
-@dataclass(slots=True)
-class ReasoningDelta:
+class ReasoningDelta(Struct):
     text: str
 
 
-@dataclass(slots=True)
-class TextDelta:
+class TextDelta(Struct):
     text: str
 
 
-@dataclass(slots=True)
-class CallDelta:
+class CallDelta(Struct):
     """A piece of a call.   index: of the call in its answer.   id, name: of the first piece, which begins the call.
 
     arguments: those of all pieces are JSON, an object.
@@ -147,8 +144,7 @@ class CallDelta:
     name: str | None = None
 
 
-@dataclass(slots=True)
-class TurnEnd:
+class TurnEnd(Struct):
     """The end of one output.   reason: stop, tool_calls, length, abort or error.
 
     stop_reason: as of CompletionOutput. What all outputs cost is known when the last has ended (Turn.generation).
@@ -161,36 +157,40 @@ class TurnEnd:
 TurnEvent = ReasoningDelta | TextDelta | CallDelta | TurnEnd
 
 
-@dataclass(slots=True)
-class Piece:
-    """What one output has said since its last piece.   prompt: the index of its prompt.   delta: of the request.
+class Said(Struct):
+    """What events say, by kind; the pieces of the same call are one."""
 
-    text, reasoning, calls, end: the same as the events, by kind; the pieces of the same call are one.
-    """
+    text: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = []
+    end: TurnEnd | None = None
+
+
+class Piece(Struct):
+    """What one output has said since its last piece.   prompt: the index of its prompt.   delta: of the request."""
 
     prompt: int
     delta: RequestOutput
     output: CompletionOutput
     events: list[TurnEvent]
 
-    text: str = ""
-    reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list[CallDelta])
-    end: TurnEnd | None = None
-
-    def __post_init__(self) -> None:
+    @property
+    def said(self) -> Said:
+        """What its events say, by kind; made anew with every call."""
+        said = Said()
         for event in self.events:
             if isinstance(event, TextDelta):
-                self.text += event.text
+                said.text += event.text
             elif isinstance(event, ReasoningDelta):
-                self.reasoning += event.text
+                said.reasoning += event.text
             elif isinstance(event, TurnEnd):
-                self.end = event
-            elif self.calls and self.calls[-1].index == event.index:
-                last = self.calls[-1]
-                self.calls[-1] = CallDelta(last.index, last.arguments + event.arguments, last.id, last.name)
+                said.end = event
+            elif said.calls and said.calls[-1].index == event.index:
+                last = said.calls[-1]
+                said.calls[-1] = CallDelta(last.index, last.arguments + event.arguments, last.id, last.name)
             else:
-                self.calls.append(event)
+                said.calls.append(event)
+        return said
 
 
 @dataclass(frozen=True, slots=True)

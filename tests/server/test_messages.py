@@ -198,7 +198,7 @@ def new_answer(body: Any) -> tuple[Any, Reader]:
 
 def piece(reader: Reader, text: str, reason: str | None) -> Piece:
     output = CompletionOutput(0, text, [1], finish_reason=reason)
-    return Piece(0, RequestOutput("r"), output, reader.read(output, reason is not None))
+    return Piece(0, RequestOutput("r"), output, reader.read(output))
 
 
 def events_of(frames: bytes) -> list[dict[str, Any]]:

@@ -87,18 +87,17 @@ class ChatAnswer(ChunkedAnswer):
             self._opening.prompt_token_ids = UNSET
 
     def choice(self, piece: Piece) -> ChatChunkChoice | None:
-        output, body, end = piece.output, self._body, piece.end
-        message, logprobs = ChatDelta(), self._logprobs(output)
-        thought = piece.reasoning if body.include_reasoning else ""
-        text, calls = piece.text, piece.calls
-        if not (text or thought or calls or end or body.return_token_ids or logprobs):
+        output, body, said = piece.output, self._body, piece.said
+        message, logprobs, end = ChatDelta(), self._logprobs(output), said.end
+        thought = said.reasoning if body.include_reasoning else ""
+        if not (said.text or thought or said.calls or end or body.return_token_ids or logprobs):
             return None
         if thought:
             message.reasoning = message.reasoning_content = thought
-        if text:
-            message.content = text
-        if calls:  # one entry for each call: clients look at one per event
-            message.tool_calls = [_delta_of(call) for call in calls]
+        if said.text:
+            message.content = said.text
+        if said.calls:  # one entry for each call: clients look at one per event
+            message.tool_calls = [_delta_of(call) for call in said.calls]
         choice = ChatChunkChoice(output.index, message, logprobs, None if end is None else end.reason)
         if end is not None:
             choice.stop_reason = end.stop_reason
@@ -120,21 +119,21 @@ class ChatAnswer(ChunkedAnswer):
         )
 
     def _whole_choice(self, piece: Piece) -> ChatChoice:
-        output, end = piece.output, piece.end
-        message = AssistantMessage(content=self._echoed + piece.text)
-        if calls := piece.calls:
-            message.content = piece.text or None
+        output, said = piece.output, piece.said
+        message = AssistantMessage(content=self._echoed + said.text)
+        if said.calls:
+            message.content = said.text or None
             message.tool_calls = [
                 MessageToolCall(id=call.id or "", function=FunctionCall(call.arguments, call.name or ""))
-                for call in calls
+                for call in said.calls
             ]
-        if self._body.include_reasoning and (thought := piece.reasoning):
-            message.reasoning = message.reasoning_content = thought
+        if self._body.include_reasoning and said.reasoning:
+            message.reasoning = message.reasoning_content = said.reasoning
         return ChatChoice(
             output.index,
             message,
             self._logprobs(output),
-            None if end is None else end.reason,
+            None if said.end is None else said.end.reason,
             output.stop_reason,
             output.token_ids if self._body.return_token_ids else None,
         )

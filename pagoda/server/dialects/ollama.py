@@ -33,7 +33,7 @@ from pagoda.server.routing import Router
 from pagoda.server.sending import Framing, json_response
 from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState, state_of
-from pagoda.server.turn import CallDelta, Dialect, Piece, Turn, TurnEnd, TurnRequest, naming_fields
+from pagoda.server.turn import CallDelta, Dialect, Piece, Said, Turn, TurnEnd, TurnRequest, naming_fields
 
 LINES = "application/x-ndjson"
 UNSERVED = tuple(f"/api/{name}" for name in ("pull", "push", "copy", "delete", "create"))
@@ -107,28 +107,30 @@ class OllamaWriter:
         return b""
 
     def frames(self, piece: Piece) -> bytes:
-        self._note(piece)
+        said = self._noted(piece)
         calls = self._whole_calls()
-        thought = "" if self._hides_thoughts else piece.reasoning
-        return line(self._answer(piece.text, thought, calls)) if piece.text or thought or calls else b""
+        return line(self._answer(said, calls)) if said.text or said.reasoning or calls else b""
 
     def closing(self) -> bytes:
-        return line(self._last(self._answer("", "", [])))
+        return line(self._last(self._answer(Said(), [])))
 
     def whole(self, pieces: Sequence[Piece]) -> OllamaAnswer:
         (piece,) = pieces
-        self._note(piece)
-        thought = "" if self._hides_thoughts else piece.reasoning
-        return self._last(self._answer(piece.text, thought, self._whole_calls()))
+        return self._last(self._answer(self._noted(piece), self._whole_calls()))
 
-    def _note(self, piece: Piece) -> None:
-        self._end = piece.end or self._end
-        for call in piece.calls:
+    def _noted(self, piece: Piece) -> Said:
+        """Return what a piece says, without thoughts that are hidden, after noting its calls and its end."""
+        said = piece.said
+        if self._hides_thoughts:
+            said.reasoning = ""
+        self._end = said.end or self._end
+        for call in said.calls:
             if call.index < len(self._calls):
                 known = self._calls[call.index]
                 self._calls[call.index] = CallDelta(call.index, known.arguments + call.arguments, known.id, known.name)
             else:
                 self._calls.append(call)
+        return said
 
     def _whole_calls(self) -> list[OllamaCall]:
         """Return the calls that are whole now and were not returned before."""
@@ -139,12 +141,13 @@ class OllamaWriter:
             for one in new
         ]
 
-    def _answer(self, text: str, thought: str, calls: list[OllamaCall]) -> OllamaAnswer:
+    def _answer(self, said: Said, calls: list[OllamaCall]) -> OllamaAnswer:
+        thought = said.reasoning or UNSET
         common = {"model": self._turn.model, "created_at": timestamp(time.time()), "done": False}
         if not self._is_chat:
-            return OllamaGenerateAnswer(**common, response=text, thinking=thought or UNSET)
+            return OllamaGenerateAnswer(**common, response=said.text, thinking=thought)
         return OllamaChatAnswer(
-            **common, message=OllamaAnswerMessage(content=text, thinking=thought or UNSET, tool_calls=calls or UNSET)
+            **common, message=OllamaAnswerMessage(content=said.text, thinking=thought, tool_calls=calls or UNSET)
         )
 
     def _last(self, answer: OllamaAnswer) -> OllamaAnswer:
