@@ -159,7 +159,7 @@ class ServerConfig:
         str,
         Setting(
             "How tool calls are read: auto (by the chat template), none, hermes, llama_json, pythonic, mistral, "
-            "granite, deepseek_v3, deepseek_v31, mistral3, kimi, qwen3_coder or glm."
+            "granite, deepseek_v3, deepseek_v31, mistral3, kimi, qwen3_coder, glm or harmony."
         ),
     ] = "auto"
     strict_fields: Annotated[

@@ -8,8 +8,8 @@ from starlette.requests import Request
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.answers.reasoning import (
-    ReasoningSplitter,
     ReasoningTags,
+    new_splitter,
     opens_reasoning,
     reasoning_of,
     special_token,
@@ -88,7 +88,7 @@ async def _render(http: Request, model: ServedModel, conversation: Conversation,
     def new_reader() -> Reader:
         return Reader(
             parser(argument_types) if parser is not None else None,
-            ReasoningSplitter(is_thinking, tags) if tags is not None else None,
+            new_splitter(tags, is_thinking) if tags is not None else None,
             tokenizer.token_bytes,
             use.is_forced,
             conversation.is_parallel,

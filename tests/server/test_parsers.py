@@ -10,7 +10,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from pagoda.base.errors import ConfigError
-from pagoda.engine.answers.reasoning import REASONING_FORMATS, ReasoningSplitter, opens_reasoning, reasoning_of
+from pagoda.engine.answers.reasoning import (
+    REASONING_FORMATS,
+    ReasoningSplitter,
+    new_splitter,
+    opens_reasoning,
+    reasoning_of,
+)
 from pagoda.engine.answers.tool_parsers import TOOL_PARSERS, parser_for_template, parser_named
 from pagoda.engine.answers.tool_parsers.argument_types import argument_types
 from pagoda.engine.answers.tool_parsers.base import ToolParser, merged
@@ -150,6 +156,14 @@ PIECES: dict[str, list[str]] = {
     "granite": ["<|tool_call|>", "<|tool", f"[{CALL}]", f"[{CALL}, {CALL}]", '[{"a": 1}]'],
     "deepseek_v3": [*SECTION, 'function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```'],
     "deepseek_v31": [*SECTION, 'f<｜tool▁sep｜>{"a": 1}'],
+    "harmony": [
+        "<|channel|>commentary to=functions.",
+        "f",
+        " <|constrain|>json",
+        "<|message|>",
+        '{"a": 1}',
+        "<|call|>",
+    ],
     "mistral3": ["[TOOL_CALLS]", "[TOOL", "f", "[ARGS]", '{"a": "]{"}'],
     "kimi": ["<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>", '{"a": 1}', "<|tool_call_end|>"],
     "qwen3_coder": [
@@ -205,6 +219,7 @@ WRITTEN: dict[str, str] = {
     "deepseek_v31": "<｜tool▁calls▁begin｜>"
     + f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{json.dumps(ARGUMENTS)}<｜tool▁call▁end｜>" * 2
     + "<｜tool▁calls▁end｜>",
+    "harmony": f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{json.dumps(ARGUMENTS)}<|call|>" * 2,
     "mistral3": f"[TOOL_CALLS]f[ARGS]{json.dumps(ARGUMENTS)}" * 2,
     "kimi": "<|tool_calls_section_begin|>"
     + f"<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{json.dumps(ARGUMENTS)}<|tool_call_end|>" * 2
@@ -252,7 +267,7 @@ def test_text_after_the_end_of_a_function_is_content(data: st.DataObject) -> Non
     assert read(made("qwen3_coder"), cut(text, data)) == ("\nDone.", [("f", {"n": 7})])
 
 
-@pytest.mark.parametrize("name", ["kimi", "mistral3", "deepseek_v31", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["kimi", "harmony", "mistral3", "deepseek_v31", "deepseek_v3"])
 def test_marks_in_the_strings_of_arguments_are_text(name: str) -> None:
     parser = TOOL_PARSERS[name]
     assert issubclass(parser, NamedCallParser)
@@ -298,7 +313,7 @@ def test_what_follows_a_broken_python_call_is_text() -> None:
         assert calls == [("f", {"a": 1})] if text == "[f(a=1" else content == text
 
 
-@pytest.mark.parametrize("name", ["kimi", "mistral3"])
+@pytest.mark.parametrize("name", ["kimi", "harmony", "mistral3"])
 def test_white_space_in_front_of_arguments_is_dropped_however_it_comes(name: str) -> None:
     for arguments in (" \n", ' \n{"a": 1}'):
         text = WRITTEN[name].partition("{")[0] + arguments
@@ -447,7 +462,7 @@ def test_a_call_nested_too_deeply_comes_out_as_text() -> None:
     assert llama.feed(text).content + llama.end().content == text
 
 
-@pytest.mark.parametrize("name", list(REASONING_FORMATS))
+@pytest.mark.parametrize("name", [name for name in REASONING_FORMATS if not REASONING_FORMATS[name].has_channels])
 def test_every_reasoning_format_is_split_wherever_its_text_is_cut(name: str) -> None:
     tags = REASONING_FORMATS[name]
     text = f"{tags.begin}\nSo 1 < 2.\n{tags.end}\n\nIt is [so]."
@@ -463,3 +478,62 @@ def test_a_prompt_that_ends_inside_a_thought_opens_it_in_the_format_of_its_templ
     assert opens_reasoning("a [THINK]", tags=tags)
     assert not opens_reasoning("a [THINK] b [/THINK]", tags=tags)
     assert not opens_reasoning("a <think>", tags=tags)
+
+
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+CHANNELS = [
+    ("an answer", False, "", "an answer", []),
+    ("to be", False, "", "to be", []),
+    ('{"a": 1}', False, "", '{"a": 1}', []),
+    ("<|channel|>final<|message|>1 < 2, <|e", False, "", "1 < 2, <|e", []),
+    (f"<|channel|>analysis<|message|>hm, 2 < 3<|end|>{FINAL}yes<|return|>", False, "hm, 2 < 3", "yes", []),
+    (f"go on<|end|>{FINAL}yes", True, "go on", "yes", []),
+    ("<|channel|>analysis<|message|>never ends <|en", False, "never ends <|en", "", []),
+    ("<|channel|>analysis<|message|>so<|end|>yes", False, "so", "yes", []),
+    ("<|channel|>analysis<|message|>so<|end|><|start|>assist", False, "so", "", []),
+    ("<|channel|>" + "x" * 600, False, "", "<|channel|>" + "x" * 600, []),
+    ("<|start|>" + "x" * 600, False, "", "<|start|>" + "x" * 600, []),
+    (
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary<|message|>Look. <|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>b<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.f <|constrain|>json<|message|>{"x": "<|end"}<|call|>',
+        False,
+        "ab",
+        "Look.",
+        [("f", {"x": "<|end"})],
+    ),
+    (' to=functions.f<|channel|>commentary json<|message|>{"x": 1}', False, "", "", [("f", {"x": 1})]),
+]
+
+
+@pytest.mark.parametrize(("text", "inside", "thought", "answer", "calls"), CHANNELS)
+def test_messages_in_channels_are_read_wherever_they_are_cut(
+    text: str, inside: bool, thought: str, answer: str, calls: list[tuple[str, object]]
+) -> None:
+    template = "{{ '<|channel|>analysis<|message|>' }}<|channel|>commentary to=functions.{{ name }}<|call|>"
+    tags = reasoning_of(template)
+    assert tags is not None
+    assert tags is REASONING_FORMATS["harmony"]
+    assert parser_for_template(template) == "harmony"
+    cuts = [[text[:at], text[at:]] for at in range(len(text) + 1)]
+    for pieces in (list(text), *cuts):
+        splitter = new_splitter(tags, inside)
+        parts = [*map(splitter.feed, pieces), splitter.end()]
+        assert "".join(part for part, _ in parts) == thought
+        assert read(made("harmony"), [part for _, part in parts]) == (answer, calls)
+
+
+HEADERS = ["<|start|>assistant", "<|channel|>analysis", "<|channel|>final", " to=functions.f", "<|message|>", "x" * 600]
+
+
+@given(data=st.data())
+def test_any_messages_in_channels_read_the_same_in_any_cut(data: st.DataObject) -> None:
+    marks = [*HEADERS, "<|end|>", "<|return|>", "<|call|>", "<|", "{}", "a ", "\n"]
+    text = "".join(data.draw(st.lists(st.sampled_from(marks), max_size=10)))
+
+    def split(pieces: list[str]) -> tuple[str, ...]:
+        splitter = new_splitter(REASONING_FORMATS["harmony"], inside=False)
+        parts = [*map(splitter.feed, pieces), splitter.end()]
+        return tuple("".join(part) for part in zip(*parts, strict=True))
+
+    assert split(list(text)) == split(cut(text, data)) == split([text])

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from pagoda.base.outputs import ChatMessage, FunctionCall, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.engine.answers.reasoning import ReasoningSplitter, opens_reasoning, reasoning_of, special_token
+from pagoda.engine.answers.reasoning import new_splitter, opens_reasoning, reasoning_of, special_token
 from pagoda.engine.answers.tool_parsers import GENERIC_PARSER, TOOL_PARSERS, parser_for_template
 from pagoda.engine.answers.tool_parsers.argument_types import ANY_ARGUMENTS, argument_types
 from pagoda.engine.answers.tool_parsers.base import ToolParser, merged
@@ -68,7 +68,7 @@ class ChatAnswers:
         """Return what a whole answer says."""
         thought = ""
         if self._tags is not None:
-            splitter = ReasoningSplitter(self._is_thinking, self._tags)
+            splitter = new_splitter(self._tags, self._is_thinking)
             pieces = (splitter.feed(text), splitter.end())
             thought, text = ("".join(piece) for piece in zip(*pieces, strict=True))
         message = ChatMessage(text, thought or None)

@@ -364,7 +364,8 @@ def test_formats_are_found_in_templates() -> None:
         "{{ messages }}": None,
     }
     assert {template: parser_for_template(template) for template in found} == found
-    without_grammar = {"glm", "kimi", "mistral3", "qwen3_coder"}  # their forced calls are written as hermes' are
+    # Their forced calls are written as those of hermes are.
+    without_grammar = {"glm", "harmony", "kimi", "mistral3", "qwen3_coder"}
     assert set(TOOL_PARSERS) - set(FORMATS) == without_grammar
 
 

@@ -8,6 +8,7 @@ from pagoda.engine.answers.tool_parsers.formats import (
     DeepSeekV3Parser,
     DeepSeekV31Parser,
     GraniteParser,
+    HarmonyParser,
     HermesParser,
     KimiParser,
     LlamaJsonParser,
@@ -22,6 +23,7 @@ TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
     {
         "qwen3_coder": Qwen3CoderParser,
         "glm": GLMParser,
+        "harmony": HarmonyParser,
         "kimi": KimiParser,
         "mistral3": Mistral3Parser,
         "hermes": HermesParser,

@@ -156,6 +156,20 @@ class KimiParser(NamedCallParser):
     VLLMS_NAMES = ("kimi_k2",)
 
 
+CHANNEL_CALL = "<|channel|>commentary to=functions."
+
+
+class HarmonyParser(NamedCallParser):
+    """GPT-OSS: <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>."""
+
+    keeps_special_tokens = True
+    OPEN = CHANNEL_CALL
+    HEAD = re.compile(r"(?P<name>[^\s<{\[]+)\s*(?:<\|constrain\|>)?\w*\s*(?:<\|message\|>|(?=\{))")
+    OTHERS = ("<|call|>",)
+    MARKS = ("<|channel|>commentary",)
+    VLLMS_NAMES = ("openai",)
+
+
 class Mistral3Parser(NamedCallParser):
     """Mistral 3 and later: [TOOL_CALLS]NAME[ARGS]{...}, any number of them; [CALL_ID] may follow the name."""
 
