@@ -120,7 +120,7 @@ class ModelConfig:
         LogprobsMode,
         Setting(
             "What logprobs are: raw_logprobs (the model's own), processed_logprobs (after penalties, bias, "
-            "temperature, top_k, top_p and min_p), or the logits of which they are made: raw_logits, processed_logits."
+            "temperature, top_k, top_p, min_p), or the logits of either: raw_logits, processed_logits."
         ),
     ] = LogprobsMode.RAW_LOGPROBS
     lora: Annotated[LoRAConfig, Setting("LoRA adapters that requests may use.")] = field(default_factory=LoRAConfig)
