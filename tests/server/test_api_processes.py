@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlparse
 
 import openai
 import pytest
 
-from pagoda import WorkerDied
+from pagoda import CapacityError, RequestError, WorkerDied
 from pagoda.base.config import EngineConfig
 from pagoda.base.server_config import ServerConfig, ServerLimits
 from pagoda.engine.clients import supervisor
@@ -35,6 +35,7 @@ from pagoda.server import shared as shared_module
 from pagoda.server.admission import Admission
 from pagoda.server.api_group import ApiGroup
 from pagoda.server.listening import listen_together
+from pagoda.server.one_process import OneProcess
 from pagoda.server.remote_admission import AdmissionService, Outcome
 from pagoda.server.served_adapters import AdapterChange, LoRAModule
 from pagoda.server.shared import Shared
@@ -544,6 +545,19 @@ def test_a_change_of_adapters_is_made_in_all_processes_or_in_none() -> None:
         assert await change(unload, [refused, refused]) == (refused, unload)
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(RequestError("a"), 400), (CapacityError("a"), 400), (WorkerDied("a"), 503)]
+)
+def test_what_keeps_a_process_from_an_adapter_is_an_answer(error: Exception, status: int) -> None:
+    async def apply(_: AdapterChange) -> None:
+        raise error
+
+    own = OneProcess(cast("Any", SimpleNamespace(metrics=None)), cast("Any", SimpleNamespace(apply=apply)))
+    found = asyncio.run(own.change_adapter(AdapterChange("one")))
+    assert found is not None
+    assert found[0] == status
 
 
 def test_a_change_of_adapters_waits_for_a_process_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
