@@ -119,7 +119,7 @@ class ModelConfig:
     logprobs_mode: Annotated[
         LogprobsMode,
         Setting(
-            "What logprobs are: raw_logprobs (the model's own), processed_logprobs (after penalties, bias, "
+            "Logprobs are raw_logprobs (the model's own), processed_logprobs (after penalties, bias, "
             "temperature, top_k, top_p, min_p), or the logits of either: raw_logits, processed_logits."
         ),
     ] = LogprobsMode.RAW_LOGPROBS

@@ -63,8 +63,8 @@ class ServerTimeouts:
     step_timeout_s: Annotated[
         float,
         Setting(
-            "Restart an engine that has work and for this long neither ends a step nor uses the processor (one that "
-            "uses it: 10 times as long; 0: never); also one of several API processes that for so long answers nothing.",
+            "Restart an engine that for this long neither ends a step nor uses the processor (one that uses it: 10 "
+            "times as long; 0: never), and an API process that does not answer.",
             at_least=0,
         ),
     ] = 120.0
