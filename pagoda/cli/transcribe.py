@@ -71,16 +71,18 @@ def transcribe(
         _check_targets(files)
     from pagoda.cli.session import load
     from pagoda.engine.transcription.formats import FORMATS
+    from pagoda.engine.transcription.transcriber import TranscriptionFields
 
-    chosen: dict[str, object] = {
+    chosen: TranscriptionFields = {
         "language": language,
         "task": "translate" if translate else "transcribe",
         "prompt": prompt_text,
         "condition_on_previous_text": condition,
         "cut_at_silences": cut,
         "word_timestamps": words,
-        **({"temperature": tuple(temperature)} if temperature else {}),
     }
+    if temperature:
+        chosen["temperature"] = tuple(temperature)
     with load({"model": DEFAULT_MODEL, **options}) as llm:
         outputs = llm.transcribe(files, use_tqdm=not quiet, **chosen)
     for name, output in zip(files, outputs, strict=True):
