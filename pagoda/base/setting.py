@@ -22,7 +22,7 @@ class Setting:
     is_size: a number of bytes, also accepted as a string such as "16MiB".
     flat: for a field of a group: its name alone is accepted too (`max_logprobs` for `request_limits.max_logprobs`),
     because it is a name that users of other engines know.
-    is_secret: shown to nobody: not repeated in an error, not in a recording or a bundle.
+    is_secret: its value is in no error, no recording and no bundle.
     """
 
     text: str

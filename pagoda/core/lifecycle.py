@@ -172,9 +172,7 @@ def swap_out(state: SchedulerState, request: RequestState, cause: RequestState) 
     """The request's KV moves to host memory; it waits there with all that it has computed.   cause: see `requeue`."""
     free_before = state.kv.pool.num_free
     sequences = [sequence for sequence in request.sequences if sequence.row >= 0]
-    for sequence in sequences:  # what it has computed stays findable
-        state.kv.prefix_cache.cache_blocks(sequence.row, int(state.table.num_computed[sequence.row]))
-    num_blocks = state.kv.host.swap_out(sequences)
+    num_blocks = state.kv.swap_out(sequences)
     state.events.write(Swapped(*state.events.at(request.spec), True, num_blocks))
     for sequence in sequences:
         _leave_row(state, sequence)

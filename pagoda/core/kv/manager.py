@@ -190,6 +190,12 @@ class KVCacheManager:
         self.prefix_cache.cache_blocks(row, int(self._table.num_computed[row]))
         self.tables.free_row(row)
 
+    def swap_out(self, sequences: list[Sequence]) -> int:
+        """Move the KV of sibling sequences to the host, as HostTier does; what they have computed stays findable."""
+        for sequence in sequences:
+            self.prefix_cache.cache_blocks(sequence.row, int(self._table.num_computed[sequence.row]))
+        return self.host.swap_out(sequences)
+
     def remove_sequence(self, sequence: Sequence) -> None:
         """The sequence has ended: free what it has on the host."""
         self.host.drop(sequence)

@@ -2,7 +2,7 @@
 
 format.py        what a line is, and when two decisions are equal
 files.py         the files of a recording, of which the oldest are removed
-made_up.py       what stands for tokens and names
+made_up.py       the tokens and names that are written in place of real ones
 recorder.py      RecordingScheduler, between EngineCore and its scheduler
 preparations.py  when grammars and adapters were ready: noted, and answered again
 player.py        make the recorded calls on a scheduler of this version

@@ -106,19 +106,25 @@ class ChatAnswer(ChunkedAnswer):
         return choice
 
     def whole(self, pieces: Sequence[Piece]) -> ChatCompletionResponse:
-        turn, of_prompt = self.turn, pieces[0].delta.prompt_logprobs
+        of_prompt = pieces[0].delta.prompt_logprobs
+        answer = self._answer_of([self.whole_choice(piece) for piece in pieces])
+        answer.prompt_logprobs = None if of_prompt is None else prompt_logprobs(of_prompt)
+        answer.prompt_token_ids = self._prompt_token_ids() if self._body.return_token_ids else None
+        return answer
+
+    def _answer_of(self, choices: list[ChatChoice]) -> ChatCompletionResponse:
+        turn = self.turn
         return ChatCompletionResponse(
             id=turn.id,
             created=turn.created,
             model=turn.model,
-            choices=[self._whole_choice(piece) for piece in pieces],
+            choices=choices,
             usage=self.generation.usage,
-            prompt_logprobs=None if of_prompt is None else prompt_logprobs(of_prompt),
-            prompt_token_ids=self._prompt_token_ids() if self._body.return_token_ids else None,
             timings=self.timings,
         )
 
-    def _whole_choice(self, piece: Piece) -> ChatChoice:
+    def whole_choice(self, piece: Piece) -> ChatChoice:
+        """Return the choice of one whole output."""
         output, said = piece.output, piece.said
         message = AssistantMessage(content=self._echoed + said.text)
         if said.calls:
@@ -179,14 +185,12 @@ class BatchAnswer(ChatAnswer):
         self._answers = [ChatAnswer(body, turn, state) for body in each]
 
     def whole(self, pieces: Sequence[Piece]) -> ChatCompletionResponse:
-        answer = super().whole(pieces[:1])
-        answer.prompt_token_ids = None  # of which conversation?
-        answer.choices = []
+        choices: list[ChatChoice] = []
         for piece in pieces:
-            [choice] = self._answers[piece.prompt].whole([piece]).choices
+            choice = self._answers[piece.prompt].whole_choice(piece)
             choice.index = piece.prompt
-            answer.choices.append(choice)
-        return answer
+            choices.append(choice)
+        return self._answer_of(choices)
 
 
 def _delta_of(call: CallDelta) -> DeltaToolCall:
