@@ -872,8 +872,9 @@ class TwinScheduler:
             elif state.status == "swapped":
                 sequence.computed -= rejected
             taken, end, stop_token = self._append(state, sequence, tokens)
-            if self.config.async_scheduling and state.status == "running":
-                # What is computed of known tokens, by steps in flight too: they run before any step that looks it up.
+            if state.status == "running":
+                # What is computed of known tokens (drafts that were right, steps in flight): these run before any step
+                # that looks it up, and a sequence that ends leaves it behind.
                 self.memory.record(state.request, sequence, min(sequence.computed, len(sequence.tokens)))
             emitted[name] = taken
             if end is not None:
