@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Scope
 from pagoda.base.errors import RequestError
 from pagoda.base.server_config import ServerConfig
 from pagoda.process.allocator import keep_objects
-from pagoda.server import errors, live, operations, pooling, transcription
+from pagoda.server import embeddings, errors, live, operations, scores, tokens, transcription
 from pagoda.server.dialects import chat, completions, messages, ollama, ollama_models
 from pagoda.server.errors import ApiError
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
@@ -69,9 +69,9 @@ router = Router()
 _INVOKED = {
     "messages": chat.create_chat_completion,
     "prompt": completions.create_completion,
-    "input": pooling.create_embedding,
-    "text_1": pooling.create_score,
-    "query": pooling.create_ranking,
+    "input": embeddings.create_embedding,
+    "text_1": scores.create_score,
+    "query": scores.create_ranking,
 }
 
 
@@ -86,15 +86,15 @@ async def invoke(http: Request) -> Response:
     if asked is None:
         raise RequestError(f"the body has none of {', '.join(_INVOKED)}, which say what is asked for")
     pools = asked == "messages" and not state_of(http).model.tasks.generates
-    return await (pooling.create_embedding if pools else _INVOKED[asked])(http)
+    return await (embeddings.create_embedding if pools else _INVOKED[asked])(http)
 
 
 _MODEL_ROUTERS = (
     *(chat.router, completions.router, messages.router, ollama.router),
-    *(ollama_models.router, pooling.router, transcription.router, router),
+    *(ollama_models.router, embeddings.router, scores.router, transcription.router, router),
 )
 """Of routes that ask something of the model."""
-_ROUTERS = (*_MODEL_ROUTERS, live.router, operations.router)
+_ROUTERS = (*_MODEL_ROUTERS, live.router, operations.router, tokens.router)
 _OF_OLLAMA = frozenset(one.path for one in (*ollama.router.endpoints, *ollama_models.router.endpoints))
 _MODEL_PATHS = frozenset(endpoint.path for one in _MODEL_ROUTERS for endpoint in one.endpoints)
 ENDPOINTS = tuple(endpoint for one in _ROUTERS for endpoint in one.endpoints)

@@ -55,6 +55,14 @@ def one_of(*words: str) -> Meta:
     return Meta(max_length=_LONGEST_WORD, extra_json_schema={"enum": list(words)}, extra={_WORDS: words})
 
 
+ITEMS = "items"
+
+
+def items_of(kind: type[Struct]) -> Meta:
+    """Return what makes Annotated[list[dict[str, Any]], ...] a list whose entries are described as `kind`."""
+    return Meta(extra_json_schema={"items": {"$ref": f"#/components/schemas/{kind.__name__}"}}, extra={ITEMS: kind})
+
+
 @dataclass(frozen=True, slots=True)
 class UnservedField:
     """A field that clients send, of which only values that ask for nothing are accepted.

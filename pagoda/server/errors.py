@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,7 +13,6 @@ from starlette.types import Receive, Scope, Send
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import CapacityError, RequestError, WorkerDied
 from pagoda.server.admission import Refusal
-from pagoda.server.answers import ErrorDetail, ErrorResponse
 
 _encode = msgspec.json.Encoder().encode
 
@@ -32,6 +32,17 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+
+
+class ErrorDetail(Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: int | str | None
+
+
+class ErrorResponse(Struct, frozen=True):
+    error: ErrorDetail
 
 
 class ApiError(Exception):

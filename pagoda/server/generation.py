@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request as HttpRequest
 
 from pagoda.base.errors import RequestError
@@ -31,7 +31,6 @@ from pagoda.engine.outputs.mailbox import PROMPTS_PER_TURN, merged
 from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.metrics.observed_requests import RequestObserver
 from pagoda.metrics.prometheus import ServerMetrics
-from pagoda.server.answers import CompletionTokensDetails, PromptTokensDetails, RequestFigures, Timings, Usage
 from pagoda.server.errors import ApiError
 from pagoda.server.remote_admission import AnyAdmission, AnyPlace
 from pagoda.server.sending import cancel_on_disconnect
@@ -129,6 +128,30 @@ class RawPrompts:
         return isinstance(first, SamplingParams) and first.structured_outputs is not None
 
 
+class RequestFigures(Struct):
+    """Token counts and durations of a request; durations are missing until they are known.
+
+    missed_tokens: of the prompt, not found in the prefix cache.
+    lost_tokens, preempted_ms: what preemptions cost: tokens to compute again, and the wait to run again.
+    scheduler_ms: that the scheduler took for the steps of all requests while this one waited or ran.
+    """
+
+    id: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    missed_tokens: int | UnsetType = UNSET
+    preemptions: int | UnsetType = UNSET
+    lost_tokens: int | UnsetType = UNSET
+    preempted_ms: float | UnsetType = UNSET
+    draft_tokens: int | UnsetType = UNSET
+    accepted_draft_tokens: int | UnsetType = UNSET
+    queue_ms: float | UnsetType = UNSET
+    prefill_ms: float | UnsetType = UNSET
+    decode_ms: float | UnsetType = UNSET
+    scheduler_ms: float | UnsetType = UNSET
+
+
 class Generation:
     """The prompts of one HTTP request, with common parameters. Created by RequestStarter.begin, iterated once.
 
@@ -210,11 +233,9 @@ class Generation:
         return delta
 
     @property
-    def usage(self) -> Usage:
-        """The token counts so far."""
-        prompt, output, reasoning = self.num_prompt_tokens, self.num_output_tokens, self.num_reasoning_tokens
-        details = None if reasoning is None else CompletionTokensDetails(reasoning)
-        return Usage(prompt, output, prompt + output, PromptTokensDetails(self.num_cached_tokens), details)
+    def num_tokens(self) -> int:
+        """Tokens of the prompts, and of the outputs so far."""
+        return self.num_prompt_tokens + self.num_output_tokens
 
     @property
     def figures(self) -> RequestFigures:
@@ -227,44 +248,19 @@ class Generation:
         noted.preemptions = times.num_preemptions
         if times.num_preemptions:
             noted.lost_tokens = times.num_lost_tokens
-            noted.preempted_ms = _as_ms(times.preempted_time)
+            noted.preempted_ms = as_ms(times.preempted_time)
         if times.num_draft_tokens:
             noted.draft_tokens = times.num_draft_tokens
             noted.accepted_draft_tokens = times.num_accepted_tokens
         if times.time_in_queue is not None:
-            noted.queue_ms = _as_ms(times.time_in_queue)
+            noted.queue_ms = as_ms(times.time_in_queue)
         first = times.first_token_time
         if first is not None and times.first_scheduled_time is not None:
-            noted.prefill_ms = _as_ms(first - times.first_scheduled_time)
+            noted.prefill_ms = as_ms(first - times.first_scheduled_time)
         if first is not None and (last := times.finished_time or times.last_token_time) is not None:
-            noted.decode_ms = _as_ms(last - first)
+            noted.decode_ms = as_ms(last - first)
         noted.scheduler_ms = round(times.scheduler_time * 1e3, 3)
         return noted
-
-    @property
-    def timings(self) -> Timings:
-        """Statistics for return_timings."""
-        figures = self.figures
-        num_missed = self.num_prompt_tokens - self.num_cached_tokens
-        arrival_s = self.requests[0].arrival_time_s
-        reasons = self.times.queue_reasons if self.times is not None else {}
-        timings = Timings(
-            **{name: getattr(figures, name) for name in figures.__struct_fields__},
-            received=round(time.time() - (time.perf_counter() - arrival_s), 3),
-            queue_reasons={reason: _as_ms(seconds) for reason, seconds in reasons.items()},
-            cache_n=self.num_cached_tokens,
-            prompt_n=num_missed,
-            predicted_n=self.num_output_tokens,
-            draft_n=figures.draft_tokens,
-            draft_n_accepted=figures.accepted_draft_tokens,
-        )
-        if (prompt_ms := figures.prefill_ms) is not UNSET:
-            timings.prompt_ms = prompt_ms
-            timings.prompt_per_token_ms, timings.prompt_per_second = _per_token(num_missed, prompt_ms)
-        if (decode_ms := figures.decode_ms) is not UNSET:
-            timings.predicted_ms = decode_ms
-            timings.predicted_per_token_ms, timings.predicted_per_second = _per_token(self.num_output_tokens, decode_ms)
-        return timings
 
     @property
     def times(self) -> RequestMetrics | None:
@@ -295,13 +291,8 @@ def _together(each: Sequence[RequestMetrics]) -> RequestMetrics:
     )
 
 
-def _as_ms(seconds: float) -> float:
+def as_ms(seconds: float) -> float:
     return round(seconds * 1e3, 1)
-
-
-def _per_token(num_tokens: int, ms: float) -> tuple[float, float]:
-    """Return milliseconds per token, and tokens per second; 0 where they have no meaning."""
-    return round(ms / num_tokens, 3) if num_tokens else 0.0, round(num_tokens * 1e3 / ms, 2) if ms else 0.0
 
 
 def _media_bytes(media: Iterable[MediaItem]) -> int:

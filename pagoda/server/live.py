@@ -16,12 +16,11 @@ from starlette.routing import Route
 
 from pagoda.base.server_config import ServerConfig
 from pagoda.metrics.prometheus import ServerMetrics
-from pagoda.server.answers import PrefixMiss, RequestList, RequestTimeline
 from pagoda.server.errors import ApiError
 from pagoda.server.one_process import Alike, RequestDetails, RequestRecord, num_cached_of
-from pagoda.server.prefix_misses import explain_miss
+from pagoda.server.prefix_misses import PrefixMiss, explain_miss
 from pagoda.server.routing import Router
-from pagoda.server.seen_requests import SeenRequests, Viewer
+from pagoda.server.seen_requests import RequestList, RequestTimeline, SeenRequests, Viewer
 from pagoda.server.sending import EventStream, event, json_response
 from pagoda.server.state import ServerState, state_of
 

@@ -1,38 +1,23 @@
-"""Routes that generate nothing: health, load, metrics, models, aborts, the prefix cache; tokens; LoRA adapters."""
+"""Routes that generate nothing: health, load, metrics, models, aborts, the prefix cache, LoRA adapters."""
 
 import itertools
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Literal, TypeVar
 
+from msgspec import Struct
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from pagoda.base.errors import RequestError
-from pagoda.server.answers import (
-    AbortResponse,
-    DetokenizeResponse,
-    LoadResponse,
-    ModelCard,
-    ModelList,
-    TokenizeResponse,
-    TokenizerInfo,
-    VersionResponse,
-)
-from pagoda.server.body import Body
+from pagoda.base.lora import LoRARequest
+from pagoda.base.request_limits import RequestLimits
+from pagoda.server.body import Body, Flag
 from pagoda.server.dialects.messages import model_card, model_list
 from pagoda.server.errors import ApiError, error_response
 from pagoda.server.middleware import RETRY_AFTER_S
-from pagoda.server.protocol import (
-    AbortRequest,
-    DetokenizeRequest,
-    LoadAdapterRequest,
-    TokenizeRequest,
-    UnloadAdapterRequest,
-)
-from pagoda.server.render import render_chat
 from pagoda.server.routing import ERRORS, Router
-from pagoda.server.sending import cancel_on_disconnect, json_response, run_sized
+from pagoda.server.sending import json_response
 from pagoda.server.served_adapters import AdapterChange
 from pagoda.server.state import ServerState, state_of
 
@@ -67,10 +52,25 @@ async def readiness(http: Request) -> Response:
     return Response()
 
 
+class VersionResponse(Struct, frozen=True):
+    version: str
+
+
 @router.get("/version", answer=VersionResponse)
 async def show_version(http: Request) -> Response:
     """The server's version."""
     return json_response(VersionResponse(version("pagoda-llm")))
+
+
+class LoadResponse(Struct, frozen=True):
+    server_load: int
+    live_tokens: int
+    running: int
+    waiting: int
+    swapped: int
+    kv_cache_usage: float
+    free_blocks: int
+    engine_restarts: int
 
 
 @router.get("/load", answer=LoadResponse)
@@ -98,6 +98,21 @@ async def metrics(http: Request) -> Response:
     state = state_of(http)
     counts, admission = await state.peers.read_counts(), await state.starter.admission.read_counts()
     return Response(state.starter.metrics.write(counts, admission.num_in_line), media_type=CONTENT_TYPE_LATEST)
+
+
+class ModelCard(Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None = None
+    max_model_len: int
+
+
+class ModelList(Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
 
 
 @router.get("/v1/models", answer=ModelList)
@@ -130,6 +145,19 @@ def _card(state: ServerState, name: str) -> ModelCard:
         parent=None if adapter is None else adapter.parent,
         max_model_len=state.model.max_model_len,
     )
+
+
+class AbortRequest(Body, kw_only=True, frozen=True):
+    """POST /abort_requests
+
+    request_ids: Without ids: all requests (of the caller, unless it has the admin key), also those that wait in line.
+    """
+
+    request_ids: set[str] | None = None
+
+
+class AbortResponse(Struct, frozen=True):
+    aborted: list[str]
 
 
 @router.post("/abort_requests", answer=AbortResponse, body=AbortRequest)
@@ -173,52 +201,31 @@ def _flag(http: Request, name: str) -> bool:
     return given in ("true", "1")
 
 
-@router.post("/tokenize", answer=TokenizeResponse, body=TokenizeRequest)
-async def tokenize(http: Request) -> Response:
-    """Return the token ids of a text, or of a conversation rendered with the chat template."""
-    state = state_of(http)
-    body = await state.bodies.read(http, TokenizeRequest)
-    state.pick(http, body.model)
-    text = state.starter.llm.text
-    async with state.starter.admitted(http, 1):
-        if (conversation := body.conversation) is not None:
-            token_ids = (await render_chat(http, state.model, conversation)).token_ids
-        else:
-            token_ids = await cancel_on_disconnect(
-                http, text.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
-            )
-        answer = TokenizeResponse(len(token_ids), state.model.max_model_len, token_ids)
-        if body.return_token_strs:
-            answer.token_strs = await cancel_on_disconnect(http, text.token_strings(token_ids))
-    return await run_sized(len(token_ids), lambda: json_response(answer))
-
-
-@router.post("/detokenize", answer=DetokenizeResponse, body=DetokenizeRequest)
-async def detokenize(http: Request) -> Response:
-    """Return the text of token ids."""
-    state = state_of(http)
-    body = await state.bodies.read(http, DetokenizeRequest)
-    state.pick(http, body.model)
-    async with state.starter.admitted(http, 1):
-        decoding = state.starter.llm.text.detokenize(body.tokens)
-        answer = DetokenizeResponse(await cancel_on_disconnect(http, decoding))
-    return await run_sized(len(body.tokens), lambda: json_response(answer))
-
-
-@router.get("/tokenizer_info", answer=TokenizerInfo)
-async def tokenizer_info(http: Request) -> Response:
-    """Return the tokenizer's settings, named as in tokenizer_config.json, including the chat template."""
-    state = state_of(http)
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": state.model.max_model_len,
-        **state.starter.llm.text.tokenizer_facts(),
-        "chat_template": state.model.chat_template.source if state.model.chat_template is not None else None,
-    }
-    return JSONResponse(settings)
-
-
 B = TypeVar("B", bound=Body)
+
+
+_MAX_PATH_CHARS = 4096  # the system's own limit
+
+
+class LoadAdapterRequest(Body, kw_only=True, frozen=True):
+    """POST /v1/load_lora_adapter
+
+    lora_name: What requests call it.
+    lora_path: Its folder, below the server's --lora-dir.
+    load_inplace: The name may be in use; its adapter is replaced.
+    base_model_name: The model that /v1/models shows as its parent.
+    """
+
+    lora_name: str
+    lora_path: str
+    load_inplace: Flag = False
+    base_model_name: str | None = None
+
+    def check(self, limits: RequestLimits) -> None:
+        limits.check_names(lora_name=self.lora_name, base_model_name=self.base_model_name)
+        if len(self.lora_path) > _MAX_PATH_CHARS:
+            raise RequestError(f"lora_path: is longer than {_MAX_PATH_CHARS} characters", "lora_path")
+        LoRARequest(self.lora_name, 1, self.lora_path)  # raises for what cannot be a name or a path
 
 
 @router.post("/v1/load_lora_adapter", body=LoadAdapterRequest, answer="text/plain")
@@ -231,6 +238,21 @@ async def load_lora_adapter(http: Request) -> Response:
     adapters = state.model.adapters
     await _change(state, adapters.change_to(body.lora_name, body.lora_path, body.base_model_name, body.load_inplace))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+class UnloadAdapterRequest(Body, kw_only=True, frozen=True):
+    """POST /v1/unload_lora_adapter
+
+    lora_name: What requests call it.
+    lora_int_id: Has no effect.
+    """
+
+    lora_name: str
+    # accepted because the name identifies the adapter
+    lora_int_id: int | None = None
+
+    def check(self, limits: RequestLimits) -> None:
+        limits.check_names(lora_name=self.lora_name)
 
 
 @router.post("/v1/unload_lora_adapter", body=UnloadAdapterRequest, answer="text/plain")

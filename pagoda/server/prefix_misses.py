@@ -2,8 +2,27 @@
 
 from collections.abc import Callable, Iterable
 
+from msgspec import UNSET, Struct, UnsetType
+
 from pagoda.metrics.known_tokens import KnownTokens
-from pagoda.server.answers import PrefixMiss
+
+
+class PrefixMiss(Struct, kw_only=True):
+    """Where a prompt begins to differ from the earlier request, of the caller's, that begins most like it.
+
+    position: of the first token that differs, from 0.   block: which has it, from 0.   like: the other request.
+    token_id, token: there, and its text; like_token_id, like_token: those of the other request. Missing where that has
+    no token.   what: why no more was cached, in words.
+    """
+
+    like: str
+    position: int
+    block: int
+    token_id: int | UnsetType = UNSET
+    token: str | UnsetType = UNSET
+    like_token_id: int | UnsetType = UNSET
+    like_token: str | UnsetType = UNSET
+    what: str
 
 
 def explain_miss(

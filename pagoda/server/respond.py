@@ -115,7 +115,7 @@ class RunningTurn:
             pieces = [self._piece(index, last[index], output) for index, output in outputs]
             return json_response(self._answer.whole(pieces))
 
-        return await run_sized(self._generation.usage.total_tokens, respond_whole)
+        return await run_sized(self._generation.num_tokens, respond_whole)
 
     def _piece(self, index: int, delta: RequestOutput, output: CompletionOutput) -> Piece:
         """Return what an output has said, after counting its reasoning."""

@@ -4,7 +4,8 @@ import html
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import typing
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -15,14 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pagoda.server.answers import ErrorResponse
-from pagoda.server.body import Body
-from pagoda.server.errors import ErrorForm, error_body
+from pagoda.server.body import ITEMS, Body
+from pagoda.server.errors import ErrorForm, ErrorResponse, error_body
 from pagoda.server.pages.files import PAGE_PATHS
-from pagoda.server.pooling_bodies import RerankDocument
-from pagoda.server.protocol import ChatMessage, NamedTool, Tool, ToolFunction
-from pagoda.server.sampling_body import ResponseFormat, StreamOptions
-from pagoda.server.transcription_bodies import TranscriptionVerbose
 
 _EVENTS = "text/event-stream"
 Handler = Callable[[Request], Awaitable[Response]]
@@ -47,8 +43,8 @@ ERRORS: Mapping[int, str] = {
 class Endpoint:
     """One route; its handler's docstring says what it does.
 
-    body: of its request.   answer: a struct, a media type, or None if it is empty.   chunk: an event of its stream.
-    stream_type: the media type of that.
+    body: of its request.   answer: a struct, a media type, or None if it is empty.   more: other answers.
+    chunk: an event of its stream.   stream_type: the media type of that.
     is_form: the body is a form with a file.
     flags: parameters of its URL that are true or false.   errors: what it may answer instead, by status.
     error_form: makes the body of these, an `error`.
@@ -59,6 +55,7 @@ class Endpoint:
     handler: Handler
     body: type[Body] | None = None
     answer: type[Struct] | str | None = None
+    more: tuple[type[Struct], ...] = ()
     chunk: type[Struct] | None = None
     stream_type: str = _EVENTS
     is_form: bool = False
@@ -128,10 +125,13 @@ def describe_api(endpoints: Sequence[Endpoint], has_keys: bool) -> dict[str, Any
 def json_schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """Return the OpenAPI schema components of the request bodies and answers of all routes, by name."""
     bodies = list(dict.fromkeys(one.body for one in endpoints if one.body is not None))
-    answers = [kind for one in endpoints for kind in (one.answer, one.chunk, one.error) if isinstance(kind, type)]
-    kinds = [*bodies, ChatMessage, Tool, *dict.fromkeys(answers), TranscriptionVerbose]
+    answers = [
+        kind for one in endpoints for kind in (one.answer, *one.more, one.chunk, one.error) if isinstance(kind, type)
+    ]
+    parts = parts_of(bodies)
+    kinds = [*bodies, *parts, *dict.fromkeys(answers)]
     schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")[1]
-    for kind in (*bodies, *PARTS_OF_BODIES):
+    for kind in (*bodies, *parts):
         schema = schemas[kind.__name__]
         schema["description"] = schema["description"].partition("\n")[0]
         names = {one.name: one.encode_name for one in msgspec.structs.fields(kind)}
@@ -143,8 +143,28 @@ def json_schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     return schemas
 
 
-PARTS_OF_BODIES = (StreamOptions, ResponseFormat, Tool, ToolFunction, NamedTool, ChatMessage, RerankDocument)
-"""Structs in fields of the bodies."""
+def parts_of(bodies: Iterable[type[Struct]]) -> list[type[Struct]]:
+    """Return the structs in the fields of bodies, and in their fields, each once."""
+    found: dict[type[Struct], None] = {}
+
+    def look(hint: Any) -> None:
+        named = [meta.extra[ITEMS] for meta in getattr(hint, "__metadata__", ()) if ITEMS in (meta.extra or {})]
+        for kind in (hint, *named):
+            if inspect.isclass(kind) and issubclass(kind, Struct) and kind not in found:
+                found[kind] = None
+                look_into(kind)
+        for inner in typing.get_args(hint):
+            look(inner)
+
+    def look_into(kind: type[Struct]) -> None:
+        for hint in typing.get_type_hints(kind, include_extras=True).values():
+            look(hint)
+
+    for body in bodies:
+        look_into(body)
+    return list(found)
+
+
 _MEANING = re.compile(r"^(\w+(?:, \w+)*): (.+)", re.MULTILINE)
 
 

@@ -10,16 +10,67 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET, Struct, UnsetType
 
 from pagoda.core.events import ClientEvent, Events, Held, Limited, Preempted, Queued
 from pagoda.core.view import FIRST_OWNER, SchedulerView
 from pagoda.engine.wire import EngineStats
-from pagoda.server.answers import OtherRequests, RequestTimeline, SeenRequest, TimelineEntry
 from pagoda.server.event_words import in_words, needs_blocks
 from pagoda.server.one_process import RequestDetails, RequestRecord
+from pagoda.server.prefix_misses import PrefixMiss
 
 _MOST_NAMED = 3
 """Requests that a reason names, of those that have the blocks."""
+
+
+class SeenRequest(Struct, kw_only=True):
+    """A request that has not ended, or that ended a short while ago.
+
+    state: waiting, running, preempted or ended.   reason: why it waits, in words.
+    computed_tokens: tokens of its first output, and of its prompt, that have their KV.   blocks: of the KV cache.
+    """
+
+    id: str
+    state: str
+    reason: str = ""
+    prompt_tokens: int
+    computed_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    blocks: int = 0
+    age_s: float
+
+
+class OtherRequests(Struct, frozen=True):
+    """How many requests there are that the caller may not see."""
+
+    running: int
+    waiting: int
+
+
+class RequestList(Struct, kw_only=True):
+    """Requests of the caller, in the order of their arrival, then those that have ended, the last first.
+
+    in_line: HTTP requests of all that wait to be admitted.
+    """
+
+    data: list[SeenRequest]
+    others: OtherRequests
+    in_line: int
+
+
+class TimelineEntry(Struct, frozen=True):
+    """at_ms: after the request's arrival."""
+
+    at_ms: float
+    what: str
+
+
+class RequestTimeline(SeenRequest, kw_only=True):
+    """prefix_miss: missing if all of the prompt was cached, or no earlier request that is known begins as it does."""
+
+    timeline: list[TimelineEntry]
+    prefix_miss: PrefixMiss | UnsetType = UNSET
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,13 @@ from pagoda.engine.wire import EngineSizes
 from pagoda.loading.model_config import read_images, summarize_weights
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.body import BodyReader
+from pagoda.server.dialects.openai_body import SamplingBody
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import RequestStarter
 from pagoda.server.looks import Looks
 from pagoda.server.middleware import Drain
 from pagoda.server.one_process import OneProcess
 from pagoda.server.peers import Peers
-from pagoda.server.sampling_body import SamplingBody
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.served_model import ModelFacts, PickedModel, ServedModel
 

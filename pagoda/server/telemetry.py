@@ -238,23 +238,21 @@ def _request_attributes(generation: "Generation", is_stream: bool) -> dict[str, 
 
 def _answer_attributes(generation: "Generation", times: RequestMetrics, duration_s: float) -> dict[str, Any]:
     """Return what came of it: the names of the conventions, and those that vLLM and SGLang share."""
-    usage = generation.usage
     scheduled, first, last = times.first_scheduled_time, times.first_token_time, times.last_token_time
     to_first = None if first is None else first - times.arrival_time
     prefill = None if first is None or scheduled is None else first - scheduled
     decode = None if first is None or last is None else last - first
-    reasoning = usage.completion_tokens_details
     found = {
         "response.id": generation.request_id,
         "response.finish_reasons": list(generation.finish_reasons),
         "response.time_to_first_chunk": to_first,
-        "usage.input_tokens": usage.prompt_tokens,
-        "usage.output_tokens": usage.completion_tokens,
-        "usage.cache_read.input_tokens": usage.prompt_tokens_details.cached_tokens,
-        "usage.reasoning.output_tokens": None if reasoning is None else reasoning.reasoning_tokens,
+        "usage.input_tokens": generation.num_prompt_tokens,
+        "usage.output_tokens": generation.num_output_tokens,
+        "usage.cache_read.input_tokens": generation.num_cached_tokens,
+        "usage.reasoning.output_tokens": generation.num_reasoning_tokens,
         "request.id": generation.request_id,
-        "usage.prompt_tokens": usage.prompt_tokens,
-        "usage.completion_tokens": usage.completion_tokens,
+        "usage.prompt_tokens": generation.num_prompt_tokens,
+        "usage.completion_tokens": generation.num_output_tokens,
         "latency.time_in_queue": times.time_in_queue,
         "latency.time_to_first_token": to_first,
         "latency.e2e": duration_s,

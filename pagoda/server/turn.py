@@ -5,18 +5,18 @@ the turn in between.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from msgspec import Struct
 
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.engine.answers.chat_answers import text_of_content
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.server.body import ModelBody
+from pagoda.server.conversation import Conversation
 from pagoda.server.errors import ApiError, as_api_error
 from pagoda.server.sending import Framing
 
@@ -25,61 +25,6 @@ if TYPE_CHECKING:
     from pagoda.server.generation import Generation
     from pagoda.server.served_model import ServedModel
     from pagoda.server.state import ServerState
-
-
-class TemplateFields(Protocol):
-    """What the bodies of OpenAI's API say about the template."""
-
-    @property
-    def chat_template(self) -> str | None: ...
-    @property
-    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
-    @property
-    def add_generation_prompt(self) -> Any: ...
-    @property
-    def continue_final_message(self) -> bool: ...
-    @property
-    def add_special_tokens(self) -> bool | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """A conversation, as the template gets it.
-
-    tools: what may be called, as OpenAI's API writes them; none if nothing may.   is_forced: the answer is a call.
-    only_tool: the one that must be called.   is_parallel: there may be several calls.
-    chat_template: a text, or a name of one of the model's; None: the model's own.   template_kwargs: more variables.
-    add_generation_prompt: end with the opening of the assistant's turn.
-    continue_final_message: end inside the last message.   add_special_tokens: add those of the tokenizer, too.
-    """
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    is_forced: bool = False
-    only_tool: str | None = None
-    is_parallel: bool = True
-    chat_template: str | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool = False
-
-    @classmethod
-    def of(cls, body: TemplateFields, messages: list[dict[str, Any]], **more: Any) -> "Conversation":
-        """Return the conversation of a body.   more: fields that not all bodies have."""
-        fields: dict[str, Any] = {
-            "chat_template": body.chat_template,
-            "template_kwargs": body.chat_template_kwargs or {},
-            "add_generation_prompt": body.add_generation_prompt is not False,
-            "continue_final_message": body.continue_final_message,
-            "add_special_tokens": bool(body.add_special_tokens),
-        }
-        return cls(messages, **fields | more)
-
-    @property
-    def continued(self) -> str:
-        """The text of the message that the answer continues; "" if it begins a new one."""
-        return text_of_content(self.messages[-1].get("content")) if self.continue_final_message else ""
 
 
 def _same(param: str) -> str:

@@ -17,15 +17,12 @@ from pagoda.loading.generation_config import DEFAULTS
 from pagoda.server import body as body_module
 from pagoda.server.app import ENDPOINTS
 from pagoda.server.body import Body, BodyReader, parse_body
-from pagoda.server.protocol import (
-    AbortRequest,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
-from pagoda.server.routing import PARTS_OF_BODIES, json_schemas
+from pagoda.server.dialects.chat import ChatCompletionRequest
+from pagoda.server.dialects.completions import CompletionRequest
+from pagoda.server.operations import AbortRequest
+from pagoda.server.routing import json_schemas, parts_of
 from pagoda.server.state import ServerState
+from pagoda.server.tokens import DetokenizeRequest, TokenizeRequest
 
 LIMITS = RequestLimits()
 USER = {"role": "user", "content": "hi"}
@@ -167,7 +164,7 @@ def test_every_reference_on_the_openapi_page_is_defined() -> None:
 BODIES = dict.fromkeys(one.body for one in ENDPOINTS if one.body is not None)
 
 
-@pytest.mark.parametrize("kind", [*BODIES, *PARTS_OF_BODIES])
+@pytest.mark.parametrize("kind", [*BODIES, *parts_of(BODIES)])
 def test_every_field_of_a_body_is_explained(kind: type[Body]) -> None:
     fields = json_schemas(ENDPOINTS)[kind.__name__]["properties"]
     assert [name for name, described in fields.items() if not described.get("description")] == []

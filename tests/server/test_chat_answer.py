@@ -11,9 +11,8 @@ import pytest
 
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.server.answers import PromptTokensDetails, Usage
 from pagoda.server.dialects import chat
-from pagoda.server.protocol import ChatCompletionRequest
+from pagoda.server.dialects.chat import ChatCompletionRequest
 from pagoda.server.render import Rendered
 from pagoda.server.respond import RunningTurn
 
@@ -38,7 +37,12 @@ def test_log_probabilities_of_the_prompt_are_converted_once(monkeypatch: pytest.
 
     monkeypatch.setattr(chat, "prompt_logprobs", counting)
     generation: Any = SimpleNamespace(
-        outputs=lambda: contextlib.aclosing(deltas()), usage=Usage(2, 50, 52, PromptTokensDetails(0))
+        outputs=lambda: contextlib.aclosing(deltas()),
+        num_prompt_tokens=2,
+        num_output_tokens=50,
+        num_tokens=52,
+        num_cached_tokens=0,
+        num_reasoning_tokens=None,
     )
     body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], prompt_logprobs=1)
     turn: Any = SimpleNamespace(id="id", created=0, model="m", generation=generation)

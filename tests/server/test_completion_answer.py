@@ -12,9 +12,7 @@ import numpy as np
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.server.answers import PromptTokensDetails, Usage
-from pagoda.server.dialects.completions import COMPLETIONS
-from pagoda.server.protocol import CompletionRequest
+from pagoda.server.dialects.completions import COMPLETIONS, CompletionRequest
 from pagoda.server.render import Rendered
 from pagoda.server.respond import RunningTurn
 
@@ -35,7 +33,11 @@ def test_a_long_echoed_prompt_is_decoded_once_and_on_a_thread() -> None:
     generation: Any = SimpleNamespace(
         outputs=lambda: contextlib.aclosing(deltas()),
         requests=[SimpleNamespace(prompt_token_ids=np.zeros(5_000, np.int32), num_embeds=0)],
-        usage=Usage(5_000, 2, 5_002, PromptTokensDetails(0)),
+        num_prompt_tokens=5_000,
+        num_output_tokens=2,
+        num_tokens=5_002,
+        num_cached_tokens=0,
+        num_reasoning_tokens=None,
     )
     body = CompletionRequest(prompt="x", echo=True)
     turn: Any = SimpleNamespace(id="id", created=0, model="m", generation=generation, text=Texts())

@@ -9,12 +9,11 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits, describe_limits
 from pagoda.server.body import Body, parse_body
-from pagoda.server.pooling_bodies import EmbeddingRequest, RerankRequest
-from pagoda.server.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    TokenizeRequest,
-)
+from pagoda.server.dialects.chat import ChatCompletionRequest
+from pagoda.server.dialects.completions import CompletionRequest
+from pagoda.server.embeddings import EmbeddingRequest
+from pagoda.server.scores import RerankRequest
+from pagoda.server.tokens import TokenizeRequest
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
 from tests.server.test_routes import events
 

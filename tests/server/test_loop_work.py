@@ -18,10 +18,10 @@ from msgspec import inspect as kinds
 from starlette.responses import Response
 
 from pagoda.base.server_config import ServerConfig, ServerLimits
-from pagoda.server import pooling
-from pagoda.server.answers import PoolingUsage, PromptTokensDetails
+from pagoda.server import pooling, scores
 from pagoda.server.app import _INVOKED, ENDPOINTS
-from pagoda.server.pooling import Pooled
+from pagoda.server.dialects.openai import PromptTokensDetails
+from pagoda.server.pooling import Pooled, PoolingUsage
 from pagoda.server.routing import Endpoint
 from pagoda.server.sending import json_response
 from tests.server.in_process import served
@@ -239,7 +239,7 @@ def test_large_rankings_are_made_on_a_thread(monkeypatch: pytest.MonkeyPatch, re
         assert (await http.post("/rerank", json=body)).status_code == 200
 
     threads: list[threading.Thread] = []
-    monkeypatch.setattr(pooling, "_score", score)
+    monkeypatch.setattr(scores, "_score", score)
     monkeypatch.setattr(pooling, "json_response", encode)
     served(test)
     assert [one is threading.main_thread() for one in threads] == [not returns]

@@ -19,7 +19,6 @@ from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.answers.reasoning import ReasoningSplitter
 from pagoda.engine.answers.tool_parsers.formats import HermesParser
-from pagoda.server.answers import PromptTokensDetails, Usage
 from pagoda.server.body import parse_body
 from pagoda.server.dialects.messages import MESSAGES, CountTokensRequest, MessagesRequest, conversation_of
 from pagoda.server.errors import ApiError
@@ -191,8 +190,8 @@ def random_text(dice: random.Random) -> str:
 
 
 def new_answer(body: Any) -> tuple[Any, Reader]:
-    usage = Usage(7, 3, 10, PromptTokensDetails(4))
-    turn: Any = SimpleNamespace(id="id", model="m", generation=SimpleNamespace(usage=usage))
+    generation = SimpleNamespace(num_prompt_tokens=7, num_output_tokens=3, num_cached_tokens=4)
+    turn: Any = SimpleNamespace(id="id", model="m", generation=generation)
     return MESSAGES.answer(body, turn, turn), Reader(HermesParser(), ReasoningSplitter())
 
 

@@ -17,8 +17,7 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.server.body import parse_body
-from pagoda.server.pooling import _written
-from pagoda.server.pooling_bodies import EmbeddingRequest
+from pagoda.server.embeddings import EmbeddingRequest, _written
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
 
 TEXTS = ["The sky is blue.", "Bread", "The sky"]

@@ -9,8 +9,7 @@ import pytest
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import LoraRef, MediaItem, Request
 from pagoda.metrics.known_tokens import KnownTokens
-from pagoda.server.answers import PrefixMiss
-from pagoda.server.prefix_misses import explain_miss
+from pagoda.server.prefix_misses import PrefixMiss, explain_miss
 
 A = tuple(range(100, 140))
 

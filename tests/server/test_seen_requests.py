@@ -7,9 +7,8 @@ from pagoda.core.events import Admitted, ClientEvent, Events, FirstToken, Held, 
 from pagoda.core.request import AdmitKind, Reason
 from pagoda.core.view import SchedulerView
 from pagoda.engine.wire import EngineStats
-from pagoda.server.answers import SeenRequest
 from pagoda.server.one_process import RequestRecord
-from pagoda.server.seen_requests import SeenRequests, Viewer
+from pagoda.server.seen_requests import SeenRequest, SeenRequests, Viewer
 
 QUEUED = Queued(1, 0.0, 0, 2, "1/b", 9, 1, 0)
 HELD = Held(1, 0.0, 0, 2, Reason.NUM_SEQS, 0, True, 1, 5)

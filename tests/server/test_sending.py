@@ -8,7 +8,8 @@ import msgspec
 import pytest
 from starlette.types import Message
 
-from pagoda.server.answers import CompletionChoice, CompletionResponse, PromptTokensDetails, Usage
+from pagoda.server.dialects.completions import CompletionChoice, CompletionResponse
+from pagoda.server.dialects.openai import PromptTokensDetails, Usage
 from pagoda.server.sending import DONE, EventStream, json_response, run_sized
 
 

@@ -1,21 +1,33 @@
 """POST /v1/completions"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal
 
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagoda.server.answers import (
-    CompletionChoice,
-    CompletionChunk,
-    CompletionLogprobs,
-    CompletionResponse,
-    completion_logprobs,
+from pagoda.base.errors import RequestError
+from pagoda.base.request_limits import RequestLimits
+from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds
+from pagoda.engine.inputs.prompts import Prompt
+from pagoda.server.body import Flag, NumLogprobs, OutputCount, PromptOnlyCount, TokenId, as_list, check_alike
+from pagoda.server.dialects.openai import (
+    ChunkedAnswer,
+    LogprobDicts,
+    PromptLogprobs,
+    Timings,
+    Usage,
+    finite,
+    id_text,
     prompt_logprobs,
+    shown_token,
+    token_text,
+    turn_request,
+    usage_of,
 )
-from pagoda.server.dialects.openai import ChunkedAnswer, turn_request
-from pagoda.server.protocol import CompletionRequest
+from pagoda.server.dialects.openai_body import CHAT_ONLY, SamplingBody, unserved_with
 from pagoda.server.respond import respond
 from pagoda.server.routing import Router
 from pagoda.server.sending import OPENAI_FRAMING
@@ -24,6 +36,148 @@ from pagoda.server.state import ServerState
 from pagoda.server.turn import Piece, Turn, TurnRequest
 
 router = Router()
+
+# ---- requests
+
+
+class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
+    """POST /v1/completions
+
+    prompt: A text, token ids, or a list of either.
+    prompt_embeds: Embeddings in place of tokens: a tensor of torch.save, in base64, or several.
+    max_tokens: Most tokens of an output: 16, if not given; with null, as many as the model's context has left. With 0,
+        the prompt is only scored (`echo`, `logprobs`); it may then fill the model's context.
+    max_completion_tokens: The same; goes before `max_tokens`.
+    best_of: Generate so many outputs, and return the `n` most likely ones.
+    logprobs: Log-probabilities of each token and so many of the most likely ones.
+    echo: Begin the answer with the prompt.
+    add_special_tokens: Add the tokenizer's own, such as the one that begins a text.
+    """
+
+    unserved = unserved_with(CHAT_ONLY, "text completion", "/v1/chat/completions")
+    prompt: str | list[str | TokenId | list[TokenId]] | None = None
+    prompt_embeds: str | list[str] | None = None
+    max_tokens: PromptOnlyCount | UnsetType | None = UNSET
+    max_completion_tokens: PromptOnlyCount | None = None
+    best_of: OutputCount | None = None
+    logprobs: NumLogprobs | bool | None = None
+    echo: Flag = False
+    add_special_tokens: Flag = True
+
+    def check(self, limits: RequestLimits) -> None:
+        super().check(limits)
+        if not self.prompt_embeds and not self.prompt:
+            raise RequestError("prompt: is required" if self.prompt is None else "prompt: is empty", "prompt")
+        limits.check("prompts", self.num_prompts, "prompt")
+        self._check_best_of()
+        limits.check("outputs", self.num_prompts * self.num_outputs, "prompt")
+        limits.check_lists_of_prompts(self, self.num_prompts)
+        if self.truncate_prompt_tokens is not None:
+            num_chars = sum(len(prompt) for prompt in self._texts() if isinstance(prompt, str))
+            limits.check("tokenized_chars", num_chars, "prompt")
+        check_alike("prompt", self.prompt or "")
+        self._check_embeds()
+        field, asked = self.asked_tokens
+        if asked == 0 and not self.echo:
+            raise RequestError(f"{field}: 0 is only allowed with echo", field)
+        if self.logprobs is True:
+            raise RequestError("logprobs: expected an integer >= 0, got true", "logprobs")
+        if self.echo and self.logprob_token_ids:
+            why = "with echo, the prompt's log-probabilities are of the most likely tokens; leave out one of the two"
+            raise RequestError(f"logprob_token_ids: {why}", "logprob_token_ids")
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts there are."""
+        return len(self.prompts())
+
+    @property
+    def num_outputs(self) -> int:
+        """How many outputs are generated for each prompt; with `best_of`, only the best `n` of them are returned."""
+        return self.best_of or self.n or 1
+
+    def _check_best_of(self) -> None:
+        if self.best_of is None or self.best_of == (self.n or 1):
+            return
+        if self.best_of < (self.n or 1):
+            raise RequestError(f"best_of: must be at least n, which is {self.n}", "best_of")
+        if self.stream:
+            raise RequestError("best_of: outputs are ranked when all are done; set stream to false", "best_of")
+        if self.use_beam_search:
+            raise RequestError("best_of: a beam search returns its best beams; set only n, its width", "best_of")
+
+    def _check_embeds(self) -> None:
+        if not self.prompt_embeds:
+            return
+        for name in ("echo", "prompt_logprobs"):
+            if getattr(self, name) not in (None, False):
+                raise RequestError(f"{name}: a prompt of embeddings has no tokens; leave {name} out", name)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Number of log-probabilities per token; None for null and false."""
+        if self.logprob_token_ids:
+            return len(set(self.logprob_token_ids))
+        return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts as a list, in order: first those that are embeddings."""
+        return [*self._embeds(), *self._texts()]
+
+    def _embeds(self) -> list[Prompt]:
+        given = self.prompt_embeds or []
+        if isinstance(given, str):
+            return [{"prompt_embeds": EncodedEmbeds(given)}]
+        return [{"prompt_embeds": EncodedEmbeds(data, f"prompt_embeds[{index}]")} for index, data in enumerate(given)]
+
+    def _texts(self) -> list[str | list[int]]:
+        return as_list(self.prompt) if self.prompt else []
+
+
+# ---- answers
+
+
+class CompletionLogprobs(Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionResponse(Struct, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    service_tier: None = None
+    system_fingerprint: None = None
+    timings: Timings | UnsetType = UNSET
+
+
+class CompletionChunk(Struct, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
+
+
+# ---- the dialect
 
 
 @router.post(
@@ -80,7 +234,7 @@ class CompletionAnswer(ChunkedAnswer):
         if is_ranked:
             for at, choice in enumerate(choices):
                 choice.index = at
-        turn, usage = self.turn, self.generation.usage
+        turn, usage = self.turn, usage_of(self.generation)
         return CompletionResponse(
             id=turn.id, created=turn.created, model=turn.model, choices=choices, usage=usage, timings=self.timings
         )
@@ -140,3 +294,40 @@ def best_of(pieces: Sequence[Piece], num_kept: int) -> list[Piece]:
         ranked = sorted((piece for piece in pieces if piece.prompt == prompt), key=mean, reverse=True)
         kept += ranked[:num_kept]
     return kept
+
+
+def completion_logprobs(
+    token_ids: Sequence[int],
+    logprobs: LogprobDicts,
+    num_top: int,
+    offset: int,
+    text_of: Callable[[int], str],
+    as_ids: bool = False,
+) -> tuple[CompletionLogprobs, int]:
+    """Return the `logprobs` object of a text completion, and the text offset after it.
+
+    offset: of the first token's text.   text_of: returns the text of a token without an entry (a prompt's first one).
+    as_ids: write tokens as "token_id:ID"; offsets are still those of their texts.
+    `top_logprobs` has each token itself, first, and then the most likely ones.
+    """
+    tokens: list[str] = []
+    chosen: list[float | None] = []
+    top: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for token_id, entry in zip(token_ids, logprobs, strict=False):
+        text = token_text(token_id, entry) if entry is not None else text_of(token_id)
+        tokens.append(id_text(token_id) if as_ids else text)
+        offsets.append(offset)
+        offset += len(text)
+        if entry is None:
+            chosen.append(None)
+            top.append(None)
+            continue
+        own = finite(entry[token_id].logprob)
+        chosen.append(own)
+        best = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:num_top]
+        top.append(
+            {shown_token(token_id, entry, as_ids): own}
+            | {shown_token(i, entry, as_ids): finite(value.logprob) for i, value in best}
+        )
+    return CompletionLogprobs(tokens, chosen, top, offsets), offset

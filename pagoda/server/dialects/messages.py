@@ -21,8 +21,8 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.server.body import Body, Flag, Int32, ModelBody, Name, Seed, TokenCount, UnservedField, one_of, run_for_body
+from pagoda.server.conversation import check_chat, check_named
 from pagoda.server.errors import ApiError, error_type
-from pagoda.server.protocol import check_chat, check_named
 from pagoda.server.render import render_chat
 from pagoda.server.respond import respond
 from pagoda.server.routing import Router
@@ -46,7 +46,16 @@ from pagoda.server.turn import (
 
 
 class ContentBlock(Struct, frozen=True):
-    """A part of a message, a tool's result or the system prompt.   type: which of the fields it has."""
+    """A part of a message, a tool's result or the system prompt.
+
+    type: Which of the fields it has.
+    text: Of type text.
+    thinking: What the assistant thought before.
+    source: Of an image or a document: where it is.
+    id, name, input: Of a call: its id, the tool and the arguments.
+    tool_use_id: Of a result: the id of its call.
+    content: Of a result.
+    """
 
     type: str
     text: str | None = None
@@ -567,9 +576,9 @@ class MessageWriter:
 
     @property
     def _usage(self) -> MessageUsage:
-        usage = self._turn.generation.usage
-        num_cached = usage.prompt_tokens_details.cached_tokens
-        return MessageUsage(usage.prompt_tokens - num_cached, num_cached, usage.completion_tokens)
+        counts = self._turn.generation
+        num_cached = counts.num_cached_tokens
+        return MessageUsage(counts.num_prompt_tokens - num_cached, num_cached, counts.num_output_tokens)
 
     def _visible(self, piece: Piece) -> list[TurnEvent]:
         """Return the events of a piece; without thoughts, unless they were asked for."""
@@ -623,7 +632,7 @@ class MessageWriter:
         if end is None:
             return "end_turn", None
         if end.reason == "length":
-            is_full = self._turn.generation.usage.completion_tokens < self._body.max_tokens
+            is_full = self._turn.generation.num_output_tokens < self._body.max_tokens
             return "model_context_window_exceeded" if is_full else "max_tokens", None
         if end.reason == "tool_calls":
             return "tool_use", None

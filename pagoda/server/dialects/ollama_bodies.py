@@ -12,7 +12,7 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.server.body import Body, Flag, Int32, ModelBody, Name, Seed, UnservedField, one_of
-from pagoda.server.protocol import Tools, check_chat
+from pagoda.server.conversation import Tools, check_chat
 from pagoda.server.turn import Conversation, naming_fields
 
 
@@ -128,7 +128,12 @@ class OllamaBody(ModelBody, kw_only=True, frozen=True):
 
 
 class OllamaCalledFunction(Struct, frozen=True):
-    """What a call names, and its arguments."""
+    """What a call names, and its arguments.
+
+    name: Of the tool.
+    arguments: As an object.
+    index: Of the call in its message.
+    """
 
     name: Name
     arguments: dict[str, Any]
@@ -136,7 +141,11 @@ class OllamaCalledFunction(Struct, frozen=True):
 
 
 class OllamaCall(Struct, frozen=True):
-    """A call of a tool."""
+    """A call of a tool.
+
+    function: The tool and its arguments.
+    id: Of the call.
+    """
 
     function: OllamaCalledFunction
     id: str | UnsetType = UNSET

@@ -13,8 +13,7 @@ from pagoda.engine.answers.reasoning import reasoning_of
 from pagoda.server.body import ModelBody
 from pagoda.server.dialects.ollama import OllamaError, model_name, ollama_error, timestamp
 from pagoda.server.dialects.ollama_bodies import OllamaOptions
-from pagoda.server.pooling import embed
-from pagoda.server.pooling_bodies import Count, EmbeddingRequest
+from pagoda.server.embeddings import Count, EmbeddingRequest, embed
 from pagoda.server.routing import Router
 from pagoda.server.sending import json_response
 from pagoda.server.state import ServerState, state_of

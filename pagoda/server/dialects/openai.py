@@ -1,16 +1,99 @@
-"""What OpenAI's two dialects have in common: streams of one kind of chunk, each with the choice that it is about."""
+"""What the answers of OpenAI's two dialects have in common: token counts, log-probabilities, streams of chunks."""
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from msgspec import UNSET, Struct, UnsetType
 
-from pagoda.server.answers import Timings, Usage
-from pagoda.server.sampling_body import SamplingBody
+from pagoda.base.outputs import Logprob
+from pagoda.server.dialects.openai_body import SamplingBody
+from pagoda.server.generation import Generation, RequestFigures, as_ms
 from pagoda.server.sending import event
 from pagoda.server.state import ServerState
 from pagoda.server.turn import Piece, Turn, TurnRequest
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Struct, frozen=True):
+    """reasoning_tokens: up to the end of the reasoning, its tags included."""
+
+    reasoning_tokens: int
+
+
+class Usage(Struct, frozen=True):
+    """completion_tokens_details: of models whose chat template has reasoning."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = None
+
+
+class Timings(RequestFigures, kw_only=True):
+    """What `return_timings` returns: llama.cpp's fields of this name, and those of RequestFigures.
+
+    cache_n, prompt_n: tokens of the prompt that were found in the prefix cache, and those that were not.
+    queue_reasons: what it waited for before its first step -> milliseconds.
+    received: seconds since the epoch.   predicted_n: generated tokens, of all outputs.
+    draft_n, draft_n_accepted: only with speculative decoding.
+    """
+
+    received: float
+    queue_reasons: dict[str, float]
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float | UnsetType = UNSET
+    prompt_per_token_ms: float | UnsetType = UNSET
+    prompt_per_second: float | UnsetType = UNSET
+    predicted_n: int
+    predicted_ms: float | UnsetType = UNSET
+    predicted_per_token_ms: float | UnsetType = UNSET
+    predicted_per_second: float | UnsetType = UNSET
+    draft_n: int | UnsetType = UNSET
+    draft_n_accepted: int | UnsetType = UNSET
+
+
+def usage_of(generation: Generation) -> Usage:
+    """Return the token counts so far."""
+    prompt, output = generation.num_prompt_tokens, generation.num_output_tokens
+    reasoning = generation.num_reasoning_tokens
+    details = None if reasoning is None else CompletionTokensDetails(reasoning)
+    return Usage(prompt, output, prompt + output, PromptTokensDetails(generation.num_cached_tokens), details)
+
+
+def timings_of(generation: Generation) -> Timings:
+    """Return the durations so far."""
+    figures, times = generation.figures, generation.times
+    num_missed = figures.prompt_tokens - figures.cached_tokens
+    reasons = times.queue_reasons if times is not None else {}
+    timings = Timings(
+        **{name: getattr(figures, name) for name in figures.__struct_fields__},
+        received=round(time.time() - (time.perf_counter() - generation.requests[0].arrival_time_s), 3),
+        queue_reasons={reason: as_ms(seconds) for reason, seconds in reasons.items()},
+        cache_n=figures.cached_tokens,
+        prompt_n=num_missed,
+        predicted_n=figures.output_tokens,
+        draft_n=figures.draft_tokens,
+        draft_n_accepted=figures.accepted_draft_tokens,
+    )
+    if (prompt_ms := figures.prefill_ms) is not UNSET:
+        timings.prompt_ms = prompt_ms
+        timings.prompt_per_token_ms, timings.prompt_per_second = _per_token(num_missed, prompt_ms)
+    if (decode_ms := figures.decode_ms) is not UNSET:
+        timings.predicted_ms = decode_ms
+        timings.predicted_per_token_ms, timings.predicted_per_second = _per_token(figures.output_tokens, decode_ms)
+    return timings
+
+
+def _per_token(num_tokens: int, ms: float) -> tuple[float, float]:
+    """Return milliseconds per token, and tokens per second; 0 where they have no meaning."""
+    return round(ms / num_tokens, 3) if num_tokens else 0.0, round(num_tokens * 1e3 / ms, 2) if ms else 0.0
 
 
 class Chunk(Protocol):
@@ -55,7 +138,7 @@ class ChunkedAnswer(ABC):
     @property
     def timings(self) -> Timings | UnsetType:
         """Those of a whole answer, if they were asked for."""
-        return self.generation.timings if self._timings[0] else UNSET
+        return timings_of(self.generation) if self._timings[0] else UNSET
 
     def opening(self) -> bytes:
         return b"".join(self._event(choice) for choice in self.opening_choices())
@@ -64,21 +147,21 @@ class ChunkedAnswer(ABC):
         if (choice := self.choice(piece)) is None:
             return b""
         if self._timings[1]:
-            self._chunk.timings = self.generation.timings
+            self._chunk.timings = timings_of(self.generation)
         return self._event(choice)
 
     def closing(self) -> bytes:
         if not self._has_usage and not self._timings[0]:
             return b""
         chunk = self._chunk
-        chunk.choices, chunk.usage = [], self.generation.usage if self._has_usage else UNSET
+        chunk.choices, chunk.usage = [], usage_of(self.generation) if self._has_usage else UNSET
         chunk.timings = self.timings
         return event(chunk)
 
     def _event(self, choice: Struct) -> bytes:
         self._chunk.choices = [choice]
         if self._is_continuous:
-            self._chunk.usage = self.generation.usage
+            self._chunk.usage = usage_of(self.generation)
         return event(self._chunk)
 
 
@@ -93,3 +176,44 @@ def turn_request(body: SamplingBody, **given: Any) -> TurnRequest:
         origin=lambda param: field if param == "max_tokens" else param,
         **given,
     )
+
+
+class PromptLogprob(Struct, frozen=True):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""Per prompt token: token id -> its log-probability; None for the first token."""
+
+
+LogprobDicts = Sequence[dict[int, Logprob] | None]
+
+
+def prompt_logprobs(logprobs: LogprobDicts) -> PromptLogprobs:
+    """Return, per prompt token, token id -> its log-probability; None for the first."""
+    return [
+        None
+        if entry is None
+        else {str(i): PromptLogprob(finite(v.logprob), v.rank, v.decoded_token) for i, v in entry.items()}
+        for entry in logprobs
+    ]
+
+
+def token_text(token_id: int, entry: dict[int, Logprob]) -> str:
+    decoded = entry[token_id].decoded_token
+    return decoded if decoded is not None else id_text(token_id)
+
+
+def shown_token(token_id: int, entry: dict[int, Logprob], as_ids: bool) -> str:
+    return id_text(token_id) if as_ids else token_text(token_id, entry)
+
+
+def id_text(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def finite(value: float) -> float:
+    """Return the value with -inf replaced by -9999.0, as OpenAI does: JSON has no infinity."""
+    return max(value, -9999.0)
