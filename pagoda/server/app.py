@@ -22,7 +22,7 @@ from pagoda.base.server_config import ServerConfig
 from pagoda.process.allocator import keep_objects
 from pagoda.server import embeddings, errors, live, operations, scores, tokens, transcription
 from pagoda.server.dialects import chat, completions, messages, ollama, ollama_models
-from pagoda.server.errors import ApiError
+from pagoda.server.errors import ApiError, ErrorForm, error_body
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
 from pagoda.server.pages.files import PAGE_ROUTES
 from pagoda.server.pages.rules import PageRules
@@ -57,10 +57,22 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
         if starter.telemetry is not None and method == "POST" and scope["path"] in _MODEL_PATHS:
             starter.telemetry.on_http_end(scope, status, duration_s)
 
-    error_forms = {endpoint.path: endpoint.error_form for endpoint in served_endpoints(config.ollama)}
-    if config.ollama:
-        error_forms |= dict.fromkeys(ollama.UNSERVED, ollama.ollama_error)
-    return AccessLog(layers, on_end, error_forms, prefix=config.root_path.rstrip("/"))
+    return AccessLog(layers, on_end, _error_form_of(config.ollama), prefix=config.root_path.rstrip("/"))
+
+
+def _error_form_of(has_ollama: bool) -> Callable[[Scope], ErrorForm]:
+    """Return what finds the form of a request's errors: that of its path's API, else that of the caller's client.
+
+    has_ollama: the server has the routes of Ollama's API.
+    """
+    forms = {one.path: one.error_form for one in served_endpoints(has_ollama) if one.error_form is not error_body}
+    if has_ollama:
+        forms |= dict.fromkeys(ollama.UNSERVED, ollama.ollama_error)
+
+    def error_form(scope: Scope) -> ErrorForm:
+        return forms.get(scope["path"]) or (messages.message_error if messages.is_client(scope) else error_body)
+
+    return error_form
 
 
 logger = logging.getLogger("pagoda.server")

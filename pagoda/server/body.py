@@ -86,7 +86,7 @@ class Body(Struct, kw_only=True, frozen=True):
     unserved: ClassVar[Mapping[str, UnservedField]] = {}
 
     def __post_init__(self) -> None:
-        for name, words in _words(type(self)):
+        for name, words in words_of(type(self)):
             if isinstance(value := getattr(self, name), str) and value not in words:
                 # msgspec adds the place
                 raise ValueError(f"`{name}`: expected {_either(map(repr, words))}, got {value!r}")
@@ -137,7 +137,7 @@ def _defaults(kind: type[Body]) -> tuple[tuple[str, Any], ...]:
 
 
 @functools.cache
-def _words(kind: type[Body]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def words_of(kind: type[Struct]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return the fields that take one of some words, and these."""
     found: list[tuple[str, tuple[str, ...]]] = []
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -102,9 +102,6 @@ _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _AUTHORITY = re.compile(r"https?://[^/?#]*", re.IGNORECASE)
 
 
-NO_FORMS: Mapping[str, ErrorForm] = {}
-
-
 class AccessLog:
     """Outermost layer of the app: gives every request an id, and logs a line when it has ended.
 
@@ -116,19 +113,19 @@ class AccessLog:
     Of a path, a slash at its end is dropped, the address before it (`GET http://host/health`), and `prefix`, for a
     proxy that does not strip it.
     on_end: called with the scope, the method, the status and the seconds of every request.
-    error_forms: of the errors of paths whose API has its own.
+    error_form: returns the form of the errors of the API that a request is for.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         on_end: Callable[[Scope, str, int, float], None],
-        error_forms: Mapping[str, ErrorForm] = NO_FORMS,
+        error_form: Callable[[Scope], ErrorForm] = lambda _: error_body,
         prefix: str = "",
     ) -> None:
         self._app = app
         self._on_end = on_end
-        self._error_forms = error_forms
+        self._error_form = error_form
         self._prefix = prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -140,7 +137,7 @@ class AccessLog:
         wants_timings = any(k == REQUEST_HEADER and v != b"0" for k, v in scope["headers"])
         request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
         state: dict[str, Any] = scope.setdefault("state", {})
-        form = self._error_forms.get(scope["path"], error_body)
+        form = self._error_form(scope)
         state.update(request_id=request_id, key="", is_admin=False, timings={}, error_form=form)
         status = 0
 

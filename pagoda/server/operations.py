@@ -13,7 +13,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.lora import LoRARequest
 from pagoda.base.request_limits import RequestLimits
 from pagoda.server.body import Body, Flag
-from pagoda.server.dialects.messages import model_card, model_list
+from pagoda.server.dialects.messages import is_client, model_card, model_list
 from pagoda.server.errors import ApiError, error_response
 from pagoda.server.middleware import RETRY_AFTER_S
 from pagoda.server.routing import ERRORS, Router
@@ -122,7 +122,7 @@ async def models(http: Request) -> Response:
     In Anthropic's form for callers with the header `anthropic-version`.
     """
     state = state_of(http)
-    if "anthropic-version" in http.headers:
+    if is_client(http.scope):
         return json_response(model_list(state))
     return json_response(ModelList(data=[_card(state, name) for name in state.model.all_names]))
 
@@ -132,7 +132,7 @@ async def model(http: Request) -> Response:
     """One of these names; 404 for another."""
     state, name = state_of(http), http.path_params["name"]
     state.pick(http, name)
-    return json_response(model_card(state, name) if "anthropic-version" in http.headers else _card(state, name))
+    return json_response(model_card(state, name) if is_client(http.scope) else _card(state, name))
 
 
 def _card(state: ServerState, name: str) -> ModelCard:

@@ -38,7 +38,8 @@ class TurnRequest:
     params: of every prompt.   more_conversations: that are answered with it, each on its own.
     add_special_tokens: as for RawPrompts, of prompts that are texts.
     request_id: that the caller gives the answer.
-    origin: from a field as this package calls it (`max_tokens`, `messages[2].content`) to the caller's own.
+    origin: from a field as this package calls it (`max_tokens`, `messages[2].content`) to the caller's own; "" for one
+        that the caller's API does not have.
     """
 
     params: SamplingParams
@@ -64,9 +65,15 @@ def naming_fields(origin: Callable[[str], str]) -> Iterator[None]:
         yield
     except (ApiError, RequestError) as error:
         known = as_api_error(error)
-        if known.param is None or (own := origin(known.param)) == known.param:
+        message, param = known.message, known.param
+        if param is not None and (own := origin(param)) != param:
+            message, param = message.replace(param, own, 1), own
+        # The remedy for a prompt that is too long.
+        cut = origin("truncate_prompt_tokens")
+        message = message.replace(", or set truncate_prompt_tokens", f", or set {cut}" if cut else "")
+        if message == known.message:
             raise
-        raise ApiError(known.status, known.message.replace(known.param, own, 1), own, known.retry_after_s) from None
+        raise ApiError(known.status, message, param, known.retry_after_s) from None
 
 
 class ReasoningDelta(Struct):

@@ -6,9 +6,16 @@ Every case is the same bytes on every machine.
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
+
+from pagoda.server.app import ENDPOINTS
+from pagoda.server.body import Body
+from pagoda.server.dialects.ollama_bodies import OllamaOptions
+from tests.server.turn_apis import BODIES, MODEL, Turn, asked
 
 MB = 2**20
 
@@ -74,81 +81,88 @@ _OBJECTS = [
 ]
 HOSTILE: tuple[Any, ...] = (None, True, False, *_NUMBERS, *_STRINGS, *_ARRAYS, *_OBJECTS)
 
-_SAMPLING = (
-    "model frequency_penalty logit_bias logit_bias.5 n presence_penalty seed stop stop.0 stream stream_options "
-    "stream_options.include_usage temperature top_p user top_k min_p repetition_penalty no_repeat_ngram_size "
-    "min_tokens stop_token_ids stop_token_ids.0 ignore_eos bad_words bad_words.0 allowed_token_ids prompt_logprobs "
-    "truncate_prompt_tokens priority cache_salt request_id return_token_ids response_format response_format.type "
-    "structured_outputs max_tokens max_completion_tokens logprobs echo suffix best_of use_beam_search length_penalty "
-    "kv_transfer_params no_such_field"
-)
-_CHAT = (
-    "messages messages.0 messages.0.role messages.0.content messages.0.content.0 messages.0.content.0.text "
-    "messages.0.name messages.0.tool_calls messages.0.tool_calls.0.function.arguments messages.0.anything messages.1 "
-    "tools tools.0 tools.0.function tools.0.function.name tool_choice tool_choice.function.name parallel_tool_calls "
-    "chat_template chat_template_kwargs chat_template_kwargs.messages continue_final_message documents top_logprobs "
-    "metadata metadata.a service_tier reasoning_effort audio functions"
-)
-_MESSAGES = (
-    "messages messages.0 messages.0.role messages.0.content messages.0.content.0 messages.0.content.0.type "
-    "messages.0.content.0.text messages.0.content.0.source.data messages.0.content.0.input "
-    "messages.0.content.0.content system system.0 system.0.text tools tools.0 tools.0.name tools.0.input_schema "
-    "tool_choice tool_choice.type tool_choice.name thinking thinking.budget_tokens stop_sequences stop_sequences.0 "
-    "temperature top_k seed output_config output_config.format.schema mcp_servers metadata no_such_field"
-)
-_OLLAMA = (
-    "model stream format format.properties options options.num_predict options.temperature options.top_k options.seed "
-    "options.stop options.stop.0 options.repeat_penalty options.num_ctx options.mirostat keep_alive think truncate "
-    "logprobs no_such_field"
-)
-_OLLAMA_CHAT = (
-    "messages messages.0 messages.0.role messages.0.content messages.0.thinking messages.0.images messages.0.images.0 "
-    "messages.0.tool_calls messages.0.tool_calls.0.function messages.0.tool_calls.0.function.arguments "
-    "messages.0.tool_name tools tools.0 tools.0.function tools.0.function.parameters"
-)
-_POOLING = "input input.0 input.0.0 messages dimensions encoding_format truncate_prompt_tokens priority request_id"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-ROUTES: tuple[tuple[str, dict[str, Any], str], ...] = (
-    (CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3, "seed": 1}, f"{_CHAT} {_SAMPLING}"),
-    (TEXT, {"prompt": "Hi", "max_tokens": 3, "seed": 1}, f"prompt prompt.0 prompt.0.0 prompt_embeds {_SAMPLING}"),
-    (
-        "/v1/messages",
-        {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3},
-        f"model max_tokens {_MESSAGES}",
-    ),
-    (
-        "/v1/messages/count_tokens",
-        {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hi"}]},
-        _MESSAGES,
-    ),
-    (
-        "/api/chat",
-        {"messages": [{"role": "user", "content": "Hi"}], "options": {"num_predict": 3}},
-        f"{_OLLAMA} {_OLLAMA_CHAT}",
-    ),
-    (
-        "/api/generate",
-        {"prompt": "Hi", "options": {"num_predict": 3}},
-        f"{_OLLAMA} prompt system images images.0 raw suffix template context",
-    ),
-    ("/api/embed", {"input": "Hi"}, "model input input.0 truncate dimensions options keep_alive no_such_field"),
-    ("/api/embeddings", {"prompt": "Hi"}, "model prompt options keep_alive"),
-    ("/api/show", {}, "model name verbose"),
-    ("/tokenize", {"prompt": "Hi"}, f"prompt model add_special_tokens return_token_strs {_CHAT}"),
-    ("/detokenize", {"tokens": [1, 2, 3]}, "tokens tokens.0 model no_such_field"),
-    ("/v1/embeddings", {"input": "Hi"}, _POOLING),
-    ("/pooling", {"input": "Hi"}, f"task {_POOLING}"),
-    ("/v1/score", {"text_1": "Hi", "text_2": ["a"]}, "text_1 text_1.0 text_2 text_2.0 queries truncate_prompt_tokens"),
-    ("/v1/rerank", {"query": "Hi", "documents": ["a"]}, "query documents documents.0 top_n return_documents"),
-    ("/abort_requests", {"request_ids": ["a"]}, "request_ids request_ids.0 no_such_field"),
-    ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "x"}, "lora_name lora_path load_inplace base_model_name"),
+_HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+_OF_MESSAGES = (
+    "messages.0 messages.0.role messages.0.content messages.0.content.0 messages.0.content.0.type "
+    "messages.0.content.0.text messages.1"
 )
-"""Path, a body that is accepted, and the places in it where something else can stand."""
+_OF_CHATS = (
+    f"{_OF_MESSAGES} messages.0.name messages.0.tool_calls messages.0.tool_calls.0.function.arguments "
+    "messages.0.anything tools.0 tools.0.function tools.0.function.name tool_choice.function.name "
+    "chat_template_kwargs.messages"
+)
+_OF_SAMPLING = (
+    "logit_bias.5 stop.0 stream_options.include_usage stop_token_ids.0 bad_words.0 allowed_token_ids.0 "
+    "response_format.type metadata.a"
+)
+_OF_ANTHROPICS = (
+    f"{_OF_MESSAGES} messages.0.content.0.source.data messages.0.content.0.input messages.0.content.0.content "
+    "system.0 system.0.text tools.0 tools.0.name tools.0.input_schema tool_choice.type tool_choice.name "
+    "thinking.type thinking.budget_tokens output_config.format.schema"
+)
+_OF_RESPONSES = (
+    "input.0 input.0.type input.0.role input.0.content input.0.content.0 input.0.content.0.type "
+    "input.0.content.0.text input.0.arguments input.0.output input.0.call_id input.0.encrypted_content tools.0 "
+    "tools.0.type tools.0.name tools.0.parameters tool_choice.type tool_choice.name text.format text.format.schema "
+    "reasoning.effort include.0"
+)
+_OF_OLLAMAS = " ".join(f"options.{name}" for name in (*OllamaOptions.__struct_fields__, "stop.0", "mirostat"))
+_OF_OLLAMA_CHATS = (
+    f"{_OF_MESSAGES} messages.0.thinking messages.0.images messages.0.images.0 messages.0.tool_calls "
+    "messages.0.tool_calls.0.function messages.0.tool_calls.0.function.arguments messages.0.tool_name tools.0 "
+    "tools.0.function tools.0.function.parameters format.properties"
+)
+_INNER: Mapping[str, tuple[dict[str, Any], str]] = {
+    "ChatCompletionRequest": ({}, f"{_OF_CHATS} {_OF_SAMPLING}"),
+    "BatchChatRequest": ({}, f"messages.0 messages.0.0 messages.0.0.content {_OF_SAMPLING}"),
+    "CompletionRequest": ({}, f"prompt.0 prompt.0.0 {_OF_SAMPLING}"),
+    "MessagesRequest": ({}, f"{_OF_ANTHROPICS} stop_sequences.0"),
+    "CountTokensRequest": ({"model": MODEL, **_HI}, _OF_ANTHROPICS),
+    "ResponsesRequest": ({}, f"{_OF_RESPONSES} metadata.a"),
+    "OllamaChatRequest": ({}, f"{_OF_OLLAMAS} {_OF_OLLAMA_CHATS}"),
+    "OllamaGenerateRequest": ({}, f"{_OF_OLLAMAS} images.0 format.properties"),
+    "OllamaEmbedRequest": ({"input": "Hi"}, "input.0"),
+    "OllamaEmbeddingsRequest": ({"prompt": "Hi"}, ""),
+    "OllamaShowRequest": ({}, ""),
+    "TokenizeRequest": ({"prompt": "Hi"}, _OF_CHATS),
+    "DetokenizeRequest": ({"tokens": [1, 2, 3]}, "tokens.0"),
+    "EmbeddingRequest": ({"input": "Hi"}, "input.0 input.0.0"),
+    "PoolingRequest": ({"input": "Hi"}, "input.0 input.0.0"),
+    "ClassificationRequest": ({"input": "Hi"}, "input.0 input.0.0"),
+    "ScoreRequest": ({"text_1": "Hi", "text_2": ["a"]}, "text_1.0 text_2.0"),
+    "RerankRequest": ({"query": "Hi", "documents": ["a"]}, "documents.0 documents.0.text"),
+    "AbortRequest": ({"request_ids": ["a"]}, "request_ids.0"),
+    "LoadAdapterRequest": ({"lora_name": "x", "lora_path": "x"}, ""),
+    "UnloadAdapterRequest": ({"lora_name": "x"}, ""),
+}
+"""By the name of a body: one that is accepted (of those in ASKS: from there), and places inside its fields."""
+_SHORT = Turn("Hi", 3, seed=1)
+
+
+def _route(path: str, kind: type[Body]) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+    """Return the path of a route, a body that it accepts, and the places in it where something else can stand.
+
+    All fields that the body declares are among these.
+    """
+    good, inner = _INNER[kind.__name__]
+    fields = [field.encode_name for field in msgspec.structs.fields(kind)]
+    places = dict.fromkeys([*fields, *kind.unserved, "no_such_field", *inner.split()])
+    return path, asked(path, _SHORT) if path in BODIES else good, tuple(places)
+
+
+ROUTES = tuple(
+    _route(one.path, one.body) for one in ENDPOINTS if one.method == "POST" and one.body is not None and not one.is_form
+)
+"""Every route that reads a JSON object, with a body that it accepts, and the places where something else can stand."""
+
+
+GOOD = write(asked(TEXT, _SHORT))
 
 
 def field_cases(seed: int, count: int) -> list[Case]:
     """Return `count` of all pairs of a place and a hostile value; the same for the same seed."""
-    pairs = [(route, place, i) for route in ROUTES for place in route[2].split() for i in range(len(HOSTILE))]
+    pairs = [(route, place, i) for route in ROUTES for place in route[2] for i in range(len(HOSTILE))]
     chosen = random.Random(seed).sample(pairs, count)
     return [
         Case(f"{place} = hostile value {i}", path, write(put(body, place, HOSTILE[i])))
@@ -212,9 +226,8 @@ def size_cases() -> Iterator[Case]:
 
 def broken_cases() -> Iterator[Case]:
     """Yield bodies that are not a JSON object."""
-    good = write(ROUTES[1][1])
-    for cut in range(0, len(good), 5):
-        yield Case(f"the first {cut} bytes", TEXT, good[:cut])
+    for cut in range(0, len(GOOD), 5):
+        yield Case(f"the first {cut} bytes", TEXT, GOOD[:cut])
     for text in (
         b"null",
         b"1",
@@ -222,18 +235,16 @@ def broken_cases() -> Iterator[Case]:
         b"[]",
         b"{}{}",
         b"\xff\xfe{}",
-        b"\xef\xbb\xbf" + good,
-        good + b"x",
+        b"\xef\xbb\xbf" + GOOD,
+        GOOD + b"x",
         b"{" * 1_000,
     ):
         yield Case(f"{text[:20]!r}", TEXT, text)
-    for text in (good.decode().encode("utf-16"), good.replace(b":", b"="), b"a=1&b=2", b"\x00" * 1_000, b"--x\r\n\r\n"):
+    for text in (GOOD.decode().encode("utf-16"), GOOD.replace(b":", b"="), b"a=1&b=2", b"\x00" * 1_000, b"--x\r\n\r\n"):
         yield Case(f"{text[:20]!r}", CHAT, text)
 
 
 # ---- HTTP
-
-GOOD = write(ROUTES[1][1])
 
 
 def request(path: str = TEXT, body: bytes = GOOD, *headers: bytes, method: str = "POST") -> bytes:

@@ -16,23 +16,25 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
 
 from tests.hostile.cases import (
     CHAT,
+    ROUTES,
     TEXT,
     Case,
     broken_cases,
     field_cases,
     http_cases,
+    put,
     request,
     size_cases,
     write,
 )
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
+from tests.server.turn_apis import BODIES, STREAMED, Turn, asked
 
 KEYS = ("--api-key", "healthy", "--api-key", "attacker")
 STATUSES = {200, 400, 401, 403, 404, 405, 413, 429}
@@ -173,6 +175,16 @@ def test_many_fields_with_values_that_they_do_not_expect(server: LiveServer, see
     assert_unharmed(server)
 
 
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_of_its_api(server: LiveServer) -> None:
+    """Without a remedy that the API does not have."""
+    for path, kind in BODIES.items():
+        answer = server.post(path, asked(path, Turn("word " * 3_000, 3)), Authorization="Bearer healthy")
+        text = json.dumps(answer)
+        assert answer[0] == 400, path
+        assert "maximum context length" in text, path
+        assert ("truncate_prompt_tokens" in text) == ("truncate_prompt_tokens" in kind.__struct_fields__), (path, text)
+
+
 def test_sizes_up_to_the_limits_and_beyond(server: LiveServer) -> None:
     with healthy_client(server):
         found = asyncio.run(post_all(server, list(size_cases())))
@@ -222,18 +234,11 @@ def test_clients_that_vanish_are_aborted(server: LiveServer) -> None:
     draw = random.Random(5)
 
     async def vanish(number: int) -> None:
-        body: dict[str, Any] = {
-            "max_tokens": 1_500,
-            "ignore_eos": True,
-            "n": draw.choice((1, 4)),
-            "stream": number % 3 > 0,
-        }
-        messages = {"messages": [{"role": "user", "content": "x"}]}
-        data = (
-            request(CHAT, write({**messages, **body}))
-            if number % 2
-            else request(TEXT, write({"prompt": ["a"] * draw.randint(1, 9), **body}))
-        )
+        path = draw.choice(tuple(BODIES))
+        body = asked(path, Turn("x", 1_500), stream=path in STREAMED and number % 3 > 0)
+        if path in (CHAT, TEXT):
+            body["n"] = draw.choice((1, 4))
+        data = request(path, write(body))
         how = number % 5
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(server))
         writer.write(data[: draw.randrange(1, len(data))] if how == 0 else data)
@@ -259,15 +264,14 @@ def test_clients_that_vanish_are_aborted(server: LiveServer) -> None:
 
 def test_a_flood_of_requests_is_served_or_refused(server: LiveServer) -> None:
     """More at once than the server admits, some of them invalid: each is answered, with its tokens or a reason."""
-    good = Case("good", TEXT, write({"prompt": ["x"] * 4, "max_tokens": 20, "ignore_eos": True}))
-    bad = Case("bad", TEXT, write({"prompt": "x", "temperature": -1}))
+    cases = [
+        Case("good", path, write(asked(path, Turn("x", 20)) if path in BODIES else good)) for path, good, _ in ROUTES
+    ]
+    cases += [Case("bad", path, write(put(good, "model", [1]))) for path, good, _ in ROUTES]
 
     async def main() -> list[str]:
-        return [
-            said
-            for part in await asyncio.gather(*(post_all(server, [good, bad] * 10) for _ in range(25)))
-            for said in part
-        ]
+        found = await asyncio.gather(*(post_all(server, cases) for _ in range(11)))
+        return [said for part in found for said in part]
 
     with healthy_client(server):
         assert asyncio.run(main()) == []

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ from pagoda.server.admission import PRIOR_OUTPUT_TOKENS, Admission, Place, Refus
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation, RawPrompts, RequestStarter
 from tests.server.live import FAKE_ENGINE, FAKE_FLAGS, serving
+from tests.server.turn_apis import BODIES, Turn, asked, num_output_tokens
 
 
 @contextlib.contextmanager
@@ -458,7 +460,7 @@ def test_a_storm_beyond_the_line_serves_each_client() -> None:
 
 
 def test_a_storm_of_retries_starves_nobody(tmp_path: Path) -> None:
-    """48 clients that retry without patience: each of their 96 requests is served in the end."""
+    """48 clients of all APIs that retry without patience: each of their 96 requests is served in the end."""
     limits = (
         "--server-limits.max-queued-requests",
         "4",
@@ -467,20 +469,20 @@ def test_a_storm_of_retries_starves_nobody(tmp_path: Path) -> None:
         "--server-timeouts.queue-timeout-s",
         "0.1",
     )
-    body = {"messages": [{"role": "user", "content": "Hello " * 200}], "max_tokens": 20, "ignore_eos": True}
-    with serving(tmp_path, *FAKE_FLAGS, *limits) as server, ThreadPoolExecutor(48) as threads:
+    turn, paths = Turn("Hello " * 200, 20, seed=2), itertools.cycle(BODIES)
+    with serving(tmp_path, *FAKE_FLAGS, "--ollama", *limits) as server, ThreadPoolExecutor(48) as threads:
 
-        def insist(_: int) -> int:
+        def insist(path: str) -> int:
             num_refused = 0
             while True:
-                status, answer = server.post("/v1/chat/completions", body)
+                status, answer = server.post(path, asked(path, turn))
                 if status == 200:
-                    assert answer["usage"]["completion_tokens"] == 20
+                    assert num_output_tokens(answer) == 20
                     return num_refused
                 assert status == 429
                 num_refused += 1
                 assert num_refused < 5000
 
-        refused = list(threads.map(insist, range(96)))
+        refused = list(threads.map(insist, itertools.islice(paths, 96)))
         assert sum(refused) > 0
         assert server.wait_idle()["server_load"] == 0

@@ -4,10 +4,12 @@ import asyncio
 import base64
 import json
 import random
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import Struct
 from starlette.requests import Request
 
 from pagoda.base.errors import RequestError
@@ -224,3 +226,20 @@ def test_a_request_says_whether_tokens_are_written_as_ids_or_the_server_does(
     data = json.dumps({"prompt": "x", "return_tokens_as_token_ids": asked}).encode()
     state: Any = SimpleNamespace(returns_token_ids=of_server)
     assert ServerState.writes_ids(state, parse_body(data, CompletionRequest, LIMITS)) is written
+
+
+def test_only_bodies_have_fields_of_words() -> None:
+    """Nothing checks the words of another struct."""
+
+    def kinds(of: type[Struct]) -> Iterator[type[Struct]]:
+        for kind in of.__subclasses__():
+            yield kind
+            yield from kinds(kind)
+
+    with_words: dict[str, type[Struct]] = {
+        kind.__name__: kind
+        for kind in kinds(Struct)
+        if kind.__module__.startswith("pagoda.server") and body_module.words_of(kind)
+    }
+    assert "InputMessage" in with_words
+    assert [name for name, kind in with_words.items() if not issubclass(kind, Body)] == []

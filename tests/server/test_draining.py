@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from tests.server.live import FAKE_ENGINE, LiveServer, serving
+from tests.server.turn_apis import BODIES, STREAMED, Turn, asked, events_of
 
 SLOW = "tests.engine.slow_engine"
 NEVER_ENDING = {"ENGINE_STEP_S": "0.05"}  # 100 s for the longest answer
@@ -28,6 +29,12 @@ async def reply(session: aiohttp.ClientSession, path: str, body: dict[str, Any] 
 async def lines(session: aiohttp.ClientSession, body: dict[str, Any]) -> list[bytes]:
     async with session.post("/v1/completions", json={**body, "stream": True}) as response:
         return [line async for line in response.content if line.startswith(b"data: ")]
+
+
+async def sent(session: aiohttp.ClientSession, path: str, turn: Turn) -> bytes:
+    """What a stream of a route consists of."""
+    async with session.post(path, json=asked(path, turn, stream=True)) as response:
+        return await response.read()
 
 
 async def until_running(server: LiveServer, count: int) -> None:
@@ -57,10 +64,10 @@ def test_new_requests_get_503_until_the_last_one_ends(tmp_path: Path) -> None:
             assert not stream.done()
             async with aiohttp.ClientSession(server.url) as new:
                 for session in (kept, new):
-                    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+                    for path in (*BODIES, "/tokenize"):
                         status, body, headers = await reply(session, path, {"prompt": "x"})
                         assert status == 503
-                        assert body["error"]["type"] == "service_unavailable_error"
+                        assert "shutting down" in str(body["error"])
                         assert int(headers["Retry-After"]) > 0
                     status, _, headers = await reply(session, "/health")
                     assert (status, "Retry-After" in headers) == (503, True)
@@ -70,14 +77,14 @@ def test_new_requests_get_503_until_the_last_one_ends(tmp_path: Path) -> None:
             assert (await whole)[1]["usage"]["completion_tokens"] == 500
             assert (await stream)[-1] == b"data: [DONE]\n"
 
-    with serving(tmp_path, *FAKE_ENGINE, stepped=True) as server, server.steps.held_after(5):
+    with serving(tmp_path, *FAKE_ENGINE, "--ollama", stepped=True) as server, server.steps.held_after(5):
         asyncio.run(main(server))
         assert server.process.wait(20) == 0
         assert "Traceback" not in server.log.read_text()
 
 
 def test_at_the_deadline_every_request_gets_an_error(tmp_path: Path) -> None:
-    """A JSON 503 or an error event; also where the body is still arriving."""
+    """A JSON 503 or an error event, in every API; also where the body is still arriving."""
 
     async def main(server: LiveServer) -> None:
         port = int(server.url.rsplit(":", 1)[1])
@@ -85,20 +92,22 @@ def test_at_the_deadline_every_request_gets_an_error(tmp_path: Path) -> None:
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
         async with aiohttp.ClientSession(server.url) as session:
             body = {**TEXT, "max_tokens": 1990}
-            chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1900, "ignore_eos": True}
-            wholes = [
-                asyncio.create_task(reply(session, "/v1/completions", body)),
-                asyncio.create_task(reply(session, "/v1/completions", {**body, "prompt": ["a", "b"], "n": 2})),
-                asyncio.create_task(reply(session, "/v1/chat/completions", chat)),
-            ]
+            turn = Turn("x", 1900)
+            wholes = [asyncio.create_task(reply(session, path, asked(path, turn))) for path in BODIES]
+            wholes.append(
+                asyncio.create_task(reply(session, "/v1/completions", {**body, "prompt": ["a", "b"], "n": 2}))
+            )
+            streams = {path: asyncio.create_task(sent(session, path, turn)) for path in STREAMED}
             stream = asyncio.create_task(lines(session, body))
-            await until_running(server, 7)
+            await until_running(server, len(BODIES) + 4 + len(STREAMED) + 1)
             server.process.send_signal(signal.SIGTERM)
             for whole in wholes:
                 status, answer, headers = await whole
                 assert status == 503
-                assert "shutting down" in answer["error"]["message"]
+                assert "shutting down" in str(answer["error"])
                 assert "Retry-After" in headers
+            for path, events in streams.items():
+                assert "shutting down" in str(events_of(await events)[-1]["error"]), path
             *_, error, done = await stream
             assert json.loads(error[6:])["error"]["code"] == 503
             assert done == b"data: [DONE]\n"
@@ -108,14 +117,14 @@ def test_at_the_deadline_every_request_gets_an_error(tmp_path: Path) -> None:
         writer.close()
 
     with serving(
-        tmp_path, *FAKE_ENGINE, "--server-timeouts.drain-timeout-s", "0.5", env=NEVER_ENDING, engine=SLOW
+        tmp_path, *FAKE_ENGINE, "--ollama", "--server-timeouts.drain-timeout-s", "0.5", env=NEVER_ENDING, engine=SLOW
     ) as server:
         asyncio.run(main(server))
         assert server.process.wait(20) == 0
         log = server.log.read_text()
         assert "Traceback" not in log
         assert "Exception" not in log
-        assert len(re.findall(r" (?:GET|POST) \S+ 503 in ", log)) == 5
+        assert len(re.findall(r" (?:GET|POST) \S+ 503 in ", log)) == len(BODIES) + len(STREAMED) + 3
 
 
 def test_what_is_in_line_at_the_deadline_never_begins(tmp_path: Path) -> None:

@@ -12,11 +12,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
 from tests.server.live import LiveServer, children, is_running, reserved_port, serving
+from tests.server.turn_apis import BODIES, STREAMED, Turn, asked, events_of, summary
 
 FLAGS = ("--distributed-executor-backend", "fake", "--num-blocks", "1024", "--max-model-len", "2048")
 
@@ -59,13 +61,24 @@ async def stream(
         return 200, texts
 
 
+async def turn(session: aiohttp.ClientSession, path: str, is_streamed: bool) -> dict[str, Any]:
+    """What a route says, whole or streamed."""
+    async with session.post(path, json=asked(path, Turn("Hello", 300, seed=3), is_streamed)) as response:
+        assert response.status == 200, await response.text()
+        return summary(events_of(await response.read()))
+
+
 def test_a_killed_engine_only_causes_a_pause(tmp_path: Path) -> None:
-    async def load(server: LiveServer, kills: int) -> list[tuple[int, list[str]]]:
+    """In every API, whole and streamed, and for several outputs."""
+
+    async def load(server: LiveServer, kills: int) -> list[object]:
         """The engine is killed after some steps, and so is the next one; none ends a stream before."""
         if kills:
             server.steps.hold_after(30)
         async with aiohttp.ClientSession(server.url) as session:
-            tasks = [asyncio.create_task(stream(session, i, 300, 1 + i % 3)) for i in range(16)]
+            turns = [*((path, False) for path in BODIES), *((path, True) for path in STREAMED)]
+            tasks: list[asyncio.Task[Any]] = [asyncio.create_task(turn(session, *one)) for one in turns]
+            tasks += [asyncio.create_task(stream(session, i, 300, 1 + i % 3)) for i in range(16)]
             for number in range(kills):
                 await asyncio.to_thread(server.steps.wait_held)
                 assert not any(task.done() for task in tasks)
@@ -77,7 +90,7 @@ def test_a_killed_engine_only_causes_a_pause(tmp_path: Path) -> None:
                 await asyncio.to_thread(server.wait_restarts, number + 1)
             return await asyncio.gather(*tasks)
 
-    with serving(tmp_path, *FLAGS, stepped=True) as server:
+    with serving(tmp_path, *FLAGS, "--ollama", stepped=True) as server:
         undisturbed = asyncio.run(load(server, 0))
         server.wait_idle()
         assert asyncio.run(load(server, 2)) == undisturbed

@@ -11,10 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from starlette.types import Message
 
+from pagoda.base.errors import RequestError
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.answers.reasoning import ReasoningSplitter
@@ -25,6 +27,7 @@ from pagoda.server.errors import ApiError
 from pagoda.server.reader import Reader
 from pagoda.server.sending import EventStream
 from pagoda.server.turn import Piece
+from tests.server.in_process import served
 from tests.server.live import LiveServer
 from tests.server.test_tools import SAID, THINKING, scripted_server
 
@@ -172,6 +175,26 @@ def test_keys_of_either_header_open_the_server(keyed_server: LiveServer) -> None
     for headers in ({}, {"x-api-key": "three"}, {"Authorization": "Basic one"}):
         status, answer = keyed_server.post("/v1/messages", asked, **headers)
         assert (status, answer["type"], answer["error"]["type"]) == (401, "error", "authentication_error")
+
+
+def test_a_role_is_one_of_three() -> None:
+    with pytest.raises(RequestError, match=r"messages\[0\].role: expected 'user', 'assistant' or 'system', got 'tool'"):
+        messages_of({"role": "tool", "content": "Hi"})
+
+
+def test_clients_of_this_api_get_its_errors_from_every_route() -> None:
+    async def test(http: httpx.AsyncClient) -> None:
+        missing = {"/v1/models/other": 404, "/v1/messages/batches": 404, "/v1/chat/completions": 405}
+        for path, status in missing.items():
+            answer = await http.get(path, headers={"anthropic-version": "2023-06-01"})
+            assert (answer.status_code, answer.json()["type"], answer.json()["error"].keys()) == (
+                status,
+                "error",
+                {"type", "message"},
+            )
+            assert "code" in (await http.get(path)).json()["error"]
+
+    served(test)
 
 
 # ---- the order of events

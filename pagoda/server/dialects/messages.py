@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
@@ -68,7 +69,7 @@ class ContentBlock(Struct, frozen=True):
     content: "str | list[ContentBlock] | None" = None
 
 
-class InputMessage(Struct, frozen=True):
+class InputMessage(Body, frozen=True):
     """A message.
 
     role: user, assistant or system.
@@ -225,7 +226,7 @@ class Conversion:
             return self._places[int(found[1])]
         if found := re.match(r"tools\[(\d+)\]", param):
             return f"tools[{self._numbers[int(found[1])]}].input_schema"
-        return {"stop": "stop_sequences"}.get(param, param)
+        return {"stop": "stop_sequences", "truncate_prompt_tokens": ""}.get(param, param)
 
     def _add(self, place: str, message: dict[str, Any]) -> None:
         """Add a message; one of the user to that before it: many templates want turns to alternate."""
@@ -452,6 +453,11 @@ class MessageModelList(Struct, frozen=True, kw_only=True):
     has_more: Literal[False] = False
     first_id: str
     last_id: str
+
+
+def is_client(scope: Scope) -> bool:
+    """Return whether a request is from a client of this API, all of which send the header `anthropic-version`."""
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])
 
 
 def model_list(state: ServerState) -> MessageModelList:

@@ -272,6 +272,8 @@ def template_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]
 
 def origin(param: str) -> str:
     """Return the caller's name of a field."""
+    if param == "truncate_prompt_tokens":
+        return ""
     if param in _SAMPLING:
         return f"options.{_OWN_NAMES.get(param, param)}"
     return re.sub(r"^(messages\[\d+\])\.content(\[\d+\])", r"\1.images\2", param)

@@ -141,7 +141,7 @@ def _own_name(param: str) -> str:
 
 
 def _name_of_prompt(param: str) -> str:
-    return "prompt" if param == "input" else param
+    return {"input": "prompt", "truncate_prompt_tokens": ""}.get(param, param)
 
 
 class OllamaEmbeddings(Struct, kw_only=True):
