@@ -105,13 +105,11 @@ async def _serve(config: EngineConfig) -> None:
 
         state = await build_state(config, client, lambda: starting)
         await state.model.adapters.load_modules(config.server.lora_sources)
-        state.starter.telemetry = telemetry_of(os.environ, state.model.names[0])
+        state.telemetry = telemetry_of(os.environ, state.model.names[0])
         metrics, peers = state.starter.metrics, state.peers
         report = asyncio.create_task(report_load(metrics.stats, peers.read_counts, peers.own.oldest))
         await serve_http(state, config.server, listener, lambda: announce(config.server, listener))
         report.cancel()
-        if state.starter.telemetry is not None:
-            await asyncio.to_thread(state.starter.telemetry.close)
     finally:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)

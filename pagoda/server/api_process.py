@@ -3,7 +3,6 @@
 It serves as a process does that is alone, but for the engine, which its parent has, and what it shares with the others.
 """
 
-import asyncio
 import logging
 import os
 import socket
@@ -58,7 +57,7 @@ async def _serve(start: ApiStart, place: RendezvousDir) -> None:
     peers.calls = client.calls
     try:
         state = await build_state(config, client, client.start, peers)
-        state.starter.telemetry = telemetry_of(os.environ, state.model.names[0], f"api-{start.number}")
+        state.telemetry = telemetry_of(os.environ, state.model.names[0], f"api-{start.number}")
         if start.is_first:
             await state.model.adapters.load_modules(config.server.lora_sources)
         client.calls.offer(peers.services)
@@ -76,8 +75,6 @@ async def _serve(start: ApiStart, place: RendezvousDir) -> None:
             client.calls.post("ready", start.number)
 
         await serve(state, config.server, listeners[(start.number - 1) % len(listeners)], on_ready)
-        if state.starter.telemetry is not None:
-            await asyncio.to_thread(state.starter.telemetry.close)
     finally:
         await client.shutdown()
 

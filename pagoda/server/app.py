@@ -50,12 +50,11 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
             expose_headers=["X-Request-Id", "Retry-After", "X-Ignored-Fields", "X-Warning", "Server-Timing"],
         )
     layers = PageRules(layers, config)
-    starter = state.starter
 
     def on_end(scope: Scope, method: str, status: int, duration_s: float) -> None:
-        starter.metrics.on_http(method, scope["state"].get("route", "none"), status)
-        if starter.telemetry is not None and method == "POST" and scope["path"] in _MODEL_PATHS:
-            starter.telemetry.on_http_end(scope, status, duration_s)
+        state.starter.metrics.on_http(method, scope["state"].get("route", "none"), status)
+        if state.telemetry is not None and method == "POST" and scope["path"] in _MODEL_PATHS:
+            state.telemetry.on_end(scope, status, duration_s)
 
     return AccessLog(layers, on_end, _error_form_of(config.ollama), prefix=config.root_path.rstrip("/"))
 
@@ -258,6 +257,8 @@ async def serve(
             state.drain.begin()  # also where no signal ended the server
             await trace
         state.starter.llm.text.close()
+        if state.telemetry is not None:
+            await asyncio.to_thread(state.telemetry.close)
     if state.engine is not None and state.engine.died is not None:
         raise state.engine.died
     if state.starter.llm.died is not None:

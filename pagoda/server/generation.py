@@ -34,7 +34,6 @@ from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server.errors import ApiError
 from pagoda.server.remote_admission import AnyAdmission, AnyPlace
 from pagoda.server.sending import cancel_on_disconnect
-from pagoda.server.telemetry import Telemetry
 
 
 class LiveIds:
@@ -153,9 +152,10 @@ class RequestFigures(Struct):
 
 
 class Generation:
-    """The prompts of one HTTP request, with common parameters. Created by RequestStarter.begin, iterated once.
+    """What the engine does for one HTTP request. Created by RequestStarter, iterated once.
 
-    It counts against admission from its creation, so its owner must close it, iterated or not.
+    It counts against admission from its creation, so its owner must close it, iterated or not. At the end of the HTTP
+    request, the access log, spans and Server-Timing tell what is known of it.
     """
 
     def __init__(
@@ -165,34 +165,31 @@ class Generation:
         request_id: str,
         requests: Sequence[Request],
         place: AnyPlace,
+        is_stream: bool = False,
     ) -> None:
-        """place: closed when the generation ends, however it ends."""
+        """requests: of its prompts; none for a job, which makes them one after another.
+
+        place: closed when the generation ends, however it ends.
+        """
         self.requests = requests
         self.request_id = request_id
+        self.is_stream = is_stream
         self.num_prompt_tokens = sum(r.num_prompt_tokens for r in requests)
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
         self.num_reasoning_tokens: int | None = None  # None: of a model without reasoning
-        self.last: list[RequestOutput | None] = [None] * len(requests)
         self.finish_reasons: list[str] = []  # of the outputs that have ended
-        self._starter = starter
-        self._state: dict[str, Any] = http.scope["state"]
-        self._timings: dict[str, Any] = http.scope["state"]["timings"]
+        self.sampling = requests[0].sampling if requests else None
         self.key: str = http.scope["state"]["key"]
+        self.arrived_s = place.arrived_s
+        self._times: dict[int, RequestMetrics] = {}  # of each request, by its handle
+        self._starter = starter
         self._place, self._at_end = place, place.at_end.pop_all()
-
-    def call_at_end(self, function: Callable[[], object]) -> None:
-        """Call a function when this is closed."""
-        self._at_end.callback(function)
+        http.scope["state"]["generation"] = self
 
     def close(self) -> None:
-        """Release its admission and record what the access log says. Idempotent; `outputs` must not be running."""
+        """Release its admission. Idempotent; its outputs must not be running."""
         self._at_end.close()
-        self._timings.update(
-            msgspec.to_builtins(self.figures), finish_reason="+".join(dict.fromkeys(self.finish_reasons))
-        )
-        if self.times is not None:
-            self._state["queue_reasons"] = self.times.queue_reasons
 
     def outputs(self) -> "contextlib.aclosing[AsyncGenerator[tuple[int, RequestOutput], None]]":
         """Iterate over (index of the prompt, delta); prompts interleave. Leaving the block aborts unfinished requests.
@@ -204,33 +201,54 @@ class Generation:
 
     async def _follow(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         request = self.requests[index]
-        observed = RequestObserver(self._starter.metrics, request)
+        observer = RequestObserver(self._starter.metrics, request)
         try:
-            with observed:
+            with self._counting(observer):
                 async with contextlib.aclosing(self._starter.llm.stream(request)) as deltas:
                     async for delta in deltas:
-                        yield index, self._noted(index, delta, observed)
+                        self._count(observer, delta)
+                        if delta.finished and delta.error is not None:
+                            # "error" is a failure of the engine; otherwise, the request can never be served.
+                            is_ours = any(part.finish_reason == "error" for part in delta.outputs)
+                            raise ApiError(500 if is_ours else 400, delta.error)
+                        yield index, delta
         finally:
-            reasons = observed.finish_reasons
-            self.finish_reasons += reasons
+            reasons = observer.finish_reasons
             if request.sampling is not None and reasons and set(reasons) <= {"stop", "length"}:
-                self._starter.admission.note_output(observed.num_output_tokens / request.num_seqs)
+                self._starter.admission.note_output(observer.num_output_tokens / request.num_seqs)
 
-    def _noted(self, index: int, delta: RequestOutput, observed: RequestObserver) -> RequestOutput:
-        """Return a delta after counting it. Raises ApiError if it says that the request has failed."""
-        is_first = not observed.num_output_tokens
-        self.num_output_tokens += observed.on_delta(delta, time.perf_counter())
-        has_no_tokens = delta.finished and not self.requests[index].wants_output  # it is pooled, or only scored
-        if (is_first and observed.num_output_tokens) or has_no_tokens:
+    async def follow_job(
+        self, request: Request, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of a request that a job has made, after counting them."""
+        self.num_prompt_tokens += request.num_prompt_tokens
+        self.sampling = self.sampling or request.sampling
+        observer = RequestObserver(self._starter.metrics, request)
+        with self._counting(observer):
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    self._count(observer, output)
+                    yield output
+
+    @contextlib.contextmanager
+    def _counting(self, observer: RequestObserver) -> Iterator[None]:
+        """Observe a request during the block."""
+        try:
+            with observer:
+                yield
+        finally:
+            self.finish_reasons += observer.finish_reasons
+
+    def _count(self, observer: RequestObserver, delta: RequestOutput) -> None:
+        is_first = not observer.num_output_tokens
+        self.num_output_tokens += observer.on_delta(delta, time.perf_counter())
+        has_no_tokens = delta.finished and not observer.request.wants_output  # it is pooled, or only scored
+        if (is_first and observer.num_output_tokens) or has_no_tokens:
             self.num_cached_tokens += delta.num_cached_tokens or 0
-        self.last[index] = delta
+        if delta.metrics is not None:
+            self._times[observer.request.handle] = delta.metrics
         if is_first:
             self._place.start()
-        if delta.finished and delta.error is not None:
-            # "error" is a failure of the engine; otherwise, the request can never be served.
-            is_ours = any(part.finish_reason == "error" for part in delta.outputs)
-            raise ApiError(500 if is_ours else 400, delta.error)
-        return delta
 
     @property
     def num_tokens(self) -> int:
@@ -239,7 +257,7 @@ class Generation:
 
     @property
     def figures(self) -> RequestFigures:
-        """Statistics for the access log."""
+        """What is known of it so far."""
         noted = RequestFigures(self.request_id, self.num_prompt_tokens, self.num_output_tokens, self.num_cached_tokens)
         times = self.times
         if times is None:
@@ -263,9 +281,14 @@ class Generation:
         return noted
 
     @property
+    def told(self) -> dict[str, Any]:
+        """What the access log tells of it."""
+        return msgspec.to_builtins(self.figures) | {"finish_reason": "+".join(dict.fromkeys(self.finish_reasons))}
+
+    @property
     def times(self) -> RequestMetrics | None:
         """When things happened, to all prompts together: the first step and token of any, the last end."""
-        each = [one.metrics for one in self.last if one is not None and one.metrics is not None]
+        each = list(self._times.values())
         return each[0] if len(each) == 1 else _together(each) if each else None
 
 
@@ -311,7 +334,7 @@ def _most_logprobs(request: Request, is_stream: bool) -> int:
 
 
 class RequestStarter:
-    """Starts generations on one AsyncEngine.   telemetry: what exports each of them, if there is one."""
+    """Starts generations on one AsyncEngine."""
 
     def __init__(
         self,
@@ -323,7 +346,6 @@ class RequestStarter:
         """salt_secret: of cache salts."""
         self.llm = llm
         self.metrics = metrics
-        self.telemetry: Telemetry | None = None
         self.admission = admission
         llm.on_event = metrics.on_event
         self._salt_secret = salt_secret
@@ -383,16 +405,6 @@ class RequestStarter:
                 await (cancel_on_disconnect(http, turn) if is_read else turn)
             yield place
 
-    async def observed(
-        self, request: Request, outputs: AsyncGenerator[RequestOutput, None]
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Yield the outputs of a request, counting it in the metrics."""
-        with RequestObserver(self.metrics, request) as observer:
-            async with contextlib.aclosing(outputs):
-                async for output in outputs:
-                    observer.on_delta(output, time.perf_counter())
-                    yield output
-
     async def abort(self, request_ids: set[str] | None, key: str | None) -> list[str]:
         """Abort running generations, or all if `request_ids` is None; return the ids of those that were running.
 
@@ -426,10 +438,7 @@ class RequestStarter:
         place.correct(sum(map(self._expected_tokens, requests)))
         num_logprobs = sum(_most_logprobs(request, asked.is_stream) for request in requests)
         await place.keep(_media_bytes(item for request in requests for item in request.media), num_logprobs)
-        generation = Generation(self, http, request_id, requests, place)
-        if (telemetry := self.telemetry) is not None:
-            generation.call_at_end(lambda: telemetry.on_end(http, generation, asked.is_stream))
-        return generation
+        return Generation(self, http, request_id, requests, place, asked.is_stream)
 
     def _expected_tokens(self, request: Request) -> int:
         output = 0 if request.sampling is None else self.admission.expected_output(request.sampling.max_tokens)

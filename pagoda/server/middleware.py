@@ -24,6 +24,7 @@ from pagoda.base.server_config import MAX_HELD_BODY_BYTES, ServerConfig
 from pagoda.process.logs import FIELDS
 from pagoda.server.admission import Refusal
 from pagoda.server.errors import CLIENT_CLOSED, ErrorForm, error_body, error_response
+from pagoda.server.generation import Generation
 from pagoda.server.routing import HEALTH_PATHS, OPEN_PATHS
 from pagoda.server.server_timing import HEADER, REQUEST_HEADER, server_timing
 
@@ -106,10 +107,10 @@ class AccessLog:
     """Outermost layer of the app: gives every request an id, and logs a line when it has ended.
 
     Sets in scope["state"]: request_id, key and is_admin (see Gate), error_form, and timings (a dict that routes may
-    fill). What
-    is noted there as ignored_fields and warning becomes the headers x-ignored-fields and x-warning; timings that are
-    known when the answer begins become the header server-timing, for callers that ask for it; error: why a
-    request was refused or failed; ended_as: the status to log for a stream that did not end well, after a 200.
+    fill). What is noted there as ignored_fields and warning becomes the headers x-ignored-fields and x-warning.
+    generation: what ran for it; what is known of that when the answer begins becomes the header server-timing, for
+    callers that ask for it. error: why a request was refused or failed; ended_as: the status to log for a stream that
+    did not end well, after a 200.
     Of a path, a slash at its end is dropped, the address before it (`GET http://host/health`), and `prefix`, for a
     proxy that does not strip it.
     on_end: called with the scope, the method, the status and the seconds of every request.
@@ -149,7 +150,7 @@ class AccessLog:
                 for name in ("ignored_fields", "warning"):
                     if noted := state.get(name):
                         headers.append((f"x-{name.replace('_', '-')}".encode(), noted.encode()))
-                if wants_timings and (timing := server_timing(state)):
+                if wants_timings and (timing := _timing(state)):
                     headers.append((HEADER, timing))
                 message = {**message, "headers": headers}
             await send(message)
@@ -304,6 +305,15 @@ def _shutting_down() -> ASGIApp:
     return response
 
 
+def _timing(state: dict[str, Any]) -> bytes:
+    """Return the header that tells where the time went; b"" if nothing was generated."""
+    generation: Generation | None = state.get("generation")
+    times = generation.times if generation is not None else None
+    if generation is None or times is None or times.time_in_queue is None:
+        return b""
+    return server_timing(generation.figures, times.queue_reasons)
+
+
 def _log(scope: Scope, state: dict[str, Any], method: str, status: int, duration_s: float) -> None:
     level = logging.DEBUG if status < 400 and scope["path"] in _PROBED else logging.INFO
     if not access_log.isEnabledFor(level):
@@ -314,6 +324,7 @@ def _log(scope: Scope, state: dict[str, Any], method: str, status: int, duration
         "status": status,
         "duration_ms": round(duration_s * 1e3, 1),
         **state["timings"],
+        **(generation.told if (generation := state.get("generation")) is not None else {}),
         "request_id": state["request_id"],
         "client": _address((scope.get("client") or ("",))[0]),
         "key": state["key"],

@@ -1,33 +1,34 @@
 """Server-Timing: where the time of a request went, in a header of its answer, for callers that ask for it."""
 
 from collections.abc import Mapping
-from typing import Any
+
+from msgspec import UNSET, UnsetType
+
+from pagoda.server.generation import RequestFigures
 
 REQUEST_HEADER = b"x-return-timings"
 HEADER = b"server-timing"
 
 
-def server_timing(state: Mapping[str, Any]) -> bytes:
-    """Return the header's value, b"" if nothing was generated.   state: of a request whose answer begins now."""
-    timings = state["timings"]
-    if "queue_ms" not in timings:
-        return b""
-    reasons = ", ".join(f"{reason} {1e3 * seconds:.1f} ms" for reason, seconds in state["queue_reasons"].items())
-    parts = [_metric("queue", timings["queue_ms"], reasons)]
-    if "prefill_ms" in timings:
-        cached = f"{timings['cached_tokens']} of {timings['prompt_tokens']} tokens cached"
-        parts.append(_metric("prefill", timings["prefill_ms"], cached))
-    if "decode_ms" in timings:
-        text = f"{timings['output_tokens']} tokens"
-        if "draft_tokens" in timings:
-            text += f", {timings['accepted_draft_tokens']} of {timings['draft_tokens']} drafts accepted"
-        parts.append(_metric("decode", timings["decode_ms"], text))
-    if timings.get("preemptions"):
-        lost = f"preempted {timings['preemptions']} times, {timings['lost_tokens']} tokens lost"
-        parts.append(_metric("preempted", timings["preempted_ms"], lost))
-    parts.append(_metric("scheduler", timings["scheduler_ms"]))
+def server_timing(known: RequestFigures, queue_reasons: Mapping[str, float]) -> bytes:
+    """Return the header's value.   known: of a request that has run.   queue_reasons: see RequestMetrics."""
+    reasons = ", ".join(f"{reason} {1e3 * seconds:.1f} ms" for reason, seconds in queue_reasons.items())
+    parts = [_metric("queue", known.queue_ms, reasons)]
+    if known.prefill_ms is not UNSET:
+        parts.append(
+            _metric("prefill", known.prefill_ms, f"{known.cached_tokens} of {known.prompt_tokens} tokens cached")
+        )
+    if known.decode_ms is not UNSET:
+        text = f"{known.output_tokens} tokens"
+        if known.draft_tokens is not UNSET:
+            text += f", {known.accepted_draft_tokens} of {known.draft_tokens} drafts accepted"
+        parts.append(_metric("decode", known.decode_ms, text))
+    if known.preemptions:
+        lost = f"preempted {known.preemptions} times, {known.lost_tokens} tokens lost"
+        parts.append(_metric("preempted", known.preempted_ms, lost))
+    parts.append(_metric("scheduler", known.scheduler_ms))
     return ", ".join(parts).encode()
 
 
-def _metric(name: str, ms: float, text: str = "") -> str:
+def _metric(name: str, ms: float | UnsetType, text: str = "") -> str:
     return f"{name};dur={ms}" + (f';desc="{text}"' if text else "")

@@ -30,6 +30,7 @@ from pagoda.server.one_process import OneProcess
 from pagoda.server.peers import Peers
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.served_model import ModelFacts, PickedModel, ServedModel
+from pagoda.server.telemetry import Telemetry
 
 logger = logging.getLogger("pagoda.server")
 
@@ -40,6 +41,7 @@ class ServerState:
 
     bodies: reads those of requests.   forces_usage: all streams tell it.
     looks: at the engine, for those who look at its requests.
+    telemetry: exports each request, if there is somewhere to.
     returns_token_ids: log-probabilities have ids of tokens, where a request does not say.
     """
 
@@ -55,6 +57,7 @@ class ServerState:
     looks: Looks = field(default_factory=Looks)
     drain: Drain = field(default_factory=Drain)
     peers: Peers = field(default_factory=Peers)
+    telemetry: Telemetry | None = None
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

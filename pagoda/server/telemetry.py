@@ -1,7 +1,7 @@
 """Telemetry: a span and measurements of each request to the model, in the names of OpenTelemetry's GenAI conventions.
 
-Where they go, and how, is said by OpenTelemetry's own variables, which its SDK reads. Nothing imports this module but
-`telemetry_of`, and only where an endpoint is set. Spans and measurements are sent by the SDK's threads.
+Where they go, and how, is said by OpenTelemetry's own variables, which its SDK reads. The SDK is only imported where an
+endpoint is set. Spans and measurements are sent by its threads.
 """
 
 import importlib
@@ -13,16 +13,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
-from starlette.requests import Request as HttpRequest
 from starlette.types import Scope
 
 from pagoda.base.outputs import RequestMetrics
+from pagoda.server.generation import Generation
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Histogram, MeterProvider
     from opentelemetry.trace import TracerProvider
-
-    from pagoda.server.generation import Generation
 
 logger = logging.getLogger("pagoda.server")
 
@@ -116,34 +114,23 @@ class Telemetry:
             f"gen_ai.server.{name}", "s", text, explicit_bucket_boundaries_advisory=list(bounds)
         )
 
-    def on_end(self, http: HttpRequest, generation: "Generation", is_stream: bool) -> None:
-        """Export a request that has run and ended."""
-        state = http.scope["state"]
-        state["is_exported"] = True
-        model = state["timings"].get("model", self._model)
-        common = {**self._common(http.scope), "gen_ai.response.model": model}
-        if "error" in generation.finish_reasons:
-            common["error.type"] = "500"
-        duration_s = time.perf_counter() - generation.requests[0].arrival_time_s
-        times = generation.times or RequestMetrics(generation.requests[0].arrival_time_s)
-        answer = _answer_attributes(generation, times, duration_s)
-        self._export(http.scope, common, _request_attributes(generation, is_stream) | answer, duration_s)
-        self._measure(common, generation, times)
-
-    def on_http_end(self, scope: Scope, status: int, duration_s: float) -> None:
-        """Export an HTTP request to the model that has ended, unless `on_end` did: one that was refused, for example.
-
-        status: 499 if its client left first.
-        """
+    def on_end(self, scope: Scope, status: int, duration_s: float) -> None:
+        """Export an HTTP request to the model that has ended.   status: 499 if its client left first."""
         state = scope["state"]
-        if state.get("is_exported"):
-            return
+        generation: Generation | None = state.get("generation")
         common = self._common(scope)
         if status >= 400:
             common["error.type"] = str(status)
-        more = {"http.response.status_code": status, "gen_ai.latency.e2e": duration_s}
+        more = {"gen_ai.latency.e2e": duration_s}
         if (audio_s := state["timings"].get("audio_s")) is not None:
             more["pagoda.audio_duration"] = audio_s
+        if generation is None:
+            more["http.response.status_code"] = status
+        else:
+            common["gen_ai.response.model"] = common["gen_ai.request.model"]
+            times = generation.times or RequestMetrics(generation.arrived_s)
+            more |= _request_attributes(generation) | _answer_attributes(generation, times)
+            self._measure(common, generation, times)
         self._export(scope, common, more, duration_s)
 
     def _common(self, scope: Scope) -> dict[str, Any]:
@@ -177,7 +164,7 @@ class Telemetry:
         span.end(end_ns)
         self._duration.record(duration_s, common)
 
-    def _measure(self, common: dict[str, Any], generation: "Generation", times: RequestMetrics) -> None:
+    def _measure(self, common: dict[str, Any], generation: Generation, times: RequestMetrics) -> None:
         first, last = times.first_token_time, times.last_token_time
         if first is not None and last is not None:
             self._first_token.record(first - times.arrival_time, common)
@@ -218,9 +205,9 @@ def _meter_provider(resource: Any, protocol: str) -> "MeterProvider":
     return MeterProvider([reader], resource, shutdown_on_exit=False)
 
 
-def _request_attributes(generation: "Generation", is_stream: bool) -> dict[str, Any]:
+def _request_attributes(generation: Generation) -> dict[str, Any]:
     """Return what the caller asked for. Values that it did not set are those that apply."""
-    params = generation.requests[0].sampling
+    params = generation.sampling
     if params is None:
         return {}
     asked = {
@@ -231,12 +218,12 @@ def _request_attributes(generation: "Generation", is_stream: bool) -> dict[str, 
         "seed": params.seed,
         "choice.count": params.n,
         "stop_sequences": list(params.stop) or None,
-        "stream": is_stream,
+        "stream": generation.is_stream,
     }
     return {f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None}
 
 
-def _answer_attributes(generation: "Generation", times: RequestMetrics, duration_s: float) -> dict[str, Any]:
+def _answer_attributes(generation: Generation, times: RequestMetrics) -> dict[str, Any]:
     """Return what came of it: the names of the conventions, and those that vLLM and SGLang share."""
     scheduled, first, last = times.first_scheduled_time, times.first_token_time, times.last_token_time
     to_first = None if first is None else first - times.arrival_time
@@ -255,7 +242,6 @@ def _answer_attributes(generation: "Generation", times: RequestMetrics, duration
         "usage.completion_tokens": generation.num_output_tokens,
         "latency.time_in_queue": times.time_in_queue,
         "latency.time_to_first_token": to_first,
-        "latency.e2e": duration_s,
         "latency.time_in_scheduler": times.scheduler_time,
         "latency.time_in_model_prefill": prefill,
         "latency.time_in_model_decode": decode,

@@ -20,10 +20,11 @@ from pagoda.engine.transcription.sound import claimed_bytes, read_sound
 from pagoda.engine.transcription.transcriber import Transcription, TranscriptionOptions
 from pagoda.server.body import Body, Flag, one_of, parse_fields
 from pagoda.server.errors import ApiError
+from pagoda.server.generation import Generation
 from pagoda.server.remote_admission import AnyPlace
 from pagoda.server.routing import Router
 from pagoda.server.sending import EventStream, cancel_on_disconnect, event, json_response, run_sized
-from pagoda.server.state import ServerState, state_of
+from pagoda.server.state import state_of
 
 router = Router()
 
@@ -239,8 +240,8 @@ async def _answer(
     state = state_of(http)
     if state.pick(http, model).lora is not None:
         raise ApiError(400, "model: adapters do not transcribe", "model")
-    key, name = http.scope["state"]["key"], file.filename or "upload"
-    new_id = state.starter.reserve_job(key, state.request_id(http, None, "audio", 1), place)
+    name, request_id = file.filename or "upload", state.request_id(http, None, "audio", 1)
+    new_id = state.starter.reserve_job(http.scope["state"]["key"], request_id, place)
     reading = state.starter.llm.text.begin_transcription(
         lambda limits, is_left: read_sound(_content(file), name, limits, is_left),
         options,
@@ -249,13 +250,14 @@ async def _answer(
     )
     sound = await cancel_on_disconnect(http, reading)
     http.scope["state"]["timings"]["audio_s"] = round(sound.sound.duration_s, 2)
-    at_end = place.at_end.pop_all()
-    with contextlib.ExitStack() as guard:
-        guard.callback(at_end.close)
-        outputs = _outputs(state, sound, place, new_id, key)
+    generation = Generation(state.starter, http, request_id, (), place, is_stream)
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(generation.close)
+        salt = state.starter.salt(generation.key, None)
+        outputs = state.starter.llm.run_job(sound.job(), new_id, salt, generation.follow_job)
         if is_stream:
-            guard.pop_all()
-            return EventStream(_events(outputs, sound), at_end.close)
+            at_end.pop_all()
+            return EventStream(_events(outputs, sound), generation.close)
         await cancel_on_disconnect(http, _exhaust(outputs))
     return await run_sized(sum(len(segment.tokens) for segment in sound.segments), lambda: _whole(sound, options, form))
 
@@ -263,18 +265,6 @@ async def _answer(
 def _content(file: UploadFile) -> bytes:
     file.file.seek(0)
     return file.file.read()
-
-
-async def _outputs(
-    state: ServerState, sound: Transcription, place: AnyPlace, new_id: Callable[[], str], key: str
-) -> AsyncGenerator[RequestOutput, None]:
-    """Run a transcription; yield the output of each of its requests, each of which the metrics count."""
-    starter = state.starter
-    running = starter.llm.run_job(sound.job(), new_id, starter.salt(key, None), starter.observed)
-    async with contextlib.aclosing(running) as outputs:
-        async for output in outputs:
-            place.start()
-            yield output
 
 
 async def _exhaust(outputs: AsyncGenerator[RequestOutput, None]) -> None:

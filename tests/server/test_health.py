@@ -30,8 +30,8 @@ def test_health_is_503_once_outputs_can_no_longer_be_read(
         await client.start()
         async with AsyncEngine(client, byte_inputs()) as llm, contextlib.AsyncExitStack() as stack:
             process = SimpleNamespace(died=None, is_up=True, is_stuck=False)  # an engine process in best health
-            starter = SimpleNamespace(llm=llm, metrics=SimpleNamespace(on_http=lambda *_: None), telemetry=None)
-            state: Any = SimpleNamespace(starter=starter, engine=process, drain=Drain())
+            starter = SimpleNamespace(llm=llm, metrics=SimpleNamespace(on_http=lambda *_: None))
+            state: Any = SimpleNamespace(starter=starter, engine=process, drain=Drain(), telemetry=None)
             transport = httpx.ASGITransport(create_app(state, ServerConfig()))
             http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://test"))
 
@@ -59,8 +59,8 @@ def test_a_server_that_starts_stalls_or_drains_is_alive_but_not_ready() -> None:
     async def main() -> None:
         well = {"died": None, "is_up": True, "is_stuck": False}
         llm = SimpleNamespace(died=None)
-        starter = SimpleNamespace(llm=llm, metrics=SimpleNamespace(on_http=lambda *_: None), telemetry=None)
-        state: Any = SimpleNamespace(starter=starter, engine=None, drain=Drain())
+        starter = SimpleNamespace(llm=llm, metrics=SimpleNamespace(on_http=lambda *_: None))
+        state: Any = SimpleNamespace(starter=starter, engine=None, drain=Drain(), telemetry=None)
         transport = httpx.ASGITransport(create_app(state, ServerConfig()))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
 

@@ -84,9 +84,9 @@ def test_the_prompts_of_a_request_end_when_its_reader_leaves() -> None:
                 progress.done += 1
 
     async def work() -> None:
-        requests: Any = [type("R", (), {"num_prompt_tokens": 1})()] * COUNT
+        requests: Any = [type("R", (), {"num_prompt_tokens": 1, "sampling": None})()] * COUNT
         scope: Any = type("H", (), {"scope": {"state": {"timings": {}, "key": ""}}})()
-        admitted: Any = type("A", (), {"place": None, "at_end": contextlib.ExitStack()})()
+        admitted: Any = type("A", (), {"arrived_s": 0.0, "at_end": contextlib.ExitStack()})()
         stuck = Stuck(None, scope, "a", requests, admitted)  # type: ignore[arg-type]
         async with stuck.outputs() as outputs:
             async for _ in outputs:

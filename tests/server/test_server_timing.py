@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 
 from pagoda.base.outputs import RequestMetrics
-from pagoda.server.generation import _together
+from pagoda.server.generation import RequestFigures, _together
 from pagoda.server.server_timing import server_timing
 from tests.server.live import LiveServer
 
@@ -47,11 +47,10 @@ def test_a_stream_and_other_routes_have_no_such_header(fake_server: LiveServer) 
 
 
 def test_the_header_says_what_preemptions_and_drafts_came_to() -> None:
-    timings = {"queue_ms": 1.0, "prefill_ms": 2.0, "decode_ms": 3.0, "cached_tokens": 4, "prompt_tokens": 9}
-    timings |= {"output_tokens": 5, "scheduler_ms": 0.5}
-    costs = {"preemptions": 2, "lost_tokens": 30, "preempted_ms": 7.5, "draft_tokens": 8, "accepted_draft_tokens": 6}
-    state = {"timings": timings | costs, "queue_reasons": {"not enough free blocks": 0.001}}
-    assert server_timing(state).decode() == (
+    known = RequestFigures("a", 9, 5, 4, queue_ms=1.0, prefill_ms=2.0, decode_ms=3.0, scheduler_ms=0.5)
+    known.preemptions, known.lost_tokens, known.preempted_ms = 2, 30, 7.5
+    known.draft_tokens, known.accepted_draft_tokens = 8, 6
+    assert server_timing(known, {"not enough free blocks": 0.001}).decode() == (
         'queue;dur=1.0;desc="not enough free blocks 1.0 ms", prefill;dur=2.0;desc="4 of 9 tokens cached", '
         'decode;dur=3.0;desc="5 tokens, 6 of 8 drafts accepted", '
         'preempted;dur=7.5;desc="preempted 2 times, 30 tokens lost", scheduler;dur=0.5'

@@ -246,8 +246,7 @@ def test_a_transcription_is_a_span_with_the_length_of_its_sound() -> None:
     telemetry = Telemetry("whisper", {}, {})
     telemetry._tracer = provider.get_tracer("test")
     state = {"route": "/v1/audio/transcriptions", "timings": {"model": "mine", "audio_s": 12.5}}
-    telemetry.on_http_end({"type": "http", "headers": [], "state": state}, 200, 1.5)
-    telemetry.on_http_end({"type": "http", "headers": [], "state": {**state, "is_exported": True}}, 200, 1.5)
+    telemetry.on_end({"type": "http", "headers": [], "state": state}, 200, 1.5)
     (span,) = exporter.get_finished_spans()
     assert span.name == "transcriptions mine"
     found = dict(span.attributes or {})

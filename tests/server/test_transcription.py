@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import time
 import uuid
 import wave
@@ -101,6 +102,19 @@ def test_the_requests_of_a_transcription_are_in_all_metrics(client: openai.OpenA
     assert after["e2e_request_latency_seconds"] - before["e2e_request_latency_seconds"] >= 1
     more = server.metric("generation_tokens_total") - tokens[0]
     assert more == server.metric("request_generation_tokens_sum") - tokens[1] > 0
+
+
+def test_the_log_and_the_header_tell_what_a_transcription_took(client: openai.OpenAI, server: LiveServer) -> None:
+    tokens = server.metric("generation_tokens_total")
+    model, headers = client.models.list().data[0].id, {"X-Return-Timings": "1", "X-Request-Id": "timed"}
+    raw = client.audio.transcriptions.with_raw_response.create(
+        model=model, file=("a.wav", SOUND), extra_headers=headers
+    )
+    line = next(line for line in server.log.read_text().splitlines() if "request_id=timed" in line)
+    shown = dict(re.findall(r"(\w+)=([^ ,]+)", line))
+    assert int(shown["output_tokens"]) == server.metric("generation_tokens_total") - tokens > 0
+    assert (shown["id"], shown["audio_s"], shown["finish_reason"]) == ("audio-timed", "40.0", "length")
+    assert f"{shown['output_tokens']} tokens" in raw.headers["Server-Timing"]
 
 
 @pytest.mark.parametrize("strategy", [openai.omit, "auto", {"type": "server_vad"}])

@@ -156,7 +156,7 @@ class OllamaWriter:
         answer.done = True
         reason = "stop" if self._end is None else self._end.reason
         answer.done_reason = "stop" if reason == "tool_calls" else reason
-        answer.total_duration = round(1e9 * (time.perf_counter() - generation.requests[0].arrival_time_s))
+        answer.total_duration = round(1e9 * (time.perf_counter() - generation.arrived_s))
         answer.load_duration = 0
         answer.prompt_eval_count, answer.eval_count = generation.num_prompt_tokens, generation.num_output_tokens
         answer.prompt_eval_duration = _as_ns(figures.prefill_ms)

@@ -74,7 +74,7 @@ def timings_of(generation: Generation) -> Timings:
     reasons = times.queue_reasons if times is not None else {}
     timings = Timings(
         **{name: getattr(figures, name) for name in figures.__struct_fields__},
-        received=round(time.time() - (time.perf_counter() - generation.requests[0].arrival_time_s), 3),
+        received=round(time.time() - (time.perf_counter() - generation.arrived_s), 3),
         queue_reasons={reason: as_ms(seconds) for reason, seconds in reasons.items()},
         cache_n=figures.cached_tokens,
         prompt_n=num_missed,
