@@ -21,7 +21,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.server_config import ServerConfig
 from pagoda.process.allocator import keep_objects
 from pagoda.server import embeddings, errors, live, operations, scores, tokens, transcription
-from pagoda.server.dialects import chat, completions, messages, ollama, ollama_models
+from pagoda.server.dialects import chat, completions, messages, ollama, ollama_models, responses
 from pagoda.server.errors import ApiError, ErrorForm, error_body
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
 from pagoda.server.pages.files import PAGE_ROUTES
@@ -101,7 +101,7 @@ async def invoke(http: Request) -> Response:
 
 
 _MODEL_ROUTERS = (
-    *(chat.router, completions.router, messages.router, ollama.router),
+    *(chat.router, completions.router, messages.router, responses.router, ollama.router),
     *(ollama_models.router, embeddings.router, scores.router, transcription.router, router),
 )
 """Of routes that ask something of the model."""

@@ -160,7 +160,7 @@ async def create_embedding(http: Request) -> Response:
 
 async def embed(http: Request, body: EmbeddingRequest) -> Pooled:
     """Return the embeddings that a body asks for. Raises RequestError, ApiError or WorkerDied."""
-    call = call_of(http, body, "embd")
+    call = call_of(http, body, "embd-")
     params = call.params()
     return await _pool_inputs(call, params, instruction_of(call.picked.model.tasks.plan, body.prompt_name))
 
@@ -190,7 +190,7 @@ class PoolingResponse(PooledList[PoolingData], kw_only=True):
 @router.post("/pooling", answer=PoolingResponse, body=PoolingRequest)
 async def create_pooling(http: Request) -> Response:
     """Return what the model makes of the hidden states of each input: an embedding, classes, or a vector per token."""
-    call = await read_call(http, PoolingRequest, "pooling")
+    call = await read_call(http, PoolingRequest, "pooling-")
     pooled = await _pool_inputs(call, call.params())
     numbers = _written(call.body)
     return await pooled.answer(
@@ -225,7 +225,7 @@ class ClassificationResponse(PooledList[ClassificationData], kw_only=True):
 @router.post("/classify", answer=ClassificationResponse, body=ClassificationRequest)
 async def create_classification(http: Request) -> Response:
     """Return the class probabilities of each input."""
-    call = await read_call(http, ClassificationRequest, "classify")
+    call = await read_call(http, ClassificationRequest, "classify-")
     pooled = await _pool_inputs(call, call.params())
     labels = call.picked.model.tasks.plan.labels
 

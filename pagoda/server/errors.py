@@ -142,7 +142,7 @@ def _in_words(request: Request, error: HTTPException) -> str:
 
 
 _ELSEWHERE = {
-    "/v1/chat/completions": ("/v1/responses", "/api/chat", "/api/generate", "/v1/complete"),
+    "/v1/chat/completions": ("/api/chat", "/api/generate", "/v1/complete"),
     "/v1/completions": ("/completion", "/generate", "/infill"),
     "/v1/embeddings": ("/api/embed", "/api/embeddings", "/embedding", "/embed", "/v2/embed"),
     "/v1/models": ("/api/tags", "/api/show", "/api/ps", "/props", "/slots", "/info"),

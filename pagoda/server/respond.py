@@ -56,10 +56,11 @@ async def respond_to(http: Request, dialect: Dialect[B], body: B) -> Response:
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
         turn = Turn(request_id, int(time.time()), picked.name, request, generation, state.starter.llm.text)
-        running = RunningTurn(generation, rendered, dialect.answer(body, turn, state))
+        answer = dialect.answer(body, turn, state)
+        running = RunningTurn(generation, rendered, answer)
         if request.is_stream:
             at_end.pop_all()
-            return EventStream(running.frames(), generation.close, dialect.framing)
+            return EventStream(running.frames(), generation.close, answer.framing)
         return await cancel_on_disconnect(http, running.whole())
 
 

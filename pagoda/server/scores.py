@@ -126,7 +126,7 @@ class ScoreResponse(PooledList[ScoreData], kw_only=True):
 @router.post("/score", answer=ScoreResponse, body=ScoreRequest)
 async def create_score(http: Request) -> Response:
     """Return how well each pair of texts matches."""
-    call = await read_call(http, ScoreRequest, "score")
+    call = await read_call(http, ScoreRequest, "score-")
     first, second = call.body.texts()
     pooled, scoring = await _score(call, first, second, call.body.names)
 
@@ -198,7 +198,7 @@ class RerankResponse(Struct, kw_only=True):
 @router.post("/rerank", answer=RerankResponse, body=RerankRequest)
 async def create_ranking(http: Request) -> Response:
     """Return documents in the order of how well they match a query."""
-    call = await read_call(http, RerankRequest, "rerank")
+    call = await read_call(http, RerankRequest, "rerank-")
     body, texts = call.body, call.body.texts()
     pooled, scoring = await _score(call, [body.query], texts, ("query", "documents"))
 

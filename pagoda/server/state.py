@@ -85,8 +85,8 @@ class ServerState:
         Several requests may have the same X-Request-Id header: while one is running, others get a suffix.
         """
         if asked is not None:
-            return f"{prefix}-{asked}"
-        request_id = f"{prefix}-{http.scope['state']['request_id']}"
+            return f"{prefix}{asked}"
+        request_id = f"{prefix}{http.scope['state']['request_id']}"
         is_free = self.starter.is_free(http.scope["state"]["key"], request_id, num_prompts)
         return request_id if is_free else f"{request_id}-{uuid.uuid4().hex[:8]}"
 

@@ -29,6 +29,7 @@ _PROVIDER = "pagoda"
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/messages": "chat",
+    "/v1/responses": "chat",
     "/api/chat": "chat",
     "/v1/completions": "text_completion",
     "/api/generate": "text_completion",

@@ -240,7 +240,7 @@ async def _answer(
     state = state_of(http)
     if state.pick(http, model).lora is not None:
         raise ApiError(400, "model: adapters do not transcribe", "model")
-    name, request_id = file.filename or "upload", state.request_id(http, None, "audio", 1)
+    name, request_id = file.filename or "upload", state.request_id(http, None, "audio-", 1)
     new_id = state.starter.reserve_job(http.scope["state"]["key"], request_id, place)
     reading = state.starter.llm.text.begin_transcription(
         lambda limits, is_left: read_sound(_content(file), name, limits, is_left),

@@ -161,7 +161,13 @@ class Turn:
 
 
 class Answer(Protocol):
-    """One answer in the form of an API: frames of a stream, or a whole. `frames` and `whole` may run on a thread."""
+    """One answer in the form of an API: frames of a stream, or a whole. `frames` and `whole` may run on a thread.
+
+    framing: how its stream ends.
+    """
+
+    @property
+    def framing(self) -> Framing: ...
 
     def opening(self) -> bytes:
         """Return what is sent before anything is generated."""
@@ -186,7 +192,7 @@ B = TypeVar("B", bound=ModelBody)
 class Dialect(Protocol[B]):
     """The form of one API's requests and answers.
 
-    body: of its requests.   id_prefix: of the ids of its answers.   framing: how its streams end.
+    body: of its requests.   id_prefix: of the ids of its answers.
     """
 
     @property
@@ -194,9 +200,6 @@ class Dialect(Protocol[B]):
 
     @property
     def id_prefix(self) -> str: ...
-
-    @property
-    def framing(self) -> Framing: ...
 
     def request(self, body: B, model: "ServedModel") -> TurnRequest:
         """Return what a body asks for. May run on a thread. Raises ApiError, RequestError."""

@@ -19,6 +19,7 @@ CHUNKS = {
     "/v1/completions": "CompletionChunk",
     "/v1/chat/completions": "ChatCompletionChunk",
     "/v1/messages": "MessageEvent",
+    "/v1/responses": "ResponseEvent",
 }
 MESSAGES = {**CHAT, "model": "smollm2-135m"}
 
@@ -62,6 +63,10 @@ REQUESTS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("POST", "/v1/messages", {**MESSAGES, "model": "unknown"}),
     ("POST", "/v1/messages", CHAT),
     ("POST", "/v1/messages/count_tokens", {"model": "smollm2-135m", "messages": CHAT["messages"]}),
+    ("POST", "/v1/responses", {"input": "Hello", "max_output_tokens": 8, "top_logprobs": 2, "metadata": {"a": "b"}}),
+    ("POST", "/v1/responses", {"input": "Hello", "max_output_tokens": 8, "top_logprobs": 2, "stream": True}),
+    ("POST", "/v1/responses", {"input": "Hello", "model": "unknown"}),
+    ("POST", "/v1/responses", {"input": "Hello" * 100_000}),
     ("POST", "/v1/embeddings", {"input": ["one", "two"]}),
     ("POST", "/v1/embeddings", {"input": "one", "encoding_format": "base64", "dimensions": 8}),
     ("POST", "/pooling", {"input": "one", "task": "token_embed"}),
@@ -121,7 +126,7 @@ def test_answers_are_as_described(
         assert CHUNKS[path] in described["content"][media_type]["schema"]["description"]
         lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
         assert len(lines) > 2
-        if path == "/v1/messages":
+        if path in ("/v1/messages", "/v1/responses"):
             lines = [line.partition("\ndata: ")[2] for line in lines]
         else:
             assert lines.pop() == "[DONE]"

@@ -478,7 +478,7 @@ def test_head_gets_the_headers_alone(fake_server: LiveServer) -> None:
 
 
 def test_what_is_absent_is_a_404_that_says_so(fake_server: LiveServer) -> None:
-    for path in ("/v1/responses", "/api/chat", "/v1/audio/speech"):
+    for path in ("/v1/files", "/api/chat", "/v1/audio/speech"):
         status, answer = fake_server.post(path, {})
         assert status == 404
         assert f"there is no route POST {path}" in answer["error"]["message"]
@@ -553,7 +553,7 @@ def test_the_log_says_why_a_request_was_refused(fake_server: LiveServer, keyed_s
 @pytest.mark.parametrize(
     ("path", "use"),
     [
-        ("/v1/responses", "/v1/chat/completions"),
+        ("/v1/complete", "/v1/chat/completions"),
         ("/api/chat", "/v1/chat/completions, or start the server with --ollama"),
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/v1/embeddings", "/v1/embeddings"),

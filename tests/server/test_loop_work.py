@@ -41,6 +41,7 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "Hi"},
     "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
     "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 1},
     "/api/chat": {"messages": [{"role": "user", "content": "Hi"}]},
     "/api/generate": {"prompt": "Hi", "raw": True},
     "/api/embed": {"input": "Hi"},

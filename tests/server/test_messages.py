@@ -1,14 +1,13 @@
 """Anthropic's API: the anthropic package, the order of events, and how conversations reach the template."""
 
 import asyncio
+import functools
 import json
 import random
-import string
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,18 +16,20 @@ import pytest
 from starlette.types import Message
 
 from pagoda.base.errors import RequestError
-from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.base.request_limits import RequestLimits
-from pagoda.engine.answers.reasoning import ReasoningSplitter
-from pagoda.engine.answers.tool_parsers.formats import HermesParser
 from pagoda.server.body import parse_body
-from pagoda.server.dialects.messages import MESSAGES, CountTokensRequest, MessagesRequest, conversation_of
+from pagoda.server.dialects.messages import (
+    MESSAGES,
+    CountTokensRequest,
+    MessagesRequest,
+    MessageWriter,
+    conversation_of,
+)
 from pagoda.server.errors import ApiError
-from pagoda.server.reader import Reader
 from pagoda.server.sending import EventStream
-from pagoda.server.turn import Piece
 from tests.server.in_process import served
 from tests.server.live import LiveServer
+from tests.server.random_turns import events_of, random_text, random_turn, turn_of
 from tests.server.test_tools import SAID, THINKING, scripted_server
 
 PYTHON = Path(f"{sys.prefix}-clients") / "bin" / "python"
@@ -200,38 +201,6 @@ def test_clients_of_this_api_get_its_errors_from_every_route() -> None:
 # ---- the order of events
 
 
-def random_text(dice: random.Random) -> str:
-    """What a model may say: a thought, texts and calls, cut somewhere now and then."""
-    words = ["a", " <", "tool", "\n", "{", "é", " ", "</", "think"]
-    parts = ["<think>" + "".join(dice.choices(words, k=5)) + "</think>"] if dice.random() < 0.5 else []
-    for _ in range(dice.randrange(4)):
-        parts.append("".join(dice.choices(words, k=dice.randrange(6))))
-        arguments = json.dumps({key: dice.random() for key in dice.sample(string.ascii_letters, dice.randrange(3))})
-        parts.append(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>')
-    text = "".join(parts)
-    return text[: dice.randrange(len(text) + 1)] if dice.random() < 0.3 else text
-
-
-def new_answer(body: Any) -> tuple[Any, Reader]:
-    generation = SimpleNamespace(num_prompt_tokens=7, num_output_tokens=3, num_cached_tokens=4)
-    turn: Any = SimpleNamespace(id="id", model="m", generation=generation)
-    return MESSAGES.answer(body, turn, turn), Reader(HermesParser(), ReasoningSplitter())
-
-
-def piece(reader: Reader, text: str, reason: str | None) -> Piece:
-    output = CompletionOutput(0, text, [1], finish_reason=reason)
-    return Piece(0, RequestOutput("r"), output, reader.read(output))
-
-
-def events_of(frames: bytes) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for frame in frames.decode().split("\n\n")[:-1]:
-        name, data = frame.split("\n")
-        found.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {found[-1]['type']}"
-    return found
-
-
 DELTAS = {"text": {"text_delta"}, "thinking": {"thinking_delta", "signature_delta"}, "tool_use": {"input_json_delta"}}
 
 
@@ -275,19 +244,11 @@ def test_events_of_random_turns_are_in_their_order_and_make_the_whole_answer() -
     dice = random.Random(7)
     kinds: set[str] = set()
     for number in range(200):
-        text, reason = random_text(dice), dice.choice(["stop", "length", "abort"])
         body = body_of(thinking={"type": dice.choice(["enabled", "disabled"])})
-        answer, reader = new_answer(body)
-        cuts = sorted(dice.sample(range(len(text) + 1), min(len(text), dice.randrange(1, 20))))
-        frames = answer.opening()
-        for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-            is_last = end == len(text)
-            frames += answer.frames(piece(reader, text[begin:end], reason if is_last else None))
-            if is_last:
-                break
-        content = checked(events_of(frames + answer.closing()))
-        answer, reader = new_answer(body)
-        whole = msgspec.to_builtins(answer.whole([piece(reader, text, reason)]))
+        text = random_text(dice)
+        new_answer = functools.partial(MESSAGES.answer, body, turn_of(), turn_of())
+        reason, events, whole = random_turn(dice, new_answer, text)
+        content = checked(events)
         for one in (*content, *whole["content"]):
             one.pop("id", None)
         assert whole["content"] == content, (number, text)
@@ -299,7 +260,7 @@ def test_events_of_random_turns_are_in_their_order_and_make_the_whole_answer() -
 
 
 def test_a_turn_without_any_output_has_a_beginning_and_an_end() -> None:
-    answer, _ = new_answer(body_of())
+    answer = MESSAGES.answer(body_of(), turn_of(), turn_of())
     assert checked(events_of(answer.opening() + answer.closing())) == []
 
 
@@ -317,7 +278,7 @@ def test_an_error_during_a_stream_is_the_last_event() -> None:
     async def send(message: Message) -> None:
         sent.append(message.get("body", b""))
 
-    stream = EventStream(events(), lambda: None, MESSAGES.framing)
+    stream = EventStream(events(), lambda: None, MessageWriter.framing)
     asyncio.run(stream({"type": "http", "state": {"request_id": "r"}}, receive, send))
     (last,) = events_of(b"".join(sent))
     assert last == {

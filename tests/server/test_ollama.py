@@ -18,7 +18,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.server_config import ServerConfig
 from pagoda.server.body import parse_body, unknown_fields
-from pagoda.server.dialects.ollama import FRAMING, LINES, model_name
+from pagoda.server.dialects.ollama import LINES, OllamaWriter, model_name
 from pagoda.server.dialects.ollama_bodies import OllamaChatRequest, OllamaGenerateRequest, template_messages
 from pagoda.server.errors import ApiError
 from pagoda.server.sending import EventStream
@@ -198,7 +198,7 @@ def test_an_error_during_a_stream_is_its_last_line() -> None:
     async def send(message: Message) -> None:
         sent.append(message.get("body", b""))
 
-    stream = EventStream(events(), lambda: None, FRAMING)
+    stream = EventStream(events(), lambda: None, OllamaWriter.framing)
     asyncio.run(stream({"type": "http", "state": {"request_id": "r"}}, receive, send))
     assert stream.headers["content-type"] == LINES
     assert b"".join(sent) == b'{"done":false}\n{"error":"the engine is gone"}\n'

@@ -31,7 +31,6 @@ from pagoda.server.dialects.openai_body import TEXT_ONLY, SamplingBody, unserved
 from pagoda.server.errors import ApiError
 from pagoda.server.respond import respond
 from pagoda.server.routing import Router
-from pagoda.server.sending import OPENAI_FRAMING
 from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState
 from pagoda.server.turn import CallDelta, Piece, Turn, TurnRequest
@@ -288,8 +287,7 @@ class ChatDialect:
     """OpenAI's conversations."""
 
     body = ChatCompletionRequest
-    id_prefix = "chatcmpl"
-    framing = OPENAI_FRAMING
+    id_prefix = "chatcmpl-"
 
     def request(self, body: ChatCompletionRequest, model: ServedModel) -> TurnRequest:
         conversation = body.conversation
@@ -401,8 +399,7 @@ class BatchDialect:
     """vLLM's lists of conversations."""
 
     body = BatchChatRequest
-    id_prefix = "chatcmpl"
-    framing = OPENAI_FRAMING
+    id_prefix = "chatcmpl-"
 
     def request(self, body: BatchChatRequest, model: ServedModel) -> TurnRequest:
         first, *others = body.each

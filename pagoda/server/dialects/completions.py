@@ -30,7 +30,6 @@ from pagoda.server.dialects.openai import (
 from pagoda.server.dialects.openai_body import CHAT_ONLY, SamplingBody, unserved_with
 from pagoda.server.respond import respond
 from pagoda.server.routing import Router
-from pagoda.server.sending import OPENAI_FRAMING
 from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState
 from pagoda.server.turn import Piece, Turn, TurnRequest
@@ -195,8 +194,7 @@ class CompletionDialect:
     """OpenAI's completions of texts."""
 
     body = CompletionRequest
-    id_prefix = "cmpl"
-    framing = OPENAI_FRAMING
+    id_prefix = "cmpl-"
 
     def request(self, body: CompletionRequest, model: ServedModel) -> TurnRequest:
         of_prompt = body.num_logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs

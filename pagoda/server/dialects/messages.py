@@ -23,6 +23,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.server.body import Body, Flag, Int32, ModelBody, Name, Seed, TokenCount, UnservedField, one_of, run_for_body
 from pagoda.server.conversation import check_chat, check_named
+from pagoda.server.dialects.transcript import Transcript, function_tool
 from pagoda.server.errors import ApiError, error_type
 from pagoda.server.render import render_chat
 from pagoda.server.respond import respond
@@ -194,55 +195,36 @@ class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
         limits.check("stop_strings", len(self.stop_sequences), "stop_sequences")
 
 
-class Conversion:
-    """A conversation in the form that chat templates read.   places: of each message, what errors call it."""
+class Conversion(Transcript):
+    """A conversation in the form that chat templates read."""
 
     def __init__(self, body: CountTokensRequest) -> None:
-        self.messages: list[dict[str, Any]] = []
-        self._places: list[str] = []
+        super().__init__()
         self._numbers: list[int] = []  # of tools
         if system := _system_text(body.system):
-            self._add("system", {"role": "system", "content": system})
+            self.add_system("system", system)
         for index, message in enumerate(body.messages):
             place = f"messages[{index}]"
             blocks = message.content
             blocks = [ContentBlock("text", blocks)] if isinstance(blocks, str) else blocks
             match message.role:
                 case "assistant":
-                    self._add(place, _assistant(blocks, place))
+                    self.add(place, _assistant(blocks, place))
                 case "system":
-                    self._add_system(place, "".join(_text_of(block, place) for block in blocks))
+                    self.add_system(place, "".join(_text_of(block, place) for block in blocks))
                 case _:
                     self._add_user(place, blocks)
         self.tools: list[dict[str, Any]] = []
         for index, tool in enumerate(body.tools or ()):
             if tool.input_schema is not None:
                 self._numbers.append(index)
-                self.tools.append(_tool(tool))
+                self.tools.append(function_tool(tool.name, tool.input_schema, tool.description, tool.strict))
 
     def origin(self, param: str) -> str:
         """Return the caller's name of a field."""
-        if found := re.match(r"messages\[(\d+)\]", param):
-            return self._places[int(found[1])]
         if found := re.match(r"tools\[(\d+)\]", param):
             return f"tools[{self._numbers[int(found[1])]}].input_schema"
-        return {"stop": "stop_sequences", "truncate_prompt_tokens": ""}.get(param, param)
-
-    def _add(self, place: str, message: dict[str, Any]) -> None:
-        """Add a message; one of the user to that before it: many templates want turns to alternate."""
-        last = self.messages[-1] if self.messages else {}
-        if message["role"] == "user" and last.get("role") == "user":
-            last["content"] = [*_as_parts(last["content"]), *_as_parts(message["content"])]
-        else:
-            self.messages.append(message)
-            self._places.append(place)
-
-    def _add_system(self, place: str, text: str) -> None:
-        """Add a system message: most templates take only one at the start, so later ones are the user's, marked."""
-        if self.messages:
-            self._add(place, {"role": "user", "content": f"<system>\n{text}\n</system>\n"})
-        else:
-            self._add(place, {"role": "system", "content": text})
+        return {"stop": "stop_sequences", "truncate_prompt_tokens": ""}.get(param, super().origin(param))
 
     def _add_user(self, place: str, blocks: Sequence[ContentBlock]) -> None:
         """Add the results of tools, then the rest with the images of the results."""
@@ -255,11 +237,9 @@ class Conversion:
             inner = block.content or ""
             shown = [_part(one, where) for one in (() if isinstance(inner, str) else inner)]
             text = inner if isinstance(inner, str) else "\n".join(one["text"] for one in shown if "text" in one)
-            self._add(place, {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": text})
+            self.add(place, {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": text})
             parts += [one for one in shown if "text" not in one]
-        if parts:
-            is_text = len(parts) == 1 and "text" in parts[0]
-            self._add(place, {"role": "user", "content": parts[0]["text"] if is_text else parts})
+        self.add_parts(place, parts)
 
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
@@ -297,10 +277,6 @@ def _part(block: ContentBlock, where: str) -> dict[str, Any]:
             raise RequestError(f"{where}: this server does not support blocks of type {named}", where)
 
 
-def _as_parts(content: Any) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
 def _assistant(blocks: Sequence[ContentBlock], place: str) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant"}
     texts: list[str] = []
@@ -327,16 +303,6 @@ def _assistant(blocks: Sequence[ContentBlock], place: str) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     return message
-
-
-def _tool(tool: ToolParam) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    function["parameters"] = tool.input_schema
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
 
 
 def conversation_of(body: CountTokensRequest) -> tuple[Conversation, Conversion]:
@@ -498,8 +464,7 @@ class MessagesDialect:
     """Anthropic's messages."""
 
     body = MessagesRequest
-    id_prefix = "msg"
-    framing = Framing(lambda error, request_id: event(message_error(error, request_id), "error"), b"")
+    id_prefix = "msg_"
 
     def request(self, body: MessagesRequest, model: ServedModel) -> TurnRequest:
         conversation, made = conversation_of(body)
@@ -527,6 +492,8 @@ MESSAGES = MessagesDialect()
 
 class MessageWriter:
     """Writes an answer as blocks, of which one is open at a time."""
+
+    framing = Framing(lambda error, request_id: event(message_error(error, request_id), "error"), b"")
 
     def __init__(self, body: MessagesRequest, turn: Turn) -> None:
         self._body = body

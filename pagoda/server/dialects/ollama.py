@@ -95,6 +95,8 @@ def timestamp(seconds: float) -> str:
 class OllamaWriter:
     """Writes an answer as lines. A call is sent when it is whole."""
 
+    framing = Framing(lambda error, request_id: line(ollama_error(error, request_id)), b"", LINES)
+
     def __init__(self, body: OllamaBody, turn: Turn) -> None:
         self._is_chat = isinstance(body, OllamaChatRequest)
         self._hides_thoughts = body.think is False
@@ -170,15 +172,12 @@ def _as_ns(ms: float | UnsetType) -> int:
 
 # ---- routes
 
-FRAMING = Framing(lambda error, request_id: line(ollama_error(error, request_id)), b"", LINES)
-
 
 class OllamaChatDialect:
     """Ollama's conversations."""
 
     body = OllamaChatRequest
-    id_prefix = "ollama"
-    framing = FRAMING
+    id_prefix = "ollama-"
 
     def request(self, body: OllamaChatRequest, model: ServedModel) -> TurnRequest:
         tools = body.tools or []
@@ -196,8 +195,7 @@ class OllamaGenerateDialect:
     """Ollama's prompts: what a user says, or a text to continue."""
 
     body = OllamaGenerateRequest
-    id_prefix = "ollama"
-    framing = FRAMING
+    id_prefix = "ollama-"
 
     def request(self, body: OllamaGenerateRequest, model: ServedModel) -> TurnRequest:
         _check_think(body, model, False)

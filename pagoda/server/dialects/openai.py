@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from pagoda.base.outputs import Logprob
 from pagoda.server.dialects.openai_body import SamplingBody
 from pagoda.server.generation import Generation, RequestFigures, as_ms
-from pagoda.server.sending import event
+from pagoda.server.sending import OPENAI_FRAMING, event
 from pagoda.server.state import ServerState
 from pagoda.server.turn import Piece, Turn, TurnRequest
 
@@ -109,6 +109,8 @@ class ChunkedAnswer(ABC):
 
     The last has the usage, if that was asked for or is forced, and the timings, if those were asked for.
     """
+
+    framing = OPENAI_FRAMING
 
     def __init__(self, body: SamplingBody, turn: Turn, state: ServerState, chunk: Chunk) -> None:
         self.turn = turn

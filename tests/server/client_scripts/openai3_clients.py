@@ -56,7 +56,7 @@ def openai_retries(url: str) -> dict[str, Any]:
         "response_format": lambda: client.chat.completions.create(
             model=MODEL, messages=MESSAGES, response_format=shape, max_tokens=4
         ),
-        "responses": lambda: client.responses.create(model=MODEL, input="Hi"),
+        "responses": lambda: client.responses.create(model=MODEL, input="Hi", max_output_tokens=4),
         "files": lambda: client.files.list(),
     }
     for name, call in calls.items():

@@ -1,0 +1,325 @@
+"""ResponseWriter: the events and the answer of one turn, in the form of OpenAI's Responses. Knows nothing of HTTP.
+
+An answer is a list of items: messages, thoughts and calls. Each is announced, told in pieces, and told as a whole.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec.structs import replace
+
+from pagoda.server.dialects.chat import ChatLogprob
+from pagoda.server.errors import ApiError
+from pagoda.server.generation import Generation
+from pagoda.server.turn import CallDelta, ReasoningDelta, TextDelta, TurnEnd, TurnEvent
+
+
+class ResponsePart(Struct, kw_only=True):
+    """A part of a message or a thought. Only the fields of its type are there."""
+
+    type: Literal["output_text", "reasoning_text", "summary_text"]
+    text: str
+    annotations: list[dict[str, Any]] | UnsetType = UNSET
+    logprobs: list[ChatLogprob] | UnsetType = UNSET
+
+
+class OutputItem(Struct, kw_only=True):
+    """A part of an answer: a message, a thought or a call. Only the fields of its type are there.
+
+    id: of the item; call_id: what the result of a call refers to.
+    name, namespace: of the tool, as the request has them.   arguments: of a function, JSON.   input: of a custom tool.
+    """
+
+    id: str
+    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: list[ResponsePart] | UnsetType = UNSET
+    summary: list[ResponsePart] | UnsetType = UNSET
+    encrypted_content: str | UnsetType | None = UNSET
+    call_id: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    namespace: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+
+
+class InputTokensDetails(Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+    @classmethod
+    def of(cls, counts: Generation) -> "ResponseUsage":
+        prompt, output = counts.num_prompt_tokens, counts.num_output_tokens
+        reasoning = OutputTokensDetails(counts.num_reasoning_tokens or 0)
+        return cls(prompt, InputTokensDetails(counts.num_cached_tokens), output, reasoning, prompt + output)
+
+
+class ResponseFailure(Struct, frozen=True):
+    code: str
+    message: str
+
+
+class IncompleteDetails(Struct, frozen=True):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseReasoning(Struct, frozen=True):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponseAnswer(Struct, kw_only=True):
+    """A response. Fields of type Raw are as in the request, of whose size they may be."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"] = "in_progress"
+    completed_at: int | None = None
+    error: ResponseFailure | None = None
+    incomplete_details: IncompleteDetails | None = None
+    model: str
+    output: list[OutputItem] = []
+    usage: ResponseUsage | None = None
+    instructions: Raw
+    tools: Raw
+    tool_choice: Raw
+    text: Raw
+    metadata: Raw
+    reasoning: ResponseReasoning
+    background: bool = False
+    max_output_tokens: int | None
+    parallel_tool_calls: bool
+    previous_response_id: str | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["default"] = "default"
+    store: bool = False
+    temperature: float
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    user: str | None = None
+
+
+class ResponseEvent(Struct, kw_only=True):
+    """An event of a stream. Only the fields of its type are sent."""
+
+    type: str
+    sequence_number: int
+    response: ResponseAnswer | UnsetType = UNSET
+    output_index: int | UnsetType = UNSET
+    item: OutputItem | UnsetType = UNSET
+    item_id: str | UnsetType = UNSET
+    content_index: int | UnsetType = UNSET
+    summary_index: int | UnsetType = UNSET
+    part: ResponsePart | UnsetType = UNSET
+    delta: str | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+    name: str | UnsetType = UNSET
+    arguments: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+    logprobs: list[ChatLogprob] | UnsetType = UNSET
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How an item is told.   id: the prefix of its own.   event: the type of its deltas.   whole: their field, whole.
+
+    part, index: the type of its only part and the field with that one's number, if it has parts.   part_event: of it.
+    """
+
+    id: str
+    type: Literal["message", "reasoning", "function_call", "custom_tool_call"]
+    event: str
+    whole: str
+    part: Literal["output_text", "reasoning_text", "summary_text"] | None = None
+    part_event: str = ""
+    index: str = ""
+
+
+_CONTENT = ("response.content_part", "content_index")
+_MESSAGE = _Form("msg", "message", "response.output_text", "text", "output_text", *_CONTENT)
+_THOUGHT = _Form("rs", "reasoning", "response.reasoning_text", "text", "reasoning_text", *_CONTENT)
+_SUMMARY = _Form(
+    *("rs", "reasoning", "response.reasoning_summary_text", "text"),
+    *("summary_text", "response.reasoning_summary_part", "summary_index"),
+)
+_FUNCTION = _Form("fc", "function_call", "response.function_call_arguments", "arguments")
+
+
+@dataclass(slots=True)
+class _OpenItem:
+    """An item that is being told.   place: the fields of its events.   item: as announced."""
+
+    form: _Form
+    item: OutputItem
+    place: dict[str, Any]
+    pieces: list[str] = field(default_factory=list[str])
+    logprobs: list[ChatLogprob] = field(default_factory=list[ChatLogprob])
+
+
+class ResponseWriter:
+    """Makes events, with their numbers, of the events of a turn.   response: as it is now; whole after the last event.
+
+    `begin`, then `add` as often as there is something, then `end` or `fail`. Items that events have are not changed
+    later, so that events can be kept.
+    """
+
+    def __init__(self, response: ResponseAnswer, is_summary: bool = False) -> None:
+        """response: without output.   is_summary: thoughts are sent as summaries."""
+        self.response = response
+        self._thought = _SUMMARY if is_summary else _THOUGHT
+        self._num_events = 0
+        self._num_items = 0
+        self._open: _OpenItem | None = None
+        self._end: TurnEnd | None = None
+
+    def begin(self) -> list[ResponseEvent]:
+        return [
+            self._event(f"response.{name}", response=replace(self.response, output=[]))
+            for name in ("created", "in_progress")
+        ]
+
+    def add(self, said: Sequence[TurnEvent], logprobs: Sequence[ChatLogprob] = ()) -> list[ResponseEvent]:
+        """Return what tells some events of the turn.   logprobs: of their tokens."""
+        events: list[ResponseEvent] = []
+        for one in said:
+            match one:
+                case ReasoningDelta(text):
+                    self._into(events, self._thought)
+                    self._add_delta(events, text)
+                case TextDelta(text):
+                    self._into(events, _MESSAGE)
+                    self._add_delta(events, text, logprobs)
+                    logprobs = ()
+                case CallDelta(_, arguments, call_id, name):
+                    if name is not None:
+                        self._begin_item(events, _FUNCTION, call_id=call_id or "", name=name, arguments="")
+                    if arguments:
+                        self._add_delta(events, arguments)
+                case TurnEnd():
+                    self._end = one
+        return events
+
+    def end(self, usage: ResponseUsage) -> list[ResponseEvent]:
+        """Return the last events."""
+        reason = "stop" if self._end is None else self._end.reason
+        is_whole = reason in ("stop", "tool_calls")
+        events: list[ResponseEvent] = []
+        self._close(events, "completed" if is_whole else "incomplete")
+        response = self.response
+        response.usage = usage
+        response.completed_at = int(time.time()) if is_whole else None
+        if is_whole:
+            response.status = "completed"
+        elif reason == "length":
+            response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
+        else:
+            response.status = "cancelled"  # there is no event of this name
+        events.append(self._event(f"response.{'completed' if is_whole else 'incomplete'}", response=response))
+        return events
+
+    def fail(self, error: ApiError) -> list[ResponseEvent]:
+        """Return the last event of a response that failed."""
+        self.response.status, self.response.error = "failed", failure_of(error)
+        return [self._event("response.failed", response=self.response)]
+
+    # ---- items, of which one is open at a time
+
+    def _into(self, events: list[ResponseEvent], form: _Form) -> None:
+        """Begin an item, unless one of this form is open."""
+        if self._open is not None and self._open.form is form:
+            return
+        fields: dict[str, Any] = {"role": "assistant"} if form is _MESSAGE else {"summary": []}
+        self._begin_item(events, form, **fields, content=UNSET if form is _SUMMARY else [])
+
+    def _begin_item(self, events: list[ResponseEvent], form: _Form, **fields: Any) -> None:
+        self._close(events, "completed")
+        number = self._num_items
+        self._num_items += 1
+        item_id = f"{form.id}_{self.response.id.removeprefix('resp_')}_{number}"
+        item = OutputItem(id=item_id, type=form.type, status="in_progress", **fields)
+        place = {"item_id": item_id, "output_index": number}
+        events.append(self._event("response.output_item.added", output_index=number, item=item))
+        if form.part is not None:
+            place[form.index] = 0
+            events.append(self._event(f"{form.part_event}.added", **place, part=_part(form.part, "", [])))
+        self._open = _OpenItem(form, item, place)
+
+    def _add_delta(self, events: list[ResponseEvent], text: str, logprobs: Sequence[ChatLogprob] = ()) -> None:
+        assert self._open is not None
+        self._open.pieces.append(text)
+        given: list[ChatLogprob] | UnsetType = UNSET
+        if self._open.form is _MESSAGE:
+            given = list(logprobs)
+            self._open.logprobs += given
+        events.append(self._event(f"{self._open.form.event}.delta", **self._open.place, delta=text, logprobs=given))
+
+    def _close(self, events: list[ResponseEvent], status: Literal["completed", "incomplete"]) -> None:
+        """End the open item, if there is one."""
+        if self._open is None:
+            return
+        form, place, text = self._open.form, self._open.place, "".join(self._open.pieces)
+        done: dict[str, Any] = {form.whole: text}
+        if form is _MESSAGE:
+            done["logprobs"] = self._open.logprobs
+        if form is _FUNCTION:
+            done["name"] = self._open.item.name
+        events.append(self._event(f"{form.event}.done", **place, **done))
+        if form.part is None:
+            item = replace(self._open.item, status=status, **{form.whole: text})
+        else:
+            part = _part(form.part, text, self._open.logprobs)
+            events.append(self._event(f"{form.part_event}.done", **place, part=part))
+            item = replace(self._open.item, status=status, **{form.index.removesuffix("_index"): [part]})
+        self.response.output.append(item)
+        events.append(self._event("response.output_item.done", output_index=place["output_index"], item=item))
+        self._open = None
+
+    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
+        self._num_events += 1
+        return ResponseEvent(type=kind, sequence_number=self._num_events - 1, **fields)
+
+
+def _part(kind: Literal["output_text", "reasoning_text", "summary_text"], text: str, logprobs: Any) -> ResponsePart:
+    if kind != "output_text":
+        return ResponsePart(type=kind, text=text)
+    return ResponsePart(type=kind, text=text, annotations=[], logprobs=logprobs)
+
+
+# ---- failures
+
+_CODES: Mapping[int, str] = {404: "model_not_found", 429: "rate_limit_exceeded", 503: "server_is_overloaded"}
+_TOO_LONG = "maximum context length"  # in the engine's message, as in OpenAI's
+
+
+def error_code(error: ApiError) -> str | None:
+    """Return what agents such as Codex look for in an error, None if they look for nothing."""
+    if error.status == 400:
+        return "context_length_exceeded" if _TOO_LONG in error.message else None
+    return _CODES.get(error.status, "server_error" if error.status >= 500 else None)
+
+
+def failure_of(error: ApiError) -> ResponseFailure:
+    """Return what a response says that has failed after it began. An engine that is gone comes again: Codex tries again
+    after a "server_error", but not if the server is overloaded."""
+    code = "server_error" if error.status >= 500 else error_code(error) or "invalid_prompt"
+    after = "" if error.retry_after_s is None else f"; try again in {error.retry_after_s}s"
+    return ResponseFailure(code, error.message + after)

@@ -1,0 +1,148 @@
+"""The body of POST /v1/responses, and the items of conversations in that API."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from msgspec import Meta, Struct
+
+from pagoda.base.errors import RequestError
+from pagoda.base.request_limits import RequestLimits
+from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.server.body import Body, Flag, ModelBody, Seed, TokenCount, UnservedField, one_of
+
+
+class InputPart(Struct, frozen=True):
+    """A part of a message, a thought or a tool's result.   type: which of the fields it has."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    image_url: str | None = None
+
+
+class InputItem(Struct, frozen=True, kw_only=True):
+    """A part of a conversation: a message, a thought, a call or its result. Items of earlier answers are among them.
+
+    type: Which of the fields it has: message (if it has a role), reasoning, function_call, function_call_output,
+        custom_tool_call, custom_tool_call_output, item_reference.
+    id: Of the item.
+    role: Of a message: user, assistant, system or developer.
+    content: Of a message or a thought: a text, or parts.
+    summary: Of a thought: parts.
+    encrypted_content: Of a thought: as it was sent.
+    call_id: What a call and its result have in common.
+    name: Of a call: the tool.
+    namespace: Of a call: where the tool is.
+    arguments: Of a function's call: JSON.
+    input: Of a custom tool's call: a text.
+    output: Of a result: a text, or parts.
+    """
+
+    type: str | None = None
+    id: str | None = None
+    role: str | None = None
+    content: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+    encrypted_content: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: str | list[InputPart] | None = None
+
+
+class ReasoningParam(Body, frozen=True):
+    """How the model thinks, if its template can say so.
+
+    effort: A variable of the template, `reasoning_effort`; with none, `enable_thinking` is false.
+    summary: With a value, thoughts are sent as summaries, else as texts; either has all of them.
+    """
+
+    effort: Annotated[str, Meta(max_length=64)] | None = None
+    summary: Annotated[str, one_of("auto", "concise", "detailed", "none")] | None = None
+
+
+class TextParam(Body, frozen=True):
+    """The form of the texts.
+
+    format: Of type text, json_object, or json_schema with a `schema`.
+    verbosity: Has no effect.
+    """
+
+    format: dict[str, Any] | None = None
+    verbosity: Annotated[str, Meta(max_length=64)] | None = None
+
+
+_STORED = "stored responses"
+
+
+class ResponsesRequest(ModelBody, kw_only=True, frozen=True):
+    """POST /v1/responses
+
+    input: A text of the user, or the items of the conversation.
+    instructions: The system prompt.
+    max_output_tokens: Most tokens of the answer; if not given, as many as the model's context has left.
+    stream: Send the answer as events, as it is generated.
+    temperature: How random the output is: 0 takes the most likely token.
+    top_p: Sample from the most likely tokens that have this probability together.
+    top_logprobs: Tell the log-probability of each token, and so many of the most likely ones.
+    reasoning: How the model thinks.
+    text: The form of the texts.
+    include: `message.output_text.logprobs` and `reasoning.encrypted_content` are known; others have no effect.
+    metadata: Comes back in the answer.
+    truncation: Has no effect: what does not fit into the context is an error.
+    user, safety_identifier, prompt_cache_key: Come back in the answer.
+    seed: Makes the output repeatable; not a field of OpenAI's.
+    """
+
+    unserved: ClassVar[Mapping[str, UnservedField]] = {
+        "previous_response_id": UnservedField(_STORED),
+        "conversation": UnservedField(_STORED),
+        "background": UnservedField(_STORED),
+        "prompt": UnservedField("stored prompts"),
+        "moderation": UnservedField("moderation"),
+    }
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: TokenCount | None = None
+    stream: Flag = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=1000)] | None = None
+    reasoning: ReasoningParam | None = None
+    text: TextParam | None = None
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    truncation: Annotated[str, one_of("auto", "disabled")] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    seed: Seed | None = None
+
+    def check(self, limits: RequestLimits) -> None:
+        names = ("model", "user", "safety_identifier", "prompt_cache_key")
+        limits.check_names(**{name: getattr(self, name) for name in names})
+        limits.check_values({"metadata": self.metadata})
+        limits.check_values({"text": self.text and self.text.format}, "grammar_chars")
+
+    def includes(self, name: str) -> bool:
+        return name in (self.include or ())
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The log-probabilities per token, besides its own; None: none at all."""
+        return self.top_logprobs or (0 if self.includes("message.output_text.logprobs") else None)
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        """The form of the text. Raises RequestError."""
+        form = (self.text.format if self.text is not None else None) or {"type": "text"}
+        match form:
+            case {"type": "text"}:
+                return None
+            case {"type": "json_object"}:
+                return StructuredOutputsParams(json_object=True, source="text.format")
+            case {"type": "json_schema", "schema": dict() as schema}:
+                return StructuredOutputsParams(json=schema, source="text.format")
+        raise RequestError("text.format: expected type text, json_object, or json_schema and a schema", "text.format")
