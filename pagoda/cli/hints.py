@@ -7,7 +7,6 @@ COMMANDS: Mapping[str, str] = {
     "collect-env": "pagoda doctor",
     "complete": "pagoda generate",
     "run-batch": "LLM.generate and LLM.chat take lists of prompts; a running server takes requests at once",
-    "launch": "pagoda serve",
     # Ollama
     "pull": "pagoda models pull",
     "list": "pagoda models list",

@@ -36,6 +36,7 @@ COMMANDS: dict[str, str] = {
     "chat": "pagoda.cli.chat",
     "transcribe": "pagoda.cli.transcribe",
     "serve": "pagoda.cli.serve",
+    "launch": "pagoda.cli.launch",
     "top": "pagoda.cli.top",
     "plan": "pagoda.cli.plan",
     "replay": "pagoda.cli.replay",

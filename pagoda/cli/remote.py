@@ -43,6 +43,19 @@ class ServerConnection:
             raise RequestError(f"the connection to the server broke: {str(error) or type(error).__name__}") from None
 
 
+def model_card(server: ServerConnection, model: str | None) -> dict[str, Any]:
+    """Return what a server lists about a model; without one, about its first. Raises ConfigError."""
+    try:
+        with server.open("/v1/models") as answer:
+            served: list[dict[str, Any]] = json.load(answer)["data"]
+        return next(one for one in served if model in (None, one["id"]))
+    except StopIteration:
+        names = ", ".join(one["id"] for one in served)
+        raise ConfigError(f"{server.url} does not serve {model!r:.80}; it has {names}") from None
+    except (OSError, ValueError, LookupError, RequestError) as error:
+        raise ConfigError(f"{server.url}: cannot list its models ({error}); is the server running?") from None
+
+
 class RemoteSession:
     """Answers like Session, by the server's /tokenize and /v1/completions, so that it needs a pagoda or vLLM server.
 
@@ -52,15 +65,7 @@ class RemoteSession:
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
         """model: None: the first that the server lists. Raises ConfigError if the server does not answer."""
         self._server = ServerConnection(url, api_key)
-        try:
-            with self._server.open("/v1/models") as answer:
-                served: list[dict[str, Any]] = json.load(answer)["data"]
-            card = next(one for one in served if model in (None, one["id"]))
-        except StopIteration:
-            names = ", ".join(one["id"] for one in served)
-            raise ConfigError(f"--url {url} does not serve {model!r:.80}; it has {names}") from None
-        except (OSError, ValueError, LookupError, RequestError) as error:
-            raise ConfigError(f"{url}: cannot list its models ({error}); is the server running?") from None
+        card = model_card(self._server, model)
         self.model_name = str(card["id"])
         self.max_model_len = int(card.get("max_model_len") or 1 << 30)
         self.given: set[str] = set()

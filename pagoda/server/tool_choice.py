@@ -74,7 +74,7 @@ class ToolUse:
     def constrain(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
         """Return params, with the grammar of the calls if there is one.
 
-        Raises RequestError for a tool's schema that is not supported.
+        Raises RequestError for the schema of a tool that must be called or is strict, if it is not supported.
         """
         form = self._format
         if form is None or not self.has_grammar(params):
@@ -91,6 +91,11 @@ class ToolUse:
         if self.is_forced:
             text = form.forced(tools, most, marker_id)
         else:
-            loose = [] if self.is_generic else [one["name"] for one in functions if not one.get("strict")]
+            # The generic format is held although nobody asked for it, as far as schemas can be held.
+            loose = [
+                tool.name
+                for one, tool in zip(functions, tools, strict=True)
+                if not one.get("strict") and not (self.is_generic and form.can_hold(tool))
+            ]
             text = form.free(tools, loose, most, marker_id)
         return dataclasses.replace(params, structured_outputs=StructuredOutputsParams(grammar=text, source="tools"))

@@ -14,7 +14,7 @@ from pagoda.cli import main as cli_main
 
 ROOT = Path(__file__).parents[2]
 
-COMMANDS = ("run", "generate", "chat", "transcribe", "serve", "top", "plan", "doctor", "models", "bench")
+COMMANDS = ("run", "generate", "chat", "transcribe", "serve", "launch", "top", "plan", "doctor", "models", "bench")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

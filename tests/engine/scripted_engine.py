@@ -1,7 +1,8 @@
 """An engine process with a scripted model: one text, as tokens, per seed.
 
 `python -m tests.engine.scripted_engine`; the environment's ENGINE_SCRIPTS names a JSON list of lists of token ids. A
-request with seed i gets the tokens of list i, whatever it asks.
+request with seed i gets the tokens of list i, whatever it asks. Or it names an object: the last token of a prompt ->
+the list.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from tests.engine.wrapped_executor import wrap_executor
 class ScriptedExecutor:
     """Runs `inner` and replaces what it sampled. For prompts that are not preempted, without drafts."""
 
-    def __init__(self, inner: Executor, scripts: list[list[int]]) -> None:
+    def __init__(self, inner: Executor, scripts: list[list[int]] | dict[str, list[int]]) -> None:
         self._inner = inner
         self.start, self.set_pools, self.call = inner.start, inner.set_pools, inner.call
         self.shutdown = inner.shutdown
@@ -30,7 +31,11 @@ class ScriptedExecutor:
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         for init in output.admitted:
-            self._rest[init.row] = list(self._scripts[init.seed % len(self._scripts)])
+            scripts = self._scripts
+            if isinstance(scripts, dict):
+                self._rest[init.row] = list(scripts[str(init.token_ids[-1])])
+            else:
+                self._rest[init.row] = list(scripts[init.seed % len(scripts)])
         result = self._inner.submit(output).result()
         says = [self._rest[row].pop(0) for row in output.sample_rows.tolist()]
         future: Future[ModelRunnerOutput] = Future()

@@ -198,6 +198,14 @@ def test_clients_of_this_api_get_its_errors_from_every_route() -> None:
     served(test)
 
 
+def test_an_answer_may_be_asked_for_that_is_longer_than_the_context(fake_server: LiveServer) -> None:
+    """Claude Code asks every model for 32,000 tokens."""
+    asked = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 32_000}
+    status, answer = fake_server.post("/v1/messages", asked)
+    assert status == 200, answer
+    assert answer["stop_reason"] in ("end_turn", "model_context_window_exceeded")
+
+
 # ---- the order of events
 
 

@@ -119,6 +119,21 @@ def test_optional_strict_calls_obey_their_schemas(fake_server: LiveServer, templ
     assert answer["choices"][0]["message"]["content"]
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_schema_that_cannot_be_held_is_no_error_unless_it_has_to_be(fake_server: LiveServer, template: str) -> None:
+    """Claude Code's tools have such schemas."""
+    names = {"type": "object", "propertyNames": {"type": "string"}}
+    parameters = {"type": "object", "properties": {"metadata": names}}
+    tool = {"type": "function", "function": {"name": "note", "parameters": parameters}}
+    body = {**ASK, **TEMPLATES[template], "tools": [tool, *tools_of("now")], "max_tokens": 9, "seed": 3}
+    assert fake_server.post("/v1/chat/completions", body)[0] == 200
+    tool["function"]["strict"] = True  # type: ignore[index]
+    for more in ({}, {"tool_choice": "required"}):
+        status, answer = fake_server.post("/v1/chat/completions", {**body, **more})
+        assert (status, answer["error"]["param"]) == (400, "tools[0].function.parameters")
+        assert "at /properties/metadata/propertyNames: is not supported" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("more", "param", "said"),
     [

@@ -252,6 +252,14 @@ class CallFormat:
         opened = f"opened[lazy]: TEXT {literal(self.opening.rstrip())}"
         return "\n".join([f"start: (opened free){many} tail", "tail: TEXT", opened, _TEXT, f"free: {call}", *rules])
 
+    def can_hold(self, tool: Tool) -> bool:
+        """Return whether the tool's schema is supported."""
+        try:
+            self.call.rules(0, tool, False)
+        except RequestError:
+            return False
+        return True
+
     def _marker(self, marker_id: int | None) -> str:
         assert self.list_marker is not None
         return literal(self.list_marker) if marker_id is None else f"<[{marker_id}]>"

@@ -469,7 +469,8 @@ class MessagesDialect:
     def request(self, body: MessagesRequest, model: ServedModel) -> TurnRequest:
         conversation, made = conversation_of(body)
         given = {
-            "max_tokens": body.max_tokens,
+            # Claude Code asks for 32,000 tokens of any model.
+            "max_tokens": min(body.max_tokens, model.max_model_len),
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": body.top_k,
