@@ -290,6 +290,8 @@ class EventStream:
         """Return what no client got yet, by client."""
         if not self._pending:
             return {}
-        taken, self._pending = self._pending, []
-        clients = dict.fromkeys(event.client for event in taken)
-        return {client: Events(event for event in taken if event.client == client) for client in clients}
+        by_client: dict[int, list[ClientEvent]] = {}
+        for event in self._pending:
+            by_client.setdefault(event.client, []).append(event)
+        self._pending.clear()
+        return {client: Events(events) for client, events in by_client.items()}

@@ -32,13 +32,13 @@ def add_request(state: SchedulerState, request: Request) -> None:
         prior = request.prior_output[index] if request.prior_output else ()
         tokens = np.concatenate((prompt, np.array(prior, np.int32))) if prior else prompt
         added.sequences.append(Sequence(added, index, tokens, end=_end_after(state, request, prior)))
+    added.unfinished = [sequence for sequence in added.sequences if sequence.end is None]
     if not added.unfinished:
         raise RequestError("every sequence of prior_output has ended already", "prior_output")
     state.kv.hash_prompt(added)
-    state.requests[request.key] = added
+    state.requests[added.key] = added
     state.stops.add(request)
-    state.waiting.push(added)
-    position = state.waiting.position(added)
+    position = state.waiting.push(added)
     at = state.events.at(request)
     state.events.write(Queued(*at, request.request_id, request.num_prompt_tokens, request.num_seqs, position))
 
@@ -238,6 +238,7 @@ def finish_sequence(
     request = sequence.request
     state.batch.sequence_ended(request)
     sequence.end = status
+    request.unfinished = [other for other in request.unfinished if other is not sequence]
     if sequence.row >= 0:
         _free_row(state, sequence)
     state.kv.remove_sequence(sequence)

@@ -215,10 +215,10 @@ def _note_admitted(
     state: SchedulerState, request: RequestState, kind: AdmitKind, num_cached: int | None, num_new: int
 ) -> None:
     """The request entered: what an Admitted event says."""
-    entered = [sequence for sequence in request.sequences if sequence.row >= 0]
-    num_tokens = sum(len(sequence.token_ids) for sequence in entered)
-    num_computed = sum(int(state.table.num_computed[sequence.row]) for sequence in entered)
-    num_blocks = sum(int(np.count_nonzero(entries)) for entries in state.kv.tables.of(entered[0].row))
+    entered = [sequence for sequence in request.unfinished if sequence.row >= 0]
+    num_tokens = sum([len(sequence.token_ids) for sequence in entered])
+    num_computed = sum([int(state.table.num_computed[sequence.row]) for sequence in entered])
+    num_blocks = state.kv.tables.num_held(entered[0].row)
     counts = num_tokens, num_cached, num_computed, num_new, num_blocks, state.kv.pool.num_free
     state.events.write(Admitted(*state.events.at(request.spec), kind, *counts))
 

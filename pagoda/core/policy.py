@@ -31,7 +31,7 @@ class RequestQueue:
         self._entries: dict[RequestKey, _Entry] = {}  # those set aside included
         self._aside: set[RequestKey] = set()
         self._num_with: Counter[str] = Counter()  # by name of an adapter; never 0
-        self._arrivals: list[float] = []  # sorted
+        self._arrivals: list[float] | None = None  # sorted; kept from when they are first asked for
         self._tickets = count()
 
     def __len__(self) -> int:
@@ -40,17 +40,20 @@ class RequestQueue:
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._entries
 
-    def push(self, request: RequestState) -> None:
-        """Insert `request` at the place of its `sort_key`."""
-        insort(self._arrivals, request.spec.arrival_time_s)
+    def push(self, request: RequestState) -> int:
+        """Insert `request` at the place of its `sort_key`. Return its `position`."""
+        if self._arrivals is not None:
+            insort(self._arrivals, request.spec.arrival_time_s)
         entry = self._entries[request.key] = (request.sort_key, next(self._tickets), request)
         if request.spec.lora is not None:
             self._num_with[request.spec.lora.name] += 1
-        self._insert(entry)
+        at = self._insert(entry)
+        return at if len(self._lists) == 1 else self.position(request)
 
     def remove(self, request: RequestState) -> None:
         """Remove `request` from any place."""
-        del self._arrivals[bisect_left(self._arrivals, request.spec.arrival_time_s)]
+        if self._arrivals is not None:
+            del self._arrivals[bisect_left(self._arrivals, request.spec.arrival_time_s)]
         entry, lora = self._entries.pop(request.key), request.spec.lora
         if lora is not None:
             self._num_with[lora.name] -= 1
@@ -72,13 +75,16 @@ class RequestQueue:
             self._aside.remove(key)
             self._insert(self._entries[key])
 
-    def _insert(self, entry: _Entry) -> None:
+    def _insert(self, entry: _Entry) -> int:
+        """Return its place among the requests of its key."""
         entries = self._lists.setdefault(key_of(entry[2]), [])
-        insort(entries, entry)
-        if entries[0] is entry:
+        at = bisect_left(entries, entry)
+        entries.insert(at, entry)
+        if at == 0:
             if len(entries) > 1:
                 del self._heads[bisect_left(self._heads, entries[1])]
             insort(self._heads, entry)
+        return at
 
     def _take_out(self, entry: _Entry) -> None:
         key = key_of(entry[2])
@@ -107,6 +113,8 @@ class RequestQueue:
 
     def oldest_arrival_s(self) -> float:
         """Return the earliest arrival time of its requests; it must not be empty."""
+        if self._arrivals is None:
+            self._arrivals = sorted(entry[2].spec.arrival_time_s for entry in self._entries.values())
         return self._arrivals[0]
 
     def __iter__(self) -> Iterator[RequestState]:

@@ -240,6 +240,7 @@ class RequestState:
     spec: what was asked for.
     sort_key: its place in the queues, set by the policy.   admission: number of its last admission, which orders the
         running batch; -1 before the first.
+    unfinished: those of its sequences that have not ended; lifecycle.py replaces the list when one ends.
     awaiting_fork: its sequences share the first one's row until the prompt is computed.
     held_for: why it did not enter when it was last considered; None if it was not, or runs.
     has_output: its first token is there.
@@ -251,21 +252,17 @@ class RequestState:
     sort_key: SortKey
     status: RequestStatus = RequestStatus.WAITING
     sequences: list[Sequence] = field(default_factory=list)
+    unfinished: list[Sequence] = field(default_factory=list)
     awaiting_fork: bool = True
     admission: int = -1
     held_for: Reason | None = None
     has_output: bool = False
     num_prompt_logprobs_sent: int = 0
     num_adapter_skips: int = 0
-
     key: RequestKey = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = self.spec.key
-
-    @property
-    def unfinished(self) -> list[Sequence]:
-        return [sequence for sequence in self.sequences if sequence.end is None]
 
     @property
     def siblings(self) -> list[Sequence]:

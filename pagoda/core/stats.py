@@ -52,6 +52,8 @@ class SchedulerStats:
 
     def count(self, event: Event) -> None:
         """Add an event to the totals."""
+        if type(event) not in _COUNTED:
+            return
         match event:
             case Admitted(num_cached=int(num_cached)) if event.kind is AdmitKind.NEW:
                 self.prefix_queries += event.num_tokens
@@ -82,3 +84,6 @@ class SchedulerStats:
         for num_accepted in event.num_accepted:
             for position in range(num_accepted):
                 per_pos[position] += 1
+
+
+_COUNTED = frozenset((Admitted, FirstToken, Preempted, Swapped, Encoded, DraftsVerified))  # most events are not

@@ -16,7 +16,7 @@ def _stop_ids(request: Request) -> set[int]:
     sampling = request.sampling
     if sampling is None:
         return set()
-    ids = {*(() if sampling.ignore_eos else request.eos_token_ids), *sampling.stop_token_ids}
+    ids = *(() if sampling.ignore_eos else request.eos_token_ids), *sampling.stop_token_ids
     return {token for token in ids if 0 <= token < _LARGEST_TOKEN_ID}
 
 
@@ -28,11 +28,9 @@ class StopTokens:
         self._num_requests: dict[int, int] = {}  # how many unfinished requests each id ends; never 0
 
     def add(self, request: Request) -> None:
-        ids = _stop_ids(request)
-        largest = max(ids, default=-1)
-        if largest + 2 > len(self._ends):
-            self._ends = np.pad(self._ends, (0, largest + 2 - len(self._ends)))
-        for token in ids:
+        for token in _stop_ids(request):
+            if token + 2 > len(self._ends):
+                self._ends = np.pad(self._ends, (0, token + 2 - len(self._ends)))
             self._num_requests[token] = self._num_requests.get(token, 0) + 1
             self._ends[token] = True
 

@@ -21,7 +21,7 @@ from tests.core.traffic import Setting, Traffic, make_request
 def state(num_seqs: int) -> RequestState:
     request = Request("a", np.zeros(4, np.int32), SamplingParams(n=num_seqs))
     one = RequestState(request, (0,))
-    one.sequences = [Sequence(one, index, request.prompt_token_ids) for index in range(num_seqs)]
+    one.sequences = one.unfinished = [Sequence(one, index, request.prompt_token_ids) for index in range(num_seqs)]
     return one
 
 
@@ -33,8 +33,7 @@ def test_auto_swaps_while_more_than_one_sequence_is_left() -> None:
     rule, costs = PREEMPTION_RULES[PreemptionMode.AUTO], CostModel()
     four = state(4)
     assert rule(four, chunk(10), 3, costs)
-    for sequence in four.sequences[:3]:
-        sequence.end = RequestStatus.FINISHED_STOPPED
+    four.unfinished = four.sequences[3:]
     assert not rule(four, chunk(10), 3, costs)
 
 

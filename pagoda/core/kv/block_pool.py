@@ -80,8 +80,9 @@ class BlockPool:
 
     def touch(self, blocks: np.ndarray) -> None:
         """Add a reference to each of `blocks` (distinct ids); free ones leave the log of free blocks."""
-        self._unlog(blocks[self.ref_count[blocks] == 0])
-        self.ref_count[blocks] += 1
+        if len(blocks):
+            self._unlog(blocks[self.ref_count[blocks] == 0])
+            self.ref_count[blocks] += 1
 
     def add_references(self, blocks: np.ndarray, counts: np.ndarray) -> None:
         """Add `counts[i]` references to `blocks[i]`, which has one already. Distinct ids."""

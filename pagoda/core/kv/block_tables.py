@@ -60,6 +60,10 @@ class BlockTables:
         """Entries in use in the row's table of `group`."""
         return int(self.num_blocks[row] if group.grows else self.num_cross_blocks[row])
 
+    def num_held(self, row: int) -> int:
+        """Return the row's entries that name a block, those that a window has left aside."""
+        return sum([self.num_used(row, group) - int(self.num_released[group.index][row]) for group in self.groups])
+
     def of(self, row: int) -> tuple[np.ndarray, ...]:
         """Return a copy of the row's table per group, used entries only."""
         return tuple(

@@ -144,7 +144,7 @@ class KVCacheManager:
 
     def _blocks_of_siblings(self, request: RequestState) -> int:
         lengths = [len(sequence.token_ids) for sequence in request.siblings]
-        return self.sizing.blocks_for_siblings(lengths, request.spec.num_prompt_tokens)
+        return self.sizing.blocks_for_siblings(lengths, request.spec.num_prompt_tokens) if lengths else 0
 
     def _blocks_to_admit(self, num_tokens: int, prefix: CachedPrefix, encoder_len: int, *, capped: bool = False) -> int:
         """Free blocks needed to hold `num_tokens` tokens after `prefix`; its blocks that are free count too.

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import takewhile
 
 import numpy as np
 
@@ -177,13 +177,17 @@ class PrefixCache:
 
     def _write_stored(self, group: int, hashes: list[bytes], blocks: list[int], parent: bytes | None) -> None:
         """Write which of `hashes` no block had; one event per run of them."""
-        parents = [parent, *hashes[:-1]]
-        is_new = [block != 0 and one not in self._blocks[group] for one, block in zip(hashes, blocks, strict=True)]
-        for new, run in groupby(range(len(hashes)), is_new.__getitem__):
-            if new:
-                at = list(run)
-                stored = tuple(hashes[at[0] : at[-1] + 1])
-                self._events.write_cache(Stored(*self._events.now(), group, stored, parents[at[0]]))
+        known, first = self._blocks[group], 0
+        for at, (block_hash, block) in enumerate(zip(hashes, blocks, strict=True)):
+            if block == 0 or block_hash in known:
+                self._write_run(group, hashes, first, at, parent)
+                first = at + 1
+        self._write_run(group, hashes, first, len(hashes), parent)
+
+    def _write_run(self, group: int, hashes: list[bytes], first: int, end: int, parent: bytes | None) -> None:
+        if first < end:
+            before = hashes[first - 1] if first else parent
+            self._events.write_cache(Stored(*self._events.now(), group, tuple(hashes[first:end]), before))
 
     def _write_removed(self, hashes: Iterable[tuple[int, bytes]]) -> None:
         """Write which hashes, each with its group, no block has any more."""
