@@ -43,7 +43,7 @@ class Queued(RequestEvent):
 
 @_event
 class Held(RequestEvent):
-    """It was considered and did not enter. Written when the reason is another one than before.
+    """It was the first that could enter, and did not. Written when the reason is another one than before.
 
     position: as in Queued, in its queue.   stops_queue: requests after it were not considered.
     num_blocks: blocks that its tokens take, those in the prefix cache included.   num_free_blocks: that were free.

@@ -172,8 +172,9 @@ def _num_lacking(sequence: Sequence) -> int:
 def admit_waiting(state: SchedulerState, plan: StepPlan) -> None:
     """Admit in queue order while rules, blocks and budget allow."""
     # What running rows fill, in this step too, must be found by the lookups below: decoding does not insert it.
-    rows, ends = state.batch.running.rows, plan.ends_of(state.table.num_computed)
-    state.kv.prefix_cache.cache_filled(rows, ends[rows])
+    if plan.budget > 0:
+        rows, ends = state.batch.running.rows, plan.ends_of(state.table.num_computed)
+        state.kv.prefix_cache.cache_filled(rows, ends[rows])
     _offer(state, state.waiting, plan, _admit)
 
 
@@ -229,14 +230,17 @@ def _offer(
     plan: StepPlan,
     offer: Callable[[SchedulerState, RequestState, StepPlan], Reason | None],
 ) -> bool:
-    """Offer the requests of `queue` in order while budget is left. Return False if one of them has to wait.
+    """Offer the requests of `queue` in order. Return False if one of them has to wait, or no budget is left for it.
 
     Strict queue order: only requests that `why_skipped` holds back are passed over: with Reason.LORA all of the same
     adapter, for this step; else one, until what it waits for wakes it.
     offer: let the request in, or end it, and return None; or return why it waits.
     """
     num_skipped = 0  # adapters
-    while plan.budget > 0 and (request := queue.peek(num_skipped)) is not None:
+    while (request := queue.peek(num_skipped)) is not None:
+        if plan.budget <= 0:
+            hold(state, request, queue, Reason.BUDGET, stops_queue=True)
+            return False
         try:
             reason = why_skipped(state, request, queue, plan)
         except RequestError as error:
@@ -262,4 +266,4 @@ def _offer(
         if reason is not None and not (may_preempt and preempt_for(state, request, plan, reason)):
             hold(state, request, queue, reason, stops_queue=True)
             return False
-    return plan.budget > 0
+    return True

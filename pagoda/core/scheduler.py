@@ -237,7 +237,7 @@ def _plan_mixed(state: SchedulerState, plan: StepPlan) -> None:
         run_running(state, plan)
     if plan.preempted or (state.swapped and not resume_swapped(state, plan)):
         return
-    if state.waiting.peek() and plan.budget > 0:
+    if state.waiting.peek():
         admit_waiting(state, plan)
 
 

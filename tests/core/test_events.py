@@ -65,6 +65,20 @@ def test_why_a_request_waits_is_written_when_it_changes() -> None:
     assert [event for event in heard if isinstance(event, Held)] == held
 
 
+def test_the_head_of_the_queue_says_when_a_running_prompt_takes_the_whole_budget() -> None:
+    rig = Rig(num_blocks=40, max_num_seqs=4, max_num_batched_tokens=8)
+    heard = listen(rig)
+    rig.add("a", 24, max_tokens=2)
+    rig.step()
+    rig.add("b", 4, max_tokens=2)
+    rig.add("c", 4, max_tokens=2)
+    rig.run()
+    held = [event for event in heard if isinstance(event, Held)]
+    assert [(one.step, one.handle, one.reason, one.position, one.stops_queue) for one in held] == [
+        (2, 2, Reason.BUDGET, 0, True)
+    ]
+
+
 def test_a_preemption_names_its_cause_and_a_swap_its_blocks() -> None:
     rig = Rig(num_blocks=4, num_host_blocks=8, preemption_mode=PreemptionMode.SWAP)
     heard = listen(rig)

@@ -12,7 +12,7 @@ from pagoda.core import preemption
 from pagoda.core.cost_model import Chunks, CostModel
 from pagoda.core.events import Preempted
 from pagoda.core.preemption import PREEMPTION_RULES, _computed_again, _swaps
-from pagoda.core.request import AdmitKind, MediaItem, Request, RequestState, RequestStatus, Sequence
+from pagoda.core.request import AdmitKind, MediaItem, Request, RequestState, Sequence
 from pagoda.core.scheduler_options import SchedulerOptions
 from tests.core.rig import Rig
 from tests.core.traffic import Setting, Traffic, make_request

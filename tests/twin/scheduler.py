@@ -465,11 +465,14 @@ class TwinScheduler:
     def _resume_swapped(self) -> bool:
         """Bring back requests in order while there is room. Return False if one must wait: none may pass it."""
         closed: set[Hashable] = set()
-        while self.budget > 0:
+        while True:
             queue = [one for one in self.swapped if not one.is_aside and adapter_of(one.request) not in closed]
             if not queue:
                 return True
             state = queue[0]
+            if self.budget <= 0:
+                self._hold(self.swapped, state, Reason.BUDGET, stops_queue=True)
+                return False
             if self._has_too_many_adapters(state):
                 closed.add(adapter_of(state.request))
                 self._hold(self.swapped, state, Reason.LORA, stops_queue=False)
@@ -483,7 +486,6 @@ class TwinScheduler:
             elif reason is not None:
                 self._hold(self.swapped, state, reason, stops_queue=True)
                 return False
-        return not self.swapped
 
     def _why_not_back(self, state: TwinRequest) -> Reason | None:
         """Bring it back, or say why not."""
@@ -548,11 +550,14 @@ class TwinScheduler:
 
     def _admit_waiting(self) -> None:
         closed: set[Hashable] = set()
-        while self.budget > 0:
+        while True:
             queue = [one for one in self.waiting if not one.is_aside and adapter_of(one.request) not in closed]
             if not queue:
                 return
             state = queue[0]
+            if self.budget <= 0:
+                self._hold(self.waiting, state, Reason.BUDGET, stops_queue=True)
+                return
             if self._has_too_many_adapters(state):
                 closed.add(adapter_of(state.request))
                 self._hold(self.waiting, state, Reason.LORA, stops_queue=False)
