@@ -107,7 +107,7 @@ async def _serve(config: EngineConfig) -> None:
         await state.model.adapters.load_modules(config.server.lora_sources)
         state.telemetry = telemetry_of(os.environ, state.model.names[0])
         metrics, peers = state.starter.metrics, state.peers
-        report = asyncio.create_task(report_load(metrics.stats, peers.read_counts, peers.own.oldest))
+        report = asyncio.create_task(report_load(metrics.stats, peers.read_counts, state.starter.observed.oldest))
         await serve_http(state, config.server, listener, lambda: announce(config.server, listener))
         report.cancel()
     finally:

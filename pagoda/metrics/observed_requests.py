@@ -1,54 +1,65 @@
-"""RequestObserver and EndedRequest: what is known of a request while it runs, and afterwards."""
+"""ObservedRequests: what is known of the requests of one process: those that run, and those that ended last."""
 
 import time
 from array import array
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
+
+import msgspec
 
 from pagoda.base.errors import RequestError
-from pagoda.base.outputs import RequestMetrics, RequestOutput
-from pagoda.core.events import ClientEvent
-from pagoda.core.request import Request, RequestKey
+from pagoda.base.outputs import RequestOutput
+from pagoda.core.events import Admitted, ClientEvent, DraftsVerified, Events
+from pagoda.core.request import Request
 from pagoda.metrics.known_tokens import KnownTokens
-
-if TYPE_CHECKING:
-    from pagoda.metrics.prometheus import ServerMetrics
+from pagoda.metrics.prometheus import ServerMetrics
 
 _MOST_EVENTS = 128
+_MOST_ENDED = 256
 
 
-@dataclass(frozen=True, slots=True)
-class EndedRequest:
-    """What is known of a request that has ended.   ended_s: by time.perf_counter.   tokens: see KnownTokens.of."""
+class RequestRecord(msgspec.Struct, frozen=True):
+    """What is known of a request.
+
+    client, handle: the engine's key of it.   num_cached_tokens: None until it was looked up.   last: its last event.
+    ended_s: None until it has ended.   Times are those of time.perf_counter.
+    """
 
     request_id: str
-    key: RequestKey
+    client: int
+    handle: int
     num_prompt_tokens: int
-    num_cached_tokens: int
     num_output_tokens: int
-    finish_reasons: tuple[str, ...]
-    times: RequestMetrics
-    events: tuple[ClientEvent, ...]
-    ended_s: float
+    num_cached_tokens: int | None
+    arrived_s: float
+    has_run: bool
+    last: Events = Events()
+    ended_s: float | None = None
+    finish_reasons: tuple[str, ...] = ()
+
+
+class RequestDetails(msgspec.Struct, frozen=True):
+    """What else is known of one.   tokens: see KnownTokens.of."""
+
+    record: RequestRecord
+    events: Events
     tokens: KnownTokens | None
 
-    @staticmethod
-    def of(observer: "RequestObserver") -> "EndedRequest":
-        request, last = observer.request, observer.last
-        times = last.metrics if last is not None else None
-        return EndedRequest(
-            request.request_id,
-            request.key,
-            request.num_prompt_tokens,
-            (last.num_cached_tokens if last is not None else None) or 0,
-            observer.num_output_tokens,
-            tuple(dict.fromkeys(observer.finish_reasons)),
-            replace(times) if times is not None else RequestMetrics(request.arrival_time_s),
-            tuple(observer.events),
-            time.perf_counter(),
-            observer.tokens,
-        )
+
+Alike = tuple[float, str, KnownTokens]
+"""A request's arrival, its id and its tokens."""
+
+
+def oldest_of(records: Iterable[RequestRecord | None]) -> RequestRecord | None:
+    """Return the request that arrived first."""
+    return min((one for one in records if one is not None), key=lambda one: one.arrived_s, default=None)
+
+
+def num_cached_of(events: Iterable[ClientEvent]) -> int | None:
+    """Return how many tokens of its prompt a request found in the prefix cache; None if it was not looked up (yet)."""
+    return next((event.num_cached for event in events if isinstance(event, Admitted)), None)
 
 
 class RequestObserver:
@@ -57,8 +68,8 @@ class RequestObserver:
     A block that ends with a RequestError leaves no trace: the request was refused before it ran.
     """
 
-    def __init__(self, metrics: "ServerMetrics", request: Request) -> None:
-        self._metrics = metrics
+    def __init__(self, observed: "ObservedRequests", request: Request) -> None:
+        self._observed, self._metrics = observed, observed.metrics
         self.request = request
         self.last: RequestOutput | None = None
         self.events: list[ClientEvent] = []
@@ -69,18 +80,40 @@ class RequestObserver:
         self.finish_reasons: list[str] = []
 
     def __enter__(self) -> Self:
-        self._metrics.running[self] = None
-        self._metrics.observers[self.request.handle] = self
+        self._observed.running[self.request.handle] = self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        del self._metrics.running[self]
-        del self._metrics.observers[self.request.handle]
+        del self._observed.running[self.request.handle]
         if not isinstance(error, RequestError):
-            self._on_end(time.perf_counter())
-            self._metrics.ended.append(EndedRequest.of(self))
+            now_s = time.perf_counter()
+            self._on_end(now_s)
+            self._observed.ended.append(self.details(now_s))
+
+    def record(self, ended_s: float | None = None) -> RequestRecord:
+        """Return what is known of the request.   ended_s: when it ended, if it has."""
+        request, last, num_cached = self.request, self.last, num_cached_of(self.events)
+        times = last.metrics if last is not None else None
+        if ended_s is not None:
+            num_cached = (last.num_cached_tokens if last is not None else None) or 0
+        return RequestRecord(
+            request.request_id,
+            *request.key,
+            request.num_prompt_tokens,
+            self.num_output_tokens,
+            num_cached,
+            request.arrival_time_s,
+            ended_s is not None or (times is not None and times.first_scheduled_time is not None),
+            Events(self.events[-1:]),
+            ended_s,
+            tuple(dict.fromkeys(self.finish_reasons)),
+        )
+
+    def details(self, ended_s: float | None = None) -> RequestDetails:
+        """Return all that is known of it."""
+        return RequestDetails(self.record(ended_s), Events(self.events), self.tokens)
 
     @property
     def tokens(self) -> KnownTokens | None:
@@ -132,3 +165,56 @@ class RequestObserver:
     def _finish(self, reason: str) -> None:
         self._metrics.on_finish(reason)
         self.finish_reasons.append(reason)
+
+
+class ObservedRequests:
+    """The requests of one process, each of which a RequestObserver counts in the metrics.
+
+    running: by handle, in the order of their start.
+    """
+
+    def __init__(self, metrics: ServerMetrics) -> None:
+        self.metrics = metrics
+        self.running: dict[int, RequestObserver] = {}
+        self.ended = deque[RequestDetails](maxlen=_MOST_ENDED)
+
+    def on_event(self, event: ClientEvent) -> None:
+        """Add what happened to a request to what is known of it."""
+        if not isinstance(event, DraftsVerified) and (observer := self.running.get(event.handle)):
+            observer.add_event(event)
+
+    def oldest(self) -> RequestRecord | None:
+        """Return the request that runs for longest."""
+        observer = next(iter(self.running.values()), None)
+        return None if observer is None else observer.record()
+
+    def requests(self, prefix: str, with_ended: bool) -> list[RequestRecord]:
+        """Return the requests whose ids begin with a prefix, in the order of their start.
+
+        with_ended: those that have ended, too.
+        """
+        running = [one.record() for one in self.running.values() if one.request.request_id.startswith(prefix)]
+        ended = [one.record for one in self.ended if with_ended and one.record.request_id.startswith(prefix)]
+        return [*ended, *running]
+
+    def details(self, request_id: str) -> RequestDetails | None:
+        """Return what is known of the last request of an id."""
+        running = (one.details() for one in self.running.values() if one.request.request_id == request_id)
+        ended = (one for one in reversed(self.ended) if one.record.request_id == request_id)
+        return next(running, None) or next(ended, None)
+
+    def most_alike(self, prefix: str, arrived_s: float, tokens: KnownTokens) -> Alike | None:
+        """Return the request that begins most like these tokens, of those of a prefix that arrived before.
+
+        Of several, the last one.
+        """
+        running = ((one.request.arrival_time_s, one.request.request_id, one) for one in self.running.values())
+        ended = ((one.record.arrived_s, one.record.request_id, one) for one in self.ended)
+        best: Alike | None = None
+        most = 0
+        for at_s, request_id, one in sorted((*running, *ended), key=lambda each: -each[0]):
+            if at_s < arrived_s and request_id.startswith(prefix) and (known := one.tokens) is not None:
+                common = tokens.num_common(known)
+                if common > most:
+                    best, most = (at_s, request_id, known), common
+        return best

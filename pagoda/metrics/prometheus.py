@@ -1,6 +1,6 @@
 """Prometheus metrics, with the names that existing dashboards and load generators use."""
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -8,11 +8,9 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pagoda.base.outputs import RequestMetrics
-from pagoda.core.events import ClientEvent, DraftsVerified
 from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.counts import LABELS, Counts, Histogram, tokens_per_step
-from pagoda.metrics.observed_requests import EndedRequest, RequestObserver
 
 REJECTION_REASONS = ("requests", "tokens", "media", "logprobs", "bodies", "key_concurrency", "key_rate")
 CACHE_LABELS = (
@@ -28,7 +26,6 @@ _SECONDS = (
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _COUNTS = (1, 2, 5, 10, 20)
-_MOST_ENDED = 256
 _PREEMPTIONS = (0, 1, 2, 5, 10)
 
 
@@ -62,9 +59,6 @@ class ServerMetrics:
         self._cache_config = cache_config
         self._max_loras = max_loras
         self._num_restarts = num_restarts
-        self.running: dict[RequestObserver, None] = {}  # in the order of their start
-        self.observers: dict[int, RequestObserver] = {}  # the same, by handle
-        self.ended = deque[EndedRequest](maxlen=_MOST_ENDED)
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         # All series exist from the start: rate() misses the first event of a series that appears with it.
         self._ended = Counter[str](dict.fromkeys(FINISH_REASONS, 0))
@@ -89,11 +83,6 @@ class ServerMetrics:
         self._preemptions = Histogram("request_num_preemptions", "Preemptions per request.", _PREEMPTIONS)
         self.iteration_tokens = tokens_per_step()
         self._histograms = [one for one in vars(self).values() if isinstance(one, Histogram)]
-
-    def on_event(self, event: ClientEvent) -> None:
-        """Add what happened to a request to what is known of it."""
-        if not isinstance(event, DraftsVerified) and (observer := self.observers.get(event.handle)):
-            observer.add_event(event)
 
     def on_prompt(self, num_tokens: int, num_cached: int) -> None:
         """Count a prompt, of which `num_cached` tokens were found in the prefix cache."""

@@ -26,13 +26,13 @@ from pagoda.engine.clients.engine_link import WATCH_INTERVAL_S
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.clients.supervisor import STABLE_S, Restarts
 from pagoda.engine.wire import EngineSizes
+from pagoda.metrics.observed_requests import RequestRecord, oldest_of
 from pagoda.process.child_process import RendezvousDir, cpu_s_of, end_child, start_child
 from pagoda.process.out_of_memory import describe_exit
 from pagoda.process.watchdog import Watchdog
 from pagoda.server.api_start import LASTING_ERRORS, SOCKET, ApiStart, take_error
 from pagoda.server.listening import announce, check_free, listen_together, lock_port
 from pagoda.server.load_report import report_load
-from pagoda.server.one_process import RequestRecord, oldest_of
 from pagoda.server.peers import CALL_S, LOAD_S
 from pagoda.server.served_adapters import AdapterChange
 from pagoda.server.shared import Shared

@@ -62,7 +62,7 @@ async def _serve(start: ApiStart, place: RendezvousDir) -> None:
             await state.model.adapters.load_modules(config.server.lora_sources)
         client.calls.offer(peers.services)
         for change in await client.calls.call("begin", start.number, returns=list[AdapterChange]):
-            if (failure := await peers.own.change_adapter(change)) is not None:
+            if (failure := await state.model.adapters.try_to(change)) is not None:
                 logger.error(
                     "the adapter %s could not be loaded again, and requests that this process gets for it are a 404 "
                     "until it is (/v1/load_lora_adapter with load_inplace): %s",

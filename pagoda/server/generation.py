@@ -29,7 +29,7 @@ from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompts import Prompt, size_of
 from pagoda.engine.outputs.mailbox import PROMPTS_PER_TURN, merged
 from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
-from pagoda.metrics.observed_requests import RequestObserver
+from pagoda.metrics.observed_requests import ObservedRequests, RequestObserver
 from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server.errors import ApiError
 from pagoda.server.remote_admission import AnyAdmission, AnyPlace
@@ -201,7 +201,7 @@ class Generation:
 
     async def _follow(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         request = self.requests[index]
-        observer = RequestObserver(self._starter.metrics, request)
+        observer = RequestObserver(self._starter.observed, request)
         try:
             with self._counting(observer):
                 async with contextlib.aclosing(self._starter.llm.stream(request)) as deltas:
@@ -223,7 +223,7 @@ class Generation:
         """Yield the outputs of a request that a job has made, after counting them."""
         self.num_prompt_tokens += request.num_prompt_tokens
         self.sampling = self.sampling or request.sampling
-        observer = RequestObserver(self._starter.metrics, request)
+        observer = RequestObserver(self._starter.observed, request)
         with self._counting(observer):
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
@@ -347,7 +347,8 @@ class RequestStarter:
         self.llm = llm
         self.metrics = metrics
         self.admission = admission
-        llm.on_event = metrics.on_event
+        self.observed = ObservedRequests(metrics)
+        llm.on_event = self.observed.on_event
         self._salt_secret = salt_secret
         self._live = LiveIds()
         self._is_job_aborted: dict[str, bool] = {}

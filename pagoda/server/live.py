@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pagoda.base.server_config import ServerConfig
+from pagoda.metrics.observed_requests import Alike, RequestDetails, RequestRecord, num_cached_of
 from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server.errors import ApiError
-from pagoda.server.one_process import Alike, RequestDetails, RequestRecord, num_cached_of
 from pagoda.server.prefix_misses import PrefixMiss, explain_miss
 from pagoda.server.routing import Router
 from pagoda.server.seen_requests import RequestList, RequestTimeline, SeenRequests, Viewer

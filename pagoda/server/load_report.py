@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from pagoda.base.abbreviate import shown_id
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.counts import Counts
+from pagoda.metrics.observed_requests import RequestRecord
 from pagoda.process.logs import FIELDS
-from pagoda.server.one_process import RequestRecord
 
 logger = logging.getLogger("pagoda.server")
 

@@ -11,9 +11,8 @@ from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import Calls, Services
 from pagoda.metrics.counts import Counts
 from pagoda.server.admission import Admission
-from pagoda.server.one_process import Failure, OneProcess
 from pagoda.server.remote_admission import AnyAdmission, RemoteAdmission
-from pagoda.server.served_adapters import AdapterChange
+from pagoda.server.served_adapters import AdapterChange, Failure
 
 CALL_S = 2.0
 """A process that does not answer for so long is left out."""
@@ -24,11 +23,12 @@ LOAD_S = 600.0
 class Peers:
     """A process that serves HTTP alone: all is its own.
 
-    own: set before anything else is used.   accept_from: set when the process serves; accepts connections from these
-    sockets, next to its own, and from no others any more.
+    own: functions that are called in each process; set before anything else is used.
+    accept_from: set when the process serves; accepts connections from these sockets, next to its own, and from no
+    others any more.
     """
 
-    own: OneProcess
+    own: Services
     accept_from: Callable[[Sequence[socket.socket]], Awaitable[None]] | None = None
 
     def __init__(self, salt_secret: bytes = b"") -> None:
@@ -40,20 +40,20 @@ class Peers:
         return Admission(config.server_limits, config.server_timeouts.queue_timeout_s)
 
     async def ask(self, name: str, *arguments: object, returns: Any = Any) -> list[Any]:
-        """Call a function of OneProcess in all processes; return what those answer that do.
+        """Call a function of `own` in all processes; return what those answer that do.
 
         returns: the type of an answer.
         """
-        answer = getattr(self.own, name)(*arguments)
+        answer = self.own[name](*arguments)
         return [await answer if inspect.isawaitable(answer) else answer]
 
     async def read_counts(self) -> Counts:
         """Return what all processes have counted, those that have ended included."""
-        return self.own.counts()
+        return self.own["counts"]()
 
     async def change_adapter(self, change: AdapterChange) -> Failure | None:
-        """Load or unload an adapter in all processes. Return the first error, see OneProcess."""
-        return await self.own.change_adapter(change)
+        """Load or unload an adapter in all processes. Return the first error."""
+        return await self.own["change_adapter"](change)
 
     async def wait_until_ending(self) -> None:
         """Wait until all processes drain together. One that is alone gets the signal itself."""
@@ -83,18 +83,7 @@ class RemotePeers(Peers):
     @property
     def services(self) -> Services:
         """What the parent may call."""
-        own = self.own
-        return {
-            "drain": self._ending.set,
-            "accept_for": self._accept_for,
-            "counts": own.counts,
-            "oldest": own.oldest,
-            "requests": own.requests,
-            "details": own.details,
-            "most_alike": own.most_alike,
-            "abort": own.abort,
-            "change_adapter": own.change_adapter,
-        }
+        return {"drain": self._ending.set, "accept_for": self._accept_for, **self.own}
 
     async def _accept_for(self, numbers: list[int]) -> None:
         """Accept connections in place of these processes, and of no others any more."""
@@ -105,7 +94,7 @@ class RemotePeers(Peers):
         return await self.calls.call("ask_all", name, list(arguments), returns=list[returns])
 
     async def read_counts(self) -> Counts:
-        return {**self.own.counts(), **await self.calls.call("counts", returns=Counts)}
+        return {**self.own["counts"](), **await self.calls.call("counts", returns=Counts)}
 
     async def change_adapter(self, change: AdapterChange) -> Failure | None:
         return await self.calls.call("change_adapter", change, returns=Failure | None)

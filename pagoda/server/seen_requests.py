@@ -15,8 +15,8 @@ from msgspec import UNSET, Struct, UnsetType
 from pagoda.core.events import ClientEvent, Events, Held, Limited, Preempted, Queued
 from pagoda.core.view import FIRST_OWNER, SchedulerView
 from pagoda.engine.wire import EngineStats
+from pagoda.metrics.observed_requests import RequestDetails, RequestRecord
 from pagoda.server.event_words import in_words, needs_blocks
-from pagoda.server.one_process import RequestDetails, RequestRecord
 from pagoda.server.prefix_misses import PrefixMiss
 
 _MOST_NAMED = 3

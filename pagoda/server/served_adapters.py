@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pagoda.base.abbreviate import abbreviate
-from pagoda.base.errors import ConfigError, RequestError
+from pagoda.base.errors import CapacityError, ConfigError, RequestError, WorkerDied
 from pagoda.base.lora import LoRARequest, LoRASources
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.loading.adapters.config import CONFIG_FILE
 from pagoda.loading.adapters.files import WEIGHTS_FILE
-from pagoda.server.errors import ApiError
+from pagoda.server.errors import ApiError, as_api_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,10 @@ class AdapterChange:
     name: str
     module: LoRAModule | None = None
     replaces: bool = False
+
+
+Failure = tuple[int, str, str | None]
+"""The status, message and field of an ApiError."""
 
 
 class ServedAdapters:
@@ -120,6 +124,15 @@ class ServedAdapters:
                 raise ApiError(404, f"no LoRA adapter is named {abbreviate(name)}", "lora_name")
             else:
                 self._free(self._by_name.pop(name).lora)
+
+    async def try_to(self, change: AdapterChange) -> Failure | None:
+        """Apply a change. Return the error, if there is one."""
+        try:
+            await self.apply(change)
+        except (ApiError, RequestError, CapacityError, WorkerDied) as error:
+            known = as_api_error(error)
+            return known.status, known.message, known.param
+        return None
 
     async def _load(self, module: LoRAModule) -> None:
         lora = await self._llm.text.find_adapter(LoRARequest(module.name, 1, module.path))

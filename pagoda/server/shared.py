@@ -12,10 +12,9 @@ from pagoda.engine.clients.calls import Services
 from pagoda.engine.clients.client_server import ClientServer
 from pagoda.metrics.counts import Counts, add_counts, tokens_per_step
 from pagoda.server.admission import Admission
-from pagoda.server.one_process import Failure
 from pagoda.server.peers import CALL_S, LOAD_S
 from pagoda.server.remote_admission import AdmissionService
-from pagoda.server.served_adapters import AdapterChange, parse_module
+from pagoda.server.served_adapters import AdapterChange, Failure, parse_module
 
 _LOOK_S = 0.1
 _WAIT_S = 60.0

@@ -26,7 +26,6 @@ from pagoda.server.errors import ApiError
 from pagoda.server.generation import RequestStarter
 from pagoda.server.looks import Looks
 from pagoda.server.middleware import Drain
-from pagoda.server.one_process import OneProcess
 from pagoda.server.peers import Peers
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.served_model import ModelFacts, PickedModel, ServedModel
@@ -61,7 +60,16 @@ class ServerState:
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.peers.own = OneProcess(self.starter, self.model.adapters)
+        observed = self.starter.observed
+        self.peers.own = {
+            "counts": self.starter.metrics.counts,
+            "oldest": observed.oldest,
+            "requests": observed.requests,
+            "details": observed.details,
+            "most_alike": observed.most_alike,
+            "abort": self.starter.abort,
+            "change_adapter": self.model.adapters.try_to,
+        }
 
     def pick(self, http: Request, name: str | None) -> PickedModel:
         """Return the model that a request asks for, noting it for the log. Raises ApiError (404) for an unknown one."""

@@ -14,10 +14,10 @@ from starlette.routing import Route
 
 from pagoda.core.events import Events
 from pagoda.engine.chrome_trace import ChromeTrace
+from pagoda.metrics.observed_requests import RequestRecord
 from pagoda.server.admission import Refusal
 from pagoda.server.errors import ApiError
 from pagoda.server.live import FRAME_S, viewer_of
-from pagoda.server.one_process import RequestRecord
 from pagoda.server.sending import cancel_on_disconnect
 from pagoda.server.state import ServerState, state_of
 

@@ -20,6 +20,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.server_config import ServerLimits
 from pagoda.core.request import MediaItem, Request
 from pagoda.engine.wire import EngineStats
+from pagoda.metrics.observed_requests import ObservedRequests
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.admission import PRIOR_OUTPUT_TOKENS, Admission, Place, Refusal
 from pagoda.server.errors import ApiError
@@ -309,7 +310,9 @@ def test_only_outputs_that_came_to_their_end_are_expected_again(reason: str, is_
         yield RequestOutput("a", outputs=[part], finished=True, error="broken" if reason == "error" else None)
 
     metrics = ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, ""))
-    starter: Any = SimpleNamespace(admission=admission, metrics=metrics, llm=SimpleNamespace(stream=stream))
+    starter: Any = SimpleNamespace(
+        admission=admission, observed=ObservedRequests(metrics), llm=SimpleNamespace(stream=stream)
+    )
     http: Any = SimpleNamespace(scope={"state": {"timings": {}, "key": ""}})
     request = Request("a", np.array([1], np.int32), sampling=SamplingParams())
 

@@ -35,9 +35,8 @@ from pagoda.server import shared as shared_module
 from pagoda.server.admission import Admission
 from pagoda.server.api_group import ApiGroup
 from pagoda.server.listening import listen_together
-from pagoda.server.one_process import OneProcess
 from pagoda.server.remote_admission import AdmissionService, Outcome
-from pagoda.server.served_adapters import AdapterChange, LoRAModule
+from pagoda.server.served_adapters import AdapterChange, LoRAModule, ServedAdapters
 from pagoda.server.shared import Shared
 from tests.cached_models import cached_model
 from tests.engine.lora_adapters import write_adapter
@@ -550,12 +549,16 @@ def test_a_change_of_adapters_is_made_in_all_processes_or_in_none() -> None:
 @pytest.mark.parametrize(
     ("error", "status"), [(RequestError("a"), 400), (CapacityError("a"), 400), (WorkerDied("a"), 503)]
 )
-def test_what_keeps_a_process_from_an_adapter_is_an_answer(error: Exception, status: int) -> None:
+def test_what_keeps_a_process_from_an_adapter_is_an_answer(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
+) -> None:
+    adapters = ServedAdapters(cast("Any", None), ("m",), None)
+
     async def apply(_: AdapterChange) -> None:
         raise error
 
-    own = OneProcess(cast("Any", SimpleNamespace(metrics=None)), cast("Any", SimpleNamespace(apply=apply)))
-    found = asyncio.run(own.change_adapter(AdapterChange("one")))
+    monkeypatch.setattr(adapters, "apply", apply)
+    found = asyncio.run(adapters.try_to(AdapterChange("one")))
     assert found is not None
     assert found[0] == status
 

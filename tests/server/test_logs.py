@@ -9,8 +9,7 @@ import re
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +19,9 @@ from pagoda import SamplingParams
 from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.counts import Counts
-from pagoda.metrics.observed_requests import RequestObserver
+from pagoda.metrics.observed_requests import ObservedRequests, RequestObserver
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.load_report import report_load
-from pagoda.server.one_process import OneProcess
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "seed": 1}
@@ -80,14 +78,11 @@ def test_every_line_of_text_has_time_level_and_process(fake_server: LiveServer) 
     assert "finish_reason=length" in line
 
 
-async def reporting(metrics: ServerMetrics, interval_s: float) -> None:
-    starter: Any = SimpleNamespace(metrics=metrics)
-    own = OneProcess(starter, cast("Any", None))
-
+async def reporting(observed: ObservedRequests, interval_s: float) -> None:
     async def read_counts() -> Counts:
-        return own.counts()
+        return observed.metrics.counts()
 
-    await report_load(metrics.stats, read_counts, own.oldest, interval_s)
+    await report_load(observed.metrics.stats, read_counts, observed.oldest, interval_s)
 
 
 def test_a_line_tells_the_load_while_there_is_any(caplog: pytest.LogCaptureFixture) -> None:
@@ -97,7 +92,7 @@ def test_a_line_tells_the_load_while_there_is_any(caplog: pytest.LogCaptureFixtu
 
     async def main() -> None:
         nonlocal stats
-        task = asyncio.create_task(reporting(metrics, 0.05))
+        task = asyncio.create_task(reporting(ObservedRequests(metrics), 0.05))
         await asyncio.sleep(0.2)
         assert caplog.messages == []  # idle
         metrics.num_output_tokens += 10
@@ -121,15 +116,16 @@ def test_the_line_of_the_load_names_a_request_that_runs_for_long(
 ) -> None:
     caplog.set_level(logging.INFO, logger="pagoda")
     metrics = ServerMetrics("m", lambda: EngineStats(num_running=2), dict.fromkeys(CACHE_LABELS, ""))
+    observed = ObservedRequests(metrics)
     now_s = time.perf_counter()
     for request_id, age_s in ((first, 540), ("cmpl-second", 1)):
         params = SamplingParams(max_tokens=5)
         ids = np.asarray([1], np.int32)
-        request = Request(request_id, ids, params, arrival_time_s=now_s - age_s)
-        RequestObserver(metrics, request).__enter__()
+        request = Request(request_id, ids, params, arrival_time_s=now_s - age_s, handle=age_s)
+        RequestObserver(observed, request).__enter__()
 
     async def main() -> None:
-        task = asyncio.create_task(reporting(metrics, 0.01))
+        task = asyncio.create_task(reporting(observed, 0.01))
         while not caplog.messages:
             await asyncio.sleep(0.01)
         task.cancel()

@@ -7,7 +7,7 @@ from pagoda.core.events import Admitted, ClientEvent, Events, FirstToken, Held, 
 from pagoda.core.request import AdmitKind, Reason
 from pagoda.core.view import SchedulerView
 from pagoda.engine.wire import EngineStats
-from pagoda.server.one_process import RequestRecord
+from pagoda.metrics.observed_requests import RequestRecord
 from pagoda.server.seen_requests import SeenRequest, SeenRequests, Viewer
 
 QUEUED = Queued(1, 0.0, 0, 2, "1/b", 9, 1, 0)
