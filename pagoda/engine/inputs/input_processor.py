@@ -1,6 +1,7 @@
 """InputProcessor: validate and tokenise a caller's prompt and parameters into a core Request."""
 
 import dataclasses
+import functools
 import itertools
 import operator
 import secrets
@@ -48,7 +49,7 @@ class InputProcessor:
         model_name: str = "this model",
         speech: SpeechFacts | None = None,
     ) -> None:
-        """engine_seed: seeds requests that have no seed of their own, reproducibly in order of arrival.
+        """engine_seed: seeds requests that have no seed of their own, reproducibly in order of arrival at one client.
 
         parses_special_tokens_in_chat: parse special tokens inside messages, instead of treating them as ordinary text.
         adapters: None if requests cannot use LoRA adapters.
@@ -69,10 +70,10 @@ class InputProcessor:
         self.prompts = PromptEncoder(tokenizer, limits, images)
         self.params = ParamsPreparer(self.prompts, self.grammars, limits, self._eos_token_ids)
         self.chats = ChatPrompts(tokenizer, self.prompts, limits, parses_special_tokens_in_chat, images, model_name)
-        self._seeds = np.random.default_rng(engine_seed) if engine_seed is not None else None
+        self._engine_seed = engine_seed
         self._handles = itertools.count(1)  # threads share it
         self.client_index = 0
-        """Of the engine's client that gets the requests."""
+        """Of the engine's client that gets the requests; each draws seeds of its own."""
 
     def process(
         self,
@@ -231,6 +232,14 @@ class InputProcessor:
         if self._seeds is not None:
             return int(self._seeds.integers(1 << _SEED_BITS))
         return secrets.randbits(_SEED_BITS)
+
+    @functools.cached_property
+    def _seeds(self) -> np.random.Generator | None:
+        return (
+            None
+            if self._engine_seed is None
+            else np.random.default_rng([self._engine_seed % (1 << 64), self.client_index])
+        )
 
 
 def _num_output(params: Params) -> int:

@@ -121,11 +121,16 @@ def test_bad_words_at_the_beginning_and_after_a_space() -> None:
 
 def test_seeds() -> None:
     assert make("x", seed=None).seed != make("x", seed=None).seed
-    assert make("x", seed=7).seed == make("x", seed=7).seed
+    for seed in (7, -7):
+        assert make("x", seed=seed).seed == make("x", seed=seed).seed
     inputs = InputProcessor(ByteTokenizer(), processor().limits, engine_seed=7)
     one, two = (inputs.process("r", "x", SamplingParams(), arrival_time_s=0.0) for _ in range(2))
     assert one.seed != two.seed
     assert one.handle != two.handle
+    other = InputProcessor(ByteTokenizer(), processor().limits, engine_seed=7)
+    other.client_index = 1  # of several processes, each draws another series
+    of_other = [other.process("r", "x", SamplingParams(), arrival_time_s=0.0).seed for _ in range(2)]
+    assert len({one.seed, two.seed, *of_other}) == 4
     given = inputs.process("r", "x", SamplingParams(seed=-1), arrival_time_s=0.0)
     assert given.seed == inputs.process("r", "x", SamplingParams(seed=-1), arrival_time_s=0.0).seed
     assert 0 <= given.seed < 2**62
