@@ -1,17 +1,9 @@
-"""Generation: run the prompts of one HTTP request, with all that serving needs around it.
+"""Generation: what the engine does for one HTTP request, and what is known of it."""
 
-Admission, cache salts, metrics, timings and the cleanup after a disconnect, an error or the last token are handled
-here, so that routes only deal with their API's format.
-"""
-
-import asyncio
 import contextlib
-import hashlib
-import hmac
-import itertools
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,112 +11,13 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request as HttpRequest
 
-from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestMetrics, RequestOutput
-from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import MediaItem, Request
+from pagoda.core.request import Request
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.inputs.adapters import Adapter
-from pagoda.engine.inputs.params_preparer import Params, PreparedParams
-from pagoda.engine.inputs.prompts import Prompt, size_of
-from pagoda.engine.outputs.mailbox import PROMPTS_PER_TURN, merged
-from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
+from pagoda.engine.outputs.mailbox import merged
 from pagoda.metrics.observed_requests import ObservedRequests, RequestObserver
-from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server.errors import ApiError
 from pagoda.server.remote_admission import AnyAdmission, AnyPlace
-from pagoda.server.sending import cancel_on_disconnect
-
-
-class LiveIds:
-    """Ids of running generations, by API key. Different keys may use the same id, and cannot see each other's.
-
-    The engine's ids are per prompt, made of the key's number, the request's id and the prompt's number.
-    """
-
-    def __init__(self) -> None:
-        self._engine_ids: dict[tuple[str, str], tuple[str, ...]] = {}
-        self._prompts: dict[tuple[str, str], str] = {}
-
-    def find_in_use(self, key: str, request_id: str, num_prompts: int) -> str | None:
-        """Return an id that is in use already, of those that a request of this id would have; None if it is free."""
-        for name in (request_id, *_prompt_ids(request_id, num_prompts)):
-            if (key, name) in self._engine_ids or (key, name) in self._prompts:
-                return name
-        return None
-
-    @contextlib.contextmanager
-    def reserve(self, key: str, request_id: str, num_prompts: int) -> Iterator[tuple[str, ...]]:
-        """Reserve an id during the block; yield the engine's id of each prompt. Raises ApiError (400) if in use."""
-        names = _prompt_ids(request_id, num_prompts)
-        if (used := self.find_in_use(key, request_id, num_prompts)) is not None:
-            raise ApiError(400, f"request id {used!r} is in use", "request_id")
-        prefix = f"{key}/" if key else ""
-        engine_ids = {name: f"{prefix}{name}" for name in names or [request_id]}
-        self._engine_ids[key, request_id] = tuple(engine_ids.values())
-        self._prompts.update({(key, name): engine_ids[name] for name in names})
-        try:
-            yield tuple(engine_ids.values())
-        finally:
-            del self._engine_ids[key, request_id]
-            for name in names:
-                del self._prompts[key, name]
-
-    def add(self, key: str, request_id: str, engine_id: str) -> None:
-        """Add an engine's id to those of a reserved id."""
-        self._engine_ids[key, request_id] += (engine_id,)
-
-    def find(self, request_ids: set[str] | None, key: str | None) -> list[tuple[str, tuple[str, ...]]]:
-        """Return (id, engine ids) of the running requests or single prompts with these ids. None: all requests."""
-        if request_ids is None:
-            return [(name, ids) for (owner, name), ids in self._engine_ids.items() if key in (None, owner)]
-        named = [*self._engine_ids.items(), *((name, (one,)) for name, one in self._prompts.items())]
-        return [(name, ids) for (owner, name), ids in named if name in request_ids and key in (None, owner)]
-
-
-def _prompt_ids(request_id: str, num_prompts: int) -> list[str]:
-    """Return the ids of the single prompts of a request that has several."""
-    return [f"{request_id}-{index}" for index in range(num_prompts)] if num_prompts > 1 else []
-
-
-_BYTES_PER_TOKEN = 4
-"""Of a body, for an estimate of the tokens of its prompts before they are read."""
-
-
-@dataclass(frozen=True, slots=True)
-class RawPrompts:
-    """The prompts of one HTTP request before they are tokenised.
-
-    params: of each prompt.   names: what errors call each prompt, () for "prompt".   lora: the adapter to use.
-    add_special_tokens: add those that the tokenizer puts around a text prompt.   cache_salt: as the caller gave it.
-    is_stream: the answer is sent as it comes.
-    """
-
-    prompts: Sequence[Prompt]
-    params: Sequence[Params]
-    names: Sequence[str]
-    lora: Adapter | None
-    add_special_tokens: bool = True
-    priority: int = 0
-    cache_salt: str | None = None
-    is_stream: bool = False
-
-    @property
-    def num_chars(self) -> int:
-        """Characters to tokenise, and bytes of embeddings to read."""
-        first = self.params[0]
-        words = first.bad_words if isinstance(first, SamplingParams) else ()
-        return sum(map(len, words)) + sum(map(size_of, self.prompts))
-
-    @property
-    def media(self) -> list[MediaItem]:
-        """What encoders read, as far as it is there before the prompts are read: images of rendered chats."""
-        return [item for prompt in self.prompts if isinstance(prompt, Mapping) for item in prompt.get("media", ())]
-
-    @property
-    def has_grammar(self) -> bool:
-        first = self.params[0]
-        return isinstance(first, SamplingParams) and first.structured_outputs is not None
 
 
 class RequestFigures(Struct):
@@ -151,6 +44,15 @@ class RequestFigures(Struct):
     scheduler_ms: float | UnsetType = UNSET
 
 
+@dataclass(slots=True)
+class Serving:
+    """What generations run with.   admission: learns from the lengths of their outputs."""
+
+    llm: AsyncEngine
+    observed: ObservedRequests
+    admission: AnyAdmission
+
+
 class Generation:
     """What the engine does for one HTTP request. Created by RequestStarter, iterated once.
 
@@ -160,7 +62,7 @@ class Generation:
 
     def __init__(
         self,
-        starter: "RequestStarter",
+        serving: Serving,
         http: HttpRequest,
         request_id: str,
         requests: Sequence[Request],
@@ -183,7 +85,7 @@ class Generation:
         self.key: str = http.scope["state"]["key"]
         self.arrived_s = place.arrived_s
         self._times: dict[int, RequestMetrics] = {}  # of each request, by its handle
-        self._starter = starter
+        self._serving = serving
         self._place, self._at_end = place, place.at_end.pop_all()
         http.scope["state"]["generation"] = self
 
@@ -201,10 +103,10 @@ class Generation:
 
     async def _follow(self, index: int) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         request = self.requests[index]
-        observer = RequestObserver(self._starter.observed, request)
+        observer = RequestObserver(self._serving.observed, request)
         try:
             with self._counting(observer):
-                async with contextlib.aclosing(self._starter.llm.stream(request)) as deltas:
+                async with contextlib.aclosing(self._serving.llm.stream(request)) as deltas:
                     async for delta in deltas:
                         self._count(observer, delta)
                         if delta.finished and delta.error is not None:
@@ -215,7 +117,7 @@ class Generation:
         finally:
             reasons = observer.finish_reasons
             if request.sampling is not None and reasons and set(reasons) <= {"stop", "length"}:
-                self._starter.admission.note_output(observer.num_output_tokens / request.num_seqs)
+                self._serving.admission.note_output(observer.num_output_tokens / request.num_seqs)
 
     async def follow_job(
         self, request: Request, outputs: AsyncGenerator[RequestOutput, None]
@@ -223,7 +125,7 @@ class Generation:
         """Yield the outputs of a request that a job has made, after counting them."""
         self.num_prompt_tokens += request.num_prompt_tokens
         self.sampling = self.sampling or request.sampling
-        observer = RequestObserver(self._starter.observed, request)
+        observer = RequestObserver(self._serving.observed, request)
         with self._counting(observer):
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
@@ -316,190 +218,3 @@ def _together(each: Sequence[RequestMetrics]) -> RequestMetrics:
 
 def as_ms(seconds: float) -> float:
     return round(seconds * 1e3, 1)
-
-
-def _media_bytes(media: Iterable[MediaItem]) -> int:
-    """Return the bytes that encoders read."""
-    return sum(item.features.nbytes for item in media if item.features is not None)
-
-
-def _most_logprobs(request: Request, is_stream: bool) -> int:
-    """Return how many log-probabilities a request may come to; in a stream, those of outputs are sent at once."""
-    params, count = request.sampling, 0
-    if params is not None and params.prompt_logprobs is not None:
-        count += request.num_prompt_tokens * (params.prompt_logprobs + 1)
-    if params is not None and params.logprobs is not None and not is_stream:
-        count += (params.max_tokens or 0) * (params.logprobs + 1)
-    return count * request.num_seqs
-
-
-class RequestStarter:
-    """Starts generations on one AsyncEngine."""
-
-    def __init__(
-        self,
-        llm: AsyncEngine,
-        admission: AnyAdmission,
-        metrics: ServerMetrics,
-        salt_secret: bytes,
-    ) -> None:
-        """salt_secret: of cache salts."""
-        self.llm = llm
-        self.metrics = metrics
-        self.admission = admission
-        self.observed = ObservedRequests(metrics)
-        llm.on_event = self.observed.on_event
-        self._salt_secret = salt_secret
-        self._live = LiveIds()
-        self._is_job_aborted: dict[str, bool] = {}
-
-    def is_free(self, key: str, request_id: str, num_prompts: int) -> bool:
-        """Return whether a generation of this API key could have this id."""
-        return self._live.find_in_use(key, request_id, num_prompts) is None
-
-    def reserve_job(self, key: str, request_id: str, place: AnyPlace) -> Callable[[], str]:
-        """Reserve an id for requests that follow from one another; return what returns the engine's id for each.
-
-        An abort of the id aborts those that run, and what returns ids raises RequestError from then on.
-        Raises ApiError (400) if it is in use.
-        """
-        (first,) = place.at_end.enter_context(self._live.reserve(key, request_id, 1))
-        self._is_job_aborted[first] = False
-        place.at_end.callback(self._is_job_aborted.pop, first)
-        numbers = itertools.count(1)
-
-        def new_id() -> str:
-            if self._is_job_aborted[first]:
-                raise RequestError("the transcription was aborted")
-            engine_id = f"{first} {next(numbers)}"  # no id of a caller has a space
-            self._live.add(key, request_id, engine_id)
-            return engine_id
-
-        return new_id
-
-    @contextlib.asynccontextmanager
-    async def admitted(
-        self,
-        http: HttpRequest,
-        num_prompts: int,
-        num_outputs: int = 0,
-        max_tokens: int | None = 0,
-        is_read: bool = True,
-    ) -> AsyncGenerator[AnyPlace, None]:
-        """Admit a request before any work on its prompts, on an estimate of its tokens; yield its place for `begin`.
-
-        It counts until the generation that is begun with it is closed, or the block is left without one.
-        num_outputs: of all prompts; 0 if they are pooled.   max_tokens: of each output; None: no limit.
-        is_read: whether the body was read; otherwise, a client that leaves is only noticed after the wait in line.
-        Raises Refusal (429), RequestError or WorkerDied.
-        """
-        if self.llm.died is not None:
-            raise self.llm.died
-        state, admission = http.scope["state"], self.admission
-        longest = num_prompts * self.llm.input_processor.limits.longest_prompt
-        num_tokens = min(state["body_bytes"] // _BYTES_PER_TOKEN, longest)
-        num_tokens += num_outputs * admission.expected_output(max_tokens)
-        place = await admission.admit(num_outputs or num_prompts, num_tokens, state["key"])
-        with place.at_end:
-            if place.is_in_line:
-                turn = place.wait_for_turn()
-                await (cancel_on_disconnect(http, turn) if is_read else turn)
-            yield place
-
-    async def abort(self, request_ids: set[str] | None, key: str | None) -> list[str]:
-        """Abort running generations, or all if `request_ids` is None; return the ids of those that were running.
-
-        key: only abort generations of this API key; None: of every key.
-        """
-        found = self._live.find(request_ids, key)
-        engine_ids = [engine_id for _, each in found for engine_id in each]
-        jobs = {one for one in engine_ids if one in self._is_job_aborted}
-        for one in jobs:
-            self._is_job_aborted[one] = True
-        running = jobs | set(await self.llm.abort(engine_ids))
-        return [request_id for request_id, engine_ids in found if not running.isdisjoint(engine_ids)]
-
-    async def begin(self, http: HttpRequest, place: AnyPlace, asked: RawPrompts, request_id: str) -> Generation:
-        """Tokenise and validate all prompts of a request. The caller must close the Generation.
-
-        Raises RequestError, ApiError (400) or WorkerDied.
-        """
-        self._check_lengths(asked.params[0])
-        most, truncate = self.llm.input_processor.limits.longest_prompt, asked.params[0].truncate_prompt_tokens
-        if truncate is not None and truncate > most:
-            text = f"truncate_prompt_tokens={truncate} is more than the model's context of {most} tokens"
-            raise ApiError(400, text, "truncate_prompt_tokens")
-        key = http.scope["state"]["key"]
-        await place.keep(_media_bytes(asked.media))  # at once: prompts may queue for a thread behind others' images
-        engine_ids = place.at_end.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
-        making = self._make_requests(asked, engine_ids, self.salt(key, asked.cache_salt), place.arrived_s)
-        # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
-        is_long = asked.num_chars >= LONG_TEXT_CHARS or asked.has_grammar
-        requests = await (cancel_on_disconnect(http, making) if is_long else making)
-        place.correct(sum(map(self._expected_tokens, requests)))
-        num_logprobs = sum(_most_logprobs(request, asked.is_stream) for request in requests)
-        await place.keep(_media_bytes(item for request in requests for item in request.media), num_logprobs)
-        return Generation(self, http, request_id, requests, place, asked.is_stream)
-
-    def _expected_tokens(self, request: Request) -> int:
-        output = 0 if request.sampling is None else self.admission.expected_output(request.sampling.max_tokens)
-        return request.num_prompt_tokens + request.encoder_len + output * request.num_seqs
-
-    async def _make_requests(
-        self,
-        asked: RawPrompts,
-        engine_ids: Sequence[str],
-        cache_salt: str | None,
-        arrived_s: float,
-    ) -> list[Request]:
-        limits = self.llm.input_processor.limits.of_request
-        requests: list[Request] = []
-        prepared: dict[int, PreparedParams] = {}  # by identity: most prompts share their parameters
-        num_prompt_tokens = num_output_tokens = 0
-        for index, (prompt, params, engine_id) in enumerate(zip(asked.prompts, asked.params, engine_ids, strict=True)):
-            if id(params) not in prepared:
-                prepared[id(params)] = await self.llm.text.prepare_params(params)
-            try:
-                request = await self.llm.text.make_request(
-                    prompt,
-                    prepared[id(params)],
-                    engine_id,
-                    arrival_time_s=arrived_s,
-                    priority=asked.priority,
-                    cache_salt=cache_salt,
-                    lora=asked.lora,
-                    add_special_tokens=asked.add_special_tokens,
-                )
-            except RequestError as error:
-                if error.param != "prompt" or not asked.names:
-                    raise
-                name = asked.names[index]
-                raise RequestError(f"{name}: {str(error).removeprefix('prompt: ')}", name) from None
-            requests.append(request)
-            if request.sampling is not None:
-                num_output_tokens += request.num_seqs * (request.sampling.max_tokens or 0)
-                limits.check_outputs(num_output_tokens, request.sampling.logprobs)
-            if request.sampling is not None and request.sampling.prompt_logprobs is not None:
-                num_prompt_tokens += request.num_prompt_tokens
-                num_entries = request.num_seqs * num_prompt_tokens * (request.sampling.prompt_logprobs + 1)
-                limits.check("answer_prompt_logprobs", num_entries, "prompt_logprobs")
-            if len(requests) % PROMPTS_PER_TURN == 0:
-                await asyncio.sleep(0)
-        return requests
-
-    def _check_lengths(self, params: Params) -> None:
-        """Raise ApiError (400) if more tokens are requested than the model's context; the prompt is not considered."""
-        if not isinstance(params, SamplingParams):
-            return
-        most = self.llm.input_processor.limits.max_model_len
-        for name in ("max_tokens", "min_tokens"):
-            asked: int | None = getattr(params, name)
-            if asked is not None and asked > most:
-                raise ApiError(400, f"{name}={asked} is more than the model's context of {most} tokens", name)
-
-    def salt(self, key: str, asked: str | None) -> str | None:
-        """Return the cache salt: prefixes are only shared between requests with the same API key and cache_salt."""
-        if not key:
-            return asked
-        text = f"{key}:{asked or ''}".encode()
-        return hmac.new(self._salt_secret, text, hashlib.sha256).hexdigest()[:32]

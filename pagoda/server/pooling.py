@@ -21,8 +21,9 @@ from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.outputs.results import vector_of
 from pagoda.server.body import ModelBody, Priority, RequestId
 from pagoda.server.dialects.openai import PromptTokensDetails
-from pagoda.server.generation import Generation, RawPrompts
+from pagoda.server.generation import Generation
 from pagoda.server.remote_admission import AnyPlace
+from pagoda.server.request_starter import RawPrompts
 from pagoda.server.sending import cancel_on_disconnect, json_response, run_sized
 from pagoda.server.served_model import PickedModel
 from pagoda.server.state import ServerState, state_of

@@ -14,8 +14,9 @@ from starlette.responses import Response
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.engine.outputs.mailbox import GatheredPart
 from pagoda.server.body import run_for_body
-from pagoda.server.generation import Generation, RawPrompts
+from pagoda.server.generation import Generation
 from pagoda.server.render import Rendered, render
+from pagoda.server.request_starter import RawPrompts
 from pagoda.server.sending import INLINE_TOKENS, EventStream, cancel_on_disconnect, json_response, run_sized
 from pagoda.server.state import state_of
 from pagoda.server.turn import Answer, B, Dialect, Piece, Turn, naming_fields

@@ -23,10 +23,10 @@ from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.body import BodyReader
 from pagoda.server.dialects.openai_body import SamplingBody
 from pagoda.server.errors import ApiError
-from pagoda.server.generation import RequestStarter
 from pagoda.server.looks import Looks
 from pagoda.server.middleware import Drain
 from pagoda.server.peers import Peers
+from pagoda.server.request_starter import RequestStarter
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.served_model import ModelFacts, PickedModel, ServedModel
 from pagoda.server.telemetry import Telemetry

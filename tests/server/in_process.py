@@ -15,7 +15,7 @@ from pagoda.engine.wire import EngineStats
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.admission import Admission
 from pagoda.server.app import create_app
-from pagoda.server.generation import RequestStarter
+from pagoda.server.request_starter import RequestStarter
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState

@@ -24,7 +24,8 @@ from pagoda.metrics.observed_requests import ObservedRequests
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.admission import PRIOR_OUTPUT_TOKENS, Admission, Place, Refusal
 from pagoda.server.errors import ApiError
-from pagoda.server.generation import Generation, RawPrompts, RequestStarter
+from pagoda.server.generation import Generation
+from pagoda.server.request_starter import RawPrompts, RequestStarter
 from tests.server.live import FAKE_ENGINE, FAKE_FLAGS, serving
 from tests.server.turn_apis import BODIES, Turn, asked, num_output_tokens
 
