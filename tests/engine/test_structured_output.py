@@ -516,7 +516,7 @@ class SlowTokenizer:
 def slow_engine(model: Path, tokenizer: Tokenizer, engine: Engines) -> tuple[EngineCore, SlowTokenizer]:
     core = engine(model)
     slow = SlowTokenizer(tokenizer)
-    backend_of(core)._vocabulary._load = slow
+    backend_of(core).vocabulary._load = slow
     return core, slow
 
 

@@ -7,8 +7,8 @@
    forms, and refuses what would take long to compile (`schema_size.py`) or what no text could complete
    (`dead_ends.py`).
 3. `tool_grammar.py` writes the grammar of tool calls in a model's format.
-4. `preparer.py` compiles a grammar before its request is accepted, so that a refusal is a RequestError.
-5. `llguidance_backend.py` compiles it for the engine, on threads, and fills masks (`core/grammar.py` is the interface).
-   It also has a tokenizer in the form of the library.
+4. `preparer.py` compiles a grammar (`compiling.py`) before its request is accepted: a refusal is a RequestError.
+5. `llguidance_backend.py` compiles it for the engine, on threads, and fills masks (`core/grammar.py` is the interface);
+   `vocabulary.py` has a tokenizer in the form of the library.
 A caller's schema or grammar is bounded by size before any work on it, and compiled without the GIL.
 """

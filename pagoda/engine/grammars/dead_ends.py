@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from pagoda.engine.grammars.llguidance_backend import compile_grammar
+from pagoda.engine.grammars.compiling import compile_grammar
 from pagoda.engine.grammars.schema_size import MAX_PATTERN_CHARS, iter_values
 
 _MAX_STEPS = 1500

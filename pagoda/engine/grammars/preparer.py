@@ -7,8 +7,9 @@ from collections import OrderedDict
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.engine.grammars.compiling import error_of_grammar
 from pagoda.engine.grammars.grammar_text import grammar_text
-from pagoda.engine.grammars.llguidance_backend import GrammarVocabulary, error_of_grammar
+from pagoda.engine.grammars.vocabulary import GrammarVocabulary
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
 _MAX_KNOWN = 256

@@ -10,9 +10,10 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.engine.grammars.compiling import error_of_grammar
 from pagoda.engine.grammars.gbnf import gbnf_to_lark
 from pagoda.engine.grammars.grammar_text import grammar_text
-from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend, error_of_grammar
+from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
 from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from tests.engine.grammars.matching import VOCAB, accepts
 
@@ -241,7 +242,7 @@ def test_random_recursive_grammars_match_what_a_search_by_hand_matches(backend: 
         rules["root"] = "choice", [rules["root"], ("sequence", [("text", "("), ("name", "root"), ("text", ")")])]
         grammar = "\n".join(f"{name} ::= {written(tree)}" for name, tree in rules.items())
         text = grammar_text(StructuredOutputsParams(grammar=grammar))
-        if error_of_grammar(backend._vocabulary.get(), text):  # it has no text, or none that ends
+        if error_of_grammar(backend.vocabulary.get(), text):  # it has no text, or none that ends
             continue
         num_tested += 1
         for length in (1, 2, 3, 3, 4, 4, 5, 6):

@@ -12,8 +12,8 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.engine.grammars import dead_ends
+from pagoda.engine.grammars.compiling import compile_grammar
 from pagoda.engine.grammars.json_schema import parse_schema, rewrite_schema
-from pagoda.engine.grammars.llguidance_backend import compile_grammar
 
 EQUIVALENT: dict[str, dict[str, Any]] = {
     "definitions": {

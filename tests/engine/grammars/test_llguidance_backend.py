@@ -11,8 +11,9 @@ from pagoda.base.errors import RequestError
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.grammar import MaskWork, num_mask_words
 from pagoda.engine.grammars import llguidance_backend
+from pagoda.engine.grammars.compiling import error_of_grammar
 from pagoda.engine.grammars.grammar_text import grammar_text
-from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend, LlguidanceMatcher, error_of_grammar
+from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend, LlguidanceMatcher
 from pagoda.engine.tokenizers.byte_tokenizer import BOS, EOS, ByteTokenizer
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
@@ -356,7 +357,7 @@ def test_a_grammar_that_forces_text_without_end_is_answered(
 ) -> None:
     """The library would append the text that it forces for ever, on the thread that fills masks."""
     text = text_of(**given, reasoning_end=end)
-    assert error_of_grammar(backend._vocabulary.get(), text) == ""
+    assert error_of_grammar(backend.vocabulary.get(), text) == ""
     matcher = ready(backend, text)
     for _ in range(20):
         assert matcher.forced() == []

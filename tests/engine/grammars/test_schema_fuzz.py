@@ -18,10 +18,11 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.answers.tool_parsers import TOOL_PARSERS
+from pagoda.engine.grammars.compiling import compile_grammar
 from pagoda.engine.grammars.json_schema import rewrite_schema
-from pagoda.engine.grammars.llguidance_backend import GrammarVocabulary, compile_grammar
 from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.grammars.tool_grammar import Tool
+from pagoda.engine.grammars.vocabulary import GrammarVocabulary
 from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
