@@ -11,6 +11,7 @@ from pagoda import (
     ChatMessage,
     CompletionOutput,
     FunctionCall,
+    RequestError,
     RequestOutput,
     RequestOutputKind,
     SamplingParams,
@@ -19,6 +20,7 @@ from pagoda.engine.answers.chat_answers import ChatAnswers
 from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
 from pagoda.executors.fake import FakeExecutor
+from tests.cached_models import cached_model
 from tests.engine.scripted_engine import ScriptedExecutor
 from tests.fake_engine import MAX_LEN, byte_inputs, fake_core
 
@@ -128,3 +130,19 @@ def test_calls_keep_their_ids_while_other_sequences_run() -> None:
     answers.read(output)
     assert first is not None
     assert first == output.outputs[0].message == ChatMessage("", None, [FunctionCall(first.tool_calls[0].id, *SUM)])
+
+
+OPEN = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n{# </think> #}"
+
+
+def test_reasoning_ends_at_its_budget_and_structured_output_begins() -> None:
+    cached_model("smollm2-135m")  # skips where it cannot be had
+    params = SamplingParams(thinking_token_budget=9, max_tokens=60, seed=1, structured_outputs={"choice": ["yes"]})
+    with LLM(distributed_executor_backend="fake", num_blocks=64, max_model_len=128) as llm:
+        (output,) = llm.chat(ASKED, params, chat_template=OPEN)
+        with pytest.raises(RequestError, match="this model's chat template has no reasoning") as caught:
+            llm.chat(ASKED, SamplingParams(thinking_token_budget=9))
+    message = output.outputs[0].message
+    assert message is not None
+    assert (message.content.strip(), message.reasoning is None) == ("yes", False)
+    assert caught.value.param == "thinking_token_budget"

@@ -66,10 +66,10 @@ def make_worker(
 def make_grammars(setup: EngineSetup) -> GrammarBackend:
     """Return the backend of structured output, which loads the tokenizer with the first grammar."""
     # Imported here because planning and resolving need neither.
-    from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
+    from pagoda.engine.answers.thinking import ThinkingBackend
     from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 
     threads = min(os.cpu_count() or 1, _MAX_MASK_THREADS)
-    return LlguidanceBackend(
+    return ThinkingBackend(
         lambda: load_tokenizer(setup.files, setup.config.model.tokenizer), setup.spec.vocab_size, threads
     )

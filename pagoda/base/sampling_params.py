@@ -75,6 +75,14 @@ class SpeechRules:
         return (*self.suppressed, *self.suppressed_first, self.end_id, *last)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptReasoning:
+    """How the answer to a prompt begins.   format: of its reasoning, a name.   is_open: the prompt ends inside it."""
+
+    format: str
+    is_open: bool
+
+
 def _read_temperature(name: str, value: Any) -> float:
     temperature = read_number(name, value, low=0.0)
     return temperature if temperature >= GREEDY_EPSILON else 0.0
@@ -121,6 +129,17 @@ def _read_beams(name: str, value: Any) -> BeamSearchOptions | None:
 def _read_speech(name: str, value: Any) -> SpeechRules | None:
     if value is not None and not isinstance(value, SpeechRules):
         raise refuse(name, value, "SpeechRules or None")
+    return value
+
+
+def _read_budget(name: str, value: Any) -> int | None:
+    budget = read_optional_integer(name, value, -1)
+    return None if budget == -1 else budget
+
+
+def _read_reasoning(name: str, value: Any) -> PromptReasoning | None:
+    if value is not None and not isinstance(value, PromptReasoning):
+        raise refuse(name, value, "PromptReasoning or None")
     return value
 
 
@@ -172,6 +191,8 @@ _READERS: Mapping[str, Reader] = {
     "grammar": _read_grammar,
     "beam_search": _read_beams,
     "speech": _read_speech,
+    "thinking_token_budget": _read_budget,
+    "reasoning": _read_reasoning,
     "output_kind": _read_kind,
     **dict.fromkeys(
         (
@@ -191,7 +212,6 @@ _UNSERVED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "guided_decoding": ((None,), "use structured_outputs"),
     "logits_processors": ((None, []), "use logit_bias, allowed_token_ids or structured_outputs"),
     "skip_clone": ((False, True), "leave it out"),
-    "thinking_token_budget": ((None, -1), "use max_tokens"),
 }
 
 
@@ -233,6 +253,8 @@ class SamplingParams:
     forced_eos_token_id: the last token of an output that reaches max_tokens, without structured_outputs; a model's
         generation_config.json sets it.
     speech: rules of a speech model's output; transcriptions set them.
+    thinking_token_budget: maximum tokens of reasoning, after which its closing is forced and the output goes on freely;
+        0 closes it at once, None or -1 is off.   reasoning: how the output begins; chats set it.
     output_kind: what AsyncLLM.generate yields; None: CUMULATIVE.
     """
 
@@ -277,6 +299,8 @@ class SamplingParams:
     grammar: str | None = None
     beam_search: BeamSearchOptions | None = None
     speech: SpeechRules | None = None
+    thinking_token_budget: int | None = None
+    reasoning: PromptReasoning | None = None
     output_kind: RequestOutputKind | None = None
 
     def __post_init__(self) -> None:

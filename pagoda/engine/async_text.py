@@ -81,7 +81,7 @@ class AsyncText:
         def prepare() -> PreparedParams:
             return self._inputs.params.prepare(params)
 
-        structure = params.structured_outputs
+        structure = self._inputs.params.structure_of(params)
         if structure is not None and self._inputs.grammars.known(structure) is None:
             return await self._run_in(self._compilers, prepare)
         if params.bad_words or len(params.allowed_token_ids or ()) > _LONG_TEXT_TOKENS:

@@ -12,6 +12,7 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.answers.chat_answers import text_of_content
 from pagoda.engine.images.source import take_images
 from pagoda.server.body import Body, Name, items_of, one_of
+from pagoda.server.thinking import Thinking
 
 
 class TemplateFields(Protocol):
@@ -36,6 +37,7 @@ class Conversation:
     tools: what may be called, as OpenAI's API writes them; none if nothing may.   is_forced: the answer is a call.
     only_tool: the one that must be called.   is_parallel: there may be several calls.
     chat_template: a text, or a name of one of the model's; None: the model's own.   template_kwargs: more variables.
+    thinking: how much the model thinks first, where `template_kwargs` say nothing else.
     add_generation_prompt: end with the opening of the assistant's turn.
     continue_final_message: end inside the last message.   add_special_tokens: add those of the tokenizer, too.
     """
@@ -47,6 +49,7 @@ class Conversation:
     is_parallel: bool = True
     chat_template: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    thinking: Thinking = field(default_factory=Thinking)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False

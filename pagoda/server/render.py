@@ -6,14 +6,8 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from pagoda.base.sampling_params import SamplingParams
-from pagoda.engine.answers.reasoning import (
-    ReasoningTags,
-    new_splitter,
-    opens_reasoning,
-    reasoning_of,
-    special_token,
-)
+from pagoda.base.sampling_params import PromptReasoning, SamplingParams
+from pagoda.engine.answers.reasoning import new_splitter, opens_reasoning, reasoning_of, special_token
 from pagoda.engine.answers.tool_parsers import TOOL_PARSERS
 from pagoda.engine.inputs.chat_prompts import ChatOptions, RenderedChat
 from pagoda.engine.inputs.prompts import Prompt
@@ -35,7 +29,12 @@ async def render_chat(
         tools=conversation.tools or None,
         add_generation_prompt=conversation.add_generation_prompt and not conversation.continue_final_message,
         continue_final_message=conversation.continue_final_message,
-        template_kwargs={**model.template_kwargs, **conversation.template_kwargs} or None,
+        template_kwargs={
+            **model.template_kwargs,
+            **conversation.thinking.variables,
+            **conversation.template_kwargs,
+        }
+        or None,
         add_special_tokens=conversation.add_special_tokens,
     )
     rendering = model.llm.text.render_chat(
@@ -70,6 +69,9 @@ async def _render(http: Request, model: ServedModel, conversation: Conversation,
     use = ToolUse.of(conversation, model, template)
     tokenizer = model.llm.input_processor.tokenizer
     argument_types = await run_for_body(http, use.argument_types)
+    if plain.thinking_token_budget is None:
+        budget = await run_for_body(http, lambda: conversation.thinking.limit(template))
+        plain = dataclasses.replace(plain, thinking_token_budget=budget)
     params = plain
     if use.has_grammar(plain):  # tools may have large schemas
         params = await model.llm.text.write_grammar(lambda: use.constrain(plain, tokenizer))
@@ -82,8 +84,8 @@ async def _render(http: Request, model: ServedModel, conversation: Conversation,
     if (parser is not None and parser.keeps_special_tokens) or end_id is not None:
         params = dataclasses.replace(params, skip_special_tokens=False)
     is_thinking = tags is not None and opens_reasoning(prompt.text, conversation.continued, tags)
-    if tags is not None and is_thinking:
-        params = _after_reasoning(params, tags, end_id)
+    if tags is not None:
+        params = dataclasses.replace(params, reasoning=PromptReasoning(tags.name, is_thinking))
 
     def new_reader() -> Reader:
         return Reader(
@@ -95,11 +97,3 @@ async def _render(http: Request, model: ServedModel, conversation: Conversation,
         )
 
     return Rendered(prompt.prompt, params, new_reader)
-
-
-def _after_reasoning(params: SamplingParams, tags: ReasoningTags, end_id: int | None) -> SamplingParams:
-    """Return params whose grammar, if there is one, holds from the end of the reasoning on."""
-    if params.structured_outputs is None:
-        return params
-    form = dataclasses.replace(params.structured_outputs, reasoning_end=tags.end if end_id is None else end_id)
-    return dataclasses.replace(params, structured_outputs=form)

@@ -22,6 +22,7 @@ from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.grammar import MaskWork
 from pagoda.core.request import AdmitKind, RequestStatus
 from pagoda.core.scheduler_output import RowInit, SchedulerOutput
+from pagoda.engine.answers.thinking import ThinkingBudget
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
@@ -73,6 +74,23 @@ KINDS = [
     constrained(SamplingParams(temperature=1.1, top_k=20, max_tokens=8), choice=["yes", "no", "perhaps not"]),
     constrained(SamplingParams(temperature=0.7, min_p=0.02, max_tokens=40, n=2), json_object=True),
 ]
+
+
+def budgeted(params: SamplingParams, budget: int, is_open: bool = True) -> SamplingParams:
+    return params.with_grammar(ThinkingBudget(budget, "think", is_open, params.grammar).text)
+
+
+CLOSING = "\n</think>\n\n"
+THOUGHTFUL = [
+    budgeted(SamplingParams(temperature=1.0, max_tokens=40, n=2, logprobs=2), 9),
+    budgeted(
+        constrained(SamplingParams(temperature=0.9, max_tokens=60), choice=["yes", "no"], reasoning_end="</think>"), 5
+    ),
+    budgeted(SamplingParams(temperature=0.8, max_tokens=24, frequency_penalty=1), 0),
+    budgeted(SamplingParams(temperature=0.8, max_tokens=12), 3, is_open=False),
+    budgeted(SamplingParams(temperature=0.8, max_tokens=12), 30),
+]
+"""Their outputs have a budget of reasoning: used up in the first three."""
 BEAMS = constrained(SamplingParams(n=2, max_tokens=60, beam_search=BeamSearchOptions()), **JSON)
 
 
@@ -105,6 +123,10 @@ def watched_requests() -> list[Watched]:
     for i, length in enumerate([1, 9, 33, 64, 90, 17, 5, 48, 71, 12, 100, 28]):
         own = rng.integers(3, 259, length).tolist()
         found.append(Watched((head + own)[:length] if i % 2 else own, KINDS[i % len(KINDS)], 100 * i))
+    found += [
+        Watched(rng.integers(3, 259, 11 * i + 1).tolist(), params, 5000 + 10 * i)
+        for i, params in enumerate(THOUGHTFUL * 2)
+    ]
     return [*found, *(Watched(rng.integers(3, 259, 20 * i).tolist(), BEAMS, 2000 * i) for i in (1, 2))]
 
 
@@ -121,6 +143,8 @@ def test_complete_outputs_are_valid(expected: Trace, tokenizer: Tokenizer) -> No
     """Each sequence alone: JSON validates, choices are choices, expressions match."""
     num_ended = 0
     for each in watched_requests():
+        if each.params in THOUGHTFUL:
+            continue
         for seed in range(each.seed, each.seed + each.params.n):
             tokens = expected.tokens[seed]
             text = text_of(tokenizer, tokens)
@@ -138,6 +162,28 @@ def test_complete_outputs_are_valid(expected: Trace, tokenizer: Tokenizer) -> No
             elif kind == 5:
                 assert isinstance(json.loads(text), dict)
     assert num_ended > 10
+
+
+def test_reasoning_is_closed_at_its_budget(expected: Trace, tokenizer: Tokenizer) -> None:
+    """Each sequence alone: so many tokens, the closing, and the answer."""
+    closing = tokenizer.encode(CLOSING, False)
+    for each in watched_requests():
+        kind = next((i for i, params in enumerate(THOUGHTFUL) if params == each.params), None)
+        for seed in range(each.seed, each.seed + each.params.n) if kind is not None else ():
+            tokens = expected.tokens[seed]
+            if kind < 3:
+                num_thought = (9, 5, 0)[kind]
+                closed = tokens[num_thought:][: len(closing)]
+                while kind == 1 and closed != closing:  # up to the end of a character
+                    num_thought += 1
+                    assert num_thought < 9
+                    closed = tokens[num_thought:][: len(closing)]
+                assert closed == closing or (EOS in tokens and tokens.index(EOS) < num_thought)
+                if kind == 1:
+                    answer = text_of(tokenizer, tokens[num_thought + len(closing) :])
+                    assert answer.strip() in ("yes", "no")
+            else:
+                assert closing[1:-1] not in [tokens[at:][: len(closing) - 2] for at in range(len(tokens))]
 
 
 def test_random_schedules_give_the_same_bits(model: Path, expected: Trace, on: DeviceUnderTest) -> None:
@@ -230,11 +276,11 @@ def test_logprobs_are_the_same_with_drafts(model: Path, method: str, on: DeviceU
 
 def test_a_request_continues_in_the_middle_of_its_grammar(model: Path, expected: Trace, engine: Engines) -> None:
     """As after a crash: the journal sends what was emitted, and the new engine's matcher reads it."""
-    each = watched_requests()[0]
-    tokens = expected.tokens[each.seed]
-    tokens = tokens[: tokens.index(EOS) + 1]
     core = engine(model)
-    for cut in (1, 7, len(tokens) - 1):
+    requests = watched_requests()
+    for each, cut in [(each, cut) for each in (requests[0], requests[13]) for cut in (1, 7, 12, 17)]:
+        tokens = expected.tokens[each.seed]
+        tokens = tokens[: tokens.index(EOS) + 1]
         resumed = request(0, each.prompt, each.params, each.seed, eos=(EOS,))
         resumed = _with_prior(resumed, tokens[:cut])
         answers = drive(core, [resumed])
@@ -250,7 +296,7 @@ def _with_prior(one: Any, tokens: list[int]) -> Any:
 def test_drafts_change_no_token(model: Path, expected: Trace, num_right: int, engine: Engines) -> None:
     """Right ones are accepted; the others, which the grammar may forbid or not, are taken back."""
     core = engine(model, num_lookahead_slots=4, async_scheduling=False)  # the drafts are for the next step
-    watched = [watched_requests()[i] for i in (0, 3, 6)]
+    watched = [watched_requests()[i] for i in (0, 3, 6, 13, 14)]
     for i, each in enumerate(watched):
         core.add_request(request(i, each.prompt, each.params, each.seed))
     tokens: dict[str, list[int]] = {f"r{i}": [] for i in range(len(watched))}

@@ -22,6 +22,7 @@ from pagoda.server.dialects.ollama import LINES, OllamaWriter, model_name
 from pagoda.server.dialects.ollama_bodies import OllamaChatRequest, OllamaGenerateRequest, template_messages
 from pagoda.server.errors import ApiError
 from pagoda.server.sending import EventStream
+from pagoda.server.thinking import Thinking
 from tests.server.in_process import served
 from tests.server.live import LiveServer
 from tests.server.test_answers import ask, check
@@ -259,11 +260,11 @@ def test_options_and_thinking_reach_the_engine_and_the_template() -> None:
     assert (params.max_tokens, params.top_k, params.repetition_penalty, params.seed) == (None, 3, 1.5, None)
     assert (params.temperature, params.stop, params.structured_outputs.json_object) == (0.5, ("a",), True)
     conversation = body.conversation(template_messages(body.messages), [])
-    assert conversation.template_kwargs == {"enable_thinking": True, "reasoning_effort": "low"}
+    assert conversation.thinking == Thinking(effort="low")
     assert not conversation.continue_final_message
     plain = body_of(messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Oh"}])
     conversation = plain.conversation(template_messages(plain.messages), [])
-    assert (conversation.template_kwargs, conversation.continue_final_message) == ({}, True)
+    assert (conversation.thinking, conversation.continue_final_message) == (Thinking(), True)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from pagoda.base.outputs import ChatMessage, FunctionCall, RequestOutput
-from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.sampling_params import PromptReasoning, SamplingParams
 from pagoda.engine.answers.reasoning import new_splitter, opens_reasoning, reasoning_of, special_token
 from pagoda.engine.answers.tool_parsers import GENERIC_PARSER, TOOL_PARSERS, parser_for_template
 from pagoda.engine.answers.tool_parsers.argument_types import ANY_ARGUMENTS, argument_types
@@ -41,16 +41,20 @@ class ChatAnswers:
         self._messages: dict[int, ChatMessage] = {}
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """Return params that keep the special tokens in the text, if the formats are made of them.
+        """Return params that say how the answer begins, and keep the special tokens that its formats are made of.
 
         An answer whose form these params demand themselves is read as content.
         """
         if params.structured_outputs is not None:
             self._parser = None
-        if not self._has_special_tags and (self._parser is None or not self._parser.keeps_special_tokens):
+        keeps_special_tokens = self._has_special_tags or (self._parser and self._parser.keeps_special_tokens)
+        if self._tags is None and not keeps_special_tokens:
             return params
         changed = params.clone()
-        changed.skip_special_tokens = False
+        if self._tags is not None:
+            changed.reasoning = PromptReasoning(self._tags.name, self._is_thinking)
+        if keeps_special_tokens:
+            changed.skip_special_tokens = False
         return changed
 
     def read(self, output: RequestOutput, is_delta: bool = False) -> None:

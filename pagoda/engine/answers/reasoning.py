@@ -14,10 +14,14 @@ from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ReasoningTags:
-    """What begins and what ends a thought.   has_channels: an answer is messages as ChannelSplitter reads them."""
+    """What begins and what ends a thought.   name: of the format.   closings: what is written to end a thought early;
+    the last one is for all further thoughts.   has_channels: an answer is messages as ChannelSplitter reads them.
+    """
 
+    name: str
     begin: str
     end: str
+    closings: tuple[str, ...]
     has_channels: bool = False
 
     @property
@@ -26,15 +30,21 @@ class ReasoningTags:
         return self.begin if self.has_channels else self.end
 
 
-REASONING_FORMATS: Registry[ReasoningTags] = Registry(
-    "reasoning format",
-    {
-        "think": ReasoningTags("<think>", "</think>"),
-        "mistral": ReasoningTags("[THINK]", "[/THINK]"),
-        "seed": ReasoningTags("<seed:think>", "</seed:think>"),
-        "harmony": ReasoningTags("<|channel|>analysis<|message|>", "<|end|>", has_channels=True),
-    },
+_OPENING = "<|start|>assistant"  # of a message in harmony
+_FORMATS = (
+    ReasoningTags("think", "<think>", "</think>", ("\n</think>\n\n",)),
+    ReasoningTags("mistral", "[THINK]", "[/THINK]", ("[/THINK]",)),
+    ReasoningTags("seed", "<seed:think>", "</seed:think>", ("</seed:think>",)),
+    ReasoningTags(
+        "harmony",
+        "<|channel|>analysis<|message|>",
+        "<|end|>",
+        # The model may choose another channel first: a call is not written in the last one.
+        (f"<|end|>{_OPENING}", f"<|end|>{_OPENING}<|channel|>final<|message|>"),
+        has_channels=True,
+    ),
 )
+REASONING_FORMATS: Registry[ReasoningTags] = Registry("reasoning format", {tags.name: tags for tags in _FORMATS})
 """By name. A chat template uses the first whose mark it has."""
 THINK = REASONING_FORMATS["think"]
 
@@ -56,6 +66,11 @@ class ReasoningSplitter:
         self._text = ""
         self._state = "inside" if inside else "before"
         self._at_line_start = False  # newlines right after a tag belong to the tag
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether what was fed so far ends inside a thought."""
+        return self._state == "inside"
 
     def feed(self, text: str) -> tuple[str, str]:
         """Add text; return the (reasoning, answer) that is certain so far and was not returned before."""

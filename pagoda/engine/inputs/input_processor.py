@@ -68,7 +68,7 @@ class InputProcessor:
         self.default_sampling: Mapping[str, object] = default_sampling or {}
         self.grammars = GrammarPreparer(tokenizer, limits.vocab_size, limits.of_request)
         self.prompts = PromptEncoder(tokenizer, limits, images)
-        self.params = ParamsPreparer(self.prompts, self.grammars, limits, self._eos_token_ids)
+        self.params = ParamsPreparer(self.prompts, self.grammars, limits, tokenizer, self._eos_token_ids)
         self.chats = ChatPrompts(tokenizer, self.prompts, limits, parses_special_tokens_in_chat, images, model_name)
         self._engine_seed = engine_seed
         self._handles = itertools.count(1)  # threads share it
@@ -161,7 +161,7 @@ class InputProcessor:
         prompt_ids, embeds = self._checked_prompt(prompt, given, before)
         media = _placed(prompt, len(prompt_ids), 0 if before is None else len(before))
         ready = (params if isinstance(params, PreparedParams) else self.params.prepare(params)).params
-        sampling = self.params.fit(ready, len(prompt_ids)) if isinstance(ready, SamplingParams) else None
+        sampling = self.params.fit(ready, prompt_ids) if isinstance(ready, SamplingParams) else None
         pooling = ready if isinstance(ready, PoolingParams) else None
         return Request(
             request_id=request_id,

@@ -4,14 +4,26 @@ import copy
 import dataclasses
 from dataclasses import dataclass
 
+import numpy as np
+
 from pagoda.base.errors import RequestError
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.request import num_beam_candidates
+from pagoda.engine.answers.reasoning import (
+    REASONING_FORMATS,
+    ReasoningTags,
+    opens_reasoning,
+    reasoning_of,
+    special_token,
+)
+from pagoda.engine.answers.thinking import ThinkingBudget
 from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.pooling_inputs import check_pooling
 from pagoda.engine.inputs.prompt_encoder import PromptEncoder
+from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
 Params = SamplingParams | PoolingParams
 """The parameters of a request: for generating text, or for pooling hidden states."""
@@ -35,12 +47,14 @@ class ParamsPreparer:
         prompts: PromptEncoder,
         grammars: GrammarPreparer,
         limits: InputLimits,
+        tokenizer: Tokenizer,
         eos_token_ids: tuple[int, ...],
     ) -> None:
-        """prompts: encodes bad words."""
+        """prompts: encodes bad words.   eos_token_ids: those of the tokenizer for which the model has logits."""
         self._prompts = prompts
         self._grammars = grammars
         self._limits = limits
+        self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
 
     def check_lists(self, params: Params) -> None:
@@ -95,12 +109,50 @@ class ParamsPreparer:
             limits.check_ids("bad_words_token_ids", sequence)
         if params.grammar is not None:
             raise RequestError("grammar is for the engine to set; set structured_outputs", "structured_outputs")
-        if params.structured_outputs is not None:
-            params = params.with_grammar(self._grammars.prepare(params.structured_outputs))
+        if params.thinking_token_budget is not None:
+            self._reasoning_tags(params)
+        if (structure := self.structure_of(params)) is not None:
+            params = params.with_grammar(self._grammars.prepare(structure))
         return PreparedParams(params)
 
-    def fit(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+    def structure_of(self, params: SamplingParams) -> StructuredOutputsParams | None:
+        """Return what the output is constrained to: if the prompt ends inside reasoning, from its end on."""
+        structure, reasoning = params.structured_outputs, params.reasoning
+        if structure is None or reasoning is None or not reasoning.is_open or structure.reasoning_end is not None:
+            return structure
+        tags = REASONING_FORMATS[reasoning.format]
+        end_id = special_token(self._tokenizer, tags.end)
+        return dataclasses.replace(structure, reasoning_end=tags.end if end_id is None else end_id)
+
+    def _reasoning_tags(self, params: SamplingParams) -> ReasoningTags:
+        """Return the tags of the reasoning in the output. Raises RequestError if the model has none."""
+        template = self._tokenizer.facts.chat_template
+        tags = reasoning_of(template and template.source)
+        tags = REASONING_FORMATS[params.reasoning.format] if params.reasoning is not None else tags
+        if tags is None:
+            raise RequestError(
+                "thinking_token_budget: this model's chat template has no reasoning in a known format; leave it out",
+                "thinking_token_budget",
+            )
+        return tags
+
+    def _with_budget(self, params: SamplingParams, prompt_token_ids: np.ndarray) -> SamplingParams:
+        """Return params whose grammar ends reasoning at its budget."""
+        if params.thinking_token_budget is None:
+            return params
+        tags, reasoning = self._reasoning_tags(params), params.reasoning
+        if reasoning is None:
+            text = self._tokenizer.decode(prompt_token_ids.tolist(), skip_special_tokens=False)
+            is_open = opens_reasoning(text, text, tags)
+        else:
+            is_open = reasoning.is_open
+        budget = ThinkingBudget(params.thinking_token_budget, tags.name, is_open, params.grammar)
+        return params.with_grammar(budget.text)
+
+    def fit(self, params: SamplingParams, prompt_token_ids: np.ndarray) -> SamplingParams:
         """Return params for one prompt: max_tokens is capped to the room in the context. Raises RequestError."""
+        num_prompt_tokens = len(prompt_token_ids)
+        params = self._with_budget(params, prompt_token_ids)
         if params.prompt_logprobs is not None:
             num_entries = num_prompt_tokens * (params.prompt_logprobs + 1)
             self._limits.of_request.check("prompt_logprob_entries", num_entries, "prompt_logprobs")

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -371,6 +372,15 @@ def compile_template(source: str, change: Callable[[str], str]) -> jinja2.Templa
             elif isinstance(node, jinja2.nodes.Const) and isinstance(node.value, str):
                 node.value = change(node.value)
         return jinja2.Template.from_code(_ENVIRONMENT, _ENVIRONMENT.compile(tree), _ENVIRONMENT.make_globals(_GLOBALS))
+
+
+@functools.lru_cache(32)
+def variables_of(source: str) -> frozenset[str]:
+    """Return the variables that a template reads; none if it is not valid Jinja."""
+    try:
+        return frozenset(jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source)))
+    except (jinja2.TemplateError, RecursionError):
+        return frozenset()
 
 
 def string_constants(source: str) -> set[str]:

@@ -33,6 +33,7 @@ from pagoda.server.respond import respond
 from pagoda.server.routing import Router
 from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState
+from pagoda.server.thinking import Thinking
 from pagoda.server.turn import CallDelta, Piece, Turn, TurnRequest
 
 router = Router()
@@ -68,7 +69,7 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     continue_final_message: Go on with the last message, instead of answering it.
     echo: Begin the answer with the text of the last message.
     include_reasoning: Tell the model's reasoning.
-    reasoning_effort: A variable of the template.
+    reasoning_effort: How much the model thinks first: none, minimal, low, medium, high, or a word of its template.
     documents: A variable of the template.
     add_special_tokens: Add the tokenizer's own, such as the one that begins a text; most templates write them.
     """
@@ -116,9 +117,9 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
 
     @property
     def conversation(self) -> Conversation:
-        choice, given = self.tool_choice, {"reasoning_effort": self.reasoning_effort, "documents": self.documents}
+        choice, documents = self.tool_choice, self.documents
         only = choice.function["name"] if isinstance(choice, NamedTool) else None
-        named = {name: value for name, value in given.items() if value is not None}
+        named: dict[str, Any] = {} if documents is None else {"documents": documents}
         return Conversation.of(
             self,
             self.messages,
@@ -127,6 +128,7 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
             only_tool=only,
             is_parallel=self.parallel_tool_calls is not False,
             template_kwargs=named | (self.chat_template_kwargs or {}),
+            thinking=Thinking(effort=self.reasoning_effort),
         )
 
 

@@ -1,7 +1,6 @@
 """POST /v1/messages, /v1/messages/count_tokens: Anthropic's API.
 
-What has no counterpart here is ignored: hosted tools, `cache_control`, citations, signatures of thoughts, and
-`thinking.budget_tokens`.
+What has no counterpart here is ignored: hosted tools, `cache_control`, citations and signatures of thoughts.
 """
 
 import base64
@@ -31,6 +30,7 @@ from pagoda.server.routing import Router
 from pagoda.server.sending import Framing, event, json_response
 from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState, state_of
+from pagoda.server.thinking import Thinking
 from pagoda.server.turn import (
     CallDelta,
     Conversation,
@@ -113,11 +113,11 @@ class ThinkingParam(Body, frozen=True):
     """Whether the model thinks before it answers, if its template can say so; what it thinks is sent only if it does.
 
     type: Whether it thinks.
-    budget_tokens: Has no effect yet.
+    budget_tokens: Most tokens of what it thinks: then it answers.
     """
 
     type: Annotated[str, one_of("enabled", "disabled", "adaptive")]
-    budget_tokens: Int32 | None = None
+    budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
 class CountTokensRequest(ModelBody, kw_only=True, frozen=True):
@@ -128,7 +128,7 @@ class CountTokensRequest(ModelBody, kw_only=True, frozen=True):
     tools: What the model may call.
     tool_choice: Whether it calls a tool, and which.
     thinking: Whether it thinks first.
-    output_config: `format`: of type json_schema, with a `schema` that the text follows.
+    output_config: `format`: of type json_schema, with a `schema` that the text follows; `effort`: how much it thinks.
     """
 
     unserved: ClassVar[Mapping[str, UnservedField]] = {
@@ -158,6 +158,14 @@ class CountTokensRequest(ModelBody, kw_only=True, frozen=True):
     @property
     def thinks(self) -> bool:
         return self.thinking is not None and self.thinking.type != "disabled"
+
+    @property
+    def thinking_asked(self) -> Thinking:
+        """How much it thinks; as the template has it where nothing is said."""
+        if self.thinking is None or not self.thinks:
+            return Thinking(is_on=None if self.thinking is None else False)
+        effort = (self.output_config or {}).get("effort")
+        return Thinking(True, effort if isinstance(effort, str) else None, self.thinking.budget_tokens)
 
     @property
     def structure(self) -> StructuredOutputsParams | None:
@@ -317,6 +325,7 @@ def conversation_of(body: CountTokensRequest) -> tuple[Conversation, Conversion]
         only_tool=None if choice is None or choice.type != "tool" else choice.name,
         is_parallel=choice is None or not choice.disable_parallel_tool_use,
         template_kwargs={"enable_thinking": body.thinks},
+        thinking=body.thinking_asked,
         add_generation_prompt=not is_prefilled,
         continue_final_message=is_prefilled,
     )

@@ -13,6 +13,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.server.body import Body, Flag, Int32, ModelBody, Name, Seed, UnservedField, one_of
 from pagoda.server.conversation import Tools, check_chat
+from pagoda.server.thinking import Thinking
 from pagoda.server.turn import Conversation, naming_fields
 
 
@@ -117,11 +118,10 @@ class OllamaBody(ModelBody, kw_only=True, frozen=True):
     def conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Conversation:
         last = messages[-1]
         is_prefilled = last["role"] == "assistant" and "tool_calls" not in last
-        thinks = {} if self.think is None else {"enable_thinking": bool(self.think)}
         return Conversation(
             messages,
             tools=tools,
-            template_kwargs=thinks | ({"reasoning_effort": self.think} if isinstance(self.think, str) else {}),
+            thinking=Thinking(effort=self.think) if isinstance(self.think, str) else Thinking(is_on=self.think),
             add_generation_prompt=not is_prefilled,
             continue_final_message=is_prefilled,
         )

@@ -52,7 +52,6 @@ UNSERVED = {
     "routed_experts_prompt_start": UnservedField("reports of routed experts", (0,)),
     "stream_interval": UnservedField("`stream_interval`: every chunk is sent at once", (1,)),
     "suffix": UnservedField("`suffix` (fill in the middle)"),
-    "thinking_token_budget": UnservedField("a budget for reasoning", (-1,)),
     "vllm_xargs": UnservedField("`vllm_xargs`", ({},)),
     "watermarking": UnservedField("watermarks"),
     "web_search_options": UnservedField("web search"),
@@ -154,6 +153,7 @@ class SamplingBody(ModelBody, kw_only=True, frozen=True):
     guided_choice: Older form of `structured_outputs`: one of these texts.
     guided_grammar: Older form of `structured_outputs`: a grammar.
     guided_whitespace_pattern: The white space between the parts of JSON, a regular expression.
+    thinking_token_budget: Most tokens of reasoning: then it is closed, and the answer begins; -1: no limit.
     return_timings: Tell how long the parts of the work took: in `timings` of the answer, of a stream in its last chunk.
     timings_per_token: The same in every chunk of a stream, as far as they are known.
     use_beam_search: Search for the `n` most likely outputs, instead of sampling.
@@ -201,6 +201,7 @@ class SamplingBody(ModelBody, kw_only=True, frozen=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     return_timings: Flag = False
     timings_per_token: Flag = False
     use_beam_search: Flag = False

@@ -53,9 +53,9 @@ class InputItem(Struct, frozen=True, kw_only=True):
 
 
 class ReasoningParam(Body, frozen=True):
-    """How the model thinks, if its template can say so.
+    """How the model thinks.
 
-    effort: A variable of the template, `reasoning_effort`; with none, `enable_thinking` is false.
+    effort: How much: none, minimal, low, medium, high, or a word of its template.
     summary: With a value, thoughts are sent as summaries, else as texts; either has all of them.
     """
 

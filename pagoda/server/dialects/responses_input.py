@@ -7,6 +7,7 @@ from pagoda.base.errors import RequestError
 from pagoda.server.conversation import Conversation
 from pagoda.server.dialects.responses_bodies import InputItem, InputPart, ResponsesRequest
 from pagoda.server.dialects.transcript import Transcript
+from pagoda.server.thinking import Thinking
 
 _OWN_NAMES = {
     "max_tokens": "max_output_tokens",
@@ -89,5 +90,4 @@ def conversation_of(body: ResponsesRequest, earlier: Sequence[InputItem]) -> tup
     """Return the conversation of a body, and what knows its fields.   earlier: items before those of the body."""
     made = ItemsTranscript(body, earlier)
     effort = body.reasoning.effort if body.reasoning is not None else None
-    thinks: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    return Conversation(made.messages, template_kwargs=thinks), made
+    return Conversation(made.messages, thinking=Thinking(effort=effort)), made
