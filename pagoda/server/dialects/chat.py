@@ -25,7 +25,6 @@ from pagoda.server.dialects.openai import (
     shown_token,
     token_text,
     turn_request,
-    usage_of,
 )
 from pagoda.server.dialects.openai_body import TEXT_ONLY, SamplingBody, unserved_with
 from pagoda.server.errors import ApiError
@@ -307,22 +306,21 @@ class ChatDialect:
 CHAT = ChatDialect()
 
 
-class ChatAnswer(ChunkedAnswer):
+class ChatAnswer(ChunkedAnswer[ChatCompletionChunk, ChatCompletionResponse]):
     """The answer to a conversation."""
 
     def __init__(self, body: ChatCompletionRequest, turn: Turn, state: ServerState) -> None:
-        self._opening = ChatCompletionChunk(id=turn.id, created=turn.created, model=turn.model, choices=[])
-        super().__init__(body, turn, state, self._opening)
+        super().__init__(body, turn, state, ChatCompletionChunk, ChatCompletionResponse)
         self._body = body
         last = body.messages[-1].get("content")
         self._echoed = last if body.echo and isinstance(last, str) else ""
 
     def opening_choices(self) -> Iterable[ChatChunkChoice]:
         if self._body.return_token_ids:
-            self._opening.prompt_token_ids = self._prompt_token_ids()
+            self.chunk.prompt_token_ids = self._prompt_token_ids()
         for index in range(self._body.num_outputs):
             yield ChatChunkChoice(index, ChatDelta(role="assistant", content=self._echoed), None, None)
-            self._opening.prompt_token_ids = UNSET
+            self.chunk.prompt_token_ids = UNSET
 
     def choice(self, piece: Piece) -> ChatChunkChoice | None:
         output, body, said = piece.output, self._body, piece.said
@@ -345,21 +343,10 @@ class ChatAnswer(ChunkedAnswer):
 
     def whole(self, pieces: Sequence[Piece]) -> ChatCompletionResponse:
         of_prompt = pieces[0].delta.prompt_logprobs
-        answer = self._answer_of([self.whole_choice(piece) for piece in pieces])
+        answer = self.answer_of([self.whole_choice(piece) for piece in pieces])
         answer.prompt_logprobs = None if of_prompt is None else prompt_logprobs(of_prompt)
         answer.prompt_token_ids = self._prompt_token_ids() if self._body.return_token_ids else None
         return answer
-
-    def _answer_of(self, choices: list[ChatChoice]) -> ChatCompletionResponse:
-        turn = self.turn
-        return ChatCompletionResponse(
-            id=turn.id,
-            created=turn.created,
-            model=turn.model,
-            choices=choices,
-            usage=usage_of(self.generation),
-            timings=self.timings,
-        )
 
     def whole_choice(self, piece: Piece) -> ChatChoice:
         """Return the choice of one whole output."""
@@ -427,7 +414,7 @@ class BatchAnswer(ChatAnswer):
             choice = self._answers[piece.prompt].whole_choice(piece)
             choice.index = piece.prompt
             choices.append(choice)
-        return self._answer_of(choices)
+        return self.answer_of(choices)
 
 
 def _delta_of(call: CallDelta) -> DeltaToolCall:

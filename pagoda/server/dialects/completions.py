@@ -25,7 +25,6 @@ from pagoda.server.dialects.openai import (
     shown_token,
     token_text,
     turn_request,
-    usage_of,
 )
 from pagoda.server.dialects.openai_body import CHAT_ONLY, SamplingBody, unserved_with
 from pagoda.server.respond import respond
@@ -211,12 +210,11 @@ class CompletionDialect:
 COMPLETIONS = CompletionDialect()
 
 
-class CompletionAnswer(ChunkedAnswer):
+class CompletionAnswer(ChunkedAnswer[CompletionChunk, CompletionResponse]):
     """The answer to a text completion. Tracks the text offset of each choice."""
 
     def __init__(self, body: CompletionRequest, turn: Turn, state: ServerState) -> None:
-        chunk = CompletionChunk(id=turn.id, created=turn.created, model=turn.model, choices=[])
-        super().__init__(body, turn, state, chunk)
+        super().__init__(body, turn, state, CompletionChunk, CompletionResponse)
         self._body = body
         self._n = body.num_outputs
         # Read for every delta of a stream, so they are worked out once.
@@ -232,10 +230,7 @@ class CompletionAnswer(ChunkedAnswer):
         if is_ranked:
             for at, choice in enumerate(choices):
                 choice.index = at
-        turn, usage = self.turn, usage_of(self.generation)
-        return CompletionResponse(
-            id=turn.id, created=turn.created, model=turn.model, choices=choices, usage=usage, timings=self.timings
-        )
+        return self.answer_of(choices)
 
     def choice(self, piece: Piece) -> CompletionChoice:
         """Return the choice of a piece. The first one also has what was requested about the prompt."""

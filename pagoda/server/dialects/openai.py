@@ -2,8 +2,8 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -104,15 +104,22 @@ class Chunk(Protocol):
     timings: Timings | UnsetType
 
 
-class ChunkedAnswer(ABC):
-    """An answer whose stream is of chunks.
+C = TypeVar("C", bound=Chunk)
+W = TypeVar("W", bound=Struct)
+
+
+class ChunkedAnswer(ABC, Generic[C, W]):
+    """An answer whose stream is of chunks.   chunk: the event that is sent next.
 
     The last has the usage, if that was asked for or is forced, and the timings, if those were asked for.
     """
 
     framing = OPENAI_FRAMING
 
-    def __init__(self, body: SamplingBody, turn: Turn, state: ServerState, chunk: Chunk) -> None:
+    def __init__(
+        self, body: SamplingBody, turn: Turn, state: ServerState, chunk: Callable[..., C], whole: Callable[..., W]
+    ) -> None:
+        """chunk, whole: make an event, and a whole answer."""
         self.turn = turn
         self.generation = turn.generation
         self.writes_ids = state.writes_ids(body)  # tokens of log-probabilities
@@ -122,8 +129,10 @@ class ChunkedAnswer(ABC):
         self._is_continuous = self._has_usage and (
             state.forces_usage if options is None else options.continuous_usage_stats
         )
-        self._chunk = chunk
-        chunk.usage = None if self._has_usage else UNSET
+        self._head = {"id": turn.id, "created": turn.created, "model": turn.model}
+        self._whole = whole
+        self.chunk = chunk(**self._head, choices=[])
+        self.chunk.usage = None if self._has_usage else UNSET
 
     def opening_choices(self) -> Iterable[Struct]:
         """Iterate over the choices that are sent before anything is generated."""
@@ -134,12 +143,16 @@ class ChunkedAnswer(ABC):
         """Return the choice of one event, or None if there is nothing to send yet."""
 
     @abstractmethod
-    def whole(self, pieces: Sequence[Piece]) -> Struct:
+    def whole(self, pieces: Sequence[Piece]) -> W:
         """Return the whole answer."""
 
+    def answer_of(self, choices: Sequence[Struct]) -> W:
+        """Return the whole answer with these choices."""
+        return self._whole(**self._head, choices=choices, usage=usage_of(self.generation), timings=self._last_timings)
+
     @property
-    def timings(self) -> Timings | UnsetType:
-        """Those of a whole answer, if they were asked for."""
+    def _last_timings(self) -> Timings | UnsetType:
+        """Those of all, if they were asked for."""
         return timings_of(self.generation) if self._timings[0] else UNSET
 
     def opening(self) -> bytes:
@@ -149,22 +162,22 @@ class ChunkedAnswer(ABC):
         if (choice := self.choice(piece)) is None:
             return b""
         if self._timings[1]:
-            self._chunk.timings = timings_of(self.generation)
+            self.chunk.timings = timings_of(self.generation)
         return self._event(choice)
 
     def closing(self) -> bytes:
         if not self._has_usage and not self._timings[0]:
             return b""
-        chunk = self._chunk
+        chunk = self.chunk
         chunk.choices, chunk.usage = [], usage_of(self.generation) if self._has_usage else UNSET
-        chunk.timings = self.timings
+        chunk.timings = self._last_timings
         return event(chunk)
 
     def _event(self, choice: Struct) -> bytes:
-        self._chunk.choices = [choice]
+        self.chunk.choices = [choice]
         if self._is_continuous:
-            self._chunk.usage = usage_of(self.generation)
-        return event(self._chunk)
+            self.chunk.usage = usage_of(self.generation)
+        return event(self.chunk)
 
 
 def turn_request(body: SamplingBody, **given: Any) -> TurnRequest:
