@@ -21,7 +21,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.server_config import ServerConfig
 from pagoda.process.allocator import keep_objects
 from pagoda.server import embeddings, errors, live, operations, scores, tokens, transcription
-from pagoda.server.dialects import chat, completions, messages, ollama, ollama_models, responses
+from pagoda.server.dialects import chat, completions, messages, ollama, ollama_models, ollama_names, responses
 from pagoda.server.errors import ApiError, ErrorForm, error_body
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
 from pagoda.server.pages.files import PAGE_ROUTES
@@ -100,13 +100,14 @@ async def invoke(http: Request) -> Response:
     return await (embeddings.create_embedding if pools else _INVOKED[asked])(http)
 
 
+_OLLAMA_ROUTERS = (ollama.router, ollama_models.router, ollama_names.router)
 _MODEL_ROUTERS = (
-    *(chat.router, completions.router, messages.router, responses.router, ollama.router),
-    *(ollama_models.router, embeddings.router, scores.router, transcription.router, router),
+    *(chat.router, completions.router, messages.router, responses.router, *_OLLAMA_ROUTERS),
+    *(embeddings.router, scores.router, transcription.router, router),
 )
 """Of routes that ask something of the model."""
 _ROUTERS = (*_MODEL_ROUTERS, live.router, operations.router, tokens.router)
-_OF_OLLAMA = frozenset(one.path for one in (*ollama.router.endpoints, *ollama_models.router.endpoints))
+_OF_OLLAMA = frozenset(endpoint.path for one in _OLLAMA_ROUTERS for endpoint in one.endpoints)
 _MODEL_PATHS = frozenset(endpoint.path for one in _MODEL_ROUTERS for endpoint in one.endpoints)
 ENDPOINTS = tuple(endpoint for one in _ROUTERS for endpoint in one.endpoints)
 

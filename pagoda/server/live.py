@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pagoda.base.server_config import ServerConfig
 from pagoda.metrics.observed_requests import Alike, RequestDetails, RequestRecord, num_cached_of
 from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server.errors import ApiError
@@ -29,11 +28,11 @@ router = Router()
 FRAME_S = 0.5
 
 
-def viewer_of(http: Request, config: ServerConfig) -> Viewer:
+def viewer_of(http: Request) -> Viewer:
     """Return who looks, and what it may see."""
-    caller = http.scope["state"]
-    if caller["is_admin"] or (config.is_local and not config.api_keys and config.admin_api_key is None):
+    if state_of(http).is_operator(http):
         return Viewer("")
+    caller = http.scope["state"]
     return Viewer(f"{caller['key']}/" if caller["key"] else None)
 
 
@@ -55,7 +54,7 @@ async def list_requests(http: Request) -> Response:
 async def show_request(http: Request) -> Response:
     """One of these requests, with what happened to it and when; 404 if it is none of the caller's, or long ended."""
     state, name = state_of(http), http.path_params["id"]
-    viewer = viewer_of(http, state.config)
+    viewer = viewer_of(http)
     await state.looks.refresh()
     details = None
     if viewer.prefix is not None:
@@ -89,7 +88,7 @@ async def _miss_of(state: ServerState, viewer: Viewer, details: RequestDetails) 
 
 async def _see(http: Request, with_ended: bool = False) -> SeenRequests:
     state = state_of(http)
-    viewer, reply = viewer_of(http, state.config), state.looks.reply
+    viewer, reply = viewer_of(http), state.looks.reply
     records: list[RequestRecord] = []
     if viewer.prefix is not None:
         of_each = await state.peers.ask("requests", viewer.prefix, with_ended, returns=list[RequestRecord])
@@ -116,9 +115,7 @@ async def _frames(http: Request) -> AsyncGenerator[bytes, None]:
     sent: dict[str, list[Any]] = {}
     metrics, num_steps = state.starter.metrics, state.looks.num_steps
     bounds = {"ttft": metrics.ttft.bounds, "itl": metrics.itl.bounds}
-    yield event(
-        {"model": state.model.names[0], "bounds": bounds, "sees_all": viewer_of(http, state.config).prefix == ""}
-    )
+    yield event({"model": state.model.names[0], "bounds": bounds, "sees_all": viewer_of(http).prefix == ""})
     while not (state.drain.is_draining and state.drain.num_held == 0):
         began_s = time.monotonic()
         await state.looks.refresh(takes_steps=True)

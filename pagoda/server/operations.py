@@ -137,11 +137,12 @@ async def model(http: Request) -> Response:
 
 def _card(state: ServerState, name: str) -> ModelCard:
     adapter = state.model.adapters.by_name.get(name)
+    lora = None if adapter is None else adapter.lora
     return ModelCard(
         id=name,
         created=state.started_at,
         owned_by="pagoda",
-        root=state.model.names[0] if adapter is None else adapter.lora.path,
+        root=state.model.names[0] if lora is None else lora.path,
         parent=None if adapter is None else adapter.parent,
         max_model_len=state.model.max_model_len,
     )

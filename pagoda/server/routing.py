@@ -88,6 +88,9 @@ class Router:
     def post(self, path: str, **described: Any) -> Callable[[Handler], Handler]:
         return self._declare("POST", path, described)
 
+    def delete(self, path: str, **described: Any) -> Callable[[Handler], Handler]:
+        return self._declare("DELETE", path, described)
+
     def _declare(self, method: str, path: str, described: dict[str, Any]) -> Callable[[Handler], Handler]:
         def declare(handler: Handler) -> Handler:
             self.endpoints.append(Endpoint(method, path, handler, **self._shared | described))

@@ -1,9 +1,9 @@
-"""The LoRA adapters that a server has, by name."""
+"""The LoRA adapters that a server has, and the names that were given to it or to them besides."""
 
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pagoda.base.abbreviate import abbreviate
@@ -14,6 +14,9 @@ from pagoda.engine.inputs.adapters import Adapter
 from pagoda.loading.adapters.config import CONFIG_FILE
 from pagoda.loading.adapters.files import WEIGHTS_FILE
 from pagoda.server.errors import ApiError, as_api_error
+
+_MOST_NAMES = 1000
+"""Names of adapters and copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +53,32 @@ def parse_module(text: str) -> LoRAModule:
 
 @dataclass(frozen=True, slots=True)
 class ServedAdapter:
-    """An adapter that requests choose by its name."""
+    """What requests choose by a name.   lora: None: the model itself, under another name."""
 
-    lora: Adapter
+    lora: Adapter | None
     parent: str
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterChange:
-    """A module that is loaded, or a name that is unloaded.   replaces: the name may be in use."""
+    """A module that is loaded, a name that is given to what another name stands for, or else a name that is removed.
+
+    replaces: the name may be in use.
+    """
 
     name: str
     module: LoRAModule | None = None
     replaces: bool = False
+    copy_of: str | None = None
+
+    @property
+    def removes(self) -> bool:
+        return self.module is None and self.copy_of is None
+
+    def named(self, name: str) -> "AdapterChange":
+        """Return the same for another name, which may be in use."""
+        module = None if self.module is None else replace(self.module, name=name)
+        return replace(self, name=name, module=module, replaces=True)
 
 
 Failure = tuple[int, str, str | None]
@@ -70,7 +86,7 @@ Failure = tuple[int, str, str | None]
 
 
 class ServedAdapters:
-    """The adapters of a server, by name. A name is free again as soon as its adapter is unloaded."""
+    """The adapters of a server and other names of its model, by name. A name is free again as soon as it is removed."""
 
     def __init__(self, llm: AsyncEngine, model_names: tuple[str, ...], lora_dir: str | None) -> None:
         """model_names: of the model itself; no adapter may have one of them.
@@ -120,6 +136,8 @@ class ServedAdapters:
                     await self._load(module)
                 except RequestError as error:
                     raise ApiError(400, str(error), "lora_path") from None
+            elif change.copy_of is not None:
+                self._copy(name, change.copy_of)
             elif name not in self._by_name:
                 raise ApiError(404, f"no LoRA adapter is named {abbreviate(name)}", "lora_name")
             else:
@@ -134,6 +152,20 @@ class ServedAdapters:
             return known.status, known.message, known.param
         return None
 
+    def _copy(self, name: str, source: str) -> None:
+        if name in self._model_names:
+            raise ApiError(400, f"{abbreviate(name)} is the name of the model", "destination")
+        if len(self._by_name) >= _MOST_NAMES:
+            raise ApiError(400, f"there are {_MOST_NAMES} names already; delete some", "destination")
+        model = ServedAdapter(None, self._model_names[0])
+        served = model if source in self._model_names else self._by_name.get(source)
+        if served is None:
+            raise ApiError(404, f"nothing is named {abbreviate(source)}", "source")
+        before = self._by_name.get(name)
+        self._by_name[name] = served
+        if before is not None:
+            self._free(before.lora)
+
     async def _load(self, module: LoRAModule) -> None:
         lora = await self._llm.text.find_adapter(LoRARequest(module.name, 1, module.path))
         await self._llm.load_adapter(lora)
@@ -142,9 +174,10 @@ class ServedAdapters:
         if before is not None:
             self._free(before.lora)
 
-    def _free(self, lora: Adapter) -> None:
+    def _free(self, lora: Adapter | None) -> None:
         """Unload an adapter, unless it has another name, too."""
-        if all(served.lora.identity != lora.identity for served in self._by_name.values()):
+        kept = {served.lora.identity for served in self._by_name.values() if served.lora is not None}
+        if lora is not None and lora.identity not in kept:
             self._llm.unload_adapter(lora)
 
     def _check_name(self, name: str, replaces: bool = False) -> None:

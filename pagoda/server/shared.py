@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import msgspec
 
@@ -105,14 +104,16 @@ class Shared:
         return 503, f"a process of the server has not served for {_WAIT_S:g} s: no adapter is changed; try later", None
 
     async def _change_now(self, change: AdapterChange) -> Failure | None:
-        """Unload an adapter wherever it is; load one in all processes, or in none: those that could take it back."""
+        """Remove a name wherever it is; add one in all processes, or in none: those that could take it back."""
         outcomes = await self._ask_all_to(change)
         failure = next((one for one in outcomes if one is not None), None)
-        if change.module is None:
+        if change.removes:
             self._adapters.pop(change.name, None)
             return None if None in outcomes else failure  # a process that could not load it has none to unload
         if failure is None:
-            self._adapters[change.name] = replace(change, replaces=True)
+            # What was copied may be removed before a process that starts later reads the changes.
+            source = self._adapters.get(change.copy_of or "", change)
+            self._adapters[change.name] = source.named(change.name)
         elif None in outcomes:
             await self._ask_all_to(self._adapters.get(change.name, AdapterChange(change.name)))
         return failure

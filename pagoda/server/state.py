@@ -40,6 +40,7 @@ class ServerState:
 
     bodies: reads those of requests.   forces_usage: all streams tell it.
     looks: at the engine, for those who look at its requests.
+    pull_flags: of `pagoda models pull`, so that it fetches into this server's cache.
     telemetry: exports each request, if there is somewhere to.
     returns_token_ids: log-probabilities have ids of tokens, where a request does not say.
     """
@@ -48,6 +49,7 @@ class ServerState:
     model: ServedModel
     block_size: int
     has_admin_key: bool = False
+    pull_flags: tuple[str, ...] = ()
     forces_usage: bool = False
     returns_token_ids: bool = False
     bodies: BodyReader = field(default_factory=lambda: BodyReader(RequestLimits()))
@@ -81,6 +83,12 @@ class ServerState:
         """Raise ApiError (403) if the server has an admin key and the caller did not send it."""
         if self.has_admin_key and not http.scope["state"]["is_admin"]:
             raise ApiError(403, "this affects all users of the server: use the admin key (--admin-api-key)")
+
+    def is_operator(self, http: Request) -> bool:
+        """Return whether the caller has the admin key, or the server is one of this machine that has no keys."""
+        config = self.config
+        has_no_keys = not config.api_keys and config.admin_api_key is None
+        return http.scope["state"]["is_admin"] or (config.is_local and has_no_keys)
 
     def writes_ids(self, body: SamplingBody) -> bool:
         """Return whether tokens of log-probabilities are written as "token_id:ID"."""
@@ -157,11 +165,16 @@ async def build_state(
         forces_usage=server.answer_defaults.enable_force_include_usage,
         returns_token_ids=server.answer_defaults.return_tokens_as_token_ids,
         has_admin_key=server.admin_api_key is not None,
+        pull_flags=("--source", config.model.source, *_cache_flag(config.model.cache_dir)),
         engine=client,
         config=server,
         looks=Looks(client.look),
         peers=peers,
     )
+
+
+def _cache_flag(folder: str | None) -> tuple[str, ...]:
+    return () if folder is None else ("--cache-dir", folder)
 
 
 def _facts_of(setup: EngineSetup) -> ModelFacts:

@@ -33,7 +33,7 @@ async def _trace(http: Request) -> Response:
     """
     http.scope["state"]["route"] = TRACE.path
     state = state_of(http)
-    if viewer_of(http, state.config).prefix != "":
+    if viewer_of(http).prefix != "":
         raise ApiError(403, "a trace shows the requests of all users: use the admin key (--admin-api-key)")
     given = http.query_params.get("seconds", str(_DEFAULT_S))
     try:

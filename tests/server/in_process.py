@@ -70,6 +70,7 @@ def served(
                     trusts_templates=True,
                 ),
                 block_size=16,
+                config=config,
             )
             transport = httpx.ASGITransport(create_app(state, config))
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:

@@ -103,7 +103,7 @@ def test_errors_of_the_ollama_package_name_its_own_fields(saw: dict[str, Any]) -
         "format": "format: at /properties/a/uniqueItems",
         "suffix": "suffix: this server does not support",
         "template": "template: this server does not support",
-        "pull": "there is no route POST /api/pull",
+        "pull": "unknown model 'llama3.2': neither in the catalog nor a hub id",
     }
     assert saw["errors"].keys() == refused.keys()
     for name, text in refused.items():
@@ -128,6 +128,16 @@ def test_the_ollama_package_lists_and_shows_the_model(saw: dict[str, Any]) -> No
     name, size, parameters, family = saw["list"]
     assert (name, size > 10**7, parameters, family) == (MODEL, True, "134.52M", "llama")
     assert saw["ps"] == [MODEL, 2048, True]
+
+
+def test_the_ollama_package_pulls_copies_and_deletes(saw: dict[str, Any]) -> None:
+    assert saw["names"] == {
+        "pulled": ["success", ["pulling manifest", "success"]],
+        "copied": ["success", [MODEL, "gpt-oss"]],
+        "answered": SAID[3],
+        "deleted": ["success", [MODEL]],
+        "refused": [404, 400],
+    }
 
 
 def test_answers_of_the_ollama_package_have_the_form_that_is_asked_for(real_server: LiveServer) -> None:
@@ -157,6 +167,11 @@ REQUESTS: tuple[tuple[str, str, Any], ...] = (
     ("GET", "/api/tags", None),
     ("GET", "/api/ps", None),
     ("GET", "/api/version", None),
+    ("POST", "/api/pull", {"model": MODEL}),
+    ("POST", "/api/pull", {"model": MODEL, "stream": False}),
+    ("POST", "/api/pull", {"model": "other"}),
+    ("POST", "/api/copy", {"source": "other", "destination": "x"}),
+    ("DELETE", "/api/delete", {"model": "other"}),
 )
 
 

@@ -36,8 +36,8 @@ from pagoda.server.state import ServerState, state_of
 from pagoda.server.turn import CallDelta, Dialect, Piece, Said, Turn, TurnEnd, TurnRequest, naming_fields
 
 LINES = "application/x-ndjson"
-UNSERVED = tuple(f"/api/{name}" for name in ("pull", "push", "copy", "delete", "create"))
-"""Routes of Ollama for several models: their 404 has Ollama's form, too."""
+UNSERVED = ("/api/push", "/api/create")
+"""Routes of Ollama that change models: their 404 has Ollama's form, too."""
 LATEST = ":latest"
 """What Ollama's clients add to a name without a tag, or leave out."""
 _encode = msgspec.json.Encoder().encode

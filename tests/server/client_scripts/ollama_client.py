@@ -108,7 +108,7 @@ def errors(client: ollama.Client) -> dict[str, Any]:
         except ollama.ResponseError as error:
             seen[name] = [[error.status_code, error.error]]
     try:
-        client.pull(MODEL)
+        client.pull("llama3.2")
     except ollama.ResponseError as error:
         seen["pull"] = [[error.status_code, error.error]]
     return seen
@@ -131,6 +131,22 @@ def embeddings(client: ollama.Client) -> dict[str, Any]:
         "counts": [two.prompt_eval_count, cut.prompt_eval_count],
         "refused": refused,
     }
+
+
+def names(client: ollama.Client) -> dict[str, Any]:
+    """Another name of the model, and what is pulled already."""
+    seen: dict[str, Any] = {
+        "pulled": [client.pull(MODEL).status, [one.status for one in client.pull(MODEL, stream=True)]]
+    }
+    seen["copied"] = [client.copy(MODEL, "gpt-oss").status, [one.model for one in client.list().models]]
+    seen["answered"] = client.chat("gpt-oss", ASK, options={"seed": 3}).message.content
+    seen["deleted"] = [client.delete("gpt-oss").status, [one.model for one in client.list().models]]
+    for name in ("gpt-oss", MODEL):
+        try:
+            client.delete(name)
+        except ollama.ResponseError as error:
+            seen.setdefault("refused", []).append(error.status_code)
+    return seen
 
 
 def forms(client: ollama.Client) -> list[str]:
@@ -166,6 +182,7 @@ def everything(client: ollama.Client) -> dict[str, Any]:
         "texts": texts(client),
         "errors": errors(client),
         "embeddings": embeddings(client),
+        "names": names(client),
         "show": [shown_model.capabilities, shown_model.modelinfo, shown_model.template],
         "list": [listed.model, listed.size, listed.details.parameter_size, listed.details.family],
         "ps": [running.name, running.context_length, running.expires_at.year > 2100],

@@ -1,0 +1,204 @@
+"""POST /api/pull, /api/copy; DELETE /api/delete: models that are fetched, and other names of the one that is served.
+
+What they do affects all callers: they need the admin key, or a server of this machine that has no keys.
+"""
+
+import asyncio
+import os
+import re
+import signal
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TypeVar
+
+from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagoda.base.abbreviate import abbreviate
+from pagoda.base.errors import RequestError
+from pagoda.base.request_limits import RequestLimits
+from pagoda.loading.catalog import CATALOG
+from pagoda.process.child_process import module_command
+from pagoda.server.body import Body, Flag
+from pagoda.server.dialects.ollama import LINES, OllamaError, OllamaWriter, line, model_name, ollama_error
+from pagoda.server.errors import ApiError
+from pagoda.server.routing import Router
+from pagoda.server.sending import EventStream, cancel_on_disconnect, json_response
+from pagoda.server.served_adapters import AdapterChange
+from pagoda.server.state import ServerState, state_of
+
+router = Router(error=OllamaError, error_form=ollama_error, stream_type=LINES)
+
+_BEAT_S = 1.0
+"""So often a stream says that a model is still being fetched."""
+_END_S = 10.0
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:\w[\w.-]*)?")
+_HUBS = ("hf.co/", "huggingface.co/", "https://huggingface.co/")
+
+
+class OllamaPullRequest(Body, kw_only=True, frozen=True):
+    """POST /api/pull
+
+    model: Of the catalog; or ORG/NAME[:QUANTIZATION] of the hub, also after hf.co/.
+    name: Older form of `model`.
+    stream: Tell in lines how it goes.
+    insecure: Has no effect.
+    """
+
+    model: str | None = None
+    name: str | None = None
+    stream: Flag = True
+    insecure: bool | None = None
+
+    def check(self, limits: RequestLimits) -> None:
+        limits.check_names(model=self.model, name=self.name)
+        _named(self.model, self.name)
+
+
+class OllamaCopyRequest(Body, kw_only=True, frozen=True):
+    """POST /api/copy
+
+    source: A name that the server has.
+    destination: Another for the same.
+    """
+
+    source: str
+    destination: str
+
+    def check(self, limits: RequestLimits) -> None:
+        limits.check_names(source=self.source, destination=self.destination)
+        if not self.destination:
+            raise RequestError("destination: must not be empty", "destination")
+
+
+class OllamaDeleteRequest(Body, kw_only=True, frozen=True):
+    """DELETE /api/delete
+
+    model: A name that /api/copy gave, or of an adapter.
+    name: Older form of `model`.
+    """
+
+    model: str | None = None
+    name: str | None = None
+
+    def check(self, limits: RequestLimits) -> None:
+        limits.check_names(model=self.model, name=self.name)
+        _named(self.model, self.name)
+
+
+class OllamaStatus(Struct, frozen=True):
+    """How a pull goes; "success" at its end."""
+
+    status: str
+
+
+def _named(model: str | None, name: str | None) -> str:
+    """Return the name in a body. Raises RequestError without one."""
+    if not (found := model or name):
+        raise RequestError("model: must not be empty", "model")
+    return found
+
+
+B = TypeVar("B", bound=Body)
+
+
+async def _read(http: Request, kind: type[B]) -> tuple[ServerState, B]:
+    """Return the body of an operator's request. Raises ApiError (403) for other callers."""
+    state = state_of(http)
+    if not state.is_operator(http):
+        raise ApiError(403, "this affects all users of the server: use the admin key (--admin-api-key)")
+    return state, await state.bodies.read(http, kind)
+
+
+@router.post("/api/copy", body=OllamaCopyRequest)
+async def ollama_copy(http: Request) -> Response:
+    """Give the model, or an adapter, another name, until the server ends.
+
+    Needs the admin key, if the server has keys or other machines reach it.
+    """
+    state, body = await _read(http, OllamaCopyRequest)
+    source = state.pick(http, model_name(state, body.source)).name
+    destination = model_name(state, body.destination) or ""
+    if destination != source:
+        await _change(state, AdapterChange(destination, copy_of=source))
+    return Response()
+
+
+@router.delete("/api/delete", body=OllamaDeleteRequest)
+async def ollama_delete(http: Request) -> Response:
+    """Remove a name that /api/copy gave, or an adapter; no file is deleted. Requests that use it finish.
+
+    Needs the admin key, if the server has keys or other machines reach it.
+    """
+    state, body = await _read(http, OllamaDeleteRequest)
+    name = state.pick(http, model_name(state, _named(body.model, body.name))).name
+    if name in state.model.names:
+        raise ApiError(400, f"model: {abbreviate(name)} is the model that this server serves; end the server", "model")
+    await _change(state, AdapterChange(name))
+    return Response()
+
+
+async def _change(state: ServerState, change: AdapterChange) -> None:
+    if (error := await state.peers.change_adapter(change)) is not None:
+        raise ApiError(*error)
+
+
+@router.post("/api/pull", answer=OllamaStatus, chunk=OllamaStatus, body=OllamaPullRequest)
+async def ollama_pull(http: Request) -> Response:
+    """Fetch a model of the catalog or the hub into the cache, where `pagoda serve` finds it; this server keeps its own.
+
+    Needs the admin key, if the server has keys or other machines reach it.
+    """
+    state, body = await _read(http, OllamaPullRequest)
+    asked = _named(body.model, body.name)
+    name = model_name(state, asked) or asked
+    is_served = name in state.model.all_names
+    for hub in _HUBS:
+        name = name.removeprefix(hub)
+    if not is_served and name not in CATALOG and _HUB_ID.fullmatch(name) is None:
+        raise ApiError(404, f"unknown model {abbreviate(name)}: neither in the catalog nor a hub id ORG/NAME", "model")
+    steps = _fetch(name, None if is_served else state.pull_flags)
+    if body.stream:
+        return EventStream(steps, lambda: None, OllamaWriter.framing)
+    return await cancel_on_disconnect(http, _last(steps))
+
+
+async def _last(steps: AsyncGenerator[bytes, None]) -> Response:
+    async with aclosing(steps):
+        async for _ in steps:
+            pass
+    return json_response(OllamaStatus("success"))
+
+
+async def _fetch(name: str, flags: tuple[str, ...] | None) -> AsyncGenerator[bytes, None]:
+    """Run `pagoda models pull` with these flags, if there are any, and yield lines that say how it goes.
+
+    It ends if they are not read to the end. Raises ApiError if the model cannot be fetched.
+    """
+    yield line(OllamaStatus("pulling manifest"))
+    if flags is not None:
+        command = [*module_command("pagoda"), "models", "pull", *flags, name]
+        null, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
+        quiet = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        # In a session of its own, so that Ctrl-C in a terminal reaches it only when the server ends this stream.
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=null, stdout=null, stderr=pipe, env=quiet, start_new_session=True
+        )
+        ended = asyncio.create_task(process.communicate())
+        began_s = time.monotonic()
+        try:
+            while not (await asyncio.wait({ended}, timeout=_BEAT_S))[0]:
+                yield line(OllamaStatus(f"pulling {name}: {time.monotonic() - began_s:.0f} s"))
+        finally:
+            if not ended.done():
+                process.send_signal(signal.SIGINT)  # it removes what it has of an incomplete file
+                if not (await asyncio.wait({ended}, timeout=_END_S))[0]:
+                    process.kill()
+        said = (await ended)[1].decode(errors="replace").splitlines()
+        if process.returncode:
+            errors = [one.removeprefix("pagoda: ") for one in said if one.startswith("pagoda: ")]
+            reason = errors[-1] if errors else f"pagoda models pull ended with {process.returncode}"
+            raise ApiError(400, f"model: {abbreviate(name)} cannot be fetched: {reason}", "model")
+    yield line(OllamaStatus("success"))
