@@ -11,7 +11,7 @@ from pagoda.engine.answers.reasoning import new_splitter, opens_reasoning, reaso
 from pagoda.engine.answers.tool_parsers import TOOL_PARSERS
 from pagoda.engine.inputs.chat_prompts import ChatOptions, RenderedChat
 from pagoda.engine.inputs.prompts import Prompt
-from pagoda.server.body import run_for_body
+from pagoda.server.body_reader import run_for_body
 from pagoda.server.reader import Reader
 from pagoda.server.sending import cancel_on_disconnect
 from pagoda.server.served_model import ServedModel

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.engine.outputs.mailbox import GatheredPart
-from pagoda.server.body import run_for_body
+from pagoda.server.body_reader import run_for_body
 from pagoda.server.generation import Generation
 from pagoda.server.render import Rendered, render
 from pagoda.server.request_starter import RawPrompts

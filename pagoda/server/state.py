@@ -20,7 +20,7 @@ from pagoda.engine.clients.remote_client import EngineClient
 from pagoda.engine.wire import EngineSizes
 from pagoda.loading.model_config import read_images, summarize_weights
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
-from pagoda.server.body import BodyReader
+from pagoda.server.body_reader import BodyReader
 from pagoda.server.dialects.openai_body import SamplingBody
 from pagoda.server.errors import ApiError
 from pagoda.server.looks import Looks

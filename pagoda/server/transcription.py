@@ -18,7 +18,8 @@ from pagoda.engine.transcription.formats import as_object, as_srt, as_vtt
 from pagoda.engine.transcription.piece import Decoding
 from pagoda.engine.transcription.sound import claimed_bytes, read_sound
 from pagoda.engine.transcription.transcriber import Transcription, TranscriptionOptions
-from pagoda.server.body import Body, Flag, one_of, parse_fields
+from pagoda.server.body import Body, Flag, one_of
+from pagoda.server.body_reader import parse_fields
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
 from pagoda.server.remote_admission import AnyPlace

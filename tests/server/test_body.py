@@ -16,9 +16,10 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.loading.generation_config import DEFAULTS
-from pagoda.server import body as body_module
+from pagoda.server import body_reader
 from pagoda.server.app import ENDPOINTS
-from pagoda.server.body import Body, BodyReader, parse_body
+from pagoda.server.body import Body, words_of
+from pagoda.server.body_reader import BodyReader, parse_body
 from pagoda.server.dialects.chat import ChatCompletionRequest
 from pagoda.server.dialects.completions import CompletionRequest
 from pagoda.server.operations import AbortRequest
@@ -136,7 +137,7 @@ def test_null_means_not_given_where_a_field_is_not_served() -> None:
 def test_of_many_unknown_fields_the_event_loop_looks_at_few(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {f"é{number}": 1 for number in range(5_000)}
     looked_at: list[str] = []
-    monkeypatch.setattr(body_module, "_HEADER_NAME", SimpleNamespace(fullmatch=looked_at.append))
+    monkeypatch.setattr(body_reader, "_HEADER_NAME", SimpleNamespace(fullmatch=looked_at.append))
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": json.dumps({"prompt": "x", **names}).encode()}
@@ -237,9 +238,7 @@ def test_only_bodies_have_fields_of_words() -> None:
             yield from kinds(kind)
 
     with_words: dict[str, type[Struct]] = {
-        kind.__name__: kind
-        for kind in kinds(Struct)
-        if kind.__module__.startswith("pagoda.server") and body_module.words_of(kind)
+        kind.__name__: kind for kind in kinds(Struct) if kind.__module__.startswith("pagoda.server") and words_of(kind)
     }
     assert "InputMessage" in with_words
     assert [name for name, kind in with_words.items() if not issubclass(kind, Body)] == []

@@ -8,7 +8,8 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits, describe_limits
-from pagoda.server.body import Body, parse_body
+from pagoda.server.body import Body
+from pagoda.server.body_reader import parse_body
 from pagoda.server.dialects.chat import ChatCompletionRequest
 from pagoda.server.dialects.completions import CompletionRequest
 from pagoda.server.embeddings import EmbeddingRequest

@@ -17,7 +17,7 @@ from starlette.types import Message
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
-from pagoda.server.body import parse_body
+from pagoda.server.body_reader import parse_body
 from pagoda.server.dialects.messages import (
     MESSAGES,
     CountTokensRequest,

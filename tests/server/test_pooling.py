@@ -16,7 +16,7 @@ import pytest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
-from pagoda.server.body import parse_body
+from pagoda.server.body_reader import parse_body
 from pagoda.server.embeddings import EmbeddingRequest, _written
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
 

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.request_limits import RequestLimits
-from pagoda.server.body import parse_body
+from pagoda.server.body_reader import parse_body
 from pagoda.server.dialects.responses import ResponsesDialect
 from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
 from pagoda.server.dialects.responses_input import conversation_of

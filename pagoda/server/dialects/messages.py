@@ -20,7 +20,8 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.server.body import Body, Flag, Int32, ModelBody, Name, Seed, TokenCount, UnservedField, one_of, run_for_body
+from pagoda.server.body import Body, Flag, Int32, ModelBody, Name, Seed, TokenCount, UnservedField, one_of
+from pagoda.server.body_reader import run_for_body
 from pagoda.server.conversation import check_chat, check_named
 from pagoda.server.dialects.transcript import Transcript, function_tool
 from pagoda.server.errors import ApiError, error_type

@@ -12,7 +12,12 @@ from pagoda.server.body import Body, Flag, ModelBody, Seed, TokenCount, Unserved
 
 
 class InputPart(Struct, frozen=True):
-    """A part of a message, a thought or a tool's result.   type: which of the fields it has."""
+    """A part of a message, a thought or a tool's result.
+
+    type: Which of the fields it has.
+    text, refusal: What it says.
+    image_url: Of an image: its address, or data.
+    """
 
     type: str
     text: str | None = None
