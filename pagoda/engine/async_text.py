@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import copy
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -15,13 +15,15 @@ from pagoda.base.pooling import PoolingParams
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.request import Request
+from pagoda.engine.answers.same_message import MessageForm
 from pagoda.engine.images.source import has_remote_images
 from pagoda.engine.inputs.adapters import Adapter
-from pagoda.engine.inputs.chat_prompts import DEFAULT_CHAT, ChatOptions, RenderedChat
+from pagoda.engine.inputs.chat_prompts import DEFAULT_CHAT, ChatOptions, RenderedChat, WrittenChat
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
 from pagoda.engine.inputs.prompt_encoder import EncodedPrompt
 from pagoda.engine.inputs.prompts import Prompt, size_of
+from pagoda.engine.inputs.sampled_messages import KnownMessages, SampledMessage
 from pagoda.engine.inputs.scoring import PLAIN_PAIRS, PairOptions, Scoring
 from pagoda.engine.outputs.mailbox import merged
 from pagoda.engine.templates.chat_values import Message
@@ -32,6 +34,8 @@ from pagoda.engine.transcription.transcriber import Transcriber, Transcription, 
 from pagoda.process.allocator import return_freed_memory
 
 T = TypeVar("T")
+Recall = Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, Sequence[SampledMessage]]]]
+"""Returns what is known of the messages at some keys."""
 
 _NUM_THREADS = 4
 _NUM_LONG = 2
@@ -155,23 +159,40 @@ class AsyncText:
         must_fit: bool = False,
         is_bounded: bool = False,
         size: int = 0,
+        form: MessageForm | None = None,
+        recall: Recall | None = None,
     ) -> RenderedChat:
         """Render a conversation into the model's prompt; see ChatPrompts.render.
 
         size: about how many characters it has.
+        recall: finds what is known of its messages, whose form is `form`; None: its answer is not to be found again.
         """
+        chats = self._inputs.chats
+        known = None if form is None else KnownMessages({}, form)
 
-        def render() -> RenderedChat:
-            rendered = self._inputs.chats.render(messages, options, must_fit=must_fit, is_bounded=is_bounded)
+        def write() -> WrittenChat:
+            return chats.write(messages, options, must_fit=must_fit, is_bounded=is_bounded)
+
+        def encode(written: WrittenChat) -> RenderedChat:
+            rendered = chats.encode(written, known)
             if len(rendered.text) >= _VERY_LONG_CHARS:
                 return_freed_memory()
             return rendered
+
+        def keys_of(written: WrittenChat) -> list[bytes]:
+            return [] if form is None else [place.key for place in chats.places.find(written.text, form)[0]]
 
         if size >= LONG_TEXT_CHARS:
             is_remote = await self._run_in(self._threads, lambda: has_remote_images(messages))
         else:
             is_remote = has_remote_images(messages)
-        return await self._run_in(self._fetchers if is_remote else self._of_size(size), render)
+        threads = self._fetchers if is_remote else self._of_size(size)
+        is_first = not any(isinstance(one, Mapping) and one.get("role") == "assistant" for one in messages)
+        if form is None or recall is None or is_first:
+            return await self._run_in(threads, lambda: encode(write()))
+        written, keys = await self._run_in(threads, lambda: ((one := write()), keys_of(one)))
+        known = KnownMessages(await recall(keys), form)
+        return await self._run_in(threads, lambda: encode(written))
 
     async def begin_transcription(
         self,

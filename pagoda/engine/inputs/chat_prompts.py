@@ -11,11 +11,13 @@ from pagoda.base.registry import nearest
 from pagoda.base.text import check_encodable
 from pagoda.core.request import MediaItem
 from pagoda.engine.answers.chat_answers import ChatAnswers, text_of_content
+from pagoda.engine.images.process import ImageFeatures
 from pagoda.engine.images.source import ImageSource, take_images
 from pagoda.engine.inputs.image_prompts import ImagePrompts
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.prompt_encoder import PromptEncoder
 from pagoda.engine.inputs.prompts import Prompt
+from pagoda.engine.inputs.sampled_messages import KnownMessages, MessagePlaces, OpenMessage
 from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.engine.templates.chat_values import Message
 from pagoda.engine.templates.generic_tools import lacks_tools, with_generic_tools
@@ -79,16 +81,32 @@ def chat_options(given: Mapping[str, object]) -> ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """A conversation as the model's prompt."""
+    """A conversation as the model's prompt.   open_message: that it asks for, if its answer is to be found again."""
 
     text: str
     token_ids: list[int]
     media: tuple[MediaItem, ...] = ()
+    open_message: OpenMessage | None = None
 
     @property
     def prompt(self) -> Prompt:
         """The prompt that an engine runs."""
         return {"prompt_token_ids": self.token_ids, "media": self.media} if self.media else self.token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenChat:
+    """A conversation as text, before it is tokenised.   text: marked, if `is_marked`.   plain: without marks.
+
+    images, features: what puts images into the prompt, and they; None without images.
+    """
+
+    text: str
+    plain: str
+    is_marked: bool
+    add_special_tokens: bool
+    images: ImagePrompts | None
+    features: Sequence[ImageFeatures]
 
 
 class ChatPrompts:
@@ -113,6 +131,7 @@ class ChatPrompts:
         self._parses_special_tokens = parses_special_tokens
         self._images = images
         self._model_name = model_name
+        self.places = MessagePlaces(tokenizer, None if images is None else images.image_token_id)
         self._compiled = functools.lru_cache(_NUM_KEPT)(functools.partial(_callers_template, tokenizer.facts))
 
     def render(
@@ -130,6 +149,12 @@ class ChatPrompts:
             `tokenized_chars` applies.
         Raises RequestError if there is no template, if it rejects the messages, or for an image that cannot be read.
         """
+        return self.encode(self.write(messages, options, must_fit=must_fit, is_bounded=is_bounded))
+
+    def write(
+        self, messages: Sequence[Message], options: ChatOptions, *, must_fit: bool, is_bounded: bool
+    ) -> WrittenChat:
+        """Return a conversation as text; see `render`."""
         messages, sources = take_images(messages)
         images = self._checked_images(sources)
         text = self._text(messages, options)
@@ -145,10 +170,23 @@ class ChatPrompts:
         if is_marked:
             self._limits.of_request.check_text(plain, "messages")
             check_encodable("messages", text)
-            token_ids = self._tokenizer.encode_marked(text, options.add_special_tokens)
-        else:
-            token_ids = self._prompts.encode(text, options.add_special_tokens)
-        return RenderedChat(plain, token_ids, () if images is None else images.media_of(token_ids, features))
+        return WrittenChat(text, plain, is_marked, options.add_special_tokens, images, features)
+
+    def encode(self, written: WrittenChat, known: KnownMessages | None = None) -> RenderedChat:
+        """Return a written conversation as token ids.
+
+        known: messages of it, in whose place their sampled tokens are put; None: the answer is not to be found again.
+        """
+        if not written.is_marked:
+            token_ids = self._prompts.encode(written.text, written.add_special_tokens)
+            return RenderedChat(written.plain, token_ids, self._media_of(written, token_ids))
+        text, slots = (written.text, []) if known is None else self.places.put(written.text, known)
+        token_ids = self._tokenizer.encode_marked(text, written.add_special_tokens, slots)
+        opened = None if known is None else self.places.open_message(written.text, token_ids, known.form)
+        return RenderedChat(written.plain, token_ids, self._media_of(written, token_ids), opened)
+
+    def _media_of(self, written: WrittenChat, token_ids: Sequence[int]) -> tuple[MediaItem, ...]:
+        return () if written.images is None else written.images.media_of(token_ids, written.features)
 
     def answers_to(self, messages: Sequence[Message], options: ChatOptions, rendered: RenderedChat) -> ChatAnswers:
         """Return what reads the answers to a conversation that was rendered with these options."""

@@ -40,7 +40,7 @@ class ImagePrompts:
         for token in (config.placeholder, config.image_token):
             if token not in self._marks.texts:
                 raise ConfigError(f"the tokenizer has no special token {token!r}, which this model needs for images")
-        (self._image_token_id,) = tokenizer.encode(config.image_token, add_special_tokens=False)
+        (self.image_token_id,) = tokenizer.encode(config.image_token, add_special_tokens=False)
 
     def check_count(self, sources: Sequence[ImageSource]) -> None:
         """Raise RequestError for more images than a prompt may have."""
@@ -94,7 +94,7 @@ class ImagePrompts:
 
         Raises RequestError if the prompt has other image tokens than those of its images.
         """
-        places = np.flatnonzero(np.asarray(token_ids) == self._image_token_id)
+        places = np.flatnonzero(np.asarray(token_ids) == self.image_token_id)
         lengths = np.array([item.length for item in features])
         ends = np.cumsum(lengths)
         if len(places) != ends[-1] or (places[ends - 1] - places[ends - lengths] != lengths - 1).any():

@@ -26,6 +26,8 @@ class SpecialMarks:
         self._text_of = {mark: text for text, mark in self._mark_of.items()}
         self._any_mark = re.compile(f"{_OPEN}{nonce}[0-9a-f]+{_CLOSE}")
         self._nonce = nonce
+        self.slot = self.new_mark()
+        """Stands for tokens that are known already: see `MarkedEncoder.encode`."""
 
     def put(self, text: str) -> str:
         """Replace special tokens in `text` with marks. For short texts: it searches for every special token."""
@@ -43,6 +45,15 @@ class SpecialMarks:
         """Return the special tokens that occur literally in `text`. For short texts."""
         pattern = _any_of(self._occurring_in(text))
         return set() if pattern is None else set(pattern.findall(text))
+
+    def pieces(self, text: str) -> Iterator[tuple[str, str, int]]:
+        """Yield (text, special token after it, position after both in `text`); the last special token is ""."""
+        at = 0
+        for match in self._any_mark.finditer(text):
+            if (special := self._text_of.get(match[0])) is not None:
+                yield text[at : match.start()], special, match.end()
+                at = match.end()
+        yield text[at:], "", len(text)
 
     def in_order(self, text: str) -> list[str]:
         """Return the marks in `text`, from left to right."""

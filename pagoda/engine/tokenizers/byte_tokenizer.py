@@ -31,8 +31,10 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [self.encode(text) for text in texts]
 
-    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return self.encode(text)
+    def encode_marked(
+        self, text: str, add_special_tokens: bool = False, known: Sequence[Sequence[int]] = ()
+    ) -> list[int]:
+        return self.encode(text)  # its template writes no special tokens, so nothing is known of its messages
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         kept = (i for i in token_ids if not (skip_special_tokens and i >= BOS))

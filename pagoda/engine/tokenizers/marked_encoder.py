@@ -46,16 +46,24 @@ class MarkedEncoder:
             )
             for (single_word, lstrip, rstrip, normalized), text in by_behaviour.items()
         ]
-        backend.add_tokens([*own, tokenizers.AddedToken(self._separator, normalized=False, special=False)])
+        plain = [tokenizers.AddedToken(text, normalized=False, special=False) for text in (self._separator, marks.slot)]
+        backend.add_tokens([*own, *plain])
         self._own_ids = frozenset(
             id_ for text in by_behaviour.values() if (id_ := backend.token_to_id(text)) is not None
         )
         self._separator_id = backend.token_to_id(self._separator)
+        self._slot_id = backend.token_to_id(marks.slot)
         self._literal: tokenizers.Tokenizer | None = None
         self._lock = threading.Lock()
 
-    def encode(self, text: str, encode: Encode, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a marked text.   add_special_tokens: also add those the tokenizer puts around a text."""
+    def encode(
+        self, text: str, encode: Encode, add_special_tokens: bool = False, known: Sequence[Sequence[int]] = ()
+    ) -> list[int]:
+        """Return the ids of a marked text.
+
+        add_special_tokens: also add those the tokenizer puts around a text.   known: ids in place of each slot in the
+        text (SpecialMarks.slot), which splits it as a special token does.
+        """
         written: list[int] = []
 
         def stand_in(special: str) -> str:
@@ -70,7 +78,18 @@ class MarkedEncoder:
             encoding = self._backend.post_process(encoding, add_special_tokens=True)
         following = iter(written)
         own, separator = self._own_ids, self._separator_id
-        return [next(following) if token_id in own else token_id for token_id in encoding.ids if token_id != separator]
+        ids = [next(following) if token_id in own else token_id for token_id in encoding.ids if token_id != separator]
+        return self._with_known(ids, known) if known else ids
+
+    def _with_known(self, ids: list[int], known: Sequence[Sequence[int]]) -> list[int]:
+        filled: list[int] = []
+        at = 0
+        for some in known:
+            slot = ids.index(self._slot_id, at)
+            filled += ids[at:slot]
+            filled += some
+            at = slot + 1
+        return filled + ids[at:]
 
     def _spells_special(self, ids: Sequence[int], plain: str) -> bool:
         return not self._special_ids.isdisjoint(ids) or (self._unknown is not None and self._unknown in plain)

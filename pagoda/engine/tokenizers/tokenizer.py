@@ -41,8 +41,13 @@ class Tokenizer(Protocol):
         """Return what `encode` returns for each text; on several threads, if the tokenizer can."""
         ...
 
-    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return the token ids of ChatTemplate.render's marked text: only its marks become special tokens."""
+    def encode_marked(
+        self, text: str, add_special_tokens: bool = False, known: Sequence[Sequence[int]] = ()
+    ) -> list[int]:
+        """Return the token ids of ChatTemplate.render's marked text: only its marks become special tokens.
+
+        known: ids in place of each slot in the text (SpecialMarks.slot).
+        """
         ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -124,8 +129,10 @@ class LibraryTokenizer:
                 found += [self.encode(text) for text in some]  # names the text that it cannot split
         return found
 
-    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return self._marked.encode(text, functools.partial(_encode, param="messages"), add_special_tokens)
+    def encode_marked(
+        self, text: str, add_special_tokens: bool = False, known: Sequence[Sequence[int]] = ()
+    ) -> list[int]:
+        return self._marked.encode(text, functools.partial(_encode, param="messages"), add_special_tokens, known)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         special = self._special if skip_special_tokens else ()
