@@ -113,6 +113,14 @@ class AnswerDefaults:
     default_chat_template_kwargs: Annotated[
         dict[str, Any], Setting("Variables of the chat template.", unset="none", flat=True)
     ] = field(default_factory=dict[str, Any])
+    history: Annotated[
+        str,
+        Setting(
+            "Where the tokens of answers are kept, for the next turn to find them in the prefix cache: memory, off, or "
+            "a file.",
+            flat=True,
+        ),
+    ] = "memory"
 
 
 @dataclass(frozen=True, slots=True)

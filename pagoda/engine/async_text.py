@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pagoda.base.errors import RequestError, UsageError
@@ -34,8 +35,6 @@ from pagoda.engine.transcription.transcriber import Transcriber, Transcription, 
 from pagoda.process.allocator import return_freed_memory
 
 T = TypeVar("T")
-Recall = Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, Sequence[SampledMessage]]]]
-"""Returns what is known of the messages at some keys."""
 
 _NUM_THREADS = 4
 _NUM_LONG = 2
@@ -45,6 +44,14 @@ _VERY_LONG_CHARS = 64 * 1024
 """From this size on, texts have threads of their own: they take 50 ms or more, for which short ones do not wait."""
 _LONG_TEXT_TOKENS = 2048
 """From this many token ids on, decoding runs on a thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What finds earlier messages of the model.   form: of them all.   recall: returns those at some keys."""
+
+    form: MessageForm
+    recall: Callable[[Sequence[bytes]], Awaitable[Mapping[bytes, Sequence[SampledMessage]]]]
 
 
 class AsyncText:
@@ -159,16 +166,15 @@ class AsyncText:
         must_fit: bool = False,
         is_bounded: bool = False,
         size: int = 0,
-        form: MessageForm | None = None,
-        recall: Recall | None = None,
+        earlier: Earlier | None = None,
     ) -> RenderedChat:
         """Render a conversation into the model's prompt; see ChatPrompts.render.
 
         size: about how many characters it has.
-        recall: finds what is known of its messages, whose form is `form`; None: its answer is not to be found again.
+        earlier: finds what is known of its messages; None: its answer is not to be found again.
         """
         chats = self._inputs.chats
-        known = None if form is None else KnownMessages({}, form)
+        known = None if earlier is None else KnownMessages({}, earlier.form)
 
         def write() -> WrittenChat:
             return chats.write(messages, options, must_fit=must_fit, is_bounded=is_bounded)
@@ -179,19 +185,23 @@ class AsyncText:
                 return_freed_memory()
             return rendered
 
-        def keys_of(written: WrittenChat) -> list[bytes]:
-            return [] if form is None else [place.key for place in chats.places.find(written.text, form)[0]]
+        def begin() -> RenderedChat | tuple[WrittenChat, list[bytes], Earlier]:
+            written = write()
+            has_answers = any(isinstance(one, Mapping) and one.get("role") == "assistant" for one in messages)
+            if earlier is None or not has_answers:
+                return encode(written)
+            return written, [place.key for place in chats.places.find(written.text, earlier.form)[0]], earlier
 
         if size >= LONG_TEXT_CHARS:
             is_remote = await self._run_in(self._threads, lambda: has_remote_images(messages))
         else:
             is_remote = has_remote_images(messages)
         threads = self._fetchers if is_remote else self._of_size(size)
-        is_first = not any(isinstance(one, Mapping) and one.get("role") == "assistant" for one in messages)
-        if form is None or recall is None or is_first:
-            return await self._run_in(threads, lambda: encode(write()))
-        written, keys = await self._run_in(threads, lambda: ((one := write()), keys_of(one)))
-        known = KnownMessages(await recall(keys), form)
+        begun = await self._run_in(threads, begin)
+        if isinstance(begun, RenderedChat):
+            return begun
+        written, keys, known_to = begun
+        known = KnownMessages(await known_to.recall(keys), known_to.form)
         return await self._run_in(threads, lambda: encode(written))
 
     async def begin_transcription(

@@ -1,6 +1,6 @@
 """Conversations: the messages and tools of requests, as chat templates get them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
@@ -40,6 +40,7 @@ class Conversation:
     thinking: how much the model thinks first, where `template_kwargs` say nothing else.
     add_generation_prompt: end with the opening of the assistant's turn.
     continue_final_message: end inside the last message.   add_special_tokens: add those of the tokenizer, too.
+    seals: what was sealed of earlier answers, as the client sends it back (Turn.seal).
     """
 
     messages: list[dict[str, Any]]
@@ -53,6 +54,7 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    seals: Sequence[str] = ()
 
     @classmethod
     def of(cls, body: TemplateFields, messages: list[dict[str, Any]], **more: Any) -> "Conversation":

@@ -9,8 +9,10 @@ from typing import Any
 
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import Calls, Services
+from pagoda.engine.inputs.sampled_messages import SampledMessage
 from pagoda.metrics.counts import Counts
 from pagoda.server.admission import Admission
+from pagoda.server.history_store import Found, HistoryStore
 from pagoda.server.remote_admission import AnyAdmission, RemoteAdmission
 from pagoda.server.served_adapters import AdapterChange, Failure
 
@@ -38,6 +40,18 @@ class Peers:
     def make_admission(self, config: ServerConfig) -> AnyAdmission:
         """Return what admits the requests of this process."""
         return Admission(config.server_limits, config.server_timeouts.queue_timeout_s)
+
+    def open_history(self, config: ServerConfig) -> None:
+        """Open the store of what was sampled. Raises ConfigError."""
+        self._history = HistoryStore.of(config)
+
+    async def remember(self, owner: str, key: bytes, message: SampledMessage) -> None:
+        """See HistoryStore."""
+        self._history.remember(owner, key, message)
+
+    async def recall(self, owner: str, keys: list[bytes]) -> Found:
+        """See HistoryStore."""
+        return self._history.recall(owner, keys)
 
     async def ask(self, name: str, *arguments: object, returns: Any = Any) -> list[Any]:
         """Call a function of `own` in all processes; return what those answer that do.
@@ -79,6 +93,15 @@ class RemotePeers(Peers):
 
     def make_admission(self, config: ServerConfig) -> AnyAdmission:
         return RemoteAdmission(self.calls)
+
+    def open_history(self, config: ServerConfig) -> None:
+        """The parent has it."""
+
+    async def remember(self, owner: str, key: bytes, message: SampledMessage) -> None:
+        await self.calls.call("remember", owner, key, message)
+
+    async def recall(self, owner: str, keys: list[bytes]) -> Found:
+        return await self.calls.call("recall", owner, keys, returns=Found)
 
     @property
     def services(self) -> Services:

@@ -15,9 +15,11 @@ from pagoda.base.outputs import CompletionOutput, RequestOutput
 from pagoda.engine.outputs.mailbox import GatheredPart
 from pagoda.server.body_reader import run_for_body
 from pagoda.server.generation import Generation
+from pagoda.server.history import SampledTurn
 from pagoda.server.render import Rendered, render
 from pagoda.server.request_starter import RawPrompts
 from pagoda.server.sending import INLINE_TOKENS, EventStream, cancel_on_disconnect, json_response, run_sized
+from pagoda.server.served_model import ServedModel
 from pagoda.server.state import state_of
 from pagoda.server.turn import Answer, B, Dialect, Piece, Turn, naming_fields
 
@@ -56,21 +58,36 @@ async def respond_to(http: Request, dialect: Dialect[B], body: B) -> Response:
             generation = await state.starter.begin(http, place, asked, request_id)
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
-        turn = Turn(request_id, int(time.time()), picked.name, request, generation, state.starter.llm.text)
+        sampled = _sampled_turn(http, picked.model, rendered)
+        turn = Turn(
+            *(request_id, int(time.time()), picked.name, request, generation, state.starter.llm.text),
+            seal=str if sampled is None else sampled.seal,
+        )
         answer = dialect.answer(body, turn, state)
-        running = RunningTurn(generation, rendered, answer)
+        running = RunningTurn(generation, rendered, answer, sampled)
         if request.is_stream:
             at_end.pop_all()
             return EventStream(running.frames(), generation.close, answer.framing)
         return await cancel_on_disconnect(http, running.whole())
 
 
-class RunningTurn:
-    """Makes an answer of the outputs of a generation."""
+def _sampled_turn(http: Request, model: ServedModel, rendered: Sequence[Rendered]) -> SampledTurn | None:
+    """Return what keeps the outputs of a turn for the next one; None if none is to be found again."""
+    history, opened = model.history, [one.open_message for one in rendered]
+    if history is None or not any(opened):
+        return None
+    return SampledTurn(history, history.owner_of(http.scope["state"]["key"]), opened, [one.form for one in rendered])
 
-    def __init__(self, generation: Generation, rendered: Sequence[Rendered], answer: Answer) -> None:
+
+class RunningTurn:
+    """Makes an answer of the outputs of a generation.   sampled: what keeps them for the next turn, None: nothing."""
+
+    def __init__(
+        self, generation: Generation, rendered: Sequence[Rendered], answer: Answer, sampled: SampledTurn | None = None
+    ) -> None:
         self._generation = generation
         self._answer = answer
+        self._sampled = sampled
         self._readers = [[one.new_reader() for _ in range(one.params.n)] for one in rendered]
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
@@ -88,6 +105,8 @@ class RunningTurn:
                     size += self._generation.requests[index].num_prompt_tokens
                 is_large = size > INLINE_TOKENS
                 encoded = await to_thread(self._frames, index, delta) if is_large else self._frames(index, delta)
+                if self._sampled is not None and delta.finished:  # before the client can send its next turn
+                    await self._sampled.remember()
                 if encoded:
                     yield encoded
         if closing := self._answer.closing():
@@ -117,10 +136,15 @@ class RunningTurn:
             pieces = [self._piece(index, last[index], output) for index, output in outputs]
             return json_response(self._answer.whole(pieces))
 
-        return await run_sized(self._generation.num_tokens, respond_whole)
+        response = await run_sized(self._generation.num_tokens, respond_whole)
+        if self._sampled is not None:
+            await self._sampled.remember()
+        return response
 
     def _piece(self, index: int, delta: RequestOutput, output: CompletionOutput) -> Piece:
-        """Return what an output has said, after counting its reasoning."""
+        """Return what an output has said, after counting its reasoning, and what it has sampled."""
+        if self._sampled is not None:
+            self._sampled.add(index, output)
         reader = self._readers[index][output.index]
         before = reader.num_reasoning_tokens
         piece = Piece(index, delta, output, reader.read(output))

@@ -14,6 +14,7 @@ from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.server.errors import ApiError
+from pagoda.server.history import History
 from pagoda.server.served_adapters import ServedAdapters
 
 logger = logging.getLogger("pagoda.server")
@@ -54,6 +55,7 @@ class ServedModel:
     chat_template: its own, of one or several names.   tool_parser: a name in TOOL_PARSERS, "none", "auto".
     trusts_templates: callers may send their own chat templates.   template_kwargs: for templates, where a request does
     not set them.   facts: for lists of models; empty where none needs them.
+    history: what its answers were, as tokens; None if that is off.
     """
 
     names: tuple[str, ...]
@@ -65,6 +67,7 @@ class ServedModel:
     trusts_templates: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     facts: ModelFacts = field(default_factory=ModelFacts)
+    history: History | None = None
     _has_warned: bool = False
 
     @property

@@ -9,8 +9,10 @@ import msgspec
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import Services
 from pagoda.engine.clients.client_server import ClientServer
+from pagoda.engine.inputs.sampled_messages import SampledMessage
 from pagoda.metrics.counts import Counts, add_counts, tokens_per_step
 from pagoda.server.admission import Admission
+from pagoda.server.history_store import Found, HistoryStore
 from pagoda.server.peers import CALL_S, LOAD_S
 from pagoda.server.remote_admission import AdmissionService
 from pagoda.server.served_adapters import AdapterChange, Failure, parse_module
@@ -30,7 +32,9 @@ class Shared:
     server: ClientServer
 
     def __init__(self, config: ServerConfig, are_all_ready: Callable[[], bool]) -> None:
-        """are_all_ready: whether as many processes serve as should. Raises ConfigError for wrong `lora_modules`."""
+        """are_all_ready: whether as many processes serve as should. Raises ConfigError for wrong `lora_modules`, and
+        for a history that cannot be opened.
+        """
         self._are_all_ready = are_all_ready
         admission = Admission(config.server_limits, config.server_timeouts.queue_timeout_s)
         self._admission = AdmissionService(admission)
@@ -39,6 +43,7 @@ class Shared:
         self.tokens_per_step = tokens_per_step()
         modules = [parse_module(text) for text in config.lora_sources.lora_modules]
         self._adapters = {one.name: AdapterChange(one.name, one, replaces=True) for one in modules}  # what loads each
+        self._history = HistoryStore.of(config)
         self._changing = asyncio.Lock()
         self._changes_begun: set[asyncio.Task[Failure | None]] = set()
 
@@ -49,6 +54,8 @@ class Shared:
             "ask_all": self._ask_all,
             "counts": self._counts,
             "change_adapter": self._change_adapter,
+            "remember": self._remember,
+            "recall": self._recall,
             **self._admission.services,
         }
 
@@ -67,6 +74,12 @@ class Shared:
 
     async def _counts(self, _: int) -> Counts:
         return await self.read_counts()
+
+    def _remember(self, _: int, owner: str, key: bytes, message: SampledMessage) -> None:
+        self._history.remember(owner, key, message)
+
+    def _recall(self, _: int, owner: str, keys: list[bytes]) -> Found:
+        return self._history.recall(owner, keys)
 
     async def read_counts(self) -> Counts:
         """Return what all processes have counted: of one that does not answer, or has gone, what it told last."""

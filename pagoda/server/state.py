@@ -23,10 +23,12 @@ from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.body_reader import BodyReader
 from pagoda.server.dialects.openai_body import SamplingBody
 from pagoda.server.errors import ApiError
+from pagoda.server.history import History
 from pagoda.server.looks import Looks
 from pagoda.server.middleware import Drain
 from pagoda.server.peers import Peers
 from pagoda.server.request_starter import RequestStarter
+from pagoda.server.seals import server_secret
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.served_model import ModelFacts, PickedModel, ServedModel
 from pagoda.server.telemetry import Telemetry
@@ -146,6 +148,7 @@ async def build_state(
     if parser not in ("auto", "none"):
         parser = parser_named(parser)  # raises for an unknown name, before the first request needs it
     llm = AsyncEngine(client, inputs)
+    peers.open_history(server)
     adapters = ServedAdapters(llm, tuple(names), server.lora_sources.lora_dir)
     return ServerState(
         starter=RequestStarter(llm, peers.make_admission(server), metrics, peers.salt_secret),
@@ -158,6 +161,7 @@ async def build_state(
             tool_parser=parser,
             trusts_templates=server.trust_request_chat_template,
             template_kwargs=server.answer_defaults.default_chat_template_kwargs,
+            history=await asyncio.to_thread(_history_of, config, llm, peers, sizes.max_model_len),
             facts=await asyncio.to_thread(_facts_of, setup) if server.ollama else ModelFacts(),
         ),
         block_size=sizes.block_size,
@@ -175,6 +179,15 @@ async def build_state(
 
 def _cache_flag(folder: str | None) -> tuple[str, ...]:
     return () if folder is None else ("--cache-dir", folder)
+
+
+def _history_of(config: EngineConfig, llm: AsyncEngine, peers: Peers, max_model_len: int) -> History | None:
+    """Return the history of the model; None if it is off."""
+    server, inputs = config.server, llm.input_processor
+    if server.answer_defaults.history == "off" or not inputs.limits.tasks.generates:
+        return None
+    secret = server_secret(peers.salt_secret)
+    return History(config.model.model, inputs.tokenizer, max_model_len, secret, server, peers.remember, peers.recall)
 
 
 def _facts_of(setup: EngineSetup) -> ModelFacts:

@@ -150,6 +150,8 @@ class Turn:
     """A turn that runs.   created: seconds since the epoch.   generation: its counts and durations so far.
 
     text: decodes tokens.
+    seal: returns what the client keeps of its answer and sends back (Conversation.seals): of the first output, the
+    thought once that has ended, all once it has ended; "" if there is nothing.
     """
 
     id: str
@@ -158,6 +160,7 @@ class Turn:
     request: TurnRequest
     generation: "Generation"
     text: "AsyncText"
+    seal: Callable[[], str] = str
 
 
 class Answer(Protocol):

@@ -39,7 +39,12 @@ def turn_of(request: Any = None) -> Any:
     generation = SimpleNamespace(num_prompt_tokens=7, num_output_tokens=3, num_cached_tokens=4, num_reasoning_tokens=1)
     params = SamplingParams() if request is None else request.params
     return SimpleNamespace(
-        id="id", model="m", created=1, generation=generation, request=request or SimpleNamespace(params=params)
+        id="id",
+        model="m",
+        created=1,
+        generation=generation,
+        request=request or SimpleNamespace(params=params),
+        seal=str,
     )
 
 

@@ -276,6 +276,19 @@ def test_a_prefix_is_found_whichever_process_it_came_from(server: LiveServer) ->
     assert num_cached == [0, 48, 0]  # that of another key is never found
 
 
+def test_what_was_sampled_is_found_whichever_process_the_next_turn_comes_to(server: LiveServer) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "seed": 1, "return_token_ids": True}
+    answers = [to_each(server, "one")[0].post("/v1/chat/completions", body)[1]]
+    choice = answers[0]["choices"][0]
+    said = {"role": "assistant", "content": choice["message"]["content"]}
+    body["messages"] = [*body["messages"], said, {"role": "user", "content": "And now?"}]
+    for key, is_found in (("one", True), ("two", False)):
+        for connection in to_each(server, key):
+            prompt = connection.post("/v1/chat/completions", body)[1]["prompt_token_ids"]
+            first = [*answers[0]["prompt_token_ids"], *choice["token_ids"]]
+            assert (prompt[: len(first)] == first) is is_found
+
+
 def test_a_killed_engine_costs_no_stream_of_any_process_a_token(server: LiveServer) -> None:
     def run(connection: Connection) -> int:
         with connection.streaming(max_tokens=300) as (status, response):

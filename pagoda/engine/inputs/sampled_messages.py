@@ -19,7 +19,7 @@ from msgspec import Struct
 from pagoda.engine.answers.same_message import MessageForm, are_same
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
-_KEY_BYTES = 16
+KEY_BYTES = 16
 
 
 class SampledMessage(Struct, frozen=True, array_like=True):
@@ -75,7 +75,7 @@ class MessagePlace:
 
 @dataclass(frozen=True, slots=True)
 class KnownMessages:
-    """What is known of a conversation's messages.   sampled: by key, the last first.   form: of the model's messages."""
+    """What is known of a conversation's messages.   sampled: by key, the last first.   form: of them all."""
 
     sampled: Mapping[bytes, Sequence[SampledMessage]]
     form: MessageForm
@@ -89,13 +89,14 @@ class MessagePlaces:
         self._tokenizer, self._image_token_id = tokenizer, image_token_id
         self._marks = tokenizer.facts.marks
         special = set(self._marks.texts)
-        ends = (tokenizer.token_bytes(token_id).decode("utf-8", "replace") for token_id in tokenizer.facts.eos_token_ids)
-        self._ends = special.intersection(ends)
+        facts = tokenizer.facts
+        self._ends = special.intersection(map(self._text, facts.eos_token_ids))
+        self._special_ids = facts.special_token_ids.union(facts.eos_token_ids, {facts.bos_token_id})
 
     def find(self, text: str, form: MessageForm) -> tuple[list[MessagePlace], bytes, int, str]:
         """Return the places in a marked text; then the key of the message that comes after it, where that begins, and
         the special token in front of that ("": there is none)."""
-        chain = hashlib.blake2b(digest_size=_KEY_BYTES)
+        chain = hashlib.blake2b(digest_size=KEY_BYTES)
         tags = () if form.tags is None else (form.tags.begin, form.tags.end)
         places: list[MessagePlace] = []
         begun: list[tuple[bytes, int]] = []
@@ -156,7 +157,16 @@ class MessagePlaces:
             return None
         output = b"".join(map(self._tokenizer.token_bytes, token_ids)).decode("utf-8", "replace")
         sampled = message.head[len(header) :] + output
-        return len(written) if are_same(sampled, rendered[len(header) :], form) else None
+        if not are_same(sampled, rendered[len(header) :], form):
+            return None
+        # What is ordinary text in the client's message stays that, also where the model has sampled a special token.
+        tags = ("",) if form.tags is None else ("", form.tags.begin, form.tags.end)
+        special = [one for token_id in token_ids if token_id in self._special_ids and (one := self._text(token_id))]
+        written_special = [one for _, one, _ in self._marks.pieces(written) if one not in tags]
+        return len(written) if [one for one in special if one not in tags] == written_special else None
+
+    def _text(self, token_id: int) -> str:
+        return self._tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
 def _end_of_thought(written: str, ends: Sequence[str]) -> int | None:
@@ -164,9 +174,9 @@ def _end_of_thought(written: str, ends: Sequence[str]) -> int | None:
     return min(found, default=None)
 
 
-def thought_of(output_ids: Sequence[int], form: MessageForm, tokenizer: Tokenizer) -> Sequence[int] | None:
+def thought_of(output_ids: Sequence[int], form: MessageForm | None, tokenizer: Tokenizer) -> Sequence[int] | None:
     """Return the tokens of an output up to the end of its thought; None if that is inside a token, or missing."""
-    if form.tags is None:
+    if form is None or form.tags is None:
         return None
     end = form.tags.end.encode()
     data = b""

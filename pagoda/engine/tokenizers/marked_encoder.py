@@ -82,6 +82,7 @@ class MarkedEncoder:
         return self._with_known(ids, known) if known else ids
 
     def _with_known(self, ids: list[int], known: Sequence[Sequence[int]]) -> list[int]:
+        assert self._slot_id is not None, "it was added to the backend"
         filled: list[int] = []
         at = 0
         for some in known:

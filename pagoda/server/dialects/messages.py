@@ -1,6 +1,6 @@
 """POST /v1/messages, /v1/messages/count_tokens: Anthropic's API.
 
-What has no counterpart here is ignored: hosted tools, `cache_control`, citations and signatures of thoughts.
+What has no counterpart here is ignored: hosted tools, `cache_control` and citations.
 """
 
 import base64
@@ -25,7 +25,7 @@ from pagoda.server.body_reader import run_for_body
 from pagoda.server.conversation import check_chat, check_named
 from pagoda.server.dialects.transcript import Transcript, function_tool
 from pagoda.server.errors import ApiError, error_type
-from pagoda.server.render import render_chat
+from pagoda.server.render import count_prompt_tokens
 from pagoda.server.respond import respond
 from pagoda.server.routing import Router
 from pagoda.server.sending import Framing, event, json_response
@@ -63,6 +63,7 @@ class ContentBlock(Struct, frozen=True):
     type: str
     text: str | None = None
     thinking: str | None = None
+    signature: str | None = None
     source: dict[str, Any] | None = None
     id: str | None = None
     name: str | None = None
@@ -209,6 +210,12 @@ class Conversion(Transcript):
 
     def __init__(self, body: CountTokensRequest) -> None:
         super().__init__()
+        self.seals = [
+            block.signature
+            for message in body.messages
+            for block in (message.content if message.role == "assistant" else ())
+            if isinstance(block, ContentBlock) and block.signature is not None
+        ]
         self._numbers: list[int] = []  # of tools
         if system := _system_text(body.system):
             self.add_system("system", system)
@@ -329,6 +336,7 @@ def conversation_of(body: CountTokensRequest) -> tuple[Conversation, Conversion]
         thinking=body.thinking_asked,
         add_generation_prompt=not is_prefilled,
         continue_final_message=is_prefilled,
+        seals=made.seals,
     )
     return conversation, made
 
@@ -466,8 +474,8 @@ async def count_tokens(http: Request) -> Response:
     conversation, made = await run_for_body(http, lambda: conversation_of(body))
     async with state.starter.admitted(http, 1):
         with naming_fields(made.origin):
-            prompt = await render_chat(http, picked.model, conversation)
-        return json_response(TokenCountAnswer(len(prompt.token_ids)))
+            num_tokens = await count_prompt_tokens(http, picked.model, conversation)
+        return json_response(TokenCountAnswer(num_tokens))
 
 
 class MessagesDialect:
@@ -602,11 +610,15 @@ class MessageWriter:
         """Close the open block, if there is one; a thought is signed before."""
         events: list[MessageEvent] = []
         if self._open == "thinking":
-            events.append(self._delta(MessageDelta(type="signature_delta", signature=_signature(self._thought))))
+            events.append(self._delta(MessageDelta(type="signature_delta", signature=self._signature())))
         if self._open is not None:
             events.append(MessageEvent(type="content_block_stop", index=self._index))
         self._open, self._thought = None, ""
         return events
+
+    def _signature(self) -> str:
+        """Return what clients must find in a thought, or they break, and send back: the sampled tokens, sealed."""
+        return self._turn.seal() or base64.b64encode(hashlib.sha256(self._thought.encode()).digest()).decode()
 
     def _delta(self, delta: MessageDelta) -> MessageEvent:
         return MessageEvent(type="content_block_delta", index=self._index, delta=delta)
@@ -628,8 +640,3 @@ def _extend(block: Block, delta: MessageDelta) -> None:
     for name in ("text", "thinking", "signature"):
         if (more := getattr(delta, name)) is not UNSET:
             setattr(block, name, getattr(block, name) + more)
-
-
-def _signature(thought: str) -> str:
-    """Return what clients must find in a thought, or they break; it is not read when they send it back."""
-    return base64.b64encode(hashlib.sha256(thought.encode()).digest()).decode()

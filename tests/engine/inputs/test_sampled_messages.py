@@ -1,4 +1,4 @@
-"""Sampled tokens in later prompts: where the text says the same, all that was computed is a prefix of the next prompt."""
+"""Sampled tokens in later prompts: where the text says the same, all that was computed begins the next prompt."""
 
 import json
 import random
@@ -109,7 +109,9 @@ def sampled_message(rng: random.Random, is_thinking: bool) -> tuple[str, dict[st
     calls: list[dict[str, Any]] = []
     for number in range(rng.randint(0 if client["content"] else 1, 2)):
         arguments = {"city": words(rng), "days": rng.choice([2, 2.0, None, [1, {"b": 1, "a": 2}]]), "at": words(rng)}
-        written = json.dumps(arguments, separators=rng.choice([(",", ":"), (", ", ": ")]), ensure_ascii=rng.random() < 0.5)
+        written = json.dumps(
+            arguments, separators=rng.choice([(",", ":"), (", ", ": ")]), ensure_ascii=rng.random() < 0.5
+        )
         text += f'<tool_call>{{"name": "weather", "arguments": {written}}}</tool_call>' + rng.choice(["", "\n"])
         items = list(arguments.items())
         rng.shuffle(items)
@@ -134,7 +136,9 @@ def test_all_of_the_last_turn_is_a_prefix_of_the_next_prompt_whatever_clients_re
         ids = split_at_random(rng, inputs, text)
         chat.answer(ids)
         chat.computed.append(end)
-        results = [{"role": "tool", "content": words(rng), "tool_call_id": c["id"]} for c in client.get("tool_calls", ())]
+        results = [
+            {"role": "tool", "content": words(rng), "tool_call_id": c["id"]} for c in client.get("tool_calls", ())
+        ]
         chat.messages += [client, *results, {"role": "user", "content": words(rng)}]
         assert chat.num_cached() >= len(chat.computed) - 1, text
 
@@ -191,7 +195,9 @@ def read_back(prompt: str) -> list[str]:
 def test_a_thought_alone_is_used_for_its_part_of_a_message(inputs: InputProcessor) -> None:
     rng = random.Random(1)
     chat = Chat(inputs, is_thinking=True)
-    thought = split_at_random(rng, inputs, "<think>\nWhere? Zürich, so far.\n") + inputs.tokenizer.encode("</think>", False)
+    thought = split_at_random(rng, inputs, "<think>\nWhere? Zürich, so far.\n") + inputs.tokenizer.encode(
+        "</think>", False
+    )
     said = split_at_random(rng, inputs, "\n\nIt is in Zürich.")
     chat.answer([*thought, *said], is_whole=False)
     before = len(chat.computed) - len(said)

@@ -1,0 +1,126 @@
+"""History: what the assistant's messages were as tokens, so that the next turn computes its new tokens alone.
+
+engine/inputs/sampled_messages.py says how they come into a prompt.
+"""
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+
+from pagoda.base.outputs import CompletionOutput
+from pagoda.base.server_config import ServerConfig
+from pagoda.engine.answers.same_message import MessageForm
+from pagoda.engine.inputs.sampled_messages import OpenMessage, SampledMessage, thought_of
+from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.server.history_store import Found
+from pagoda.server.seals import Sealer, derived
+
+_KEYS_PER_CALL = 256
+_SEAL_CHARS_PER_TOKEN = 8
+"""Of a seal, for each token that the model's context has: four for the token, the rest for the head's text."""
+
+
+class History:
+    """The history of one served model."""
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        secret: bytes,
+        config: ServerConfig,
+        remember: Callable[[str, bytes, SampledMessage], Awaitable[None]],
+        recall: Callable[[str, list[bytes]], Awaitable[Found]],
+    ) -> None:
+        """secret: of the server.   remember, recall: those of the store, wherever it is."""
+        self.tokenizer = tokenizer
+        self.remember, self._recall = remember, recall
+        self._sealer = Sealer(secret, _SEAL_CHARS_PER_TOKEN * max_model_len + 4096)
+        self._secret = derived(secret, "owners")
+        self._keys = {str(number): key for number, key in enumerate(config.api_keys, 1)}
+        self._keys["admin"] = config.admin_api_key or ""
+        self._model = model, _digest_of(tokenizer)
+
+    def owner_of(self, key: str) -> str:
+        """Return who a message belongs to: an API key, the model and its tokenizer.   key: its name (see Gate)."""
+        text = repr((self._keys.get(key, ""), *self._model))
+        return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()[:32]
+
+    def seal(self, owner: str, key: bytes, message: SampledMessage) -> str:
+        """Return a message for the client to send back; "" for one that is too long."""
+        return self._sealer.seal(owner, key, message)
+
+    async def recall(
+        self, owner: str, keys: Sequence[bytes], seals: Iterable[str]
+    ) -> Mapping[bytes, Sequence[SampledMessage]]:
+        """Return the messages at some keys that are in the store, then those that the client has sent back."""
+        wanted = list(dict.fromkeys(reversed(keys)))  # the first ones are used last, and so stay longest
+        found: dict[bytes, list[SampledMessage]] = {}
+        for at in range(0, len(wanted), _KEYS_PER_CALL):
+            for key, message in await self._recall(owner, wanted[at : at + _KEYS_PER_CALL]):
+                found.setdefault(key, []).append(message)
+            await asyncio.sleep(0)  # long conversations do not keep others waiting
+        known = set(wanted)
+        for sealed in seals:
+            key = self._sealer.key_of(sealed)
+            if key is None or key not in known or key in found:
+                continue
+            if (message := self._sealer.open(owner, key, sealed)) is not None:
+                found[key] = [message]
+        return found
+
+
+def _digest_of(tokenizer: Tokenizer) -> bytes:
+    """Return a digest of what a tokenizer's ids mean."""
+    digest = hashlib.sha256()
+    for token_id in range(tokenizer.facts.vocab_size):
+        digest.update(tokenizer.token_bytes(token_id) + b"\xff\n")
+    return digest.digest()
+
+
+class SampledTurn:
+    """What the outputs of one turn have sampled so far."""
+
+    def __init__(
+        self, history: History, owner: str, opened: Sequence[OpenMessage | None], forms: Sequence[MessageForm | None]
+    ) -> None:
+        """opened, forms: of each prompt."""
+        self._history, self._owner = history, owner
+        self._opened, self._forms = opened, forms
+        self._ids: dict[tuple[int, int], list[int]] = {}
+        self._ended: list[tuple[OpenMessage, list[int]]] = []
+        facts = history.tokenizer.facts
+        self._ends = frozenset(facts.eos_token_ids)
+
+    def add(self, prompt: int, output: CompletionOutput) -> None:
+        """Add what an output has sampled since it was last added.   prompt: the index of its prompt."""
+        if (opened := self._opened[prompt]) is None:
+            return
+        ids = self._ids.setdefault((prompt, output.index), [])
+        ids += output.token_ids
+        if output.finish_reason in ("stop", "length"):
+            self._ended.append((opened, self._said(ids, isinstance(output.stop_reason, int))))
+
+    async def remember(self) -> None:
+        """Keep the messages that have ended since this was called last."""
+        ended, self._ended = self._ended, []
+        for opened, ids in ended:
+            if self._ends.isdisjoint(ids):  # else the client could not have the same text
+                await self._history.remember(self._owner, opened.key, opened.sampled(ids))
+
+    def seal(self) -> str:
+        """Return the first output so far, up to the end of its thought unless it has ended; "" if there is nothing."""
+        opened, ids = self._opened[0], self._ids.get((0, 0), [])
+        if opened is None:
+            return ""
+        ended = next((said for one, said in self._ended if one is opened), None)
+        said = ended if ended is not None else thought_of(ids, self._forms[0], self._history.tokenizer)
+        if said is None or not self._ends.isdisjoint(said):
+            return ""
+        return self._history.seal(self._owner, opened.key, opened.sampled(said, is_whole=ended is not None))
+
+    def _said(self, ids: list[int], is_stopped: bool) -> list[int]:
+        """Return an output without the token that ended it."""
+        return ids[:-1] if ids and (is_stopped or ids[-1] in self._ends) else ids

@@ -1,0 +1,138 @@
+"""HistoryStore: what assistants have sampled, for the next turn. One process owns it, each that serves HTTP may ask."""
+
+import contextlib
+import logging
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from pagoda.base.errors import ConfigError
+from pagoda.base.server_config import ServerConfig
+from pagoda.engine.inputs.sampled_messages import SampledMessage
+
+logger = logging.getLogger("pagoda.server")
+
+Found = list[tuple[bytes, SampledMessage]]
+"""Messages with their keys."""
+MAX_BYTES = 128 * 2**20
+MAX_BYTES_PER_OWNER = 32 * 2**20
+_MAX_PER_KEY = 8  # answers to the same prompt
+_ROW_BYTES = 128  # what a message costs next to its own size
+_TABLES = """
+CREATE TABLE IF NOT EXISTS messages
+    (id INTEGER PRIMARY KEY, owner TEXT, key BLOB, data BLOB, size INTEGER, used INTEGER);
+CREATE INDEX IF NOT EXISTS by_key ON messages (owner, key);
+CREATE INDEX IF NOT EXISTS by_use ON messages (used, id DESC);
+CREATE INDEX IF NOT EXISTS by_use_of_owner ON messages (owner, used, id DESC);
+"""
+
+
+class HistoryStore:
+    """Messages by owner and key, those used last. In memory, or in a file.
+
+    owner: see `History.owner_of`.   bytes_of: each owner's.
+    """
+
+    def __init__(
+        self, file: str | None = None, max_bytes: int = MAX_BYTES, max_bytes_per_owner: int = MAX_BYTES_PER_OWNER
+    ) -> None:
+        """Raises ConfigError for a file that cannot be used."""
+        self._max_bytes, self._max_per_owner = max_bytes, max_bytes_per_owner
+        try:
+            self._db = _open(file)
+            self.bytes_of: dict[str, int] = dict(
+                self._db.execute("SELECT owner, SUM(size) FROM messages GROUP BY owner")
+            )
+            (self._uses,) = self._db.execute("SELECT COALESCE(MAX(used), 0) FROM messages").fetchone()
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"history: {file} cannot be used: {error}; name another file, or remove it") from None
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> "HistoryStore":
+        """Return the store of a server. Raises ConfigError."""
+        where = config.answer_defaults.history
+        return cls(None if where in ("memory", "off") else where)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.bytes_of.values())
+
+    def remember(self, owner: str, key: bytes, message: SampledMessage) -> None:
+        """Keep a message. One that is larger than an owner's share is not kept."""
+        data = msgspec.msgpack.encode(message)
+        size = len(data) + len(key) + _ROW_BYTES
+        if size > self._max_per_owner:
+            return
+        with _logged("kept"):
+            same = self._db.execute(
+                "SELECT id, data, size FROM messages WHERE owner = ? AND key = ? ORDER BY used", (owner, key)
+            ).fetchall()
+            old = [row for row in same if row[1] == data] or same[: max(0, len(same) + 1 - _MAX_PER_KEY)]
+            self._delete(owner, [(row[0], row[2]) for row in old])
+            self._uses += 1
+            self._db.execute(
+                "INSERT INTO messages (owner, key, data, size, used) VALUES (?, ?, ?, ?, ?)",
+                (owner, key, data, size, self._uses),
+            )
+            self.bytes_of[owner] = self.bytes_of.get(owner, 0) + size
+            self._evict()
+
+    def recall(self, owner: str, keys: list[bytes]) -> Found:
+        """Return the messages at these keys, the last ones first.   keys: a few hundred at most."""
+        found: Found = []
+        with _logged("found"):
+            self._uses += 1
+            where = f"owner = ? AND key IN ({','.join('?' * len(keys))})"
+            rows = self._db.execute(f"SELECT key, data FROM messages WHERE {where} ORDER BY id DESC", (owner, *keys))
+            found += [(key, msgspec.msgpack.decode(data, type=SampledMessage)) for key, data in rows]
+            self._db.execute(f"UPDATE messages SET used = ? WHERE {where}", (self._uses, owner, *keys))
+        return found
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _evict(self) -> None:
+        """Delete what was used longest ago: the last messages of a conversation before the first, which others need."""
+        by_use = "SELECT id, size, owner FROM messages {} ORDER BY used, id DESC LIMIT 1"
+        for owner in [one for one, size in self.bytes_of.items() if size > self._max_per_owner]:
+            while self.bytes_of[owner] > self._max_per_owner:
+                self._delete(owner, [self._db.execute(by_use.format("WHERE owner = ?"), (owner,)).fetchone()[:2]])
+        while self.num_bytes > self._max_bytes:
+            number, size, owner = self._db.execute(by_use.format("")).fetchone()
+            self._delete(owner, [(number, size)])
+
+    def _delete(self, owner: str, rows: Iterable[tuple[int, int]]) -> None:
+        for number, size in rows:
+            self._db.execute("DELETE FROM messages WHERE id = ?", (number,))
+            self.bytes_of[owner] -= size
+            if not self.bytes_of[owner]:
+                del self.bytes_of[owner]
+
+
+def _open(file: str | None) -> sqlite3.Connection:
+    if file is None:
+        db = sqlite3.connect(":memory:", isolation_level=None)
+    else:
+        path = Path(file).expanduser()
+        number = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            os.fchmod(number, 0o600)
+        finally:
+            os.close(number)
+        db = sqlite3.connect(path, isolation_level=None, timeout=1.0)
+        # One process uses it. What a power failure takes is only slower to compute again.
+        db.executescript("PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF;")
+    db.executescript(_TABLES)
+    return db
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Log what fails in the block: an answer does not fail for it."""
+    try:
+        yield
+    except (sqlite3.Error, msgspec.DecodeError) as error:
+        logger.warning("history: a message could not be %s: %s", what, error)

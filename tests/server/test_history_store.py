@@ -1,0 +1,234 @@
+"""What is kept and sealed of a turn: for whom, how much of it, and what becomes of wrong and hostile seals."""
+
+import asyncio
+import base64
+import os
+import random
+import stat
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.base.errors import ConfigError
+from pagoda.base.outputs import CompletionOutput
+from pagoda.base.server_config import ServerConfig
+from pagoda.engine.answers.reasoning import THINK
+from pagoda.engine.answers.same_message import MessageForm
+from pagoda.engine.inputs.sampled_messages import OpenMessage, SampledMessage, packed, unpacked
+from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
+from pagoda.server.history import History, SampledTurn
+from pagoda.server.history_store import Found, HistoryStore
+from pagoda.server.seals import Sealer, server_secret
+
+KEY = bytes(range(16))
+SECRET = b"s" * 32
+MESSAGE = SampledMessage("assistant\n", packed([1, 2]), packed([3, 4, 5]))
+KEYED = ServerConfig(api_keys=("one", "two"))
+
+
+def message(number: int, size: int = 10) -> SampledMessage:
+    return SampledMessage("", b"", packed([number] * size))
+
+
+def history(
+    secret: bytes = SECRET, config: ServerConfig = KEYED, model: str = "m", store: HistoryStore | None = None
+) -> History:
+    store = store or HistoryStore()
+
+    async def remember(owner: str, key: bytes, message: SampledMessage) -> None:
+        store.remember(owner, key, message)
+
+    async def recall(owner: str, keys: list[bytes]) -> Found:
+        return store.recall(owner, keys)
+
+    return History(model, ByteTokenizer(), 1000, secret, config, remember, recall)
+
+
+def recalled(one: History, owner: str, *seals: str, key: bytes = KEY) -> Sequence[SampledMessage]:
+    return asyncio.run(one.recall(owner, [key], seals)).get(key, ())
+
+
+# ---- the store
+
+
+def test_the_last_answers_to_a_prompt_come_first_and_equal_ones_are_one() -> None:
+    store = HistoryStore()
+    for number in (*range(20), 5):
+        store.remember("a", KEY, message(number))
+    numbers = [unpacked(one.output_ids)[0] for _, one in store.recall("a", [KEY, b"other"])]
+    assert (numbers[0], numbers.count(5), len(numbers)) == (5, 1, 8)
+    assert store.recall("b", [KEY]) == []
+
+
+def test_each_owner_and_all_together_have_a_bound_and_what_was_used_last_stays() -> None:
+    store = HistoryStore(max_bytes=20_000, max_bytes_per_owner=8_000)
+    rng = random.Random(0)
+    for number in range(2_000):
+        owner = rng.choice("abcd")
+        store.remember(owner, number.to_bytes(16, "big"), message(number, rng.randint(1, 200)))
+        assert max(store.num_bytes / 20_000, *(size / 8_000 for size in store.bytes_of.values())) <= 1
+    store.remember("a", KEY, message(1, 10_000))  # larger than an owner's share
+    assert store.recall("a", [KEY]) == []
+
+
+def test_the_beginning_of_a_conversation_stays_longest() -> None:
+    store = HistoryStore(max_bytes_per_owner=10_000)
+    keys = [number.to_bytes(16, "big") for number in range(40)]
+    for number, key in enumerate(keys):
+        store.remember("a", key, message(number))
+        store.recall("a", keys)
+    for number in range(20):  # of others
+        store.remember("a", (1_000 + number).to_bytes(16, "big"), message(number))
+    kept = {key for key, _ in store.recall("a", keys)}
+    assert kept == set(keys[: len(kept)])
+    assert 10 < len(kept) < 40
+
+
+def test_a_file_is_the_users_alone_and_read_by_the_next_server(tmp_path: Path) -> None:
+    file = tmp_path / "history.db"
+    first = HistoryStore(str(file))
+    first.remember("a", KEY, MESSAGE)
+    assert all(stat.S_IMODE(one.stat().st_mode) == 0o600 for one in tmp_path.iterdir())
+    with pytest.raises(
+        ConfigError, match="history: .*history.db cannot be used: database is locked; name another file"
+    ):
+        HistoryStore(str(file))
+    first.close()
+    second = HistoryStore(str(file))
+    assert second.recall("a", [KEY]) == [(KEY, MESSAGE)]
+    assert second.num_bytes > 0
+    second.close()
+    file.write_bytes(b"something else" * 100)
+    with pytest.raises(ConfigError, match="file is not a database; name another file, or remove it"):
+        HistoryStore(str(file))
+
+
+def test_a_store_that_fails_fails_no_answer(caplog: pytest.LogCaptureFixture) -> None:
+    store = HistoryStore()
+    store.close()
+    store.remember("a", KEY, MESSAGE)
+    assert store.recall("a", [KEY]) == []
+    assert "history: a message could not be kept" in caplog.text
+
+
+# ---- seals
+
+
+def test_a_seal_is_opened_for_the_same_key_model_tokenizer_and_prompt_alone() -> None:
+    one = history()
+    owner = one.owner_of("1")
+    sealed = one.seal(owner, KEY, MESSAGE)
+    assert recalled(history(), owner, sealed) == [MESSAGE]  # of the next server, whose store is empty
+    assert recalled(history(), history().owner_of("2"), sealed) == ()
+    assert recalled(history(model="other"), history(model="other").owner_of("1"), sealed) == ()
+    assert recalled(history(secret=b"t" * 32), owner, sealed) == ()
+    assert recalled(history(), owner, sealed, key=bytes(16)) == ()
+    # A key has the same messages wherever it stands among the others.
+    swapped = history(config=ServerConfig(api_keys=("two", "one")))
+    assert swapped.owner_of("2") == owner != swapped.owner_of("1")
+
+
+def test_no_changed_seal_is_opened() -> None:
+    one, rng = history(), random.Random(0)
+    owner = one.owner_of("1")
+    sealed = base64.b64decode(one.seal(owner, KEY, MESSAGE))
+    for at in range(len(sealed)):
+        changed = bytearray(sealed)
+        changed[at] ^= 1 << rng.randrange(8)
+        for key in (KEY, bytes(changed[1:17])):
+            assert recalled(one, owner, base64.b64encode(changed).decode(), key=key) == ()
+        assert recalled(one, owner, base64.b64encode(sealed[:at]).decode()) == ()
+
+
+def test_hostile_seals_cost_nothing() -> None:
+    one, rng = history(), random.Random(0)
+    owner = one.owner_of("1")
+    header = base64.b64encode(b"\x01" + KEY + b"x").decode()
+    hostile = ["", "é" * 100, "=" * 100, header, header + "é" * 50, header + "A" * 50, "\ud800" * 40]
+    hostile += [base64.b64encode(rng.randbytes(rng.randint(0, 200))).decode() for _ in range(1000)]
+    huge = header + "A" * (16 * 2**20)
+    before = time.process_time()
+    assert recalled(one, owner, *hostile, *([huge] * 1000)) == ()
+    assert time.process_time() - before < 1.0  # reading one of the huge ones takes 20 ms
+    sealer = Sealer(SECRET, 1000)
+    assert sealer.seal("a", KEY, message(1, 1000)) == ""
+
+
+def test_the_servers_secret_outlives_it_and_is_its_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    secret, file = server_secret(b"x"), tmp_path / "pagoda" / "history.key"
+    assert len(secret) == 32
+    assert server_secret(b"y") == secret
+    assert [one.name for one in file.parent.iterdir()] == ["history.key"]
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    file.chmod(0o644)
+    other = server_secret(b"x")
+    assert other == server_secret(b"x") != secret
+    assert "others could read it" in caplog.text
+    file.unlink()
+    file.write_bytes(b"short")
+    file.chmod(0o600)
+    assert server_secret(b"x") == other
+    monkeypatch.setenv("XDG_CACHE_HOME", os.devnull)
+    assert server_secret(b"x") == other
+
+
+# ---- turns
+
+
+def turn(one: History, *outputs: CompletionOutput) -> SampledTurn:
+    made = SampledTurn(one, one.owner_of("1"), [OpenMessage(KEY, "a\n", packed([97]))], [MessageForm(tags=THINK)])
+    for output in outputs:
+        made.add(0, output)
+    return made
+
+
+def ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def output(token_ids: list[int], reason: str | None = None, stop: Any = None, index: int = 0) -> CompletionOutput:
+    return CompletionOutput(index, "", token_ids=token_ids, finish_reason=reason, stop_reason=stop)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "kept"),
+    [
+        ([output(ids("a")), output([*ids("b"), EOS], "stop")], ["ab"]),
+        ([output([*ids("b"), 7], "stop", 7)], ["b"]),  # a token that the request stops at
+        ([output(ids("b"), "length")], ["b"]),
+        ([output(ids("b"), "abort")], []),
+        ([output([*ids("b"), EOS, *ids("c")], "length")], []),  # the end was ignored
+        ([output([*ids("b"), EOS], "stop"), output([*ids("c"), EOS], "stop", index=1)], ["c", "b"]),
+    ],
+)
+def test_what_is_kept_of_outputs(outputs: list[CompletionOutput], kept: list[str]) -> None:
+    one = history()
+    asyncio.run(turn(one, *outputs).remember())
+    found = recalled(one, one.owner_of("1"))
+    assert [bytes(unpacked(each.output_ids)).decode() for each in found] == kept
+    assert all((each.head, each.is_whole, unpacked(each.head_ids)) == ("a\n", True, [97]) for each in found)
+
+
+def test_a_thought_is_sealed_at_its_end_and_all_at_the_end() -> None:
+    one = history()
+    made = turn(one, output(ids("<think>Hm")))
+    assert made.seal() == ""
+    made.add(0, output(ids("</think>\n\nSo")))
+    (found,) = recalled(one, one.owner_of("1"), made.seal())
+    assert (bytes(unpacked(found.output_ids)), found.is_whole) == (b"<think>Hm</think>", False)
+    made.add(0, output([EOS], "stop"))
+    (found,) = recalled(one, one.owner_of("1"), made.seal())
+    assert (bytes(unpacked(found.output_ids)), found.is_whole) == (b"<think>Hm</think>\n\nSo", True)
+
+
+def test_what_a_key_has_sampled_is_not_recalled_for_another() -> None:
+    store = HistoryStore()
+    one = history(store=store)
+    asyncio.run(turn(one, output([*ids("a"), EOS], "stop")).remember())
+    assert [len(recalled(one, one.owner_of(key))) for key in "12"] == [1, 0]
