@@ -1,7 +1,9 @@
 """OpenAI's Responses: the openai package, the order of events, and how items reach the template."""
 
+import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,12 +12,15 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from pagoda.base.errors import RequestError
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.request_limits import RequestLimits
 from pagoda.server.body_reader import parse_body
+from pagoda.server.conversation import Conversation
 from pagoda.server.dialects.responses import ResponsesDialect
 from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
-from pagoda.server.dialects.responses_input import conversation_of
+from pagoda.server.dialects.responses_input import ItemsTranscript
+from pagoda.server.dialects.responses_tools import CustomInput, Tools
 from pagoda.server.errors import ApiError
 from pagoda.server.turn import Piece, TextDelta
 from tests.server.live import LiveServer
@@ -93,6 +98,13 @@ def test_errors_name_the_callers_own_field_and_have_codes_for_agents(client: ope
         assert (error.status_code, error.param, error.code) == (status, param, code), (name, error.message)
 
 
+def test_a_prompt_that_is_too_long_for_a_stream_is_an_event_that_codex_understands(client: openai.OpenAI) -> None:
+    events = list(client.responses.create(model="smollm2-135m", input="a " * 5000, stream=True))
+    assert [one.type for one in events] == ["response.created", "response.in_progress", "response.failed"]
+    failed: Any = events[-1]
+    assert failed.response.error.code == "context_length_exceeded"
+
+
 # ---- how items reach the template
 
 
@@ -100,8 +112,12 @@ def body_of(**fields: Any) -> ResponsesRequest:
     return parse_body(msgspec.json.encode({"input": "Hi", **fields}), ResponsesRequest, RequestLimits())
 
 
+def conversation_of(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> Conversation:
+    return ItemsTranscript(body, Tools(body.tools or ()), earlier).conversation
+
+
 def messages_of(*items: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
-    return conversation_of(body_of(input=list(items), **fields), ())[0].messages
+    return conversation_of(body_of(input=list(items), **fields)).messages
 
 
 def test_instructions_and_what_developers_say_first_are_one_system_message() -> None:
@@ -120,18 +136,143 @@ def test_instructions_and_what_developers_say_first_are_one_system_message() -> 
 
 def test_earlier_items_come_before_the_bodys_own() -> None:
     earlier = [InputItem(role="user", content="A"), InputItem(role="assistant", content="B")]
-    made = conversation_of(body_of(input="C", instructions="S"), earlier)[0].messages
+    made = conversation_of(body_of(input="C", instructions="S"), earlier).messages
     assert [one["content"] for one in made] == ["S", "A", "B", "C"]
 
 
 def test_an_empty_input_is_an_empty_message() -> None:
     for empty in ("", []):
-        assert conversation_of(body_of(input=empty), ())[0].messages == [{"role": "user", "content": ""}]
+        assert conversation_of(body_of(input=empty)).messages == [{"role": "user", "content": ""}]
+
+
+def item(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, **fields}
+
+
+def test_items_of_the_assistant_are_one_message_and_results_follow_with_their_images() -> None:
+    image = item("input_image", image_url="data:image/png;base64,AAAA")
+    turns = messages_of(
+        item("message", role="user", content="Hi"),
+        item("reasoning", id="rs_1", summary=[], content=[item("reasoning_text", text="Hm")], encrypted_content="x"),
+        item("message", role="assistant", content=[item("output_text", text="Wait.")]),
+        item("function_call", call_id="a", name="look", namespace="eyes", arguments='{"x": 1}', status="completed"),
+        item("custom_tool_call", call_id="b", name="patch", input='ü\n"'),
+        item("web_search_call", id="ws_1", status="completed"),
+        item("function_call_output", call_id="a", output=[item("input_text", text="seen"), image]),
+        item("custom_tool_call_output", call_id="b", output="done"),
+        item("message", role="user", content="And now?"),
+        tools=TOOLS,
+    )
+    calls = [
+        {"id": "a", "type": "function", "function": {"name": "eyes__look", "arguments": '{"x": 1}'}},
+        {"id": "b", "type": "function", "function": {"name": "patch", "arguments": '{"input": "ü\\n\\""}'}},
+    ]
+    assert turns == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Wait.", "reasoning_content": "Hm", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "a", "content": "seen"},
+        {"role": "tool", "tool_call_id": "b", "content": "done"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+                {"type": "text", "text": "And now?"},
+            ],
+        },
+    ]
+
+
+def test_items_that_are_referred_to_are_among_the_earlier_ones_or_an_error() -> None:
+    earlier = [InputItem(id="msg_1", role="user", content="A")]
+    for reference in ({"id": "msg_1"}, item("item_reference", id="msg_1")):
+        assert conversation_of(body_of(input=[reference]), earlier).messages[0]["content"][1]["text"] == "A"
+        with pytest.raises(ApiError, match=r"input\[0\].id: there is no item 'msg_1'") as caught:
+            conversation_of(body_of(input=[reference]))
+        assert caught.value.status == 404
+
+
+# ---- tools
+
+TOOLS: list[dict[str, Any]] = [
+    item("web_search"),
+    item("function", name="f", parameters={"type": "object"}, strict=False),
+    item("custom", name="patch", description="Edits.", format=item("text")),
+    item("namespace", name="eyes", description="See.", tools=[item("function", name="look"), item("custom", name="c")]),
+    item("code_interpreter", container="auto"),
+]
+
+
+def test_each_tool_is_a_function_of_the_template_and_hosted_ones_are_left_out() -> None:
+    functions = [one["function"] for one in conversation_of(body_of(tools=TOOLS)).tools]
+    assert [one["name"] for one in functions] == ["f", "patch", "eyes__look", "eyes__c"]
+    assert functions[1]["parameters"]["properties"] == {"input": {"type": "string"}}
+    assert functions[1]["description"].startswith("Edits.")
+    assert functions[2]["description"] == "See."
+    long = item("namespace", name="n" * 64, tools=[item("function", name="f" * 60)])
+    (one,) = conversation_of(body_of(tools=[long])).tools
+    assert one["function"]["name"] == "nn__" + "f" * 60
+
+
+def test_a_tool_choice_says_which_tools_there_are_and_which_must_be_called() -> None:
+    def use(choice: Any, tools: Any = TOOLS) -> tuple[list[str], bool, str | None]:
+        made = conversation_of(body_of(tools=tools, tool_choice=choice))
+        return [one["function"]["name"] for one in made.tools], made.is_forced, made.only_tool
+
+    every = ["f", "patch", "eyes__look", "eyes__c"]
+    assert use("auto") == use(None) == (every, False, None)
+    assert use("none") == ([], False, None)
+    assert use("auto", []) == ([], False, None)
+    assert use("required") == (every, True, None)
+    assert use(item("function", name="f")) == (every, True, "f")
+    assert use(item("custom", name="patch")) == (every, True, "patch")
+    for name in ({"name": "look", "namespace": "eyes"}, {"name": "eyes__look"}):
+        assert use(item("function", **name)) == (every, True, "eyes__look")
+    allowed = item("allowed_tools", mode="required", tools=[item("function", name="f"), item("file_search")])
+    assert use(allowed) == (["f"], True, None)
+    with pytest.raises(RequestError, match="tool_choice.name: there is no tool 'look'"):
+        use(item("function", name="look"))
+    with pytest.raises(RequestError, match="tool_choice: needs tools"):
+        use("required", [item("web_search")])
+    assert not conversation_of(body_of(tools=TOOLS, parallel_tool_calls=False)).is_parallel
+
+
+def test_tools_that_cannot_be_served_are_refused_by_name() -> None:
+    for place, tool in {
+        r"tools\[0\]: this server does not run MCP servers": item("mcp", server_label="x"),
+        r"tools\[0\].name: is required": item("function"),
+        r"tools\[0\].tools\[0\]: expected type function or custom": item("namespace", tools=[item("mcp")]),
+        r"tools\[0\].format.definition: this grammar cannot be enforced: the rule 'start' contains itself": item(
+            "custom", name="c", format=item("grammar", syntax="lark", definition='start: "(" start ")" | "x"')
+        ),
+        r"tools\[0\].format: expected type text, or grammar": item("custom", name="c", format=item("other")),
+    }.items():
+        with pytest.raises(RequestError, match=place):
+            conversation_of(body_of(tools=[tool]))
+    twice = [item("function", name="f"), item("custom", name="f")]
+    with pytest.raises(RequestError, match=r"tools\[1\].name: 'f' is the name of another tool, too"):
+        conversation_of(body_of(tools=twice))
+
+
+def test_the_input_of_a_custom_tool_comes_out_of_its_arguments_in_whole_characters() -> None:
+    dice = random.Random(3)
+    for text in ("", "plain", 'a "b" \\ \n\t ü \U0001f600 </x>', "\x00\ud7ff"):
+        for ascii_only in (True, False):
+            arguments = json.dumps({"input": text}, ensure_ascii=ascii_only)
+            for _ in range(20):
+                reader, said, at = CustomInput(), "", 0
+                while at < len(arguments):
+                    size = dice.randrange(1, 8)
+                    said += reader.feed(arguments[at : at + size])
+                    said.encode()
+                    at += size
+                assert said + reader.end() == text
+    for given, expected in (('{"patch": "x"}', "x"), ('{"a": 1}', '{"a": 1}'), ('{"inp', '{"inp'), ("[", "[")):
+        reader = CustomInput()
+        assert reader.feed(given) + reader.end() == expected
+    assert CustomInput().feed('{"input": "a\\ud800b"}') == "a"  # half a pair: no text
 
 
 # ---- the order of events
-
-PARTS = {"output_text": "response.output_text", "reasoning_text": "response.reasoning_text"}
 
 
 def checked(events: Events) -> dict[str, Any]:
@@ -162,6 +303,7 @@ def checked_item(added: dict[str, Any], rest: Iterator[dict[str, Any]], number: 
         "message": ("content_index", "response.output_text", "text"),
         "reasoning": ("content_index", "response.reasoning_text", "text"),
         "function_call": ("", "response.function_call_arguments", "arguments"),
+        "custom_tool_call": ("", "response.custom_tool_call_input", "input"),
     }[item["type"]]
     if index:
         place[index] = 0
@@ -189,35 +331,40 @@ def checked_item(added: dict[str, Any], rest: Iterator[dict[str, Any]], number: 
 
 
 def new_answer(body: ResponsesRequest) -> Any:
+    limits = SimpleNamespace(of_request=RequestLimits())
+    llm = SimpleNamespace(input_processor=SimpleNamespace(limits=limits))
+    model: Any = SimpleNamespace(default_sampling={}, names=("m",), llm=llm)
     dialect = ResponsesDialect()
-    model: Any = type("Model", (), {"default_sampling": {}, "llm": fake_llm()})
     turn = turn_of(dialect.request(body, model))
-    turn.id = "resp_1"
     return dialect.answer(body, turn, turn)
-
-
-def fake_llm() -> Any:
-    limits = type("Limits", (), {"of_request": RequestLimits()})
-    return type("LLM", (), {"input_processor": type("Inputs", (), {"limits": limits})})
 
 
 def test_events_of_random_turns_are_in_their_order_and_make_the_whole_answer() -> None:
     dice = random.Random(7)
     kinds: set[str] = set()
-    body = body_of()
+    calls: list[dict[str, Any]] = []
+    body = body_of(tools=TOOLS)
     for number in range(200):
-        text = random_text(dice)
+        text = random_text(dice, ("f", "patch", "eyes__look", "eyes__c"))
         reason, events, whole = random_turn(dice, lambda: new_answer(body), text)
         made = checked(events)
         Response.model_validate(whole)
         assert whole["status"] == {"stop": "completed", "length": "incomplete", "abort": "cancelled"}[reason]
-        for one in (made, whole):
-            one.pop("completed_at")
-            for item in one["output"]:
-                item.pop("call_id", None)
+        for response in (made, whole):
+            for one in (response, *response["output"]):
+                for name in ("id", "call_id", "created_at", "completed_at"):
+                    one.pop(name, None)
         assert whole == made, (number, text)
         kinds |= {one["type"] for one in made["output"]}
-    assert kinds == {"message", "reasoning", "function_call"}
+        calls += [one for one in made["output"] if "name" in one]
+    assert kinds == {"message", "reasoning", "function_call", "custom_tool_call"}
+    named = {(one["type"], one["name"], one.get("namespace")) for one in calls}
+    assert named == {
+        ("function_call", "f", None),
+        ("custom_tool_call", "patch", None),
+        ("function_call", "look", "eyes"),
+        ("custom_tool_call", "c", "eyes"),
+    }
 
 
 def test_a_turn_without_any_output_has_a_beginning_and_an_end() -> None:

@@ -12,6 +12,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import replace
 
 from pagoda.server.dialects.chat import ChatLogprob
+from pagoda.server.dialects.responses_tools import CustomInput, NamedTool
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
 from pagoda.server.turn import CallDelta, ReasoningDelta, TextDelta, TurnEnd, TurnEvent
@@ -162,15 +163,20 @@ _SUMMARY = _Form(
     *("summary_text", "response.reasoning_summary_part", "summary_index"),
 )
 _FUNCTION = _Form("fc", "function_call", "response.function_call_arguments", "arguments")
+_CUSTOM = _Form("ctc", "custom_tool_call", "response.custom_tool_call_input", "input")
 
 
 @dataclass(slots=True)
 class _OpenItem:
-    """An item that is being told.   place: the fields of its events.   item: as announced."""
+    """An item that is being told.   place: the fields of its events.   item: as announced.
+
+    custom: what reads the input out of a custom tool's arguments.
+    """
 
     form: _Form
     item: OutputItem
     place: dict[str, Any]
+    custom: CustomInput | None = None
     pieces: list[str] = field(default_factory=list[str])
     logprobs: list[ChatLogprob] = field(default_factory=list[ChatLogprob])
 
@@ -182,9 +188,10 @@ class ResponseWriter:
     later, so that events can be kept.
     """
 
-    def __init__(self, response: ResponseAnswer, is_summary: bool = False) -> None:
-        """response: without output.   is_summary: thoughts are sent as summaries."""
+    def __init__(self, response: ResponseAnswer, tools: Mapping[str, NamedTool], is_summary: bool = False) -> None:
+        """response: without output.   tools: by the names in calls.   is_summary: thoughts are sent as summaries."""
         self.response = response
+        self._tools = tools
         self._thought = _SUMMARY if is_summary else _THOUGHT
         self._num_events = 0
         self._num_items = 0
@@ -211,9 +218,8 @@ class ResponseWriter:
                     logprobs = ()
                 case CallDelta(_, arguments, call_id, name):
                     if name is not None:
-                        self._begin_item(events, _FUNCTION, call_id=call_id or "", name=name, arguments="")
-                    if arguments:
-                        self._add_delta(events, arguments)
+                        self._begin_call(events, call_id or "", name)
+                    self._add_arguments(events, arguments)
                 case TurnEnd():
                     self._end = one
         return events
@@ -250,7 +256,21 @@ class ResponseWriter:
         fields: dict[str, Any] = {"role": "assistant"} if form is _MESSAGE else {"summary": []}
         self._begin_item(events, form, **fields, content=UNSET if form is _SUMMARY else [])
 
-    def _begin_item(self, events: list[ResponseEvent], form: _Form, **fields: Any) -> None:
+    def _begin_call(self, events: list[ResponseEvent], call_id: str, name: str) -> None:
+        tool = self._tools.get(name, NamedTool(name, None, False, ""))
+        form = _CUSTOM if tool.is_custom else _FUNCTION
+        named = {"name": tool.name} if tool.namespace is None else {"name": tool.name, "namespace": tool.namespace}
+        opened = self._begin_item(events, form, call_id=call_id, **named, **{form.whole: ""})
+        if tool.is_custom:
+            opened.custom = CustomInput()
+
+    def _add_arguments(self, events: list[ResponseEvent], arguments: str) -> None:
+        assert self._open is not None
+        custom = self._open.custom
+        if text := arguments if custom is None else custom.feed(arguments):
+            self._add_delta(events, text)
+
+    def _begin_item(self, events: list[ResponseEvent], form: _Form, **fields: Any) -> _OpenItem:
         self._close(events, "completed")
         number = self._num_items
         self._num_items += 1
@@ -261,7 +281,8 @@ class ResponseWriter:
         if form.part is not None:
             place[form.index] = 0
             events.append(self._event(f"{form.part_event}.added", **place, part=_part(form.part, "", [])))
-        self._open = _OpenItem(form, item, place)
+        self._open = opened = _OpenItem(form, item, place)
+        return opened
 
     def _add_delta(self, events: list[ResponseEvent], text: str, logprobs: Sequence[ChatLogprob] = ()) -> None:
         assert self._open is not None
@@ -276,6 +297,8 @@ class ResponseWriter:
         """End the open item, if there is one."""
         if self._open is None:
             return
+        if self._open.custom is not None and (rest := self._open.custom.end()):
+            self._add_delta(events, rest)
         form, place, text = self._open.form, self._open.place, "".join(self._open.pieces)
         done: dict[str, Any] = {form.whole: text}
         if form is _MESSAGE:
@@ -307,13 +330,14 @@ def _part(kind: Literal["output_text", "reasoning_text", "summary_text"], text: 
 # ---- failures
 
 _CODES: Mapping[int, str] = {404: "model_not_found", 429: "rate_limit_exceeded", 503: "server_is_overloaded"}
-_TOO_LONG = "maximum context length"  # in the engine's message, as in OpenAI's
+TOO_LONG = "context_length_exceeded"
+_LENGTH = "maximum context length"  # in the engine's message, as in OpenAI's
 
 
 def error_code(error: ApiError) -> str | None:
     """Return what agents such as Codex look for in an error, None if they look for nothing."""
     if error.status == 400:
-        return "context_length_exceeded" if _TOO_LONG in error.message else None
+        return TOO_LONG if _LENGTH in error.message else None
     return _CODES.get(error.status, "server_error" if error.status >= 500 else None)
 
 

@@ -1,22 +1,25 @@
 """POST /v1/responses: OpenAI's Responses, as agents such as Codex use them.
 
-`conversation_of` (responses_input.py) makes the conversation of a body and of items from earlier turns, and
+`ItemsTranscript` (responses_input.py) makes the conversation of a body and of items from earlier turns, and
 `ResponseWriter` (response_events.py) events and the answer of what is generated, apart from HTTP. A store of responses
 goes around the two: it gives `ResponsesDialect` the earlier items, and keeps the events and the answer.
 """
 
+import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
 import msgspec
 from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.server.conversation import check_chat
 from pagoda.server.dialects.chat import ChatLogprob, chat_logprobs
 from pagoda.server.dialects.response_events import (
+    TOO_LONG,
     ResponseAnswer,
     ResponseEvent,
     ResponseReasoning,
@@ -25,13 +28,14 @@ from pagoda.server.dialects.response_events import (
     error_code,
 )
 from pagoda.server.dialects.responses_bodies import InputItem, ReasoningParam, ResponsesRequest, TextParam
-from pagoda.server.dialects.responses_input import conversation_of
-from pagoda.server.errors import ApiError, ErrorDetail, ErrorResponse, error_type
-from pagoda.server.respond import respond
+from pagoda.server.dialects.responses_input import ItemsTranscript
+from pagoda.server.dialects.responses_tools import Tools
+from pagoda.server.errors import ApiError, ErrorDetail, ErrorResponse, as_api_error, error_type
+from pagoda.server.respond import respond_to
 from pagoda.server.routing import Router
-from pagoda.server.sending import Framing, event
+from pagoda.server.sending import EventStream, Framing, event
 from pagoda.server.served_model import ServedModel
-from pagoda.server.state import ServerState
+from pagoda.server.state import ServerState, state_of
 from pagoda.server.turn import Piece, Turn, TurnRequest, naming_fields
 
 _encode = msgspec.json.Encoder().encode
@@ -48,7 +52,14 @@ router = Router(error_form=response_error)
 @router.post("/v1/responses", answer=ResponseAnswer, chunk=ResponseEvent, body=ResponsesRequest)
 async def create_response(http: Request) -> Response:
     """Generate the assistant's next turn, in the form of OpenAI's Responses."""
-    return await respond(http, ResponsesDialect())
+    body, dialect = await state_of(http).bodies.read(http, ResponsesRequest), ResponsesDialect()
+    try:
+        return await respond_to(http, dialect, body)
+    except (ApiError, RequestError) as error:
+        known = as_api_error(error)
+        if not body.stream or error_code(known) != TOO_LONG:
+            raise
+        return dialect.failed(known)  # Codex makes room in its conversation for an event only, not for a 400
 
 
 class ResponsesDialect:
@@ -60,10 +71,12 @@ class ResponsesDialect:
     def __init__(self, earlier: Sequence[InputItem] = ()) -> None:
         """earlier: items before those of the body."""
         self._earlier = earlier
-        self._response: ResponseAnswer  # made with the request, because that may run on a thread
+        self._writer: ResponseWriter  # made with the request, because that may run on a thread
 
     def request(self, body: ResponsesRequest, model: ServedModel) -> TurnRequest:
-        conversation, made = conversation_of(body, self._earlier)
+        tools = Tools(body.tools or ())
+        made = ItemsTranscript(body, tools, self._earlier)
+        conversation = made.conversation
         given = {
             "max_tokens": body.max_output_tokens,
             "temperature": body.temperature,
@@ -79,32 +92,42 @@ class ResponsesDialect:
                 {"max_tokens": None, **model.default_sampling},
                 **{name: one for name, one in given.items() if one is not None},
             )
-        self._response = _new_response(body, params)
-        # A response may be asked for later, so its id is its own, and not that of a header.
-        return TurnRequest(params, conversation, is_stream=body.stream, request_id=uuid.uuid4().hex, origin=made.origin)
+        request_id = uuid.uuid4().hex  # a response may be asked for later, so its id is not that of a header
+        is_summary = body.reasoning is not None and body.reasoning.summary not in (None, "none")
+        response = _new_response(body, params, tools, self.id_prefix + request_id, body.model or model.names[0])
+        self._writer = ResponseWriter(response, tools.named, is_summary)
+        return TurnRequest(params, conversation, is_stream=body.stream, request_id=request_id, origin=made.origin)
 
     def answer(self, body: ResponsesRequest, turn: Turn, state: ServerState) -> "ResponseFrames":
-        response = self._response
-        response.id, response.created_at, response.model = turn.id, turn.created, turn.model
-        is_summary = body.reasoning is not None and body.reasoning.summary not in (None, "none")
-        return ResponseFrames(ResponseWriter(response, is_summary), turn)
+        return ResponseFrames(self._writer, turn)
+
+    def failed(self, error: ApiError) -> Response:
+        """Return the stream of a response that fails before anything is generated."""
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            yield _frames(self._writer.begin())
+            raise error
+
+        return EventStream(events(), lambda: None, _framing(self._writer))
 
 
-def _new_response(body: ResponsesRequest, params: SamplingParams) -> ResponseAnswer:
-    """Return a response without what is known when it has begun."""
+def _new_response(
+    body: ResponsesRequest, params: SamplingParams, tools: Tools, response_id: str, model: str
+) -> ResponseAnswer:
+    """Return a response without output."""
     asked = body.reasoning or ReasoningParam()
     return ResponseAnswer(
-        id="",
-        created_at=0,
-        model="",
+        id=response_id,
+        created_at=int(time.time()),
+        model=model,
         instructions=Raw(_encode(body.instructions)),
-        tools=Raw(b"[]"),
-        tool_choice=Raw(b'"auto"'),
+        tools=Raw(_encode(tools.kept)),
+        tool_choice=Raw(_encode(body.tool_choice or "auto")),
         text=Raw(_encode(body.text or TextParam(format={"type": "text"}))),
         metadata=Raw(_encode(body.metadata or {})),
         reasoning=ResponseReasoning(asked.effort, asked.summary),
         max_output_tokens=body.max_output_tokens,
-        parallel_tool_calls=True,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
         prompt_cache_key=body.prompt_cache_key,
         safety_identifier=body.safety_identifier,
         temperature=params.temperature,
@@ -120,7 +143,7 @@ class ResponseFrames:
     def __init__(self, writer: ResponseWriter, turn: Turn) -> None:
         self._writer = writer
         self._turn = turn
-        self.framing = Framing(self._failed, b"")
+        self.framing = _framing(writer)
 
     def opening(self) -> bytes:
         return _frames(self._writer.begin())
@@ -137,14 +160,15 @@ class ResponseFrames:
         self._writer.end(ResponseUsage.of(self._turn.generation))
         return self._writer.response
 
-    def _failed(self, error: ApiError, request_id: str) -> bytes:
-        return _frames(self._writer.fail(error))
-
     def _logprobs(self, piece: Piece) -> Sequence[ChatLogprob]:
         output, num_top = piece.output, self._turn.request.params.logprobs
         if output.logprobs is None or num_top is None:
             return ()
         return chat_logprobs(output.token_ids, output.logprobs, num_top).content
+
+
+def _framing(writer: ResponseWriter) -> Framing:
+    return Framing(lambda error, _: _frames(writer.fail(error)), b"")
 
 
 def _frames(events: Iterable[ResponseEvent]) -> bytes:

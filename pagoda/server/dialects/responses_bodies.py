@@ -9,6 +9,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.server.body import Body, Flag, ModelBody, Seed, TokenCount, UnservedField, one_of
+from pagoda.server.dialects.responses_tools import ResponsesTool, ResponsesToolChoice
 
 
 class InputPart(Struct, frozen=True):
@@ -94,6 +95,9 @@ class ResponsesRequest(ModelBody, kw_only=True, frozen=True):
     top_logprobs: Tell the log-probability of each token, and so many of the most likely ones.
     reasoning: How the model thinks.
     text: The form of the texts.
+    tools: What the model may call.
+    tool_choice: Whether it calls a tool, and which.
+    parallel_tool_calls: False: at most one call.
     include: `message.output_text.logprobs` and `reasoning.encrypted_content` are known; others have no effect.
     metadata: Comes back in the answer.
     truncation: Has no effect: what does not fit into the context is an error.
@@ -117,6 +121,9 @@ class ResponsesRequest(ModelBody, kw_only=True, frozen=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=1000)] | None = None
     reasoning: ReasoningParam | None = None
     text: TextParam | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: Annotated[str, one_of("none", "auto", "required")] | ResponsesToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
     truncation: Annotated[str, one_of("auto", "disabled")] | None = None

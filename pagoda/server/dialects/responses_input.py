@@ -1,12 +1,15 @@
 """How the items of a conversation in OpenAI's Responses become messages for a chat template."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from pagoda.base.errors import RequestError
 from pagoda.server.conversation import Conversation
 from pagoda.server.dialects.responses_bodies import InputItem, InputPart, ResponsesRequest
+from pagoda.server.dialects.responses_tools import Tools, arguments_of, chosen
 from pagoda.server.dialects.transcript import Transcript
+from pagoda.server.errors import ApiError
 from pagoda.server.thinking import Thinking
 
 _OWN_NAMES = {
@@ -17,12 +20,24 @@ _OWN_NAMES = {
 }
 
 
-class ItemsTranscript(Transcript):
-    """The messages of a conversation."""
+_HOSTED = frozenset(
+    f"{name}_{what}"
+    for name in ("web_search", "file_search", "code_interpreter", "image_generation", "tool_search", "mcp")
+    for what in ("call", "output", "list_tools", "approval_request", "approval_response")
+)
+"""Items about tools that others ran, which are left out like those tools."""
 
-    def __init__(self, body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> None:
+
+class ItemsTranscript(Transcript):
+    """The messages of a conversation. Items of the assistant that follow each other are one message."""
+
+    def __init__(self, body: ResponsesRequest, tools: Tools, earlier: Sequence[InputItem] = ()) -> None:
         """earlier: items before those of the body."""
         super().__init__()
+        self._tools = tools
+        self._functions = tools.functions
+        self._shown: list[dict[str, Any]] = []  # images of results, which wait for the next message of the user
+        self._by_id = {item.id: item for item in earlier if item.type != "item_reference"}
         if body.instructions:
             self.add_system("instructions", body.instructions)
         for item in earlier:
@@ -33,17 +48,70 @@ class ItemsTranscript(Transcript):
         else:
             for index, item in enumerate(given):
                 self._add_item(f"input[{index}]", item)
+        self._add_shown("input")
+        self.conversation = self._conversation(body)
 
     def origin(self, param: str) -> str:
         """Return the caller's name of a field."""
+        if found := re.match(r"tools\[(\d+)\]", param):
+            name = self._functions[int(found[1])]["function"]["name"]
+            return self._tools.named[name].place
         return _OWN_NAMES.get(param, super().origin(param))
 
+    def _conversation(self, body: ResponsesRequest) -> Conversation:
+        use = chosen(body.tool_choice, self._tools)
+        self._functions = use["tools"]
+        effort = body.reasoning.effort if body.reasoning is not None else None
+        is_parallel = body.parallel_tool_calls is not False
+        return Conversation(self.messages, thinking=Thinking(effort=effort), is_parallel=is_parallel, **use)
+
     def _add_item(self, place: str, item: InputItem) -> None:
-        match item.type or ("message" if item.role is not None else "item_reference"):
+        kind = item.type or ("message" if item.role is not None else "item_reference")
+        if not kind.endswith("call_output"):
+            self._add_shown(place)
+        match kind:
             case "message":
                 self._add_message(place, item)
-            case kind:
+            case "reasoning":
+                # `encrypted_content` would be read here.
+                if text := _joined(item.content) or _joined(item.summary):
+                    message = self._assistant(place)
+                    message["reasoning_content"] = message.get("reasoning_content", "") + text
+            case "function_call":
+                self._add_call(place, item, item.arguments)
+            case "custom_tool_call":
+                self._add_call(place, item, None if item.input is None else arguments_of(item.input))
+            case "function_call_output" | "custom_tool_call_output":
+                parts = _parts(item.output or "", f"{place}.output")
+                text = "\n".join(part["text"] for part in parts if "text" in part)
+                self.add(place, {"role": "tool", "tool_call_id": item.call_id or "", "content": text})
+                self._shown += [part for part in parts if "text" not in part]
+            case "item_reference":
+                if item.id is None or (known := self._by_id.get(item.id)) is None:
+                    raise ApiError(404, f"{place}.id: there is no item {item.id!r:.80}", f"{place}.id")
+                self._add_item(place, known)
+            case _ if kind not in _HOSTED:
                 raise RequestError(f"{place}: this server does not support items of type {kind!r:.80}", place)
+
+    def _add_shown(self, place: str) -> None:
+        self.add_parts(place, self._shown)
+        self._shown = []
+
+    def _assistant(self, place: str) -> dict[str, Any]:
+        """Return the message of the assistant that an item belongs to."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            self.add(place, {"role": "assistant", "content": ""})
+        return self.messages[-1]
+
+    def _add_call(self, place: str, item: InputItem, arguments: str | None) -> None:
+        if not item.name or arguments is None:
+            raise RequestError(f"{place}: a call needs a name, and arguments or an input", place)
+        message = self._assistant(place)
+        if not message.get("content"):
+            message.pop("content", None)
+        name = self._tools.find(item.name, item.namespace) or item.name
+        call = {"id": item.call_id or "", "type": "function", "function": {"name": name, "arguments": arguments}}
+        message.setdefault("tool_calls", []).append(call)
 
     def _add_message(self, place: str, item: InputItem) -> None:
         parts = _parts(item.content or "", f"{place}.content")
@@ -51,12 +119,18 @@ class ItemsTranscript(Transcript):
             case "user":
                 self.add_parts(place, parts or [{"type": "text", "text": ""}])
             case "assistant":
-                self.add(place, {"role": "assistant", "content": _text(parts, place)})
+                message = self._assistant(place)
+                message["content"] = "\n".join(filter(None, (message.get("content"), _text(parts, place))))
             case "system" | "developer":
                 self.add_system(place, _text(parts, place))
             case role:
                 where = f"{place}.role"
                 raise RequestError(f"{where}: expected user, assistant, system or developer, got {role!r:.80}", where)
+
+
+def _joined(content: str | Sequence[InputPart] | None) -> str:
+    """Return the texts of a thought."""
+    return content or "" if isinstance(content, str | None) else "".join(part.text or "" for part in content)
 
 
 def _text(parts: Sequence[dict[str, Any]], place: str) -> str:
@@ -84,10 +158,3 @@ def _parts(content: str | Sequence[InputPart], place: str) -> list[dict[str, Any
                 where = f"{place}[{at}]"
                 raise RequestError(f"{where}: this server does not support parts of type {named}", where)
     return parts
-
-
-def conversation_of(body: ResponsesRequest, earlier: Sequence[InputItem]) -> tuple[Conversation, ItemsTranscript]:
-    """Return the conversation of a body, and what knows its fields.   earlier: items before those of the body."""
-    made = ItemsTranscript(body, earlier)
-    effort = body.reasoning.effort if body.reasoning is not None else None
-    return Conversation(made.messages, thinking=Thinking(effort=effort)), made

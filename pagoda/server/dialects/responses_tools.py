@@ -1,0 +1,232 @@
+"""The tools of OpenAI's Responses: what the model gets of them, and what its calls are in that API."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Struct
+
+from pagoda.base.errors import RequestError
+from pagoda.base.text import is_encodable
+from pagoda.engine.grammars.lark_regex import regex_of_lark
+from pagoda.server.body import Body, Name, one_of
+from pagoda.server.dialects.transcript import function_tool
+
+_LONGEST_NAME = 64
+
+
+class CustomFormat(Struct, frozen=True, omit_defaults=True):
+    """The form of a custom tool's input.
+
+    type: text, or grammar.
+    syntax: Of a grammar: lark or regex.
+    definition: Of a grammar: the grammar, or the regular expression.
+    """
+
+    type: str
+    syntax: str | None = None
+    definition: str | None = None
+
+
+class ResponsesTool(Struct, frozen=True, omit_defaults=True):
+    """What the model may call. Hosted tools, such as web_search, are left out.
+
+    type: function, custom, namespace.
+    name: What calls name.
+    description: What it does, for the model to read.
+    parameters: Of a function: JSON schema of its arguments.
+    strict: Of a function: the arguments obey the schema by construction.
+    format: Of a custom tool: the form of its input.
+    tools: Of a namespace: its functions and custom tools.
+    """
+
+    type: str
+    name: Name | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: CustomFormat | None = None
+    tools: "list[ResponsesTool] | None" = None
+
+
+class ResponsesToolChoice(Body, frozen=True):
+    """Which tool is called.
+
+    type: function or custom, the one with this name; allowed_tools.
+    name: Of the tool.
+    namespace: Where the tool is.
+    mode: Of allowed_tools: auto or required.
+    tools: Of allowed_tools: those that may be called, each with its type and name.
+    """
+
+    type: Annotated[str, one_of("function", "custom", "allowed_tools")]
+    name: str | None = None
+    namespace: str | None = None
+    mode: Annotated[str, one_of("auto", "required")] = "auto"
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTool:
+    """A tool as the caller names it.   place: what errors call its form."""
+
+    name: str
+    namespace: str | None
+    is_custom: bool
+    place: str
+
+
+class Tools:
+    """The tools of a request.
+
+    functions: as templates read them. A custom tool is a function with one argument, `input`; the name of a tool in a
+    namespace begins with that one's.   named: what the names of these stand for.   kept: those of the request that are
+    served.
+    """
+
+    def __init__(self, given: Sequence[ResponsesTool]) -> None:
+        """Raises RequestError for tools that neither are served nor may be left out."""
+        self.functions: list[dict[str, Any]] = []
+        self.named: dict[str, NamedTool] = {}
+        self.kept: list[ResponsesTool] = []
+        for index, tool in enumerate(given):
+            place = f"tools[{index}]"
+            if tool.type == "mcp":
+                raise RequestError(f"{place}: this server does not run MCP servers; let the client run them", place)
+            if tool.type == "namespace":
+                for at, inner in enumerate(tool.tools or ()):
+                    self._add(inner, f"{place}.tools[{at}]", tool)
+            elif tool.type in ("function", "custom"):
+                self._add(tool, place, None)
+            else:
+                continue
+            self.kept.append(tool)
+
+    def find(self, name: Any, namespace: Any = None) -> str | None:
+        """Return what the model calls a tool, None if there is none of this name."""
+        found = (own for own, tool in self.named.items() if (tool.name, tool.namespace) == (name, namespace))
+        return next(found, name if namespace is None and name in self.named else None)
+
+    def _add(self, tool: ResponsesTool, place: str, parent: ResponsesTool | None) -> None:
+        if tool.type not in ("function", "custom"):
+            raise RequestError(f"{place}: expected type function or custom, got {tool.type!r:.80}", place)
+        if not tool.name:
+            raise RequestError(f"{place}.name: is required", f"{place}.name")
+        is_custom = tool.type == "custom"
+        name, namespace, about = tool.name, None, tool.description
+        if parent is not None:
+            namespace = parent.name or ""
+            name = f"{namespace.rstrip('_')}__{name}"[-_LONGEST_NAME:]
+            about = about or parent.description
+        if name in self.named:
+            raise RequestError(f"{place}.name: {name!r} is the name of another tool, too", f"{place}.name")
+        self.named[name] = NamedTool(
+            tool.name, namespace, is_custom, place + (".format" if is_custom else ".parameters")
+        )
+        if is_custom:
+            self.functions.append(_custom_function(tool, name, about or "", place))
+        else:
+            self.functions.append(function_tool(name, tool.parameters, about, tool.strict))
+
+
+def _custom_function(tool: ResponsesTool, name: str, about: str, place: str) -> dict[str, Any]:
+    form = tool.format or CustomFormat("text")
+    schema: dict[str, Any] = {"type": "string"}
+    about = f"{about}\n\nThe argument `input` is the whole text.".lstrip()
+    if form.type != "text":
+        schema["pattern"] = _pattern(form, f"{place}.format")
+        if form.syntax == "lark":
+            about = f"{about} It follows this grammar, in Lark's syntax:\n{form.definition}"
+    parameters = {"type": "object", "properties": {"input": schema}, "required": ["input"]}
+    return function_tool(name, parameters, about, True if "pattern" in schema else None)
+
+
+def _pattern(form: CustomFormat, place: str) -> str:
+    """Return the regular expression that a text of this form matches. Raises RequestError if there is none."""
+    if form.type != "grammar" or form.syntax not in ("lark", "regex") or not form.definition:
+        raise RequestError(f"{place}: expected type text, or grammar with a definition in syntax lark or regex", place)
+    expression = form.definition
+    if form.syntax == "lark":
+        try:
+            expression = regex_of_lark(form.definition)
+        except ValueError as error:
+            raise RequestError(f"{place}.definition: this grammar cannot be enforced: {error}", place) from None
+    return f"^(?:{expression})$"
+
+
+class CustomInput:
+    """Reads the input of a custom tool out of the arguments of a call, {"input": "..."}, as they come."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._is_open = self._has_begun = False
+
+    def feed(self, arguments: str) -> str:
+        """Add arguments; return the input that is certain now."""
+        self._text += arguments
+        if not self._has_begun and (found := _INPUT.match(self._text)) is not None:
+            self._is_open = self._has_begun = True
+            self._text = self._text[found.end() :]
+        if not self._is_open:
+            return ""
+        found = _CHARS.match(self._text)
+        assert found is not None  # it may be empty
+        self._is_open = not self._text.startswith('"', found.end())
+        self._text = self._text[found.end() :]
+        return _unescaped(found[0])
+
+    def end(self) -> str:
+        """Return the rest: all of it, if the arguments have another form than they should have."""
+        if self._has_begun:
+            return ""
+        try:
+            values = list(json.loads(self._text).values())
+        except (ValueError, AttributeError):
+            return self._text
+        return values[0] if len(values) == 1 and isinstance(values[0], str) and is_encodable(values[0]) else self._text
+
+
+_INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_CHARS = re.compile(
+    r'(?:[^"\\]|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*'
+)
+"""Whole characters of a string in JSON; both halves of a surrogate pair are one."""
+
+
+def _unescaped(chars: str) -> str:
+    text: str = json.loads(f'"{chars}"', strict=False) if "\\" in chars else chars
+    return text if is_encodable(text) else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def arguments_of(text: str) -> str:
+    """Return the arguments of a call of a custom tool."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def chosen(choice: str | ResponsesToolChoice | None, tools: Tools) -> Mapping[str, Any]:
+    """Return the fields of a conversation that say which tools may or must be called. Raises RequestError."""
+    if choice is None or isinstance(choice, str):
+        is_forced, only = choice == "required", None
+        functions = [] if choice == "none" else tools.functions
+    elif choice.type == "allowed_tools":
+        allowed = [
+            _found(tools, one.get("name"), one.get("namespace"), f"tool_choice.tools[{at}]")
+            for at, one in enumerate(choice.tools or ())
+            if one.get("type") in ("function", "custom")
+        ]
+        functions = [one for one in tools.functions if one["function"]["name"] in allowed]
+        is_forced, only = choice.mode == "required", None
+    else:
+        functions, is_forced = tools.functions, True
+        only = _found(tools, choice.name, choice.namespace, "tool_choice")
+    if is_forced and not functions:
+        raise RequestError("tool_choice: needs tools", "tool_choice")
+    return {"tools": functions, "is_forced": is_forced, "only_tool": only}
+
+
+def _found(tools: Tools, name: Any, namespace: Any, place: str) -> str:
+    if (found := tools.find(name, namespace)) is None:
+        raise RequestError(f"{place}.name: there is no tool {name!r:.80}", f"{place}.name")
+    return found
