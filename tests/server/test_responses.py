@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -251,6 +252,47 @@ def test_tools_that_cannot_be_served_are_refused_by_name() -> None:
     twice = [item("function", name="f"), item("custom", name="f")]
     with pytest.raises(RequestError, match=r"tools\[1\].name: 'f' is the name of another tool, too"):
         conversation_of(body_of(tools=twice))
+
+
+SIGNED = (
+    r'start: LF? line~1..3 "*** End"' + "\n" + r'line: ("+" | "-") /["\\\\a-c\u00fc]{1,4}/ LF' + "\n%import common.LF"
+)
+
+
+def test_the_input_of_a_custom_tool_follows_its_grammar_while_it_is_sampled(fake_server: LiveServer) -> None:
+    client = openai.OpenAI(base_url=f"{fake_server.url}/v1", api_key="none", max_retries=0)
+    inputs: set[str] = set()
+    for syntax, definition, expression in (
+        ("lark", SIGNED, r'\n?([+-]["\\a-cü]{1,4}\n){1,3}\*\*\* End'),
+        ("regex", '[A-F]{3}-"[0-9]{2}"', '[A-F]{3}-"[0-9]{2}"'),
+    ):
+        form = item("grammar", syntax=syntax, definition=definition)
+        asked: dict[str, Any] = {"tools": [item("custom", name="c", format=form)], "max_output_tokens": 300}
+        for seed in range(3):
+            whole, streamed = both(client, seed, **asked, tool_choice=item("custom", name="c"))
+            assert whole == streamed
+            (call,) = whole["output"]
+            assert call.items() >= {"type": "custom_tool_call", "name": "c"}.items()
+            assert re.fullmatch(expression, call["input"]), call["input"]
+            inputs.add(call["input"])
+    assert len(inputs) > 4
+
+
+def test_errors_in_schemas_and_expressions_name_the_tool(fake_server: LiveServer) -> None:
+    strict = {"properties": {"a": {"uniqueItems": True}}}
+    lookahead = item("grammar", syntax="regex", definition="(?=a)b")
+    for tool, place in (
+        (item("custom", name="c", format=lookahead), "tools"),  # found when the grammar of all of them is compiled
+        (item("function", name="f", strict=True, parameters=strict), "tools[1].parameters"),
+        (
+            item("namespace", name="n", tools=[item("function", name="f", strict=True, parameters=strict)]),
+            "tools[1].tools[0].parameters",
+        ),
+    ):
+        asked = {"input": "Hi", "tools": [item("web_search"), tool], "max_output_tokens": 9}
+        status, answer = fake_server.post("/v1/responses", asked)
+        assert (status, answer["error"]["param"]) == (400, place), answer
+        assert answer["error"]["message"].startswith(place)
 
 
 def test_the_input_of_a_custom_tool_comes_out_of_its_arguments_in_whole_characters() -> None:
