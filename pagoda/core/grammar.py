@@ -27,6 +27,11 @@ class GrammarMatcher(Protocol):
         """Whether the error is the grammar's: it does not compile, or exceeds a limit where the output has led."""
         ...
 
+    @property
+    def num_free(self) -> int:
+        """So many of the next tokens may be any, whatever those before them are; their masks need not be filled."""
+        ...
+
     def advance(self, token_ids: Sequence[int]) -> None:
         """Take tokens that the sequence has emitted. A token that the grammar forbids sets `error`."""
         ...

@@ -29,11 +29,12 @@ class GrammarMasks:
 
 @dataclass(slots=True, eq=False)
 class _RowGrammar:
-    """num_taken: output tokens that the matcher was given."""
+    """num_taken: output tokens that the matcher was given.   num_free: how many after them may be any."""
 
     text: str
     matcher: GrammarMatcher
     num_taken: int = 0
+    num_free: int = 0
 
 
 class GrammarRows:
@@ -70,22 +71,31 @@ class GrammarRows:
             self._rows.pop(row, None)
             known = self._rows.get(source)
             if known is not None:
-                self._rows[row] = _RowGrammar(known.text, known.matcher.copy(), known.num_taken)
+                self._rows[row] = _RowGrammar(known.text, known.matcher.copy(), known.num_taken, known.num_free)
 
     def begin(self, table: TableMirror, rows: np.ndarray, positions: np.ndarray) -> "Future[GrammarMasks] | None":
-        """Begin to fill the masks of a step's draws on another thread; None if no row has a grammar.
+        """Begin to fill the masks of a step's draws on another thread; None if no draw needs one.
 
         rows, positions: as Sampler.draw takes them. The table must not change before the result is there.
         """
-        if not self.has_any(rows):
+        masked = self.masked(table, rows, positions)
+        if not masked:
             self._filling = None  # `apply` has waited for it; its masks take memory
             return None
-        self._filling = self._thread.submit(self._fill, table, rows, positions)
+        self._filling = self._thread.submit(self._fill, table, rows, positions, masked)
         return self._filling
 
-    def has_any(self, rows: np.ndarray) -> bool:
-        """Return whether one of `rows` has a grammar."""
-        return bool(self._rows) and any(row in self._rows for row in rows.tolist())
+    def masked(self, table: TableMirror, rows: np.ndarray, positions: np.ndarray) -> set[int]:
+        """Return the rows whose grammars must read their output before one of these draws, to mask it."""
+        if not self._rows:
+            return set()
+        draws = zip(rows.tolist(), (positions - table.num_prompt[rows]).tolist(), strict=True)
+        return {row for row, num_output in draws if row in self._rows and not self._is_free(row, num_output)}
+
+    def _is_free(self, row: int, num_output: int) -> bool:
+        """Return whether the token after `num_output` tokens of output may be any, whatever these are."""
+        grammar = self._rows[row]
+        return grammar.num_taken <= num_output < grammar.num_taken + grammar.num_free
 
     def allowed_drafts(self, table: TableMirror, drafts: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
         """Return drafts of the next step (int32 [k], by row) as far as their rows' grammars allow them."""
@@ -126,13 +136,13 @@ class GrammarRows:
         if position - prompt < grammar.num_taken:  # tokens were taken back
             self._restart(row)
         grammar.matcher.advance(table.token_ids[row, prompt + grammar.num_taken : position].tolist())
-        grammar.num_taken = position - prompt
+        grammar.num_taken, grammar.num_free = position - prompt, grammar.matcher.num_free
         return grammar.matcher
 
     def _restart(self, row: int) -> None:
         """Give the row a new matcher, which has taken nothing."""
         grammar = self._rows[row]
-        grammar.matcher, grammar.num_taken = self.backend.matcher(grammar.text), 0
+        grammar.matcher, grammar.num_taken, grammar.num_free = self.backend.matcher(grammar.text), 0, 0
 
     def shutdown(self) -> None:
         """Forget all rows and end the threads. Idempotent."""
@@ -140,8 +150,8 @@ class GrammarRows:
         self.backend.shutdown()
         self._thread.shutdown()
 
-    def _fill(self, table: TableMirror, rows: np.ndarray, positions: np.ndarray) -> GrammarMasks:
-        draws = np.array([i for i, row in enumerate(rows.tolist()) if row in self._rows], np.int64)
+    def _fill(self, table: TableMirror, rows: np.ndarray, positions: np.ndarray, masked: set[int]) -> GrammarMasks:
+        draws = np.array([i for i, row in enumerate(rows.tolist()) if row in masked], np.int64)
         bits = np.full((len(draws), self._num_words), -1, np.int32)
         work: list[MaskWork] = []
         firsts = [i for i, draw in enumerate(draws) if i == 0 or rows[draw] != rows[draws[i - 1]]]

@@ -198,9 +198,12 @@ class ModelRunner:
         """Return whether the host needs the tokens of steps in flight to prepare this one."""
         if output.forks or output.drafts or output.beams.rows.size:
             return True
-        rows = output.rows[self._steps.last_tokens.positions[output.rows] >= 0]
-        reads = bool(self._table.reads_output[rows].any())
-        return reads or (self._grammars is not None and self._grammars.has_any(rows))
+        is_in_flight = self._steps.last_tokens.positions[output.rows] >= 0
+        rows = output.rows[is_in_flight]
+        if self._table.reads_output[rows].any():
+            return True
+        ends = (output.start + output.num_new)[is_in_flight]
+        return self._grammars is not None and bool(self._grammars.masked(self._table, rows, ends))
 
     def _apply(self, output: SchedulerOutput) -> None:
         """Apply the step's events. A partial apply corrupts the table: fatal."""

@@ -479,6 +479,8 @@ def test_a_panic_when_a_row_gets_its_grammar_ends_its_request_only(model: Path, 
 class LimitedMatcher:
     """Fails for ever after so much work, as at a library's limit; a new matcher begins at 0."""
 
+    num_free = 0
+
     def __init__(self, inner: Any, limit: int, cost_of_draft: int) -> None:
         self._inner, self._left, self._cost = inner, limit, cost_of_draft
         self.inner = self

@@ -67,6 +67,7 @@ def test_random_outputs_are_masked_as_by_counting(backend: ThinkingBackend) -> N
             assert allowed(backend, matcher) == (ALL if expected[at] is None else {expected[at]}), (trial, at)
             assert list(matcher.forced()[:1]) == ([] if expected[at] is None else [expected[at]])
             num_forced += expected[at] is not None
+            assert not any(expected[at : at + matcher.num_free])
             drafts = [*output[at : at + rng.randrange(20)]]
             if drafts and rng.random() < 0.5:
                 drafts[rng.randrange(len(drafts))] ^= 1

@@ -18,6 +18,7 @@ from pagoda.worker import sampler as sampler_module
 from pagoda.worker import staging as staging_module
 from pagoda.worker.cache_engine import CacheEngine
 from pagoda.worker.forward_runner import ForwardRunner
+from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.model_runner import ModelRunner
 from pagoda.worker.table_mirror import TableMirror
 from tests.worker.hand_made import GREEDY, VOCAB, PagedSumModel, expected_next, i32, row_init, step
@@ -28,13 +29,15 @@ CPU = torch.device("cpu")
 BLOCK = 4
 
 
-def make(broken_token: int = -1, ops: Any = None) -> tuple[ModelRunner, TableMirror, LaggingDevice]:
+def make(
+    broken_token: int = -1, ops: Any = None, grammars: GrammarRows | None = None
+) -> tuple[ModelRunner, TableMirror, LaggingDevice]:
     model = PagedSumModel(broken_token)
     device = LaggingDevice()
     cache = CacheEngine(model.kv_groups, BLOCK, 60, 10, torch.float32, device)
     table = TableMirror(8, 64, BLOCK, 1)
     forward = ForwardRunner(cast(Any, model), ops or cast(Any, TorchOps()))
-    return ModelRunner(forward, table, cache, device), table, device
+    return ModelRunner(forward, table, cache, device, grammars=grammars), table, device
 
 
 def continued(prompt: list[int], count: int) -> list[int]:
@@ -120,6 +123,50 @@ def test_the_host_waits_where_it_reads_tokens(params: SamplingParams, waits: boo
         assert (one.logprobs is None) == (other.logprobs is None)
         if one.logprobs is not None and other.logprobs is not None:
             assert np.array_equal(one.logprobs.logprobs, other.logprobs.logprobs)
+
+
+class ForcedFifth:
+    """A grammar whose fifth token is 1, and its matcher: it says that the first four, and those after it, are free."""
+
+    error, is_grammars_fault = "", False
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+
+    @property
+    def num_free(self) -> int:
+        return 4 - self.num_taken if self.num_taken <= 4 else 99
+
+    def advance(self, token_ids: Any) -> None:
+        self.num_taken += len(token_ids)
+
+    def matcher(self, grammar: str) -> "ForcedFifth":
+        return ForcedFifth()
+
+    def fill(self, work: Any, masks: np.ndarray) -> None:
+        for one in work:
+            masks[one.first] = 2 if one.matcher.num_taken == 4 else -1
+
+    def shutdown(self) -> None:
+        pass
+
+
+def test_the_host_waits_only_where_a_grammar_must_read_tokens() -> None:
+    run, table, device = make(grammars=GrammarRows(cast(Any, ForcedFifth()), VOCAB))
+    params = SamplingParams(temperature=0).with_grammar("any")
+    steps = [run.launch(step(1, [(0, 0, 3)], admitted=(row_init(0, [3, 1, 4], [1, 2, 3, 4], params, eos=(0,)),)))]
+    waits = [device.num_waits]
+    for number in range(2, 10):
+        steps.append(run.launch(step(number, [(0, 1 + number, 1)])))
+        waits.append(device.num_waits)
+    assert waits[:4] == [0, 0, 0, 0]
+    assert waits[4] > 0  # in front of the fifth token
+    assert waits[6:] == [waits[5]] * 3  # once it has seen that token, it needs no other
+    steps[-1].result()
+    prompt, output = [3, 1, 4], table.token_ids[0, 3:12].tolist()
+    expected = continued(prompt, 4)
+    assert output == [*expected, 1, *continued([*prompt, *expected, 1], 4)]
+    run.shutdown()
 
 
 def test_a_fork_of_a_row_in_flight_has_its_tokens() -> None:

@@ -72,6 +72,11 @@ class ReasoningSplitter:
         """Whether what was fed so far ends inside a thought."""
         return self._state == "inside"
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no thought can follow what was fed so far."""
+        return self._state == "after"
+
     def feed(self, text: str) -> tuple[str, str]:
         """Add text; return the (reasoning, answer) that is certain so far and was not returned before."""
         self._text += text
@@ -126,6 +131,10 @@ class ChannelSplitter(ReasoningSplitter):
     def __init__(self, inside: bool, tags: ReasoningTags) -> None:
         super().__init__(inside, tags)
         self._is_call = False
+
+    @property
+    def is_over(self) -> bool:
+        return False  # another message may be of the channel
 
     def feed(self, text: str) -> tuple[str, str]:
         """Add text; return the (reasoning, answer) that is certain so far and was not returned before."""

@@ -8,11 +8,14 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from pagoda.base.errors import PagodaError
+from pagoda.base.param_values import MAX_COUNT
 from pagoda.core.grammar import GrammarMatcher, MaskWork
 from pagoda.engine.answers.reasoning import REASONING_FORMATS, new_splitter
 from pagoda.engine.grammars.llguidance_backend import FailedGrammar, LlguidanceBackend
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
+_MOST_UNREAD = 256
+"""Tokens that are read at once, at most, while a thought goes on: with thousands, other rows would wait."""
 _FIRST = '{"budget": '  # no other grammar begins like this
 
 
@@ -57,6 +60,16 @@ class _Thought:
         if self._splitter.is_inside and self._num_left <= 0:
             self.forced = self._closings[0]
 
+    @property
+    def num_free(self) -> int:
+        """See core.grammar.GrammarMatcher."""
+        if self.forced:
+            return 0
+        if self._splitter.is_over:
+            return MAX_COUNT
+        num_left = self._num_left if self._splitter.is_inside else max(self._num_left, 0) + 1  # the one that begins it
+        return min(num_left, _MOST_UNREAD)
+
     def take(self, token: int) -> None:
         """Add a token of the output."""
         is_forced, was_inside = token in self.forced[:1], self._splitter.is_inside
@@ -96,6 +109,10 @@ class ThinkingMatcher:
     @property
     def is_grammars_fault(self) -> bool:
         return self.grammar is not None and self.grammar.is_grammars_fault
+
+    @property
+    def num_free(self) -> int:
+        return self._thought.num_free if self.grammar is None else 0
 
     def advance(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:

@@ -27,6 +27,7 @@ class LlguidanceMatcher:
         self.inner = matcher
         self._eos_ids = frozenset(eos_ids)
         self.has_ended = False
+        self.num_free = 0
         self._failure = ""
 
     @property
@@ -99,6 +100,7 @@ class FailedGrammar:
     def __init__(self, error: str, is_grammars_fault: bool = False) -> None:
         self.error = error
         self.is_grammars_fault = is_grammars_fault
+        self.num_free = 0
 
     def advance(self, token_ids: Sequence[int]) -> None:
         pass
