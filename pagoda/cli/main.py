@@ -127,7 +127,8 @@ def _run(arguments: list[str]) -> int:
             print(message)
             return error.exit_code
         if (option := getattr(error, "option_name", None)) is not None:
-            message += hints.instead(option, hints.FLAGS)
+            is_clients = _named(arguments) == "launch"
+            message += "; a client's arguments come after --" if is_clients else hints.instead(option, hints.FLAGS)
         elif message.startswith("No such command"):
             message = message.rstrip(".") + hints.instead(message.split("'")[1], hints.COMMANDS)
         return _fail(message, error.exit_code) if message else error.exit_code

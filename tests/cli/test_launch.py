@@ -137,6 +137,7 @@ def test_what_cannot_be_started_says_why(url: str, home: Path) -> None:
     cases = {
         ("claude", "--url", url): (1, "Claude Code is not installed: there is no claude in PATH; install it: npm"),
         ("claud", "--url", url): (2, "unknown client 'claud'; did you mean 'claude'?"),
+        ("claude", "-p", "Hi"): (2, "No such option: -p; a client's arguments come after --"),
         ("codex", "--url", url, "--model", "third"): (2, "does not serve 'third'; it has my-model, other"),
         ("codex", "--url", f"{url}/keyed"): (2, "cannot list its models (the server answered 401"),
         ("codex", "--url", "http://127.0.0.1:9"): (2, "is the server running?"),

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Iterator
@@ -204,6 +205,16 @@ def test_an_answer_may_be_asked_for_that_is_longer_than_the_context(fake_server:
     status, answer = fake_server.post("/v1/messages", asked)
     assert status == 200, answer
     assert answer["stop_reason"] in ("end_turn", "model_context_window_exceeded")
+
+
+def test_a_prompt_that_is_too_long_is_called_that(fake_server: LiveServer) -> None:
+    """Claude Code says so to its user, where it knows the words."""
+    for text, sizes in (("word " * 2100, r"2\d\d\d tokens > 2048"), ("word " * 90_000, "2048 tokens > 2047")):
+        asked = {"model": "smollm2-135m", "messages": [{"role": "user", "content": text}], "max_tokens": 2}
+        status, answer = fake_server.post("/v1/messages", asked)
+        said = answer["error"]["message"]
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        assert re.match(rf"prompt is too long: {sizes} maximum\. .*Please reduce the length", said), said
 
 
 # ---- the order of events

@@ -414,12 +414,18 @@ class MessageError(Struct, frozen=True):
     type: Literal["error"] = "error"
 
 
+_TOO_LONG = re.compile(r"maximum context length is (\d+) tokens.* the prompt has (?:at least )?(\d+) tokens")
+
+
 def message_error(error: ApiError, request_id: str) -> MessageError:
     """Return an error in Anthropic's format."""
+    message = error.message
+    if found := _TOO_LONG.search(message):
+        most, size = map(int, found.groups())
+        # What Claude Code looks for. The longest prompt is a little shorter than the context.
+        message = f"prompt is too long: {size} tokens > {min(most, size - 1)} maximum. {message}"
     special = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
-    return MessageError(
-        MessageErrorDetail(special.get(error.status, error_type(error.status)), error.message), request_id
-    )
+    return MessageError(MessageErrorDetail(special.get(error.status, error_type(error.status)), message), request_id)
 
 
 class MessageModel(Struct, frozen=True, kw_only=True):
