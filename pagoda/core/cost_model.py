@@ -76,7 +76,7 @@ class CostModel:
         num_copied = len(output.swap_in) + len(output.swap_out)
         if num_copied and result.swap_s > 0:
             self.observe_copies(num_copied, result.swap_s)
-        if result.duration_s > result.swap_s:
+        if result.duration_s > result.swap_s and not output.is_empty:
             num_encoded = sum(item.length for item in output.encoder_inputs)
             chunks = Chunks(output.start, output.num_new, num_encoded)
             self._keep(output.total_num_scheduled_tokens, chunks, result.duration_s - result.swap_s)

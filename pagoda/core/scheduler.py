@@ -107,6 +107,8 @@ class Scheduler(SchedulerInterface):
         self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput | None
     ) -> dict[int, EngineCoreOutputs]:
         if scheduler_output.is_empty:
+            if model_output is not None:  # it may have copied blocks
+                self._state.costs.observe(scheduler_output, model_output)
             return with_events(self._state, {})
         if model_output is None:
             raise ValueError(

@@ -443,6 +443,34 @@ def test_equal_blocks_of_another_request_are_found_after_a_row_has_failed_alone(
     traffic.drain()
 
 
+def test_copies_of_a_step_that_computes_nothing_are_measured() -> None:
+    """The second preemption is decided by what the copies of the first took, in a step of copies only."""
+    setting = Setting(
+        SchedulerOptions(
+            max_num_seqs=2,
+            max_num_batched_tokens=8,
+            admit_whole_prompt=False,
+            preemption_mode=PreemptionMode.COST,
+            max_num_partial_prefills=1,
+            long_prefill_token_threshold=5,
+            pipeline_depth=2,
+        ),
+        CacheConfig(block_size=4, enable_prefix_caching=False, watermark=0.0),
+        groups=(KVGroupSpec(KVGroupKind.WINDOW, window=5),),
+        num_blocks=5,
+        num_host_blocks=3,
+        max_model_len=24,
+    )
+    traffic = Traffic(setting)
+    traffic.add(make_request(1, [1] * 9, SamplingParams(max_tokens=2)))
+    traffic.add(make_request(2, [2] * 13, SamplingParams(max_tokens=0)))
+    for _ in range(5):
+        if len(traffic.in_flight) == traffic.depth:
+            traffic.deliver()
+        traffic.plan()
+    traffic.drain()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [SchedulerMachine, PhasedMachine])
 def test_invariants_at_length(machine: type[SchedulerMachine]) -> None:
