@@ -7,15 +7,13 @@ crash.
 
 import mmap
 import struct
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from pagoda.core.executor import Capacity, Executor, StepSize
+from pagoda.core.executor import Executor
 from pagoda.core.request import RequestKey
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
@@ -97,19 +95,11 @@ class RecordedExecutor:
 
     def __init__(self, inner: Executor, recorder: FlightRecorder, max_rows: int) -> None:
         self._inner = inner
+        self.start, self.set_pools, self.call, self.shutdown = inner.start, inner.set_pools, inner.call, inner.shutdown
         self._recorder = recorder
         self._key_of_row = np.zeros(max_rows, np.int64)
         self._prompt_end_of_row = np.zeros(max_rows, np.int64)
         self._step_tokens: list[int] = []
-
-    def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
-        return self._inner.start(sizes)
-
-    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
-        self._inner.set_pools(num_blocks, num_host_blocks)
-
-    def call(self, name: str, *args: object) -> "Future[Any]":
-        return self._inner.call(name, *args)
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         for init in output.admitted:
@@ -132,6 +122,3 @@ class RecordedExecutor:
         taken = tuple(self._step_tokens)
         self._step_tokens.clear()
         return taken
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()

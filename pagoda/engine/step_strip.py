@@ -2,14 +2,13 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from pagoda.core.executor import Capacity, Executor, StepSize
+from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 _MOST_STEPS = 512
@@ -40,6 +39,7 @@ class StepStrip:
 
     def __init__(self, inner: Executor, on_step: Callable[[StepNote], object] | None = None) -> None:
         self._inner = inner
+        self.start, self.set_pools, self.call, self.shutdown = inner.start, inner.set_pools, inner.call, inner.shutdown
         self._on_step = on_step
         self._prompt_end_of_row = np.zeros(64, np.int64)
         self._notes = deque[StepNote](maxlen=_MOST_STEPS)
@@ -81,15 +81,3 @@ class StepStrip:
         self._notes.append(note)
         if self._on_step is not None:
             self._on_step(note)
-
-    def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
-        return self._inner.start(sizes)
-
-    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
-        self._inner.set_pools(num_blocks, num_host_blocks)
-
-    def call(self, name: str, *args: object) -> "Future[Any]":
-        return self._inner.call(name, *args)
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()

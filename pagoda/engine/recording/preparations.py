@@ -17,6 +17,7 @@ class NotedPreparations:
 
     def __init__(self, inner: Preparations) -> None:
         self._inner = inner
+        self.forget, self.pin, self.unpin = inner.forget, inner.pin, inner.unpin
         self._answers: list[tuple[RequestKey, str]] = []
         self._woken: list[RequestKey] = []
 
@@ -39,15 +40,6 @@ class NotedPreparations:
         woken = list(self._inner.take_woken())
         self._woken += woken
         return woken
-
-    def forget(self, request: Request) -> None:
-        self._inner.forget(request)
-
-    def pin(self, request: Request) -> None:
-        self._inner.pin(request)
-
-    def unpin(self, request: Request) -> None:
-        self._inner.unpin(request)
 
 
 class ReplayedPreparations:

@@ -1,17 +1,15 @@
 """RecordingScheduler: write down what a scheduler is asked, decides and is told, so that it can be run again."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from pagoda.core.decision_log import DecisionLog
-from pagoda.core.events import Ended, Event, Fold
+from pagoda.core.events import Ended, Event
 from pagoda.core.request import Request, RequestKey, RequestStatus, num_beam_candidates
 from pagoda.core.scheduler_interface import SchedulerInterface
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
-from pagoda.core.stats import SchedulerStats
-from pagoda.core.view import SchedulerView
 from pagoda.engine.recording.files import RecordingFiles
 from pagoda.engine.recording.format import VERSION, Line, RecordedSettings, described, digest_of
 from pagoda.engine.recording.made_up import MadeUpTexts, kind_of_end
@@ -47,6 +45,8 @@ class RecordingScheduler:
         with_tokens: bool = False,
     ) -> None:
         self._inner, self._files, self._preparations = inner, files, preparations
+        self.has_unfinished_requests, self.subscribe = inner.has_unfinished_requests, inner.subscribe
+        self.make_stats, self.view = inner.make_stats, inner.view
         self._with_tokens = with_tokens
         self._head = {"version": VERSION, "with_tokens": with_tokens, "engine": dict(engine or {})}
         self._head["settings"] = msgspec.to_builtins(settings)
@@ -260,22 +260,8 @@ class RecordingScheduler:
             },
         }
 
-    # Questions
-
-    def has_unfinished_requests(self) -> bool:
-        return self._inner.has_unfinished_requests()
-
     def start_over(self) -> bool:
         return False  # it is the recording that asks for it
-
-    def subscribe(self, fold: Fold, *, cache: bool = False) -> Callable[[], None]:
-        return self._inner.subscribe(fold, cache=cache)
-
-    def make_stats(self) -> SchedulerStats:
-        return self._inner.make_stats()
-
-    def view(self) -> SchedulerView:
-        return self._inner.view()
 
     @property
     def explain(self) -> DecisionLog:
