@@ -464,10 +464,11 @@ def test_copies_of_a_step_that_computes_nothing_are_measured() -> None:
     traffic = Traffic(setting)
     traffic.add(make_request(1, [1] * 9, SamplingParams(max_tokens=2)))
     traffic.add(make_request(2, [2] * 13, SamplingParams(max_tokens=0)))
-    for _ in range(5):
-        if len(traffic.in_flight) == traffic.depth:
-            traffic.deliver()
+    traffic.plan()
+    for _ in range(4):
         traffic.plan()
+        traffic.deliver()
+    traffic.deliver()
     traffic.drain()
 
 
