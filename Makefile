@@ -129,15 +129,15 @@ $(LOAD_VENV)/.installed: requirements-load.txt $(VENV)/.installed-test
 	@$(LOAD_PIP) check
 	@touch $@
 
-# Clients over openai 3, and lm-eval, in the same way. Two lists are longer than what is installed or differ from it:
-# lm-eval's (see requirements-clients.txt) and that of $(VENV)'s litellm, which wants openai 2.
+# Clients over openai 3, and lm-eval, in the same way. Three lists are longer than what is installed or differ from it:
+# those of lm-eval and instructor (see requirements-clients.txt), and that of $(VENV)'s litellm, which wants openai 2.
 $(CLIENTS_VENV)/.installed: requirements-clients.txt $(VENV)/.installed-test
 	@echo "installing clients of the server into $(CLIENTS_VENV)"
 	@$(BIN)/python -m venv --clear --without-pip $(CLIENTS_VENV)
 	@site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 	  $(BIN)/python -c "$$site" > "$$($(CLIENTS_VENV)/bin/python -c "$$site")/tests.pth"
 	@$(CLIENTS_PIP) install --quiet --no-deps --requirement requirements-clients.txt
-	@! $(CLIENTS_PIP) check | grep -v -e "^lm-eval " -e "^litellm "
+	@! $(CLIENTS_PIP) check | grep -v -e "^lm-eval " -e "^instructor " -e "^litellm "
 	@touch $@
 
 $(WHEEL_VENV)/.installed: requirements-wheel.txt | $(BIN)/python

@@ -31,6 +31,8 @@ class ScriptedExecutor:
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
         for init in output.admitted:
+            if init.sampling is None:
+                continue
             scripts = self._scripts
             if isinstance(scripts, dict):
                 self._rest[init.row] = list(scripts[str(init.token_ids[-1])])

@@ -77,6 +77,14 @@ def test_an_agent_of_the_ollama_package_goes_on_after_its_calls(saw: dict[str, A
     assert saw["agent"] == [2, SAID[3]]
 
 
+def test_calls_have_their_index_in_both_places(thinking: LiveServer) -> None:
+    """In Ollama's, and in OpenAI's: litellm puts streamed calls together by that."""
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    status, answer = thinking.post("/api/chat", {**CHAT, "tools": tools, "stream": False})
+    calls = answer["message"]["tool_calls"]
+    assert [(status, call["index"], call["function"]["index"]) for call in calls] == [(200, 0, 0), (200, 1, 1)]
+
+
 def test_prompts_are_answered_and_raw_ones_continued(saw: dict[str, Any]) -> None:
     texts = saw["texts"]
     assert (texts["whole"], texts["streamed"], texts["raw"]) == (SAID[3], SAID[3], [SAID[3], True])

@@ -19,8 +19,6 @@ SCRIPT = Path(__file__).parent / "client_scripts" / "openai3_clients.py"
 pytestmark = pytest.mark.skipif(
     not PYTHON.exists(), reason=f"no {PYTHON}; install it with: make .venv-clients/.installed"
 )
-shown_with_tools = pytest.mark.slow
-"""Each takes ten seconds to import its package, and test_tool_clients.py runs the same package against a model."""
 
 
 @pytest.fixture
@@ -45,29 +43,3 @@ def test_openai_retries__never_repeats_what_is_not_available(saw: dict[str, Any]
     for name in ("embeddings", "responses", "response_format"):
         assert saw[name] == {"status": 200, "sent": 1}, name
     assert saw["files"] == {"status": 404, "sent": 1}
-
-
-@shown_with_tools
-def test_instructor__answers_plainly_and_in_json(saw: dict[str, Any]) -> None:
-    assert saw["plain"]
-    assert saw["json"]
-
-
-@shown_with_tools
-def test_langchain__chats_streams_and_batches(saw: dict[str, Any]) -> None:
-    assert saw["whole"] == saw["streamed"] != ""
-    assert saw["batch"] == [saw["whole"]] * 2
-    assert saw["usage"] == 8
-    assert saw["json_mode"] in (200, "cut off")  # eight tokens may be too few for the object
-
-
-@shown_with_tools
-def test_pydantic_ai__runs_an_agent(saw: dict[str, Any]) -> None:
-    assert saw["whole"] == saw["streamed"] != ""
-    assert saw["tools"] == 200  # described in a message: this model's template has no place for them
-
-
-@shown_with_tools
-def test_openai_agents__runs_an_agent(saw: dict[str, Any]) -> None:
-    assert saw["whole"] == saw["streamed"] != ""
-    assert saw["tools"] == 200

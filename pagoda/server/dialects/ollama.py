@@ -139,7 +139,9 @@ class OllamaWriter:
         num_whole = len(self._calls) - (self._end is None)
         new, self._num_sent = self._calls[self._num_sent : num_whole], max(self._num_sent, num_whole)
         return [
-            OllamaCall(OllamaCalledFunction(one.name or "", json.loads(one.arguments), one.index), one.id or UNSET)
+            OllamaCall(
+                OllamaCalledFunction(one.name or "", json.loads(one.arguments), one.index), one.id or UNSET, one.index
+            )
             for one in new
         ]
 

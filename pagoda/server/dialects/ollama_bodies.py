@@ -145,10 +145,12 @@ class OllamaCall(Struct, frozen=True):
 
     function: The tool and its arguments.
     id: Of the call.
+    index: That of its function again, where clients made for OpenAI's calls look for it.
     """
 
     function: OllamaCalledFunction
     id: str | UnsetType = UNSET
+    index: int | UnsetType = UNSET
 
 
 class OllamaMessage(Struct, kw_only=True, frozen=True):

@@ -1,9 +1,8 @@
-"""Clients over openai 3, one function each: `openai3_clients.py NAME URL` prints what it saw as JSON.
+"""Errors of the openai package, one function each: `openai3_clients.py NAME URL` prints what it saw as JSON.
 
 Runs in the environment of the clients (requirements-clients.txt).
 """
 
-import asyncio
 import json
 import sys
 from collections.abc import Callable
@@ -70,110 +69,6 @@ def openai_retries(url: str) -> dict[str, Any]:
     return seen
 
 
-def instructor(url: str) -> dict[str, Any]:
-    """Its JSON mode asks for response_format; without one it is a plain client."""
-    import instructor as library
-    import openai
-    from pydantic import BaseModel
-
-    class Answer(BaseModel):
-        text: str
-
-    plain = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    client = library.from_openai(plain, mode=library.Mode.JSON)
-    seen: dict[str, Any] = {}
-    text = client.chat.completions.create(model=MODEL, messages=MESSAGES, response_model=None, **SETTINGS)
-    seen["plain"] = text.choices[0].message.content
-    try:
-        client.chat.completions.create(model=MODEL, messages=MESSAGES, response_model=Answer, max_retries=0, **SETTINGS)
-        seen["json"] = "answered"
-    except Exception as error:
-        seen["json"] = str(error)
-    return seen
-
-
-def langchain(url: str) -> dict[str, Any]:
-    import openai
-    from langchain_openai import ChatOpenAI
-
-    def chat(**options: Any) -> ChatOpenAI:
-        return ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", max_tokens=8, seed=5, **options)  # type: ignore[call-arg]
-
-    seen: dict[str, Any] = {"whole": chat(max_retries=0).invoke("Hi").content}
-    seen["streamed"] = "".join(str(chunk.content) for chunk in chat(max_retries=0).stream("Hi"))
-    seen["batch"] = [one.content for one in chat(max_retries=0).batch(["Hi", "Hi"])]
-    seen["usage"] = chat(max_retries=0).invoke("Hi").usage_metadata["output_tokens"]  # type: ignore[index]
-    try:
-        chat(max_retries=2).with_structured_output({"title": "a", "type": "object"}, method="json_mode").invoke("Hi")
-        seen["json_mode"] = 200
-    except (openai.LengthFinishReasonError, ValueError):
-        seen["json_mode"] = "cut off"
-    except openai.APIStatusError as error:
-        seen["json_mode"] = error.status_code
-    return seen
-
-
-def pydantic_ai(url: str) -> dict[str, Any]:
-    from pydantic_ai import Agent
-    from pydantic_ai.exceptions import ModelHTTPError
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
-    agent = Agent(model, model_settings={"max_tokens": 8, "seed": 5})
-
-    async def streamed() -> str:
-        async with agent.run_stream("Hi") as result:
-            return await result.get_output()
-
-    seen: dict[str, Any] = {"whole": agent.run_sync("Hi").output, "streamed": asyncio.run(streamed())}
-    with_tool = Agent(model, model_settings={"max_tokens": 8})
-
-    @with_tool.tool_plain
-    def weather(city: str) -> str:
-        """The weather in a city."""
-        return f"sunny in {city}"
-
-    try:
-        with_tool.run_sync("Hi")
-        seen["tools"] = 200
-    except ModelHTTPError as error:
-        seen["tools"] = error.status_code
-    return seen
-
-
-def openai_agents(url: str) -> dict[str, Any]:
-    import openai
-    from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
-
-    set_tracing_disabled(True)
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    model = OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
-    settings = ModelSettings(max_tokens=8, extra_args={"seed": 5})
-    agent = Agent(name="a", model=model, model_settings=settings)
-
-    @function_tool
-    def weather(city: str) -> str:
-        """The weather in a city."""
-        return f"sunny in {city}"
-
-    async def run() -> dict[str, Any]:
-        seen: dict[str, Any] = {"whole": (await Runner.run(agent, "Hi")).final_output}
-        streamed = Runner.run_streamed(agent, "Hi")
-        async for _ in streamed.stream_events():
-            pass
-        seen["streamed"] = streamed.final_output
-        with_tool = Agent(name="b", model=model, model_settings=settings, tools=[weather])
-        try:
-            await Runner.run(with_tool, "Hi")
-            seen["tools"] = 200
-        except openai.APIStatusError as error:
-            seen["tools"] = error.status_code
-        return seen
-
-    return asyncio.run(run())
-
-
 if __name__ == "__main__":
-    clients = (openai_package, openai_retries, instructor, langchain, pydantic_ai, openai_agents)
+    clients = (openai_package, openai_retries)
     print(json.dumps({client.__name__: client for client in clients}[sys.argv[1]](sys.argv[2])))
