@@ -125,6 +125,9 @@ _INNER: Mapping[str, tuple[dict[str, Any], str]] = {
     "OllamaEmbedRequest": ({"input": "Hi"}, "input.0"),
     "OllamaEmbeddingsRequest": ({"prompt": "Hi"}, ""),
     "OllamaShowRequest": ({}, ""),
+    "OllamaPullRequest": ({"model": "x"}, ""),
+    "OllamaCopyRequest": ({"source": "x", "destination": "y"}, ""),
+    "OllamaDeleteRequest": ({"model": "x"}, ""),
     "TokenizeRequest": ({"prompt": "Hi"}, _OF_CHATS),
     "DetokenizeRequest": ({"tokens": [1, 2, 3]}, "tokens.0"),
     "EmbeddingRequest": ({"input": "Hi"}, "input.0 input.0.0"),
@@ -151,9 +154,8 @@ def _route(path: str, kind: type[Body]) -> tuple[str, dict[str, Any], tuple[str,
     return path, asked(path, _SHORT) if path in BODIES else good, tuple(places)
 
 
-ROUTES = tuple(
-    _route(one.path, one.body) for one in ENDPOINTS if one.method == "POST" and one.body is not None and not one.is_form
-)
+METHODS = {one.path: one.method for one in ENDPOINTS if one.body is not None}
+ROUTES = tuple(_route(one.path, one.body) for one in ENDPOINTS if one.body is not None and not one.is_form)
 """Every route that reads a JSON object, with a body that it accepts, and the places where something else can stand."""
 
 

@@ -22,6 +22,7 @@ import pytest
 
 from tests.hostile.cases import (
     CHAT,
+    METHODS,
     ROUTES,
     TEXT,
     Case,
@@ -124,7 +125,8 @@ async def post_all(server: LiveServer, cases: list[Case]) -> list[str]:
         async def post(case: Case) -> None:
             async with places:
                 try:
-                    async with session.post(case.path, data=case.body) as response:
+                    method = METHODS.get(case.path, "POST")
+                    async with session.request(method, case.path, data=case.body) as response:
                         said = problem(response.status, response.content_type, await response.read())
                 except (aiohttp.ClientError, TimeoutError) as error:
                     too_large = len(case.body) > 16 * 2**20  # refused, and closed, while it is sent

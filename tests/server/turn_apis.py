@@ -50,10 +50,11 @@ ASKS: Mapping[str, Callable[[Turn], dict[str, Any]]] = {
 }
 """By the name of the body: what asks for a turn, whole."""
 
+_OTHER_STREAMS = ("OllamaPullRequest", "TranscriptionRequest")
 BODIES: Mapping[str, type[Body]] = {
     one.path: one.body
     for one in ENDPOINTS
-    if one.body is not None and "stream" in one.body.__struct_fields__ and not one.is_form
+    if one.body is not None and "stream" in one.body.__struct_fields__ and one.body.__name__ not in _OTHER_STREAMS
 }
 """Paths of all routes that generate text, with their bodies."""
 STREAMED = tuple(one.path for one in ENDPOINTS if one.path in BODIES and one.chunk is not None)
