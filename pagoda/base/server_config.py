@@ -155,6 +155,10 @@ class ServerConfig:
             is_secret=True,
         ),
     ] = None
+    responses_file: Annotated[
+        str | None,
+        Setting("File that keeps responses and conversations over restarts.", unset="they end with the server"),
+    ] = None
     tls: Annotated[TLSFiles, Setting("Certificate and key of HTTPS.")] = field(default_factory=TLSFiles)
     cors_origins: Annotated[
         tuple[str, ...],

@@ -12,7 +12,7 @@ from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.counts import LABELS, Counts, Histogram, tokens_per_step
 
-REJECTION_REASONS = ("requests", "tokens", "media", "logprobs", "bodies", "key_concurrency", "key_rate")
+REJECTION_REASONS = ("requests", "tokens", "media", "logprobs", "bodies", "key_concurrency", "key_rate", "stored")
 CACHE_LABELS = (
     *("block_size", "num_gpu_blocks", "num_cpu_blocks"),
     *("enable_prefix_caching", "gpu_memory_utilization", "cache_dtype"),

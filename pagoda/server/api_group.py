@@ -149,6 +149,7 @@ class ApiGroup:
             for slot in self._slots:
                 self._end(slot)
             await self._server.close()
+            self._shared.close()
         if (error := self._engine.died or failure) is not None:
             raise error
 

@@ -21,13 +21,14 @@ from pagoda.base.errors import RequestError
 from pagoda.base.server_config import ServerConfig
 from pagoda.process.allocator import keep_objects
 from pagoda.server import embeddings, errors, live, operations, scores, tokens, transcription
-from pagoda.server.dialects import chat, completions, messages, ollama, ollama_models, ollama_names, responses
+from pagoda.server.dialects import chat, completions, messages, ollama, ollama_models, ollama_names
 from pagoda.server.errors import ApiError, ErrorForm, error_body
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
 from pagoda.server.pages.files import PAGE_ROUTES
 from pagoda.server.pages.rules import PageRules
 from pagoda.server.routing import Endpoint, Router, describe_api, docs_page
 from pagoda.server.state import ServerState, state_of
+from pagoda.server.stored import conversations, responses
 from pagoda.server.tracing import TRACE, write_trace
 
 
@@ -106,7 +107,14 @@ _MODEL_ROUTERS = (
     *(embeddings.router, scores.router, transcription.router, router),
 )
 """Of routes that ask something of the model."""
-_ROUTERS = (*_MODEL_ROUTERS, live.router, operations.router, tokens.router)
+_ROUTERS = (
+    *_MODEL_ROUTERS,
+    responses.stored_router,
+    conversations.router,
+    live.router,
+    operations.router,
+    tokens.router,
+)
 _OF_OLLAMA = frozenset(endpoint.path for one in _OLLAMA_ROUTERS for endpoint in one.endpoints)
 _MODEL_PATHS = frozenset(endpoint.path for one in _MODEL_ROUTERS for endpoint in one.endpoints)
 ENDPOINTS = tuple(endpoint for one in _ROUTERS for endpoint in one.endpoints)
@@ -260,6 +268,7 @@ async def serve(
         state.starter.llm.text.close()
         if state.telemetry is not None:
             await asyncio.to_thread(state.telemetry.close)
+        await state.stored.close()
     if state.engine is not None and state.engine.died is not None:
         raise state.engine.died
     if state.starter.llm.died is not None:

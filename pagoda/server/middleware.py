@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -51,7 +51,7 @@ class Drain:
     def __init__(self) -> None:
         self.is_draining = False
         self.is_over = False
-        self._tasks: set[asyncio.Task[object]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -77,9 +77,19 @@ class Drain:
         try:
             yield
         finally:
-            self._tasks.discard(task)
-            if not self._tasks:
-                self._idle.set()
+            self._end(task)
+
+    def run(self, work: Coroutine[Any, Any, object]) -> None:
+        """Run what goes on without a client, as a request in progress."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        self._idle.clear()
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._idle.set()
 
     async def wait_until_idle(self, timeout_s: float) -> bool:
         """Return True once no request is in progress, or False after `timeout_s`."""

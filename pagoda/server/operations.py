@@ -16,7 +16,7 @@ from pagoda.server.body import Body, Flag
 from pagoda.server.dialects.messages import is_client, model_card, model_list
 from pagoda.server.errors import ApiError, error_response
 from pagoda.server.middleware import RETRY_AFTER_S
-from pagoda.server.routing import ERRORS, Router
+from pagoda.server.routing import ERRORS, Router, flag
 from pagoda.server.sending import json_response
 from pagoda.server.served_adapters import AdapterChange
 from pagoda.server.state import ServerState, state_of
@@ -189,17 +189,9 @@ async def reset_prefix_cache(http: Request) -> Response:
     """Empty the prefix cache. 409 if blocks are in use, unless running requests may be preempted."""
     state = state_of(http)
     state.check_admin(http)
-    if await state.starter.llm.reset_prefix_cache(_flag(http, "reset_running_requests")):
+    if await state.starter.llm.reset_prefix_cache(flag(http, "reset_running_requests")):
         return Response()
     return error_response(409, "blocks are in use; try again when idle, or with reset_running_requests=true")
-
-
-def _flag(http: Request, name: str) -> bool:
-    """Return a parameter of the URL that is true or false. Raises RequestError for another value."""
-    given = http.query_params.get(name, "false").lower()
-    if given not in ("true", "1", "false", "0"):
-        raise RequestError(f"{name}: expected true or false, got {given!r:.80}", name)
-    return given in ("true", "1")
 
 
 B = TypeVar("B", bound=Body)

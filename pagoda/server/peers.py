@@ -15,6 +15,7 @@ from pagoda.server.admission import Admission
 from pagoda.server.history_store import Found, HistoryStore
 from pagoda.server.remote_admission import AnyAdmission, RemoteAdmission
 from pagoda.server.served_adapters import AdapterChange, Failure
+from pagoda.server.stored.service import RemoteStored, Stored, StoreService
 
 CALL_S = 2.0
 """A process that does not answer for so long is left out."""
@@ -52,6 +53,10 @@ class Peers:
     async def recall(self, owner: str, keys: list[bytes]) -> Found:
         """See HistoryStore."""
         return self._history.recall(owner, keys)
+
+    def make_stored(self, config: ServerConfig) -> Stored:
+        """Return what keeps responses. Raises ConfigError for a wrong `responses_file`."""
+        return Stored(StoreService(config.responses_file))
 
     async def ask(self, name: str, *arguments: object, returns: Any = Any) -> list[Any]:
         """Call a function of `own` in all processes; return what those answer that do.
@@ -102,6 +107,9 @@ class RemotePeers(Peers):
 
     async def recall(self, owner: str, keys: list[bytes]) -> Found:
         return await self.calls.call("recall", owner, keys, returns=Found)
+
+    def make_stored(self, config: ServerConfig) -> Stored:
+        return RemoteStored(self.calls)
 
     @property
     def services(self) -> Services:

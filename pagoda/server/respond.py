@@ -7,6 +7,7 @@ import contextlib
 import time
 from asyncio import to_thread
 from collections.abc import AsyncGenerator, Sequence
+from typing import Generic
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,10 +22,10 @@ from pagoda.server.request_starter import RawPrompts
 from pagoda.server.sending import INLINE_TOKENS, EventStream, cancel_on_disconnect, json_response, run_sized
 from pagoda.server.served_model import ServedModel
 from pagoda.server.state import state_of
-from pagoda.server.turn import Answer, B, Dialect, Piece, Turn, naming_fields
+from pagoda.server.turn import A, Answer, B, Dialect, Piece, Turn, naming_fields
 
 
-async def respond(http: Request, dialect: Dialect[B]) -> Response:
+async def respond(http: Request, dialect: Dialect[B, Answer]) -> Response:
     """Answer a request in a dialect.
 
     Raises the errors of `BodyReader.read`, the dialect, `render` and `RequestStarter.begin`, which the app turns into
@@ -33,8 +34,24 @@ async def respond(http: Request, dialect: Dialect[B]) -> Response:
     return await respond_to(http, dialect, await state_of(http).bodies.read(http, dialect.body))
 
 
-async def respond_to(http: Request, dialect: Dialect[B], body: B) -> Response:
+async def respond_to(http: Request, dialect: Dialect[B, Answer], body: B) -> Response:
     """Answer a request whose body has been read. Raises as `respond`."""
+    return await respond_with(http, await begin_turn(http, dialect, body))
+
+
+async def respond_with(http: Request, running: "RunningTurn[Answer]") -> Response:
+    """Answer with a turn that has begun."""
+    if running.is_stream:
+        return EventStream(running.frames(), running.close, running.answer.framing)
+    with contextlib.closing(running):
+        return await cancel_on_disconnect(http, running.whole())
+
+
+async def begin_turn(http: Request, dialect: Dialect[B, A], body: B) -> "RunningTurn[A]":
+    """Have the engine begin with a request whose body has been read. The caller must close the turn.
+
+    Raises as `respond`.
+    """
     state = state_of(http)
     picked = state.pick(http, body.model)
     request = await run_for_body(http, lambda: dialect.request(body, picked.model))
@@ -56,19 +73,16 @@ async def respond_to(http: Request, dialect: Dialect[B], body: B) -> Response:
                 request.is_stream,
             )
             generation = await state.starter.begin(http, place, asked, request_id)
-    with contextlib.ExitStack() as at_end:
-        at_end.callback(generation.close)
+    with contextlib.ExitStack() as at_error:
+        at_error.callback(generation.close)
         sampled = _sampled_turn(http, picked.model, rendered)
         turn = Turn(
             *(request_id, int(time.time()), picked.name, request, generation, state.starter.llm.text),
             seal=str if sampled is None else sampled.seal,
         )
-        answer = dialect.answer(body, turn, state)
-        running = RunningTurn(generation, rendered, answer, sampled)
-        if request.is_stream:
-            at_end.pop_all()
-            return EventStream(running.frames(), generation.close, answer.framing)
-        return await cancel_on_disconnect(http, running.whole())
+        running = RunningTurn(generation, rendered, dialect.answer(body, turn, state), request.is_stream, sampled)
+        at_error.pop_all()
+        return running
 
 
 def _sampled_turn(http: Request, model: ServedModel, rendered: Sequence[Rendered]) -> SampledTurn | None:
@@ -79,20 +93,35 @@ def _sampled_turn(http: Request, model: ServedModel, rendered: Sequence[Rendered
     return SampledTurn(history, history.owner_of(http.scope["state"]["key"]), opened, [one.form for one in rendered])
 
 
-class RunningTurn:
-    """Makes an answer of the outputs of a generation.   sampled: what keeps them for the next turn, None: nothing."""
+class RunningTurn(Generic[A]):
+    """Makes an answer of the outputs of a generation, which counts until this is closed.
+
+    sampled: what keeps the outputs for the next turn, None: nothing.
+    """
 
     def __init__(
-        self, generation: Generation, rendered: Sequence[Rendered], answer: Answer, sampled: SampledTurn | None = None
+        self,
+        generation: Generation,
+        rendered: Sequence[Rendered],
+        answer: A,
+        is_stream: bool,
+        sampled: SampledTurn | None = None,
     ) -> None:
         self._generation = generation
-        self._answer = answer
         self._sampled = sampled
+        self.answer = answer
+        self.is_stream = is_stream
+        self.close = generation.close
         self._readers = [[one.new_reader() for _ in range(one.params.n)] for one in rendered]
+
+    @property
+    def num_tokens(self) -> int:
+        """Those of its prompts and outputs so far."""
+        return self._generation.num_tokens
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield the frames of a streamed answer."""
-        if opening := self._answer.opening():
+        if opening := self.answer.opening():
             yield opening
         begun: set[int] = set()
         async with self._generation.outputs() as deltas:
@@ -109,13 +138,13 @@ class RunningTurn:
                     await self._sampled.remember()
                 if encoded:
                     yield encoded
-        if closing := self._answer.closing():
+        if closing := self.answer.closing():
             yield closing
 
     def _frames(self, index: int, delta: RequestOutput) -> bytes:
         frames: list[bytes] = []
         for output in delta.outputs:
-            frames.append(self._answer.frames(self._piece(index, delta, output)))
+            frames.append(self.answer.frames(self._piece(index, delta, output)))
         return b"".join(frames)
 
     async def whole(self) -> Response:
@@ -134,9 +163,9 @@ class RunningTurn:
         def respond_whole() -> Response:
             outputs = [(index, gathered[index, at].merged()) for index, at in sorted(gathered)]
             pieces = [self._piece(index, last[index], output) for index, output in outputs]
-            return json_response(self._answer.whole(pieces))
+            return json_response(self.answer.whole(pieces))
 
-        response = await run_sized(self._generation.num_tokens, respond_whole)
+        response = await run_sized(self.num_tokens, respond_whole)
         if self._sampled is not None:
             await self._sampled.remember()
         return response

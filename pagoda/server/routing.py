@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pagoda.base.errors import RequestError
 from pagoda.server.body import ITEMS, Body
 from pagoda.server.errors import ErrorForm, ErrorResponse, error_body
 from pagoda.server.pages.files import PAGE_PATHS
@@ -46,7 +47,8 @@ class Endpoint:
     body: of its request.   answer: a struct, a media type, or None if it is empty.   more: other answers.
     chunk: an event of its stream.   stream_type: the media type of that.
     is_form: the body is a form with a file.
-    flags: parameters of its URL that are true or false.   errors: what it may answer instead, by status.
+    flags: parameters of its URL that are true or false.   query: others.
+    errors: what it may answer instead, by status.
     error_form: makes the body of these, an `error`.
     """
 
@@ -60,6 +62,7 @@ class Endpoint:
     stream_type: str = _EVENTS
     is_form: bool = False
     flags: tuple[str, ...] = ()
+    query: tuple[str, ...] = ()
     errors: Mapping[int, str] = field(default_factory=lambda: ERRORS)
     error: type[Struct] = ErrorResponse
     error_form: ErrorForm = error_body
@@ -72,6 +75,14 @@ class Endpoint:
             return await self.handler(http)
 
         return Route(self.path, handle, methods=[self.method])
+
+
+def flag(http: Request, name: str) -> bool:
+    """Return a parameter of the URL that is true or false. Raises RequestError for another value."""
+    given = http.query_params.get(name, "false").lower()
+    if given not in ("true", "1", "false", "0"):
+        raise RequestError(f"{name}: expected true or false, got {given!r:.80}", name)
+    return given in ("true", "1")
 
 
 class Router:
@@ -188,6 +199,9 @@ def _describe(endpoint: Endpoint, path: str) -> dict[str, Any]:
         {"name": one, "in": "query", "required": False, "schema": {"type": "boolean", "default": False}}
         for one in endpoint.flags
     ]
+    parameters += [
+        {"name": one, "in": "query", "required": False, "schema": {"type": "string"}} for one in endpoint.query
+    ]
     failures = {
         str(code): {"content": _json(endpoint.error), "description": text} for code, text in endpoint.errors.items()
     }
@@ -211,7 +225,8 @@ def _answer(endpoint: Endpoint) -> dict[str, Any]:
     if endpoint.answer is None:
         return {"description": "Done"}
     if isinstance(endpoint.answer, str):
-        return {"description": "The answer", "content": {endpoint.answer: {"schema": {"type": "string"}}}}
+        schema = {} if endpoint.answer == "application/json" else {"type": "string"}
+        return {"description": "The answer", "content": {endpoint.answer: {"schema": schema}}}
     content = _json(endpoint.answer)
     if endpoint.chunk is None:
         return {"description": "The answer", "content": content}

@@ -16,6 +16,7 @@ from pagoda.server.history_store import Found, HistoryStore
 from pagoda.server.peers import CALL_S, LOAD_S
 from pagoda.server.remote_admission import AdmissionService
 from pagoda.server.served_adapters import AdapterChange, Failure, parse_module
+from pagoda.server.stored.service import StoreService
 
 _LOOK_S = 0.1
 _WAIT_S = 60.0
@@ -23,7 +24,7 @@ _WAIT_S = 60.0
 
 
 class Shared:
-    """Admission, counts and adapters of all processes.
+    """Admission, counts, adapters and stored responses of all processes.
 
     server: to which they are connected; set before anything else is used.
     tokens_per_step: of the engine, which no process counts for the others.
@@ -32,9 +33,7 @@ class Shared:
     server: ClientServer
 
     def __init__(self, config: ServerConfig, are_all_ready: Callable[[], bool]) -> None:
-        """are_all_ready: whether as many processes serve as should. Raises ConfigError for wrong `lora_modules`, and
-        for a history that cannot be opened.
-        """
+        """are_all_ready: whether as many processes serve as should. Raises ConfigError for wrong settings."""
         self._are_all_ready = are_all_ready
         admission = Admission(config.server_limits, config.server_timeouts.queue_timeout_s)
         self._admission = AdmissionService(admission)
@@ -44,6 +43,7 @@ class Shared:
         modules = [parse_module(text) for text in config.lora_sources.lora_modules]
         self._adapters = {one.name: AdapterChange(one.name, one, replaces=True) for one in modules}  # what loads each
         self._history = HistoryStore.of(config)
+        self._stored = StoreService(config.responses_file)
         self._changing = asyncio.Lock()
         self._changes_begun: set[asyncio.Task[Failure | None]] = set()
 
@@ -57,6 +57,7 @@ class Shared:
             "remember": self._remember,
             "recall": self._recall,
             **self._admission.services,
+            **self._stored.services,
         }
 
     def has_admitted(self, client: int) -> bool:
@@ -64,9 +65,14 @@ class Shared:
         return self._admission.has_admitted(client)
 
     def on_left(self, client: int) -> None:
-        """A process has gone: its requests count no longer, what it has counted is kept."""
+        """A process has gone: its requests count no longer, what it has counted and stored is kept."""
         self._admission.end_client(client)
+        self._stored.end_client(client)
         add_counts(self._counts_before, self._counts_of.pop(client, {}))
+
+    def close(self) -> None:
+        """Write what waits to be written."""
+        self._stored.close()
 
     async def _ask_all(self, _: int, name: str, arguments: list[msgspec.Raw]) -> list[msgspec.Raw]:
         found = await self.server.ask(name, *arguments, timeout_s=CALL_S, returns=msgspec.Raw)

@@ -31,6 +31,7 @@ from pagoda.server.request_starter import RequestStarter
 from pagoda.server.seals import server_secret
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.served_model import ModelFacts, PickedModel, ServedModel
+from pagoda.server.stored.service import Stored, StoreService
 from pagoda.server.telemetry import Telemetry
 
 logger = logging.getLogger("pagoda.server")
@@ -61,6 +62,7 @@ class ServerState:
     drain: Drain = field(default_factory=Drain)
     peers: Peers = field(default_factory=Peers)
     telemetry: Telemetry | None = None
+    stored: Stored = field(default_factory=lambda: Stored(StoreService()))
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -174,6 +176,7 @@ async def build_state(
         config=server,
         looks=Looks(client.look),
         peers=peers,
+        stored=await asyncio.to_thread(peers.make_stored, config.server),
     )
 
 

@@ -190,9 +190,10 @@ class Answer(Protocol):
 
 
 B = TypeVar("B", bound=ModelBody)
+A = TypeVar("A", bound=Answer, covariant=True)
 
 
-class Dialect(Protocol[B]):
+class Dialect(Protocol[B, A]):
     """The form of one API's requests and answers.
 
     body: of its requests.   id_prefix: of the ids of its answers.
@@ -208,6 +209,6 @@ class Dialect(Protocol[B]):
         """Return what a body asks for. May run on a thread. Raises ApiError, RequestError."""
         ...
 
-    def answer(self, body: B, turn: Turn, state: "ServerState") -> Answer:
+    def answer(self, body: B, turn: Turn, state: "ServerState") -> A:
         """Return what makes the answer."""
         ...

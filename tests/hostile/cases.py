@@ -107,6 +107,10 @@ _OF_RESPONSES = (
     "tools.0.type tools.0.name tools.0.parameters tool_choice.type tool_choice.name text.format text.format.schema "
     "reasoning.effort include.0"
 )
+_OF_ITEMS = (
+    "items.0 items.0.id items.0.type items.0.role items.0.content items.0.content.0 items.0.content.0.text "
+    "items.0.summary items.0.output items.1"
+)
 _OF_OLLAMAS = " ".join(f"options.{name}" for name in (*OllamaOptions.__struct_fields__, "stop.0", "mirostat"))
 _OF_OLLAMA_CHATS = (
     f"{_OF_MESSAGES} messages.0.thinking messages.0.images messages.0.images.0 messages.0.tool_calls "
@@ -119,7 +123,10 @@ _INNER: Mapping[str, tuple[dict[str, Any], str]] = {
     "CompletionRequest": ({}, f"prompt.0 prompt.0.0 {_OF_SAMPLING}"),
     "MessagesRequest": ({}, f"{_OF_ANTHROPICS} stop_sequences.0"),
     "CountTokensRequest": ({"model": MODEL, **_HI}, _OF_ANTHROPICS),
-    "ResponsesRequest": ({}, f"{_OF_RESPONSES} metadata.a"),
+    "ResponsesRequest": ({}, f"{_OF_RESPONSES} metadata.a conversation.id"),
+    "ConversationRequest": ({"items": _HI["messages"]}, f"{_OF_ITEMS} metadata.a"),
+    "ConversationUpdate": ({"metadata": None}, "metadata.a"),
+    "ItemsRequest": ({"items": _HI["messages"]}, _OF_ITEMS),
     "OllamaChatRequest": ({}, f"{_OF_OLLAMAS} {_OF_OLLAMA_CHATS}"),
     "OllamaGenerateRequest": ({}, f"{_OF_OLLAMAS} images.0 format.properties"),
     "OllamaEmbedRequest": ({"input": "Hi"}, "input.0"),

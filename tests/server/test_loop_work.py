@@ -42,6 +42,8 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1},
     "/v1/messages/count_tokens": {"model": "m", "messages": [{"role": "user", "content": "Hi"}]},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 1},
+    "/v1/conversations/{conversation_id}": {"metadata": None},
+    "/v1/conversations/{conversation_id}/items": {"items": [{"role": "user", "content": "Hi"}]},
     "/api/chat": {"messages": [{"role": "user", "content": "Hi"}]},
     "/api/generate": {"prompt": "Hi", "raw": True},
     "/api/embed": {"input": "Hi"},
@@ -206,12 +208,14 @@ def test_what_runs_on_the_loop_does_not_grow_with_the_body(endpoint: Endpoint) -
     grown: dict[str, list[int]] = {}
 
     async def test(http: httpx.AsyncClient) -> None:
+        made = (await http.post("/v1/conversations", json={})).json()["id"]
+        path = endpoint.path.replace("{conversation_id}", made)
         cases = [dict(bodies(endpoint, size)) for size in SIZES]
         assert cases[0].keys() == cases[1].keys() == cases[2].keys()
         for what in cases[0]:
             counts: list[int] = []
             for case in cases:
-                work = await work_of(http, endpoint.path, case[what])
+                work = await work_of(http, path, case[what])
                 counts.append(work.count)
                 near_large.update(f"{what}: {one}" for one in work.near_large)
             if max(counts) > counts[0] + MOST_MORE:

@@ -78,14 +78,15 @@ def test_the_openai_package_sees_the_same_whole_and_streamed(client: openai.Open
 def test_errors_name_the_callers_own_field_and_have_codes_for_agents(client: openai.OpenAI) -> None:
     refused: dict[str, tuple[int, str | None, str | None]] = {
         "model": (404, "model", "model_not_found"),
-        "previous_response_id": (400, "previous_response_id", None),
-        "conversation": (400, "conversation", None),
-        "background": (400, "background", None),
+        "previous_response_id": (404, "previous_response_id", "previous_response_not_found"),
+        "conversation": (404, "conversation", None),
+        "store": (400, "background", None),
         "max_output_tokens": (400, "max_output_tokens", None),
         "top_logprobs": (400, "top_logprobs", None),
     }
-    values: dict[str, Any] = {"background": True, "max_output_tokens": 10**6, "top_logprobs": 900}
+    values: dict[str, Any] = {"max_output_tokens": 10**6, "top_logprobs": 900}
     asked: dict[str, Any] = {name: {name: values.get(name, "x")} for name in refused}
+    asked["store"] = {"store": False, "background": True}
     asked |= {"long": {"input": "a " * 5000}, "role": {"input": [{"role": "x", "content": "a"}]}}
     refused |= {"long": (400, "input", "context_length_exceeded"), "role": (400, "input[0].role", None)}
     asked |= {"part": {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}}

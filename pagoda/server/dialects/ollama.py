@@ -33,7 +33,7 @@ from pagoda.server.routing import Router
 from pagoda.server.sending import Framing, json_response
 from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState, state_of
-from pagoda.server.turn import CallDelta, Dialect, Piece, Said, Turn, TurnEnd, TurnRequest, naming_fields
+from pagoda.server.turn import Answer, CallDelta, Dialect, Piece, Said, Turn, TurnEnd, TurnRequest, naming_fields
 
 LINES = "application/x-ndjson"
 UNSERVED = ("/api/push", "/api/create")
@@ -243,7 +243,7 @@ async def ollama_generate(http: Request) -> Response:
     return await _respond(http, GENERATE, lambda name: OllamaGenerateAnswer(**_loaded(name), response=""))
 
 
-async def _respond(http: Request, dialect: Dialect[Any], loaded: Callable[[str], OllamaAnswer]) -> Response:
+async def _respond(http: Request, dialect: Dialect[Any, Answer], loaded: Callable[[str], OllamaAnswer]) -> Response:
     """Answer a request.   loaded: makes the answer to one that only loads the model, from its name."""
     state = state_of(http)
     body = await state.bodies.read(http, dialect.body)

@@ -85,13 +85,17 @@ class ResponseReasoning(Struct, frozen=True):
     summary: str | None = None
 
 
+class ResponseConversation(Struct, frozen=True):
+    id: str
+
+
 class ResponseAnswer(Struct, kw_only=True):
     """A response. Fields of type Raw are as in the request, of whose size they may be."""
 
     id: str
     object: Literal["response"] = "response"
     created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"] = "in_progress"
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"] = "in_progress"
     completed_at: int | None = None
     error: ResponseFailure | None = None
     incomplete_details: IncompleteDetails | None = None
@@ -105,6 +109,7 @@ class ResponseAnswer(Struct, kw_only=True):
     metadata: Raw
     reasoning: ResponseReasoning
     background: bool = False
+    conversation: ResponseConversation | None = None
     max_output_tokens: int | None
     parallel_tool_calls: bool
     previous_response_id: str | None = None
@@ -336,6 +341,8 @@ _LENGTH = "maximum context length"  # in the engine's message, as in OpenAI's
 
 def error_code(error: ApiError) -> str | None:
     """Return what agents such as Codex look for in an error, None if they look for nothing."""
+    if error.status == 404 and error.param != "model":
+        return "previous_response_not_found" if error.param == "previous_response_id" else None
     if error.status == 400:
         return TOO_LONG if _LENGTH in error.message else None
     return _CODES.get(error.status, "server_error" if error.status >= 500 else None)

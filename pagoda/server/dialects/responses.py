@@ -11,16 +11,14 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 
 import msgspec
 from msgspec import Raw
-from starlette.requests import Request
 from starlette.responses import Response
 
-from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.server.conversation import check_chat
 from pagoda.server.dialects.chat import ChatLogprob, chat_logprobs
 from pagoda.server.dialects.response_events import (
-    TOO_LONG,
     ResponseAnswer,
+    ResponseConversation,
     ResponseEvent,
     ResponseReasoning,
     ResponseUsage,
@@ -30,13 +28,11 @@ from pagoda.server.dialects.response_events import (
 from pagoda.server.dialects.responses_bodies import InputItem, ReasoningParam, ResponsesRequest, TextParam
 from pagoda.server.dialects.responses_input import ItemsTranscript
 from pagoda.server.dialects.responses_tools import Tools
-from pagoda.server.errors import ApiError, ErrorDetail, ErrorResponse, as_api_error, error_type
-from pagoda.server.respond import respond_to
-from pagoda.server.routing import Router
+from pagoda.server.errors import ApiError, ErrorDetail, ErrorResponse, error_type
 from pagoda.server.sending import EventStream, Framing, event
 from pagoda.server.served_model import ServedModel
-from pagoda.server.state import ServerState, state_of
-from pagoda.server.turn import Piece, Turn, TurnRequest, naming_fields
+from pagoda.server.state import ServerState
+from pagoda.server.turn import Piece, Turn, TurnEnd, TurnRequest, naming_fields
 
 _encode = msgspec.json.Encoder().encode
 
@@ -44,22 +40,6 @@ _encode = msgspec.json.Encoder().encode
 def response_error(error: ApiError, request_id: str) -> ErrorResponse:
     """Return an error in OpenAI's format, with the codes that agents understand."""
     return ErrorResponse(ErrorDetail(error.message, error_type(error.status), error.param, error_code(error)))
-
-
-router = Router(error_form=response_error)
-
-
-@router.post("/v1/responses", answer=ResponseAnswer, chunk=ResponseEvent, body=ResponsesRequest)
-async def create_response(http: Request) -> Response:
-    """Generate the assistant's next turn, in the form of OpenAI's Responses."""
-    body, dialect = await state_of(http).bodies.read(http, ResponsesRequest), ResponsesDialect()
-    try:
-        return await respond_to(http, dialect, body)
-    except (ApiError, RequestError) as error:
-        known = as_api_error(error)
-        if not body.stream or error_code(known) != TOO_LONG:
-            raise
-        return dialect.failed(known)  # Codex makes room in its conversation for an event only, not for a 400
 
 
 class ResponsesDialect:
@@ -105,10 +85,11 @@ class ResponsesDialect:
         """Return the stream of a response that fails before anything is generated."""
 
         async def events() -> AsyncGenerator[bytes, None]:
-            yield _frames(self._writer.begin())
+            yield b"".join(_encoded(self._writer.begin()))
             raise error
 
-        return EventStream(events(), lambda: None, _framing(self._writer))
+        framing = Framing(lambda error, _: b"".join(_encoded(self._writer.fail(error))), b"")
+        return EventStream(events(), lambda: None, framing)
 
 
 def _new_response(
@@ -134,31 +115,50 @@ def _new_response(
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
         user=body.user,
+        store=body.store,
+        background=body.background,
+        previous_response_id=body.previous_response_id,
+        conversation=None if body.conversation_id is None else ResponseConversation(body.conversation_id),
     )
 
 
 class ResponseFrames:
-    """Sends the events of a response."""
+    """Sends the events of a response.   kept: those that were made, if it is a list; who keeps them takes them out."""
 
     def __init__(self, writer: ResponseWriter, turn: Turn) -> None:
-        self._writer = writer
+        self.writer = writer
         self._turn = turn
-        self.framing = _framing(writer)
+        self.framing = Framing(self._failed, b"")
+        self.kept: list[bytes] | None = None
 
     def opening(self) -> bytes:
-        return _frames(self._writer.begin())
+        return self._encoded(self.writer.begin())
 
     def frames(self, piece: Piece) -> bytes:
-        return _frames(self._writer.add(piece.events, self._logprobs(piece)))
+        return self._encoded(self.writer.add(piece.events, self._logprobs(piece)))
 
     def closing(self) -> bytes:
-        return _frames(self._writer.end(ResponseUsage.of(self._turn.generation)))
+        return self._encoded(self.writer.end(ResponseUsage.of(self._turn.generation)))
 
     def whole(self, pieces: Sequence[Piece]) -> ResponseAnswer:
         for piece in pieces:
-            self._writer.add(piece.events, self._logprobs(piece))
-        self._writer.end(ResponseUsage.of(self._turn.generation))
-        return self._writer.response
+            self.writer.add(piece.events, self._logprobs(piece))
+        self.writer.end(ResponseUsage.of(self._turn.generation))
+        return self.writer.response
+
+    def cancelled(self) -> bytes:
+        """Return the last frames if its client has left."""
+        self.writer.add([TurnEnd("abort", None)])
+        return self.closing()
+
+    def _failed(self, error: ApiError, request_id: str) -> bytes:
+        return self._encoded(self.writer.fail(error))
+
+    def _encoded(self, events: Iterable[ResponseEvent]) -> bytes:
+        made = _encoded(events)
+        if self.kept is not None:
+            self.kept += made
+        return b"".join(made)
 
     def _logprobs(self, piece: Piece) -> Sequence[ChatLogprob]:
         output, num_top = piece.output, self._turn.request.params.logprobs
@@ -167,9 +167,5 @@ class ResponseFrames:
         return chat_logprobs(output.token_ids, output.logprobs, num_top).content
 
 
-def _framing(writer: ResponseWriter) -> Framing:
-    return Framing(lambda error, _: _frames(writer.fail(error)), b"")
-
-
-def _frames(events: Iterable[ResponseEvent]) -> bytes:
-    return b"".join(event(one, one.type) for one in events)
+def _encoded(events: Iterable[ResponseEvent]) -> list[bytes]:
+    return [event(one, one.type) for one in events]

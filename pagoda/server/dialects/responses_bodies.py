@@ -80,7 +80,17 @@ class TextParam(Body, frozen=True):
     verbosity: Annotated[str, Meta(max_length=64)] | None = None
 
 
-_STORED = "stored responses"
+MAX_ADDED = 100
+"""Most items that are added to a stored conversation at a time."""
+
+
+class ConversationParam(Body, frozen=True):
+    """A stored conversation.
+
+    id: Its id.
+    """
+
+    id: str
 
 
 class ResponsesRequest(ModelBody, kw_only=True, frozen=True):
@@ -102,13 +112,14 @@ class ResponsesRequest(ModelBody, kw_only=True, frozen=True):
     metadata: Comes back in the answer.
     truncation: Has no effect: what does not fit into the context is an error.
     user, safety_identifier, prompt_cache_key: Come back in the answer.
+    store: Keep the response, so that it can be asked for and followed.
+    background: Answer at once, and go on without the client.
+    previous_response_id: A stored response, whose items come before the input.
+    conversation: A stored conversation, or its id: its items come before the input, and those of this turn are added.
     seed: Makes the output repeatable; not a field of OpenAI's.
     """
 
     unserved: ClassVar[Mapping[str, UnservedField]] = {
-        "previous_response_id": UnservedField(_STORED),
-        "conversation": UnservedField(_STORED),
-        "background": UnservedField(_STORED),
         "prompt": UnservedField("stored prompts"),
         "moderation": UnservedField("moderation"),
     }
@@ -130,13 +141,28 @@ class ResponsesRequest(ModelBody, kw_only=True, frozen=True):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    store: Flag = True
+    background: Flag = False
+    previous_response_id: str | None = None
+    conversation: str | ConversationParam | None = None
     seed: Seed | None = None
 
     def check(self, limits: RequestLimits) -> None:
-        names = ("model", "user", "safety_identifier", "prompt_cache_key")
-        limits.check_names(**{name: getattr(self, name) for name in names})
+        if self.background and not self.store:
+            raise RequestError("background: needs store: true, as its answer is asked for later", "background")
+        if self.previous_response_id is not None and self.conversation is not None:
+            both = "previous_response_id and conversation: each says what comes before the input; send one of them"
+            raise RequestError(both, "previous_response_id")
+        names = ("model", "user", "safety_identifier", "prompt_cache_key", "previous_response_id")
+        limits.check_names(**{name: getattr(self, name) for name in names}, conversation=self.conversation_id)
+        if self.conversation is not None and len(self.input) > MAX_ADDED and not isinstance(self.input, str):
+            raise RequestError(f"input: with a conversation, at most {MAX_ADDED} items are added at a time", "input")
         limits.check_values({"metadata": self.metadata})
         limits.check_values({"text": self.text and self.text.format}, "grammar_chars")
+
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationParam) else self.conversation
 
     def includes(self, name: str) -> bool:
         return name in (self.include or ())

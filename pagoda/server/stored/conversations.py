@@ -1,0 +1,166 @@
+"""/v1/conversations: OpenAI's conversations, to whose items responses add theirs."""
+
+import time
+import uuid
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagoda.server.body import Body
+from pagoda.server.body_reader import run_for_body
+from pagoda.server.dialects.responses_bodies import MAX_ADDED, InputItem
+from pagoda.server.errors import ApiError
+from pagoda.server.routing import Router
+from pagoda.server.sending import json_response
+from pagoda.server.state import state_of
+from pagoda.server.stored.asking import NOT_FOUND, Deleted, check_kept, not_found, owner_of
+from pagoda.server.stored.items import ItemList, given_items, page_answer, page_asked
+from pagoda.server.stored.service import StoreService
+from pagoda.server.stored.store import StoredConversation
+
+router = Router(errors=NOT_FOUND)
+_PATH = "/v1/conversations/{conversation_id}"
+_encode = msgspec.json.Encoder().encode
+Items = Annotated[list[InputItem], Meta(max_length=MAX_ADDED)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+
+
+class ConversationRequest(Body, kw_only=True, frozen=True):
+    """POST /v1/conversations
+
+    items: What it begins with.
+    metadata: Comes back in the answer.
+    """
+
+    items: Items | None = None
+    metadata: Metadata | None = None
+
+
+class ConversationUpdate(Body, kw_only=True, frozen=True):
+    """POST /v1/conversations/{conversation_id}
+
+    metadata: Replaces the former; none with null.
+    """
+
+    metadata: Metadata | None
+
+
+class ItemsRequest(Body, kw_only=True, frozen=True):
+    """POST /v1/conversations/{conversation_id}/items
+
+    items: What is added at the end. One whose id is there already replaces it.
+    """
+
+    items: Items
+
+
+class ConversationAnswer(Struct, frozen=True):
+    """A conversation."""
+
+    id: str
+    created_at: int
+    metadata: dict[str, str]
+    object: str = "conversation"
+
+
+def _id_of(http: Request) -> str:
+    return http.path_params["conversation_id"]
+
+
+async def _body_of(http: Request) -> bytes:
+    """Return the body of the conversation that is asked for. Raises ApiError (404)."""
+    found = await state_of(http).stored.ask(StoreService.conversation, owner_of(http), _id_of(http))
+    if found is None:
+        raise not_found("conversation", _id_of(http), "conversation_id")
+    return found
+
+
+def _as_json(data: bytes) -> Response:
+    return Response(data, media_type="application/json")
+
+
+@router.post("/v1/conversations", body=ConversationRequest, answer=ConversationAnswer)
+async def create_conversation(http: Request) -> Response:
+    """Begin a conversation, which belongs to the key that is used."""
+    state = state_of(http)
+    body = await state.bodies.read(http, ConversationRequest)
+    items = dict(await given_items(http))
+    answer = ConversationAnswer(f"conv_{uuid.uuid4().hex}", int(time.time()), body.metadata or {})
+    entry = StoredConversation(owner=owner_of(http), id=answer.id, body=_encode(answer), items=items)
+    check_kept(await state.stored.ask(StoreService.add, entry))
+    return _as_json(entry.body)
+
+
+@router.get(_PATH, answer=ConversationAnswer)
+async def get_conversation(http: Request) -> Response:
+    """Return a conversation, without its items."""
+    return _as_json(await _body_of(http))
+
+
+@router.post(_PATH, body=ConversationUpdate, answer=ConversationAnswer)
+async def update_conversation(http: Request) -> Response:
+    """Replace the metadata of a conversation."""
+    state = state_of(http)
+    body = await state.bodies.read(http, ConversationUpdate)
+    former = msgspec.json.decode(await _body_of(http), type=ConversationAnswer)
+    answer = _encode(msgspec.structs.replace(former, metadata=body.metadata or {}))
+    check_kept(await state.stored.ask(StoreService.change_conversation, owner_of(http), former.id, answer))
+    return _as_json(answer)
+
+
+@router.delete(_PATH, answer=Deleted)
+async def delete_conversation(http: Request) -> Response:
+    """Delete a conversation and its items. Responses that used it keep what they were given."""
+    if not await state_of(http).stored.ask(StoreService.delete, owner_of(http), _id_of(http), False):
+        raise not_found("conversation", _id_of(http), "conversation_id")
+    return json_response(Deleted(_id_of(http), "conversation.deleted"))
+
+
+@router.get(f"{_PATH}/items", answer=ItemList, query=("after", "limit", "order"))
+async def list_conversation_items(http: Request) -> Response:
+    """List items of a conversation: the last ones first, unless `order` is asc."""
+    asked = page_asked(http)
+    await _body_of(http)
+    page = await state_of(http).stored.ask(StoreService.page, owner_of(http), _id_of(http), *asked)
+    return page_answer(page, asked[0])
+
+
+@router.post(f"{_PATH}/items", body=ItemsRequest, answer=ItemList)
+async def create_conversation_items(http: Request) -> Response:
+    """Add items to a conversation, and return them."""
+    state = state_of(http)
+    await state.bodies.read(http, ItemsRequest)
+    await _body_of(http)
+    items = await given_items(http)
+    check_kept(await state.stored.ask(StoreService.add_items, owner_of(http), _id_of(http), items))
+    return await run_for_body(http, lambda: json_response(ItemList.of(items)))
+
+
+@router.get(f"{_PATH}/items/{{item_id}}", answer="application/json")
+async def get_conversation_item(http: Request) -> Response:
+    """Return an item of a conversation."""
+    await _body_of(http)
+    return _as_json(await _item_of(http))
+
+
+@router.delete(f"{_PATH}/items/{{item_id}}", answer=ConversationAnswer)
+async def delete_conversation_item(http: Request) -> Response:
+    """Delete an item of a conversation, which is returned without its items."""
+    body = await _body_of(http)
+    await _item_of(http)
+    await state_of(http).stored.ask(StoreService.delete_item, owner_of(http), _id_of(http), http.path_params["item_id"])
+    return _as_json(body)
+
+
+async def _item_of(http: Request) -> bytes:
+    """Return the item that is asked for. Raises ApiError (404)."""
+    item = http.path_params["item_id"]
+    found = await state_of(http).stored.ask(StoreService.item, owner_of(http), _id_of(http), item)
+    if found is None:
+        raise ApiError(404, f"item_id: the conversation has no item {item[:100]!r}", "item_id")
+    return found

@@ -1,0 +1,101 @@
+"""Items of stored conversations: as requests give them, and as answers list them."""
+
+import re
+import uuid
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagoda.base.errors import RequestError
+from pagoda.server.body_reader import run_for_body
+from pagoda.server.sending import json_response
+from pagoda.server.stored.service import Page
+from pagoda.server.stored.store import Item
+
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+"""Of ids, by the type of an item."""
+_ID = re.compile(r"[\w-]{1,128}", re.ASCII)
+_encode = msgspec.json.Encoder().encode
+
+
+class _Given(Struct):
+    """The fields of bodies that have items."""
+
+    input: str | list[dict[str, Any]] | None = None
+    items: list[dict[str, Any]] | None = None
+
+
+_decode = msgspec.json.Decoder(_Given).decode
+
+
+async def given_items(http: Request) -> list[Item]:
+    """Return the items of a request's body, whose form was checked. Each has an id, a type and its parts as a list."""
+    return await run_for_body(http, partial(_items_of, await http.body()))
+
+
+def _items_of(data: bytes) -> list[Item]:
+    given = _decode(data)
+    items = given.items or given.input or []
+    return [_whole(one) for one in ([{"role": "user", "content": items}] if isinstance(items, str) else items)]
+
+
+def _whole(given: dict[str, Any]) -> Item:
+    kind = given.get("type") or "message"
+    item = {"type": kind, **{name: value for name, value in given.items() if value is not None}}
+    if not _ID.fullmatch(item.get("id") or ""):
+        item["id"] = f"{_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}"
+    if kind == "message":
+        item.setdefault("status", "completed")
+    if kind == "message" and isinstance(text := item.get("content"), str):
+        is_output = item.get("role") == "assistant"
+        part = {"type": "output_text", "text": text, "annotations": []} if is_output else {}
+        item["content"] = [part or {"type": "input_text", "text": text}]
+    return item["id"], _encode(item)
+
+
+class ItemList(Struct, frozen=True):
+    """Items of a conversation, of those that were asked for.   has_more: others follow the last one."""
+
+    data: list[Raw]
+    first_id: str
+    last_id: str
+    has_more: bool
+    object: str = "list"
+
+    @classmethod
+    def of(cls, items: Sequence[Item], has_more: bool = False) -> "ItemList":
+        first, last = (items[0][0], items[-1][0]) if items else ("", "")
+        return cls([Raw(data) for _, data in items], first, last, has_more)
+
+
+MAX_LIMIT = 100
+
+
+def page_asked(http: Request) -> tuple[str, int, bool]:
+    """Return `after`, `limit`, and whether the order is ascending, of the URL of a list. Raises RequestError."""
+    asked = http.query_params
+    after, limit, order = asked.get("after", ""), asked.get("limit", "20"), asked.get("order", "desc")
+    if not (limit.isdecimal() and len(limit) < 5 and 1 <= int(limit) <= MAX_LIMIT):
+        raise RequestError(f"limit: expected a number from 1 to {MAX_LIMIT}, got {limit!r:.80}", "limit")
+    if order not in ("asc", "desc"):
+        raise RequestError(f"order: expected asc or desc, got {order!r:.80}", "order")
+    return after, int(limit), order == "asc"
+
+
+def page_answer(page: Page | None, after: str) -> Response:
+    """Return a page as the answer. Raises RequestError if there is none."""
+    if page is None:
+        raise RequestError(f"after: there is no item {after[:100]!r}", "after")
+    return json_response(ItemList.of(page.items, page.has_more))

@@ -1,0 +1,119 @@
+"""StoredTurn: runs a turn of Responses, and keeps its events and what comes of it."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
+from msgspec.structs import replace
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagoda.server.dialects.response_events import failure_of
+from pagoda.server.dialects.responses import ResponseFrames
+from pagoda.server.errors import ApiError, as_api_error, shortened
+from pagoda.server.respond import RunningTurn
+from pagoda.server.sending import Framing, cancel_on_disconnect, run_sized
+from pagoda.server.stored.service import Stored, StoreService, pack
+from pagoda.server.stored.store import Item, StoredResponse
+
+logger = logging.getLogger("pagoda.server")
+_encode = msgspec.json.Encoder().encode
+_LOST = ApiError(500, "the process that generated this response ended before it was complete; send the request again")
+
+
+class StoredTurn:
+    """A turn of Responses that is stored, until it ends as completed, incomplete, failed or cancelled."""
+
+    def __init__(self, stored: Stored, running: RunningTurn[ResponseFrames]) -> None:
+        self._stored = stored
+        self._running = running
+        self._writer = running.answer.writer
+        running.answer.kept = []
+        self._key = ("", "")
+        self._num_frames = 0
+        self._is_finished = False
+        self.framing = Framing(self._failed, b"")
+
+    def entry(self, owner: str, earlier: Sequence[Item], own: Sequence[Item], has_events: bool) -> StoredResponse:
+        """Return what is stored of it before it begins. Takes time that grows with the request.
+
+        earlier: items before its own.   has_events: keep them.
+        """
+        response = self._writer.response
+        conversation = "" if response.conversation is None else response.conversation.id
+        self._key = (owner, response.id)
+        return StoredResponse(
+            owner=owner,
+            id=response.id,
+            body=_encode(replace(response, status="queued") if response.background else response),
+            lost=_encode(replace(response, status="failed", error=failure_of(_LOST))),
+            items=pack([*earlier, *own]),
+            own=list(own) if conversation else [],
+            events=[] if has_events else None,
+            conversation=conversation,
+            is_background=response.background,
+        )
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Yield the frames of its stream, each of which is stored before. Ends as cancelled if it is closed."""
+        response, is_queued = self._writer.response, False
+        try:
+            async with contextlib.aclosing(self._running.frames()) as frames:
+                async for data in frames:
+                    self._keep(_encode(response) if is_queued else b"")
+                    is_queued = response.background and not self._num_frames  # the first comes at once
+                    self._num_frames += 1
+                    if response.status != "in_progress":
+                        self._finish(await run_sized(self._running.num_tokens, self._ended))
+                    yield data
+        except (GeneratorExit, asyncio.CancelledError):
+            if response.status == "in_progress":
+                self._running.answer.cancelled()
+                self._keep()
+            if not self._is_finished:
+                self._finish(self._ended())
+            raise
+
+    async def run(self) -> None:
+        """Run it without a client."""
+        with contextlib.closing(self._running):
+            try:
+                async for _ in self.frames():
+                    pass
+            except Exception as error:
+                known = as_api_error(error)
+                if known.status == 500:
+                    logger.error("a response in the background ended with an error", exc_info=error)
+                self._failed(shortened(known), "")
+
+    async def whole(self, http: Request) -> Response:
+        """Return the whole answer; nothing is kept if there is none."""
+        try:
+            answer = await cancel_on_disconnect(http, self._running.whole())
+        except BaseException:
+            self._stored.post(StoreService.drop, *self._key)
+            raise
+        self._finish((bytes(answer.body), self._ended()[1]))
+        return answer
+
+    def _keep(self, body: bytes = b"") -> None:
+        """Store the events that were made, and the answer as it is now if it is given."""
+        events, self._running.answer.kept = self._running.answer.kept or [], []
+        self._stored.post(StoreService.append, *self._key, events, body)
+
+    def _failed(self, error: ApiError, request_id: str) -> bytes:
+        data = self._running.answer.framing.error(error, request_id)
+        self._keep()
+        self._finish(self._ended())
+        return data
+
+    def _ended(self) -> tuple[bytes, list[Item]]:
+        """Return the answer and its items, encoded."""
+        response = self._writer.response
+        return _encode(response), [(item.id, _encode(item)) for item in response.output]
+
+    def _finish(self, ended: tuple[bytes, list[Item]]) -> None:
+        self._is_finished = True
+        self._stored.post(StoreService.finish, *self._key, *ended)

@@ -1,0 +1,296 @@
+"""StoreService: the store in the process that owns it; Stored: the same as any process of the server asks for it."""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Callable, Coroutine
+from functools import cache
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import msgspec
+
+from pagoda.engine.clients.calls import Calls, Services
+from pagoda.server.stored.file import StoreFile
+from pagoda.server.stored.store import Item, Key, Store, StoredConversation, StoredResponse, StoreFull, StoreLimits
+
+logger = logging.getLogger("pagoda.server")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_CONTEXT_BYTES = 16 * 2**20
+"""The most bytes of items that come before an input."""
+_EVENTS_AT_ONCE = 256
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """Why something is not kept.   is_lasting: as of StoreFull."""
+
+    message: str
+    is_lasting: bool
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What is known of a response."""
+
+    body: bytes
+    is_running: bool
+    is_background: bool
+    has_events: bool
+
+
+class Page(msgspec.Struct, frozen=True):
+    """Some of a list of items.   has_more: others follow."""
+
+    items: list[Item]
+    has_more: bool
+
+
+class Context(msgspec.Struct, frozen=True):
+    """The items of a response or a conversation.
+
+    items: packed: of a response, those that its model was given.   output: those that it made.
+    problem: why no input can follow them.
+    """
+
+    items: bytes
+    output: list[Item] = []
+    problem: str = ""
+
+
+pack = msgspec.msgpack.Encoder().encode
+unpack = msgspec.msgpack.Decoder(list[Item]).decode
+
+
+def page_of(items: dict[str, bytes], after: str, limit: int, is_ascending: bool) -> Page | None:
+    """Return some items after the one of an id ("": from the first on); None if there is no such item."""
+    if after and after not in items:
+        return None
+    ids = list(items if is_ascending else reversed(items))
+    begin = ids.index(after) + 1 if after else 0
+    return Page([(one, items[one]) for one in ids[begin : begin + limit]], begin + limit < len(ids))
+
+
+class Events(msgspec.Struct, frozen=True):
+    """Some of a response's events, which begin after those that were seen.   is_over: no others will follow."""
+
+    events: list[bytes]
+    is_over: bool
+
+
+def failed_event(number: int, body: bytes) -> bytes:
+    """Return the event that ends the stream of a response.   body: as JSON."""
+    head = f'event: response.failed\ndata: {{"type":"response.failed","sequence_number":{number},"response":'
+    return b"%b%b}\n\n" % (head.encode(), body)
+
+
+class StoreService:
+    """Answers what processes ask of the store. Each function gets the index of the client that asks, first."""
+
+    def __init__(self, path: str | None = None, limits: StoreLimits | None = None) -> None:
+        """path: of the file, if there is one. Raises ConfigError if it cannot be used."""
+        self._file = None if path is None else StoreFile(path)
+        self._changed: dict[Key, asyncio.Event] = {}
+        if self._file is None:
+            self._store = Store(limits)
+            return
+        self._store = Store(limits, on_change=self._file.write)
+        for entry in self._file.load():
+            self._store.restore(entry)
+            if isinstance(entry, StoredResponse) and entry.is_running:
+                self._lose(entry)
+
+    @property
+    def services(self) -> Services:
+        """All functions by the names that Stored calls them by."""
+        return {_name_of(one): one.__get__(self) for one in _FUNCTIONS}
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def end_client(self, client: int) -> None:
+        """End the responses of a process that has gone."""
+        for entry in self._store.running(client):
+            self._lose(entry)
+
+    def _lose(self, entry: StoredResponse) -> None:
+        self.append(0, *entry.key, [failed_event(len(entry.events or ()), entry.lost)])
+        self.finish(0, *entry.key, entry.lost, [])
+
+    # ---- responses
+
+    async def add(self, client: int, entry: StoredResponse | StoredConversation) -> Refused | None:
+        """Keep a new entry, or say why not."""
+        if isinstance(entry, StoredResponse):
+            entry.client = client
+            if entry.conversation and self._store.conversation(entry.owner, entry.conversation) is None:
+                entry.conversation = ""  # deleted meanwhile
+        return _kept(lambda: self._store.add(entry))
+
+    def append(self, client: int, owner: str, id: str, events: list[bytes], body: bytes = b"") -> None:
+        """Add events to a response.   body: replaces the one before, unless it is empty."""
+        self._store.append(owner, id, events, body)
+        self._wake((owner, id))
+
+    def finish(self, client: int, owner: str, id: str, body: bytes, output: list[Item]) -> None:
+        try:
+            self._store.finish(owner, id, body, output)
+        except StoreFull as error:
+            logger.warning("the items of a response are not added to its conversation: %s", error)
+        self._wake((owner, id))
+
+    async def response(self, client: int, owner: str, id: str, when_ended: bool) -> Found | None:
+        """Return what is known of a response.   when_ended: once it has ended."""
+        while (entry := self._store.response(owner, id)) is not None and entry.is_running and when_ended:
+            await self._change_of((owner, id))
+        if entry is None:
+            return None
+        return Found(entry.body, entry.is_running, entry.is_background, entry.events is not None)
+
+    async def events(self, client: int, owner: str, id: str, after: int) -> Events | None:
+        """Return the events after that number, once there are any; None if they are not kept, or not any more."""
+        while True:
+            entry = self._store.response(owner, id)
+            if entry is None or entry.events is None:
+                return None
+            found = entry.events[after + 1 : after + 1 + _EVENTS_AT_ONCE]
+            is_over = not entry.is_running and after + 1 + len(found) >= len(entry.events)
+            if found or is_over:
+                return Events(found, is_over)
+            await self._change_of((owner, id))
+
+    async def delete(self, client: int, owner: str, id: str, is_response: bool) -> bool:
+        """Delete an entry. Return False if there is none."""
+        find = self._store.response if is_response else self._store.conversation
+        if find(owner, id) is None:
+            return False
+        self.drop(client, owner, id)
+        return True
+
+    def drop(self, client: int, owner: str, id: str) -> None:
+        self._store.delete(owner, id)
+        self._wake((owner, id))
+
+    # ---- items
+
+    async def context(self, client: int, owner: str, id: str, is_response: bool) -> Context | None:
+        """Return the items of a response or a conversation."""
+        if is_response:
+            if (entry := self._store.response(owner, id)) is None:
+                return None
+            context = Context(entry.items, entry.output, "has not ended yet; wait for it" * entry.is_running)
+        elif (entry := self._store.conversation(owner, id)) is not None:
+            context = Context(pack(list(entry.items.items())))
+        else:
+            return None
+        if (size := len(context.items)) > MAX_CONTEXT_BYTES:
+            return Context(b"", problem=f"has items of {size} bytes, which are more than {MAX_CONTEXT_BYTES}")
+        return context
+
+    # ---- conversations
+
+    async def conversation(self, client: int, owner: str, id: str) -> bytes | None:
+        """Return the body of a conversation."""
+        entry = self._store.conversation(owner, id)
+        return None if entry is None else entry.body
+
+    async def page(self, client: int, owner: str, id: str, after: str, limit: int, is_ascending: bool) -> Page | None:
+        """Return some items of a conversation, see page_of; None also if there is no conversation."""
+        entry = self._store.conversation(owner, id)
+        return None if entry is None else page_of(entry.items, after, limit, is_ascending)
+
+    async def item(self, client: int, owner: str, id: str, item: str) -> bytes | None:
+        entry = self._store.conversation(owner, id)
+        return None if entry is None else entry.items.get(item)
+
+    async def change_conversation(self, client: int, owner: str, id: str, body: bytes) -> Refused | None:
+        return _kept(lambda: self._store.change_conversation(owner, id, body))
+
+    async def add_items(self, client: int, owner: str, id: str, items: list[Item]) -> Refused | None:
+        return _kept(lambda: self._store.add_items(owner, id, items))
+
+    async def delete_item(self, client: int, owner: str, id: str, item: str) -> None:
+        self._store.delete_item(owner, id, item)
+
+    # ---- who waits
+
+    async def _change_of(self, key: Key) -> None:
+        await self._changed.setdefault(key, asyncio.Event()).wait()
+
+    def _wake(self, key: Key) -> None:
+        if (event := self._changed.pop(key, None)) is not None:
+            event.set()
+
+
+def _kept(work: Callable[[], None]) -> Refused | None:
+    try:
+        work()
+    except StoreFull as error:
+        return Refused(str(error), error.is_lasting)
+    return None
+
+
+_S = StoreService
+_FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    *(_S.add, _S.append, _S.finish, _S.response, _S.events, _S.delete, _S.drop, _S.context, _S.page),
+    *(_S.conversation, _S.item, _S.change_conversation, _S.add_items, _S.delete_item),
+)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return f"stored.{function.__name__}"
+
+
+class Stored:
+    """The store as this process, which owns it, asks for it.
+
+    found = await stored.ask(StoreService.response, owner, id, False)
+    """
+
+    def __init__(self, service: StoreService) -> None:
+        self._service = service
+
+    async def ask(
+        self,
+        function: Callable[Concatenate[StoreService, int, P], Coroutine[Any, Any, T]],
+        *args: P.args,
+        **kw: P.kwargs,
+    ) -> T:
+        """Call a function of StoreService."""
+        return await function(self._service, 0, *args, **kw)
+
+    def post(self, function: Callable[Concatenate[StoreService, int, P], None], *args: P.args, **kw: P.kwargs) -> None:
+        """Call a function of StoreService, in the order of the calls."""
+        function(self._service, 0, *args, **kw)
+
+    async def close(self) -> None:
+        """Write what waits to be written."""
+        await asyncio.to_thread(self._service.close)
+
+
+class RemoteStored(Stored):
+    """The store of the parent process."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+
+    async def ask(
+        self,
+        function: Callable[Concatenate[StoreService, int, P], Coroutine[Any, Any, T]],
+        *args: P.args,
+        **kw: P.kwargs,
+    ) -> T:
+        return await self._calls.call(_name_of(function), *args, returns=_answer_of(function))
+
+    def post(self, function: Callable[Concatenate[StoreService, int, P], None], *args: P.args, **kw: P.kwargs) -> None:
+        self._calls.post(_name_of(function), *args)
+
+    async def close(self) -> None:
+        pass
+
+
+@cache
+def _answer_of(function: Callable[..., Any]) -> Any:
+    """Return the type of a function's answer."""
+    return inspect.signature(function, eval_str=True).return_annotation
