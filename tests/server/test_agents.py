@@ -50,6 +50,13 @@ QUESTION, COMMAND = "What does note.txt say?", "cat note.txt"
 SHELL = {"command": COMMAND, "description": "Read the note"}
 AGENTS = {
     "claude": Agent("@anthropic-ai/claude-code@2.1.197", ("-p", QUESTION, "--allowedTools", "Bash"), "Bash", SHELL, 3),
+    "codex": Agent(
+        "@openai/codex@0.171.0",
+        ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", QUESTION),
+        "exec_command",
+        {"cmd": COMMAND},
+        2,
+    ),
     "opencode": Agent("opencode-ai@1.18.33", ("run", QUESTION), "bash", SHELL, 3),
     "cline": Agent("cline@3.0.65", (QUESTION,), "run_commands", {"commands": [COMMAND]}, 2),
     "qwen": Agent(
