@@ -25,11 +25,20 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
-def saw(real_server: LiveServer, request: pytest.FixtureRequest) -> dict[str, Any]:
+def api() -> str:
+    """What a client uses, unless its test says so."""
+    return "chat"
+
+
+BOTH = pytest.mark.parametrize("api", ["chat", "responses"])
+
+
+@pytest.fixture
+def saw(real_server: LiveServer, request: pytest.FixtureRequest, api: str) -> dict[str, Any]:
     """What the client that the test is named after has seen."""
-    name = request.node.name.removeprefix("test_").partition("__")[0]
+    name = request.node.originalname.removeprefix("test_").partition("__")[0]
     done = subprocess.run(
-        [str(PYTHON), str(SCRIPT), name, real_server.url], capture_output=True, text=True, timeout=240
+        [str(PYTHON), str(SCRIPT), name, real_server.url, api], capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr[-3000:]
     seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -40,6 +49,7 @@ def is_forecast(value: object) -> bool:
     return jsonschema.Draft202012Validator({"type": "object", **SCHEMAS["Weather"]}).is_valid(value)
 
 
+@BOTH
 @pytest.mark.slow
 def test_langchain__binds_tools(saw: dict[str, Any]) -> None:
     """Required, named and free; strict; one call each; whole and streamed; and the result goes back."""
@@ -64,6 +74,7 @@ def test_instructor__fills_classes(saw: dict[str, Any]) -> None:
         assert saw[f"{mode} streamed"] == saw[mode]
 
 
+@BOTH
 @pytest.mark.slow
 def test_pydantic_ai__has_typed_outputs(saw: dict[str, Any]) -> None:
     """Its outputs are tools of which one must be called."""
@@ -74,6 +85,7 @@ def test_pydantic_ai__has_typed_outputs(saw: dict[str, Any]) -> None:
     assert is_forecast({"city": city, "days": days})
 
 
+@pytest.mark.parametrize("api", ["chat", pytest.param("responses", marks=pytest.mark.slow)])
 def test_openai_agents__call_functions(saw: dict[str, Any]) -> None:
     assert len(saw["called"]) == 2  # once streamed, once whole
     for (city, days), answer in zip(saw["called"], saw["stopped"], strict=True):

@@ -1,4 +1,6 @@
-"""Clients that call tools, one function each: `tool_clients.py NAME URL` prints what it saw as JSON.
+"""Clients that call tools, one function each: `tool_clients.py NAME URL [responses]` prints what it saw as JSON.
+
+With `responses`, they use OpenAI's Responses instead of chat completions.
 
 Runs in the environment of the clients (requirements-clients.txt).
 """
@@ -31,11 +33,12 @@ class Time(BaseModel):
     city: City
 
 
-def langchain(url: str) -> dict[str, Any]:
+def langchain(url: str, is_responses: bool) -> dict[str, Any]:
     from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI
 
-    chat = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", max_retries=0, temperature=0, max_tokens=120)  # type: ignore[arg-type,call-arg]
+    options: Any = {"base_url": f"{url}/v1", "api_key": "none", "use_responses_api": is_responses}
+    chat = ChatOpenAI(model=MODEL, max_retries=0, temperature=0, max_tokens=120, **options)  # type: ignore[call-arg]
     one: dict[str, Any] = {"strict": True, "parallel_tool_calls": False}
 
     def calls(answer: Any) -> list[Any]:
@@ -43,7 +46,7 @@ def langchain(url: str) -> dict[str, Any]:
 
     required = chat.bind_tools([Weather, Time], tool_choice="any", **one)
     answer = required.invoke(ASK)
-    seen: dict[str, Any] = {"required": calls(answer), "content": answer.content}
+    seen: dict[str, Any] = {"required": calls(answer), "content": answer.text}
     chunks = list(required.stream(ASK))
     seen["streamed"] = calls(sum(chunks[1:], chunks[0]))
     seen["named"] = calls(chat.bind_tools([Weather, Time], tool_choice="Time").invoke(ASK))
@@ -51,14 +54,14 @@ def langchain(url: str) -> dict[str, Any]:
     seen["free"] = calls(free)
     seen["invalid"] = [call["name"] for call in free.invalid_tool_calls]
     result = ToolMessage("sunny, 20 degrees", tool_call_id=answer.tool_calls[0]["id"])
-    seen["after"] = chat.invoke([HumanMessage(ASK), answer, result], max_tokens=20).content
+    seen["after"] = chat.invoke([HumanMessage(ASK), answer, result], max_tokens=20).text
     for method in ("function_calling", "json_schema"):
         shaped = chat.with_structured_output(Weather, method=method).invoke(ASK)
         seen[method] = shaped.model_dump()  # type: ignore[union-attr]
     return seen
 
 
-def instructor(url: str) -> dict[str, Any]:
+def instructor(url: str, is_responses: bool) -> dict[str, Any]:
     import instructor as library
 
     plain = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
@@ -73,9 +76,9 @@ def instructor(url: str) -> dict[str, Any]:
     return seen
 
 
-def pydantic_ai(url: str) -> dict[str, Any]:
+def pydantic_ai(url: str, is_responses: bool) -> dict[str, Any]:
     from pydantic_ai import Agent
-    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
     from pydantic_ai.providers.openai import OpenAIProvider
 
     def forecast(city: City, days: Days) -> list[Any]:
@@ -84,7 +87,8 @@ def pydantic_ai(url: str) -> dict[str, Any]:
         return [city, days, "sunny"]
 
     called: list[Any] = []
-    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
+    kind = OpenAIResponsesModel if is_responses else OpenAIChatModel
+    model = kind(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key="none"))
     settings: Any = {"max_tokens": 120, "temperature": 0, "parallel_tool_calls": False}
     shaped = Agent(model, output_type=Weather, model_settings=settings, retries=0)
     acting = Agent(model, output_type=forecast, model_settings=settings, retries=0)
@@ -101,12 +105,21 @@ def pydantic_ai(url: str) -> dict[str, Any]:
     }
 
 
-def openai_agents(url: str) -> dict[str, Any]:
-    from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+def openai_agents(url: str, is_responses: bool) -> dict[str, Any]:
+    from agents import (
+        Agent,
+        ModelSettings,
+        OpenAIChatCompletionsModel,
+        OpenAIResponsesModel,
+        Runner,
+        function_tool,
+        set_tracing_disabled,
+    )
 
     set_tracing_disabled(True)
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    model = OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
+    kind = OpenAIResponsesModel if is_responses else OpenAIChatCompletionsModel
+    model = kind(model=MODEL, openai_client=client)
     called: list[Any] = []
 
     @function_tool
@@ -130,4 +143,5 @@ def openai_agents(url: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     clients = (langchain, instructor, pydantic_ai, openai_agents)
-    print(json.dumps({client.__name__: client for client in clients}[sys.argv[1]](sys.argv[2])))
+    chosen = {client.__name__: client for client in clients}[sys.argv[1]]
+    print(json.dumps(chosen(sys.argv[2], "responses" in sys.argv[3:])))
