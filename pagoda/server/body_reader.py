@@ -113,6 +113,7 @@ class BodyReader:
 HINTS = frozenset(
     {"metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
     | {"prediction", "verbosity", "cache_control", "include_obfuscation", "session_id", "service_tier"}
+    | {"client_metadata"}  # of Codex: its version and its session
 )
 """Fields that may be ignored in silence: an answer without regard to them is still the answer that was asked for."""
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
