@@ -113,6 +113,8 @@ SHAPES: dict[str, Shape] = {
         moe_intermediate_size=80,
         norm_topk_prob=True,
     ),
+    # a long context and a whole vocabulary, for next to no work
+    "thin": Shape(256, 512, 2, 4, 2, 64, 128256, 131072, 500000.0),
     "tiny": Shape(64, 160, 2, 4, 2, 16, 320, 512, 10000.0),
 }
 

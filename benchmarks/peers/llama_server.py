@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -26,7 +27,10 @@ class LlamaServer:
     begin_s, ready_s: time.perf_counter() at which it was started, and seconds from then until it was ready.
     """
 
-    def __init__(self, program: str, model: str, slots: int = 1, tokens_per_slot: int = 2048) -> None:
+    def __init__(
+        self, program: str, model: str, slots: int = 1, tokens_per_slot: int = 2048, more: Sequence[str] = ()
+    ) -> None:
+        """more: flags."""
         threads = str(len(os.sched_getaffinity(0)))
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -45,7 +49,7 @@ class LlamaServer:
             "-tb",
             threads,
         ]
-        command += ["-np", str(slots), "-c", str(slots * -(-tokens_per_slot // 256) * 256), "--cache-ram", "0"]
+        command += ["-np", str(slots), "-c", str(slots * -(-tokens_per_slot // 256) * 256), "--cache-ram", "0", *more]
         self.begin_s = time.perf_counter()
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
         try:
@@ -74,7 +78,7 @@ class LlamaServer:
     def complete(self, prompt: str | list[int], max_tokens: int) -> dict[str, Any]:
         """Return what it answers, greedily and with exactly max_tokens tokens."""
         asked = {"prompt": prompt, "n_predict": max_tokens, "ignore_eos": True, "temperature": 0.0, "top_k": 1}
-        status, answer = self._call("POST", "/completion", {**asked, "cache_prompt": False})
+        status, answer = self.call("POST", "/completion", {**asked, "cache_prompt": False})
         if status != 200:
             raise RuntimeError(str(answer)[:300])
         return answer
@@ -86,11 +90,12 @@ class LlamaServer:
 
     def _is_ready(self) -> bool:
         try:
-            return self._call("GET", "/health")[0] == 200
+            return self.call("GET", "/health")[0] == 200
         except OSError:
             return False
 
-    def _call(self, method: str, path: str, body: object = None) -> tuple[int, dict[str, Any]]:
+    def call(self, method: str, path: str, body: object = None) -> tuple[int, dict[str, Any]]:
+        """Return the status and the JSON of an answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
         try:
             data = None if body is None else json.dumps(body)
