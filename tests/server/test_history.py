@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 
 from tests.engine.inputs.test_sampled_messages import TEMPLATE
@@ -93,6 +94,25 @@ def test_thoughts_in_anthropics_api_cost_nothing_either(server: LiveServer) -> N
     usage, second = answer["usage"], server.post("/v1/messages", body, **key)[1]["usage"]
     assert second["cache_read_input_tokens"] >= least(usage["input_tokens"], usage["output_tokens"])
     assert counted == second["input_tokens"] + second["cache_read_input_tokens"]
+
+
+def test_what_responses_encrypt_is_what_was_sampled(server: LiveServer) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="one", max_retries=0)
+    tools: Any = [{"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}]
+    items: list[Any] = begin()
+    asked: Any = {"model": "smollm2-135m", "tools": tools, "extra_body": {"seed": 2}, "reasoning": {"effort": "high"}}
+    asked["include"] = ["reasoning.encrypted_content"]
+    *_, last = client.responses.create(input=items, stream=True, **asked)
+    assert last.type == "response.completed"
+    thought, call = last.response.output
+    assert (thought.type, call.type) == ("reasoning", "function_call")
+    assert len(thought.encrypted_content or "") > 40
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
+    items += [thought.model_dump(), {**call.model_dump(), "arguments": ' {"days":2, "city": "Zürich"}'}, result]
+    usage, second = last.response.usage, client.responses.create(input=items, **asked).usage
+    assert usage is not None
+    assert second is not None
+    assert second.input_tokens_details.cached_tokens >= least(usage.input_tokens, usage.output_tokens)
 
 
 def test_what_was_changed_is_not_taken_from_the_history(server: LiveServer) -> None:

@@ -4,7 +4,7 @@ An answer is a list of items: messages, thoughts and calls. Each is announced, t
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -189,6 +189,8 @@ class _OpenItem:
 class ResponseWriter:
     """Makes events, with their numbers, of the events of a turn.   response: as it is now; whole after the last event.
 
+    seal: returns what thoughts have as `encrypted_content`; "": nothing.
+
     `begin`, then `add` as often as there is something, then `end` or `fail`. Items that events have are not changed
     later, so that events can be kept.
     """
@@ -196,6 +198,7 @@ class ResponseWriter:
     def __init__(self, response: ResponseAnswer, tools: Mapping[str, NamedTool], is_summary: bool = False) -> None:
         """response: without output.   tools: by the names in calls.   is_summary: thoughts are sent as summaries."""
         self.response = response
+        self.seal: Callable[[], str] = str
         self._tools = tools
         self._thought = _SUMMARY if is_summary else _THOUGHT
         self._num_events = 0
@@ -317,6 +320,8 @@ class ResponseWriter:
             part = _part(form.part, text, self._open.logprobs)
             events.append(self._event(f"{form.part_event}.done", **place, part=part))
             item = replace(self._open.item, status=status, **{form.index.removesuffix("_index"): [part]})
+        if form is self._thought and (sealed := self.seal()):
+            item.encrypted_content = sealed
         self.response.output.append(item)
         events.append(self._event("response.output_item.done", output_index=place["output_index"], item=item))
         self._open = None

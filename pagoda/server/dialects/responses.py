@@ -79,6 +79,8 @@ class ResponsesDialect:
         return TurnRequest(params, conversation, is_stream=body.stream, request_id=request_id, origin=made.origin)
 
     def answer(self, body: ResponsesRequest, turn: Turn, state: ServerState) -> "ResponseFrames":
+        if body.includes("reasoning.encrypted_content"):
+            self._writer.seal = turn.seal
         return ResponseFrames(self._writer, turn)
 
     def failed(self, error: ApiError) -> Response:

@@ -36,6 +36,7 @@ class ItemsTranscript(Transcript):
         super().__init__()
         self._tools = tools
         self._functions = tools.functions
+        self._seals: list[str] = []
         self._shown: list[dict[str, Any]] = []  # images of results, which wait for the next message of the user
         self._by_id = {item.id: item for item in earlier if item.type != "item_reference"}
         if body.instructions:
@@ -63,7 +64,8 @@ class ItemsTranscript(Transcript):
         self._functions = use["tools"]
         effort = body.reasoning.effort if body.reasoning is not None else None
         is_parallel = body.parallel_tool_calls is not False
-        return Conversation(self.messages, thinking=Thinking(effort=effort), is_parallel=is_parallel, **use)
+        thinking = Thinking(effort=effort)
+        return Conversation(self.messages, thinking=thinking, is_parallel=is_parallel, seals=self._seals, **use)
 
     def _add_item(self, place: str, item: InputItem) -> None:
         kind = item.type or ("message" if item.role is not None else "item_reference")
@@ -73,7 +75,8 @@ class ItemsTranscript(Transcript):
             case "message":
                 self._add_message(place, item)
             case "reasoning":
-                # `encrypted_content` would be read here.
+                if item.encrypted_content is not None:
+                    self._seals.append(item.encrypted_content)
                 if text := _joined(item.content) or _joined(item.summary):
                     message = self._assistant(place)
                     message["reasoning_content"] = message.get("reasoning_content", "") + text
