@@ -141,6 +141,18 @@ class DraftsVerified:
 
 
 @_event
+class Pinned(RequestEvent):
+    """One of its sequences leaves its blocks: other free blocks lose their content before `num_blocks` of these do.
+
+    ttl_s: for so many seconds.
+    """
+
+    sequence: int
+    num_blocks: int
+    ttl_s: int
+
+
+@_event
 class Copied(RequestEvent):
     """Copy-on-write: block `source` was shared when the sequence had to write to it; it has `target` now."""
 
@@ -214,6 +226,7 @@ ClientEvent = (
     | Encoded
     | FirstToken
     | DraftsVerified
+    | Pinned
     | Copied
     | Failed
     | Ended

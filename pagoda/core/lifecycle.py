@@ -57,6 +57,8 @@ def _check(state: SchedulerState, request: Request) -> None:
             f"prior_output must have one entry per sequence ({request.num_seqs}), not {len(request.prior_output)}",
             "prior_output",
         )
+    if request.pin is not None and request.pin.ttl_s < 1:
+        raise RequestError(f"pin.ttl_s must be at least 1 second (got {request.pin.ttl_s})", "pin")
     limit, most = state.encoder.largest_item, state.config.max_num_batched_tokens
     for item in request.media:
         if item.length > limit:

@@ -116,6 +116,17 @@ def without_features(item: MediaItem) -> MediaItem:
     return item if item.features is None else replace(item, features=None)
 
 
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """Other blocks lose their content before those of this request do, for `ttl_s` seconds after they were last used.
+
+    owner: of whose share of the pool that takes.
+    """
+
+    ttl_s: int
+    owner: str = ""
+
+
 RequestKey = tuple[int, int]
 """What identifies an unfinished request: its client's index and the handle that this client chose."""
 
@@ -136,6 +147,7 @@ class Request:
     encoder_len: encoder tokens of an encoder-decoder request (sizes its cross-attention table), else 0.
     prompt_embeds: float32 [n, hidden], what the first n prompt positions have in place of their tokens' embeddings;
         their token ids are PLACEHOLDER_ID.
+    pin: keep its blocks in the prefix cache rather than others.
     """
 
     request_id: str
@@ -155,6 +167,7 @@ class Request:
     encoder_len: int = 0
     prior_output: tuple[tuple[int, ...], ...] = ()
     prompt_embeds: np.ndarray | None = None
+    pin: Pin | None = None
 
     @property
     def key(self) -> RequestKey:

@@ -93,6 +93,7 @@ class Scheduler(SchedulerInterface):
             for key in state.preparations.take_woken():
                 state.waiting.wake(key)
                 state.swapped.wake(key)
+        state.kv.pool.end_pins(plan.now_s)
         narrow_budgets(state, plan)
         if state.is_phased:
             _plan_phased(state, plan)

@@ -18,7 +18,7 @@ from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode, Sche
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
-from pagoda.core.request import PLACEHOLDER_ID, LoraRef, MediaItem, Reason
+from pagoda.core.request import PLACEHOLDER_ID, LoraRef, MediaItem, Pin, Reason
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import SchedulerOutput
 from tests.core.traffic import VOCABULARY, Failure, Setting, Traffic, make_request
@@ -156,6 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         lora=st.sampled_from([None, None, None, *ADAPTERS]),
         salt=st.sampled_from([None, None, "s"]),
+        pin=st.sampled_from([None, None, Pin(1, "a"), Pin(2, "a"), Pin(3, "b")]),
         skip=st.sampled_from([False, False, True]),
         penalty=st.sampled_from([0.0, 1.0, 1.0, -1.0]),
         early=st.sampled_from([False, True, "never"]),
@@ -176,6 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         lora: LoraRef | None,
         salt: str | None,
+        pin: Pin | None,
         skip: bool,
         penalty: float,
         early: bool | Literal["never"],
@@ -223,6 +225,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             lora=lora,
             cache_salt=salt,
+            pin=pin,
             skip_prefix_read=skip,
             media=tuple(media),
             prompt_embeds=embeds,
@@ -233,6 +236,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if setting.encoder_decoder:
             request = replace(request, media=(MediaItem(f"audio{self.count}", 0, request.encoder_len),))
         self.traffic.add(request, lacks)
+
+    @rule(seconds=st.integers(1, 2))
+    def wait(self, seconds: int) -> None:
+        """Pins end with time."""
+        self.traffic.clock.advance(seconds)
 
     @precondition(lambda self: self.count)
     @rule(data=st.data())

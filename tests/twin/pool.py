@@ -12,6 +12,8 @@ class Block:
     references: int = 0
     content: Hashable | None = None  # what a full block holds, if it may be found by it
     times_taken: int = 0
+    pinned_until: int = 0  # a second; 0: not pinned
+    owner: str = ""  # of the pin
 
     @property
     def stamp(self) -> tuple[int, int]:
@@ -20,7 +22,7 @@ class Block:
 
 
 class Pool:
-    """`free` is a list in the order of reuse: blocks without content first, then the longest unused."""
+    """`free` is a list of the longest unused first. Blocks without content are reused first, pinned ones last."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = {number: Block(number) for number in range(1, num_blocks + 1)}
@@ -33,8 +35,11 @@ class Pool:
     def take(self, count: int) -> list[int]:
         """Blocks to write into. What they held can no longer be found."""
         assert count <= len(self.free)
-        taken = [self.free.pop(0) for _ in range(count)]
-        for block in taken:
+        taken: list[Block] = []
+        for _ in range(count):
+            block = min(self.free, key=lambda one: (one.content is not None, one.pinned_until > 0))
+            self.free.remove(block)
+            taken.append(block)
             assert block.references == 0
             block.references = 1
             block.times_taken += 1
@@ -103,7 +108,42 @@ class Pool:
                     self.free.remove(block)
                     self.free.insert(0, block)
 
+    def pin(self, numbers: list[int], owner: str, until: int) -> int:
+        """Pin those that can be found, the first ones if the owner may have no more. Return how many are pinned."""
+        blocks = [self.blocks[number] for number in numbers if number != NULL]
+        blocks = [block for block in blocks if block.content is not None]
+        most, num_new = len(self) // 4, sum(not block.pinned_until for block in blocks)
+        for block in [block for block in self.free if block.pinned_until and block.owner == owner]:
+            if self._num_pinned(owner) + num_new > most:
+                self._unpin(block)
+        num_pinned = 0
+        for block in blocks:
+            if not block.pinned_until and self._num_pinned(owner) < most:
+                block.owner, block.pinned_until = owner, until
+            elif not block.pinned_until:
+                continue
+            block.pinned_until = max(block.pinned_until, until)
+            num_pinned += 1
+        return num_pinned
+
+    def end_pins(self, second: int) -> None:
+        in_use = [block for block in self.blocks.values() if block.references]
+        for block in [*self.free, *in_use]:
+            if 0 < block.pinned_until <= second:
+                self._unpin(block)
+
+    def _num_pinned(self, owner: str) -> int:
+        return sum(block.pinned_until > 0 and block.owner == owner for block in self.blocks.values())
+
+    def _unpin(self, block: Block) -> None:
+        """A free one is as young as if it became free now."""
+        block.pinned_until = 0
+        if block.references == 0:
+            self.free.remove(block)
+            self.free.append(block)
+
     def _forget(self, block: Block) -> None:
+        block.pinned_until = 0
         if block.content is not None:
             self.known[block.content].remove(block.number)
             block.content = None

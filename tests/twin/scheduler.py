@@ -20,6 +20,7 @@ from pagoda.core.events import (
     FirstToken,
     Held,
     Limited,
+    Pinned,
     Preempted,
     Queued,
     Swapped,
@@ -61,6 +62,7 @@ class TwinScheduler:
         self.max_model_len = max_model_len
         self.clock = clock or VirtualClock()
         self.pool = Pool(num_blocks)
+        self.second = 0
         self.host = Pool(num_host_blocks)
         in_flight = config.max_num_batched_tokens * config.pipeline_depth + config.num_lookahead_slots
         self.memory = Memory(
@@ -185,6 +187,7 @@ class TwinScheduler:
         message: str | None = None,
     ) -> None:
         sequence.finished = True
+        self._pin(state, sequence)
         self.memory.free(sequence)
         self.memory.drop_host(sequence, self.host)
         self.memory.call_off_copies([sequence])
@@ -198,6 +201,15 @@ class TwinScheduler:
         end = sequence.number, status, stop_token, message, not state.alive
         self.events.append(Ended(*self._at(state), state.id, *end))
 
+    def _pin(self, state: TwinRequest, sequence: TwinSequence) -> None:
+        """It is about to leave its blocks, if it has any."""
+        pin = state.request.pin
+        if pin is not None and sequence.started and self.memory.caching and self.memory.groups:
+            numbers = [number for table in sequence.tables for number in table]
+            num_pinned = self.pool.pin(numbers, pin.owner, self.second + pin.ttl_s)
+            if num_pinned:
+                self.events.append(Pinned(*self._at(state), sequence.number, num_pinned, pin.ttl_s))
+
     # One step -------------------------------------------------------------------------------------------------
 
     def wake(self, keys: Collection[RequestKey]) -> None:
@@ -208,6 +220,8 @@ class TwinScheduler:
     def schedule(self) -> Record:
         self.step_number += 1
         self.event_step = self.step_number
+        self.second = int(self.clock.now())
+        self.pool.end_pins(self.second)
         self.memory.open_step()
         self.encoder.open_step()
         self.budget = self.config.max_num_batched_tokens
@@ -389,6 +403,8 @@ class TwinScheduler:
             swaps = self._swap_is_cheaper(state, whole)
         num_lost = 0 if fits and swaps else self._lost(state, whole or state.alive).num_tokens
         if fits and swaps:
+            for sequence in whole:
+                self._pin(state, sequence)
             num_blocks = self.memory.swap_out(whole, self.host)
             self.events.append(Swapped(*self._at(state), True, num_blocks))
             state.status = "swapped"
@@ -443,6 +459,7 @@ class TwinScheduler:
 
     def _drop(self, state: TwinRequest) -> None:
         for sequence in state.sequences:
+            self._pin(state, sequence)
             self.memory.free(sequence)
             sequence.computed = 0
         state.status = "preempted"

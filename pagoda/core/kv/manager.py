@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from pagoda.base.config import CacheConfig
-from pagoda.core.events import EventStream
+from pagoda.core.events import EventStream, Pinned
 from pagoda.core.kv.block_pool import NO_BLOCKS, BlockPool
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.host_tier import HostTier
@@ -49,6 +49,7 @@ class KVCacheManager:
         )
         self.tables = BlockTables(table, entries, self.pool, self.prefix_cache, sizing)
         self.host = HostTier(table, self.tables, sizing, num_host_blocks)
+        self._events = events
 
     def num_blocks_held(self, rows: Iterable[int]) -> list[int]:
         """Per KV group: distinct device blocks that `rows` reference, without the null block."""
@@ -187,14 +188,24 @@ class KVCacheManager:
 
     def free(self, row: int) -> None:
         """Free every block of the row; what it has computed stays findable."""
-        self.prefix_cache.cache_blocks(row, int(self._table.num_computed[row]))
+        self._keep_findable(row)
         self.tables.free_row(row)
 
     def swap_out(self, sequences: list[Sequence]) -> int:
         """Move the KV of sibling sequences to the host, as HostTier does; what they have computed stays findable."""
         for sequence in sequences:
-            self.prefix_cache.cache_blocks(sequence.row, int(self._table.num_computed[sequence.row]))
+            self._keep_findable(sequence.row)
         return self.host.swap_out(sequences)
+
+    def _keep_findable(self, row: int) -> None:
+        """The row is about to lose its blocks: insert the full ones into the prefix cache, and pin them if asked to."""
+        self.prefix_cache.cache_blocks(row, int(self._table.num_computed[row]))
+        sequence = self._table.owner(row)
+        request = sequence.request.spec
+        if request.pin is not None and self.prefix_cache.enabled:
+            blocks = np.concatenate(self.tables.of(row))
+            if num_pinned := self.pool.pin(blocks[blocks != 0], request.pin):
+                self._events.write(Pinned(*self._events.at(request), sequence.index, num_pinned, request.pin.ttl_s))
 
     def remove_sequence(self, sequence: Sequence) -> None:
         """The sequence has ended: free what it has on the host."""
