@@ -18,6 +18,7 @@ from pagoda.core.events import (
     FirstToken,
     Held,
     Limited,
+    Pinned,
     Preempted,
     Queued,
     Swapped,
@@ -104,7 +105,7 @@ class ChromeTrace:
                 self._mark(track, "first token", now_us)
             case Failed():
                 self._mark(track, "a row failed", now_us)
-            case Encoded() | Copied():
+            case Encoded() | Copied() | Pinned():
                 pass  # small, and many
 
     def written(self, now_s: float) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from pagoda.core.events import Admitted, ClientEvent, Failed, FirstToken, Held, Limited, Preempted, Queued
+from pagoda.core.events import Admitted, ClientEvent, Failed, FirstToken, Held, Limited, Pinned, Preempted, Queued
 from pagoda.core.request import AdmitKind, Reason
 
 _ENTRIES = {
@@ -44,6 +44,8 @@ def in_words(event: ClientEvent, name_of: Callable[[int, int], str | None]) -> s
             return f"preempted for {'itself' if is_own else known or 'another request'}: {_lost(event)}"
         case FirstToken():
             return "first token"
+        case Pinned(num_blocks=num_blocks, ttl_s=ttl_s):
+            return f"keeps {_count(num_blocks, 'block')} in the prefix cache for {_count(ttl_s, 'second')}"
         case Failed(message=message):
             return f"a step failed: {message}" if message else "a step failed; it is computed again"
         case _:

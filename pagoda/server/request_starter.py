@@ -6,13 +6,13 @@ import hashlib
 import hmac
 import itertools
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from starlette.requests import Request as HttpRequest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import MediaItem, Request
+from pagoda.core.request import MediaItem, Pin, Request
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.inputs.params_preparer import Params, PreparedParams
@@ -37,7 +37,7 @@ class RawPrompts:
 
     params: of each prompt.   names: what errors call each prompt, () for "prompt".   lora: the adapter to use.
     add_special_tokens: add those that the tokenizer puts around a text prompt.   cache_salt: as the caller gave it.
-    is_stream: the answer is sent as it comes.
+    is_stream: the answer is sent as it comes.   cache_ttl_s: as of TurnRequest.
     """
 
     prompts: Sequence[Prompt]
@@ -48,6 +48,7 @@ class RawPrompts:
     priority: int = 0
     cache_salt: str | None = None
     is_stream: bool = False
+    cache_ttl_s: int | None = None
 
     @property
     def num_chars(self) -> int:
@@ -158,7 +159,8 @@ class RequestStarter(Serving):
         key = http.scope["state"]["key"]
         await place.keep(_media_bytes(asked.media))  # at once: prompts may queue for a thread behind others' images
         engine_ids = place.at_end.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
-        making = self._make_requests(asked, engine_ids, self.salt(key, asked.cache_salt), place.arrived_s)
+        pin = Pin(asked.cache_ttl_s, self.salt(key, None) or "") if asked.cache_ttl_s else None
+        making = self._make_requests(asked, engine_ids, self.salt(key, asked.cache_salt), pin, place.arrived_s)
         # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
         is_long = asked.num_chars >= LONG_TEXT_CHARS or asked.has_grammar
         requests = await (cancel_on_disconnect(http, making) if is_long else making)
@@ -176,6 +178,7 @@ class RequestStarter(Serving):
         asked: RawPrompts,
         engine_ids: Sequence[str],
         cache_salt: str | None,
+        pin: Pin | None,
         arrived_s: float,
     ) -> list[Request]:
         limits = self.llm.input_processor.limits.of_request
@@ -201,7 +204,7 @@ class RequestStarter(Serving):
                     raise
                 name = asked.names[index]
                 raise RequestError(f"{name}: {str(error).removeprefix('prompt: ')}", name) from None
-            requests.append(request)
+            requests.append(request if pin is None else replace(request, pin=pin))
             if request.sampling is not None:
                 num_output_tokens += request.num_seqs * (request.sampling.max_tokens or 0)
                 limits.check_outputs(num_output_tokens, request.sampling.logprobs)

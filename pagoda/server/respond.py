@@ -71,6 +71,7 @@ async def begin_turn(http: Request, dialect: Dialect[B, A], body: B) -> "Running
                 request.priority,
                 request.cache_salt,
                 request.is_stream,
+                request.cache_ttl_s,
             )
             generation = await state.starter.begin(http, place, asked, request_id)
     with contextlib.ExitStack() as at_error:

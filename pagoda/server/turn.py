@@ -38,6 +38,7 @@ class TurnRequest:
     params: of every prompt.   more_conversations: that are answered with it, each on its own.
     add_special_tokens: as for RawPrompts, of prompts that are texts.
     request_id: that the caller gives the answer.
+    cache_ttl_s: keep its blocks in the prefix cache rather than others, for so long after their last use.
     origin: from a field as this package calls it (`max_tokens`, `messages[2].content`) to the caller's own; "" for one
         that the caller's API does not have.
     """
@@ -51,6 +52,7 @@ class TurnRequest:
     request_id: str | None = None
     priority: int = 0
     cache_salt: str | None = None
+    cache_ttl_s: int | None = None
     origin: Callable[[str], str] = _same
 
     @property

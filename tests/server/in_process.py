@@ -49,13 +49,16 @@ DEFAULTS = ServerConfig()
 
 
 def served(
-    test: Callable[[httpx.AsyncClient], Awaitable[None]], config: ServerConfig = DEFAULTS, speech: bool = False
+    test: Callable[[httpx.AsyncClient], Awaitable[None]],
+    config: ServerConfig = DEFAULTS,
+    speech: bool = False,
+    client: EndingClient | None = None,
 ) -> None:
-    """Run a test against the app.   speech: its model claims to transcribe."""
+    """Run a test against the app.   speech: its model claims to transcribe.   client: of the engine."""
 
     async def main() -> None:
-        client: Any = EndingClient()
-        async with AsyncEngine(client, byte_inputs()) as llm:
+        engine: Any = client or EndingClient()
+        async with AsyncEngine(engine, byte_inputs()) as llm:
             llm.input_processor.speech = cast("Any", speech or None)
             metrics = ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, ""))
             state = ServerState(

@@ -2,7 +2,18 @@
 
 import pytest
 
-from pagoda.core.events import Admitted, ClientEvent, Copied, Failed, FirstToken, Held, Limited, Preempted, Queued
+from pagoda.core.events import (
+    Admitted,
+    ClientEvent,
+    Copied,
+    Failed,
+    FirstToken,
+    Held,
+    Limited,
+    Pinned,
+    Preempted,
+    Queued,
+)
 from pagoda.core.request import AdmitKind, Reason
 from pagoda.server.event_words import in_words, needs_blocks
 
@@ -51,6 +62,7 @@ def name_of(client: int, handle: int) -> str | None:
             "preempted: 1 token must be computed again, 3 blocks became free",
         ),
         (FirstToken(*AT, 9), "first token"),
+        (Pinned(*AT, 0, 1, 300), "keeps 1 block in the prefix cache for 300 seconds"),
         (Failed(*AT, 6, None), "a step failed; it is computed again"),
         (Copied(*AT, 0, 1, 2), None),
     ],

@@ -12,7 +12,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.grammar import MASKED_LOGPROB
-from pagoda.core.request import LoraRef, MediaItem, Request, RequestKey, RequestStatus
+from pagoda.core.request import LoraRef, MediaItem, Pin, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.recording.compare import StepComparison
@@ -130,6 +130,7 @@ class Player:
             lora=LoraRef(*line["lora"]) if line["lora"] is not None else None,
             cache_salt=line["cache_salt"],
             skip_prefix_read=line["skip_prefix_read"],
+            pin=Pin(*pin) if (pin := line.get("pin")) is not None else None,
             media=tuple(MediaItem(name, offset, length) for name, offset, length in line["media"]),
             encoder_len=line["encoder_len"],
             prior_output=tuple(tuple(self._tokens(tokens)) for tokens in line["prior"]),

@@ -117,6 +117,7 @@ class RecordingScheduler:
             lora=self._lora_of(request),
             cache_salt=name(request.cache_salt),
             skip_prefix_read=request.skip_prefix_read,
+            pin=None if request.pin is None else [request.pin.ttl_s, name(request.pin.owner) or ""],
             media=[[name(item.content_hash), item.offset, item.length] for item in request.media],
             encoder_len=request.encoder_len,
             embeds=None if request.prompt_embeds is None else self._texts.vectors(request.prompt_embeds),

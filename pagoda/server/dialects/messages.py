@@ -1,6 +1,6 @@
 """POST /v1/messages, /v1/messages/count_tokens: Anthropic's API.
 
-What has no counterpart here is ignored: hosted tools, `cache_control` and citations.
+What has no counterpart here is ignored: hosted tools and citations.
 """
 
 import base64
@@ -48,6 +48,16 @@ from pagoda.server.turn import (
 # ---- requests
 
 
+class CacheControl(Struct, frozen=True):
+    """Keep the prefix in the cache rather than others, for so long after its last use."""
+
+    ttl: Annotated[str, one_of("5m", "1h")] = "5m"
+
+    @property
+    def seconds(self) -> int:
+        return 300 if self.ttl == "5m" else 3600
+
+
 class ContentBlock(Struct, frozen=True):
     """A part of a message, a tool's result or the system prompt.
 
@@ -58,6 +68,7 @@ class ContentBlock(Struct, frozen=True):
     id, name, input: Of a call: its id, the tool and the arguments.
     tool_use_id: Of a result: the id of its call.
     content: Of a result.
+    cache_control: As of the whole request.
     """
 
     type: str
@@ -70,6 +81,7 @@ class ContentBlock(Struct, frozen=True):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: "str | list[ContentBlock] | None" = None
+    cache_control: CacheControl | None = None
 
 
 class InputMessage(Body, frozen=True):
@@ -90,12 +102,14 @@ class ToolParam(Struct, frozen=True):
     input_schema: JSON schema of its arguments; hosted tools, which have none, are left out.
     description: What it does, for the model to read.
     strict: The arguments obey the schema by construction.
+    cache_control: As of the whole request.
     """
 
     name: Name
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class ToolChoiceParam(Body, frozen=True):
@@ -131,6 +145,7 @@ class CountTokensRequest(ModelBody, kw_only=True, frozen=True):
     tool_choice: Whether it calls a tool, and which.
     thinking: Whether it thinks first.
     output_config: `format`: of type json_schema, with a `schema` that the text follows; `effort`: how much it thinks.
+    cache_control: Keep the prefix in the cache rather than others; the longest time of any part counts.
     """
 
     unserved: ClassVar[Mapping[str, UnservedField]] = {
@@ -142,6 +157,7 @@ class CountTokensRequest(ModelBody, kw_only=True, frozen=True):
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingParam | None = None
     output_config: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
 
     def check(self, limits: RequestLimits) -> None:
         limits.check_names(model=self.model)
@@ -267,6 +283,16 @@ def _system_text(system: str | list[ContentBlock] | None) -> str:
     blocks = [ContentBlock("text", system)] if isinstance(system, str) else system or []
     texts = [_BILLING.sub("", _text_of(block, f"system[{at}]")) for at, block in enumerate(blocks)]
     return "\n".join(text for text in texts if text)
+
+
+def _cache_ttl_s(body: CountTokensRequest) -> int | None:
+    """Return the longest time for which a part of the request is to be cached."""
+    marked: list[CacheControl | None] = [body.cache_control, *(tool.cache_control for tool in body.tools or ())]
+    for blocks in (body.system, *(message.content for message in body.messages)):
+        for block in () if isinstance(blocks, str | None) else blocks:
+            marked.append(block.cache_control)
+            marked += [inner.cache_control for inner in block.content or () if not isinstance(inner, str)]
+    return max((mark.seconds for mark in marked if mark is not None), default=None)
 
 
 def _text_of(block: ContentBlock, where: str) -> str:
@@ -506,7 +532,9 @@ class MessagesDialect:
             params = SamplingParams.of_model(
                 model.default_sampling, **{name: one for name, one in given.items() if one is not None}
             )
-        return TurnRequest(params, conversation, is_stream=body.stream, origin=made.origin)
+        return TurnRequest(
+            params, conversation, is_stream=body.stream, cache_ttl_s=_cache_ttl_s(body), origin=made.origin
+        )
 
     def answer(self, body: MessagesRequest, turn: Turn, state: ServerState) -> "MessageWriter":
         return MessageWriter(body, turn)

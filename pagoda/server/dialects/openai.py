@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from msgspec import UNSET, Struct, UnsetType
 
 from pagoda.base.outputs import Logprob
-from pagoda.server.dialects.openai_body import SamplingBody
+from pagoda.server.dialects.openai_body import SamplingBody, cache_ttl_s
 from pagoda.server.generation import Generation, RequestFigures, as_ms
 from pagoda.server.sending import OPENAI_FRAMING, event
 from pagoda.server.state import ServerState
@@ -188,6 +188,7 @@ def turn_request(body: SamplingBody, **given: Any) -> TurnRequest:
         request_id=body.request_id,
         priority=body.priority,
         cache_salt=body.cache_salt,
+        cache_ttl_s=cache_ttl_s(body.prompt_cache_key, body.prompt_cache_retention),
         origin=lambda param: field if param == "max_tokens" else param,
         **given,
     )

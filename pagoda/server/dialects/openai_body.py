@@ -29,6 +29,7 @@ from pagoda.server.body import (
     one_of,
 )
 
+CacheRetention = Annotated[str, one_of("in_memory", "in-memory", "24h")]
 _TEXT_TOKENS = 16  # of a text completion that says nothing, as in OpenAI's API
 _TRANSFER = "disaggregated serving"
 _MEDIA = "options for processing images; edit preprocessor_config.json in a copy of the model"
@@ -143,6 +144,8 @@ class SamplingBody(ModelBody, kw_only=True, frozen=True):
     truncation_side: Where they are cut off instead.
     priority: Smaller is sooner, where requests are scheduled by priority.
     cache_salt: Share cached prefixes only with requests that have the same salt.
+    prompt_cache_key: Keep this request's prefix in the cache rather than others, for five minutes after its last use.
+    prompt_cache_retention: The same; 24h: for a day.
     request_id: The id of the answer, without its prefix.
     return_token_ids: Tell the ids of the prompt's and the output's tokens.
     return_tokens_as_token_ids: Write tokens in log-probabilities as "token_id:ID"; by default as the server is set.
@@ -191,6 +194,8 @@ class SamplingBody(ModelBody, kw_only=True, frozen=True):
     truncation_side: Annotated[str, one_of("left", "right")] | None = None
     priority: Priority = 0
     cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: CacheRetention | None = None
     request_id: RequestId | None = None
     return_token_ids: Flag = False
     return_tokens_as_token_ids: bool | None = None
@@ -210,7 +215,8 @@ class SamplingBody(ModelBody, kw_only=True, frozen=True):
 
     def check(self, limits: RequestLimits) -> None:
         limits.check_lists(self)
-        limits.check_names(model=self.model, user=self.user, cache_salt=self.cache_salt)
+        names = ("model", "user", "cache_salt", "prompt_cache_key")
+        limits.check_names(**{name: getattr(self, name) for name in names})
         limits.check_values(_structure_values(self), "grammar_chars")  # before a schema is written as text
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: needs stream to be true", "stream_options")
@@ -355,3 +361,10 @@ def _of_response_format(given: ResponseFormat) -> dict[str, Any]:
             'response_format: type "json_schema" needs json_schema.schema, a JSON schema', "response_format"
         )
     return {"json": schema}
+
+
+def cache_ttl_s(key: str | None, retention: str | None) -> int | None:
+    """Return for how long `prompt_cache_key` and `prompt_cache_retention` keep a prefix in the cache."""
+    if retention == "24h":
+        return 86_400
+    return None if key is None and retention is None else 300

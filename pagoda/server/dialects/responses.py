@@ -16,6 +16,7 @@ from starlette.responses import Response
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.server.conversation import check_chat
 from pagoda.server.dialects.chat import ChatLogprob, chat_logprobs
+from pagoda.server.dialects.openai_body import cache_ttl_s
 from pagoda.server.dialects.response_events import (
     ResponseAnswer,
     ResponseConversation,
@@ -76,7 +77,14 @@ class ResponsesDialect:
         is_summary = body.reasoning is not None and body.reasoning.summary not in (None, "none")
         response = _new_response(body, params, tools, self.id_prefix + request_id, body.model or model.names[0])
         self._writer = ResponseWriter(response, tools.named, is_summary)
-        return TurnRequest(params, conversation, is_stream=body.stream, request_id=request_id, origin=made.origin)
+        return TurnRequest(
+            params,
+            conversation,
+            is_stream=body.stream,
+            request_id=request_id,
+            cache_ttl_s=cache_ttl_s(body.prompt_cache_key, body.prompt_cache_retention),
+            origin=made.origin,
+        )
 
     def answer(self, body: ResponsesRequest, turn: Turn, state: ServerState) -> "ResponseFrames":
         if body.includes("reasoning.encrypted_content"):

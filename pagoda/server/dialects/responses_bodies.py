@@ -9,6 +9,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.server.body import Body, Flag, ModelBody, Seed, TokenCount, UnservedField, one_of
+from pagoda.server.dialects.openai_body import CacheRetention
 from pagoda.server.dialects.responses_tools import ResponsesTool, ResponsesToolChoice
 
 
@@ -111,11 +112,13 @@ class ResponsesRequest(ModelBody, kw_only=True, frozen=True):
     include: `message.output_text.logprobs` and `reasoning.encrypted_content` are known; others have no effect.
     metadata: Comes back in the answer.
     truncation: Has no effect: what does not fit into the context is an error.
-    user, safety_identifier, prompt_cache_key: Come back in the answer.
     store: Keep the response, so that it can be asked for and followed.
     background: Answer at once, and go on without the client.
     previous_response_id: A stored response, whose items come before the input.
     conversation: A stored conversation, or its id: its items come before the input, and those of this turn are added.
+    user, safety_identifier: Come back in the answer.
+    prompt_cache_key: Comes back in the answer; keep the prefix in the cache rather than others, for five minutes.
+    prompt_cache_retention: The same; 24h: for a day.
     seed: Makes the output repeatable; not a field of OpenAI's.
     """
 
@@ -145,6 +148,7 @@ class ResponsesRequest(ModelBody, kw_only=True, frozen=True):
     background: Flag = False
     previous_response_id: str | None = None
     conversation: str | ConversationParam | None = None
+    prompt_cache_retention: CacheRetention | None = None
     seed: Seed | None = None
 
     def check(self, limits: RequestLimits) -> None:

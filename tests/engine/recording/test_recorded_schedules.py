@@ -51,7 +51,7 @@ class RecordedMachine(SchedulerMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.traffic = _Traffic(data.draw(setting_of(self.mode)))
         path = Path(self.folder.name) / "run"
-        record_traffic(self.traffic, path, with_tokens=with_tokens, max_bytes=40_000, slow=slow)
+        record_traffic(self.traffic, path, with_tokens=with_tokens, max_bytes=25_000, slow=slow)
 
     def _offer_drafts(self, right: int) -> None:
         self.traffic.num_right = right  # type: ignore[attr-defined]
@@ -84,7 +84,7 @@ class RecordedPhases(RecordedMachine, PhasedMachine):
 
 def test_random_schedules_are_replayed_without_a_difference() -> None:
     for machine in (RecordedMachine, RecordedPhases):
-        run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=60))
+        run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=90))
     wanted = {"drafts", "encoder_inputs", "forks", "copies", "beams", "ADAPTER", "failed", "", "later file"}
     assert wanted <= SEEN
 
@@ -124,4 +124,4 @@ def test_a_file_that_begins_after_an_empty_step_counts_from_there(tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [RecordedMachine, RecordedPhases])
 def test_random_schedules_are_replayed_at_length(machine: type[RecordedMachine]) -> None:
-    run_state_machine_as_test(machine, settings=settings(CALM, max_examples=600, stateful_step_count=60))
+    run_state_machine_as_test(machine, settings=settings(CALM, max_examples=900, stateful_step_count=60))
