@@ -21,10 +21,10 @@ from pagoda.cli.bench.workload import WorkItem, read_workload
 from pagoda.cli.options import engine_options
 
 if TYPE_CHECKING:
-    from pagoda.engine.llm_engine import LLMEngine
+    from pagoda.engine.text_engine import TextEngine
 
 
-def decode_speed(engine: "LLMEngine", items: list[WorkItem]) -> tuple[float, float]:
+def decode_speed(engine: "TextEngine", items: list[WorkItem]) -> tuple[float, float]:
     """Return the mean output tokens per second of the first arrivals, and when the last request ended, in s."""
     waiting = sorted(items, key=lambda item: item.arrival_s)
     first = {f"early{i}" for i, item in enumerate(waiting) if item.arrival_s == 0.0}

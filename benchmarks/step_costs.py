@@ -31,7 +31,7 @@ from pagoda.core.executor import Capacity, Executor, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
-    from pagoda.engine.llm_engine import LLMEngine
+    from pagoda.engine.text_engine import TextEngine
 
 _WARM_UP = 100  # steps after which predictions count
 _CASES = (8, 32, 128, 512, 1500)
@@ -73,7 +73,7 @@ class StepLog:
         self._inner.shutdown()
 
 
-def build(options: dict[str, object], *, cpu_time: bool) -> tuple["LLMEngine", StepLog]:
+def build(options: dict[str, object], *, cpu_time: bool) -> tuple["TextEngine", StepLog]:
     """Return an engine that plans a step when the one before is done, and the log of its steps."""
     from pagoda.assembly.assemble import build_llm_engine
     from pagoda.base.config import EngineConfig
@@ -93,7 +93,7 @@ def build(options: dict[str, object], *, cpu_time: bool) -> tuple["LLMEngine", S
 
 
 def add(
-    engine: "LLMEngine",
+    engine: "TextEngine",
     name: str,
     num_prompt: int,
     max_tokens: int,
@@ -107,12 +107,12 @@ def add(
     engine.add(engine.prepare(name, tokens, params, priority=priority), RequestOutputKind.FINAL_ONLY)
 
 
-def finish(engine: "LLMEngine") -> None:
+def finish(engine: "TextEngine") -> None:
     while engine.has_unfinished_requests():
         engine.step()
 
 
-def run_traffic(engine: "LLMEngine", log: StepLog, num_steps: int) -> list[Step]:
+def run_traffic(engine: "TextEngine", log: StepLog, num_steps: int) -> list[Step]:
     """Run random requests: most are short, some have long prompts; between 1 and 24 at once. Return the steps."""
     rng = random.Random(7)
     at_once, submitted, running = 4, 0, 0
@@ -160,7 +160,7 @@ def print_errors(terms: np.ndarray, measured: np.ndarray, again: np.ndarray) -> 
         print(line)
 
 
-def measure_case(engine: "LLMEngine", log: StepLog, name: str, num_tokens: int) -> tuple[float, float, int]:
+def measure_case(engine: "TextEngine", log: StepLog, name: str, num_tokens: int) -> tuple[float, float, int]:
     """Let a request lose its place and come back. Return seconds of computing it again, of copies, and its blocks.
 
     The engine runs one request at a time. A step that computes it again also decodes, which does not count.
@@ -179,7 +179,7 @@ def measure_case(engine: "LLMEngine", log: StepLog, name: str, num_tokens: int) 
     return computed_s, sum(result.swap_s for _, result in returned), sum(len(output.swap_out) for output, _ in returned)
 
 
-def measure_shared(engine: "LLMEngine", log: StepLog, name: str, num_tokens: int, num_shared: int) -> float:
+def measure_shared(engine: "TextEngine", log: StepLog, name: str, num_tokens: int, num_shared: int) -> float:
     """Return the seconds of computing a prompt of which another running request has the first tokens."""
     add(engine, f"{name} other", num_shared + 1, 16, begin=(name, num_shared))
     for _ in range(4):

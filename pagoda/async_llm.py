@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 import msgspec
 
-from pagoda.assembly.assemble import llm_engine_builder
+from pagoda.assembly.assemble import text_engine_builder
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.engine_args import EngineArgs, settings_of, with_options_of
@@ -42,7 +42,6 @@ from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.pooling_inputs import instruction_of, texts_of, with_instruction, with_task
 from pagoda.engine.inputs.prompts import Prompt, check_conversation, check_prompt, is_embeds, text_of
 from pagoda.engine.inputs.scoring import PairOptions
-from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.output_processor import OutputKind
 from pagoda.engine.outputs.results import (
     beam_sampling,
@@ -53,6 +52,7 @@ from pagoda.engine.outputs.results import (
     scoring_outputs,
 )
 from pagoda.engine.templates.chat_values import Message
+from pagoda.engine.text_engine import TextEngine
 from pagoda.engine.transcription.sound import load_sound
 from pagoda.engine.transcription.transcriber import TranscriptionFields, TranscriptionOptions
 from pagoda.vllm_names import missing_method
@@ -85,7 +85,7 @@ class _Loaded:
     engine: AsyncEngine
 
 
-async def _load(build: Callable[[], LLMEngine]) -> _Loaded:
+async def _load(build: Callable[[], TextEngine]) -> _Loaded:
     """Build an engine on its own thread, without blocking the event loop."""
     client = ThreadClient(build, "AsyncLLM")
     return _Loaded(client, AsyncEngine(client, (await client.start()).input_processor))
@@ -115,16 +115,16 @@ class AsyncLLM:
         """Check the options, which are the same as for LLM, without loading the model. Raises ConfigError."""
         config = EngineConfig.for_engine(model=model, **options)
         check_settings(config)
-        self._begin(llm_engine_builder(config))
+        self._begin(text_engine_builder(config))
 
     @classmethod
-    def over(cls, build: Callable[[], LLMEngine]) -> Self:
+    def over(cls, build: Callable[[], TextEngine]) -> Self:
         """Return an AsyncLLM over the engine that `build` returns, which is called on the thread that runs it."""
         llm = cls.__new__(cls)
         llm._begin(build)
         return llm
 
-    def _begin(self, build: Callable[[], LLMEngine]) -> None:
+    def _begin(self, build: Callable[[], TextEngine]) -> None:
         self._build = build
         self._pid = os.getpid()
         self._is_closed = False
@@ -144,7 +144,7 @@ class AsyncLLM:
         """Return an AsyncLLM with the options of an `EngineArgs`. Raises as the constructor."""
         config = settings_of(engine_args)
         check_settings(config)
-        return cls.over(llm_engine_builder(config))
+        return cls.over(text_engine_builder(config))
 
     async def start(self) -> Self:
         """Load the model if it is not loaded yet. Raises ConfigError or CapacityError as LLM does."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import msgspec
 
-from pagoda.assembly.assemble import llm_engine_builder
+from pagoda.assembly.assemble import text_engine_builder
 from pagoda.base.config import EngineConfig
 from pagoda.base.engine_args import EngineArgs, settings_of, with_options_of
 from pagoda.base.errors import RequestError
@@ -46,7 +46,6 @@ from pagoda.engine.inputs.prompts import (
     is_one_conversation,
 )
 from pagoda.engine.inputs.scoring import PairOptions, Scoring
-from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.offline import (
     CallOptions,
     OfflineThread,
@@ -66,6 +65,7 @@ from pagoda.engine.outputs.results import (
     scoring_outputs,
 )
 from pagoda.engine.templates.chat_values import Message
+from pagoda.engine.text_engine import TextEngine
 from pagoda.engine.transcription.sound import load_sound
 from pagoda.engine.transcription.transcriber import (
     Transcriber,
@@ -112,21 +112,21 @@ class LLM:
         options: the fields of EngineConfig's parts by name (`max_num_seqs=8, dtype="float32"`).
         Raises ConfigError for a model or an option that cannot be used, CapacityError when it does not fit.
         """
-        self._begin(llm_engine_builder(EngineConfig.for_engine(model=model, **options)))
+        self._begin(text_engine_builder(EngineConfig.for_engine(model=model, **options)))
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs | EngineConfig) -> Self:
         """Load a model with the options of an `EngineArgs`. Raises as the constructor."""
-        return cls.over(llm_engine_builder(settings_of(engine_args)))
+        return cls.over(text_engine_builder(settings_of(engine_args)))
 
     @classmethod
-    def over(cls, build: Callable[[], LLMEngine]) -> Self:
+    def over(cls, build: Callable[[], TextEngine]) -> Self:
         """Return an LLM over the engine that `build` returns, which is called on the thread that runs it."""
         llm = cls.__new__(cls)
         llm._begin(build)
         return llm
 
-    def _begin(self, build: Callable[[], LLMEngine]) -> None:
+    def _begin(self, build: Callable[[], TextEngine]) -> None:
         self._thread = OfflineThread(build)
         self.llm_engine = self._thread.engine
         self._added: dict[int, Adapter] = {}  # by lora_int_id

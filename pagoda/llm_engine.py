@@ -3,17 +3,17 @@
 from collections.abc import Iterable
 from typing import Self
 
-from pagoda.assembly.assemble import llm_engine_builder
+from pagoda.assembly.assemble import text_engine_builder
 from pagoda.base.config import EngineConfig
 from pagoda.base.engine_args import EngineArgs, settings_of
 from pagoda.base.lora import LoRARequest
-from pagoda.engine import llm_engine
 from pagoda.engine.inputs.params_preparer import Params
 from pagoda.engine.inputs.prompts import Prompt, check_prompt, text_of
 from pagoda.engine.outputs.output_processor import OutputKind
+from pagoda.engine.text_engine import TextEngine
 
 
-class LLMEngine(llm_engine.LLMEngine):
+class LLMEngine(TextEngine):
     """A loaded model whose steps the caller runs, all on one thread.
 
     engine = LLMEngine.from_engine_args(EngineArgs(model="smollm2-135m"))
@@ -29,7 +29,7 @@ class LLMEngine(llm_engine.LLMEngine):
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs | EngineConfig) -> Self:
         """Load a model. Raises ConfigError for settings that cannot be used, CapacityError if it does not fit."""
-        built = llm_engine_builder(settings_of(engine_args))()
+        built = text_engine_builder(settings_of(engine_args))()
         return cls(built.core, built.input_processor)
 
     def add_request(

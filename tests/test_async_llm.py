@@ -23,7 +23,7 @@ from pagoda import (
     SamplingParams,
     UsageError,
 )
-from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.text_engine import TextEngine
 from tests.cached_models import cached_model
 from tests.engine.step_per_command import step_per_command
 from tests.fake_engine import byte_inputs, fake_core
@@ -35,7 +35,7 @@ HI = [{"role": "user", "content": "hi"}]
 
 def run(test: Callable[[AsyncLLM], Awaitable[None]], step_s: float = 0.0) -> None:
     async def main() -> None:
-        async with AsyncLLM.over(lambda: LLMEngine(fake_core(step_s=step_s), byte_inputs())) as llm:
+        async with AsyncLLM.over(lambda: TextEngine(fake_core(step_s=step_s), byte_inputs())) as llm:
             await test(llm)
 
     asyncio.run(asyncio.wait_for(main(), 30))
@@ -46,7 +46,7 @@ async def collect(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
 
 
 def whole(prompt: Any) -> RequestOutput:
-    with LLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
+    with LLM.over(lambda: TextEngine(fake_core(), byte_inputs())) as llm:
         return llm.generate(prompt, SHORT)[0]
 
 
@@ -189,7 +189,7 @@ def test_what_a_score_raises_is_no_group() -> None:
 
 def test_a_dropped_one_ends_its_thread() -> None:
     async def main() -> None:
-        llm = AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs()))
+        llm = AsyncLLM.over(lambda: TextEngine(fake_core(), byte_inputs()))
         assert (await collect(llm.generate("p", SHORT)))[-1].finished
         del llm
         gc.collect()
@@ -247,7 +247,7 @@ def test_pooled_prompts_on_both_classes() -> None:
         assert await asyncio.gather(*(llm.embed("one") for _ in range(3)))
 
     run(test)
-    with LLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
+    with LLM.over(lambda: TextEngine(fake_core(), byte_inputs())) as llm:
         first, second = llm.embed(["one", "two"])
         assert first.outputs.embedding != second.outputs.embedding
         assert llm.encode("one", pooling_task="embed")[0].outputs.data.tolist() == first.outputs.embedding

@@ -30,7 +30,7 @@ from pagoda import (
 )
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.inputs.input_processor import InputProcessor
-from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.text_engine import TextEngine
 from pagoda.executors.fake import FakeExecutor
 from tests.cached_models import cached_model
 from tests.fake_engine import MAX_LEN, byte_inputs, fake_core
@@ -40,7 +40,7 @@ SHORT = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
 
 @pytest.fixture
 def llm() -> Iterator[LLM]:
-    with LLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
+    with LLM.over(lambda: TextEngine(fake_core(), byte_inputs())) as llm:
         yield llm
 
 
@@ -75,7 +75,7 @@ def test_a_single_prompt_is_a_batch_of_one(llm: LLM, prompt: object) -> None:
 @pytest.mark.parametrize("num_outputs", [1, 4])
 def test_outputs_that_outgrow_the_kv_cache_keep_their_texts(num_outputs: int) -> None:
     params = SamplingParams(n=num_outputs, max_tokens=150, seed=1, ignore_eos=True)
-    with LLM.over(lambda: LLMEngine(fake_core(num_blocks=6), byte_inputs())) as llm:
+    with LLM.over(lambda: TextEngine(fake_core(num_blocks=6), byte_inputs())) as llm:
         (output,) = llm.generate("x" * 30, params)
     assert output.error is None
     assert [part.finish_reason for part in output.outputs] == ["length"] * num_outputs
@@ -90,7 +90,7 @@ def test_a_stop_string_ends_a_request_with_steps_in_flight(llm: LLM, depth: int)
     params = [SamplingParams(max_tokens=60, seed=3, ignore_eos=True, stop=(stop,)) for stop in stops]
     prompts = [f"prompt {i}" for i in range(6)]
     expected = llm.generate(prompts, params)
-    with LLM.over(lambda: LLMEngine(fake_core(depth=depth), byte_inputs())) as ahead:
+    with LLM.over(lambda: TextEngine(fake_core(depth=depth), byte_inputs())) as ahead:
         got = ahead.generate(prompts, params)
         assert (
             ahead.generate("next", SHORT)[0].outputs[0].token_ids == llm.generate("next", SHORT)[0].outputs[0].token_ids
@@ -170,7 +170,7 @@ def test_every_request_has_the_priority_salt_and_adapter_of_its_call(
 @pytest.mark.parametrize("method", _CALLS)
 def test_async_requests_have_them_too(seen: list[tuple[object, ...]], method: str) -> None:
     async def call() -> None:
-        async with AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
+        async with AsyncLLM.over(lambda: TextEngine(fake_core(), byte_inputs())) as llm:
             made = getattr(llm, method)(*_CALLS[method], **OPTIONS)
             if not inspect.isasyncgen(made):
                 await made
@@ -280,7 +280,7 @@ class InterruptingExecutor(FakeExecutor):
 
 def test_ctrl_c_ends_the_batch_and_not_the_llm() -> None:
     core = fake_core(InterruptingExecutor(64, MAX_LEN, vocab_size=258))
-    with LLM.over(lambda: LLMEngine(core, byte_inputs())) as llm:
+    with LLM.over(lambda: TextEngine(core, byte_inputs())) as llm:
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["a", "b"], SamplingParams(max_tokens=100, ignore_eos=True))
         wait_until_idle(llm)
@@ -304,7 +304,7 @@ class DyingExecutor(FakeExecutor):
 
 
 def test_a_dead_worker_is_an_error_and_closing_is_idempotent() -> None:
-    llm = LLM.over(lambda: LLMEngine(fake_core(DyingExecutor(64, MAX_LEN, vocab_size=258)), byte_inputs()))
+    llm = LLM.over(lambda: TextEngine(fake_core(DyingExecutor(64, MAX_LEN, vocab_size=258)), byte_inputs()))
     with pytest.raises(WorkerDied):
         llm.generate(["a"], SHORT)
     llm.close()

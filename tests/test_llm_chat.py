@@ -17,7 +17,7 @@ from pagoda import (
     SamplingParams,
 )
 from pagoda.engine.answers.chat_answers import ChatAnswers
-from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.text_engine import TextEngine
 from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
 from pagoda.executors.fake import FakeExecutor
 from tests.cached_models import cached_model
@@ -34,9 +34,9 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "sum", "parameters
 SUM = ("sum", '{"a": 1}')
 
 
-def build() -> LLMEngine:
+def build() -> TextEngine:
     scripts = [[*text.encode(), EOS] for text in SAID]
-    return LLMEngine(fake_core(ScriptedExecutor(FakeExecutor(64, MAX_LEN, vocab_size=258), scripts)), byte_inputs())
+    return TextEngine(fake_core(ScriptedExecutor(FakeExecutor(64, MAX_LEN, vocab_size=258), scripts)), byte_inputs())
 
 
 def says(seed: int, **more: Any) -> SamplingParams:

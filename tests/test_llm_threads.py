@@ -20,7 +20,7 @@ import pytest
 from pagoda import LLM, ConfigError, RequestOutput, SamplingParams, UsageError, WorkerDied
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine import engine_thread, offline
-from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.text_engine import TextEngine
 from pagoda.executors.fake import FakeExecutor
 from tests.cached_models import cached_model
 from tests.engine.step_per_command import step_per_command
@@ -60,7 +60,7 @@ def executor() -> SlowExecutor:
 
 @pytest.fixture
 def llm(executor: SlowExecutor) -> Iterator[LLM]:
-    with LLM.over(lambda: LLMEngine(fake_core(executor), byte_inputs())) as llm:
+    with LLM.over(lambda: TextEngine(fake_core(executor), byte_inputs())) as llm:
         yield llm
 
 
@@ -281,7 +281,7 @@ def signals_at(executor: SlowExecutor, steps: set[int], number: int) -> None:
 
 
 def test_closing_from_a_signal_handler_ends_the_call(executor: SlowExecutor) -> None:
-    llm = LLM.over(lambda: LLMEngine(fake_core(executor), byte_inputs()))
+    llm = LLM.over(lambda: TextEngine(fake_core(executor), byte_inputs()))
     before = signal.signal(signal.SIGUSR1, lambda *_: llm.close())
     signals_at(executor, {5}, signal.SIGUSR1)
     try:
@@ -399,7 +399,7 @@ def test_ctrl_c_ends_a_call_whose_step_hangs_and_a_second_one_the_wait_for_the_e
 
 
 def test_closing_while_others_generate_ends_their_calls(executor: SlowExecutor) -> None:
-    llm = LLM.over(lambda: LLMEngine(fake_core(executor), byte_inputs()))
+    llm = LLM.over(lambda: TextEngine(fake_core(executor), byte_inputs()))
     errors: list[str] = []
 
     def work(index: int) -> None:
@@ -434,7 +434,7 @@ class DyingExecutor(SlowExecutor):
 
 def test_each_call_of_an_engine_that_died_raises_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """One instance would keep the frames of all callers in a traceback that grows with each call."""
-    with LLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
+    with LLM.over(lambda: TextEngine(fake_core(), byte_inputs())) as llm:
 
         def die() -> None:
             raise WorkerDied("gone")
@@ -456,7 +456,7 @@ def engine_threads() -> list[threading.Thread]:
 
 @pytest.mark.parametrize("use", ["unused", "used", "streams"])
 def test_a_dropped_llm_ends_its_thread_and_frees_the_engine(use: str) -> None:
-    llm = LLM.over(lambda: LLMEngine(fake_core(SlowExecutor()), byte_inputs()))
+    llm = LLM.over(lambda: TextEngine(fake_core(SlowExecutor()), byte_inputs()))
     engine = weakref.ref(llm.llm_engine)
     if use == "used":
         llm.generate("p", SHORT)
@@ -471,7 +471,7 @@ def test_a_dropped_llm_ends_its_thread_and_frees_the_engine(use: str) -> None:
 
 
 def test_an_error_while_loading_is_raised_and_leaves_no_thread() -> None:
-    def build() -> LLMEngine:
+    def build() -> TextEngine:
         raise ConfigError("no such model")
 
     with pytest.raises(ConfigError, match="no such model"):
@@ -480,7 +480,7 @@ def test_an_error_while_loading_is_raised_and_leaves_no_thread() -> None:
 
 
 def test_an_internal_error_of_the_engine_counts_as_its_death(monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
+    with LLM.over(lambda: TextEngine(fake_core(), byte_inputs())) as llm:
 
         def defective() -> None:
             raise KeyError("a defect")
@@ -504,7 +504,7 @@ _EXITING = """
 import os, sys, warnings
 warnings.simplefilter("ignore")  # of forks in programs with threads
 from pagoda import LLM, SamplingParams
-from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.text_engine import TextEngine
 from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.in_process import InProcessExecutor
 from tests.fake_engine import byte_inputs, fake_core
@@ -531,7 +531,7 @@ class Worker(FakeExecutor):
 
 overlaps, waits_elsewhere = sys.argv[1] not in ("plain", "forking"), sys.argv[1] == "waiting"
 worker = Worker(64, 256, vocab_size=258, step_s=0.01)
-llm = LLM.over(lambda: LLMEngine(fake_core(InProcessExecutor(worker, overlaps), depth=1 + overlaps), byte_inputs()))
+llm = LLM.over(lambda: TextEngine(fake_core(InProcessExecutor(worker, overlaps), depth=1 + overlaps), byte_inputs()))
 stream = llm.stream("p", SamplingParams(max_tokens=200, ignore_eos=True))
 next(stream)
 if sys.argv[1] == "forking":
@@ -551,7 +551,7 @@ def test_a_program_that_ends_with_an_llm_at_work_is_silent(executor_threads: str
 
 
 def test_every_thread_gets_the_error_when_the_worker_dies() -> None:
-    llm = LLM.over(lambda: LLMEngine(fake_core(DyingExecutor()), byte_inputs()))
+    llm = LLM.over(lambda: TextEngine(fake_core(DyingExecutor()), byte_inputs()))
     with ThreadPoolExecutor(3) as pool:
         calls = [pool.submit(llm.generate, f"p{i}", LONG) for i in range(3)]
         assert all(isinstance(call.exception(30), WorkerDied) for call in calls)

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from pagoda import LLM, AsyncLLM, SamplingParams, UsageError
-from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.step_strip import StepStrip
+from pagoda.engine.text_engine import TextEngine
 from tests.chrome_format import check_trace
 from tests.fake_engine import byte_inputs, fake_core
 
 SHORT = SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
 
 
-def build() -> LLMEngine:
-    return LLMEngine(fake_core(), byte_inputs())
+def build() -> TextEngine:
+    return TextEngine(fake_core(), byte_inputs())
 
 
 def read(file: Path) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ from pagoda.core.kv import KVCacheManager
 from pagoda.engine.inputs.callers_tokenizer import CallersTokenizer
 from pagoda.engine.inputs.chat_prompts import ChatFields, ChatOptions, chat_options
 from pagoda.engine.inputs.input_processor import InputProcessor
-from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.text_engine import TextEngine
 from pagoda.engine.transcription.transcriber import TranscriptionFields, TranscriptionOptions
 from pagoda.vllm_names import METHODS, MODULES
 from tests.engine.step_per_command import step_per_command
@@ -49,7 +49,7 @@ def inputs_with_defaults(**sampling: object) -> InputProcessor:
 
 @pytest.fixture
 def llm() -> Iterator[LLM]:
-    with LLM.over(lambda: LLMEngine(fake_core(), inputs_with_defaults(temperature=0.3, max_tokens=5))) as llm:
+    with LLM.over(lambda: TextEngine(fake_core(), inputs_with_defaults(temperature=0.3, max_tokens=5))) as llm:
         yield llm
 
 
@@ -275,11 +275,11 @@ def test_an_engine_is_stepped_by_hand() -> None:
 
 def test_an_asyncllm_can_be_shut_down_without_waiting() -> None:
     async def main() -> AsyncLLM:
-        llm = AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs()))
+        llm = AsyncLLM.over(lambda: TextEngine(fake_core(), byte_inputs()))
         llm.shutdown()  # before anything is loaded
         with pytest.raises(UsageError, match="closed"):
             await anext(llm.generate("a", SHORT))
-        llm = await AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs())).start()
+        llm = await AsyncLLM.over(lambda: TextEngine(fake_core(), byte_inputs())).start()
         with step_per_command((await llm._running()).client.thread, num_free_steps=3):
             stream = llm.stream("a", SamplingParams(max_tokens=200, seed=1, ignore_eos=True))
             await anext(stream)
@@ -288,14 +288,14 @@ def test_an_asyncllm_can_be_shut_down_without_waiting() -> None:
             async for _ in stream:
                 pass
         await llm.close()
-        loading = AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs()))
+        loading = AsyncLLM.over(lambda: TextEngine(fake_core(), byte_inputs()))
         start = asyncio.ensure_future(loading.start())
         await asyncio.sleep(0)
         loading.shutdown()
         with pytest.raises(UsageError, match="closed while it was loading"):
             await start
         await loading.close()
-        return await AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs())).start()
+        return await AsyncLLM.over(lambda: TextEngine(fake_core(), byte_inputs())).start()
 
     llm = asyncio.run(main())
     llm.shutdown()  # after the loop
@@ -306,7 +306,7 @@ def test_an_asyncllm_can_be_shut_down_without_waiting() -> None:
 
 def test_llm_and_asyncllm_have_the_same_names_with_the_same_meaning(llm: LLM) -> None:
     async def main() -> None:
-        async with AsyncLLM.over(lambda: LLMEngine(fake_core(), inputs_with_defaults(max_tokens=5))) as other:
+        async with AsyncLLM.over(lambda: TextEngine(fake_core(), inputs_with_defaults(max_tokens=5))) as other:
             tokenizer = await other.get_tokenizer()
             assert type(tokenizer) is type(llm.get_tokenizer())
             assert tokenizer("hello").input_ids == llm.get_tokenizer()("hello").input_ids
@@ -325,7 +325,7 @@ def test_llm_and_asyncllm_have_the_same_names_with_the_same_meaning(llm: LLM) ->
 def test_parameters_that_change_while_a_conversation_is_rendered_do_not_change_the_call() -> None:
     async def num_tokens() -> int:
         params = SHORT.clone()
-        async with AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
+        async with AsyncLLM.over(lambda: TextEngine(fake_core(), byte_inputs())) as llm:
             outputs = llm.chat([{"role": "user", "content": "hi"}], params)
             first = asyncio.ensure_future(anext(outputs))
             await asyncio.sleep(0)  # the call has begun
@@ -341,7 +341,7 @@ def test_parameters_that_change_while_a_conversation_is_rendered_do_not_change_t
 def test_async_outputs_are_of_the_kind_that_was_asked_for() -> None:
     async def texts(kind: RequestOutputKind | None) -> list[int]:
         params = SamplingParams(max_tokens=4, seed=1, ignore_eos=True, output_kind=kind)
-        async with AsyncLLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
+        async with AsyncLLM.over(lambda: TextEngine(fake_core(), byte_inputs())) as llm:
             return [len(o.outputs[0].token_ids) async for o in llm.generate("a", params)]
 
     assert sum(asyncio.run(texts(RequestOutputKind.DELTA))) == 4

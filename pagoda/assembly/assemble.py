@@ -23,12 +23,12 @@ from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_interface import SchedulerInterface
 from pagoda.core.state import Preparations
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.preparations import ExecutorPreparations
 from pagoda.engine.recording.files import open_files
 from pagoda.engine.recording.format import RecordedSettings
 from pagoda.engine.recording.preparations import NotedPreparations
 from pagoda.engine.recording.recorder import RecordingScheduler
+from pagoda.engine.text_engine import TextEngine
 from pagoda.engine.wire import EngineSizes
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.loading.quantization import resolve_quantization
@@ -159,7 +159,7 @@ def load_scheduler_class(name: str | None) -> type[Scheduler]:
     return found
 
 
-def llm_engine_builder(config: EngineConfig) -> Callable[[], LLMEngine]:
+def text_engine_builder(config: EngineConfig) -> Callable[[], TextEngine]:
     """Return what builds an engine with text in and out, on another thread than the caller's.
 
     Called on the caller's thread, which alone knows the placement group of a task of Ray.
@@ -176,7 +176,7 @@ def build_llm_engine(
     config: EngineConfig,
     wrap_executor: Callable[[Executor, int], Executor] | None = None,
     ray_group: object = None,
-) -> LLMEngine:
+) -> TextEngine:
     """Load the model and return an engine with text in and out, to be stepped by the calling thread.
 
     wrap_executor, ray_group, errors: as for `build_engine_core`.
@@ -191,7 +191,7 @@ def build_llm_engine(
             core.shutdown()
             raise
     inputs.limits.fit(core.sizes.max_model_len)
-    return LLMEngine(core, inputs)
+    return TextEngine(core, inputs)
 
 
 def start_executor(

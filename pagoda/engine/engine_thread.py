@@ -1,4 +1,4 @@
-"""EngineThread: run an LLMEngine on a thread of its own, for all threads or tasks of a program.
+"""EngineThread: run an TextEngine on a thread of its own, for all threads or tasks of a program.
 
 Callers post commands: requests, aborts, adapters. The thread runs them between two steps, so that the requests of all
 callers share one batch, and `step` passes on what each step puts out. Callers only wait. Everything that they share
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pagoda.base.errors import InvariantBroken, PagodaError, UsageError, WorkerDied, fresh
-from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.text_engine import TextEngine
 
 logger = logging.getLogger("pagoda.engine")
 
@@ -31,18 +31,18 @@ _EXIT_WAIT_S = 10.0  # how long the end of the program waits for the step in pro
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    run: Callable[[LLMEngine], object]
+    run: Callable[[TextEngine], object]
     reply: Reply
 
 
 class EngineThread:
-    """Thread-safe access to one LLMEngine. The engine ends with `stop`, or when nothing refers to this object."""
+    """Thread-safe access to one TextEngine. The engine ends with `stop`, or when nothing refers to this object."""
 
     def __init__(
         self,
-        build: Callable[[], LLMEngine],
+        build: Callable[[], TextEngine],
         on_ready: Reply,
-        step: Callable[[LLMEngine], object],
+        step: Callable[[TextEngine], object],
         on_end: Callable[[PagodaError], object],
         name: str,
     ) -> None:
@@ -101,13 +101,13 @@ class EngineThread:
         finally:
             self._inside.discard(me)
 
-    def post(self, run: Callable[[LLMEngine], object], reply: Reply) -> None:
+    def post(self, run: Callable[[TextEngine], object], reply: Reply) -> None:
         """Run a command between two steps and pass its result to `reply`; the engine's error if it has ended."""
         self._runner.commands.put(_Command(run, reply))
         if self._runner.error is not None:  # the thread may have ended before it could see the command
             self._runner.refuse_commands()
 
-    def call(self, run: Callable[[LLMEngine], T]) -> T:
+    def call(self, run: Callable[[TextEngine], T]) -> T:
         """Run a command between two steps and wait for its result. Raises its errors, and the engine's."""
         done: queue.SimpleQueue[tuple[T, BaseException | None]] = queue.SimpleQueue()
         self.post(run, lambda result, error: done.put((result, error)))
@@ -137,13 +137,15 @@ class EngineThread:
 class _Runner:
     """What the thread runs, and what callers share with it."""
 
-    def __init__(self, step: Callable[[LLMEngine], object], on_end: Callable[[PagodaError], object], name: str) -> None:
+    def __init__(
+        self, step: Callable[[TextEngine], object], on_end: Callable[[PagodaError], object], name: str
+    ) -> None:
         self.commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self.error: PagodaError | None = None  # why the engine has ended
         self._step, self._on_end = step, on_end
         self._name = name
 
-    def run(self, build: Callable[[], LLMEngine], on_ready: Reply) -> None:
+    def run(self, build: Callable[[], TextEngine], on_ready: Reply) -> None:
         """Build the engine, and step it until it is stopped or fails."""
         try:
             engine = build()
@@ -162,7 +164,7 @@ class _Runner:
             self._end(reason)
             engine.shutdown()
 
-    def _run_commands(self, engine: LLMEngine) -> bool:
+    def _run_commands(self, engine: TextEngine) -> bool:
         """Run all posted commands; wait for one if the engine is idle. Return False to stop."""
         commands = self.commands
         while not engine.core.has_unfinished_requests() or not commands.empty():

@@ -18,8 +18,8 @@ from pagoda.engine.answers.chat_answers import ChatAnswers
 from pagoda.engine.engine_thread import EngineThread, result_of
 from pagoda.engine.inputs.adapters import AdapterChoice, adapter_for_each
 from pagoda.engine.inputs.prompts import Prompt, for_each, text_of
-from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.output_processor import OutputKind
+from pagoda.engine.text_engine import TextEngine
 
 logger = logging.getLogger("pagoda")
 
@@ -45,7 +45,7 @@ class _Delivery:
     def __init__(self) -> None:
         self._mail: dict[str, Mail] = {}  # by request id
 
-    def add(self, engine: LLMEngine, mail: Mail, new: Sequence[NewRequest]) -> dict[str, Exception]:
+    def add(self, engine: TextEngine, mail: Mail, new: Sequence[NewRequest]) -> dict[str, Exception]:
         """Queue requests; return the errors of those that were refused, by id."""
         refused: dict[str, Exception] = {}
         for one in new:
@@ -59,7 +59,7 @@ class _Delivery:
                 self._mail[one.request.request_id] = mail
         return refused
 
-    def step(self, engine: LLMEngine) -> None:
+    def step(self, engine: TextEngine) -> None:
         self.deliver(engine.step())
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:
@@ -81,11 +81,11 @@ class _Delivery:
 class OfflineThread(EngineThread):
     """The thread of an LLM: its callers get finished texts, or deltas."""
 
-    def __init__(self, build: Callable[[], LLMEngine]) -> None:
+    def __init__(self, build: Callable[[], TextEngine]) -> None:
         """Start the thread and wait for the engine. Raises what `build` raises."""
         delivery = self._delivery = _Delivery()
         self._ids = itertools.count()
-        ready: queue.SimpleQueue[tuple[LLMEngine, BaseException | None]] = queue.SimpleQueue()
+        ready: queue.SimpleQueue[tuple[TextEngine, BaseException | None]] = queue.SimpleQueue()
         super().__init__(build, lambda engine, error: ready.put((engine, error)), delivery.step, delivery.end, "LLM")
         self.engine = result_of(ready.get())
 
@@ -289,7 +289,7 @@ def prepared(thread: OfflineThread, ask: OfflinePrompt, kind: OutputKind) -> New
     return _prepare(thread.engine, thread.new_id(), ask, kind)
 
 
-def _prepare(engine: LLMEngine, request_id: str, ask: OfflinePrompt, kind: OutputKind) -> NewRequest:
+def _prepare(engine: TextEngine, request_id: str, ask: OfflinePrompt, kind: OutputKind) -> NewRequest:
     if isinstance(ask.prompt, RequestError):
         raise ask.prompt
     lora = engine.input_processor.find_adapter(ask.lora_request) if ask.lora_request is not None else None

@@ -16,10 +16,10 @@ from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.thread_client import ThreadClient
-from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs import output_processor
 from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import OutputKind, PromptLogprobs
+from pagoda.engine.text_engine import TextEngine
 from pagoda.executors.fake import FakeExecutor
 from pagoda.llm import LLM
 from tests.engine.step_per_command import step_per_command
@@ -34,7 +34,7 @@ def run(test: Callable[[AsyncEngine], Awaitable[None]], executor: Executor | Non
     """Run `test` on an AsyncEngine of its own."""
 
     async def main() -> None:
-        client = ThreadClient(lambda: LLMEngine(fake_core(executor, step_s=step_s), byte_inputs()), "test")
+        client = ThreadClient(lambda: TextEngine(fake_core(executor, step_s=step_s), byte_inputs()), "test")
         await client.start()
         async with AsyncEngine(client, byte_inputs()) as llm:
             await test(llm)
@@ -67,7 +67,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def expected_text(prompt: str, params: SamplingParams = SHORT) -> str:
-    with LLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
+    with LLM.over(lambda: TextEngine(fake_core(), byte_inputs())) as llm:
         return llm.generate(prompt, params)[0].outputs[0].text
 
 

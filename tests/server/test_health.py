@@ -13,7 +13,7 @@ from pagoda import SamplingParams, WorkerDied
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.thread_client import ThreadClient
-from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.text_engine import TextEngine
 from pagoda.server.app import create_app
 from pagoda.server.middleware import Drain
 from tests.fake_engine import byte_inputs, fake_core
@@ -26,7 +26,7 @@ def test_health_is_503_once_outputs_can_no_longer_be_read(
     caplog.set_level(logging.CRITICAL, logger="pagoda")
 
     async def main() -> None:
-        client = ThreadClient(lambda: LLMEngine(fake_core(), byte_inputs()), "test")
+        client = ThreadClient(lambda: TextEngine(fake_core(), byte_inputs()), "test")
         await client.start()
         async with AsyncEngine(client, byte_inputs()) as llm, contextlib.AsyncExitStack() as stack:
             process = SimpleNamespace(died=None, is_up=True, is_stuck=False)  # an engine process in best health

@@ -14,7 +14,7 @@ from pagoda.core.scheduler import SchedulerStats
 from pagoda.engine.clients.client_outputs import ClientOutputs
 from pagoda.engine.clients.journal import error_outputs
 from pagoda.engine.engine_thread import EngineThread
-from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.text_engine import TextEngine
 
 logger = logging.getLogger("pagoda.engine")
 
@@ -24,20 +24,20 @@ T = TypeVar("T")
 class ThreadClient(ClientOutputs):
     """An EngineCoreClient over an EngineThread."""
 
-    def __init__(self, build: Callable[[], LLMEngine], name: str) -> None:
+    def __init__(self, build: Callable[[], TextEngine], name: str) -> None:
         """Begin to build the engine on its thread.   name: what errors call the object that the caller uses."""
         super().__init__()
         self._loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[LLMEngine] = self._loop.create_future()
+        self._ready: asyncio.Future[TextEngine] = self._loop.create_future()
         put = self._put = partial(_call_on, self._loop, self._outputs.put_nowait)
 
-        def step(engine: LLMEngine) -> None:
+        def step(engine: TextEngine) -> None:
             for outputs in engine.core.step().values():
                 put(outputs)
 
         self.thread = EngineThread(build, partial(_settle, self._loop, self._ready), step, put, name)
 
-    async def start(self) -> LLMEngine:
+    async def start(self) -> TextEngine:
         """Wait for the engine; return it. Raises what `build` raises."""
         return await self._ready
 
@@ -75,7 +75,7 @@ class ThreadClient(ClientOutputs):
         self._post(lambda engine: engine.core.unload_adapter(lora))
 
     async def begin_trace(self) -> Callable[[], Awaitable[dict[str, Any]]]:
-        """Record what the engine does from now on (see LLMEngine.begin_trace)."""
+        """Record what the engine does from now on (see TextEngine.begin_trace)."""
         end = await self._call(lambda engine: engine.begin_trace())
         return lambda: self._call(lambda _: end())
 
@@ -88,10 +88,10 @@ class ThreadClient(ClientOutputs):
         self.thread.stop()
         await asyncio.to_thread(self.thread.join)
 
-    def _post(self, run: Callable[[LLMEngine], object]) -> None:
+    def _post(self, run: Callable[[TextEngine], object]) -> None:
         self.thread.post(run, lambda *_: None)
 
-    async def _call(self, run: Callable[[LLMEngine], T]) -> T:
+    async def _call(self, run: Callable[[TextEngine], T]) -> T:
         """Run a command between two steps. Raises its errors, and the engine's."""
         done: asyncio.Future[T] = self._loop.create_future()
         self.thread.post(run, partial(_settle, self._loop, done))

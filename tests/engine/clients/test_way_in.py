@@ -20,8 +20,8 @@ from pagoda.engine.clients.engine_link import EngineLink
 from pagoda.engine.clients.journal import Journal, JournalEntry
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.clients.thread_client import ThreadClient
-from pagoda.engine.llm_engine import LLMEngine
 from pagoda.engine.outputs.output_processor import OutputProcessor
+from pagoda.engine.text_engine import TextEngine
 from pagoda.llm import LLM
 from tests.engine.clients.engine_in_process import kill
 from tests.engine.clients.hurried_clock import STEP_TIMEOUT_S, HurriedClock
@@ -183,7 +183,7 @@ def test_an_engine_refuses_a_request_that_fails_to_enter_and_continues(
     monkeypatch.setattr(Scheduler, "add_request", lambda scheduler, request: broken(scheduler, request))
 
     async def main() -> None:
-        client = ThreadClient(lambda: LLMEngine(fake_core(), byte_inputs()), "test")
+        client = ThreadClient(lambda: TextEngine(fake_core(), byte_inputs()), "test")
         await client.start()
         async with AsyncEngine(client, byte_inputs()) as llm:
             for name in ("early", "late"):
@@ -197,7 +197,7 @@ def test_an_engine_refuses_a_request_that_fails_to_enter_and_continues(
 
 def test_a_request_that_fails_to_enter_leaves_an_llm_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     add = Scheduler.add_request
-    with LLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm:
+    with LLM.over(lambda: TextEngine(fake_core(), byte_inputs())) as llm:
         expected = llm.generate("hello", SamplingParams(seed=1))[0].outputs[0].text
 
         def failing(scheduler: Scheduler, request: Request) -> None:
@@ -230,7 +230,7 @@ def test_output_that_cannot_be_read_ends_its_request_only() -> None:
             return self._inner.token_bytes(token_id)
 
     async def main() -> None:
-        client = ThreadClient(lambda: LLMEngine(fake_core(), byte_inputs()), "test")
+        client = ThreadClient(lambda: TextEngine(fake_core(), byte_inputs()), "test")
         await client.start()
         inputs = byte_inputs()
         faulty = Faulty()

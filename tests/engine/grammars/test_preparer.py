@@ -12,7 +12,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.engine.grammars.preparer import GrammarPreparer
-from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.text_engine import TextEngine
 from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from tests.fake_engine import byte_inputs, fake_core
 
@@ -74,7 +74,7 @@ def test_a_schema_that_the_library_refuses_is_a_request_error_with_its_message(
     ],
 )
 def test_generate_raises_a_request_error_for_an_invalid_schema(schema: Any) -> None:
-    with LLM.over(lambda: LLMEngine(fake_core(), byte_inputs())) as llm, pytest.raises(RequestError) as refused:
+    with LLM.over(lambda: TextEngine(fake_core(), byte_inputs())) as llm, pytest.raises(RequestError) as refused:
         llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
     assert refused.value.param == "structured_outputs"
 

@@ -1,4 +1,4 @@
-"""LLMEngine: prompts in, texts out, one step at a time, on the caller's thread."""
+"""TextEngine: prompts in, texts out, one step at a time, on the caller's thread."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.outputs.output_processor import OutputKind, OutputProcessor
 
 
-class LLMEngine:
+class TextEngine:
     """An EngineCore with an input and an output processor. Nothing runs between calls of `step`."""
 
     def __init__(self, core: EngineCore, input_processor: InputProcessor) -> None:

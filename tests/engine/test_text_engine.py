@@ -1,4 +1,4 @@
-"""LLMEngine: its caller runs the steps, and nothing runs between them."""
+"""TextEngine: its caller runs the steps, and nothing runs between them."""
 
 import threading
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from pagoda import RequestOutput, RequestOutputKind, SamplingParams
 from pagoda.core.request import Request
-from pagoda.engine.llm_engine import LLMEngine
+from pagoda.engine.text_engine import TextEngine
 from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 from pagoda.executors.fake import fake_token
 from tests.fake_engine import byte_inputs, fake_core
@@ -14,14 +14,14 @@ from tests.fake_engine import byte_inputs, fake_core
 MAX_TOKENS = 12
 
 
-def add(engine: LLMEngine, name: str) -> Request:
+def add(engine: TextEngine, name: str) -> Request:
     params = SamplingParams(max_tokens=MAX_TOKENS, seed=1, ignore_eos=True)
     request = engine.prepare(name, f"prompt {name}", params)
     engine.add(request, RequestOutputKind.FINAL_ONLY, f"prompt {name}")
     return request
 
 
-def run(engine: LLMEngine) -> dict[str, RequestOutput]:
+def run(engine: TextEngine) -> dict[str, RequestOutput]:
     ended: dict[str, RequestOutput] = {}
     while engine.has_unfinished_requests():
         ended |= {output.request_id: output for output in engine.step()}
@@ -37,7 +37,7 @@ def expected(request: Request) -> list[int]:
 
 def test_a_caller_steps_requests_to_their_end() -> None:
     num_threads = threading.active_count()
-    engine = LLMEngine(fake_core(depth=2), byte_inputs())
+    engine = TextEngine(fake_core(depth=2), byte_inputs())
     requests = {name: add(engine, name) for name in ("a", "b")}
     ended = run(engine)
     assert threading.active_count() == num_threads
@@ -51,7 +51,7 @@ def test_a_caller_steps_requests_to_their_end() -> None:
 
 
 def test_sequences_that_outgrow_the_kv_cache_keep_their_texts() -> None:
-    engine = LLMEngine(fake_core(num_blocks=6), byte_inputs())
+    engine = TextEngine(fake_core(num_blocks=6), byte_inputs())
     params = SamplingParams(n=4, max_tokens=100, seed=1, ignore_eos=True)
     engine.add(engine.prepare("a", "prompt", params), RequestOutputKind.FINAL_ONLY, "prompt")
     ended = run(engine)["a"]
@@ -63,7 +63,7 @@ def test_sequences_that_outgrow_the_kv_cache_keep_their_texts() -> None:
 
 
 def test_an_aborted_request_ends_with_its_tokens_so_far_and_others_continue() -> None:
-    engine = LLMEngine(fake_core(), byte_inputs())
+    engine = TextEngine(fake_core(), byte_inputs())
     requests = {name: add(engine, name) for name in ("a", "b")}
     for _ in range(4):
         assert engine.step() == []
