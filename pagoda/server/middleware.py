@@ -193,7 +193,8 @@ class Gate:
     config.server_limits.max_body_bytes: larger requests get 413. If all bodies that are held until their responses end
         exceed MAX_HELD_BODY_BYTES, further ones get 429; a body is admitted at any size if there is no other.
     drain: while the server drains, new requests get 503; so do unanswered ones at the drain's deadline.
-    Sets in scope["state"]: is_admin and key: "admin", or the number of the key among config.api_keys, or "" if none is
+    Sets in scope["state"]: hold, which counts bytes for a request as those of its body; is_admin and key: "admin", or
+        the number of the key among config.api_keys, or "" if none is
         needed. It goes into the log, where nothing that is derived from the key itself belongs.
     """
 
@@ -212,6 +213,7 @@ class Gate:
         if refusal is not None:
             return await refusal(scope, receive, send)
         body = _Body(self, receive)
+        scope["state"]["hold"] = body.hold
         try:
             if scope["path"] in OPEN_WHILE_DRAINING:
                 return await self._app(scope, body.receive, send)
@@ -289,15 +291,19 @@ class _Body:
         if message["type"] == "http.disconnect":
             raise HTTPException(CLIENT_CLOSED, "the client closed its connection")
         size = len(message.get("body", b""))
-        self.num_bytes += size
-        self._gate.held_bytes += size
-        if self.num_bytes > self._gate.max_body_bytes:
+        if self.num_bytes + size > self._gate.max_body_bytes:
             raise HTTPException(413, f"the body is larger than {self._gate.max_body_bytes} bytes")
+        self.hold(size)
+        self._is_complete = not message.get("more_body", False)
+        return message
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes that the request holds until it ends. Raises Refusal if all together hold too many."""
+        self.num_bytes += num_bytes
+        self._gate.held_bytes += num_bytes
         if self._gate.held_bytes > MAX_HELD_BODY_BYTES and self._gate.held_bytes > self.num_bytes:
             full = f"the server is full: it holds request bodies of {MAX_HELD_BODY_BYTES} bytes"
             raise Refusal("bodies", full)
-        self._is_complete = not message.get("more_body", False)
-        return message
 
 
 def _value(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes:

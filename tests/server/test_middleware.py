@@ -85,7 +85,9 @@ def test_the_bodies_held_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     is_held, may_end = asyncio.Event(), asyncio.Event()
 
     async def hold(scope: Scope, receive: Receive, send: Send) -> None:
-        await Request(scope, receive).body()
+        size = len(await Request(scope, receive).body())
+        if scope["path"] == "/twice":
+            scope["state"]["hold"](size)
         if scope["path"] == "/held":
             is_held.set()
             await may_end.wait()
@@ -105,6 +107,7 @@ def test_the_bodies_held_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
             refused = await client.post("/x", content=b"x" * 80)
             assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
             assert (await client.post("/x", content=b"x" * 40)).status_code == 200
+            assert (await client.post("/twice", content=b"x" * 40)).status_code == 429
             may_end.set()
             await held
             assert (await client.post("/x", content=b"x" * 80)).status_code == 200

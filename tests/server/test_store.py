@@ -249,8 +249,8 @@ def test_a_follower_gets_each_event_once_and_the_end_of_a_lost_process(tmp_path:
                     return
 
         following = asyncio.create_task(follow(0))
-        for number in range(600):
-            service.append(7, "a", "r", [b"%d" % number])
+        for number in range(200):
+            service.append(7, "a", "r", [b"%d" % number + b" " * (number % 2) * 300_000])
             if number % 50 == 0:
                 await asyncio.sleep(0)
         service.end_client(8)
@@ -258,8 +258,8 @@ def test_a_follower_gets_each_event_once_and_the_end_of_a_lost_process(tmp_path:
         assert not following.done()
         service.end_client(7)
         await following
-        assert got[:-1] == [b"%d" % number for number in range(1, 600)]
-        assert b'"sequence_number":600' in got[-1]
+        assert [int(one) for one in got[:-1]] == list(range(1, 200))
+        assert b'"sequence_number":200' in got[-1]
 
     asyncio.run(main())
 

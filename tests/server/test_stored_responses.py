@@ -1,5 +1,6 @@
 """Stored responses and conversations over real sockets, with the openai package."""
 
+import asyncio
 import json
 import os
 import signal
@@ -7,13 +8,22 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import openai
 import pytest
 
+from pagoda.base.request_limits import RequestLimits
+from pagoda.server.body_reader import parse_body
+from pagoda.server.dialects.responses import ResponsesDialect
+from pagoda.server.dialects.responses_bodies import ResponsesRequest
+from pagoda.server.sending import EventStream
+from pagoda.server.stored.run import StoredTurn
+from pagoda.server.stored.service import Stored, StoreService
 from tests.server.live import FAKE_ENGINE, LiveServer, serving
+from tests.server.random_turns import turn_of
 from tests.server.test_api_processes import api_pids, to_each
 
 KEYS = ("--api-key", "one", "--api-key", "two")
@@ -287,3 +297,35 @@ def test_any_process_answers_and_one_that_dies_leaves_failed_responses(tmp_path:
         assert cancelled.status in ("cancelled", "incomplete")
         follow = client.responses.create(**ASKED, max_output_tokens=2, previous_response_id=other["id"])
         assert [one.type for one in client.responses.input_items.list(follow.id, order="asc")] == ["message"] * 3
+
+
+def test_a_stream_that_never_began_is_stored_as_cancelled() -> None:
+    """As of a client that has left before its first event."""
+    body = parse_body(b'{"input": "Hi"}', ResponsesRequest, RequestLimits())
+    model: Any = SimpleNamespace(names=("m",), default_sampling={})
+    model.llm = SimpleNamespace(input_processor=SimpleNamespace(limits=SimpleNamespace(of_request=RequestLimits())))
+    dialect = ResponsesDialect()
+    answer = dialect.answer(body, turn_of(dialect.request(body, model)), cast("Any", None))
+    closed: list[bool] = []
+    running: Any = SimpleNamespace(answer=answer, close=lambda: closed.append(True))
+
+    async def main() -> None:
+        stored = Stored(StoreService())
+        turn = StoredTurn(stored, running)
+        entry = turn.entry("a", [], [], has_events=True)
+        assert await stored.ask(StoreService.add, entry) is None
+        stream = EventStream(turn.frames(), turn.close, turn.framing)
+
+        async def receive() -> dict[str, str]:
+            return {"type": "http.disconnect"}
+
+        async def send(message: object) -> None:
+            await asyncio.Event().wait()
+
+        await stream({"type": "http", "state": {}}, receive, send)
+        found = await stored.ask(StoreService.response, "a", entry.id, True)
+        assert found is not None
+        assert json.loads(found.body)["status"] == "cancelled"
+        assert closed == [True]
+
+    asyncio.run(main())

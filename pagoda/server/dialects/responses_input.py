@@ -42,7 +42,7 @@ class ItemsTranscript(Transcript):
         if body.instructions:
             self.add_system("instructions", body.instructions)
         for item in earlier:
-            self._add_item("previous_response_id", item)
+            self._add_item("previous_response_id" if body.conversation is None else "conversation", item)
         given = body.input
         if isinstance(given, str) or not given:
             self.add("input", {"role": "user", "content": given or ""})

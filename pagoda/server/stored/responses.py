@@ -60,7 +60,7 @@ async def create_response(http: Request) -> Response:
             return await turn.whole(http)
         at_end.pop_all()
     if not body.background:
-        return EventStream(turn.frames(), running.close, turn.framing)
+        return EventStream(turn.frames(), turn.close, turn.framing)
     state.drain.run(turn.run())
     if body.stream:
         return EventStream(_followed(http, entry.id, -1), _nothing, FRAMING)
@@ -83,6 +83,7 @@ async def _earlier(http: Request, body: ResponsesRequest) -> Callable[[], list[I
         raise not_found("response" if is_response else "conversation", id, name)
     if context.problem:
         raise RequestError(f"{name}: {id[:100]!r} {context.problem}", name)
+    http.scope["state"]["hold"](len(context.items))
     http.scope["state"]["body_bytes"] += len(context.items)
     return lambda: unpack(context.items) + context.output
 

@@ -1,6 +1,5 @@
 """StoredTurn: runs a turn of Responses, and keeps its events and what comes of it."""
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
@@ -32,7 +31,6 @@ class StoredTurn:
         self._writer = running.answer.writer
         running.answer.kept = []
         self._key = ("", "")
-        self._num_frames = 0
         self._is_finished = False
         self.framing = Framing(self._failed, b"")
 
@@ -56,29 +54,30 @@ class StoredTurn:
             is_background=response.background,
         )
 
-    async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield the frames of its stream, each of which is stored before. Ends as cancelled if it is closed."""
-        response, is_queued = self._writer.response, False
-        try:
-            async with contextlib.aclosing(self._running.frames()) as frames:
-                async for data in frames:
-                    self._keep(_encode(response) if is_queued else b"")
-                    is_queued = response.background and not self._num_frames  # the first comes at once
-                    self._num_frames += 1
-                    if response.status != "in_progress":
-                        self._finish(await run_sized(self._running.num_tokens, self._ended))
-                    yield data
-        except (GeneratorExit, asyncio.CancelledError):
-            if response.status == "in_progress":
+    def close(self) -> None:
+        """End it as cancelled, unless it has ended."""
+        if not self._is_finished:
+            if self._writer.response.status == "in_progress":
                 self._running.answer.cancelled()
                 self._keep()
-            if not self._is_finished:
-                self._finish(self._ended())
-            raise
+            self._finish(self._ended())
+        self._running.close()
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Yield the frames of its stream, each of which is stored before. Who asks for them must close the turn."""
+        response, num_frames = self._writer.response, 0
+        async with contextlib.aclosing(self._running.frames()) as frames:
+            async for data in frames:
+                num_frames += 1
+                is_queued = response.background and num_frames == 2  # until now: the first comes at once
+                self._keep(_encode(response) if is_queued else b"")
+                if response.status != "in_progress":
+                    self._finish(await run_sized(self._running.num_tokens, self._ended))
+                yield data
 
     async def run(self) -> None:
         """Run it without a client."""
-        with contextlib.closing(self._running):
+        with contextlib.closing(self):
             try:
                 async for _ in self.frames():
                     pass

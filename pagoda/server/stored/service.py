@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Coroutine
 from functools import cache
@@ -21,6 +22,7 @@ T = TypeVar("T")
 MAX_CONTEXT_BYTES = 16 * 2**20
 """The most bytes of items that come before an input."""
 _EVENTS_AT_ONCE = 256
+_BYTES_AT_ONCE = 2**20
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -76,6 +78,12 @@ class Events(msgspec.Struct, frozen=True):
 
     events: list[bytes]
     is_over: bool
+
+
+def _first_of(events: list[bytes]) -> list[bytes]:
+    """Return the first of some events, at least one if there is one, of not too many bytes together."""
+    ends = itertools.accumulate(map(len, events))
+    return [event for event, end in zip(events, ends, strict=True) if end <= _BYTES_AT_ONCE] or events[:1]
 
 
 def failed_event(number: int, body: bytes) -> bytes:
@@ -154,7 +162,7 @@ class StoreService:
             entry = self._store.response(owner, id)
             if entry is None or entry.events is None:
                 return None
-            found = entry.events[after + 1 : after + 1 + _EVENTS_AT_ONCE]
+            found = _first_of(entry.events[after + 1 : after + 1 + _EVENTS_AT_ONCE])
             is_over = not entry.is_running and after + 1 + len(found) >= len(entry.events)
             if found or is_over:
                 return Events(found, is_over)
