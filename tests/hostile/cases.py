@@ -104,7 +104,9 @@ _OF_ANTHROPICS = (
 _OF_RESPONSES = (
     "input.0 input.0.type input.0.role input.0.content input.0.content.0 input.0.content.0.type "
     "input.0.content.0.text input.0.arguments input.0.output input.0.call_id input.0.encrypted_content tools.0 "
-    "tools.0.type tools.0.name tools.0.parameters tool_choice.type tool_choice.name text.format text.format.schema "
+    "tools.0.type tools.0.name tools.0.parameters tools.0.format tools.0.format.definition tools.0.tools "
+    "tools.0.tools.0 tools.0.tools.0.name tool_choice.type tool_choice.name tool_choice.tools tool_choice.tools.0 "
+    "input.0.summary input.0.name input.0.input text.format text.format.schema "
     "reasoning.effort include.0"
 )
 _OF_ITEMS = (
