@@ -238,6 +238,43 @@ def test_a_tool_choice_says_which_tools_there_are_and_which_must_be_called() -> 
     assert not conversation_of(body_of(tools=TOOLS, parallel_tool_calls=False)).is_parallel
 
 
+NEEDED = (
+    "id object created_at completed_at status incomplete_details model previous_response_id instructions output "
+    "error tools tool_choice truncation parallel_tool_calls text top_p presence_penalty frequency_penalty "
+    "top_logprobs temperature reasoning user usage max_output_tokens max_tool_calls store background service_tier "
+    "metadata safety_identifier prompt_cache_key"
+)
+"""The fields that the Open Responses specification wants of every response."""
+
+
+def test_an_answer_has_all_fields_and_says_what_was_asked_for() -> None:
+    def answered(**fields: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(msgspec.json.encode(new_answer(body_of(**fields)).whole([])))
+        Response.model_validate(answer)
+        return answer
+
+    plain = answered()
+    assert [name for name in NEEDED.split() if name not in plain] == []
+    assert (plain["text"], plain["tool_choice"], plain["metadata"]) == ({"format": {"type": "text"}}, "auto", {})
+    asked: dict[str, Any] = {
+        "instructions": "Be short.",
+        "max_tool_calls": 3,
+        "presence_penalty": 0.5,
+        "metadata": {"a": "b"},
+        "user": "u",
+        "parallel_tool_calls": False,
+        "tool_choice": item("custom", name="patch"),
+        "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}, "verbosity": "low"},
+    }
+    answer = answered(tools=TOOLS, **asked)
+    assert {name: answer[name] for name in asked} == asked
+    function = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False, "description": None}
+    assert answer["tools"][0] == function
+    assert [one["type"] for one in answer["tools"]] == ["function", "custom", "namespace"]
+    allowed = item("allowed_tools", mode="auto", tools=[item("function", name="f")])
+    assert answered(tools=TOOLS, tool_choice=allowed)["tool_choice"] == allowed
+
+
 def test_tools_that_cannot_be_served_are_refused_by_name() -> None:
     for place, tool in {
         r"tools\[0\]: this server does not run MCP servers": item("mcp", server_label="x"),

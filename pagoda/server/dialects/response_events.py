@@ -111,6 +111,7 @@ class ResponseAnswer(Struct, kw_only=True):
     background: bool = False
     conversation: ResponseConversation | None = None
     max_output_tokens: int | None
+    max_tool_calls: int | None = None
     parallel_tool_calls: bool
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
@@ -118,6 +119,8 @@ class ResponseAnswer(Struct, kw_only=True):
     service_tier: Literal["default"] = "default"
     store: bool = False
     temperature: float
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"

@@ -8,6 +8,7 @@ goes around the two: it gives `ResponsesDialect` the earlier items, and keeps th
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from typing import Any
 
 import msgspec
 from msgspec import Raw
@@ -28,7 +29,7 @@ from pagoda.server.dialects.response_events import (
 )
 from pagoda.server.dialects.responses_bodies import InputItem, ReasoningParam, ResponsesRequest, TextParam
 from pagoda.server.dialects.responses_input import ItemsTranscript
-from pagoda.server.dialects.responses_tools import Tools
+from pagoda.server.dialects.responses_tools import ResponsesToolChoice, Tools
 from pagoda.server.errors import ApiError, ErrorDetail, ErrorResponse, error_type
 from pagoda.server.sending import EventStream, Framing, event
 from pagoda.server.served_model import ServedModel
@@ -62,6 +63,8 @@ class ResponsesDialect:
             "max_tokens": body.max_output_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
+            "presence_penalty": body.presence_penalty,
+            "frequency_penalty": body.frequency_penalty,
             "seed": body.seed,
             "logprobs": body.num_logprobs,
             "structured_outputs": body.structure,
@@ -106,22 +109,25 @@ def _new_response(
     body: ResponsesRequest, params: SamplingParams, tools: Tools, response_id: str, model: str
 ) -> ResponseAnswer:
     """Return a response without output."""
-    asked = body.reasoning or ReasoningParam()
+    asked, choice = body.reasoning or ReasoningParam(), body.tool_choice
     return ResponseAnswer(
         id=response_id,
         created_at=int(time.time()),
         model=model,
         instructions=Raw(_encode(body.instructions)),
         tools=Raw(_encode(tools.kept)),
-        tool_choice=Raw(_encode(body.tool_choice or "auto")),
-        text=Raw(_encode(body.text or TextParam(format={"type": "text"}))),
+        tool_choice=Raw(_encode(choice.shown if isinstance(choice, ResponsesToolChoice) else choice or "auto")),
+        text=Raw(_encode(_shown_text(body.text or TextParam()))),
         metadata=Raw(_encode(body.metadata or {})),
         reasoning=ResponseReasoning(asked.effort, asked.summary),
         max_output_tokens=body.max_output_tokens,
+        max_tool_calls=body.max_tool_calls,
         parallel_tool_calls=body.parallel_tool_calls is not False,
         prompt_cache_key=body.prompt_cache_key,
         safety_identifier=body.safety_identifier,
         temperature=params.temperature,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
         top_logprobs=body.top_logprobs or 0,
         top_p=params.top_p,
         user=body.user,
@@ -130,6 +136,11 @@ def _new_response(
         previous_response_id=body.previous_response_id,
         conversation=None if body.conversation_id is None else ResponseConversation(body.conversation_id),
     )
+
+
+def _shown_text(text: TextParam) -> dict[str, Any]:
+    verbosity = {} if text.verbosity is None else {"verbosity": text.verbosity}
+    return {"format": text.format or {"type": "text"}, **verbosity}
 
 
 class ResponseFrames:

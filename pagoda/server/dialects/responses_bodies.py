@@ -103,11 +103,14 @@ class ResponsesRequest(ModelBody, kw_only=True, frozen=True):
     stream: Send the answer as events, as it is generated.
     temperature: How random the output is: 0 takes the most likely token.
     top_p: Sample from the most likely tokens that have this probability together.
+    presence_penalty: In [-2, 2]: makes tokens that the output has less likely.
+    frequency_penalty: In [-2, 2]: makes tokens less likely by how often the output has them.
     top_logprobs: Tell the log-probability of each token, and so many of the most likely ones.
     reasoning: How the model thinks.
     text: The form of the texts.
     tools: What the model may call.
     tool_choice: Whether it calls a tool, and which.
+    max_tool_calls: Comes back in the answer: it is about hosted tools.
     parallel_tool_calls: False: at most one call.
     include: `message.output_text.logprobs` and `reasoning.encrypted_content` are known; others have no effect.
     metadata: Comes back in the answer.
@@ -132,12 +135,15 @@ class ResponsesRequest(ModelBody, kw_only=True, frozen=True):
     stream: Flag = False
     temperature: float | None = None
     top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=1000)] | None = None
     reasoning: ReasoningParam | None = None
     text: TextParam | None = None
     tools: list[ResponsesTool] | None = None
     tool_choice: Annotated[str, one_of("none", "auto", "required")] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    max_tool_calls: TokenCount | None = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
     truncation: Annotated[str, one_of("auto", "disabled")] | None = None

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Struct
 
 from pagoda.base.errors import RequestError
@@ -67,6 +68,13 @@ class ResponsesToolChoice(Body, frozen=True):
     mode: Annotated[str, one_of("auto", "required")] = "auto"
     tools: list[dict[str, Any]] | None = None
 
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The choice as it was sent."""
+        names = ("mode", "tools") if self.type == "allowed_tools" else ("name", "namespace")
+        given = {name: getattr(self, name) for name in names}
+        return {"type": self.type, **{name: value for name, value in given.items() if value is not None}}
+
 
 @dataclass(frozen=True, slots=True)
 class NamedTool:
@@ -83,14 +91,14 @@ class Tools:
 
     functions: as templates read them. A custom tool is a function with one argument, `input`; the name of a tool in a
     namespace begins with that one's.   named: what the names of these stand for.   kept: those of the request that are
-    served.
+    served, as they were sent.
     """
 
     def __init__(self, given: Sequence[ResponsesTool]) -> None:
         """Raises RequestError for tools that neither are served nor may be left out."""
         self.functions: list[dict[str, Any]] = []
         self.named: dict[str, NamedTool] = {}
-        self.kept: list[ResponsesTool] = []
+        self.kept: list[dict[str, Any]] = []
         for index, tool in enumerate(given):
             place = f"tools[{index}]"
             if tool.type == "mcp":
@@ -102,7 +110,7 @@ class Tools:
                 self._add(tool, place, None)
             else:
                 continue
-            self.kept.append(tool)
+            self.kept.append(_shown(tool))
 
     def find(self, name: Any, namespace: Any = None) -> str | None:
         """Return what the model calls a tool, None if there is none of this name."""
@@ -129,6 +137,14 @@ class Tools:
             self.functions.append(_custom_function(tool, name, about or "", place))
         else:
             self.functions.append(function_tool(name, tool.parameters, about, tool.strict))
+
+
+def _shown(tool: ResponsesTool) -> dict[str, Any]:
+    """Return a tool as it was sent; clients want all fields of a function."""
+    given: dict[str, Any] = msgspec.to_builtins(tool)
+    if tool.tools is not None:
+        given["tools"] = [_shown(inner) for inner in tool.tools]
+    return dict.fromkeys(("description", "parameters", "strict") if tool.type == "function" else ()) | given
 
 
 def _custom_function(tool: ResponsesTool, name: str, about: str, place: str) -> dict[str, Any]:
