@@ -8,10 +8,12 @@ import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
+import msgspec
+
 from pagoda.base.outputs import CompletionOutput
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.answers.same_message import MessageForm
-from pagoda.engine.inputs.sampled_messages import OpenMessage, SampledMessage, thought_of
+from pagoda.engine.inputs.sampled_messages import KEY_BYTES, OpenMessage, SampledMessage, thought_of
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.server.history_store import Found
 from pagoda.server.seals import Sealer, derived
@@ -31,7 +33,7 @@ class History:
         max_model_len: int,
         secret: bytes,
         config: ServerConfig,
-        remember: Callable[[str, bytes, SampledMessage], Awaitable[None]],
+        remember: Callable[[str, bytes, bytes], Awaitable[None]],
         recall: Callable[[str, list[bytes]], Awaitable[Found]],
     ) -> None:
         """secret: of the server.   remember, recall: those of the store, wherever it is."""
@@ -59,8 +61,8 @@ class History:
         wanted = list(dict.fromkeys(reversed(keys)))  # the first ones are used last, and so stay longest
         found: dict[bytes, list[SampledMessage]] = {}
         for at in range(0, len(wanted), _KEYS_PER_CALL):
-            for key, message in await self._recall(owner, wanted[at : at + _KEYS_PER_CALL]):
-                found.setdefault(key, []).append(message)
+            for key, data in await self._recall(owner, wanted[at : at + _KEYS_PER_CALL]):
+                found.setdefault(key, []).append(msgspec.msgpack.decode(data, type=SampledMessage))
             await asyncio.sleep(0)  # long conversations do not keep others waiting
         known = set(wanted)
         for sealed in seals:
@@ -70,6 +72,16 @@ class History:
             if (message := self._sealer.open(owner, key, sealed)) is not None:
                 found[key] = [message]
         return found
+
+    async def recall_note(self, owner: str, name: str) -> bytes | None:
+        """Return the last note of a name (SampledTurn.note)."""
+        found = await self._recall(owner, [key_of_note(name)])
+        return found[0][1] if found else None
+
+
+def key_of_note(name: str) -> bytes:
+    """Return where notes of a name are."""
+    return hashlib.blake2b(b"note\xff" + name.encode("utf-8", "replace"), digest_size=KEY_BYTES).digest()
 
 
 def _digest_of(tokenizer: Tokenizer) -> bytes:
@@ -91,6 +103,7 @@ class SampledTurn:
         self._opened, self._forms = opened, forms
         self._ids: dict[tuple[int, int], list[int]] = {}
         self._ended: list[tuple[OpenMessage, list[int]]] = []
+        self._notes: list[tuple[str, bytes]] = []
         facts = history.tokenizer.facts
         self._ends = frozenset(facts.eos_token_ids)
 
@@ -104,11 +117,18 @@ class SampledTurn:
             self._ended.append((opened, self._said(ids, isinstance(output.stop_reason, int))))
 
     async def remember(self) -> None:
-        """Keep the messages that have ended since this was called last."""
+        """Keep the messages that have ended since this was called last, and the notes."""
         ended, self._ended = self._ended, []
         for opened, ids in ended:
             if self._ends.isdisjoint(ids):  # else the client could not have the same text
-                await self._history.remember(self._owner, opened.key, opened.sampled(ids))
+                await self._history.remember(self._owner, opened.key, msgspec.msgpack.encode(opened.sampled(ids)))
+        notes, self._notes = self._notes, []
+        for name, data in notes:
+            await self._history.remember(self._owner, key_of_note(name), data)
+
+    def note(self, name: str, data: bytes) -> None:
+        """Have `remember` keep something else of the turn, to be recalled by its name."""
+        self._notes.append((name, data))
 
     def seal(self) -> str:
         """Return the first output so far, up to the end of its thought unless it has ended; "" if there is nothing."""

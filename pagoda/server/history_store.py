@@ -7,16 +7,13 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig
-from pagoda.engine.inputs.sampled_messages import SampledMessage
 
 logger = logging.getLogger("pagoda.server")
 
-Found = list[tuple[bytes, SampledMessage]]
-"""Messages with their keys."""
+Found = list[tuple[bytes, bytes]]
+"""Messages, or other notes, with their keys."""
 MAX_BYTES = 128 * 2**20
 MAX_BYTES_PER_OWNER = 32 * 2**20
 _MAX_PER_KEY = 8  # answers to the same prompt
@@ -60,9 +57,8 @@ class HistoryStore:
     def num_bytes(self) -> int:
         return sum(self.bytes_of.values())
 
-    def remember(self, owner: str, key: bytes, message: SampledMessage) -> None:
+    def remember(self, owner: str, key: bytes, data: bytes) -> None:
         """Keep a message. One that is larger than an owner's share is not kept."""
-        data = msgspec.msgpack.encode(message)
         size = len(data) + len(key) + _ROW_BYTES
         if size > self._max_per_owner:
             return
@@ -87,7 +83,7 @@ class HistoryStore:
             self._uses += 1
             where = f"owner = ? AND key IN ({','.join('?' * len(keys))})"
             rows = self._db.execute(f"SELECT key, data FROM messages WHERE {where} ORDER BY id DESC", (owner, *keys))
-            found += [(key, msgspec.msgpack.decode(data, type=SampledMessage)) for key, data in rows]
+            found += rows
             self._db.execute(f"UPDATE messages SET used = ? WHERE {where}", (self._uses, owner, *keys))
         return found
 
@@ -134,5 +130,5 @@ def _logged(what: str) -> Iterator[None]:
     """Log what fails in the block: an answer does not fail for it."""
     try:
         yield
-    except (sqlite3.Error, msgspec.DecodeError) as error:
+    except sqlite3.Error as error:
         logger.warning("history: a message could not be %s: %s", what, error)

@@ -9,7 +9,6 @@ from typing import Any
 
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import Calls, Services
-from pagoda.engine.inputs.sampled_messages import SampledMessage
 from pagoda.metrics.counts import Counts
 from pagoda.server.admission import Admission
 from pagoda.server.history_store import Found, HistoryStore
@@ -46,9 +45,9 @@ class Peers:
         """Open the store of what was sampled. Raises ConfigError."""
         self._history = HistoryStore.of(config)
 
-    async def remember(self, owner: str, key: bytes, message: SampledMessage) -> None:
+    async def remember(self, owner: str, key: bytes, data: bytes) -> None:
         """See HistoryStore."""
-        self._history.remember(owner, key, message)
+        self._history.remember(owner, key, data)
 
     async def recall(self, owner: str, keys: list[bytes]) -> Found:
         """See HistoryStore."""
@@ -102,8 +101,8 @@ class RemotePeers(Peers):
     def open_history(self, config: ServerConfig) -> None:
         """The parent has it."""
 
-    async def remember(self, owner: str, key: bytes, message: SampledMessage) -> None:
-        await self.calls.call("remember", owner, key, message)
+    async def remember(self, owner: str, key: bytes, data: bytes) -> None:
+        await self.calls.call("remember", owner, key, data)
 
     async def recall(self, owner: str, keys: list[bytes]) -> Found:
         return await self.calls.call("recall", owner, keys, returns=Found)

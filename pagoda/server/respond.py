@@ -79,7 +79,7 @@ async def begin_turn(http: Request, dialect: Dialect[B, A], body: B) -> "Running
         sampled = _sampled_turn(http, picked.model, rendered)
         turn = Turn(
             *(request_id, int(time.time()), picked.name, request, generation, state.starter.llm.text),
-            seal=str if sampled is None else sampled.seal,
+            **({} if sampled is None else {"seal": sampled.seal, "note": sampled.note}),
         )
         running = RunningTurn(generation, rendered, dialect.answer(body, turn, state), request.is_stream, sampled)
         at_error.pop_all()

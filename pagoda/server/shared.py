@@ -9,7 +9,6 @@ import msgspec
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import Services
 from pagoda.engine.clients.client_server import ClientServer
-from pagoda.engine.inputs.sampled_messages import SampledMessage
 from pagoda.metrics.counts import Counts, add_counts, tokens_per_step
 from pagoda.server.admission import Admission
 from pagoda.server.history_store import Found, HistoryStore
@@ -81,8 +80,8 @@ class Shared:
     async def _counts(self, _: int) -> Counts:
         return await self.read_counts()
 
-    def _remember(self, _: int, owner: str, key: bytes, message: SampledMessage) -> None:
-        self._history.remember(owner, key, message)
+    def _remember(self, _: int, owner: str, key: bytes, data: bytes) -> None:
+        self._history.remember(owner, key, data)
 
     def _recall(self, _: int, owner: str, keys: list[bytes]) -> Found:
         return self._history.recall(owner, keys)

@@ -154,6 +154,7 @@ class Turn:
     text: decodes tokens.
     seal: returns what the client keeps of its answer and sends back (Conversation.seals): of the first output, the
     thought once that has ended, all once it has ended; "" if there is nothing.
+    note: keeps something of the turn in the model's history by a name; before the last piece has become frames.
     """
 
     id: str
@@ -163,6 +164,7 @@ class Turn:
     generation: "Generation"
     text: "AsyncText"
     seal: Callable[[], str] = str
+    note: Callable[[str, bytes], object] = lambda name, data: None
 
 
 class Answer(Protocol):

@@ -115,6 +115,38 @@ def test_what_responses_encrypt_is_what_was_sampled(server: LiveServer) -> None:
     assert second.input_tokens_details.cached_tokens >= least(usage.input_tokens, usage.output_tokens)
 
 
+def test_anthropics_diagnostics_say_what_has_changed(server: LiveServer) -> None:
+    key = {"Authorization": "Bearer one"}
+    body: dict[str, Any] = {"model": "smollm2-135m", "max_tokens": 100, "seed": 3, "system": LONG}
+    body["tools"] = [{"name": "weather", "input_schema": {"type": "object"}}]
+
+    def ask(previous: str | None, **changed: Any) -> dict[str, Any]:
+        asked = {**body, **changed, "diagnostics": {"previous_message_id": previous}}
+        return server.post("/v1/messages", asked, **key)[1]
+
+    body["messages"] = begin()
+    first = ask(None)
+    assert first["diagnostics"] is None
+    assert "diagnostics" not in server.post("/v1/messages", body, **key)[1]
+    body["messages"] += [{"role": "assistant", "content": first["content"]}, {"role": "user", "content": "Why?"}]
+    assert ask(first["id"])["diagnostics"] is None
+    assert ask("msg_1")["diagnostics"] == {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    other_tools = [{"name": "other", "input_schema": {"type": "object"}}]
+    other_messages = [{"role": "user", "content": "Other"}, *body["messages"][1:]]
+    for kind, changed in (
+        ("system_changed", {"system": "Other."}),
+        ("tools_changed", {"tools": other_tools}),
+        ("messages_changed", {"messages": other_messages}),
+        ("messages_changed", {"messages": other_messages[:1]}),
+    ):
+        answer = ask(first["id"], **changed)
+        reason = answer["diagnostics"]["cache_miss_reason"]
+        assert reason["type"] == kind
+        assert (reason["cache_missed_input_tokens"] > 50) is (len(changed.get("messages", [1, 2, 3])) == 3)
+    log = server.log.read_text()
+    assert f"compared with {first['id']}: messages_changed, messages[0] (GET /requests/ID" in log
+
+
 def test_what_was_changed_is_not_taken_from_the_history(server: LiveServer) -> None:
     messages = begin()
     message, num_prompt, _ = chat(server, messages, 0)

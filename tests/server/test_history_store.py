@@ -38,8 +38,8 @@ def history(
 ) -> History:
     store = store or HistoryStore()
 
-    async def remember(owner: str, key: bytes, message: SampledMessage) -> None:
-        store.remember(owner, key, message)
+    async def remember(owner: str, key: bytes, data: bytes) -> None:
+        store.remember(owner, key, data)
 
     async def recall(owner: str, keys: list[bytes]) -> Found:
         return store.recall(owner, keys)
@@ -57,8 +57,8 @@ def recalled(one: History, owner: str, *seals: str, key: bytes = KEY) -> Sequenc
 def test_the_last_answers_to_a_prompt_come_first_and_equal_ones_are_one() -> None:
     store = HistoryStore()
     for number in (*range(20), 5):
-        store.remember("a", KEY, message(number))
-    numbers = [unpacked(one.output_ids)[0] for _, one in store.recall("a", [KEY, b"other"])]
+        store.remember("a", KEY, bytes([number]))
+    numbers = [one[0] for _, one in store.recall("a", [KEY, b"other"])]
     assert (numbers[0], numbers.count(5), len(numbers)) == (5, 1, 8)
     assert store.recall("b", [KEY]) == []
 
@@ -68,9 +68,9 @@ def test_each_owner_and_all_together_have_a_bound_and_what_was_used_last_stays()
     rng = random.Random(0)
     for number in range(2_000):
         owner = rng.choice("abcd")
-        store.remember(owner, number.to_bytes(16, "big"), message(number, rng.randint(1, 200)))
+        store.remember(owner, number.to_bytes(16, "big"), bytes(rng.randint(1, 600)))
         assert max(store.num_bytes / 20_000, *(size / 8_000 for size in store.bytes_of.values())) <= 1
-    store.remember("a", KEY, message(1, 10_000))  # larger than an owner's share
+    store.remember("a", KEY, bytes(30_000))  # larger than an owner's share
     assert store.recall("a", [KEY]) == []
 
 
@@ -78,10 +78,10 @@ def test_the_beginning_of_a_conversation_stays_longest() -> None:
     store = HistoryStore(max_bytes_per_owner=10_000)
     keys = [number.to_bytes(16, "big") for number in range(40)]
     for number, key in enumerate(keys):
-        store.remember("a", key, message(number))
+        store.remember("a", key, bytes(30) + bytes([number]))
         store.recall("a", keys)
     for number in range(20):  # of others
-        store.remember("a", (1_000 + number).to_bytes(16, "big"), message(number))
+        store.remember("a", (1_000 + number).to_bytes(16, "big"), bytes(31))
     kept = {key for key, _ in store.recall("a", keys)}
     assert kept == set(keys[: len(kept)])
     assert 10 < len(kept) < 40
@@ -90,7 +90,7 @@ def test_the_beginning_of_a_conversation_stays_longest() -> None:
 def test_a_file_is_the_users_alone_and_read_by_the_next_server(tmp_path: Path) -> None:
     file = tmp_path / "history.db"
     first = HistoryStore(str(file))
-    first.remember("a", KEY, MESSAGE)
+    first.remember("a", KEY, b"data")
     assert all(stat.S_IMODE(one.stat().st_mode) == 0o600 for one in tmp_path.iterdir())
     with pytest.raises(
         ConfigError, match="history: .*history.db cannot be used: database is locked; name another file"
@@ -98,7 +98,7 @@ def test_a_file_is_the_users_alone_and_read_by_the_next_server(tmp_path: Path) -
         HistoryStore(str(file))
     first.close()
     second = HistoryStore(str(file))
-    assert second.recall("a", [KEY]) == [(KEY, MESSAGE)]
+    assert second.recall("a", [KEY]) == [(KEY, b"data")]
     assert second.num_bytes > 0
     second.close()
     file.write_bytes(b"something else" * 100)
@@ -109,7 +109,7 @@ def test_a_file_is_the_users_alone_and_read_by_the_next_server(tmp_path: Path) -
 def test_a_store_that_fails_fails_no_answer(caplog: pytest.LogCaptureFixture) -> None:
     store = HistoryStore()
     store.close()
-    store.remember("a", KEY, MESSAGE)
+    store.remember("a", KEY, b"data")
     assert store.recall("a", [KEY]) == []
     assert "history: a message could not be kept" in caplog.text
 

@@ -23,10 +23,11 @@ from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.server.body import Body, Flag, Int32, ModelBody, Name, Seed, TokenCount, UnservedField, one_of
 from pagoda.server.body_reader import run_for_body
 from pagoda.server.conversation import check_chat, check_named
+from pagoda.server.dialects.cache_diagnosis import Diagnosis, Diagnostics, Fingerprint, digest
 from pagoda.server.dialects.transcript import Transcript, function_tool
 from pagoda.server.errors import ApiError, error_type
 from pagoda.server.render import count_prompt_tokens
-from pagoda.server.respond import respond
+from pagoda.server.respond import respond_to
 from pagoda.server.routing import Router
 from pagoda.server.sending import Framing, event, json_response
 from pagoda.server.served_model import ServedModel
@@ -136,6 +137,12 @@ class ThinkingParam(Body, frozen=True):
     budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
+class DiagnosticsParam(Struct, frozen=True):
+    """previous_message_id: the client's previous message; None: this is the first."""
+
+    previous_message_id: str | None = None
+
+
 class CountTokensRequest(ModelBody, kw_only=True, frozen=True):
     """POST /v1/messages/count_tokens
 
@@ -206,6 +213,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
     top_k: Sample from so many most likely tokens.
     stop_sequences: Texts that end the output; they are cut off.
     seed: Makes the output repeatable; not a field of Anthropic's.
+    diagnostics: Tell why no more of the prompt was cached, compared with that of `previous_message_id`.
     """
 
     max_tokens: TokenCount
@@ -215,6 +223,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
     top_k: Int32 | None = None
     stop_sequences: list[str] = field(default_factory=list)
     seed: Seed | None = None
+    diagnostics: DiagnosticsParam | None = None
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
@@ -400,6 +409,7 @@ class MessageAnswer(Struct, kw_only=True):
     stop_reason: str | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
+    diagnostics: Diagnostics | UnsetType | None = UNSET
 
 
 class MessageDelta(Struct, kw_only=True):
@@ -494,7 +504,20 @@ router = Router(error=MessageError, error_form=message_error)
 @router.post("/v1/messages", answer=MessageAnswer, chunk=MessageEvent, body=MessagesRequest)
 async def create_message(http: Request) -> Response:
     """Generate the assistant's next message, in the form of Anthropic's API."""
-    return await respond(http, MESSAGES)
+    state = state_of(http)
+    body = await state.bodies.read(http, MessagesRequest)
+    diagnosis = None
+    if body.diagnostics is not None:
+        now = await run_for_body(http, lambda: _fingerprint(body))
+        diagnosis = await Diagnosis.of(http, state, now, body.diagnostics.previous_message_id)
+    return await respond_to(http, MessagesDialect(diagnosis), body)
+
+
+def _fingerprint(body: MessagesRequest) -> Fingerprint:
+    system, others = _system_text(body.system), (body.thinking, body.tool_choice, body.output_config)
+    return Fingerprint(
+        body.model or "", digest(system), digest(body.tools), digest(others), [digest(one) for one in body.messages]
+    )
 
 
 @router.post("/v1/messages/count_tokens", answer=TokenCountAnswer, body=CountTokensRequest)
@@ -515,6 +538,10 @@ class MessagesDialect:
 
     body = MessagesRequest
     id_prefix = "msg_"
+
+    def __init__(self, diagnosis: Diagnosis | None = None) -> None:
+        """diagnosis: of the request, if it asks for one."""
+        self._diagnosis = diagnosis
 
     def request(self, body: MessagesRequest, model: ServedModel) -> TurnRequest:
         conversation, made = conversation_of(body)
@@ -537,7 +564,7 @@ class MessagesDialect:
         )
 
     def answer(self, body: MessagesRequest, turn: Turn, state: ServerState) -> "MessageWriter":
-        return MessageWriter(body, turn)
+        return MessageWriter(body, turn, self._diagnosis)
 
 
 MESSAGES = MessagesDialect()
@@ -548,9 +575,10 @@ class MessageWriter:
 
     framing = Framing(lambda error, request_id: event(message_error(error, request_id), "error"), b"")
 
-    def __init__(self, body: MessagesRequest, turn: Turn) -> None:
+    def __init__(self, body: MessagesRequest, turn: Turn, diagnosis: Diagnosis | None = None) -> None:
         self._body = body
         self._turn = turn
+        self._diagnosis = diagnosis
         self._index = -1  # of the last block
         self._open: str | None = None  # its type
         self._thought = ""
@@ -592,7 +620,10 @@ class MessageWriter:
         return answer
 
     def _message(self) -> MessageAnswer:
-        return MessageAnswer(id=self._turn.id, model=self._turn.model, content=[], usage=self._usage)
+        message = MessageAnswer(id=self._turn.id, model=self._turn.model, content=[], usage=self._usage)
+        if self._diagnosis is not None:
+            message.diagnostics = self._diagnosis.diagnostics(self._turn)
+        return message
 
     def _begin(self) -> bytes:
         if self._has_begun:
@@ -629,6 +660,8 @@ class MessageWriter:
                 return begun
             case _:
                 self._end = said
+                if self._diagnosis is not None:
+                    self._diagnosis.note(self._turn)
                 return []
 
     def _into(self, kind: str, block: Block) -> list[MessageEvent]:

@@ -1,0 +1,114 @@
+"""Why the prefix cache had no more of a prompt, as Anthropic's API tells it: `diagnostics` of a message."""
+
+import hashlib
+import logging
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+from starlette.requests import Request
+
+from pagoda.server.state import ServerState
+from pagoda.server.turn import Turn
+
+logger = logging.getLogger("pagoda.server")
+_encode = msgspec.json.Encoder().encode
+
+
+class CacheMissReason(Struct, frozen=True):
+    """cache_missed_input_tokens: of the previous message and its prompt, those that would have been cached."""
+
+    type: Literal[
+        "model_changed",
+        "system_changed",
+        "tools_changed",
+        "messages_changed",
+        "previous_message_not_found",
+        "unavailable",
+    ]
+    cache_missed_input_tokens: int | UnsetType = UNSET
+
+
+class Diagnostics(Struct, frozen=True):
+    cache_miss_reason: CacheMissReason
+
+
+class Fingerprint(Struct, frozen=True, array_like=True):
+    """What a prompt is made of, as digests.
+
+    others: of what else it depends on.   num_prompt_tokens, num_output_tokens: of the prompt and its answer.
+    """
+
+    model: str
+    system: bytes
+    tools: bytes
+    others: bytes
+    messages: list[bytes]
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+def digest(value: Any) -> bytes:
+    return hashlib.blake2b(_encode(value), digest_size=8).digest()
+
+
+class Diagnosis:
+    """Compares a request with the previous one of its client.
+
+    previous_id: the previous message, None: there is none.   previous: its request, None if it is not known.
+    """
+
+    def __init__(
+        self, now: Fingerprint, previous_id: str | None, previous: Fingerprint | None, block_size: int = 1
+    ) -> None:
+        self._now, self._previous_id, self._previous = now, previous_id, previous
+        self._block_size = block_size
+
+    @classmethod
+    async def of(cls, http: Request, state: ServerState, now: Fingerprint, previous_id: str | None) -> "Diagnosis":
+        """Return the diagnosis of a request, after looking for the previous one."""
+        history, found = state.model.history, None
+        if history is not None and previous_id is not None:
+            found = await history.recall_note(history.owner_of(http.scope["state"]["key"]), previous_id)
+        previous = None if found is None else msgspec.msgpack.decode(found, type=Fingerprint)
+        return cls(now, previous_id, previous, state.block_size)
+
+    def note(self, turn: Turn) -> None:
+        """Keep what the next request is compared with. Call it at the end of the answer."""
+        made = turn.generation
+        counts = {"num_prompt_tokens": made.num_prompt_tokens, "num_output_tokens": made.num_output_tokens}
+        turn.note(turn.id, msgspec.msgpack.encode(msgspec.structs.replace(self._now, **counts)))
+
+    def diagnostics(self, turn: Turn) -> Diagnostics | None:
+        """Return why no more of the prompt was cached; None if all was that could be. Logs it."""
+        num_cached = turn.generation.num_cached_tokens
+        reason, where = self._reason(num_cached, turn.generation.num_prompt_tokens)
+        if reason is None:
+            return None
+        text = "%s: %d of %d prompt tokens were cached, compared with %s: %s%s (GET /requests/ID shows the first token)"
+        num_prompt = turn.generation.num_prompt_tokens
+        logger.info(text, turn.id, num_cached, num_prompt, self._previous_id, reason.type, where)
+        return Diagnostics(reason)
+
+    def _reason(self, num_cached: int, num_prompt_tokens: int) -> tuple[CacheMissReason | None, str]:
+        """Return the reason, and the message that it is in, in words."""
+        now, before = self._now, self._previous
+        if self._previous_id is None:
+            return None, ""
+        if before is None:
+            return CacheMissReason("previous_message_not_found"), ""
+        if num_cached >= (before.num_prompt_tokens - 1) // self._block_size * self._block_size:
+            return None, ""
+        could = min(before.num_prompt_tokens + before.num_output_tokens, num_prompt_tokens)
+        missed = max(0, could - num_cached)
+        if now.model != before.model:
+            return CacheMissReason("model_changed", missed), ""
+        if now.system != before.system:
+            return CacheMissReason("system_changed", missed), ""
+        if now.tools != before.tools:
+            return CacheMissReason("tools_changed", missed), ""
+        padded = [*now.messages, *[b""] * len(before.messages)]
+        for index, (one, other) in enumerate(zip(before.messages, padded, strict=False)):
+            if one != other:
+                return CacheMissReason("messages_changed", missed), f", messages[{index}]"
+        return CacheMissReason("unavailable"), ""  # other parameters changed, or the blocks hold something else by now
