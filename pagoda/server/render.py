@@ -1,6 +1,5 @@
 """How a turn becomes prompts: the chat template, the grammar of calls, and what will read the outputs."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -97,12 +96,10 @@ async def _render(http: Request, model: ServedModel, conversation: Conversation,
     use = ToolUse.of(conversation, model, template)
     tokenizer = model.llm.input_processor.tokenizer
     argument_types = await run_for_body(http, use.argument_types)
-    if plain.thinking_token_budget is None:
-        budget = await run_for_body(http, lambda: conversation.thinking.limit(template))
-        plain = dataclasses.replace(plain, thinking_token_budget=budget)
     params = plain
     if use.has_grammar(plain):  # tools may have large schemas
         params = await model.llm.text.write_grammar(lambda: use.constrain(plain, tokenizer))
+    budget = await run_for_body(http, lambda: conversation.thinking.limit(template))
     # Nothing is awaited after this: its images are in memory, uncounted until `RequestStarter.begin` counts them.
     form = _form_of(use, template, argument_types)
     prompt = await render_chat(http, model, conversation, plain.truncate_prompt_tokens is None, form)
@@ -110,11 +107,15 @@ async def _render(http: Request, model: ServedModel, conversation: Conversation,
     parser = TOOL_PARSERS[use.parser] if use.parser is not None and not is_formatted else None
     tags = form.tags
     end_id = None if tags is None else special_token(tokenizer, tags.end)
-    if (parser is not None and parser.keeps_special_tokens) or end_id is not None:
-        params = dataclasses.replace(params, skip_special_tokens=False)
     is_thinking = tags is not None and opens_reasoning(prompt.text, conversation.continued, tags)
+    keeps_special_tokens = end_id is not None or (parser is not None and parser.keeps_special_tokens)
+    if tags is not None or keeps_special_tokens:
+        params = params.clone()  # which checks nothing again
+        params.skip_special_tokens = params.skip_special_tokens and not keeps_special_tokens
     if tags is not None:
-        params = dataclasses.replace(params, reasoning=PromptReasoning(tags.name, is_thinking))
+        params.reasoning = PromptReasoning(tags.name, is_thinking)
+        if params.thinking_token_budget is None:
+            params.thinking_token_budget = budget
 
     def new_reader() -> Reader:
         return Reader(
