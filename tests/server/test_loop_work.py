@@ -226,6 +226,22 @@ def test_what_runs_on_the_loop_does_not_grow_with_the_body(endpoint: Endpoint) -
     assert near_large == set(), "calls of functions in C that may read a large value"
 
 
+@pytest.mark.parametrize("num_items", [1, 100])
+def test_what_runs_on_the_loop_does_not_grow_with_what_comes_before_an_input(num_items: int) -> None:
+    works: list[LoopWork] = []
+
+    async def test(http: httpx.AsyncClient) -> None:
+        for size in SIZES:
+            item = {"role": "user", "content": "a b " * (size // num_items // 4)}
+            made = (await http.post("/v1/conversations", json={"items": [item] * num_items})).json()["id"]
+            body = json.dumps({"input": "Hi", "conversation": made, "max_output_tokens": 1}).encode()
+            works.append(await work_of(http, "/v1/responses", body))
+
+    served(test)
+    assert max(work.count for work in works) <= works[0].count + MOST_MORE
+    assert set().union(*(work.near_large for work in works)) == set()
+
+
 @pytest.mark.parametrize("returns", [True, False])
 def test_large_rankings_are_made_on_a_thread(monkeypatch: pytest.MonkeyPatch, returns: bool) -> None:
     class Scores:

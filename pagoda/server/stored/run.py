@@ -86,6 +86,7 @@ class StoredTurn:
                 if known.status == 500:
                     logger.error("a response in the background ended with an error", exc_info=error)
                 self._failed(shortened(known), "")
+        logger.info("%s has ended in the background: %s", self._key[1], self._writer.response.status)
 
     async def whole(self, http: Request) -> Response:
         """Return the whole answer; nothing is kept if there is none."""
