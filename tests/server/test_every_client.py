@@ -56,7 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 def run_script(python: Path, server: LiveServer, *names: str) -> dict[str, Any]:
     """What clients have seen; all of them, without names."""
     command = [str(python), "-m", SCRIPT, server.url, *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return seen
@@ -72,13 +72,6 @@ def saw(server: LiveServer) -> dict[str, Any]:
 PLACE, BERN, TYPED = {"city": "Zürich", "days": 2}, {"city": "Bern", "days": 2}, {"city": "Bern", "days": 3}
 THOUGHTS = "Where? 2 < 3, so Zürich.\nWet.\n"
 SHOWS_NO_THOUGHTS = ("langchain chat",)
-WITHOUT_TOOLS = (
-    "openai_responses",
-    "openai_agents OpenAIResponsesModel",
-    "pydantic_ai responses",
-    "langchain responses",
-)
-"""/v1/responses has none yet."""
 CLIENTS = (
     *("openai_chat", "openai_responses", "openai_texts", "instructor"),
     *("openai_agents OpenAIChatCompletionsModel", "openai_agents OpenAIResponsesModel"),
@@ -98,8 +91,6 @@ def check(name: str, seen: dict[str, Any]) -> None:
         "typed": TYPED,
     }
     for asked, answer in expected.items():
-        if asked in ("agent", "thought") and name in WITHOUT_TOOLS:
-            continue
         assert seen.get(asked) in ([answer] * 2, [], None), (name, asked)
     for asked in ("image", "long"):
         assert seen.get(asked) in (400, None), (name, asked)

@@ -100,7 +100,10 @@ def pydantic_ai(url: str, kind: str) -> Seen:
             asyncio.run(streamed(Agent(model(), **asked), question)),
         ]
 
-    thinks = {"anthropic_thinking": {"type": "enabled", "budget_tokens": 1024}} if kind == "anthropic" else {}
+    thinks: dict[str, Any] = {
+        "anthropic": {"anthropic_thinking": {"type": "enabled", "budget_tokens": 1024}},
+        "responses": {"openai_reasoning_summary": "auto"},  # it shows no other reasoning
+    }.get(kind, {})
     form = (PromptedOutput if kind == "anthropic" else NativeOutput)(place())
     picture = BinaryContent(base64.b64decode(PIXEL), media_type="image/png")
     return {

@@ -37,6 +37,8 @@ def langchain(url: str, kind: str) -> Seen:
         from langchain_openai import ChatOpenAI
 
         more: Any = {"use_responses_api": kind == "responses", "max_tokens": 300}
+        if thinks and kind == "responses":  # it shows no other reasoning
+            more["reasoning"] = {"summary": "auto"}
         return ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key="none", max_retries=0, **more)
 
     def whole(chat: Any, messages: Any) -> Any:

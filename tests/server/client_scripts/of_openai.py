@@ -117,7 +117,7 @@ def openai_responses(url: str) -> Seen:
         "thought": [talk(answer, THOUGHT) for answer in (whole, streamed)],
         "typed": [json.loads(answer(TYPED, text=form).output_text) for answer in (whole, streamed)],
         "image": status_of(lambda: whole([{"role": "user", "content": parts}])),
-        "long": status_of(lambda: streamed(TOO_LONG)),
+        "long": status_of(lambda: whole(TOO_LONG)),
     }
 
 
