@@ -57,8 +57,13 @@ def piece(reader: Reader, text: str, reason: str | None) -> Piece:
     return Piece(0, RequestOutput("r"), output, reader.read(output))
 
 
-def random_turn(dice: random.Random, new_answer: Callable[[], Answer], text: str) -> tuple[str, Events, Any]:
-    """Tell a text streamed, in random pieces, and whole. Return why it ended, the events and the whole answer."""
+def random_turn(
+    dice: random.Random, new_answer: Callable[[], Answer], text: str, read: Callable[[bytes], Events] | None = None
+) -> tuple[str, Events, Any]:
+    """Tell a text streamed, in random pieces, and whole. Return why it ended, the events and the whole answer.
+
+    read: finds the events in a stream, if it is not `events_of`.
+    """
     reason = dice.choice(["stop", "length", "abort"])
     answer, reader = new_answer(), new_reader()
     cuts = sorted(dice.sample(range(len(text) + 1), min(len(text), dice.randrange(1, 20))))
@@ -69,7 +74,7 @@ def random_turn(dice: random.Random, new_answer: Callable[[], Answer], text: str
         if is_last:
             break
     whole = new_answer().whole([piece(new_reader(), text, reason)])
-    return reason, events_of(frames + answer.closing()), json.loads(msgspec.json.encode(whole))
+    return reason, (read or events_of)(frames + answer.closing()), json.loads(msgspec.json.encode(whole))
 
 
 def events_of(frames: bytes) -> Events:
