@@ -155,7 +155,7 @@ class ServedAdapters:
     def _copy(self, name: str, source: str) -> None:
         if name in self._model_names:
             raise ApiError(400, f"{abbreviate(name)} is the name of the model", "destination")
-        if len(self._by_name) >= _MOST_NAMES:
+        if name not in self._by_name and len(self._by_name) >= _MOST_NAMES:
             raise ApiError(400, f"there are {_MOST_NAMES} names already; delete some", "destination")
         model = ServedAdapter(None, self._model_names[0])
         served = model if source in self._model_names else self._by_name.get(source)

@@ -69,7 +69,8 @@ def test_what_cannot_be_copied_deleted_or_pulled_says_why(monkeypatch: pytest.Mo
     )
 
     async def test(http: httpx.AsyncClient) -> None:
-        assert (await http.post("/api/copy", json={"source": "m", "destination": "one"})).status_code == 200
+        for _ in range(2):  # a name that is there may be given again
+            assert (await http.post("/api/copy", json={"source": "m", "destination": "one"})).status_code == 200
         for method, path, body, status, text in cases:
             answer = await http.request(method, path, json=body)
             assert answer.status_code == status, (path, body)
