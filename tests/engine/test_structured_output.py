@@ -94,6 +94,9 @@ THOUGHTFUL = [
 BEAMS = constrained(SamplingParams(n=2, max_tokens=60, beam_search=BeamSearchOptions()), **JSON)
 
 
+THOUGHTFUL_BEAMS = budgeted(SamplingParams(n=2, max_tokens=30, beam_search=BeamSearchOptions()), 7)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_byte_llama(tmp_path_factory.mktemp("bytes"))
@@ -127,7 +130,8 @@ def watched_requests() -> list[Watched]:
         Watched(rng.integers(3, 259, 11 * i + 1).tolist(), params, 5000 + 10 * i)
         for i, params in enumerate(THOUGHTFUL * 2)
     ]
-    return [*found, *(Watched(rng.integers(3, 259, 20 * i).tolist(), BEAMS, 2000 * i) for i in (1, 2))]
+    found += [Watched(rng.integers(3, 259, 20 * i).tolist(), BEAMS, 2000 * i) for i in (1, 2)]
+    return [*found, Watched(rng.integers(3, 259, 50).tolist(), THOUGHTFUL_BEAMS, 8000)]
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +147,7 @@ def test_complete_outputs_are_valid(expected: Trace, tokenizer: Tokenizer) -> No
     """Each sequence alone: JSON validates, choices are choices, expressions match."""
     num_ended = 0
     for each in watched_requests():
-        if each.params in THOUGHTFUL:
+        if each.params in (*THOUGHTFUL, THOUGHTFUL_BEAMS):
             continue
         for seed in range(each.seed, each.seed + each.params.n):
             tokens = expected.tokens[seed]
@@ -167,6 +171,7 @@ def test_complete_outputs_are_valid(expected: Trace, tokenizer: Tokenizer) -> No
 def test_reasoning_is_closed_at_its_budget(expected: Trace, tokenizer: Tokenizer) -> None:
     """Each sequence alone: so many tokens, the closing, and the answer."""
     closing = tokenizer.encode(CLOSING, False)
+    assert expected.tokens[8000][7:][: len(closing)] == closing  # of beams
     for each in watched_requests():
         kind = next((i for i, params in enumerate(THOUGHTFUL) if params == each.params), None)
         for seed in range(each.seed, each.seed + each.params.n) if kind is not None else ():

@@ -25,6 +25,9 @@ from pagoda.engine.inputs.pooling_inputs import check_pooling
 from pagoda.engine.inputs.prompt_encoder import PromptEncoder
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
+_LONGEST_THOUGHT = 32_768
+"""Tokens of a prompt's end in which a thought may have begun: decoding more would take long."""
+
 Params = SamplingParams | PoolingParams
 """The parameters of a request: for generating text, or for pooling hidden states."""
 
@@ -142,7 +145,7 @@ class ParamsPreparer:
             return params
         tags, reasoning = self._reasoning_tags(params), params.reasoning
         if reasoning is None:
-            text = self._tokenizer.decode(prompt_token_ids.tolist(), skip_special_tokens=False)
+            text = self._tokenizer.decode(prompt_token_ids[-_LONGEST_THOUGHT:].tolist(), skip_special_tokens=False)
             is_open = opens_reasoning(text, text, tags)
         else:
             is_open = reasoning.is_open
