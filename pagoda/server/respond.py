@@ -180,5 +180,6 @@ class RunningTurn(Generic[A]):
         piece = Piece(index, delta, output, reader.read(output))
         if reader.reasons:
             known = self._generation.num_reasoning_tokens or 0
-            self._generation.num_reasoning_tokens = known + reader.num_reasoning_tokens - before
+            piece.num_reasoning_tokens = reader.num_reasoning_tokens - before
+            self._generation.num_reasoning_tokens = known + piece.num_reasoning_tokens
         return piece

@@ -121,12 +121,17 @@ class Said(Struct):
 
 
 class Piece(Struct):
-    """What one output has said since its last piece.   prompt: the index of its prompt.   delta: of the request."""
+    """What one output has said since its last piece.
+
+    prompt: the index of its prompt.   delta: of the request.   num_reasoning_tokens: how many of its tokens, from the
+    first on, are reasoning.
+    """
 
     prompt: int
     delta: RequestOutput
     output: CompletionOutput
     events: list[TurnEvent]
+    num_reasoning_tokens: int = 0
 
     @property
     def said(self) -> Said:

@@ -23,7 +23,7 @@ from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
 from pagoda.server.dialects.responses_input import ItemsTranscript
 from pagoda.server.dialects.responses_tools import CustomInput, Tools
 from pagoda.server.errors import ApiError
-from pagoda.server.turn import Piece, TextDelta
+from pagoda.server.turn import Piece, ReasoningDelta, TextDelta
 from tests.server.live import LiveServer
 from tests.server.random_turns import Events, events_of, random_text, random_turn, turn_of
 from tests.server.test_tools import THINKING, scripted_server
@@ -482,3 +482,7 @@ def test_log_probabilities_come_with_the_text_and_with_the_whole() -> None:
     assert deltas == [[one] for one in content["logprobs"]]
     (item,) = new_answer(body).whole(pieces).output
     assert msgspec.to_builtins(item.content[0].logprobs) == content["logprobs"]
+    thought = CompletionOutput(0, "AC", [1, 3], logprobs=[first, second])
+    events_of_both = [ReasoningDelta("A"), TextDelta("C")]
+    _, item = new_answer(body).whole([Piece(0, RequestOutput("r"), thought, events_of_both, 1)]).output
+    assert [one.token for one in item.content[0].logprobs] == ["C"]

@@ -185,7 +185,8 @@ class ResponseFrames:
         output, num_top = piece.output, self._turn.request.params.logprobs
         if output.logprobs is None or num_top is None:
             return ()
-        return chat_logprobs(output.token_ids, output.logprobs, num_top).content
+        first = piece.num_reasoning_tokens
+        return chat_logprobs(output.token_ids[first:], output.logprobs[first:], num_top).content
 
 
 def _encoded(events: Iterable[ResponseEvent]) -> list[bytes]:
