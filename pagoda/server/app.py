@@ -268,7 +268,7 @@ async def serve(
         state.starter.llm.text.close()
         if state.telemetry is not None:
             await asyncio.to_thread(state.telemetry.close)
-        await state.stored.close()
+        await asyncio.to_thread(state.peers.close)
     if state.engine is not None and state.engine.died is not None:
         raise state.engine.died
     if state.starter.llm.died is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig
+from pagoda.engine.clients.calls import Services
 
 logger = logging.getLogger("pagoda.server")
 
@@ -86,6 +87,17 @@ class HistoryStore:
             found += rows
             self._db.execute(f"UPDATE messages SET used = ? WHERE {where}", (self._uses, owner, *keys))
         return found
+
+    @property
+    def services(self) -> Services:
+        """What processes may call."""
+        return {"remember": self._remember, "recall": self._recall}
+
+    def _remember(self, _: int, owner: str, key: bytes, data: bytes) -> None:
+        self.remember(owner, key, data)
+
+    def _recall(self, _: int, owner: str, keys: list[bytes]) -> Found:
+        return self.recall(owner, keys)
 
     def close(self) -> None:
         self._db.close()

@@ -8,13 +8,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from pagoda.base.server_config import ServerConfig
-from pagoda.engine.clients.calls import Calls, Services
+from pagoda.engine.clients.calls import AnyCalls, Calls, OwnCalls, Services
 from pagoda.metrics.counts import Counts
 from pagoda.server.admission import Admission
-from pagoda.server.history_store import Found, HistoryStore
+from pagoda.server.owned import Owned
 from pagoda.server.remote_admission import AnyAdmission, RemoteAdmission
 from pagoda.server.served_adapters import AdapterChange, Failure
-from pagoda.server.stored.service import RemoteStored, Stored, StoreService
 
 CALL_S = 2.0
 """A process that does not answer for so long is left out."""
@@ -26,36 +25,33 @@ class Peers:
     """A process that serves HTTP alone: all is its own.
 
     own: functions that are called in each process; set before anything else is used.
+    calls: of functions of what all processes have once, see Owned.
     accept_from: set when the process serves; accepts connections from these sockets, next to its own, and from no
     others any more.
     """
 
     own: Services
+    calls: AnyCalls
     accept_from: Callable[[Sequence[socket.socket]], Awaitable[None]] | None = None
 
     def __init__(self, salt_secret: bytes = b"") -> None:
         """salt_secret: of the processes together, so that prefixes are found whichever starts the request."""
         self.salt_secret = salt_secret or secrets.token_bytes(16)
+        self._owned: Owned | None = None
 
     def make_admission(self, config: ServerConfig) -> AnyAdmission:
         """Return what admits the requests of this process."""
         return Admission(config.server_limits, config.server_timeouts.queue_timeout_s)
 
-    def open_history(self, config: ServerConfig) -> None:
-        """Open the store of what was sampled. Raises ConfigError."""
-        self._history = HistoryStore.of(config)
+    def open(self, config: ServerConfig) -> None:
+        """Open what all processes have once. Raises ConfigError for a file that cannot be used."""
+        self._owned = Owned(config)
+        self.calls = OwnCalls(self._owned.services)
 
-    async def remember(self, owner: str, key: bytes, data: bytes) -> None:
-        """See HistoryStore."""
-        self._history.remember(owner, key, data)
-
-    async def recall(self, owner: str, keys: list[bytes]) -> Found:
-        """See HistoryStore."""
-        return self._history.recall(owner, keys)
-
-    def make_stored(self, config: ServerConfig) -> Stored:
-        """Return what keeps responses. Raises ConfigError for a wrong `responses_file`."""
-        return Stored(StoreService(config.responses_file))
+    def close(self) -> None:
+        """Close what `open` has opened."""
+        if self._owned is not None:
+            self._owned.close()
 
     async def ask(self, name: str, *arguments: object, returns: Any = Any) -> list[Any]:
         """Call a function of `own` in all processes; return what those answer that do.
@@ -98,17 +94,8 @@ class RemotePeers(Peers):
     def make_admission(self, config: ServerConfig) -> AnyAdmission:
         return RemoteAdmission(self.calls)
 
-    def open_history(self, config: ServerConfig) -> None:
+    def open(self, config: ServerConfig) -> None:
         """The parent has it."""
-
-    async def remember(self, owner: str, key: bytes, data: bytes) -> None:
-        await self.calls.call("remember", owner, key, data)
-
-    async def recall(self, owner: str, keys: list[bytes]) -> Found:
-        return await self.calls.call("recall", owner, keys, returns=Found)
-
-    def make_stored(self, config: ServerConfig) -> Stored:
-        return RemoteStored(self.calls)
 
     @property
     def services(self) -> Services:

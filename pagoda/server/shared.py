@@ -11,11 +11,10 @@ from pagoda.engine.clients.calls import Services
 from pagoda.engine.clients.client_server import ClientServer
 from pagoda.metrics.counts import Counts, add_counts, tokens_per_step
 from pagoda.server.admission import Admission
-from pagoda.server.history_store import Found, HistoryStore
+from pagoda.server.owned import Owned
 from pagoda.server.peers import CALL_S, LOAD_S
 from pagoda.server.remote_admission import AdmissionService
 from pagoda.server.served_adapters import AdapterChange, Failure, parse_module
-from pagoda.server.stored.service import StoreService
 
 _LOOK_S = 0.1
 _WAIT_S = 60.0
@@ -41,8 +40,7 @@ class Shared:
         self.tokens_per_step = tokens_per_step()
         modules = [parse_module(text) for text in config.lora_sources.lora_modules]
         self._adapters = {one.name: AdapterChange(one.name, one, replaces=True) for one in modules}  # what loads each
-        self._history = HistoryStore.of(config)
-        self._stored = StoreService(config.responses_file)
+        self._owned = Owned(config)
         self._changing = asyncio.Lock()
         self._changes_begun: set[asyncio.Task[Failure | None]] = set()
 
@@ -53,10 +51,8 @@ class Shared:
             "ask_all": self._ask_all,
             "counts": self._counts,
             "change_adapter": self._change_adapter,
-            "remember": self._remember,
-            "recall": self._recall,
             **self._admission.services,
-            **self._stored.services,
+            **self._owned.services,
         }
 
     def has_admitted(self, client: int) -> bool:
@@ -66,12 +62,12 @@ class Shared:
     def on_left(self, client: int) -> None:
         """A process has gone: its requests count no longer, what it has counted and stored is kept."""
         self._admission.end_client(client)
-        self._stored.end_client(client)
+        self._owned.end_client(client)
         add_counts(self._counts_before, self._counts_of.pop(client, {}))
 
     def close(self) -> None:
         """Write what waits to be written."""
-        self._stored.close()
+        self._owned.close()
 
     async def _ask_all(self, _: int, name: str, arguments: list[msgspec.Raw]) -> list[msgspec.Raw]:
         found = await self.server.ask(name, *arguments, timeout_s=CALL_S, returns=msgspec.Raw)
@@ -79,12 +75,6 @@ class Shared:
 
     async def _counts(self, _: int) -> Counts:
         return await self.read_counts()
-
-    def _remember(self, _: int, owner: str, key: bytes, data: bytes) -> None:
-        self._history.remember(owner, key, data)
-
-    def _recall(self, _: int, owner: str, keys: list[bytes]) -> Found:
-        return self._history.recall(owner, keys)
 
     async def read_counts(self) -> Counts:
         """Return what all processes have counted: of one that does not answer, or has gone, what it told last."""

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from starlette.requests import Request
 
@@ -16,6 +17,7 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.answers.tool_parsers import parser_named
 from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.clients.calls import OwnCalls
 from pagoda.engine.clients.remote_client import EngineClient
 from pagoda.engine.wire import EngineSizes
 from pagoda.loading.model_config import read_images, summarize_weights
@@ -24,6 +26,7 @@ from pagoda.server.body_reader import BodyReader
 from pagoda.server.dialects.openai_body import SamplingBody
 from pagoda.server.errors import ApiError
 from pagoda.server.history import History
+from pagoda.server.history_store import Found
 from pagoda.server.looks import Looks
 from pagoda.server.middleware import Drain
 from pagoda.server.peers import Peers
@@ -62,7 +65,7 @@ class ServerState:
     drain: Drain = field(default_factory=Drain)
     peers: Peers = field(default_factory=Peers)
     telemetry: Telemetry | None = None
-    stored: Stored = field(default_factory=lambda: Stored(StoreService()))
+    stored: Stored = field(default_factory=lambda: Stored(OwnCalls(StoreService().services)))
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -150,7 +153,7 @@ async def build_state(
     if parser not in ("auto", "none"):
         parser = parser_named(parser)  # raises for an unknown name, before the first request needs it
     llm = AsyncEngine(client, inputs)
-    peers.open_history(server)
+    peers.open(server)
     adapters = ServedAdapters(llm, tuple(names), server.lora_sources.lora_dir)
     return ServerState(
         starter=RequestStarter(llm, peers.make_admission(server), metrics, peers.salt_secret),
@@ -176,7 +179,7 @@ async def build_state(
         config=server,
         looks=Looks(client.look),
         peers=peers,
-        stored=await asyncio.to_thread(peers.make_stored, config.server),
+        stored=Stored(peers.calls),
     )
 
 
@@ -190,7 +193,9 @@ def _history_of(config: EngineConfig, llm: AsyncEngine, peers: Peers, max_model_
     if server.answer_defaults.history == "off" or not inputs.limits.tasks.generates:
         return None
     secret = server_secret(peers.salt_secret)
-    return History(config.model.model, inputs.tokenizer, max_model_len, secret, server, peers.remember, peers.recall)
+    call = peers.calls.call
+    remember, recall = partial(call, "remember"), partial(call, "recall", returns=Found)
+    return History(config.model.model, inputs.tokenizer, max_model_len, secret, server, remember, recall)
 
 
 def _facts_of(setup: EngineSetup) -> ModelFacts:

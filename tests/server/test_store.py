@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pagoda.base.errors import ConfigError
+from pagoda.engine.clients.calls import OwnCalls
 from pagoda.server.stored.file import StoreFile
 from pagoda.server.stored.service import Stored, StoreService, page_of
 from pagoda.server.stored.store import (
@@ -191,17 +192,18 @@ def test_what_ran_when_the_server_ended_has_failed_after_its_restart(tmp_path: P
     path = str(tmp_path / "kept")
 
     async def main() -> None:
-        stored = Stored(StoreService(path))
+        before = StoreService(path)
+        stored = Stored(OwnCalls(before.services))
         lost = b'{"status":"failed"}'
         assert await stored.ask(StoreService.add, response("a", "r1", lost=lost, is_background=True)) is None
         assert await stored.ask(StoreService.add, response("a", "r2")) is None
         stored.post(StoreService.append, "a", "r2", [b"event: 0\n\n"])
         stored.post(StoreService.finish, "a", "r2", b'{"status":"completed"}', [("msg_1", b"{}")])
-        await stored.close()
+        before.close()
         service = StoreService(path)
         with pytest.raises(ConfigError, match="locked"):
             StoreService(path)
-        again = Stored(service)
+        again = Stored(OwnCalls(service.services))
         failed = await again.ask(StoreService.response, "a", "r1", True)
         assert failed is not None
         assert failed.body == lost
@@ -216,7 +218,7 @@ def test_what_ran_when_the_server_ended_has_failed_after_its_restart(tmp_path: P
         context = await again.ask(StoreService.context, "a", "r2", True)
         assert context is not None
         assert context.output == [("msg_1", b"{}")]
-        await again.close()
+        service.close()
 
     asyncio.run(main())
     assert {stat.S_IMODE(one.stat().st_mode) for one in tmp_path.iterdir()} == {0o600}
@@ -235,7 +237,7 @@ def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> N
 def test_a_follower_gets_each_event_once_and_the_end_of_a_lost_process(tmp_path: Path) -> None:
     async def main() -> None:
         service = StoreService()
-        stored = Stored(service)
+        stored = Stored(OwnCalls(service.services))
         assert await service.add(7, response("a", "r", lost=b"{}")) is None
         got: list[bytes] = []
 

@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from pagoda.base.request_limits import RequestLimits
+from pagoda.engine.clients.calls import OwnCalls
 from pagoda.server.body_reader import parse_body
 from pagoda.server.dialects.responses import ResponsesDialect
 from pagoda.server.dialects.responses_bodies import ResponsesRequest
@@ -310,7 +311,7 @@ def test_a_stream_that_never_began_is_stored_as_cancelled() -> None:
     running: Any = SimpleNamespace(answer=answer, close=lambda: closed.append(True))
 
     async def main() -> None:
-        stored = Stored(StoreService())
+        stored = Stored(OwnCalls(StoreService().services))
         turn = StoredTurn(stored, running)
         entry = turn.entry("a", [], [], has_events=True)
         assert await stored.ask(StoreService.add, entry) is None

@@ -117,6 +117,25 @@ class Calls:
         return msgspec.Raw(self._encoder.encode(value))
 
 
+class OwnCalls:
+    """Calls of functions of this process, which get the number 0 of a client first, as those of others have theirs."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def call(self, name: str, *arguments: object, returns: Any = Any) -> Any:
+        """Call a function; return its result. Raises its errors.   returns: as of Calls."""
+        result = self._services[name](0, *arguments)
+        return await result if inspect.isawaitable(result) else result
+
+    def post(self, name: str, *arguments: object) -> None:
+        """Call a function that is no coroutine function."""
+        self._services[name](0, *arguments)
+
+
+AnyCalls = Calls | OwnCalls
+
+
 def _decoders_of(service: Callable[..., Any]) -> list[Any]:
     """Return the decoders of a function's arguments."""
     parameters = inspect.signature(service, eval_str=True).parameters.values()

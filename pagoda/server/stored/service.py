@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 
-from pagoda.engine.clients.calls import Calls, Services
+from pagoda.engine.clients.calls import AnyCalls, Services
 from pagoda.server.stored.file import StoreFile
 from pagoda.server.stored.store import Item, Key, Store, StoredConversation, StoredResponse, StoreFull, StoreLimits
 
@@ -251,36 +251,12 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 class Stored:
-    """The store as this process, which owns it, asks for it.
+    """The store as a process asks for it, which may be another than the one that has it.
 
     found = await stored.ask(StoreService.response, owner, id, False)
     """
 
-    def __init__(self, service: StoreService) -> None:
-        self._service = service
-
-    async def ask(
-        self,
-        function: Callable[Concatenate[StoreService, int, P], Coroutine[Any, Any, T]],
-        *args: P.args,
-        **kw: P.kwargs,
-    ) -> T:
-        """Call a function of StoreService."""
-        return await function(self._service, 0, *args, **kw)
-
-    def post(self, function: Callable[Concatenate[StoreService, int, P], None], *args: P.args, **kw: P.kwargs) -> None:
-        """Call a function of StoreService, in the order of the calls."""
-        function(self._service, 0, *args, **kw)
-
-    async def close(self) -> None:
-        """Write what waits to be written."""
-        await asyncio.to_thread(self._service.close)
-
-
-class RemoteStored(Stored):
-    """The store of the parent process."""
-
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: AnyCalls) -> None:
         self._calls = calls
 
     async def ask(
@@ -289,13 +265,12 @@ class RemoteStored(Stored):
         *args: P.args,
         **kw: P.kwargs,
     ) -> T:
+        """Call a function of StoreService."""
         return await self._calls.call(_name_of(function), *args, returns=_answer_of(function))
 
     def post(self, function: Callable[Concatenate[StoreService, int, P], None], *args: P.args, **kw: P.kwargs) -> None:
+        """Call a function of StoreService, in the order of the calls."""
         self._calls.post(_name_of(function), *args)
-
-    async def close(self) -> None:
-        pass
 
 
 @cache

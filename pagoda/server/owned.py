@@ -1,0 +1,28 @@
+"""Owned: what the processes that serve one port have once, besides admission and adapters."""
+
+from pagoda.base.server_config import ServerConfig
+from pagoda.engine.clients.calls import Services
+from pagoda.server.history_store import HistoryStore
+from pagoda.server.stored.service import StoreService
+
+
+class Owned:
+    """What was sampled, and what is stored. A process that is alone has it itself, of several their parent."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        """Raises ConfigError for a file that cannot be used."""
+        self._history = HistoryStore.of(config)
+        self._stored = StoreService(config.responses_file)
+
+    @property
+    def services(self) -> Services:
+        """What the processes may call; each function gets the index of the client that calls, first."""
+        return {**self._history.services, **self._stored.services}
+
+    def end_client(self, client: int) -> None:
+        """A process has gone."""
+        self._stored.end_client(client)
+
+    def close(self) -> None:
+        """Write what waits to be written."""
+        self._stored.close()
