@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 
 import numpy as np
@@ -30,6 +31,7 @@ def _sized(*parts: bytes) -> bytes:
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
+@lru_cache(maxsize=256)
 def make_root(seed: bytes, lora: LoraRef | None, cache_salt: str | None) -> bytes:
     """Return what every hash of a request starts from. Requests share blocks only where these agree."""
     adapter = b""
