@@ -49,8 +49,11 @@ from pagoda.server.turn import (
 # ---- requests
 
 
-class CacheControl(Struct, frozen=True):
-    """Keep the prefix in the cache rather than others, for so long after its last use."""
+class CacheControl(Body, frozen=True):
+    """Keep the prefix in the cache rather than others.
+
+    ttl: For so long after its last use.
+    """
 
     ttl: Annotated[str, one_of("5m", "1h")] = "5m"
 
@@ -65,6 +68,7 @@ class ContentBlock(Struct, frozen=True):
     type: Which of the fields it has.
     text: Of type text.
     thinking: What the assistant thought before.
+    signature: Of a thought: the server's own.
     source: Of an image or a document: where it is.
     id, name, input: Of a call: its id, the tool and the arguments.
     tool_use_id: Of a result: the id of its call.
