@@ -145,12 +145,16 @@ def fit_chunks(
         waits = decodes & (np.cumsum(decodes) > plan.most_decodes - len(plan.decodes))
         limits[waits] = _STAGES
         num_new = np.where(waits, 0, num_new)
+    wanted = num_new
     if plan.prompt_budget is not None:
-        wanted, prompts = num_new, np.where(is_prompt, num_new, 0)
+        prompts = np.where(is_prompt, num_new, 0)
         num_new = np.where(is_prompt, _share_out(plan.prompt_budget, prompts), num_new)
         limits[num_new < wanted] = _PREFILL_SHARE
     if num_new.sum() > plan.budget:
-        wanted, num_new = num_new, _fit_budget(state, plan, rows, num_new, is_prompt)
+        num_new = _fit_budget(state, plan, rows, num_new, is_prompt)
+        if plan.prompt_budget is not None:  # a prompt that the budget cuts leaves the rest of its share to the next
+            before = np.cumsum(is_prompt * num_new) - is_prompt * num_new
+            wanted = np.where(is_prompt, np.minimum(wanted, plan.prompt_budget - before), wanted)
         limits[num_new < wanted] = _BUDGET
     return num_new, limits
 

@@ -480,6 +480,23 @@ def test_copies_of_a_step_that_computes_nothing_are_measured() -> None:
     traffic.drain()
 
 
+def test_a_prompt_that_the_budget_cuts_leaves_its_share_to_the_next() -> None:
+    """What keeps the next one back is then the budget, not the share of prompts: the events of both say so."""
+    setting = Setting(
+        SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=4, prefill_beside_decodes=3),
+        CacheConfig(block_size=4, enable_prefix_caching=False, watermark=0.0),
+        num_blocks=60,
+        max_model_len=40,
+    )
+    traffic = Traffic(setting)
+    traffic.add(make_request(1, [1] * 3, SamplingParams(max_tokens=30)))
+    traffic.add(make_request(2, [2] * 5, SamplingParams(max_tokens=14, n=3, temperature=1.0)))
+    for _ in range(8):
+        traffic.step()
+    traffic.reset(preempt_running=True)  # the siblings compute what each has sampled, side by side
+    traffic.drain()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [SchedulerMachine, PhasedMachine])
 def test_invariants_at_length(machine: type[SchedulerMachine]) -> None:
