@@ -185,6 +185,11 @@ def test_a_conversation_has_the_items_of_its_turns(client: openai.OpenAI, server
     assert added.first_id == added.last_id == added.data[0].id
     client.conversations.items.delete(added.last_id, conversation_id=made.id)
     assert list(client.conversations.items.list(made.id, order="asc")) == items
+    refers: Any = {"type": "item_reference", "id": items[0].id}
+    client.responses.create(**{**ASKED, "input": [refers]}, max_output_tokens=1, conversation=made.id)
+    assert list(client.conversations.items.list(made.id, order="asc"))[: len(items)] == items
+    with pytest.raises(openai.BadRequestError, match=r"items\[0\]: expected an item"):
+        client.conversations.items.create(made.id, items=[refers])
     other = client_of(server, "two").conversations
     for call in (other.retrieve, other.delete, other.items.list):
         with pytest.raises(openai.NotFoundError):

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -9,6 +10,8 @@ from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pagoda.base.errors import RequestError
+from pagoda.base.request_limits import RequestLimits
 from pagoda.server.body import Body
 from pagoda.server.body_reader import run_for_body
 from pagoda.server.dialects.responses_bodies import MAX_ADDED, InputItem
@@ -40,6 +43,9 @@ class ConversationRequest(Body, kw_only=True, frozen=True):
     items: Items | None = None
     metadata: Metadata | None = None
 
+    def check(self, limits: RequestLimits) -> None:
+        _check_items(self.items or ())
+
 
 class ConversationUpdate(Body, kw_only=True, frozen=True):
     """POST /v1/conversations/{conversation_id}
@@ -57,6 +63,15 @@ class ItemsRequest(Body, kw_only=True, frozen=True):
     """
 
     items: Items
+
+    def check(self, limits: RequestLimits) -> None:
+        _check_items(self.items)
+
+
+def _check_items(items: Sequence[InputItem]) -> None:
+    for index, item in enumerate(items):
+        if item.type == "item_reference" or (item.type is None and item.role is None):
+            raise RequestError(f"items[{index}]: expected an item, not a reference to one", f"items[{index}]")
 
 
 class ConversationAnswer(Struct, frozen=True):

@@ -41,18 +41,25 @@ _decode = msgspec.json.Decoder(_Given).decode
 
 
 async def given_items(http: Request) -> list[Item]:
-    """Return the items of a request's body, whose form was checked. Each has an id, a type and its parts as a list."""
+    """Return the items of a request's body, whose form was checked. Each has an id, a type and its parts as a list.
+
+    References are left out: what they refer to comes before the input.
+    """
     return await run_for_body(http, partial(_items_of, await http.body()))
 
 
 def _items_of(data: bytes) -> list[Item]:
     given = _decode(data)
     items = given.items or given.input or []
-    return [_whole(one) for one in ([{"role": "user", "content": items}] if isinstance(items, str) else items)]
+    each = [{"role": "user", "content": items}] if isinstance(items, str) else items
+    return [_whole(kind, one) for one in each if (kind := _kind_of(one)) != "item_reference"]
 
 
-def _whole(given: dict[str, Any]) -> Item:
-    kind = given.get("type") or "message"
+def _kind_of(given: dict[str, Any]) -> str:
+    return given.get("type") or ("message" if given.get("role") is not None else "item_reference")
+
+
+def _whole(kind: str, given: dict[str, Any]) -> Item:
     item = {"type": kind, **{name: value for name, value in given.items() if value is not None}}
     if not _ID.fullmatch(item.get("id") or ""):
         item["id"] = f"{_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}"
