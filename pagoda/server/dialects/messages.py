@@ -571,9 +571,6 @@ class MessagesDialect:
         return MessageWriter(body, turn, self._diagnosis)
 
 
-MESSAGES = MessagesDialect()
-
-
 class MessageWriter:
     """Writes an answer as blocks, of which one is open at a time."""
 
