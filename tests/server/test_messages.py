@@ -20,8 +20,8 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.server.body_reader import parse_body
 from pagoda.server.dialects.messages import (
-    MESSAGES,
     CountTokensRequest,
+    MessagesDialect,
     MessagesRequest,
     MessageWriter,
     conversation_of,
@@ -265,7 +265,7 @@ def test_events_of_random_turns_are_in_their_order_and_make_the_whole_answer() -
     for number in range(200):
         body = body_of(thinking={"type": dice.choice(["enabled", "disabled"])})
         text = random_text(dice)
-        new_answer = functools.partial(MESSAGES.answer, body, turn_of(), turn_of())
+        new_answer = functools.partial(MessagesDialect().answer, body, turn_of(), turn_of())
         reason, events, whole = random_turn(dice, new_answer, text)
         content = checked(events)
         for one in (*content, *whole["content"]):
@@ -279,7 +279,7 @@ def test_events_of_random_turns_are_in_their_order_and_make_the_whole_answer() -
 
 
 def test_a_turn_without_any_output_has_a_beginning_and_an_end() -> None:
-    answer = MESSAGES.answer(body_of(), turn_of(), turn_of())
+    answer = MessagesDialect().answer(body_of(), turn_of(), turn_of())
     assert checked(events_of(answer.opening() + answer.closing())) == []
 
 
