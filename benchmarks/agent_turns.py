@@ -3,7 +3,7 @@
 
 usage: agent_turns.py MODEL.gguf [--llama-server PROGRAM] [--turns 40]
 
-The replies are forced by a grammar, so that every engine says the same; MODEL is one of make_random_gguf.py (shape
+The replies are forced by a grammar, so that all say the same; MODEL is one of make_random_gguf.py (shape
 `thin`). A client sends them back as most do: arguments as JSON of its own, texts without white space at their ends.
 What is counted is tokens, no time: those of the prompts, those that were cached, and those computed again although the
 turn before had computed or sampled them.
@@ -195,30 +195,47 @@ def of_pagoda(model: str, template: Path, history: str, num_turns: int) -> Count
 
 
 def of_llama_server(program: str, model: str, template: Path, num_turns: int) -> Counts:
-    """llama-server renders the prompt, and completes it: with tools, its chat route takes no grammar."""
+    """Its grammars take half a second per token of this vocabulary, so what it would sample is evaluated instead.
+
+    To its cache that is the same: the prompt's tokens, then those of the reply, in pieces of random length.
+    """
     from llama_server import LlamaServer
 
-    with LlamaServer(
-        program, model, tokens_per_slot=65_536, more=("--jinja", "--chat-template-file", str(template))
-    ) as server:
+    rng = random.Random(2)
+    more = ("--jinja", "--chat-template-file", str(template))
+    with LlamaServer(program, model, tokens_per_slot=65_536, more=more) as server:
+
+        def tokens(text: str, parse_special: bool = False) -> list[int]:
+            asked = {"content": text, "add_special": False, "parse_special": parse_special}
+            return server.call("POST", "/tokenize", asked)[1]["tokens"]
+
+        def evaluate(ids: list[int]) -> tuple[int, int]:
+            asked = {"prompt": ids, "n_predict": 1, "cache_prompt": True}
+            timings = server.call("POST", "/completion", asked)[1]["timings"]
+            return timings["cache_n"] + timings["prompt_n"], timings["cache_n"]
 
         def ask(messages: list[dict[str, Any]], said: str) -> tuple[int, int, int]:
             prompt = server.call("POST", "/apply-template", {"messages": messages, "tools": tools()})[1]["prompt"]
-            grammar = f"root ::= {json.dumps(said)}"
-            body = {"prompt": prompt, "grammar": grammar, "n_predict": 8000, "cache_prompt": True}
-            answer = server.call("POST", "/completion", body)[1]
-            assert answer["content"] == said, answer
-            timings = answer["timings"]
-            return timings["cache_n"] + timings["prompt_n"], timings["cache_n"], timings["predicted_n"]
+            ids = tokens(prompt, parse_special=True)
+            counted = evaluate(ids)
+            sampled: list[int] = []
+            while said:
+                size = rng.randint(1, 8)
+                sampled += tokens(said[:size])
+                said = said[size:]
+            evaluate([*ids, *sampled])
+            return *counted, len(sampled)
 
         return converse(ask, num_turns)
 
 
-def row(name: str, counts: Counts) -> str:
-    later = [cached / prompt for prompt, cached in zip(counts.prompts, counts.cached, strict=True)][1:]
-    computed = sum(counts.prompts) - sum(counts.cached) - counts.prompts[0] + counts.cached[0]
-    shares = f"{min(later):.1%} | {sorted(later)[len(later) // 2]:.1%}"
-    return f"| {name} | {counts.prompts[-1]:,} | {shares} | {computed:,} | {sum(counts.again):,} |"
+def show(name: str, counts: Counts) -> None:
+    shares = [cached / prompt for prompt, cached in zip(counts.prompts, counts.cached, strict=True)]
+    later = sorted(shares[1:])
+    computed = sum(counts.prompts[1:]) - sum(counts.cached[1:])
+    cells = (f"{counts.prompts[-1]:,}", f"{later[0]:.1%}", f"{later[len(later) // 2]:.1%}", f"{computed:,}")
+    print(f"| {name} | {' | '.join(cells)} | {sum(counts.again):,} |", flush=True)
+    print(f"{name}, by turn: {' '.join(f'{share:.1%}' for share in shares)}", file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -227,21 +244,15 @@ def main() -> None:
     parser.add_argument("--llama-server")
     parser.add_argument("--turns", type=int, default=40)
     args = parser.parse_args()
+    print("| | last prompt | cached, worst turn | median | computed after the first turn | of that, again |")
+    print("|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         template = Path(folder) / "template.jinja"
         template.write_text(TEMPLATE)
-        found = {
-            f"pagoda, `--history {one}`": of_pagoda(args.model, template, one, args.turns) for one in ("memory", "off")
-        }
         if args.llama_server is not None:
-            found["llama.cpp"] = of_llama_server(args.llama_server, args.model, template, args.turns)
-    print("| | last prompt | cached, worst turn | median | computed after the first turn | of that, again |")
-    print("|---|---|---|---|---|---|")
-    for name, counts in found.items():
-        print(row(name, counts))
-    for name, counts in found.items():
-        each = zip(counts.prompts, counts.cached, strict=True)
-        print(f"{name}: " + " ".join(f"{cached / prompt:.1%}" for prompt, cached in each))
+            show("llama.cpp", of_llama_server(args.llama_server, args.model, template, args.turns))
+        for history in ("memory", "off"):
+            show(f"pagoda, `--history {history}`", of_pagoda(args.model, template, history, args.turns))
 
 
 if __name__ == "__main__":
