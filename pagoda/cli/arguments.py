@@ -32,8 +32,11 @@ _SHORT_FLAGS = {
     "-q": "--quantization",
     "-O": "--optimization-level",
     "-cc": "--compilation-config",
+    "-hf": "--model",
+    "-hfr": "--model",
+    "--hf-repo": "--model",
 }
-"""Short flags of vLLM that pagoda does not have."""
+"""Flags of vLLM and llama.cpp that are spelled otherwise here."""
 _ATTACHED = re.compile(r"(-O|-cc)[.=]?(.+)")
 """Short flags of vLLM whose value may follow without a space: -O3, -cc.mode=3."""
 _OF_KUBERNETES = re.compile(r"PAGODA_(SERVICE_|PORT_\d)|PAGODA_PORT=(tcp|udp)://")

@@ -61,8 +61,6 @@ FLAGS: Mapping[str, str] = {
     "-dev": "--device",
     "-fa": "attention is always computed without its matrix; leave it out",
     "--flash-attn": "attention is always computed without its matrix; leave it out",
-    "-hf": "the hub id is the model: pagoda run ORG/NAME:Q4_K_M",
-    "--hf-repo": "the hub id is the model: pagoda run ORG/NAME:Q4_K_M",
     "-a": "--served-model-name",
     "--alias": "--served-model-name",
     "-sys": "--system",

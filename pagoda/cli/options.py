@@ -191,8 +191,9 @@ def engine_flags() -> Callable[[Callable[..., None]], Callable[..., None]]:
 def model_names() -> list[str]:
     """Return the models with a short name, for the shell's completion."""
     from pagoda.loading.catalog import CATALOG
+    from pagoda.loading.known_names import KNOWN_NAMES
 
-    return list(CATALOG)
+    return [*CATALOG, *KNOWN_NAMES]
 
 
 def _model_word() -> inspect.Parameter:

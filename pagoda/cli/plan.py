@@ -137,11 +137,12 @@ def _proposal(config: EngineConfig, layouts: Sequence[Layout]) -> str:
 def _size_of(config: EngineConfig) -> tuple[int, int]:
     """Return what the weights of a model of the catalog take on disk (0 for another), and as codes, if they stay so."""
     from pagoda.loading.catalog import CATALOG
+    from pagoda.loading.known_names import full_name
 
-    model = config.model
-    if model.model not in CATALOG:
+    model, name = config.model, full_name(config.model.model)
+    if name not in CATALOG:
         return 0, 0
-    known = CATALOG[model.model]
+    known = CATALOG[name]
     stays = known.is_gguf and model.quantization in (None, "gguf") and "dtype" not in (config.given or ())
     return known.num_bytes, known.num_bytes if stays else 0
 

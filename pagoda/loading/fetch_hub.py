@@ -19,6 +19,7 @@ FOLDER_PATTERNS: tuple[str, ...] = ("*.safetensors", "*.json", "tokenizer.model"
 # Second copies of the same weights under other names.
 SKIPPED_PATTERNS: tuple[str, ...] = ("original/*", "onnx/*", "consolidated*", "*/*.safetensors")
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}$")
+_USUAL_QUANTIZATION = "Q4_K_M"
 SOURCES = ("huggingface", "modelscope")
 
 
@@ -26,6 +27,7 @@ SOURCES = ("huggingface", "modelscope")
 class HubModel:
     """`ORG/NAME`, or one GGUF model of a repository with several: `ORG/NAME:FILE.gguf`, or `ORG/NAME:Q4_K_M`.
 
+    That quantization is also the one of `ORG/NAME-GGUF`, as in llama.cpp and Ollama.
     filename: the file, the first where a model is in several, or the quantization that its name ends with.
     """
 
@@ -36,7 +38,8 @@ class HubModel:
     @classmethod
     def parse(cls, text: str, revision: str | None = None) -> "HubModel":
         repo_id, _, filename = text.partition(":")
-        return cls(repo_id, filename or None, revision)
+        usual = _USUAL_QUANTIZATION if repo_id.lower().endswith("-gguf") else None
+        return cls(repo_id, filename or usual, revision)
 
     @property
     def patterns(self) -> list[str]:

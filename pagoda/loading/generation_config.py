@@ -12,6 +12,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.loading.catalog import CATALOG
 from pagoda.loading.ctranslate2 import token_settings
 from pagoda.loading.gguf_file import open_gguf
+from pagoda.loading.known_names import full_name
 from pagoda.loading.model_files import ModelFiles, exists, read_json_object
 from pagoda.models.config_reader import ConfigReader
 
@@ -103,7 +104,8 @@ def _of_model(config: ModelConfig, files: ModelFiles, num_start: int) -> tuple[d
         _warn_of_unused(str(files.path), others, _UNUSED_IN_GGUF)
         if found := _named(stated, _IN_GGUF):
             return found, str(files.path)
-    return dict(CATALOG[config.model].sampling) if config.model in CATALOG else {}, "the catalog"
+    name = full_name(config.model)
+    return dict(CATALOG[name].sampling) if name in CATALOG else {}, "the catalog"
 
 
 def generation_settings(files: ModelFiles) -> Mapping[str, object]:

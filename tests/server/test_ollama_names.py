@@ -62,7 +62,7 @@ def test_what_cannot_be_copied_deleted_or_pulled_says_why(monkeypatch: pytest.Mo
         ("DELETE", "/api/delete", {"model": "x"}, 404, "unknown model 'x'"),
         ("DELETE", "/api/delete", {}, 400, "model: must not be empty"),
         ("POST", "/api/pull", {"model": ""}, 400, "model: must not be empty"),
-        ("POST", "/api/pull", {"model": "llama3.2"}, 404, "neither in the catalog nor a hub id"),
+        ("POST", "/api/pull", {"model": "llama9"}, 404, "neither in the catalog nor a hub id"),
         ("POST", "/api/pull", {"model": "/etc/passwd"}, 404, "neither in the catalog nor a hub id"),
         ("POST", "/api/pull", {"model": "--cache-dir/x"}, 404, "neither in the catalog nor a hub id"),
         ("POST", "/api/pull", {"model": "pypi:some-model"}, 404, "neither in the catalog nor a hub id"),

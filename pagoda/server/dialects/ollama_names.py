@@ -20,6 +20,7 @@ from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.loading.catalog import CATALOG
+from pagoda.loading.known_names import full_name, proposals
 from pagoda.process.child_process import module_command
 from pagoda.server.body import Body, Flag
 from pagoda.server.dialects.ollama import LINES, OllamaError, OllamaWriter, line, model_name, ollama_error
@@ -35,13 +36,12 @@ _BEAT_S = 1.0
 """So often a stream says that a model is still being fetched."""
 _END_S = 10.0
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(:\w[\w.-]*)?")
-_HUBS = ("hf.co/", "huggingface.co/", "https://huggingface.co/")
 
 
 class OllamaPullRequest(Body, kw_only=True, frozen=True):
     """POST /api/pull
 
-    model: Of the catalog; or ORG/NAME[:QUANTIZATION] of the hub, also after hf.co/.
+    model: Of the catalog, a name of Ollama such as llama3.2, or ORG/NAME[:QUANTIZATION] of the hub, also after hf.co/.
     name: Older form of `model`.
     stream: Tell in lines how it goes.
     insecure: Has no effect.
@@ -155,10 +155,11 @@ async def ollama_pull(http: Request) -> Response:
     asked = _named(body.model, body.name)
     name = model_name(state, asked) or asked
     is_served = name in state.model.all_names
-    for hub in _HUBS:
-        name = name.removeprefix(hub)
-    if not is_served and name not in CATALOG and _HUB_ID.fullmatch(name) is None:
-        raise ApiError(404, f"unknown model {abbreviate(name)}: neither in the catalog nor a hub id ORG/NAME", "model")
+    if not is_served:
+        name = full_name(name)
+        if name not in CATALOG and _HUB_ID.fullmatch(name) is None:
+            reason = f"neither in the catalog nor a hub id ORG/NAME{proposals(name)}"
+            raise ApiError(404, f"unknown model {abbreviate(name)}: {reason}", "model")
     steps = _fetch(name, None if is_served else state.pull_flags)
     if body.stream:
         return EventStream(steps, lambda: None, OllamaWriter.framing)

@@ -108,7 +108,7 @@ def errors(client: ollama.Client) -> dict[str, Any]:
         except ollama.ResponseError as error:
             seen[name] = [[error.status_code, error.error]]
     try:
-        client.pull("llama3.2")
+        client.pull("llama9")
     except ollama.ResponseError as error:
         seen["pull"] = [[error.status_code, error.error]]
     return seen
