@@ -43,7 +43,8 @@ class _Track:
 class ChromeTrace:
     """A trace that begins now, of events and steps as they are told.
 
-    began_s: on the engine's clock.   At most MAX_ENTRIES; what comes later is counted and left out.
+    began_s: on the engine's clock.   At most MAX_ENTRIES; what comes later is counted and left out, as are steps
+    that nobody has told.
     """
 
     def __init__(self, began_s: float) -> None:
@@ -52,6 +53,7 @@ class ChromeTrace:
         self._tracks: dict[tuple[int, int], _Track] = {}
         self._num_arrows = 0
         self._num_left_out = 0
+        self._last_number = 0
         self._name("process_name", _STEPS, 0, "engine")
         self._name("process_name", _REQUESTS, 0, "requests")
         self._name("thread_name", _STEPS, 1, "steps")
@@ -61,7 +63,12 @@ class ChromeTrace:
         self._track(client, handle, name, "runs" if is_running else "waits")
 
     def add_step(self, note: StepNote) -> None:
-        """Add a step that has ended."""
+        """Add a step that has ended. One that ended before the trace began, and is told later, is none of it."""
+        if note.ended_s <= self._began_s:
+            return
+        if self._last_number:  # with what was not noted, or not read in time
+            self._num_left_out += max(0, note.number - self._last_number - 1)
+        self._last_number = note.number
         begin_us = self._us(note.began_s)
         tokens = {"prompt": note.num_prompt_tokens, "sampled": note.num_sampled}
         size = {**tokens, "preempted": note.num_preempted}

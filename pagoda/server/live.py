@@ -118,7 +118,7 @@ async def _frames(http: Request) -> AsyncGenerator[bytes, None]:
     yield event({"model": state.model.names[0], "bounds": bounds, "sees_all": viewer_of(http).prefix == ""})
     while not (state.drain.is_draining and state.drain.num_held == 0):
         began_s = time.monotonic()
-        await state.looks.refresh(takes_steps=True)
+        await state.looks.refresh()
         seen = await _see(http)
         steps = state.looks.steps_after(num_steps)
         num_steps = state.looks.num_steps

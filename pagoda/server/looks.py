@@ -21,7 +21,7 @@ class Looks:
     """What the engine was seen to do last.   look: that of its client, or None without an engine process.
 
     reply: the last one, None if the engine was down.   num_streams: of pages that look.
-    steps: the last ones, with a number that counts up.
+    steps: the last ones while somebody reads them (see `reads_steps`), with a number that counts up.
     """
 
     def __init__(self, look: Callable[[float | None], Awaitable[LookReply | None]] | None = None) -> None:
@@ -30,24 +30,26 @@ class Looks:
         self._asked_s = float("-inf")
         self.reply: LookReply | None = None
         self.num_streams = 0
+        self._num_readers = 0
         self.num_steps = 0
         self.steps = deque[StepNote](maxlen=_MAX_STEPS)
 
-    async def refresh(self, takes_steps: bool = False) -> None:
+    async def refresh(self) -> None:
         """Ask the engine again, unless its last reply is new; wait a short while for it."""
         if self._look is None:
             return
         if self._asked is None and time.monotonic() - self._asked_s >= _LOOK_S:
             self._asked_s = time.monotonic()
-            self._asked = asyncio.create_task(self._ask(takes_steps))
+            self._asked = asyncio.create_task(self._ask())
         if self._asked is not None:
             await asyncio.wait((self._asked,), timeout=_WAIT_S)
 
-    async def _ask(self, takes_steps: bool) -> None:
+    async def _ask(self) -> None:
         assert self._look is not None
         try:
             last_s = self.steps[-1].ended_s if self.steps else 0.0
-            self.reply = await self._look(last_s if takes_steps else None)
+            # Whoever asks, asks for all: one look at a time is on its way, maybe until a long step has ended.
+            self.reply = await self._look(last_s if self._num_readers else None)
             if self.reply is not None:
                 self.steps.extend(self.reply.steps)
                 self.num_steps += len(self.reply.steps)
@@ -60,12 +62,22 @@ class Looks:
         return list(self.steps)[len(self.steps) - count :]
 
     @contextlib.contextmanager
+    def reads_steps(self) -> Iterator[None]:
+        """Have the engine's steps noted during the block, in which `refresh` is called twice a second."""
+        self._num_readers += 1
+        try:
+            yield
+        finally:
+            self._num_readers -= 1
+
+    @contextlib.contextmanager
     def stream(self) -> Iterator[None]:
         """Count a stream during the block. Raises Refusal if there are too many."""
         if self.num_streams >= MAX_STREAMS:
             raise Refusal("requests", f"{MAX_STREAMS} pages look at this server already; close one")
         self.num_streams += 1
         try:
-            yield
+            with self.reads_steps():
+                yield
         finally:
             self.num_streams -= 1

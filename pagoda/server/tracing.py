@@ -81,14 +81,15 @@ async def _record(state: ServerState, seconds: float) -> bytes:
 
     engine.on_events = add
     try:
-        await state.looks.refresh(takes_steps=True)  # from now on, the engine notes its steps
-        num_steps = state.looks.num_steps
-        while (left_s := began_s + seconds - time.perf_counter()) > 0 and not state.drain.is_draining:
-            await asyncio.sleep(min(left_s, FRAME_S))
-            await state.looks.refresh(takes_steps=True)
-            for note in state.looks.steps_after(num_steps):
-                trace.add_step(note)
+        with state.looks.reads_steps():
             num_steps = state.looks.num_steps
+            await state.looks.refresh()  # from now on, the engine notes its steps
+            while (left_s := began_s + seconds - time.perf_counter()) > 0 and not state.drain.is_draining:
+                await asyncio.sleep(min(left_s, FRAME_S))
+                await state.looks.refresh()
+                for note in state.looks.steps_after(num_steps):
+                    trace.add_step(note)
+                num_steps = state.looks.num_steps
     finally:
         engine.on_events = None
     written = trace.written(time.perf_counter())

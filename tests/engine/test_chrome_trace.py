@@ -35,8 +35,8 @@ def traced() -> ChromeTrace:
     trace.begin_with(0, 7, "early", is_running=True)
     for event in STORY:
         trace.add(event)
-    trace.add_step(StepNote(1, 10.5, 10.75, 3, 1, 0))
-    trace.add_step(StepNote(2, 10.75, 11.25, 0, 2, 1))
+    trace.add_step(StepNote(1, 1, 10.5, 10.75, 3, 1, 0))
+    trace.add_step(StepNote(2, 2, 10.75, 11.25, 0, 2, 1))
     return trace
 
 
@@ -82,3 +82,12 @@ def test_a_trace_is_bounded_and_says_what_it_left_out(monkeypatch: pytest.Monkey
     trace = traced().written(15.0)
     assert len(trace["traceEvents"]) == 12
     assert trace["otherData"]["left_out"] > 5
+
+
+def test_a_trace_counts_the_steps_that_it_was_not_told() -> None:
+    trace = ChromeTrace(10.0)
+    for step, number, ended_s in ((3, 2, 9.9), (9, 6, 10.5), (11, 7, 11.0), (16, 11, 12.0)):
+        trace.add_step(StepNote(step, number, ended_s - 0.2, ended_s, 0, 1, 0))
+    written = trace.written(15.0)
+    steps = [one["name"] for one in written["traceEvents"] if one["ph"] == "X"]
+    assert (steps, written["otherData"]["left_out"]) == (["step 9", "step 11", "step 16"], 3)  # those of no token: none
