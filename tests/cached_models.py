@@ -1,4 +1,4 @@
-"""Real models for tests: from pagoda's own cache, where `pagoda models pull` put them. Nothing is fetched here."""
+"""Real models for tests: from pagoda's own cache, where `pagoda pull` put them. Nothing is fetched here."""
 
 from functools import cache
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def cached_model(name: str) -> ModelFiles:
     """The files of a catalog model; skips the test when they are not on this machine."""
     if find_cached(CATALOG[name].wheel, default_cache_dir()) is None:
-        pytest.skip(f"{name} is not in the cache; fetch it with: pagoda models pull {name}")
+        pytest.skip(f"{name} is not in the cache; fetch it with: pagoda pull {name}")
     return resolve_model(ModelConfig(model=name))
 
 

@@ -8,13 +8,8 @@ COMMANDS: Mapping[str, str] = {
     "complete": "pagoda generate",
     "run-batch": "LLM.generate and LLM.chat take lists of prompts; a running server takes requests at once",
     # Ollama
-    "pull": "pagoda models pull",
-    "list": "pagoda models list",
-    "ls": "pagoda models list",
-    "show": "pagoda plan MODEL",
-    "ps": "GET /v1/models of a server names its model; each server has one",
+    "ls": "pagoda list",
     "stop": "end the server with Ctrl-C or SIGTERM",
-    "rm": "delete the model's folder: pagoda doctor shows where the cached models are",
     "create": "pagoda serve MODEL with --chat-template and --override-generation-config",
     # llama.cpp
     "server": "pagoda serve",

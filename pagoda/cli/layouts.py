@@ -64,6 +64,14 @@ def layouts_of(config: EngineConfig, files: "ModelFiles | None" = None) -> list[
     )
 
 
+def whole_layout(setup: "EngineSetup") -> Layout:
+    """Return what the model needs on one worker."""
+    from pagoda.assembly.sizing import prepared_as
+    from pagoda.loading.weight_memory import SharesInMemory
+
+    return _layout(setup, SharesInMemory(setup.files, prepared_as(setup)), 1, 1)
+
+
 def _layout(setup: "EngineSetup", shares: "SharesInMemory", size: int, stages: int) -> Layout:
     """Raises ConfigError if the model cannot be divided so."""
     from pagoda.assembly.engine_setup import options_of

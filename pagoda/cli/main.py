@@ -47,6 +47,10 @@ GROUPS = {"models": "pagoda.cli.models", "bench": "pagoda.cli.bench"}
 """The module of each group of commands, which has them as its `app`."""
 
 
+OF_MODELS = ("pull", "list", "show", "rm", "ps")
+"""The commands of the group "models", which are commands by themselves, too."""
+
+
 def make_app(only: str | None = None) -> typer.Typer:
     """Return the command line. With `only`, it has that command or group: the flags of all take 0.3 s to declare."""
     app = typer.Typer(
@@ -62,6 +66,11 @@ def make_app(only: str | None = None) -> typer.Typer:
     for name, module in COMMANDS.items():
         if only in (None, name):
             command(app, name)(getattr(importlib.import_module(module), name))
+    if only in (None, *OF_MODELS):
+        models = importlib.import_module(GROUPS["models"])
+        for one in models.app.registered_commands:
+            if only in (None, one.name):
+                app.command(one.name)(one.callback)
     if only is None:
         app.command("completion")(completion)
     for name, module in GROUPS.items():
@@ -158,7 +167,7 @@ def _named(arguments: list[str]) -> str | None:
     flags = list(itertools.takewhile(lambda one: one.startswith("-"), arguments))
     word = next(iter(arguments[len(flags) :]), None)
     is_about_all = COMPLETE_VARIABLE in os.environ or not {"-h", "--help"}.isdisjoint(flags)
-    return None if is_about_all or word not in COMMANDS.keys() | GROUPS.keys() else word
+    return None if is_about_all or word not in {*COMMANDS, *OF_MODELS, *GROUPS} else word
 
 
 def _fail(message: str, code: int) -> int:

@@ -106,7 +106,7 @@ def plan(
         made = replace(made, path="", weights_disk=stored or made.weights_disk, weight_types={}, weights_as=held)
     else:
         if not pull:
-            require_cached(config.model, "add --pull")
+            require_cached(config.model, "add --pull, or ")
         with fetching():
             made = _plan_or_layouts(config, None, as_json)
     if as_json:

@@ -43,17 +43,23 @@ class ServerConnection:
             raise RequestError(f"the connection to the server broke: {str(error) or type(error).__name__}") from None
 
 
-def model_card(server: ServerConnection, model: str | None) -> dict[str, Any]:
-    """Return what a server lists about a model; without one, about its first. Raises ConfigError."""
+def served_models(server: ServerConnection) -> list[dict[str, Any]]:
+    """Return what a server lists about each of its models, with an "id". Raises ConfigError."""
     try:
         with server.open("/v1/models") as answer:
-            served: list[dict[str, Any]] = json.load(answer)["data"]
-        return next(one for one in served if model in (None, one["id"]))
-    except StopIteration:
-        names = ", ".join(one["id"] for one in served)
-        raise ConfigError(f"{server.url} does not serve {model!r:.80}; it has {names}") from None
-    except (OSError, ValueError, LookupError, RequestError) as error:
+            return [{"id": str(one["id"]), **one} for one in json.load(answer)["data"]]
+    except (OSError, ValueError, LookupError, TypeError, RequestError) as error:
         raise ConfigError(f"{server.url}: cannot list its models ({error}); is the server running?") from None
+
+
+def model_card(server: ServerConnection, model: str | None) -> dict[str, Any]:
+    """Return what a server lists about a model; without one, about its first. Raises ConfigError."""
+    served = served_models(server)
+    for one in served:
+        if model in (None, one["id"]):
+            return one
+    names = ", ".join(one["id"] for one in served)
+    raise ConfigError(f"{server.url} does not serve {model!r:.80}; it has {names}")
 
 
 class RemoteSession:

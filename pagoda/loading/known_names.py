@@ -86,6 +86,6 @@ def proposals(name: str) -> str:
     names = [*CATALOG, *KNOWN_NAMES]
     close = difflib.get_close_matches(name[:_LONGEST].lower(), names, n=_MOST_PROPOSED)
     if not close:
-        return "; `pagoda models list` has names"
+        return "; `pagoda list` has names"
     first, _, last = ", ".join(map(repr, close)).rpartition(", ")
     return f"; did you mean {first} or {last}?" if first else f"; did you mean {last}?"

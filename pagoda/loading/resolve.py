@@ -18,7 +18,9 @@ from pagoda.loading.fetch_wheel import (
     fetch_wheel,
     find_cached,
     is_weights,
+    remove_wheel,
 )
+from pagoda.loading.hub_cache import remove_hub_model
 from pagoda.loading.known_names import full_name, known_size, proposals
 from pagoda.loading.model_files import PROCESSORS, ModelFiles, exists, identify, read_json_object
 
@@ -49,7 +51,7 @@ def _files_of(config: ModelConfig) -> ModelFiles:
         case Path():
             return identify(source, config.model)
         case HubModel():
-            folder = fetch_hub(source, config.source, _hub_cache(config))
+            folder = fetch_hub(source, config.source, hub_cache_of(config))
             return identify(source.file_in(folder) or folder, config.model)
         case _:
             return _from_wheel(source, config)
@@ -117,15 +119,15 @@ def find_cached_model(config: ModelConfig) -> Path | None:
         case Path():
             return source
         case HubModel():
-            return find_cached_hub(source, config.source, _hub_cache(config))
+            return find_cached_hub(source, config.source, hub_cache_of(config))
         case _:
             return find_cached(source, cache_dir_of(config))
 
 
-def require_cached(config: ModelConfig, remedy: str) -> None:
+def require_cached(config: ModelConfig, remedy: str = "") -> None:
     """Raise ConfigError if `resolve_model` would fetch the model, saying what, from where and how much.
 
-    remedy: what the user may do to have it fetched.
+    remedy: what the user may do to have it fetched, too, such as "add --pull, or ".
     """
     if find_cached_model(config) is not None:
         return
@@ -136,8 +138,7 @@ def require_cached(config: ModelConfig, remedy: str) -> None:
     else:
         how = f"the wheel {source}{about} would come from the package index into {cache_dir_of(config)}"
     raise ConfigError(
-        f"model {abbreviate(config.model)} is not fetched yet: {how}; {remedy}, or run "
-        f"`pagoda models pull {shorten(config.model)}`"
+        f"model {abbreviate(config.model)} is not fetched yet: {how}; {remedy}run `pagoda pull {shorten(config.model)}`"
     )
 
 
@@ -153,7 +154,7 @@ def settings_without_weights(config: ModelConfig) -> dict[str, Mapping[str, obje
         return {"config.json": CATALOG[name].config} if is_planned else None
     folder = source if isinstance(source, Path) else None
     if isinstance(source, HubModel) and source.filename is None:
-        folder = find_cached_hub(source, config.source, _hub_cache(config), complete=False)
+        folder = find_cached_hub(source, config.source, hub_cache_of(config), complete=False)
     if folder is None or not exists(folder / "config.json"):
         return None
     if any(next(folder.glob(f"*{suffix}"), None) for suffix in (*WEIGHT_SUFFIXES, ".bin", ".pt")):
@@ -161,7 +162,27 @@ def settings_without_weights(config: ModelConfig) -> dict[str, Mapping[str, obje
     return {name: read_json_object(folder / name) for name in ("config.json", *PROCESSORS) if (folder / name).is_file()}
 
 
-def _hub_cache(config: ModelConfig) -> Path | None:
+def remove_cached(config: ModelConfig) -> int:
+    """Delete a fetched model from the cache and return the bytes that this frees.
+
+    Raises ConfigError for a path, and for a model that is not in the cache.
+    """
+    source, model = source_of(config), abbreviate(config.model)
+    if isinstance(source, Path):
+        raise ConfigError(f"model {model}: {source} is not in the cache, but a path of yours; delete it yourself")
+    if isinstance(source, HubModel):
+        if config.source != "huggingface":
+            raise ConfigError(f"source={config.source!r}: its package has a cache of its own; delete {source} there")
+        freed = remove_hub_model(source, hub_cache_of(config))
+    else:
+        freed = remove_wheel(source, cache_dir_of(config))
+    if not freed:
+        raise ConfigError(f"model {model} is not in the cache; `pagoda list` shows what is")
+    return freed
+
+
+def hub_cache_of(config: ModelConfig) -> Path | None:
+    """Return the folder of hub snapshots; None is the hub library's own."""
     return Path(config.cache_dir).expanduser() / "hub" if config.cache_dir else None
 
 

@@ -1,7 +1,5 @@
 """A model without a chat template is refused for chats before it is loaded."""
 
-from pathlib import Path
-
 import pytest
 
 import pagoda.llm
@@ -33,11 +31,3 @@ def test_a_base_model_is_refused_before_it_is_loaded(
     with pytest.raises(SystemExit):
         main([*command, "--chat-template", "{{ messages[0].content }}"])
     assert loaded
-
-
-def test_models_list_says_which_models_are_for_chats(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        main(["models", "list", "--json", "--cache-dir", str(tmp_path)])
-    said = capsys.readouterr().out
-    assert "base (no chat template)" in said
-    assert "for chats" in said

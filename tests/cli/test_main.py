@@ -146,7 +146,7 @@ def test_what_the_first_token_does_not_need_is_not_imported() -> None:
 def test_an_app_for_one_command_has_that_command_alone() -> None:
     assert list(typer.main.get_command(cli_main.make_app("plan")).commands) == ["plan"]  # type: ignore[attr-defined]
     everything = typer.main.get_command(cli_main.make_app())
-    assert everything.commands.keys() == {*cli_main.COMMANDS, *cli_main.GROUPS, "completion"}  # type: ignore[attr-defined]
+    assert everything.commands.keys() == {*cli_main.COMMANDS, *cli_main.OF_MODELS, *cli_main.GROUPS, "completion"}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_an_app_for_one_command_has_that_command_alone() -> None:
     [
         ("run-batch -i x", "No such command 'run-batch'; LLM.generate and LLM.chat take lists"),
         ("collect-env", "use pagoda doctor"),
-        ("pull llama3.2", "use pagoda models pull"),
+        ("ls", "use pagoda list"),
         ("chat --quick hi", "no such option: --quick; use pagoda run MODEL 'a question'"),
         ("generate -c 4096 hi", "no such option: -c; use --max-model-len"),
         ("serve -ngl=99 -np 4", "all layers are on one device: --device; no such option: -np; use --max-num-seqs"),

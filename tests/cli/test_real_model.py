@@ -89,7 +89,7 @@ def test_plan_fetches_nothing_unless_asked_to(
         assert ended.value.code == 2
         err = capsys.readouterr().err
         assert words in err
-        assert "add --pull, or run `pagoda models pull" in err
+        assert "add --pull, or run `pagoda pull" in err
     out, _ = run(capsys, "plan", "gemma3-270m", "--cache-dir", str(tmp_path), "--kv-cache-memory", "64MiB")
     assert "241.4 MiB to be fetched" in out
     assert fetched == []

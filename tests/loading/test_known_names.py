@@ -59,7 +59,7 @@ def test_every_line_of_the_table_is_a_model_with_its_size() -> None:
         ("llama3.2:90b", "'llama3.2:3b', 'llama3.2:1b' or 'llama3.2'"),
         ("qwen3-0.6b", "'qwen3:0.6b'"),
         ("smollm-135m", "'smollm2-135m'"),
-        ("zzzzzz", "`pagoda models list` has names"),
+        ("zzzzzz", "`pagoda list` has names"),
     ],
 )
 def test_an_unknown_name_gets_the_nearest(name: str, proposed: str) -> None:
@@ -76,6 +76,6 @@ def test_llama_cpps_flag_is_the_model(flag: str) -> None:
 
 def test_what_is_not_fetched_is_told_with_its_size(tmp_path: Path) -> None:
     assert known_size("llama3.2") == 2_019_000_000
-    message = r"'llama3\.2' is not fetched yet: bartowski/.*:Q4_K_M \(1\.9 GiB\) would be fetched from huggingface; x"
+    message = r"'llama3\.2' is not fetched yet: .*:Q4_K_M \(1\.9 GiB\) would be.*; x, or run `pagoda pull llama3.2`"
     with pytest.raises(ConfigError, match=message):
-        require_cached(ModelConfig(model="llama3.2", cache_dir=str(tmp_path)), "x")
+        require_cached(ModelConfig(model="llama3.2", cache_dir=str(tmp_path)), "x, or ")
