@@ -6,7 +6,6 @@ COMMANDS: Mapping[str, str] = {
     # vLLM
     "collect-env": "pagoda doctor",
     "complete": "pagoda generate",
-    "run-batch": "LLM.generate and LLM.chat take lists of prompts; a running server takes requests at once",
     # Ollama
     "ls": "pagoda list",
     "stop": "end the server with Ctrl-C or SIGTERM",

@@ -36,13 +36,14 @@ COMMANDS: dict[str, str] = {
     "chat": "pagoda.cli.chat",
     "transcribe": "pagoda.cli.transcribe",
     "serve": "pagoda.cli.serve",
+    "run-batch": "pagoda.cli.run_batch",
     "launch": "pagoda.cli.launch",
     "top": "pagoda.cli.top",
     "plan": "pagoda.cli.plan",
     "replay": "pagoda.cli.replay",
     "doctor": "pagoda.cli.doctor",
 }
-"""The module of each command, whose function has the command's name."""
+"""The module of each command, whose function has the command's name, with underscores."""
 GROUPS = {"models": "pagoda.cli.models", "bench": "pagoda.cli.bench"}
 """The module of each group of commands, which has them as its `app`."""
 
@@ -65,7 +66,7 @@ def make_app(only: str | None = None) -> typer.Typer:
     app.callback()(configure)
     for name, module in COMMANDS.items():
         if only in (None, name):
-            command(app, name)(getattr(importlib.import_module(module), name))
+            command(app, name)(getattr(importlib.import_module(module), name.replace("-", "_")))
     if only in (None, *OF_MODELS):
         models = importlib.import_module(GROUPS["models"])
         for one in models.app.registered_commands:

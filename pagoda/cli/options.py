@@ -153,8 +153,10 @@ def _fields_of_group(item: DescribedSetting) -> str:
 _MOST_LISTED_FIELDS = 12
 
 
-def _engine_parameters(parts: tuple[type, ...]) -> list[inspect.Parameter]:
+def _engine_parameters(parts: tuple[type, ...], of_server: tuple[str, ...] = ()) -> list[inspect.Parameter]:
+    """Return the flags of these parts, and of these settings of a server."""
     settings = [(part, item) for part in parts for item in describe_settings(part)]
+    settings += [(ServerConfig, item) for item in describe_settings(ServerConfig) if item.name in of_server]
     order = {name: index for index, name in enumerate(MOST_USED_FIELDS)}
     settings.sort(key=lambda pair: order.get(pair[1].name, len(order)))  # stable: the rest stays as declared
     flags: list[inspect.Parameter] = []
@@ -183,9 +185,12 @@ def engine_options(*extra_parts: type) -> Callable[[Callable[..., None]], Callab
     return _collected("options", parameters)
 
 
-def engine_flags() -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Like `engine_options`, for a command whose words are something else than the model."""
-    return _collected("options", [_config_parameter(), *_engine_parameters(ENGINE_PARTS)])
+def engine_flags(*of_server: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Like `engine_options`, for a command whose words are something else than the model.
+
+    of_server: names of the server's settings that it takes, too.
+    """
+    return _collected("options", [_config_parameter(), *_engine_parameters(ENGINE_PARTS, of_server)])
 
 
 def model_names() -> list[str]:

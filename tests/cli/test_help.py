@@ -19,6 +19,7 @@ COMMANDS = (
     "generate",
     "chat",
     "transcribe",
+    "run-batch",
     "serve",
     "plan",
     "bench throughput",

@@ -14,7 +14,10 @@ from pagoda.cli import main as cli_main
 
 ROOT = Path(__file__).parents[2]
 
-COMMANDS = ("run", "generate", "chat", "transcribe", "serve", "launch", "top", "plan", "doctor", "models", "bench")
+COMMANDS = (
+    *("run", "generate", "chat", "transcribe", "run-batch", "serve", "launch", "top", "plan", "doctor", "models"),
+    "bench",
+)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -152,7 +155,6 @@ def test_an_app_for_one_command_has_that_command_alone() -> None:
 @pytest.mark.parametrize(
     ("line", "way"),
     [
-        ("run-batch -i x", "No such command 'run-batch'; LLM.generate and LLM.chat take lists"),
         ("collect-env", "use pagoda doctor"),
         ("ls", "use pagoda list"),
         ("chat --quick hi", "no such option: --quick; use pagoda run MODEL 'a question'"),
