@@ -22,7 +22,7 @@ import typer
 from pagoda.base.errors import ConfigError, PagodaError
 from pagoda.base.registry import nearest
 from pagoda.cli.console import print_table
-from pagoda.cli.remote import ServerConnection, model_card
+from pagoda.cli.remote import ServerConnection, model_card, require_chat
 
 _KEY_VARIABLE = "PAGODA_API_KEY"
 _KEY = f"${_KEY_VARIABLE}"
@@ -176,6 +176,7 @@ def launch(
     key = next(iter((api_key or "").split()), None)
     connection = ServerConnection(url, key)
     card = model_card(connection, model)
+    require_chat(connection, str(card["id"]))
     server = Server(connection.url, str(card["id"]), "none" if key is None else _KEY, card.get("max_model_len"))
     setup = CLIENTS[client].setup(server)
     out = sys.stdout if show else sys.stderr

@@ -62,7 +62,7 @@ def _read(config: EngineConfig, files: "ModelFiles | None") -> ModelFacts:
     setup = resolve_engine(config, files)
     weights, layout = summarize_weights(setup.files), whole_layout(setup)
     return ModelFacts(
-        kind=_kind_of(setup),
+        kind=kind_of(setup),
         reads=_reads(setup),
         architecture=setup.spec.architecture,
         num_parameters=weights.num_parameters,
@@ -72,7 +72,8 @@ def _read(config: EngineConfig, files: "ModelFiles | None") -> ModelFacts:
     )
 
 
-def _kind_of(setup: "EngineSetup") -> str:
+def kind_of(setup: "EngineSetup") -> str:
+    """Return the kind of a model (see ModelFacts)."""
     from pagoda.engine.tokenizers.load_tokenizer import has_chat_template
 
     if not setup.tasks.generates:

@@ -62,6 +62,20 @@ def model_card(server: ServerConnection, model: str | None) -> dict[str, Any]:
     raise ConfigError(f"{server.url} does not serve {model!r:.80}; it has {names}")
 
 
+def require_chat(server: ServerConnection, model: str) -> None:
+    """Raise ConfigError if a server says that a model has no chat template; what it does not answer passes."""
+    body = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
+    try:
+        with server.open("/tokenize", body):
+            pass
+    except RequestError as error:
+        if "chat template" in str(error):
+            raise ConfigError(
+                f"{model} at {server.url} cannot chat: {error}; serve a model for chats, or give the server "
+                "--chat-template FILE"
+            ) from None
+
+
 class RemoteSession:
     """Answers like Session, by the server's /tokenize and /v1/completions, so that it needs a pagoda or vLLM server.
 
@@ -69,10 +83,13 @@ class RemoteSession:
     """
 
     def __init__(self, url: str, model: str | None = None, api_key: str | None = None) -> None:
-        """model: None: the first that the server lists. Raises ConfigError if the server does not answer."""
+        """model: None: the first that the server lists. Raises ConfigError if the server does not answer, or has no
+        chat template.
+        """
         self._server = ServerConnection(url, api_key)
         card = model_card(self._server, model)
         self.model_name = str(card["id"])
+        require_chat(self._server, self.model_name)
         self.max_model_len = int(card.get("max_model_len") or 1 << 30)
         self.given: set[str] = set()
 

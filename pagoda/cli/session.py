@@ -81,20 +81,32 @@ def load(options: Mapping[str, Any], chat: bool = False) -> "LLM":
 
 
 def _check_chat(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the model cannot chat. Of one of the catalog that is known before it is fetched."""
     from pagoda.assembly.engine_setup import resolve_engine
     from pagoda.base.config import EngineConfig
-    from pagoda.engine.tokenizers.load_tokenizer import has_chat_template
+    from pagoda.cli.model_facts import kind_of
+    from pagoda.loading.catalog import CATALOG
+    from pagoda.loading.known_names import full_name
 
     config = EngineConfig.from_options(**options)
-    if config.model.chat_template is not None:
-        return
-    setup = resolve_engine(config)
-    if setup.tasks.generates and not has_chat_template(setup.files, config.model.tokenizer):
-        name = model_name(options)
+    known, name = full_name(config.model.model), model_name(options)
+    is_stated = known in CATALOG and config.model.tokenizer is None
+    kind = CATALOG[known].kind if is_stated else kind_of(resolve_engine(config))
+    if kind == "base" and config.model.chat_template is None:
         raise ConfigError(
             f"{name} has no chat template, so it can only continue a text: pagoda generate {name} TEXT; to chat with "
             "it all the same, give it one with --chat-template FILE"
         )
+    if kind in _OTHERS:
+        raise ConfigError(f"{name} does not chat: {_OTHERS[kind].format(name=name)}")
+
+
+_OTHERS = {
+    "speech": "it writes down what is said, pagoda transcribe --model {name} FILE",
+    "embeddings": "it makes embeddings of texts, pagoda serve {name} and /v1/embeddings",
+    "labels": "it gives texts labels or scores, pagoda serve {name} and /classify or /rerank",
+}
+"""What models do that generate no answers."""
 
 
 def model_name(options: Mapping[str, Any]) -> str:
