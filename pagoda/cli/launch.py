@@ -27,7 +27,8 @@ from pagoda.cli.remote import ServerConnection, model_card, require_chat
 _KEY_VARIABLE = "PAGODA_API_KEY"
 _KEY = f"${_KEY_VARIABLE}"
 """Stands for the server's key in all that is shown."""
-_SECRET = re.compile(r'("\w*(?:key|token|secret)": )".*"', re.IGNORECASE)
+_SECRET = re.compile("key|token|secret|password|authorization|headers", re.IGNORECASE)
+"""Names of fields whose texts are not shown, however deep they are in them."""
 _SMALL_CONTEXT = 32_768
 _MOST_OUTPUT = 32_000  # tokens of one answer
 
@@ -224,8 +225,8 @@ class _ChangedFile:
     def __init__(self, setup: Setup, key: str | None) -> None:
         """Raises ConfigError if the file is not a JSON object."""
         self._path = path = Path(setup.file or "").expanduser().resolve()
-        old = path.read_text() if path.exists() else ""
         try:
+            old = path.read_text(encoding="utf-8") if path.exists() else ""
             before = json.loads(old) if old else {}
             if not isinstance(before, dict):
                 raise ValueError("it is not an object")
@@ -236,10 +237,11 @@ class _ChangedFile:
             ) from None
         changes = json.loads(json.dumps(setup.changes).replace(_KEY, json.dumps(key or "")[1:-1]))
         after = _merged(_merged(setup.defaults, before), changes)
-        self._text = json.dumps(after, indent=2, ensure_ascii=False) + "\n"
-        new = old if after == before else self._text  # however it is written
+        self._text = _written(after)
+        # Of what the file means, however it is written.
+        old, new = _written(_masked(before, before)), _written(_masked(after, before))
         lines = difflib.unified_diff(old.splitlines(), new.splitlines(), str(path), str(path), lineterm="")
-        self.difference = "\n".join(_SECRET.sub(r'\1"***"', line) for line in lines)
+        self.difference = "\n".join(lines)
 
     def write(self, agreed: bool) -> None:
         """Write the file, after a yes, next to a copy of what it was. Its owner alone can read a new one."""
@@ -257,6 +259,26 @@ class _ChangedFile:
             shutil.copymode(self._path, fresh)
             print(f"a copy of what it was is {copy}", file=sys.stderr)
         fresh.replace(self._path)
+
+
+def _written(settings: Any) -> str:
+    return json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+
+
+def _masked(settings: Any, before: Any, *, is_secret: bool = False) -> Any:
+    """Return settings to show: stars for what is secret, with a word if that was not so `before`."""
+    if isinstance(settings, dict):
+        old = before if isinstance(before, dict) else {}
+        return {
+            name: _masked(value, old.get(name), is_secret=is_secret or _SECRET.search(name) is not None)
+            for name, value in settings.items()
+        }
+    if isinstance(settings, list):
+        old = before if isinstance(before, list) and len(before) == len(settings) else [None] * len(settings)
+        return [_masked(one, other, is_secret=is_secret) for one, other in zip(settings, old, strict=True)]
+    if not is_secret or not isinstance(settings, str):
+        return settings
+    return "***" if settings == before else "*** (changed)"
 
 
 def _merged(old: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

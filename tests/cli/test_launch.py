@@ -59,7 +59,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def launch(home: Path, *words: str, key: str | None = None, **more: Any) -> "subprocess.CompletedProcess[str]":
-    variables = {"HOME": str(home), "PATH": f"{home / 'bin'}:/usr/bin:/bin", "ANTHROPIC_API_KEY": "of another"}
+    variables = {"HOME": str(home), "PATH": str(home / "bin"), "ANTHROPIC_API_KEY": "of another"}
     variables |= {"PAGODA_API_KEY": f"{key} second"} if key else {}
     command = [sys.executable, "-m", "pagoda", "launch", *words]
     more = {"stdin": subprocess.DEVNULL, **more}
@@ -163,7 +163,9 @@ OLD = {
     "version": 1,
     "lastUsedProvider": "mine",
     "providers": {
-        "mine": {"settings": {"apiKey": "of mine"}},
+        "mine": {
+            "settings": {"apiKey": "of mine", "headers": {"Authorization": "Bearer of mine", "list": ["of mine"]}}
+        },
         "openai-compatible": {"settings": {"apiKey": "older", "headers": {"a": "b"}}, "updatedAt": "2026"},
     },
 }
@@ -173,7 +175,7 @@ OLD = {
 def providers(home: Path) -> Path:
     path = home / ".cline" / "data" / "settings" / "providers.json"
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(OLD))
+    path.write_text(json.dumps(OLD, separators=(",", ":")))
     path.chmod(0o640)
     return path
 
@@ -185,6 +187,7 @@ def test_a_file_is_changed_after_it_was_shown_and_keeps_all_else(url: str, home:
     assert json.loads(providers.read_text()) == OLD
     done = launch(home, "cline", "--url", url, "--yes", "--api-key", KEY)
     assert '+        "model": "my-model"' in done.stderr
+    assert '+        "apiKey": "*** (changed)"' in done.stderr
     assert not [secret for secret in (KEY, "older", "of mine") if secret in done.stderr + refused.stderr]
     new = json.loads(providers.read_text())
     settings = new["providers"]["openai-compatible"].pop("settings")
