@@ -12,8 +12,10 @@ from pagoda.core import events
 from pagoda.core.request import AdmitKind, Reason, RequestStatus
 from pagoda.engine.chrome_trace import ChromeTrace
 from pagoda.metrics.prometheus import REJECTION_REASONS
-from pagoda.server import answers
+from pagoda.server.dialects.openai import Timings
 from pagoda.server.event_words import in_words
+from pagoda.server.prefix_misses import PrefixMiss
+from pagoda.server.seen_requests import OtherRequests, RequestList, RequestTimeline, TimelineEntry
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "howto" / "why-is-it-slow.md").read_text()
@@ -70,14 +72,7 @@ def test_it_is_its_template_with_quotes_and_answers_ten_questions() -> None:
 
 
 def test_its_fields_are_those_of_answers() -> None:
-    kinds = (
-        answers.RequestTimeline,
-        answers.PrefixMiss,
-        answers.TimelineEntry,
-        answers.OtherRequests,
-        answers.RequestList,
-        answers.Timings,
-    )
+    kinds = (RequestTimeline, PrefixMiss, TimelineEntry, OtherRequests, RequestList, Timings)
     known = {one.encode_name for kind in kinds for one in fields(kind)} | {"error", "message", "type", "param", "code"}
     trace = {"ph", "name", "pid", "tid", "ts", "s", "args", "cat", "id", "bp", "dur", "lost_tokens"}
     reasons = {reason.value for reason in Reason} | {"admission and tokenizing", "its turn"}

@@ -43,7 +43,8 @@ class Queued(RequestEvent):
 
 @_event
 class Held(RequestEvent):
-    """It was the first that could enter, and did not. Written when the reason is another one than before.
+    """Why it waits, written when that is another reason than before: it was the first that could enter, and did not;
+    or, with Reason.TURN, what held it before is over, or another is considered first.
 
     position: as in Queued, in its queue.   stops_queue: requests after it were not considered.
     num_blocks: blocks that its tokens take, those in the prefix cache included.   num_free_blocks: that were free.

@@ -77,6 +77,24 @@ def hold(
     state: SchedulerState, request: RequestState, queue: RequestQueue, reason: Reason, *, stops_queue: bool
 ) -> None:
     """The request was considered and did not enter."""
+    queue.note_held(request, state.num_steps)
+    _note_reason(state, request, queue, reason, stops_queue=stops_queue)
+
+
+def end_reasons(state: SchedulerState) -> None:
+    """The step is planned: those that were held before, or were woken, and were not considered wait for their turn."""
+    for queue in (state.swapped, state.waiting):
+        for request in queue.take_passed_over(state.num_steps):
+            lora = request.spec.lora
+            if request.held_for is Reason.LORA and lora is not None and not state.has_room_for_adapter(lora):
+                queue.note_held(request, state.num_steps)  # that is true still
+            else:
+                _note_reason(state, request, queue, Reason.TURN, stops_queue=False)
+
+
+def _note_reason(
+    state: SchedulerState, request: RequestState, queue: RequestQueue, reason: Reason, *, stops_queue: bool
+) -> None:
     if request.held_for is reason:
         return
     request.held_for = reason
@@ -153,7 +171,7 @@ def requeue(state: SchedulerState, request: RequestState, cause: RequestState | 
         state.swapped.remove(request)
     else:
         _leave(state, request)
-    request.status = RequestStatus.PREEMPTED
+    request.status, request.held_for = RequestStatus.PREEMPTED, None
     request.sort_key = state.policy.key_on_return(request)
     state.waiting.push(request)
     _note_preempted(state, request, cause, "recompute", num_lost, free_before)

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Protocol
 
 from pagoda.base.config import SchedulingPolicy
-from pagoda.core.request import Request, RequestKey, RequestState, SortKey
+from pagoda.core.request import LoraRef, Request, RequestKey, RequestState, SortKey
 
 _Entry = tuple[SortKey, int, RequestState]  # (sort key, ticket, request)
 
@@ -23,6 +23,8 @@ class RequestQueue:
     Inside, one sorted list per key of `key_of`, and the heads of these lists, sorted: when a key is skipped for a step,
     all its requests are passed over at once and keep their places. Requests that were set aside keep theirs, too, and
     are not considered before they are woken. So a step never walks the queue. What leaves is removed at once.
+
+    Of those with a reason that are not set aside, it knows in which step that was true: `note_held`.
     """
 
     def __init__(self) -> None:
@@ -30,6 +32,7 @@ class RequestQueue:
         self._heads: list[_Entry] = []
         self._entries: dict[RequestKey, _Entry] = {}  # those set aside included
         self._aside: set[RequestKey] = set()
+        self._held: dict[RequestKey, int] = {}  # step in which the reason was true; 0 of those that were woken since
         self._num_with: Counter[str] = Counter()  # by name of an adapter; never 0
         self._arrivals: list[float] | None = None  # sorted; kept from when they are first asked for
         self._tickets = count()
@@ -55,6 +58,7 @@ class RequestQueue:
         if self._arrivals is not None:
             del self._arrivals[bisect_left(self._arrivals, request.spec.arrival_time_s)]
         entry, lora = self._entries.pop(request.key), request.spec.lora
+        self._held.pop(request.key, None)
         if lora is not None:
             self._num_with[lora.name] -= 1
             if not self._num_with[lora.name]:
@@ -67,13 +71,26 @@ class RequestQueue:
     def set_aside(self, request: RequestState) -> None:
         """Do not consider `request` before `wake`."""
         self._take_out(self._entries[request.key])
+        self._held.pop(request.key, None)
         self._aside.add(request.key)
 
     def wake(self, key: RequestKey) -> None:
         """Consider a request again that was set aside. Ignore others."""
         if key in self._aside:
             self._aside.remove(key)
+            self._held[key] = 0
             self._insert(self._entries[key])
+
+    def note_held(self, request: RequestState, step: int) -> None:
+        """`request` has a reason to wait, which is true in `step`."""
+        self._held[request.key] = step
+
+    def take_passed_over(self, step: int) -> list[RequestState]:
+        """Return those whose reason was not found to be true in `step`, in order, and forget that they had one."""
+        passed = sorted(self._entries[key] for key, held in self._held.items() if held < step)
+        for _, _, request in passed:
+            del self._held[request.key]
+        return [request for _, _, request in passed]
 
     def _insert(self, entry: _Entry) -> int:
         """Return its place among the requests of its key."""
@@ -106,6 +123,11 @@ class RequestQueue:
         """Return how many requests come before `request`, without those that are set aside."""
         entry = self._entries[request.key]
         return sum(bisect_left(entries, entry) for entries in self._lists.values())
+
+    def num_deferred(self, has_room: Callable[[LoraRef], bool]) -> int:
+        """Return how many are set aside, or wait with an adapter for which there is no room."""
+        loras = [(entries[0][2].spec.lora, len(entries)) for entries in self._lists.values()]
+        return len(self._aside) + sum(num for lora, num in loras if lora is not None and not has_room(lora))
 
     def adapter_names(self) -> set[str]:
         """Return the names of the LoRA adapters that requests wait with."""

@@ -52,6 +52,7 @@ class AdmitKind(IntEnum):
 class Reason(Enum):
     """Why a waiting request did not enter in a step, or a running row computes less than it could."""
 
+    TURN = "its turn"
     BUDGET = "token budget spent"
     NUM_SEQS = "max_num_seqs sequences are running"
     BLOCKS = "not enough free blocks"
@@ -255,7 +256,8 @@ class RequestState:
         running batch; -1 before the first.
     unfinished: those of its sequences that have not ended; lifecycle.py replaces the list when one ends.
     awaiting_fork: its sequences share the first one's row until the prompt is computed.
-    held_for: why it did not enter when it was last considered; None if it was not, or runs.
+    held_for: why it waits, as was last written: why it did not enter when it was considered, or Reason.TURN if that is
+        over; None if it was not considered yet, or runs.
     has_output: its first token is there.
     num_prompt_logprobs_sent: prompt positions whose logprobs were sent; a resumed request computes them again.
     num_adapter_skips: steps in which requests after it could enter, because its adapter had no room.

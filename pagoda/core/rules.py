@@ -24,10 +24,10 @@ def why_skipped(state: SchedulerState, request: RequestState, queue: RequestQueu
     It keeps its place, and those after it may enter; with Reason.LORA, only those with another adapter or none. What it
     waits for otherwise wakes it. Raises RequestError if it cannot have what it needs.
     """
-    config, lora = state.config, request.spec.lora
-    if config.max_loras and lora is not None and plan.closed_to_adapters:
+    lora = request.spec.lora
+    if state.config.max_loras and lora is not None and plan.closed_to_adapters:
         return Reason.LORA
-    if config.max_loras and lora is not None and not state.batch.has_room_for_adapter(lora, config.max_loras):
+    if lora is not None and not state.has_room_for_adapter(lora):
         return Reason.LORA
     if state.in_flight.has_late_tokens(request):  # they would be sampled twice; a swapped one stops its queue
         return Reason.IN_FLIGHT if queue is state.waiting else None

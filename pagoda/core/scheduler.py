@@ -19,7 +19,7 @@ from pagoda.core.decision_log import DecisionLog
 from pagoda.core.events import Fold
 from pagoda.core.finishing import finish_plan
 from pagoda.core.kv import KVGroupSpec
-from pagoda.core.lifecycle import add_request, finish_all, finish_one
+from pagoda.core.lifecycle import add_request, end_reasons, finish_all, finish_one
 from pagoda.core.planning import admit_waiting, resume_swapped, run_running
 from pagoda.core.preemption import preempt_all
 from pagoda.core.request import Request, RequestKey, RequestStatus
@@ -99,6 +99,7 @@ class Scheduler(SchedulerInterface):
             _plan_phased(state, plan)
         else:
             _plan_mixed(state, plan)
+        end_reasons(state)
         output = finish_plan(state, plan)
         if not output.is_empty:
             state.in_flight.opened(output, plan.now_s if plan.has_prompts else None)
@@ -184,6 +185,7 @@ class Scheduler(SchedulerInterface):
             accepted_tokens_per_pos=state.stats.accepted_tokens_per_pos.copy(),
             num_running=len(state.batch.requests),
             num_waiting=len(state.waiting),
+            num_deferred=state.waiting.num_deferred(state.has_room_for_adapter),
             num_swapped=len(state.swapped),
             num_blocks=state.kv.num_blocks,
             num_free_blocks=state.kv.pool.num_free,

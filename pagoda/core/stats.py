@@ -18,7 +18,9 @@ class SchedulerStats:
     drafts: sequences and steps in which drafts were verified.   accepted_tokens_per_pos: by position in the draft; as
     many positions as the longest draft had.
 
-    num_running, num_waiting, num_swapped: requests.   kv_usage: share of the pool that is referenced, 0 to 1.
+    num_running, num_waiting, num_swapped: requests.   num_deferred: of those that wait, how many do so for something of
+    their own: a grammar, an adapter, a token in flight, or room for one more adapter in the batch.
+    kv_usage: share of the pool that is referenced, 0 to 1.
     running_adapters, waiting_adapters: names of the LoRA adapters of these requests; swapped ones wait.
     """
 
@@ -39,6 +41,7 @@ class SchedulerStats:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0
     num_swapped: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0

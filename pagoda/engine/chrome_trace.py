@@ -23,6 +23,7 @@ from pagoda.core.events import (
     Queued,
     Swapped,
 )
+from pagoda.core.request import Reason
 from pagoda.engine.step_strip import StepNote
 
 MAX_ENTRIES = 200_000
@@ -88,7 +89,7 @@ class ChromeTrace:
         track = self._track(event.client, event.handle, label, "")
         match event:
             case Queued():
-                self._turn(track, "waits: its turn", now_us)
+                self._turn(track, f"waits: {Reason.TURN.value}", now_us)
             case Held():
                 self._turn(track, f"waits: {event.reason.value}", now_us)
             case Admitted():

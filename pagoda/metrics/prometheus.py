@@ -155,7 +155,8 @@ class ServerMetrics:
     def families(self, counts: Counts, num_in_line: int) -> Iterator[Metric]:
         """Iterate over the metrics, see `write`."""
         stats, tokens = self.stats(), counts["tokens"]
-        waiting = {"capacity": stats.num_waiting, "admission": num_in_line}
+        num_deferred = stats.num_deferred
+        waiting = {"capacity": stats.num_waiting - num_deferred, "deferred": num_deferred, "admission": num_in_line}
         for name, text, count in (
             ("prompt_tokens", "Prompt tokens processed.", tokens["prompt"]),
             ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", tokens["cached"]),
@@ -188,7 +189,7 @@ class ServerMetrics:
             gauge.add_metric(self._values, value)
             yield gauge
         yield self._labelled("vllm:request_success", "Outputs ended, by reason.", "finished_reason", counts["ended"])
-        for_what = "Waiting requests, by what they wait for: room in a step, or admission."
+        for_what = "Waiting requests, by what they wait for: room in a step; a grammar, adapter or token; or admission."
         yield self._labelled("vllm:num_requests_waiting_by_reason", for_what, "reason", waiting, GaugeMetricFamily)
         rejected = "Requests rejected by admission, by reason."
         yield self._labelled("vllm:admission_rejections", rejected, "reason", counts["refused"])

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from pagoda.base.config import SchedulingPolicy
 from pagoda.base.errors import RequestError
 from pagoda.core import planning
 from pagoda.core.events import Held, Reason
@@ -102,6 +103,63 @@ def test_a_request_waits_for_what_it_needs_and_others_pass() -> None:
     assert (held.step, held.reason, held.stops_queue) == (1, Reason.GRAMMAR, False)
     ready.ready.add("a")
     assert rig.step().scheduled == {"b": 1, "a": 4}
+
+
+def reasons(rig: Rig, name: str) -> list[Reason]:
+    """Return why a request was held, in the order of the events."""
+    return [event.reason for event in rig.scheduler.explain.of_request(name) if isinstance(event, Held)]
+
+
+def test_what_was_set_aside_waits_for_its_turn_once_it_is_ready() -> None:
+    ready = FakePreparations()
+    rig = Rig(decision_log_steps=99, preparations=ready, max_num_seqs=2)
+    rig.add("a", 4, max_tokens=20)
+    rig.add("b", 4, max_tokens=20, grammar="b")
+    rig.add("c", 4, grammar="c")
+    rig.add("d", 4, max_tokens=20)
+    rig.step()
+    assert rig.running == ["a", "d"]
+    assert rig.scheduler.make_stats().num_deferred == 2
+    ready.ready |= {"b", "c"}
+    rig.step()
+    assert rig.scheduler.make_stats().num_deferred == 0
+    assert reasons(rig, "b") == [Reason.GRAMMAR, Reason.NUM_SEQS]
+    assert reasons(rig, "c") == [Reason.GRAMMAR, Reason.TURN]
+    held = [event for event in rig.scheduler.explain.of_request("c") if isinstance(event, Held)][-1]
+    assert (held.step, held.position, held.stops_queue) == (2, 1, False)
+    rig.step()
+    assert reasons(rig, "c") == [Reason.GRAMMAR, Reason.TURN]  # said once
+
+
+def test_a_request_that_another_one_passes_waits_for_its_turn() -> None:
+    rig = Rig(decision_log_steps=99, max_num_seqs=1, scheduling_policy=SchedulingPolicy.PRIORITY)
+    rig.add("a", 4, max_tokens=20)
+    rig.add("c", 4, priority=2)
+    rig.step()
+    assert reasons(rig, "c") == [Reason.NUM_SEQS]
+    rig.add("b", 4, priority=1)
+    rig.step()
+    assert (reasons(rig, "b"), reasons(rig, "c")) == ([Reason.NUM_SEQS], [Reason.NUM_SEQS, Reason.TURN])
+    rig.abort("b")
+    rig.step()
+    assert reasons(rig, "c") == [Reason.NUM_SEQS, Reason.TURN, Reason.NUM_SEQS]
+
+
+def test_a_request_waits_for_its_adapter_while_the_batch_has_no_room_for_it_and_then_for_its_turn() -> None:
+    rig = Rig(decision_log_steps=99, max_num_seqs=2, max_loras=1, scheduling_policy=SchedulingPolicy.PRIORITY)
+    rig.add("a", 4, max_tokens=20, lora=LoraRef("one"))
+    rig.add("b", 4, max_tokens=20, lora=LoraRef("two"))
+    rig.add("c", 4, max_tokens=20)
+    rig.step()
+    assert rig.running == ["a", "c"]
+    rig.add("d", 4, n=2, priority=-1)
+    rig.step()  # `d` stops the queue before `b`
+    assert (reasons(rig, "d"), reasons(rig, "b")) == ([Reason.NUM_SEQS], [Reason.LORA])
+    assert rig.scheduler.make_stats().num_deferred == 1
+    rig.abort("a")
+    rig.step()
+    assert reasons(rig, "b") == [Reason.LORA, Reason.TURN]
+    assert rig.scheduler.make_stats().num_deferred == 0
 
 
 def test_a_request_that_cannot_have_what_it_needs_ends_alone() -> None:

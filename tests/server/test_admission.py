@@ -403,10 +403,10 @@ def test_the_wait_in_line_can_be_ended_with_an_error(key: str | None, num_left: 
 
 
 def test_what_waits_in_line_is_among_the_waiting_requests_of_the_metrics() -> None:
-    metrics = ServerMetrics("m", lambda: EngineStats(num_waiting=2), dict.fromkeys(CACHE_LABELS, ""))
+    metrics = ServerMetrics("m", lambda: EngineStats(num_waiting=3, num_deferred=1), dict.fromkeys(CACHE_LABELS, ""))
     shown = metrics.write(metrics.counts(), 3).decode()
-    assert 'vllm:num_requests_waiting{engine="0",model_name="m"} 5.0' in shown
-    for reason, count in (("capacity", 2.0), ("admission", 3.0)):
+    assert 'vllm:num_requests_waiting{engine="0",model_name="m"} 6.0' in shown
+    for reason, count in (("capacity", 2.0), ("deferred", 1.0), ("admission", 3.0)):
         labels = f'engine="0",model_name="m",reason="{reason}"'
         assert f"vllm:num_requests_waiting_by_reason{{{labels}}} {count}" in shown
 

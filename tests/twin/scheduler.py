@@ -157,6 +157,10 @@ class TwinScheduler:
         return sum(not other.is_aside for other in queue[: queue.index(state)])
 
     def _hold(self, queue: list[TwinRequest], state: TwinRequest, reason: Reason, *, stops_queue: bool) -> None:
+        state.is_considered = True
+        self._note_reason(queue, state, reason, stops_queue=stops_queue)
+
+    def _note_reason(self, queue: list[TwinRequest], state: TwinRequest, reason: Reason, *, stops_queue: bool) -> None:
         if state.held_for is not reason:
             state.held_for = reason
             counts = self._position(queue, state), stops_queue, self._most_blocks(state), len(self.pool.free)
@@ -251,7 +255,17 @@ class TwinScheduler:
             evicted = len(self.preempted) > preempted
             if not self.planned and not self._run_running() and not evicted:
                 self._resume_swapped()
+        self._end_reasons()
         return self._record()
+
+    def _end_reasons(self) -> None:
+        """What had a reason to wait, and was not considered in this step, waits for its turn."""
+        for queue in (self.swapped, self.waiting):
+            for state in queue:
+                lacks_adapter = state.held_for is Reason.LORA and self._is_without_room(state)
+                if state.held_for is not None and not (state.is_aside or state.is_considered or lacks_adapter):
+                    self._note_reason(queue, state, Reason.TURN, stops_queue=False)
+                state.is_considered = False
 
     def _decoding(self) -> list[TwinSequence]:
         """Sequences that run and have computed their prompt."""
@@ -462,7 +476,7 @@ class TwinScheduler:
             self._pin(state, sequence)
             self.memory.free(sequence)
             sequence.computed = 0
-        state.status = "preempted"
+        state.status, state.held_for = "preempted", None
         if self.config.scheduling_policy is SchedulingPolicy.FCFS:
             self.returns += 1
             state.place = (-self.returns,)
@@ -633,11 +647,14 @@ class TwinScheduler:
         self.closed_to_adapters |= state.adapter_skips > 64
 
     def _has_too_many_adapters(self, state: TwinRequest) -> bool:
+        is_closed = self.config.max_loras > 0 and self.closed_to_adapters and adapter_of(state.request) is not None
+        return is_closed or self._is_without_room(state)
+
+    def _is_without_room(self, state: TwinRequest) -> bool:
         limit = self.config.max_loras
         in_use = {adapter_of(other.request) for other in self.running} - {None}
         adapter = adapter_of(state.request)
-        has_room = not self.closed_to_adapters and (adapter in in_use or len(in_use) < limit)
-        return limit > 0 and adapter is not None and not has_room
+        return limit > 0 and adapter is not None and adapter not in in_use and len(in_use) >= limit
 
     def _may_chunk(self, state: TwinRequest) -> bool:
         if self.config.scheduling_mode is SchedulingMode.MIXED:

@@ -46,7 +46,8 @@ class TwinRequest:
     forked: bool = False
     admission: int = 0  # number of its last one
     encoder_items: set[int] = field(default_factory=set)  # places whose encoder output it holds
-    held_for: Reason | None = None  # why it did not enter when it was last considered
+    held_for: Reason | None = None  # why it waits, as was last written
+    is_considered: bool = False  # in the step that is planned, and does not enter
     is_aside: bool = False  # waits for something of its own, and is not considered before that is there
     has_output: bool = False
 

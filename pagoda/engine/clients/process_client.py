@@ -249,6 +249,7 @@ class ProcessClient(ClientOutputs):
             self._stats,
             num_running=0,
             num_waiting=len(self._journal),
+            num_deferred=0,
             num_swapped=0,
             num_free_blocks=self._stats.num_blocks,
             running_adapters=(),

@@ -13,7 +13,7 @@ from pagoda.base.abbreviate import shown_id
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from pagoda.base.outputs import RequestOutputKind as OutputKind
 from pagoda.core.events import Admitted, ClientEvent, DraftsVerified, Ended, Held, Preempted, Queued
-from pagoda.core.request import Request, RequestStatus
+from pagoda.core.request import Reason, Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns
 from pagoda.engine.outputs.detokenizer import Detokenizer, StopStrings
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
@@ -24,7 +24,6 @@ PROMPT_LOGPROBS = "the log-probabilities of the prompt"
 _utf8 = codecs.getincrementaldecoder("utf-8")
 _CLOSED = (b"", 0)  # its state between characters
 _ADMISSION = "admission and tokenizing"
-_ITS_TURN = "its turn"
 _POSITIONS_AT_ONCE = 64
 """About 1 ms of work with 20 entries each."""
 
@@ -229,7 +228,7 @@ class _RequestState:
             self._end_wait(event.time_s)
         match event:
             case Queued():
-                self._waits_for = _ITS_TURN
+                self._waits_for = Reason.TURN.value
             case Held():
                 self._waits_for = event.reason.value
             case Admitted() if is_new:

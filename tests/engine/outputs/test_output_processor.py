@@ -356,6 +356,7 @@ def test_what_a_request_waited_for_and_what_preemptions_cost_is_in_its_metrics()
         Queued(1, 10.5, 0, 1, "r1", 3, 1, 0),
         Held(1, 11.0, 0, 1, Reason.BLOCKS, *held),
         Held(3, 13.0, 0, 1, Reason.GRAMMAR, *held),
+        Held(3, 13.75, 0, 1, Reason.TURN, *held),
         Held(4, 14.0, 0, 1, Reason.BLOCKS, *held),
         Admitted(5, 14.25, 0, 1, AdmitKind.NEW, *entered),
         Preempted(6, 15.0, 0, 1, 0, 2, "recompute", 3, 1),
@@ -368,7 +369,7 @@ def test_what_a_request_waited_for_and_what_preemptions_cost_is_in_its_metrics()
     (output,) = processor.process(core_outputs([(1, 0, [72])], story), 21.0).outputs
     metrics = output.metrics
     assert metrics is not None
-    reasons = {"admission and tokenizing": 0.5, "its turn": 0.5, "not enough free blocks": 2.25}
-    assert metrics.queue_reasons == {**reasons, "grammar not compiled yet": 1.0}
+    reasons = {"admission and tokenizing": 0.5, "its turn": 0.75, "not enough free blocks": 2.25}
+    assert metrics.queue_reasons == {**reasons, "grammar not compiled yet": 0.75}
     assert metrics.time_in_queue == sum(metrics.queue_reasons.values())
     assert (metrics.num_preemptions, metrics.num_lost_tokens, metrics.preempted_time) == (2, 3, 2.5)
