@@ -42,6 +42,11 @@ OPEN_WHILE_DRAINING = HEALTH_PATHS | {
 """Routes for observing or shortening the drain. They do not hold it up."""
 
 
+def _is_of_stored_work(method: str, path: str) -> bool:
+    """Return whether a request asks for a response that may still run in the background, or ends it."""
+    return path.startswith("/v1/responses/") and (method == "GET" or path.endswith("/cancel"))
+
+
 class Drain:
     """Tracks the requests in progress, and cancels the remaining ones after the deadline.
 
@@ -64,8 +69,8 @@ class Drain:
         """Refuse new requests from now on. Idempotent."""
         self.is_draining = True
 
-    def refuses(self, path: str) -> bool:
-        return self.is_draining and path not in OPEN_WHILE_DRAINING
+    def refuses(self, method: str, path: str) -> bool:
+        return self.is_draining and not (path in OPEN_WHILE_DRAINING or _is_of_stored_work(method, path))
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
@@ -79,11 +84,13 @@ class Drain:
         finally:
             self._end(task)
 
-    def run(self, work: Coroutine[Any, Any, object]) -> None:
-        """Run what goes on without a client, as a request in progress."""
+    def run(self, work: Coroutine[Any, Any, object], on_end: Callable[[], object]) -> None:
+        """Run what goes on without a client, as a request in progress.   on_end: called at its end, even if it never
+        began to run."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         self._idle.clear()
+        task.add_done_callback(lambda _: on_end())
         task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[Any]) -> None:
@@ -254,7 +261,7 @@ class Gate:
                 response.headers["WWW-Authenticate"] = "Bearer"
                 return response
             state.update(key=key, is_admin=key == _ADMIN)
-        return _shutting_down() if self._drain.refuses(scope["path"]) else None
+        return _shutting_down() if self._drain.refuses(scope["method"], scope["path"]) else None
 
     def _key_name(self, headers: list[tuple[bytes, bytes]]) -> str:
         """Return what the request's key is called; "" if it is none of this server's.

@@ -5,8 +5,8 @@ What is particular to an API is in its dialect (dialects/).
 
 import contextlib
 import time
-from asyncio import to_thread
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Generic
 
 from starlette.requests import Request
@@ -19,7 +19,7 @@ from pagoda.server.generation import Generation
 from pagoda.server.history import SampledTurn
 from pagoda.server.render import Rendered, render
 from pagoda.server.request_starter import RawPrompts
-from pagoda.server.sending import INLINE_TOKENS, EventStream, cancel_on_disconnect, json_response, run_sized
+from pagoda.server.sending import EventStream, cancel_on_disconnect, json_response, run_sized
 from pagoda.server.served_model import ServedModel
 from pagoda.server.state import state_of
 from pagoda.server.turn import A, Answer, B, Dialect, Piece, Turn, naming_fields
@@ -133,8 +133,7 @@ class RunningTurn(Generic[A]):
                 if index not in begun:  # the first one may come with log-probabilities of the prompt, or its text
                     begun.add(index)
                     size += self._generation.requests[index].num_prompt_tokens
-                is_large = size > INLINE_TOKENS
-                encoded = await to_thread(self._frames, index, delta) if is_large else self._frames(index, delta)
+                encoded = await run_sized(size, partial(self._frames, index, delta))
                 if self._sampled is not None and delta.finished:  # before the client can send its next turn
                     await self._sampled.remember()
                 if encoded:

@@ -26,7 +26,25 @@ INLINE_TOKENS = 256
 
 async def run_sized(num_tokens: int, work: Callable[[], T]) -> T:
     """Return the result of `work`, which takes time that grows with `num_tokens`: if they are many, use a thread."""
-    return await asyncio.to_thread(work) if num_tokens > INLINE_TOKENS else work()
+    return await _on_thread(work) if num_tokens > INLINE_TOKENS else work()
+
+
+async def _on_thread(work: Callable[[], T]) -> T:
+    """Return the result of `work`, run on a thread. If this is cancelled, wait for the thread before raising that.
+
+    A thread goes on when its caller is cancelled, and would change what the caller then ends.
+    """
+    running = asyncio.get_running_loop().run_in_executor(None, work)
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait((running,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        running.exception()  # else asyncio logs that nobody asked for it
+        raise cancelled
+    return running.result()
 
 
 def json_response(answer: Struct) -> Response:

@@ -144,3 +144,19 @@ def test_an_unexpected_error_leaves_through_all_layers(caplog: pytest.LogCapture
     (line,) = [getattr(r, FIELDS) for r in caplog.records if r.name == "pagoda.access"]
     assert line["status"] == 500
     assert counted == [("GET", "/v1/models", 500)]
+
+
+def test_work_that_is_cancelled_before_it_begins_is_closed() -> None:
+    happened: list[str] = []
+
+    async def work() -> None:
+        happened.append("begun")
+
+    async def main() -> None:
+        drain = Drain()
+        drain.run(work(), lambda: happened.append("closed"))
+        drain.cancel_rest()
+        assert await drain.wait_until_idle(60)
+
+    asyncio.run(main())
+    assert happened == ["closed"]

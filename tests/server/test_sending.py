@@ -56,3 +56,26 @@ def test_work_on_many_tokens_runs_on_a_thread() -> None:
         return [thread is threading.current_thread() for thread in threads]
 
     assert asyncio.run(main()) == [True, False]
+
+
+def test_who_is_cancelled_during_work_on_a_thread_ends_after_it() -> None:
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        may_end.wait(60)
+        ended.set()
+
+    async def main() -> None:
+        task = asyncio.create_task(run_sized(10_000, work))
+        await asyncio.to_thread(begun.wait, 60)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.wait((task,), timeout=0)
+            assert not task.done()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert ended.is_set()
+
+    asyncio.run(main())

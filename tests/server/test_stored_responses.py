@@ -305,15 +305,20 @@ def test_any_process_answers_and_one_that_dies_leaves_failed_responses(tmp_path:
         assert [one.type for one in client.responses.input_items.list(follow.id, order="asc")] == ["message"] * 3
 
 
-def test_a_stream_that_never_began_is_stored_as_cancelled() -> None:
-    """As of a client that has left before its first event."""
+def running_turn() -> tuple[Any, list[bool]]:
+    """A turn of a response that has not begun yet; what it appends to when it is closed."""
     body = parse_body(b'{"input": "Hi"}', ResponsesRequest, RequestLimits())
     model: Any = SimpleNamespace(names=("m",), default_sampling={})
     model.llm = SimpleNamespace(input_processor=SimpleNamespace(limits=SimpleNamespace(of_request=RequestLimits())))
     dialect = ResponsesDialect()
     answer = dialect.answer(body, turn_of(dialect.request(body, model)), cast("Any", None))
     closed: list[bool] = []
-    running: Any = SimpleNamespace(answer=answer, close=lambda: closed.append(True))
+    return SimpleNamespace(answer=answer, close=lambda: closed.append(True)), closed
+
+
+def test_a_stream_that_never_began_is_stored_as_cancelled() -> None:
+    """As of a client that has left before its first event."""
+    running, closed = running_turn()
 
     async def main() -> None:
         stored = Stored(OwnCalls(StoreService().services))
@@ -335,3 +340,30 @@ def test_a_stream_that_never_began_is_stored_as_cancelled() -> None:
         assert closed == [True]
 
     asyncio.run(main())
+
+
+def test_a_turn_gives_its_place_back_though_the_store_fails() -> None:
+    running, closed = running_turn()
+    turn = StoredTurn(Stored(OwnCalls({})), running)
+    with pytest.raises(KeyError):
+        turn.close()
+    assert closed == [True]
+
+
+def test_background_work_can_be_asked_for_and_cancelled_while_the_server_drains(tmp_path: Path) -> None:
+    with serving(tmp_path, *FAKE_ENGINE, *KEYS, stepped=True) as server, server.steps.held_after(5):
+        client = client_of(server)
+        begun = client.responses.create(**ASKED, background=True)
+        wait_status(client, begun.id, "in_progress")
+        server.process.terminate()
+        server.wait_draining()
+        assert client.responses.retrieve(begun.id).status == "in_progress"
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            client.responses.create(**ASKED)
+        cancelled: list[Any] = []
+        thread = threading.Thread(target=lambda: cancelled.append(client.responses.cancel(begun.id)))
+        thread.start()
+        server.steps.release()
+        thread.join(60)
+        assert cancelled[0].status in ("cancelled", "incomplete")
+        assert server.process.wait(30) == 0

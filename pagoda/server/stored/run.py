@@ -56,12 +56,14 @@ class StoredTurn:
 
     def close(self) -> None:
         """End it as cancelled, unless it has ended."""
-        if not self._is_finished:
-            if self._writer.response.status == "in_progress":
-                self._running.answer.cancelled()
+        try:
+            if not self._is_finished:
+                if self._writer.response.status == "in_progress":
+                    self._running.answer.cancelled()
                 self._keep()
-            self._finish(self._ended())
-        self._running.close()
+                self._finish(self._ended())
+        finally:  # whatever becomes of the store, the engine's place is free again
+            self._running.close()
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Yield the frames of its stream, each of which is stored before. Who asks for them must close the turn."""
@@ -76,16 +78,15 @@ class StoredTurn:
                 yield data
 
     async def run(self) -> None:
-        """Run it without a client."""
-        with contextlib.closing(self):
-            try:
-                async for _ in self.frames():
-                    pass
-            except Exception as error:
-                known = as_api_error(error)
-                if known.status == 500:
-                    logger.error("a response in the background ended with an error", exc_info=error)
-                self._failed(shortened(known), "")
+        """Run it without a client. Who runs it must close the turn, also one that never began to run."""
+        try:
+            async for _ in self.frames():
+                pass
+        except Exception as error:
+            known = as_api_error(error)
+            if known.status == 500:
+                logger.error("a response in the background ended with an error", exc_info=error)
+            self._failed(shortened(known), "")
         logger.info("%s has ended in the background: %s", self._key[1], self._writer.response.status)
 
     async def whole(self, http: Request) -> Response:
