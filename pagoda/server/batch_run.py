@@ -1,6 +1,7 @@
 """Run a batch file: the app of all routes in this process, called without HTTP, over an engine process."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -23,7 +24,8 @@ _LIMITS = ServerLimits(max_queued_requests=0, max_queued_tokens=0)
 """Bodies are limited as over HTTP; what waits is limited by the lines in flight."""
 MAX_LINE_BYTES = _LIMITS.max_body_bytes + 64 * 2**10
 _MAX_IN_FLIGHT_BYTES = MAX_HELD_BODY_BYTES // 2
-_RETRY_S = 0.1
+_RETRY_S = 10.0
+"""After so long, a line that found the server full is sent again, whether or not another one has ended."""
 _UNAVAILABLE, _FULL = 503, 429
 
 
@@ -83,6 +85,7 @@ async def answer_lines(
     raise_if_dead: raises if the engine is gone, so that what it can no longer answer is left for another run.
     """
     running: dict[asyncio.Task[OutputLine], int] = {}
+    caller = _Caller(app, raise_if_dead)
 
     async def write_some() -> None:
         done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -95,7 +98,7 @@ async def answer_lines(
         for line in lines:
             while len(running) >= max_in_flight or sum(running.values()) > _MAX_IN_FLIGHT_BYTES:
                 await write_some()
-            running[asyncio.create_task(_answer(app, line, raise_if_dead))] = len(line.body)
+            running[asyncio.create_task(caller.answer(line))] = len(line.body)
         while running:
             await write_some()
     finally:
@@ -104,20 +107,45 @@ async def answer_lines(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def _answer(app: ASGIApp, line: InputLine, raise_if_dead: Callable[[], None]) -> OutputLine:
-    """Return the answer to a line. One that finds the server full is sent again: others must end first."""
-    if line.error is not None:
-        return OutputLine(line.id, line.custom_id, None, line.error)
-    while (exchange := await _Exchange.run(app, line)).status == _FULL:
-        await asyncio.sleep(_RETRY_S)
-    if exchange.status == _UNAVAILABLE:
-        raise_if_dead()
-    kind = exchange.headers.get(b"content-type", b"").decode("latin-1")
-    if not kind.startswith("application/json"):
-        error = LineError("unsupported_answer", f"the answer is {kind}, not JSON: ask for JSON")
-        return OutputLine(line.id, line.custom_id, None, error)
-    answer = Answer(exchange.status, line.id, msgspec.Raw(exchange.body))
-    return OutputLine(line.id, line.custom_id, answer, None)
+class _Caller:
+    """Gets the answers to lines. One that finds the server full is sent again when another one has ended.
+
+    raise_if_dead: see `answer_lines`.
+    """
+
+    def __init__(self, app: ASGIApp, raise_if_dead: Callable[[], None]) -> None:
+        self._app = app
+        self._raise_if_dead = raise_if_dead
+        self._has_room = asyncio.Condition()
+        self._num_ended = 0
+
+    async def answer(self, line: InputLine) -> OutputLine:
+        """Return the answer to a line."""
+        if line.error is not None:
+            return OutputLine(line.id, line.custom_id, None, line.error)
+        exchange = await self._call(line)
+        if exchange.status == _UNAVAILABLE:
+            self._raise_if_dead()
+        kind = exchange.headers.get(b"content-type", b"").decode("latin-1")
+        if not kind.startswith("application/json"):
+            error = LineError("unsupported_answer", f"the answer is {kind}, not JSON: ask for JSON")
+            return OutputLine(line.id, line.custom_id, None, error)
+        answer = Answer(exchange.status, line.id, msgspec.Raw(exchange.body))
+        return OutputLine(line.id, line.custom_id, answer, None)
+
+    async def _call(self, line: InputLine) -> "_Exchange":
+        while True:
+            num_ended = self._num_ended
+            exchange = await _Exchange.run(self._app, line)
+            async with self._has_room:
+                if exchange.status != _FULL:
+                    self._num_ended += 1
+                    self._has_room.notify()  # one line only: each reads its body and images again
+                    return exchange
+                if num_ended == self._num_ended:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_RETRY_S):
+                            await self._has_room.wait()
 
 
 class _Exchange:

@@ -235,6 +235,29 @@ def test_bytes_in_flight_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(answers(tmp_path / "out")) == 20
 
 
+def test_a_full_server_is_not_asked_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused waits for the end of another line, however many wait."""
+    monkeypatch.setattr("pagoda.server.batch_run._RETRY_S", 1e6)
+    path = write_input(tmp_path, *(line_of(f"{number}") for number in range(500)))
+    num_running = num_calls = 0
+
+    async def answer(number: int, body: bytes) -> tuple[int, bytes, bytes]:
+        nonlocal num_running, num_calls
+        num_calls += 1
+        if num_running == 3:
+            await asyncio.sleep(0)  # those that run may end before the refusal is seen
+            return 429, b"application/json", b"{}"
+        num_running += 1
+        for _ in range(number % 7):
+            await asyncio.sleep(0)
+        num_running -= 1
+        return 200, b"application/json", b"{}"
+
+    assert run(path, tmp_path / "out", answer, max_in_flight=64).num_failed == 0
+    assert len(answers(tmp_path / "out")) == 500
+    assert num_calls < 500 * 4
+
+
 def test_what_the_routes_answer_is_in_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line that finds the server full is sent again; answers that are no JSON are errors."""
     monkeypatch.setattr("pagoda.server.batch_run._RETRY_S", 0)
