@@ -1,7 +1,7 @@
 """Loading: from a model's name to its files, and from these to a tree whose parameters are filled.
 
 resolve.py        a name to files: catalog.py (short names), known_names.py (those of other programs),
-                  fetch_wheel.py, fetch_hub.py, or a path; model_files.py
+                  fetch_wheel.py, fetch_hub.py (with hub_download.py, and hub_cache.py), or a path; model_files.py
 model_config.py   the settings and the empty tree, with sentence_transformers.py and token_ids.py; no torch
 loader.py         fills the tree: reads each part, quantises it or keeps its codes, prepares it for the kernels
 pieces.py         which rectangles of which stored tensors make up a matrix, or a rank's share of it (shares.py)

@@ -3,14 +3,20 @@
 import errno
 import logging
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.registry import nearest
+from pagoda.loading.hub_download import download_large_files
 from pagoda.loading.model_files import split_gguf
 from pagoda.loading.safetensors_header import shard_files
+
+if TYPE_CHECKING:
+    from huggingface_hub.file_download import DryRunFileInfo
 
 logger = logging.getLogger("pagoda.fetch")
 
@@ -100,6 +106,8 @@ def fetch_hub(model: HubModel, source: str, cache_dir: Path | None) -> Path:
             raise CapacityError(
                 f"disk full while fetching {model}; free space or choose another --cache-dir"
             ) from error
+        if error.errno is None:  # the library's own: the size is not what the hub states
+            raise ConfigError(f"{model} did not come whole; fetch it again, which continues: {error}") from error
         raise
     if fetched is None or not is_complete(fetched, model):
         wanted = model.filename or "config.json with its safetensors weights"
@@ -147,16 +155,22 @@ def _from_huggingface(model: HubModel, cache_dir: Path | None, local_only: bool)
     import httpx
     from huggingface_hub import errors, snapshot_download
 
-    patterns = model.patterns or list(FOLDER_PATTERNS)
-    try:
-        folder = snapshot_download(
+    def find(local_only: bool, dry_run: bool = False) -> "str | list[DryRunFileInfo]":
+        return snapshot_download(
             model.repo_id,
             revision=model.revision,
             cache_dir=cache_dir,
-            allow_patterns=patterns,
+            allow_patterns=model.patterns or list(FOLDER_PATTERNS),
             ignore_patterns=list(SKIPPED_PATTERNS),
             local_files_only=local_only,
+            dry_run=dry_run,
         )
+
+    try:
+        with suppress(errors.DryRunError):  # what cannot be reached is reported below
+            if not local_only and not isinstance(files := find(False, dry_run=True), str):
+                download_large_files(model.repo_id, files, cache_dir)
+        folder = str(find(local_only))
     except errors.HFValidationError as error:
         raise ConfigError(f"model {abbreviate(model.repo_id)} is not a hub id: {shorten(str(error), 300)}") from None
     except errors.GatedRepoError:

@@ -156,13 +156,14 @@ def check_sums(folder: Path, wheel: str) -> None:
         for line in sums.read_text(errors="replace").splitlines():
             expected, _, name = line.partition(" ")
             path = sums.with_name(PurePosixPath(name.strip().lstrip("*")).name)
-            if path.is_file() and _sha256(path) != expected:
+            if path.is_file() and sha256_of(path) != expected:
                 raise ConfigError(
                     f"{wheel}: {path.name} does not have the sha256 that {CHECKSUMS} states; fetch it again"
                 )
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return a file's sha256 in hex."""
     with path.open("rb") as source:
         return hashlib.file_digest(source, "sha256").hexdigest()
 
