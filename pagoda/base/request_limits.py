@@ -6,7 +6,7 @@ what real clients need and far below what slows other requests down; docs/refere
 
 import functools
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Protocol
 
@@ -103,7 +103,7 @@ class RequestLimits:
         Counted("ids, biases and characters in the lists above, in all prompts together (prompts times their sum)"),
     ] = 1_000_000
     text_bytes: Annotated[int, Counted("bytes (as UTF-8) in a text to be tokenized")] = 4_194_304
-    messages: Annotated[int, Counted("messages in a conversation")] = 4_096
+    messages: Annotated[int, Counted("messages (or items) in a conversation")] = 4_096
     content_parts: Annotated[int, Counted("content parts in all messages of a conversation")] = 4_096
     images: Annotated[int, _limit("images in a prompt")] = 64
     image_bytes: Annotated[int, Counted("bytes of an image's file")] = 16_777_216
@@ -174,6 +174,11 @@ class RequestLimits:
         self.check("bad_words", len(words), "bad_words_token_ids")
         self.check("bad_words_chars", sum(map(len, words)), "bad_words_token_ids")
 
+    def check_counts(self, messages: Sized, tools: Sized | None) -> None:
+        """Raise RequestError if a conversation has too many messages or tools. Looks at none of them."""
+        self.check("messages", len(messages), "messages")
+        self.check("tools", len(tools or ()), "tools")
+
     def check_chat(
         self,
         messages: Sequence[Any],
@@ -182,10 +187,9 @@ class RequestLimits:
         template_kwargs: Mapping[str, Any] | None,
     ) -> None:
         """Raise RequestError if a conversation, or another input of its template, exceeds a limit."""
-        self.check("messages", len(messages), "messages")
+        self.check_counts(messages, tools)
         contents = [message.get("content") for message in messages if isinstance(message, dict)]
         self.check("content_parts", sum(len(one) for one in contents if isinstance(one, list)), "messages")
-        self.check("tools", len(tools or ()), "tools")
         self.check("template_chars", len(template or ""), "chat_template")
         self.check("template_kwargs", len(template_kwargs or ()), "chat_template_kwargs")
         self.check_values({"messages": messages, "tools": tools, "chat_template_kwargs": template_kwargs})

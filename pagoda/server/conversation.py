@@ -141,6 +141,7 @@ def check_chat(
 
     Raises RequestError, msgspec.ValidationError.
     """
+    limits.check_counts(messages, tools)
     limits.check_chat(take_images(messages)[0], tools, template, template_kwargs)
     msgspec.convert({"messages": messages, "tools": tools or []}, _Chat)
     for index, message in enumerate(messages):

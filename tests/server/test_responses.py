@@ -185,9 +185,10 @@ def test_items_of_the_assistant_are_one_message_and_results_follow_with_their_im
 
 
 def test_items_that_are_referred_to_are_among_the_earlier_ones_or_an_error() -> None:
-    earlier = [InputItem(id="msg_1", role="user", content="A")]
+    earlier = [InputItem(id="msg_1", role="user", content="A"), InputItem(role="assistant", content="B")]
     for reference in ({"id": "msg_1"}, item("item_reference", id="msg_1")):
-        assert conversation_of(body_of(input=[reference]), earlier).messages[0]["content"][1]["text"] == "A"
+        made = conversation_of(body_of(input=[reference, {"role": "user", "content": "C"}]), earlier).messages
+        assert [one["content"] for one in made] == ["A", "B", "C"]  # each once
         with pytest.raises(ApiError, match=r"input\[0\].id: there is no item 'msg_1'") as caught:
             conversation_of(body_of(input=[reference]))
         assert caught.value.status == 404

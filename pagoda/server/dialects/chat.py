@@ -142,6 +142,7 @@ class BatchChatRequest(ChatCompletionRequest, kw_only=True, frozen=True):
     def check(self, limits: RequestLimits) -> None:
         limits.check("prompts", self.num_prompts, "messages")
         limits.check_lists_of_prompts(self, self.num_prompts)
+        limits.check("messages", sum(map(len, self.messages)), "messages")
         together = [message for messages in self.messages for message in messages]
         limits.check_chat(together, None, None, None)
         if take_images(together)[1]:

@@ -172,6 +172,7 @@ class CountTokensRequest(ModelBody, kw_only=True, frozen=True):
 
     def check(self, limits: RequestLimits) -> None:
         limits.check_names(model=self.model)
+        limits.check_counts(self.messages, self.tools)
         made = Conversion(self)
         if not made.messages:
             raise RequestError("messages: have no content", "messages")
@@ -264,6 +265,7 @@ class Conversion(Transcript):
             if tool.input_schema is not None:
                 self._numbers.append(index)
                 self.tools.append(function_tool(tool.name, tool.input_schema, tool.description, tool.strict))
+        self.join_texts()
 
     def origin(self, param: str) -> str:
         """Return the caller's name of a field."""

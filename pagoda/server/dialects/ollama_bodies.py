@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -185,6 +186,7 @@ class OllamaChatRequest(OllamaBody, kw_only=True, frozen=True):
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
+        limits.check_counts(self.messages or (), self.tools)
         with naming_fields(origin):
             check_chat(limits, template_messages(self.messages or ()), self.tools, None, None)
 
@@ -234,10 +236,33 @@ class OllamaGenerateRequest(OllamaBody, kw_only=True, frozen=True):
         return template_messages([*system, OllamaMessage(role="user", content=self.prompt, images=self.images)])
 
 
+class _OpenCalls:
+    """Calls that no message has answered yet, each found at once."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}  # by id
+        self._ids: dict[str | None, deque[str]] = {}  # by name, and all with None; also of calls that were answered
+
+    def add(self, call_id: str, name: str) -> None:
+        self._names[call_id] = name
+        for key in (name, None):
+            self._ids.setdefault(key, deque()).append(call_id)
+
+    def first(self, name: str | None) -> str:
+        """Return the id of the first one, or of the first one of a tool; "" if there is none."""
+        ids = self._ids.get(name) or deque()
+        while ids and (self._names.get(ids[0]) is None or name not in (None, self._names[ids[0]])):
+            ids.popleft()
+        return ids[0] if ids else ""
+
+    def answer(self, call_id: str) -> None:
+        self._names.pop(call_id, None)
+
+
 def template_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
     """Return messages in the form that chat templates read. Calls without an id get one, and so do their answers."""
     made: list[dict[str, Any]] = []
-    num_calls, open_calls = 0, dict[str, str]()  # id -> name, of calls that no message has answered yet
+    num_calls, open_calls = 0, _OpenCalls()
     for message in messages:
         text = message.content or ""
         one: dict[str, Any] = {"role": message.role, "content": text}
@@ -252,7 +277,7 @@ def template_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]
             for call in message.tool_calls:
                 call_id = call.id or f"call{num_calls:05}"  # nine letters and digits, as Mistral's templates want it
                 num_calls += 1
-                open_calls[call_id] = call.function.name
+                open_calls.add(call_id, call.function.name)
                 function = {
                     "name": call.function.name,
                     "arguments": json.dumps(call.function.arguments, ensure_ascii=False),
@@ -263,11 +288,9 @@ def template_messages(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]
                 del one["content"]
         if message.role == "tool":
             wanted = message.tool_name
-            found = message.tool_call_id or next(
-                (call_id for call_id, name in open_calls.items() if wanted in (None, name)), ""
-            )
+            found = message.tool_call_id or open_calls.first(wanted)
             one |= {"tool_call_id": found} | ({} if wanted is None else {"name": wanted})
-            open_calls.pop(found, None)
+            open_calls.answer(found)
         made.append(one)
     return made
 

@@ -165,7 +165,11 @@ class ResponsesRequest(ModelBody, kw_only=True, frozen=True):
             raise RequestError(both, "previous_response_id")
         names = ("model", "user", "safety_identifier", "prompt_cache_key", "previous_response_id")
         limits.check_names(**{name: getattr(self, name) for name in names}, conversation=self.conversation_id)
-        if self.conversation is not None and len(self.input) > MAX_ADDED and not isinstance(self.input, str):
+        items = () if isinstance(self.input, str) else self.input
+        limits.check("messages", len(items), "input")
+        limits.check("tools", len(self.tools or ()), "tools")
+        limits.check("tools", sum(len(one.tools or ()) for one in self.tools or ()), "tools")  # of namespaces
+        if self.conversation is not None and len(items) > MAX_ADDED:
             raise RequestError(f"input: with a conversation, at most {MAX_ADDED} items are added at a time", "input")
         limits.check_values({"metadata": self.metadata})
         limits.check_values({"text": self.text and self.text.format}, "grammar_chars")

@@ -38,7 +38,7 @@ class ItemsTranscript(Transcript):
         self._functions = tools.functions
         self._seals: list[str] = []
         self._shown: list[dict[str, Any]] = []  # images of results, which wait for the next message of the user
-        self._by_id = {item.id: item for item in earlier if item.type != "item_reference"}
+        self._known = {item.id for item in earlier if item.id is not None}
         if body.instructions:
             self.add_system("instructions", body.instructions)
         for item in earlier:
@@ -50,6 +50,7 @@ class ItemsTranscript(Transcript):
             for index, item in enumerate(given):
                 self._add_item(f"input[{index}]", item)
         self._add_shown("input")
+        self.join_texts()
         self.conversation = self._conversation(body)
 
     def origin(self, param: str) -> str:
@@ -69,6 +70,10 @@ class ItemsTranscript(Transcript):
 
     def _add_item(self, place: str, item: InputItem) -> None:
         kind = item.type or ("message" if item.role is not None else "item_reference")
+        if kind == "item_reference":  # of what came before: the model has it already
+            if item.id not in self._known:
+                raise ApiError(404, f"{place}.id: there is no item {item.id!r:.80}", f"{place}.id")
+            return
         if not kind.endswith("call_output"):
             self._add_shown(place)
         match kind:
@@ -78,8 +83,7 @@ class ItemsTranscript(Transcript):
                 if item.encrypted_content is not None:
                     self._seals.append(item.encrypted_content)
                 if text := _joined(item.content) or _joined(item.summary):
-                    message = self._assistant(place)
-                    message["reasoning_content"] = message.get("reasoning_content", "") + text
+                    self._assistant(place).setdefault("reasoning_content", []).append(text)
             case "function_call":
                 self._add_call(place, item, item.arguments)
             case "custom_tool_call":
@@ -89,10 +93,6 @@ class ItemsTranscript(Transcript):
                 text = "\n".join(part["text"] for part in parts if "text" in part)
                 self.add(place, {"role": "tool", "tool_call_id": item.call_id or "", "content": text})
                 self._shown += [part for part in parts if "text" not in part]
-            case "item_reference":
-                if item.id is None or (known := self._by_id.get(item.id)) is None:
-                    raise ApiError(404, f"{place}.id: there is no item {item.id!r:.80}", f"{place}.id")
-                self._add_item(place, known)
             case _ if kind not in _HOSTED:
                 raise RequestError(f"{place}: this server does not support items of type {kind!r:.80}", place)
 
@@ -103,7 +103,7 @@ class ItemsTranscript(Transcript):
     def _assistant(self, place: str) -> dict[str, Any]:
         """Return the message of the assistant that an item belongs to."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.add(place, {"role": "assistant", "content": ""})
+            self.add(place, {"role": "assistant", "content": []})
         return self.messages[-1]
 
     def _add_call(self, place: str, item: InputItem, arguments: str | None) -> None:
@@ -122,8 +122,9 @@ class ItemsTranscript(Transcript):
             case "user":
                 self.add_parts(place, parts or [{"type": "text", "text": ""}])
             case "assistant":
-                message = self._assistant(place)
-                message["content"] = "\n".join(filter(None, (message.get("content"), _text(parts, place))))
+                content = self._assistant(place).setdefault("content", [])
+                if text := _text(parts, place):
+                    content.append(text)
             case "system" | "developer":
                 self.add_system(place, _text(parts, place))
             case role:

@@ -98,6 +98,7 @@ class Tools:
         """Raises RequestError for tools that neither are served nor may be left out."""
         self.functions: list[dict[str, Any]] = []
         self.named: dict[str, NamedTool] = {}
+        self._own_names: dict[tuple[str, str | None], str] = {}  # by the caller's name and namespace
         self.kept: list[dict[str, Any]] = []
         for index, tool in enumerate(given):
             place = f"tools[{index}]"
@@ -114,8 +115,11 @@ class Tools:
 
     def find(self, name: Any, namespace: Any = None) -> str | None:
         """Return what the model calls a tool, None if there is none of this name."""
-        found = (own for own, tool in self.named.items() if (tool.name, tool.namespace) == (name, namespace))
-        return next(found, name if namespace is None and name in self.named else None)
+        if not (isinstance(name, str) and isinstance(namespace, str | None)):
+            return None
+        if (found := self._own_names.get((name, namespace))) is not None:
+            return found
+        return name if namespace is None and name in self.named else None
 
     def _add(self, tool: ResponsesTool, place: str, parent: ResponsesTool | None) -> None:
         if tool.type not in ("function", "custom"):
@@ -130,6 +134,7 @@ class Tools:
             about = about or parent.description
         if name in self.named:
             raise RequestError(f"{place}.name: {name!r} is the name of another tool, too", f"{place}.name")
+        self._own_names.setdefault((tool.name, namespace), name)
         self.named[name] = NamedTool(
             tool.name, namespace, is_custom, place + (".format" if is_custom else ".parameters")
         )
@@ -227,11 +232,11 @@ def chosen(choice: str | ResponsesToolChoice | None, tools: Tools) -> Mapping[st
         is_forced, only = choice == "required", None
         functions = [] if choice == "none" else tools.functions
     elif choice.type == "allowed_tools":
-        allowed = [
+        allowed = {
             _found(tools, one.get("name"), one.get("namespace"), f"tool_choice.tools[{at}]")
             for at, one in enumerate(choice.tools or ())
             if one.get("type") in ("function", "custom")
-        ]
+        }
         functions = [one for one in tools.functions if one["function"]["name"] in allowed]
         is_forced, only = choice.mode == "required", None
     else:

@@ -4,9 +4,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+_GROWING = {"system": {"content": "\n\n"}, "assistant": {"content": "\n", "reasoning_content": ""}}
+"""By role: the texts that may grow, with what is between their parts."""
+
 
 class Transcript:
-    """Collects messages, in forms that most templates take.   places: of each message, what errors call it."""
+    """Collects messages, in forms that most templates take, in time that grows with them as a straight line.
+
+    messages: those so far. Texts that grow are lists of their parts until `join_texts`.
+    places: of each message, what errors call it.
+    """
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -16,7 +23,9 @@ class Transcript:
         """Add a message; one of the user to that before it: many templates want turns to alternate."""
         last = self.messages[-1] if self.messages else {}
         if message["role"] == "user" and last.get("role") == "user":
-            last["content"] = [*_as_parts(last["content"]), *_as_parts(message["content"])]
+            if isinstance(last["content"], str):
+                last["content"] = _as_parts(last["content"])
+            last["content"] += _as_parts(message["content"])
         else:
             self.messages.append(message)
             self.places.append(place)
@@ -30,11 +39,18 @@ class Transcript:
     def add_system(self, place: str, text: str) -> None:
         """Add a system message: most templates take only one at the start, so later ones are the user's, marked."""
         if not self.messages:
-            self.add(place, {"role": "system", "content": text})
+            self.add(place, {"role": "system", "content": [text]})
         elif self.messages[-1]["role"] == "system":
-            self.messages[-1]["content"] += f"\n\n{text}"
+            self.messages[-1]["content"].append(text)
         else:
             self.add(place, {"role": "user", "content": f"<system>\n{text}\n</system>\n"})
+
+    def join_texts(self) -> None:
+        """Make texts of what was collected of them."""
+        for message in self.messages:
+            for name, separator in _GROWING.get(message["role"], {}).items():
+                if isinstance(parts := message.get(name), list):
+                    message[name] = separator.join(parts)
 
     def origin(self, param: str) -> str:
         """Return what errors call a field of a message, or the field."""
