@@ -6,11 +6,13 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.core.events import Event, Pinned
 from pagoda.core.kv.block_pool import BlockPool
+from pagoda.core.kv.sizing import KVGroupKind, KVGroupSpec
 from pagoda.core.request import Pin
 from tests.core.rig import Rig
 
 A, B, C = ([start + place for place in range(9)] for start in (100, 200, 300))  # two full blocks each
-ONE = {"max_tokens": 1}
+FULL_TOO = KVGroupSpec(layers=(1,))
+WINDOW = KVGroupSpec(KVGroupKind.WINDOW, 16, layers=(1,))
 
 
 def rig_with(**config: object) -> Rig:
@@ -23,6 +25,12 @@ def serve(rig: Rig, name: str, prompt: list[int], pin: Pin | None = None) -> int
     step = rig.step()
     assert not rig.scheduler.has_unfinished_requests()
     return step.cached[name]
+
+
+def take(rig: Rig, num_blocks: int) -> None:
+    """Take blocks from the pool as a request would, and give them back."""
+    tables = rig.scheduler._state.kv.tables
+    tables.pool.free(tables.allocate(num_blocks))
 
 
 def found(rig: Rig, prompt: list[int]) -> int:
@@ -73,6 +81,32 @@ def test_an_owner_pins_a_fourth_of_the_pool_its_longest_unused_blocks_give_way()
     assert [event.num_blocks for event in heard if isinstance(event, Pinned)] == [2, 2, 2, 4]
     serve(rig, "f", list(range(3000, 3032)))
     assert (found(rig, list(range(2000, 2028))), found(rig, B)) == (16, 8)
+
+
+@pytest.mark.parametrize("second_group", [FULL_TOO, WINDOW])
+def test_a_prefix_is_evicted_from_its_end_in_all_groups_alike(second_group: KVGroupSpec) -> None:
+    rig = rig_with(num_blocks=64, groups=(KVGroupSpec(), second_group))
+    prompt = list(range(57))
+    serve(rig, "a", prompt)  # 14 full blocks in each group
+    take(rig, 36 + 14)
+    assert found(rig, prompt) == 28
+
+
+@pytest.mark.parametrize(("second_group", "num_pinned", "num_found"), [(FULL_TOO, 16, 32), (WINDOW, 0, 0)])
+def test_pins_that_an_owner_may_not_have_all_are_of_all_groups_alike(
+    second_group: KVGroupSpec, num_pinned: int, num_found: int
+) -> None:
+    rig = rig_with(num_blocks=64, groups=(KVGroupSpec(), second_group))
+    pool = rig.scheduler._state.kv.pool
+    serve(rig, "short", A, Pin(60))
+    prompt = list(range(57))
+    serve(rig, "long", prompt, Pin(60))  # 28 full blocks, 16 may be pinned
+    if num_pinned:
+        assert np.count_nonzero(pool.pinned_until) == num_pinned
+    else:
+        assert np.count_nonzero(pool.pinned_until) == 4, "what would not help has taken the pins of other blocks"
+    take(rig, 64 - np.count_nonzero(pool.pinned_until))
+    assert (found(rig, prompt), found(rig, A)) == (num_found, 0 if num_pinned else 8)
 
 
 def test_nobody_waits_or_is_preempted_for_a_pin() -> None:

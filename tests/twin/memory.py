@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Hashable
+from itertools import zip_longest
 
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import Request
@@ -55,6 +56,10 @@ class Memory:
     @property
     def has_windows(self) -> bool:
         return any(spec.kind is KVGroupKind.WINDOW for spec in self.groups)
+
+    def in_order(self, sequence: TwinSequence) -> list[int]:
+        """The blocks by their place in the tables, those of all groups at a place before those of the next."""
+        return [number for place in zip_longest(*sequence.tables, fillvalue=NULL) for number in place if number != NULL]
 
     # Prefix caching -------------------------------------------------------------------------------------------
 
@@ -318,8 +323,8 @@ class Memory:
         sequence.on_host = None
 
     def free(self, sequence: TwinSequence) -> None:
+        self.pool.free_blocks(reversed(self.in_order(sequence)))
         for group in range(len(self.groups)):
-            self.pool.free_blocks(reversed(sequence.tables[group]))
             sequence.tables[group] = []
             sequence.hashed[group] = 0
 

@@ -108,12 +108,18 @@ class Pool:
                     self.free.remove(block)
                     self.free.insert(0, block)
 
-    def pin(self, numbers: list[int], owner: str, until: int) -> int:
-        """Pin those that can be found, the first ones if the owner may have no more. Return how many are pinned."""
-        blocks = [self.blocks[number] for number in numbers if number != NULL]
+    def pin(self, numbers: list[int], owner: str, until: int, *, partly: bool) -> int:
+        """Pin those that can be found; if the owner may not have as many, the first ones, or none if not `partly`.
+
+        Return how many are pinned.
+        """
+        blocks = [self.blocks[number] for number in numbers]
         blocks = [block for block in blocks if block.content is not None]
         most, num_new = len(self) // 4, sum(not block.pinned_until for block in blocks)
-        for block in [block for block in self.free if block.pinned_until and block.owner == owner]:
+        give_way = [block for block in self.free if block.pinned_until and block.owner == owner]
+        if not partly and self._num_pinned(owner) - len(give_way) + num_new > most:
+            return 0
+        for block in give_way:
             if self._num_pinned(owner) + num_new > most:
                 self._unpin(block)
         num_pinned = 0

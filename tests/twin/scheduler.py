@@ -209,8 +209,8 @@ class TwinScheduler:
         """It is about to leave its blocks, if it has any."""
         pin = state.request.pin
         if pin is not None and sequence.started and self.memory.caching and self.memory.groups:
-            numbers = [number for table in sequence.tables for number in table]
-            num_pinned = self.pool.pin(numbers, pin.owner, self.second + pin.ttl_s)
+            numbers, until = self.memory.in_order(sequence), self.second + pin.ttl_s
+            num_pinned = self.pool.pin(numbers, pin.owner, until, partly=not self.memory.has_windows)
             if num_pinned:
                 self.events.append(Pinned(*self._at(state), sequence.number, num_pinned, pin.ttl_s))
 

@@ -80,10 +80,10 @@ class _AgeOrder:
 class BlockPool:
     """Reference counts and free blocks of one tier (device or host). Every operation works on whole arrays of blocks.
 
-    A free block is in one of three places, which are allocated from one after the other: blocks without content are a
-    stack; blocks that still hold KV that can be found by its hash (`has_content`) are kept in the order in which they
-    were freed, oldest first; so are those of them that are pinned, apart. A pin thus changes which blocks lose their
-    content first, and nothing else.
+    A free block is in one of three places, and blocks are allocated from the first of them that is not empty:
+    - a stack of the blocks without content;
+    - a log of the blocks whose KV can still be found by its hash (`has_content`), the one freed first at its head;
+    - a log of the same kind for pinned blocks. A pin thus changes which blocks lose their content first, nothing else.
 
     ids: `first_id` .. `first_id + num_blocks - 1`; ids below `first_id` are never allocated (the null block).
     ref_count: int32 [first_id + num_blocks].   has_content: bool, same length.
@@ -197,11 +197,11 @@ class BlockPool:
 
     # Pins
 
-    def pin(self, blocks: np.ndarray, pin: Pin) -> int:
+    def pin(self, blocks: np.ndarray, pin: Pin, *, partly: bool) -> int:
         """Pin those of `blocks` (distinct ids, referenced) that have content. Return how many of them are pinned.
 
-        The first ones, if its owner may not have as many: before that, the free blocks that it has not used for longest
-        lose their pins.
+        If that is more than its owner may have, the free blocks that it has not used for longest lose their pins.
+        partly: if it is more even so, pin the first ones; else none, and no block loses its pin.
         """
         until, blocks = self._second + pin.ttl_s, blocks[self.has_content[blocks]]
         owner = self._owners.setdefault(pin.owner, len(self._owners))
@@ -210,7 +210,10 @@ class BlockPool:
         num_new = len(blocks) - np.count_nonzero(has_pin)
         if num_new > room:
             free = self._pinned.ids()
-            room += self._unpin(free[self._owner[free] == owner][: num_new - room])
+            own = free[self._owner[free] == owner][: num_new - room]
+            if not partly and num_new > room + len(own):
+                return 0
+            room += self._unpin(own)
         kept = has_pin | (np.cumsum(~has_pin) <= room)
         new, blocks = blocks[kept & ~has_pin], blocks[kept]
         self._owner[new] = owner

@@ -3,7 +3,7 @@
 import numpy as np
 
 from pagoda.base.errors import InvariantBroken
-from pagoda.core.kv.block_pool import BlockPool
+from pagoda.core.kv.block_pool import NO_BLOCKS, BlockPool
 from pagoda.core.kv.prefix_cache import CachedPrefix, PrefixCache
 from pagoda.core.kv.sizing import KVGroup, KVSizing, blocks_for
 from pagoda.core.request_table import RequestTable, readonly
@@ -70,6 +70,13 @@ class BlockTables:
             entries[row, : self.num_used(row, group)].copy()
             for group, entries in zip(self.groups, self.entries, strict=True)
         )
+
+    def in_order(self, row: int) -> np.ndarray:
+        """Return the row's blocks by table index, over all groups: a hit needs those of an index in every group."""
+        tables = self.of(row)
+        index = np.concatenate([np.arange(len(blocks)) for blocks in tables] or [NO_BLOCKS])
+        blocks = np.concatenate(tables or (NO_BLOCKS,))[np.argsort(index, kind="stable")]
+        return blocks[blocks != 0]
 
     def _missing(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Return how many blocks each row lacks per growing group; int32 [num_rows]."""
@@ -270,9 +277,7 @@ class BlockTables:
 
     def free_row(self, row: int) -> None:
         """Free every block of the row, tail first."""
-        for group, entries in zip(self.groups, self.entries, strict=True):
-            blocks = entries[row, : self.num_used(row, group)]
-            self.pool.free(blocks[blocks != 0][::-1])
+        self.pool.free(self.in_order(row)[::-1])
         self.num_blocks[row] = self.num_cross_blocks[row] = 0
         self._shared_tails.discard(row)
 

@@ -203,8 +203,9 @@ class KVCacheManager:
         sequence = self._table.owner(row)
         request = sequence.request.spec
         if request.pin is not None and self.prefix_cache.enabled:
-            blocks = np.concatenate(self.tables.of(row))
-            if num_pinned := self.pool.pin(blocks[blocks != 0], request.pin):
+            # A hit needs the last run of a window: the first blocks alone would not be found.
+            partly = not self.tables.windows
+            if num_pinned := self.pool.pin(self.tables.in_order(row), request.pin, partly=partly):
                 self._events.write(Pinned(*self._events.at(request), sequence.index, num_pinned, request.pin.ttl_s))
 
     def remove_sequence(self, sequence: Sequence) -> None:
