@@ -88,6 +88,7 @@ class BlockPool:
     ids: `first_id` .. `first_id + num_blocks - 1`; ids below `first_id` are never allocated (the null block).
     ref_count: int32 [first_id + num_blocks].   has_content: bool, same length.
     pinned_until: int64, same length: the second of the engine's clock at which the block's pin ends; 0: no pin.
+    has_pins: whether a block may be pinned.
     """
 
     def __init__(self, num_blocks: int, first_id: int = 1) -> None:
@@ -105,7 +106,7 @@ class BlockPool:
         self._owner = np.zeros(size, np.int32)  # of a pinned block: number of its owner
         self._owners: dict[str, int] = {}
         self._num_pinned: Counter[int] = Counter()  # blocks by owner
-        self._has_pins = False
+        self.has_pins = False
 
     @property
     def num_free(self) -> int:
@@ -189,7 +190,7 @@ class BlockPool:
 
     def _file(self, blocks: np.ndarray) -> None:
         """Keep free blocks with content as the youngest ones."""
-        if self._has_pins:
+        if self.has_pins:
             is_pinned = self.pinned_until[blocks] > 0
             self._pinned.append(blocks[is_pinned])
             blocks = blocks[~is_pinned]
@@ -219,7 +220,7 @@ class BlockPool:
         self._owner[new] = owner
         self._num_pinned[owner] += len(new)
         self.pinned_until[blocks] = np.maximum(self.pinned_until[blocks], until)
-        self._has_pins |= len(new) > 0
+        self.has_pins |= len(new) > 0
         return len(blocks)
 
     def end_pins(self, now_s: float) -> None:
@@ -227,11 +228,11 @@ class BlockPool:
         youngest that are not pinned."""
         second, before = int(now_s), self._second
         self._second = second
-        if self._has_pins and second != before:
+        if self.has_pins and second != before:
             free = self._pinned.ids()
             self._unpin(free[self.pinned_until[free] <= second])
             self._drop_pins(np.flatnonzero(self.pinned_until <= second))
-            self._has_pins = any(self._num_pinned.values())
+            self.has_pins = any(self._num_pinned.values())
 
     def _unpin(self, free: np.ndarray) -> int:
         """End the pins of free blocks. Return how many these are."""
@@ -240,7 +241,7 @@ class BlockPool:
         return len(free)
 
     def _drop_pins(self, blocks: np.ndarray) -> None:
-        if self._has_pins:
+        if self.has_pins:
             pinned = blocks[self.pinned_until[blocks] > 0]
             self.pinned_until[pinned] = 0
             self._num_pinned.subtract(self._owner[pinned].tolist())

@@ -133,6 +133,10 @@ class BlockTables:
         """
         missing = self._missing(rows, ends)
         count = self._num_fitting(rows, missing)
+        if count > 1 and self.windows and self.pool.has_pins:  # what the window of a later row leaves is not free yet
+            for at in range(count):
+                self.allocate_slots(rows[at : at + 1], ends[at : at + 1])
+            return count
         rows, missing = rows[:count], missing[:count]
         if self.windows:
             for row in rows.tolist():
