@@ -97,6 +97,11 @@ class GrammarRows:
         grammar = self._rows[row]
         return grammar.num_taken <= num_output < grammar.num_taken + grammar.num_free
 
+    def _are_free(self, table: TableMirror, row: int, count: int) -> bool:
+        """Return whether the next `count` tokens may be any."""
+        num_output = int(table.num_tokens[row] - table.num_prompt[row])
+        return self._is_free(row, num_output) and self._is_free(row, num_output + count - 1)
+
     def allowed_drafts(self, table: TableMirror, drafts: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
         """Return drafts of the next step (int32 [k], by row) as far as their rows' grammars allow them."""
         if not any(row in self._rows for row in drafts):
@@ -104,7 +109,7 @@ class GrammarRows:
         kept: dict[int, np.ndarray] = {}
         for row, tokens in drafts.items():
             count = len(tokens)
-            if row in self._rows:
+            if row in self._rows and not self._are_free(table, row, count):
                 matcher = self._caught_up(table, row, int(table.num_tokens[row]))
                 count = matcher.count_allowed(tokens.tolist())
                 if matcher.error:

@@ -9,7 +9,7 @@ import pytest
 from pagoda.base.sampling_params import PromptReasoning, SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.grammar import GrammarMatcher, MaskWork, num_mask_words
-from pagoda.engine.answers.reasoning import REASONING_FORMATS, new_splitter
+from pagoda.engine.answers.reasoning import REASONING_FORMATS, ReasoningSplitter, new_splitter
 from pagoda.engine.answers.thinking import ThinkingBackend, ThinkingBudget
 from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
@@ -74,6 +74,29 @@ def test_random_outputs_are_masked_as_by_counting(backend: ThinkingBackend) -> N
             _check_drafts(backend, matcher.copy(), output[:at], drafts, budget, is_open)
             matcher.advance([token])
     assert num_forced > 100
+
+
+def test_tokens_that_come_together_count_as_one_by_one(backend: ThinkingBackend) -> None:
+    rng = random.Random(2)
+    for trial in range(200):
+        budget, is_open = rng.choice([0, 1, 7, 30, 50]), rng.random() < 0.5
+        output = random_output(rng, budget, is_open)
+        matcher, at = ready(backend, budget_of(budget, is_open)), 0
+        while at < len(output):
+            count = rng.choice([1, 2, 10, 60])
+            matcher.advance(output[at : at + count])
+            at = min(at + count, len(output))
+            due = forced_by_counting(output[:at], budget, is_open)
+            assert list(matcher.forced()[:1]) == ([] if due is None else [due]), (trial, at)
+
+
+def test_a_long_thought_is_read_at_once(backend: ThinkingBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    matcher, pieces = ready(backend, budget_of(100_000, True)), list[str]()
+    feed = ReasoningSplitter.feed
+    monkeypatch.setattr(ReasoningSplitter, "feed", lambda self, text: pieces.append(text) or feed(self, text))
+    matcher.advance([*b"a" * 30_000])
+    matcher.advance([*b"</think>", *b"b" * 30_000])
+    assert len(pieces) == 10  # both at once; then, one by one, the tag, which ends the thought
 
 
 def _check_drafts(

@@ -70,6 +70,22 @@ class _Thought:
         num_left = self._num_left if self._splitter.is_inside else max(self._num_left, 0) + 1  # the one that begins it
         return min(num_left, _MOST_UNREAD)
 
+    def take_all(self, token_ids: Sequence[int]) -> None:
+        """Add tokens of the output: all at once what is within a thought and its budget."""
+        # A thought that has ended does not begin again, but for channels.
+        begins_inside = self._splitter.is_inside and not self._splitter.tags.has_channels
+        if not self.forced and begins_inside and len(token_ids) < self._num_left:
+            splitter = copy.copy(self._splitter)
+            splitter.feed(b"".join(map(self._token_bytes, token_ids)).decode("latin-1"))
+            if splitter.is_inside:
+                self._splitter = splitter
+                self._num_left -= len(token_ids)
+                return
+        for token_id in token_ids:
+            if self._splitter.is_over and not self.forced:
+                return  # nothing is counted any more
+            self.take(token_id)
+
     def take(self, token: int) -> None:
         """Add a token of the output."""
         is_forced, was_inside = token in self.forced[:1], self._splitter.is_inside
@@ -115,8 +131,7 @@ class ThinkingMatcher:
         return self._thought.num_free if self.grammar is None else 0
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        for token_id in token_ids:
-            self._thought.take(token_id)
+        self._thought.take_all(token_ids)
         if self.grammar is not None:
             self.grammar.advance(token_ids)
 

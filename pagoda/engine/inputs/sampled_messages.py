@@ -87,6 +87,7 @@ class MessagePlaces:
     def __init__(self, tokenizer: Tokenizer, image_token_id: int | None = None) -> None:
         """image_token_id: what stands for a piece of an image in prompts; a message that has it is not used."""
         self._tokenizer, self._image_token_id = tokenizer, image_token_id
+        self._image_text = "" if image_token_id is None else self._text(image_token_id)
         self._marks = tokenizer.facts.marks
         special = set(self._marks.texts)
         facts = tokenizer.facts
@@ -98,6 +99,7 @@ class MessagePlaces:
         the special token in front of that ("": there is none)."""
         chain = hashlib.blake2b(digest_size=KEY_BYTES)
         tags = () if form.tags is None else (form.tags.begin, form.tags.end)
+        not_beginnings = {*tags, self._image_text}  # an image may be thousands of tokens
         places: list[MessagePlace] = []
         begun: list[tuple[bytes, int]] = []
         key, at, last, before = b"", 0, "", 0
@@ -111,7 +113,7 @@ class MessagePlaces:
                 begun.clear()
             chain.update(b"\xff" + special.encode() + b"\xff")  # 0xff is in no text
             before = after
-            if special not in tags:
+            if special not in not_beginnings:
                 key, at, last = chain.copy().digest(), after, special
                 begun.append((key, at))
         return places, key, at, last
