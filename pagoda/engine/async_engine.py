@@ -152,7 +152,7 @@ class AsyncEngine:
         mailbox = Mailbox(kind)
         try:
             self._readers[request_id] = mailbox
-            prompt_logprobs = self._outputs.open(request, kind, prompt)
+            prompt_logprobs = self._outputs.open(request, kind, prompt, self._clock.now())
             if self._pump is None:
                 self._pump = asyncio.create_task(self._pump_outputs())
             self._client.add_request(request)

@@ -6,6 +6,7 @@ side copies: an event loop sends them.
 """
 
 import dataclasses
+import time
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -158,12 +159,19 @@ class EngineStats(SchedulerStats):
     """A snapshot of the scheduler's gauges and counters; counters start at 0 with each engine process.
 
     num_steps, step_s: steps, and the time that the engine spent in them.   scheduler_s: that of it which the scheduler
-    took.
+    took.   at_s: when it was so, on the system's monotonic clock.
     """
 
     num_steps: int = 0
     step_s: float = 0.0
     scheduler_s: float = 0.0
+    at_s: float = 0.0
+
+    @property
+    def age_s(self) -> float:
+        """Return how long ago it was so: as long as the step that runs. 0 while there is no request."""
+        num_requests = self.num_running + self.num_waiting + self.num_swapped
+        return max(0.0, time.monotonic() - self.at_s) if num_requests else 0.0
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):

@@ -184,6 +184,7 @@ class ServerMetrics:
             ("num_requests_swapped", "Requests swapped out to host memory.", stats.num_swapped),
             ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_usage),
             ("gpu_cache_usage_perc", "Share of KV blocks in use (older name).", stats.kv_usage),
+            ("engine_report_age_seconds", "Time since the engine told these, between two steps.", stats.age_s),
         ):
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
             gauge.add_metric(self._values, value)

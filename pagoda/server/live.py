@@ -47,7 +47,9 @@ async def list_requests(http: Request) -> Response:
     seen, now_s = await _see(http, with_ended=True), time.perf_counter()
     data = [*seen.live(now_s), *seen.ended(now_s)]
     in_line = (await state.starter.admission.read_counts()).num_in_line
-    return json_response(RequestList(data=data, others=seen.others, in_line=in_line))
+    looked_s = state.looks.age_s
+    as_of_s = round(state.starter.metrics.stats().age_s if looked_s is None else looked_s, 3)
+    return json_response(RequestList(data=data, others=seen.others, in_line=in_line, as_of_s=as_of_s))
 
 
 @router.get("/requests/{id:path}", answer=RequestTimeline)

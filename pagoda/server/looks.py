@@ -56,6 +56,11 @@ class Looks:
         finally:
             self._asked = None
 
+    @property
+    def age_s(self) -> float | None:
+        """Return how long ago the last reply was so: in a long step, as long as that. None without one."""
+        return time.monotonic() - self.reply.stats.at_s if self.reply is not None else None
+
     def steps_after(self, number: int) -> list[StepNote]:
         """Return the steps after the first `number`, as far as they are kept."""
         count = min(self.num_steps - number, len(self.steps))

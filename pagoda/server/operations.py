@@ -63,6 +63,8 @@ async def show_version(http: Request) -> Response:
 
 
 class LoadResponse(Struct, frozen=True):
+    """as_of_s: how long ago the engine said this, which it does between steps; 0 while it has no request."""
+
     server_load: int
     live_tokens: int
     running: int
@@ -71,6 +73,7 @@ class LoadResponse(Struct, frozen=True):
     kv_cache_usage: float
     free_blocks: int
     engine_restarts: int
+    as_of_s: float
 
 
 @router.get("/load", answer=LoadResponse)
@@ -88,6 +91,7 @@ async def load(http: Request) -> Response:
             kv_cache_usage=round(stats.kv_usage, 4),
             free_blocks=stats.num_free_blocks,
             engine_restarts=state.engine.num_deaths if state.engine is not None else 0,
+            as_of_s=round(stats.age_s, 3),
         )
     )
 

@@ -52,11 +52,13 @@ class RequestList(Struct, kw_only=True):
     """Requests of the caller, in the order of their arrival, then those that have ended, the last first.
 
     in_line: HTTP requests of all that wait to be admitted.
+    as_of_s: how long ago the engine said what runs, which it does between steps.
     """
 
     data: list[SeenRequest]
     others: OtherRequests
     in_line: int
+    as_of_s: float
 
 
 class TimelineEntry(Struct, frozen=True):
@@ -184,6 +186,8 @@ class SeenRequests:
         """Return what keeps a request from running, in words; where others have its blocks, who has most."""
         if not self._is_up:
             return "waits for the engine, which starts"
+        if last is None:
+            return "waits for the engine to see it, between two steps"
         if isinstance(last, Preempted):
             return self._in_words(last) or ""
         if not isinstance(last, Held):

@@ -1,5 +1,6 @@
 """/requests: what runs, what waits and why; each key sees its own requests, others are counts."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -213,3 +214,45 @@ def test_without_keys_a_server_that_others_reach_shows_counts(tmp_path: Path) ->
         assert (seen["data"], seen["others"]["running"] + seen["others"]["waiting"]) == ([], 1)
         assert get(server, "/requests/cmpl-secret")[0] == 404
         assert "secret" not in json.dumps(frames(server, 2))
+
+
+def test_during_a_long_step_what_is_shown_says_how_old_it_is_and_what_came_since_waits(
+    server: LiveServer,
+) -> None:
+    server = dataclasses.replace(server, key="root")
+    server.wait_idle()
+    assert server.load()["as_of_s"] == 0.0
+
+    def wait_for(running: int, waiting: int, as_of_s: float) -> None:
+        end_s = time.monotonic() + 30
+        while (load := server.load())["running"] != running or load["waiting"] != waiting or load["as_of_s"] < as_of_s:
+            assert time.monotonic() < end_s, load
+            time.sleep(0.02)
+
+    def ask(name: str) -> threading.Thread:
+        body = {"prompt": [5] * 9, "max_tokens": 60, "ignore_eos": True, "return_timings": True}
+        thread = threading.Thread(
+            target=lambda: answers.update({name: server.post("/v1/completions", {**body, "request_id": name})[1]})
+        )
+        thread.start()
+        return thread
+
+    answers: dict[str, Any] = {}
+    get(server, "/requests", "root")
+    with server.steps.held_after(30):  # of which some are reported
+        threads = [ask("before")]
+        wait_for(1, 0, 0.0)
+        server.steps.wait_held()
+        threads.append(ask("since"))
+        wait_for(1, 1, 0.5)
+        assert server.metric("num_requests_waiting") == 1
+        assert server.metric("engine_report_age_seconds") >= 0.5
+        seen = get(server, "/requests", "root")[1]
+        assert seen["as_of_s"] >= 0.3
+        reasons = {one["id"]: one["reason"] for one in seen["data"] if one["state"] == "waiting"}
+        assert reasons == {"admin/cmpl-since": "waits for the engine to see it, between two steps"}
+    for thread in threads:
+        thread.join()
+    waits = {name: answer["timings"]["queue_reasons"] for name, answer in answers.items()}
+    assert waits["since"]["the engine to see it"] > 300 > waits["since"]["admission and tokenizing"]
+    assert waits["before"]["the engine to see it"] < 300

@@ -348,7 +348,7 @@ def test_timings_are_sent_on_request(fake_server: LiveServer) -> None:
     of_tokens = ("prompt_per_token_ms", "prompt_per_second", "predicted_per_token_ms", "predicted_per_second")
     assert all(timings[name] > 0 for name in of_tokens)
     assert "draft_n" not in timings
-    assert set(timings["queue_reasons"]) == {"admission and tokenizing", "its turn"}
+    assert set(timings["queue_reasons"]) == {"admission and tokenizing", "the engine to see it", "its turn"}
     assert sum(timings["queue_reasons"].values()) == pytest.approx(timings["queue_ms"], abs=0.2)
     assert timings["received"] == pytest.approx(time.time(), abs=60)
     assert "timings" not in fake_server.post("/v1/completions", TEXT)[1]

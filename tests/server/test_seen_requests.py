@@ -36,6 +36,7 @@ def see(records: list[RequestRecord], seen: SchedulerView | None, is_up: bool = 
 @pytest.mark.parametrize(
     ("last", "state", "reason"),
     [
+        (None, "waiting", "waits for the engine to see it, between two steps"),
         (QUEUED, "waiting", "waits for its turn in the queue"),
         (HELD, "waiting", "waits: max_num_seqs sequences are running"),
         (ADMITTED, "running", ""),
@@ -44,9 +45,9 @@ def see(records: list[RequestRecord], seen: SchedulerView | None, is_up: bool = 
     ],
 )
 def test_before_the_first_look_its_last_event_says_what_a_request_does(
-    last: ClientEvent, state: str, reason: str
+    last: ClientEvent | None, state: str, reason: str
 ) -> None:
-    records = [record("1/a", 1, 5), record("1/b", 2, 9, last)]
+    records = [record("1/a", 1, 5), record("1/b", 2, 9, *(() if last is None else (last,)))]
     shown = see(records, None, key="")
     assert (shown.id, shown.state, shown.reason) == ("1/b", state, reason)
     assert see(records, None, is_up=False).reason == "waits for the engine, which starts"

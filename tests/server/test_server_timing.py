@@ -35,7 +35,8 @@ def test_who_asks_gets_a_header_and_the_same_answer(fake_server: LiveServer, pat
     metrics = dict(re.findall(r"(?:^|, )(\w+);dur=([\d.]+)", found))
     expected = {"queue", "scheduler"} | ({"prefill", "decode"} if "embed" not in path else set())
     assert metrics.keys() == expected
-    assert re.match(r'queue;dur=[\d.]+;desc="admission and tokenizing [\d.]+ ms, its turn [\d.]+ ms"', found)
+    waits = r"admission and tokenizing [\d.]+ ms, the engine to see it [\d.]+ ms, its turn [\d.]+ ms"
+    assert re.match(rf'queue;dur=[\d.]+;desc="{waits}"', found)
     assert header_of(fake_server, path, body) is None
     assert header_of(fake_server, path, body, **{"X-Return-Timings": "0"}) is None
 

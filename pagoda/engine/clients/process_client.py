@@ -12,6 +12,7 @@ a request the wait.
 import asyncio
 import dataclasses
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -65,6 +66,7 @@ class ProcessClient(ClientOutputs):
         self._num_unloads: Counter[str] = Counter()
         self._takes_loads = asyncio.Event()
         self._stats = wire.EngineStats()
+        self._busy_since_s = 0.0
         self.on_step: Callable[[int], object] = lambda _: None
         """Called with the number of tokens of each step."""
         self.on_events: Callable[[Events], object] | None = None
@@ -83,6 +85,8 @@ class ProcessClient(ClientOutputs):
         if self.died is not None:
             self._put(request.client_index, self.died)
             return
+        if not len(self._journal):
+            self._busy_since_s = time.monotonic()
         entry = self._journal.open(request)
         if self.is_up and not self._suspects.is_probing:
             self._enter(entry)
@@ -155,7 +159,11 @@ class ProcessClient(ClientOutputs):
         return reply
 
     def stats(self) -> wire.EngineStats:
-        return self._stats
+        """Return what the engine has said last; requests that it does not know yet, during a step, wait."""
+        stats = self._stats
+        num_new = max(0, len(self._journal) - stats.num_running - stats.num_waiting - stats.num_swapped)
+        at_s = max(stats.at_s, self._busy_since_s)
+        return dataclasses.replace(stats, num_waiting=stats.num_waiting + num_new, at_s=at_s)
 
     async def shutdown(self) -> None:
         """End the engine process; running requests are dropped. Idempotent."""
@@ -248,7 +256,7 @@ class ProcessClient(ClientOutputs):
         self._stats = dataclasses.replace(
             self._stats,
             num_running=0,
-            num_waiting=len(self._journal),
+            num_waiting=0,
             num_deferred=0,
             num_swapped=0,
             num_free_blocks=self._stats.num_blocks,

@@ -24,6 +24,7 @@ PROMPT_LOGPROBS = "the log-probabilities of the prompt"
 _utf8 = codecs.getincrementaldecoder("utf-8")
 _CLOSED = (b"", 0)  # its state between characters
 _ADMISSION = "admission and tokenizing"
+_SEEN = "the engine to see it"
 _POSITIONS_AT_ONCE = 64
 """About 1 ms of work with 20 entries each."""
 
@@ -71,9 +72,12 @@ class OutputProcessor:
         """Return the id of an unfinished request."""
         return self._by_handle[handle].request.request_id
 
-    def open(self, request: Request, kind: OutputKind, prompt: str | None = None) -> "PromptLogprobs | None":
+    def open(
+        self, request: Request, kind: OutputKind, prompt: str | None = None, sent_s: float | None = None
+    ) -> "PromptLogprobs | None":
         """Add a request; its id and handle must not be in use.
 
+        sent_s: when it is sent to an engine that sees it between two steps.
         Return the log-probabilities of its prompt, if it asked for them. If this processor is lazy, their reader
         calls `convert_some` until none is left, before it uses an output.
         """
@@ -81,6 +85,8 @@ class OutputProcessor:
         assert request.handle not in self._by_handle
         state = _RequestState(request, kind, prompt, self._tokenizer, self._stops_of(request))
         state.scheduler_began_s = self._scheduler_s
+        if sent_s is not None:
+            state.end_admission(sent_s)
         self._by_handle[request.handle] = self._by_id[request.request_id] = state
         return state.prompt_logprobs
 
@@ -242,6 +248,10 @@ class _RequestState:
                 metrics.num_preemptions += 1
                 metrics.num_lost_tokens += event.lost_tokens
                 self._preempted_s = event.time_s
+
+    def end_admission(self, now_s: float) -> None:
+        self._end_wait(now_s)
+        self._waits_for = _SEEN
 
     def _end_wait(self, now_s: float) -> None:
         reasons = self.metrics.queue_reasons

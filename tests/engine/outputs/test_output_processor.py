@@ -349,7 +349,7 @@ def test_the_schedulers_time_counts_while_a_request_waits_or_runs_also_across_en
 
 def test_what_a_request_waited_for_and_what_preemptions_cost_is_in_its_metrics() -> None:
     processor = OutputProcessor(ByteTokenizer())
-    processor.open(request(1), OutputKind.DELTA)
+    processor.open(request(1), OutputKind.DELTA, sent_s=10.25)
     held = (0, True, 4, 1)  # position, stops_queue, blocks
     entered = (3, 0, 0, 3, 1, 8)
     story = (
@@ -369,7 +369,8 @@ def test_what_a_request_waited_for_and_what_preemptions_cost_is_in_its_metrics()
     (output,) = processor.process(core_outputs([(1, 0, [72])], story), 21.0).outputs
     metrics = output.metrics
     assert metrics is not None
-    reasons = {"admission and tokenizing": 0.5, "its turn": 0.75, "not enough free blocks": 2.25}
-    assert metrics.queue_reasons == {**reasons, "grammar not compiled yet": 0.75}
+    reasons = {"admission and tokenizing": 0.25, "the engine to see it": 0.25, "its turn": 0.75}
+    reasons |= {"not enough free blocks": 2.25, "grammar not compiled yet": 0.75}
+    assert metrics.queue_reasons == reasons
     assert metrics.time_in_queue == sum(metrics.queue_reasons.values())
     assert (metrics.num_preemptions, metrics.num_lost_tokens, metrics.preempted_time) == (2, 3, 2.5)
