@@ -15,7 +15,7 @@ from pagoda.base.abbreviate import shorten
 from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
-from pagoda.cli.console import for_stream
+from pagoda.cli.console import fetching, for_stream
 from pagoda.cli.options import engine_config, engine_flags
 from pagoda.process.allocator import keep_buffers_apart
 
@@ -58,7 +58,7 @@ def run_batch(
         begin_s = time.perf_counter()
         try:
             if num_before < num_lines:
-                with tqdm(total=num_lines, initial=num_before, unit="line", disable=None) as bar:
+                with fetching(), tqdm(total=num_lines, initial=num_before, unit="line", disable=None) as bar:
                     asyncio.run(answer_file(config, source, journal, bar.update))
         finally:
             duration_s = time.perf_counter() - begin_s
@@ -67,7 +67,7 @@ def run_batch(
                 _say(f"{num_new} lines in {duration_s:.1f} s, {num_new / duration_s:.2f} lines/s, loading included")
             if journal.num_failed:
                 _say(f"{journal.num_failed} lines failed; the first: {journal.first_failure}")
-            if journal.num_done < num_lines:
+            if 0 < journal.num_done < num_lines:
                 _say("the same command goes on from there")
     if journal.num_failed:
         raise typer.Exit(1)

@@ -178,3 +178,22 @@ def test_chat_in_a_terminal(tmp_path: Path) -> None:
         at.expect("/set temperature 0.5")
         at.type("\x15\x04")
         assert at.wait() == 0
+
+
+def test_progress_of_a_batch_and_an_interrupt(tmp_path: Path) -> None:
+    line = (
+        '{"custom_id": "%d", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": 500}}\n'
+    )
+    (tmp_path / "in").write_text("".join(line % number for number in range(2000)))
+    flags = ("--distributed-executor-backend", "fake", "--num-blocks", "512", "--max-model-len", "512")
+    with terminal("run-batch", str(tmp_path / "in"), str(tmp_path / "out"), *flags) as at:
+        at.expect("0/2000 [")
+        end_s = time.monotonic() + _TIMEOUT_S
+        while not (tmp_path / "out").stat().st_size:
+            assert time.monotonic() < end_s, f"no line is answered: {at.printed!r}"
+            time.sleep(0.01)
+        at.expect("line/s]")
+        at.type("\x03")
+        assert at.wait() == 130
+    assert "the same command goes on from there" in at.printed
+    assert "Traceback" not in at.printed
