@@ -77,8 +77,10 @@ def preempt_for(state: SchedulerState, head: RequestState, plan: StepPlan, reaso
     if reason not in _NO_ROOM:
         return False
     worst = next_victim(state)
+    if not state.policy.outranks(head, worst):
+        return False  # most heads, in every step in which they wait: what else runs is not looked at
     outranked = [request for request in state.batch.requests.values() if state.policy.outranks(head, request)]
-    if worst not in outranked or not _has_room_without(state, outranked, head):
+    if not _has_room_without(state, outranked, head):
         return False
     preempt(state, worst, plan, head)
     return True

@@ -119,8 +119,9 @@ def without_features(item: MediaItem) -> MediaItem:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Other blocks lose their content before those of this request do, for `ttl_s` seconds after they were last used.
+    """Other blocks lose their content before those of this request do, for `ttl_s` seconds after it left them.
 
+    A later request that uses them renews that only if it has a pin, too.
     owner: of whose share of the pool that takes.
     """
 

@@ -1,4 +1,4 @@
-"""EngineThread: run an TextEngine on a thread of its own, for all threads or tasks of a program.
+"""EngineThread: run a TextEngine on a thread of its own, for all threads or tasks of a program.
 
 Callers post commands: requests, aborts, adapters. The thread runs them between two steps, so that the requests of all
 callers share one batch, and `step` passes on what each step puts out. Callers only wait. Everything that they share

@@ -9,9 +9,10 @@ from pagoda.base.config import CacheConfig, PreemptionMode
 from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import BeamSearchOptions, BeamSearchParams, SamplingParams
 from pagoda.core.beams import BeamSearch, Candidates, columns_of
+from pagoda.core.events import Event, Pinned
 from pagoda.core.grammar import MASKED_LOGPROB
 from pagoda.core.kv import KVGroupSpec
-from pagoda.core.request import Request, RequestStatus, num_beam_candidates
+from pagoda.core.request import Pin, Request, RequestStatus, num_beam_candidates
 from pagoda.core.scheduler_options import SchedulerOptions
 from tests.core.plain_beam_search import plain_beam_search
 from tests.core.traffic import Failure, Setting, Traffic, make_request
@@ -24,9 +25,11 @@ def beams(n: int, max_tokens: int = 10, **fields: object) -> SamplingParams:
     return SamplingParams(n=n, max_tokens=max_tokens, beam_search=BeamSearchOptions(**options), **fields)  # type: ignore[arg-type]
 
 
-def make_traffic(num_blocks: int, num_host_blocks: int = 0, max_model_len: int = 64, **options: object) -> Traffic:
+def make_traffic(
+    num_blocks: int, num_host_blocks: int = 0, max_model_len: int = 64, *, caches: bool = False, **options: object
+) -> Traffic:
     scheduler = SchedulerOptions(**{"max_num_seqs": 8, "max_num_batched_tokens": 600, **options})  # type: ignore[arg-type]
-    cache = CacheConfig(block_size=4, enable_prefix_caching=False, watermark=0.0)
+    cache = CacheConfig(block_size=4, enable_prefix_caching=caches, watermark=0.0)
     return Traffic(Setting(scheduler, cache, (KVGroupSpec(),), num_blocks, num_host_blocks, max_model_len, beams=True))
 
 
@@ -91,6 +94,19 @@ def test_beams_of_a_long_prompt_hold_little_more_than_one_prompt() -> None:
     assert copied > 10
     assert held[0] == 32
     assert max(held) <= 32 + 5 * 3
+    traffic.drain()
+
+
+def test_a_search_pins_what_its_beams_leave_at_its_end_and_nothing_before() -> None:
+    traffic = make_traffic(40, caches=True)
+    heard: list[Event] = []
+    traffic.scheduler.subscribe(heard.append)
+    traffic.add(replace(make_request(1, [1] * 9, beams(3, 20)), pin=Pin(60)))
+    while traffic.scheduler.has_unfinished_requests():
+        assert not any(isinstance(event, Pinned) for event in heard)
+        traffic.step()
+    assert sum(len(output.beams.copies) for output in traffic.outputs) > 0
+    assert [event.sequence for event in heard if isinstance(event, Pinned)] == [0, 1, 2]
     traffic.drain()
 
 

@@ -18,6 +18,7 @@ COLUMNS = {
     "num_cached": "kv/prefix_cache.py",
     "ref_count": "kv/block_pool.py",
     "has_content": "kv/block_pool.py",
+    "pinned_until": "kv/block_pool.py",
     **dict.fromkeys(
         (
             "_token_ids",

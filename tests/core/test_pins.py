@@ -105,7 +105,7 @@ def test_pins_that_an_owner_may_not_have_all_are_of_all_groups_alike(
         assert np.count_nonzero(pool.pinned_until) == num_pinned
     else:
         assert np.count_nonzero(pool.pinned_until) == 4, "what would not help has taken the pins of other blocks"
-    take(rig, 64 - np.count_nonzero(pool.pinned_until))
+    take(rig, 64 - int(np.count_nonzero(pool.pinned_until)))
     assert (found(rig, prompt), found(rig, A)) == (num_found, 0 if num_pinned else 8)
 
 

@@ -11,6 +11,7 @@ from pagoda.base.sampling_params import SamplingParams
 from pagoda.core import preemption
 from pagoda.core.cost_model import Chunks, CostModel
 from pagoda.core.events import Preempted
+from pagoda.core.policy import MostUrgentFirst
 from pagoda.core.preemption import PREEMPTION_RULES, _computed_again, _swaps
 from pagoda.core.request import AdmitKind, MediaItem, Request, RequestState, Sequence
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -63,6 +64,24 @@ def test_a_prompt_that_sequences_share_is_lost_once() -> None:
     rig.step()
     [lost] = [one.lost_tokens for one in rig.scheduler.explain.of_request("a") if isinstance(one, Preempted)]
     assert lost == 8 + 3 * 3, "two full prompt blocks, and three tokens of each sequence after them"
+
+
+def test_a_head_that_outranks_nobody_is_compared_with_one_request_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[str] = []
+    outranks = MostUrgentFirst.outranks
+
+    def counted(self: MostUrgentFirst, waiting: RequestState, running: RequestState) -> bool:
+        compared.append(running.spec.request_id)
+        return outranks(self, waiting, running)
+
+    monkeypatch.setattr(MostUrgentFirst, "outranks", counted)
+    rig = Rig(max_num_seqs=3, scheduling_policy=SchedulingPolicy.PRIORITY, evict_for_priority=True)
+    for number in range(4):
+        rig.add(f"r{number}", 4, priority=1)
+    for _ in range(3):
+        rig.step()  # in the first one requests enter: nobody is preempted in it
+    assert rig.waiting == ["r3"]
+    assert compared == ["r2"] * 2
 
 
 def test_a_model_without_kv_can_be_preempted_for_a_more_urgent_request() -> None:

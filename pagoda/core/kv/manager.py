@@ -186,9 +186,9 @@ class KVCacheManager:
             self.prefix_cache.cache_blocks(row, int(self._table.num_computed[row]))
         self.prefix_cache.uncache(sequence, int(self.tables.num_blocks[sequence.row]))
 
-    def free(self, row: int) -> None:
-        """Free every block of the row; what it has computed stays findable."""
-        self._keep_findable(row)
+    def free(self, row: int, *, pins: bool = True) -> None:
+        """Free every block of the row; what it has computed stays findable, and with `pins` pinned if asked to."""
+        self._keep_findable(row, pins=pins)
         self.tables.free_row(row)
 
     def swap_out(self, sequences: list[Sequence]) -> int:
@@ -197,12 +197,12 @@ class KVCacheManager:
             self._keep_findable(sequence.row)
         return self.host.swap_out(sequences)
 
-    def _keep_findable(self, row: int) -> None:
+    def _keep_findable(self, row: int, *, pins: bool = True) -> None:
         """The row is about to lose its blocks: insert the full ones into the prefix cache, and pin them if asked to."""
         self.prefix_cache.cache_blocks(row, int(self._table.num_computed[row]))
         sequence = self._table.owner(row)
         request = sequence.request.spec
-        if request.pin is not None and self.prefix_cache.enabled:
+        if pins and request.pin is not None and self.prefix_cache.enabled:
             # A hit needs the last run of a window: the first blocks alone would not be found.
             partly = not self.tables.windows
             if num_pinned := self.pool.pin(self.tables.in_order(row), request.pin, partly=partly):
