@@ -139,6 +139,10 @@ class RequestQueue:
             self._arrivals = sorted(entry[2].spec.arrival_time_s for entry in self._entries.values())
         return self._arrivals[0]
 
+    def in_turn(self) -> list[RequestState]:
+        """Return those that are not set aside, in order. Sorts, as `__iter__` does."""
+        return [request for request in self if request.key not in self._aside]
+
     def __iter__(self) -> Iterator[RequestState]:
         """Return all requests in order. Sorts: for people and tests, not for steps."""
         return (entry[2] for entry in sorted(self._entries.values(), key=lambda entry: entry[:2]))

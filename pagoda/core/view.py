@@ -22,6 +22,8 @@ class SchedulerView:
     num_blocks: int32 [n], distinct blocks, of the host for those in host memory.
     blocks_per_cell: so many blocks are a cell, which shows the one of the highest value.   cells: int16.
     host_cells: the same of the host's blocks.
+    next_clients, next_handles: of the requests that wait and are not set aside, in the order in which they are
+        considered, int32 and int64.
     """
 
     num_running: int
@@ -32,6 +34,8 @@ class SchedulerView:
     blocks_per_cell: int
     cells: np.ndarray
     host_cells: np.ndarray
+    next_clients: np.ndarray
+    next_handles: np.ndarray
 
 
 def view_of(state: SchedulerState) -> SchedulerView:
@@ -48,6 +52,7 @@ def view_of(state: SchedulerState) -> SchedulerView:
     host_values = np.where(host_values < FIRST_OWNER, host_values, host_values + len(requests))
     per_cell = max(1, -(-max(len(values), len(host_values)) // MAX_CELLS))
     specs = [request.spec for request in (*requests, *swapped)]
+    next_specs = [request.spec for queue in (state.swapped, state.waiting) for request in queue.in_turn()]
     num_swapped_computed = np.array([request.unfinished[0].num_computed for request in swapped], np.int32)
     return SchedulerView(
         num_running=len(requests),
@@ -58,6 +63,8 @@ def view_of(state: SchedulerState) -> SchedulerView:
         blocks_per_cell=per_cell,
         cells=_cells(values, per_cell),
         host_cells=_cells(host_values, per_cell),
+        next_clients=np.array([spec.client_index for spec in next_specs], np.int32),
+        next_handles=np.array([spec.handle for spec in next_specs], np.int64),
     )
 
 

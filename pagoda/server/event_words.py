@@ -26,6 +26,8 @@ def in_words(event: ClientEvent, name_of: Callable[[int, int], str | None]) -> s
     match event:
         case Queued(position=position):
             return f"queued, {position} before it" if position else "queued"
+        case Held(reason=Reason.TURN, position=position):
+            return f"waits for its turn in the queue{f', {position} before it' if position else ''}"
         case Held(reason=Reason.BLOCKS, num_blocks=needed, num_free_blocks=free) if needed > free:
             return f"waits for {_count(needed - free, 'block')}: it takes {needed}, {free} are free"
         case Held(reason=reason):

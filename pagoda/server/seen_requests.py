@@ -6,13 +6,14 @@ all. Others are counts.
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from msgspec import UNSET, Struct, UnsetType
 
 from pagoda.core.events import ClientEvent, Events, Held, Limited, Preempted, Queued
+from pagoda.core.request import Reason
 from pagoda.core.view import FIRST_OWNER, SchedulerView
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.observed_requests import RequestDetails, RequestRecord
@@ -111,6 +112,9 @@ class SeenRequests:
         self._stats = stats
         keys = () if view is None else zip(view.clients.tolist(), view.handles.tolist(), strict=True)
         self._places = {key: place for place, key in enumerate(keys)}
+        line = () if view is None else zip(view.next_clients.tolist(), view.next_handles.tolist(), strict=True)
+        self._in_line = {key: place for place, key in enumerate(line)}
+        self._sees_all = viewer.prefix == ""
         self._names = [""] * len(self._places)
         self._num_running = 0 if view is None else view.num_running
         self._name_of_key: dict[tuple[int, int], str] = {}
@@ -177,23 +181,45 @@ class SeenRequests:
             seen.computed_tokens = int(view.num_computed[place])
             seen.blocks = int(view.num_blocks[place])
         if not runs:
-            seen.reason = self._why_waiting(last)
+            seen.reason = self._why_waiting(last, self._in_line.get((record.client, record.handle)))
         elif seen.computed_tokens < seen.prompt_tokens and isinstance(last, Limited):
             seen.reason = self._in_words(last) or ""  # why its prompt is computed in small parts
         return seen
 
-    def _why_waiting(self, last: ClientEvent | None) -> str:
-        """Return what keeps a request from running, in words; where others have its blocks, who has most."""
+    def _why_waiting(self, last: ClientEvent | None, place: int | None) -> str:
+        """Return what keeps a request from running, in words; where others have its blocks, who has most.
+
+        place: in the queue; None if it is not considered now, or the view does not tell.
+        """
         if not self._is_up:
             return "waits for the engine, which starts"
         if last is None:
             return "waits for the engine to see it, between two steps"
         if isinstance(last, Preempted):
-            return self._in_words(last) or ""
-        if not isinstance(last, Held):
-            return f"waits for its turn in the queue{self._unfinished_prompts}"
-        why = self._in_words(last) or ""
-        return f"{why}; held by {self._holders}" if needs_blocks(last) and self._num_running else why
+            why = self._in_words(last) or ""
+            return f"{why}; in the queue: {self._who_is_first(place)}" if place else why
+        if not isinstance(last, Held) or last.reason is Reason.TURN or (place and last.reason is not Reason.LORA):
+            at = f": {self._who_is_first(place)}" if place else ""
+            return f"waits for its turn in the queue{at}{self._unfinished_prompts}"
+        if needs_blocks(last):
+            return self._why_blocks(last)
+        why, adapters = self._in_words(last) or "", self._stats.running_adapters
+        return f"{why}: {', '.join(adapters)}" if last.reason is Reason.LORA and self._sees_all and adapters else why
+
+    def _why_blocks(self, last: Held) -> str:
+        """What it says of blocks, with those that are free now; the event tells how many were when it was written."""
+        if self._view is None:
+            return f"{self._in_words(last)}, when it was last considered"
+        free = self._stats.num_free_blocks
+        why = self._in_words(replace(last, num_free_blocks=free)) or ""
+        if last.num_blocks <= free:
+            why = f"{why}, when it was last considered: it takes {last.num_blocks}, {free} are free now"
+        return f"{why}; held by {self._holders}" if self._num_running else why
+
+    def _who_is_first(self, place: int) -> str:
+        """Return the place (from 0) of a request in the queue, and which one must enter before."""
+        first = self._name_of_key.get(next(iter(self._in_line)), "another request")
+        return f"{_ordinal(place + 1)}, first is {first}"
 
     @functools.cached_property
     def _unfinished_prompts(self) -> str:
@@ -240,6 +266,11 @@ class SeenRequests:
         known = [*range(FIRST_OWNER), *(next(numbers) if name else FIRST_OWNER for name in self._names)]
         kinds = np.array(known, np.int32)
         return _runs(kinds[self._view.cells]), _runs(kinds[self._view.host_cells]), names
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def _runs(cells: np.ndarray) -> list[int]:

@@ -58,3 +58,5 @@ def test_blocks_in_host_memory_are_of_the_requests_that_are_swapped_out() -> Non
     assert view.num_computed[1] > 0
     assert np.bincount(view.host_cells).tolist() == [8 - num_held, 0, 0, 0, num_held]
     assert FIRST_OWNER + 1 not in view.cells
+    rig.add("c", 4)
+    assert rig.scheduler.view().next_handles.tolist() == [2, 3]

@@ -31,6 +31,8 @@ def name_of(client: int, handle: int) -> str | None:
         (Queued(*AT, "r", 9, 1, 3), "queued, 3 before it"),
         (Held(*AT, Reason.BLOCKS, 0, True, 15, 3), "waits for 12 blocks: it takes 15, 3 are free"),
         (Held(*AT, Reason.BLOCKS, 0, True, 3, 3), "waits: not enough free blocks"),
+        (Held(*AT, Reason.TURN, 0, False, 3, 9), "waits for its turn in the queue"),
+        (Held(*AT, Reason.TURN, 2, False, 3, 9), "waits for its turn in the queue, 2 before it"),
         (Held(*AT, Reason.GRAMMAR, 0, False, 3, 9), "waits: grammar not compiled yet"),
         (
             Admitted(*AT, AdmitKind.NEW, 40, 16, 16, 24, 3, 9),

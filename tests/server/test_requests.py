@@ -126,7 +126,15 @@ def test_what_waits_says_who_has_the_blocks(server: LiveServer) -> None:
         while not (waiting and "cmpl-large" in waiting[0]["reason"]):
             assert time.monotonic() < end_s, waiting
             waiting = [one for one in get(server, "/requests", "one")[1]["data"] if one["state"] == "waiting"]
+        behind = threading.Thread(
+            target=server.post, args=("/v1/completions", {"prompt": [8], "request_id": "behind"}), kwargs=KEY
+        )
+        behind.start()
+        path, turn = "/requests/cmpl-behind", f"waits for its turn in the queue: 2nd, first is {waiting[0]['id']}"
+        while (found := get(server, path, "one")[1]).get("reason", "").partition(";")[0] != turn:
+            assert time.monotonic() < end_s, found
     thread.join(30)
+    behind.join(30)
     reason = waiting[0]["reason"]
     assert re.match(r"waits for \d+ blocks: it takes 9\d, \d+ are free; held by cmpl-large \(\d+\), 1 other", reason)
     assert "1 other request" in reason

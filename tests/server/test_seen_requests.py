@@ -1,5 +1,7 @@
 """What a viewer is told of requests: their state and why, with a look at the engine and before the first one."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -21,16 +23,24 @@ def record(name: str, handle: int, num_prompt_tokens: int, *last: ClientEvent) -
     return RequestRecord(name, 0, handle, num_prompt_tokens, 0, None, 0.0, False, Events(last))
 
 
-def view(*computed: int) -> SchedulerView:
-    """Return a view of requests that run, with handles from 1 on."""
+def view(*computed: int, line: tuple[int, ...] = ()) -> SchedulerView:
+    """Return a view of requests that run, with handles from 1 on.   line: handles of those that wait."""
     count, none = len(computed), np.zeros(0, np.int16)
     handles, blocks = np.arange(1, count + 1), np.ones(count, np.int32)
-    return SchedulerView(count, np.zeros(count, np.int32), handles, np.array(computed, np.int32), blocks, 1, none, none)
+    num_computed, clients = np.array(computed, np.int32), np.zeros(count, np.int32)
+    waiting = np.zeros(len(line), np.int32), np.array(line, np.int64)
+    return SchedulerView(count, clients, handles, num_computed, blocks, 1, none, none, *waiting)
 
 
-def see(records: list[RequestRecord], seen: SchedulerView | None, is_up: bool = True, key: str = "1/") -> SeenRequest:
+def see(
+    records: list[RequestRecord],
+    seen: SchedulerView | None,
+    is_up: bool = True,
+    key: str = "1/",
+    stats: EngineStats | None = None,
+) -> SeenRequest:
     """Return how the last of the records is shown."""
-    return list(SeenRequests(Viewer(key), records, seen, EngineStats(), is_up).live(1.0))[-1]
+    return list(SeenRequests(Viewer(key), records, seen, stats or EngineStats(), is_up).live(1.0))[-1]
 
 
 @pytest.mark.parametrize(
@@ -59,3 +69,44 @@ def test_what_waits_names_the_prompts_of_the_same_key_that_fill_the_steps() -> N
     shown = see(records, view(256, 6, 512))
     assert shown.reason == "waits for its turn in the queue; prompts that are computed: long (256 of 900 tokens)"
     assert see(records, view(900, 6, 900)).reason == "waits for its turn in the queue"
+
+
+@pytest.mark.parametrize(
+    ("last", "line", "reason"),
+    [
+        (QUEUED, (2,), "waits for its turn in the queue"),
+        (QUEUED, (8, 9, 2), "waits for its turn in the queue: 3rd, first is another request"),
+        (QUEUED, (4, 2), "waits for its turn in the queue: 2nd, first is mine"),
+        (replace(HELD, reason=Reason.TURN), (4, 2), "waits for its turn in the queue: 2nd, first is mine"),
+        (HELD, (2, 4), "waits: max_num_seqs sequences are running"),
+        (HELD, (4, 2), "waits for its turn in the queue: 2nd, first is mine"),  # what it was held for when it was first
+        (replace(HELD, reason=Reason.LORA), (4, 2), "waits: max_loras adapters are in the batch"),
+        (replace(HELD, reason=Reason.GRAMMAR), (4,), "waits: grammar not compiled yet"),
+        (
+            PREEMPTED,
+            (4, *range(10, 20), 2),
+            "preempted for a: 9 tokens must be computed again, 1 block became free; in the queue: 12th, first is mine",
+        ),
+    ],
+)
+def test_what_waits_says_its_place_and_who_is_first(last: ClientEvent, line: tuple[int, ...], reason: str) -> None:
+    records = [record("1/a", 1, 5), record("1/mine", 4, 9, QUEUED), record("1/b", 2, 9, last)]
+    assert see(records, view(5, line=line)).reason == reason
+
+
+def test_what_waits_for_blocks_is_told_how_many_are_free_now() -> None:
+    """When it was held, 5 blocks were free."""
+    records = [record("1/a", 1, 5), record("1/b", 2, 9, replace(HELD, reason=Reason.BLOCKS, num_blocks=9))]
+    seen = view(5, line=(2,))
+    for free, words in (
+        (7, "waits for 2 blocks: it takes 9, 7 are free; held by a (1)"),
+        (9, "waits: not enough free blocks, when it was last considered: it takes 9, 9 are free now; held by a (1)"),
+    ):
+        assert see(records, seen, stats=EngineStats(num_free_blocks=free)).reason == words
+    assert see(records, None).reason == "waits for 4 blocks: it takes 9, 5 are free, when it was last considered"
+
+
+def test_who_sees_all_is_told_which_adapters_are_in_the_batch() -> None:
+    records, stats = [record("1/b", 2, 9, replace(HELD, reason=Reason.LORA))], EngineStats(running_adapters=("x", "y"))
+    assert see(records, view(5), key="", stats=stats).reason == "waits: max_loras adapters are in the batch: x, y"
+    assert see(records, view(5), stats=stats).reason == "waits: max_loras adapters are in the batch"
