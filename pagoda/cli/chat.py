@@ -14,7 +14,7 @@ from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.base.registry import nearest
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.cli.options import SAMPLING_FIELDS, engine_options, sampling_options
+from pagoda.cli.options import SAMPLING_FIELDS, engine_config, engine_options, sampling_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,7 +80,7 @@ def converse(
     api_key: str | None = None,
 ) -> None:
     """Load the model, or find the server at `url`, and talk until the user leaves."""
-    from pagoda.cli.console import stdout_console
+    from pagoda.cli.console import ask_before_fetching, stdout_console
     from pagoda.cli.remote import RemoteSession
     from pagoda.cli.session import Session, load, model_name
 
@@ -95,6 +95,7 @@ def converse(
             url, str(model) if model is not None else None, next(iter((api_key or "").split()), None)
         )
     else:
+        ask_before_fetching(engine_config(options).model)
         with console.status("loading") if console.is_terminal else nullcontext():
             session = Session(load(options, chat=True), model_name(options))
     params = session.params(sampling, CHAT_TOKENS, options.get("seed"))

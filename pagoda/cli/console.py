@@ -7,9 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, TextIO
 
+from pagoda.base.errors import PagodaError
+
 if TYPE_CHECKING:  # not needed before the first token
     from rich.console import Console
     from rich.text import Text
+
+    from pagoda.base.config import ModelConfig
 
 
 def stdout_console() -> "Console":
@@ -57,6 +61,30 @@ def print_table(
 def human_count(count: float) -> str:
     """`1234567` as `1,234,567`."""
     return f"{count:,.0f}"
+
+
+def ask_before_fetching(config: "ModelConfig", agreed: bool = False) -> None:
+    """Ask, on a terminal, whether a large model is to be fetched. Raises PagodaError for a no.
+
+    agreed: no question.   Without a terminal it is fetched.
+    """
+    if agreed or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return
+    import typer
+
+    from pagoda.base.abbreviate import human_bytes
+    from pagoda.loading.known_names import full_name
+    from pagoda.loading.resolve import fetch_size
+
+    size = fetch_size(config)
+    if size < _LARGE_BYTES:
+        return
+    question = f"{full_name(config.model)} has {human_bytes(size)} to fetch. Fetch it?"
+    if not typer.confirm(question, default=True, err=True):
+        raise PagodaError(f"{config.model} was not fetched; `pagoda list` shows smaller models")
+
+
+_LARGE_BYTES = 10**9
 
 
 @contextmanager

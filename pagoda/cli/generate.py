@@ -9,7 +9,7 @@ import typer
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import RequestError
 from pagoda.cli.chat import CHAT_TOKENS, converse
-from pagoda.cli.options import engine_options, sampling_options
+from pagoda.cli.options import engine_config, engine_options, sampling_options
 
 TEXT_TOKENS = 256  # of a continued text, unless flags or the model's own defaults say otherwise
 
@@ -89,9 +89,10 @@ def answer(
     quiet: bool,
 ) -> None:
     """Load the model, and stream its answer to a text: its continuation, or with `chat` the reply to a message."""
-    from pagoda.cli.console import for_stream
+    from pagoda.cli.console import ask_before_fetching, for_stream
     from pagoda.cli.session import Session, load, seconds_since_start
 
+    ask_before_fetching(engine_config(options).model)
     session = Session(load(options, chat))
     params = session.params(sampling, CHAT_TOKENS if chat else TEXT_TOKENS, options.get("seed"))
     ready_s = seconds_since_start()

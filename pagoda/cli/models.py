@@ -149,14 +149,16 @@ def pull(
     cache_dir: CacheDir = None,
     revision: Revision = None,
     source: Source = "huggingface",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Fetch large models without a question.")] = False,
 ) -> None:
     """Fetch models into the cache and print their folders. Cached models need no network."""
     from pagoda.base.config import ModelConfig
-    from pagoda.cli.console import fetching
+    from pagoda.cli.console import ask_before_fetching, fetching
     from pagoda.loading.resolve import resolve_model
 
     for name in names or [ModelConfig().model]:
         config = ModelConfig(model=name, cache_dir=cache_dir, revision=revision, source=source)
+        ask_before_fetching(config, yes)
         with fetching():
             files = resolve_model(config)
         print(f"{name}\t{files.path}")

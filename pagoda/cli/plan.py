@@ -87,7 +87,7 @@ def plan(
     and a folder with only config.json are planned without weights (as floats, but for the catalog's GGUF files, whose
     codes take what the file does); of others it says what would be fetched.
     """
-    from pagoda.cli.console import fetching
+    from pagoda.cli.console import ask_before_fetching, fetching
     from pagoda.loading.outline import outline
     from pagoda.loading.resolve import require_cached, settings_without_weights
 
@@ -107,6 +107,7 @@ def plan(
     else:
         if not pull:
             require_cached(config.model, "add --pull, or ")
+        ask_before_fetching(config.model)
         with fetching():
             made = _plan_or_layouts(config, None, as_json)
     if as_json:

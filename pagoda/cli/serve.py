@@ -13,6 +13,7 @@ from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig
 from pagoda.base.vllm_options import key_from
+from pagoda.cli.console import ask_before_fetching
 from pagoda.cli.options import engine_config, engine_options, flag_of
 from pagoda.process.allocator import keep_buffers_apart
 from pagoda.process.logs import configure_logging
@@ -32,6 +33,7 @@ def serve(options: dict[str, object]) -> None:
     except ImportError:  # not on Windows, and not needed
         from asyncio import run  # type: ignore[assignment]
     config = with_vllms_key(with_key_file(engine_config(options)), os.environ)
+    ask_before_fetching(config.model)
     run(_serve(config) if config.server.api_server_count == 1 else _serve_together(config))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pagoda.base.errors import ConfigError, RequestError
-from pagoda.cli.options import engine_flags
+from pagoda.cli.options import engine_config, engine_flags
 
 if TYPE_CHECKING:
     from pagoda.base.outputs import TranscriptionOutput
@@ -69,6 +69,7 @@ def transcribe(
             raise RequestError(f"file {name!r:.200} does not exist, or is not a file", "file")
     if output_dir is not None:
         _check_targets(files)
+    from pagoda.cli.console import ask_before_fetching
     from pagoda.cli.session import load
     from pagoda.engine.transcription.formats import FORMATS
     from pagoda.engine.transcription.transcriber import TranscriptionFields
@@ -83,7 +84,9 @@ def transcribe(
     }
     if temperature:
         chosen["temperature"] = tuple(temperature)
-    with load({"model": DEFAULT_MODEL, **options}) as llm:
+    options = {"model": DEFAULT_MODEL, **options}
+    ask_before_fetching(engine_config(options).model)
+    with load(options) as llm:
         outputs = llm.transcribe(files, use_tqdm=not quiet, **chosen)
     for name, output in zip(files, outputs, strict=True):
         if output.error is None:

@@ -150,27 +150,43 @@ def is_complete(folder: Path, model: HubModel) -> bool:
     return weights and (folder / "config.json").is_file()
 
 
+def missing_bytes(model: HubModel, cache_dir: Path | None) -> int:
+    """Return how many bytes of a model are to be fetched, as the hub says; 0 if it does not."""
+    import httpx
+
+    try:
+        files = _snapshot(model, cache_dir, dry_run=True)
+    except (OSError, ValueError, httpx.HTTPError):  # what is wrong is told when it is fetched
+        return 0
+    return 0 if isinstance(files, str) else sum(file.file_size or 0 for file in files if file.will_download)
+
+
+def _snapshot(
+    model: HubModel, cache_dir: Path | None, local_only: bool = False, dry_run: bool = False
+) -> "str | list[DryRunFileInfo]":
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(
+        model.repo_id,
+        revision=model.revision,
+        cache_dir=cache_dir,
+        allow_patterns=model.patterns or list(FOLDER_PATTERNS),
+        ignore_patterns=list(SKIPPED_PATTERNS),
+        local_files_only=local_only,
+        dry_run=dry_run,
+    )
+
+
 def _from_huggingface(model: HubModel, cache_dir: Path | None, local_only: bool) -> Path | None:
     """Return a snapshot by `huggingface_hub`; None if local_only finds none."""
     import httpx
-    from huggingface_hub import errors, snapshot_download
-
-    def find(local_only: bool, dry_run: bool = False) -> "str | list[DryRunFileInfo]":
-        return snapshot_download(
-            model.repo_id,
-            revision=model.revision,
-            cache_dir=cache_dir,
-            allow_patterns=model.patterns or list(FOLDER_PATTERNS),
-            ignore_patterns=list(SKIPPED_PATTERNS),
-            local_files_only=local_only,
-            dry_run=dry_run,
-        )
+    from huggingface_hub import errors
 
     try:
         with suppress(errors.DryRunError):  # what cannot be reached is reported below
-            if not local_only and not isinstance(files := find(False, dry_run=True), str):
+            if not local_only and not isinstance(files := _snapshot(model, cache_dir, dry_run=True), str):
                 download_large_files(model.repo_id, files, cache_dir)
-        folder = str(find(local_only))
+        folder = str(_snapshot(model, cache_dir, local_only))
     except errors.HFValidationError as error:
         raise ConfigError(f"model {abbreviate(model.repo_id)} is not a hub id: {shorten(str(error), 300)}") from None
     except errors.GatedRepoError:

