@@ -12,7 +12,7 @@ import pytest
 from pagoda.base.errors import ConfigError
 from pagoda.engine.clients.calls import OwnCalls
 from pagoda.server.stored.file import StoreFile
-from pagoda.server.stored.service import Stored, StoreService, page_of
+from pagoda.server.stored.service import MAX_CONTEXT_BYTES, Stored, StoreService, page_of, unpack
 from pagoda.server.stored.store import (
     ENTRY_BYTES,
     PART_BYTES,
@@ -262,6 +262,33 @@ def test_a_follower_gets_each_event_once_and_the_end_of_a_lost_process(tmp_path:
         await following
         assert [int(one) for one in got[:-1]] == list(range(1, 200))
         assert b'"sequence_number":200' in got[-1]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_response", [True, False])
+def test_what_a_response_made_counts_for_what_comes_before_the_next(is_response: bool) -> None:
+    async def main() -> None:
+        service = StoreService()
+        entry: Entry = StoredConversation(owner="a", id="x", body=b"{}")
+        if is_response:
+            entry = response("a", "x")
+        assert await service.add(0, entry) is None
+        half = bytes(MAX_CONTEXT_BYTES // 2 - 1000)
+        output = [("i1", half), ("i2", half)]
+        if is_response:
+            service.finish(0, "a", "x", b"{}", output)
+        else:
+            assert await service.add_items(0, "a", "x", output) is None
+        fits = await service.context(0, "a", "x", is_response)
+        assert fits is not None
+        assert [*unpack(fits.items or b"\x90"), *fits.output] == output
+        entry.num_bytes += 2000
+        if isinstance(entry, StoredResponse):
+            entry.output += [("i3", bytes(2001))]
+        refused = await service.context(0, "a", "x", is_response)
+        assert refused is not None
+        assert "which are more than" in refused.problem
 
     asyncio.run(main())
 

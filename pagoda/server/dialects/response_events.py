@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import replace
 
@@ -16,6 +17,8 @@ from pagoda.server.dialects.responses_tools import CustomInput, NamedTool
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
 from pagoda.server.turn import CallDelta, ReasoningDelta, TextDelta, TurnEnd, TurnEvent
+
+_encode = msgspec.json.Encoder().encode
 
 
 class ResponsePart(Struct, kw_only=True):
@@ -178,7 +181,7 @@ _CUSTOM = _Form("ctc", "custom_tool_call", "response.custom_tool_call_input", "i
 class _OpenItem:
     """An item that is being told.   place: the fields of its events.   item: as announced.
 
-    custom: what reads the input out of a custom tool's arguments.
+    custom: what reads the input out of a custom tool's arguments.   logprobs: each as JSON.
     """
 
     form: _Form
@@ -186,7 +189,7 @@ class _OpenItem:
     place: dict[str, Any]
     custom: CustomInput | None = None
     pieces: list[str] = field(default_factory=list[str])
-    logprobs: list[ChatLogprob] = field(default_factory=list[ChatLogprob])
+    logprobs: list[Raw] = field(default_factory=list[Raw])
 
 
 class ResponseWriter:
@@ -298,9 +301,9 @@ class ResponseWriter:
     def _add_delta(self, events: list[ResponseEvent], text: str, logprobs: Sequence[ChatLogprob] = ()) -> None:
         assert self._open is not None
         self._open.pieces.append(text)
-        given: list[ChatLogprob] | UnsetType = UNSET
+        given: Any = UNSET
         if self._open.form is _MESSAGE:
-            given = list(logprobs)
+            given = [Raw(_encode(one)) for one in logprobs]  # they are told up to five times, and encoded once
             self._open.logprobs += given
         events.append(self._event(f"{self._open.form.event}.delta", **self._open.place, delta=text, logprobs=given))
 

@@ -52,11 +52,10 @@ async def create_response(http: Request) -> Response:
     with contextlib.ExitStack() as at_end:
         at_end.callback(running.close)
         turn = StoredTurn(state.stored, running)
-        has_events = body.stream or body.background
         own = await given_items(http)
-        entry = await run_for_body(http, lambda: turn.entry(owner, earlier(), own, has_events))
+        entry = await run_for_body(http, lambda: turn.entry(owner, earlier(), own))
         check_kept(await state.stored.ask(StoreService.add, entry))
-        if not has_events:
+        if not (body.stream or body.background):
             return await turn.whole(http)
         at_end.pop_all()
     if not body.background:
@@ -83,8 +82,8 @@ async def _earlier(http: Request, body: ResponsesRequest) -> Callable[[], list[I
         raise not_found("response" if is_response else "conversation", id, name)
     if context.problem:
         raise RequestError(f"{name}: {id[:100]!r} {context.problem}", name)
-    http.scope["state"]["hold"](len(context.items))
-    http.scope["state"]["body_bytes"] += len(context.items)
+    http.scope["state"]["hold"](context.num_bytes)
+    http.scope["state"]["body_bytes"] += context.num_bytes
     return lambda: unpack(context.items) + context.output
 
 
@@ -128,9 +127,7 @@ async def get_response(http: Request) -> Response:
     if not is_stream:
         return Response(found.body, media_type="application/json")
     if not found.has_events:
-        text = (
-            "stream: the events of this response are not kept: it was asked for as a whole, or they took too much room"
-        )
+        text = "stream: only events of responses in the background are kept, unless they take too much room"
         raise ApiError(400, f"{text}; get it without `stream`", "stream")
     return EventStream(_followed(http, http.path_params["response_id"], int(after)), _nothing, FRAMING)
 

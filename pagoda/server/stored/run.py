@@ -9,11 +9,11 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagoda.server.dialects.response_events import failure_of
+from pagoda.server.dialects.response_events import OutputItem, failure_of
 from pagoda.server.dialects.responses import ResponseFrames
 from pagoda.server.errors import ApiError, as_api_error, shortened
 from pagoda.server.respond import RunningTurn
-from pagoda.server.sending import Framing, cancel_on_disconnect, run_sized
+from pagoda.server.sending import Framing, cancel_on_disconnect
 from pagoda.server.stored.service import Stored, StoreService, pack
 from pagoda.server.stored.store import Item, StoredResponse
 
@@ -29,15 +29,16 @@ class StoredTurn:
         self._stored = stored
         self._running = running
         self._writer = running.answer.writer
-        running.answer.kept = []
+        if self._writer.response.background:
+            running.answer.kept = []
         self._key = ("", "")
         self._is_finished = False
         self.framing = Framing(self._failed, b"")
 
-    def entry(self, owner: str, earlier: Sequence[Item], own: Sequence[Item], has_events: bool) -> StoredResponse:
+    def entry(self, owner: str, earlier: Sequence[Item], own: Sequence[Item]) -> StoredResponse:
         """Return what is stored of it before it begins. Takes time that grows with the request.
 
-        earlier: items before its own.   has_events: keep them.
+        earlier: items before its own.
         """
         response = self._writer.response
         conversation = "" if response.conversation is None else response.conversation.id
@@ -49,7 +50,7 @@ class StoredTurn:
             lost=_encode(replace(response, status="failed", error=failure_of(_LOST))),
             items=pack([*earlier, *own]),
             own=list(own) if conversation else [],
-            events=[] if has_events else None,
+            events=[] if response.background else None,
             conversation=conversation,
             is_background=response.background,
         )
@@ -61,12 +62,13 @@ class StoredTurn:
                 if self._writer.response.status == "in_progress":
                     self._running.answer.cancelled()
                 self._keep()
-                self._finish(self._ended())
+                self._finish()
         finally:  # whatever becomes of the store, the engine's place is free again
             self._running.close()
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Yield the frames of its stream, each of which is stored before. Who asks for them must close the turn."""
+        """Yield the frames of its stream; in the background, each is stored before. Who asks for them must close the
+        turn."""
         response, num_frames = self._writer.response, 0
         async with contextlib.aclosing(self._running.frames()) as frames:
             async for data in frames:
@@ -74,7 +76,7 @@ class StoredTurn:
                 is_queued = response.background and num_frames == 2  # until now: the first comes at once
                 self._keep(_encode(response) if is_queued else b"")
                 if response.status != "in_progress":
-                    self._finish(await run_sized(self._running.num_tokens, self._ended))
+                    self._finish()
                 yield data
 
     async def run(self) -> None:
@@ -96,25 +98,31 @@ class StoredTurn:
         except BaseException:
             self._stored.post(StoreService.drop, *self._key)
             raise
-        self._finish((bytes(answer.body), self._ended()[1]))
+        self._finish(bytes(answer.body))
         return answer
 
     def _keep(self, body: bytes = b"") -> None:
-        """Store the events that were made, and the answer as it is now if it is given."""
-        events, self._running.answer.kept = self._running.answer.kept or [], []
-        self._stored.post(StoreService.append, *self._key, events, body)
+        """Store the events that were made, if they are kept, and the answer as it is now if it is given."""
+        if (events := self._running.answer.kept) is not None:
+            self._running.answer.kept = []
+            self._stored.post(StoreService.append, *self._key, events, body)
 
     def _failed(self, error: ApiError, request_id: str) -> bytes:
         data = self._running.answer.framing.error(error, request_id)
         self._keep()
-        self._finish(self._ended())
+        self._finish()
         return data
 
-    def _ended(self) -> tuple[bytes, list[Item]]:
-        """Return the answer and its items, encoded."""
-        response = self._writer.response
-        return _encode(response), [(item.id, _encode(item)) for item in response.output]
-
-    def _finish(self, ended: tuple[bytes, list[Item]]) -> None:
+    def _finish(self, body: bytes = b"") -> None:
+        """Store how it has ended.   body: the answer, if it has been encoded."""
         self._is_finished = True
-        self._stored.post(StoreService.finish, *self._key, *ended)
+        response = self._writer.response
+        items = [(item.id, _encode(_without_logprobs(item))) for item in response.output]
+        self._stored.post(StoreService.finish, *self._key, body or _encode(response), items)
+
+
+def _without_logprobs(item: OutputItem) -> OutputItem:
+    """Return an item as later turns read it: its log-probabilities, a thousand bytes a token, stay in the response."""
+    if not item.content:
+        return item
+    return replace(item, content=[replace(part, logprobs=[]) if part.logprobs else part for part in item.content])

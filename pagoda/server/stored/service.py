@@ -59,6 +59,10 @@ class Context(msgspec.Struct, frozen=True):
     output: list[Item] = []
     problem: str = ""
 
+    @property
+    def num_bytes(self) -> int:
+        return len(self.items) + sum(len(data) for _, data in self.output)
+
 
 pack = msgspec.msgpack.Encoder().encode
 unpack = msgspec.msgpack.Decoder(list[Item]).decode
@@ -185,16 +189,15 @@ class StoreService:
     async def context(self, client: int, owner: str, id: str, is_response: bool) -> Context | None:
         """Return the items of a response or a conversation."""
         if is_response:
-            if (entry := self._store.response(owner, id)) is None:
+            if (response := self._store.response(owner, id)) is None:
                 return None
-            context = Context(entry.items, entry.output, "has not ended yet; wait for it" * entry.is_running)
-        elif (entry := self._store.conversation(owner, id)) is not None:
-            context = Context(pack(list(entry.items.items())))
-        else:
+            problem = "has not ended yet; wait for it" if response.is_running else ""
+            context = Context(response.items, response.output, problem)
+            return _too_large(context.num_bytes) or context
+        if (conversation := self._store.conversation(owner, id)) is None:
             return None
-        if (size := len(context.items)) > MAX_CONTEXT_BYTES:
-            return Context(b"", problem=f"has items of {size} bytes, which are more than {MAX_CONTEXT_BYTES}")
-        return context
+        items = list(conversation.items.items())
+        return _too_large(conversation.num_bytes) or Context(await asyncio.to_thread(pack, items))
 
     # ---- conversations
 
@@ -229,6 +232,12 @@ class StoreService:
     def _wake(self, key: Key) -> None:
         if (event := self._changed.pop(key, None)) is not None:
             event.set()
+
+
+def _too_large(num_bytes: int) -> Context | None:
+    if num_bytes <= MAX_CONTEXT_BYTES:
+        return None
+    return Context(b"", problem=f"has items of {num_bytes} bytes, which are more than {MAX_CONTEXT_BYTES}")
 
 
 def _kept(work: Callable[[], None]) -> Refused | None:
