@@ -157,8 +157,13 @@ class EngineServer:
 
     def _make_stats(self) -> wire.EngineStats:
         self._stats_at = time.monotonic()
-        times = {"step_s": self._step_s, "scheduler_s": self._core.scheduler_s, "at_s": self._stats_at}
-        return wire.EngineStats(**dataclasses.asdict(self._core.make_stats()), num_steps=self._num_steps, **times)
+        return wire.EngineStats(
+            **dataclasses.asdict(self._core.make_stats()),
+            num_steps=self._num_steps,
+            step_s=self._step_s,
+            scheduler_s=self._core.scheduler_s,
+            at_s=self._stats_at,
+        )
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     """What is known of a request.
 
     client, handle: the engine's key of it.   num_cached_tokens: None until it was looked up.   last: its last event.
-    ended_s: None until it has ended.   Times are those of time.perf_counter.
+    adapter: its name, "" without one.   ended_s: None until it has ended.   Times are those of time.perf_counter.
     """
 
     request_id: str
@@ -38,6 +38,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     last: Events = Events()
     ended_s: float | None = None
     finish_reasons: tuple[str, ...] = ()
+    adapter: str = ""
 
 
 class RequestDetails(msgspec.Struct, frozen=True):
@@ -109,6 +110,7 @@ class RequestObserver:
             Events(self.events[-1:]),
             ended_s,
             tuple(dict.fromkeys(self.finish_reasons)),
+            request.lora.name if request.lora is not None else "",
         )
 
     def details(self, ended_s: float | None = None) -> RequestDetails:

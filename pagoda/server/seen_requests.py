@@ -29,6 +29,7 @@ class SeenRequest(Struct, kw_only=True):
 
     state: waiting, running, preempted or ended.   reason: why it waits, in words.
     computed_tokens: tokens of its first output, and of its prompt, that have their KV.   blocks: of the KV cache.
+    adapter: the LoRA adapter that it names as its model; "" for the model itself.
     """
 
     id: str
@@ -39,6 +40,7 @@ class SeenRequest(Struct, kw_only=True):
     output_tokens: int = 0
     cached_tokens: int = 0
     blocks: int = 0
+    adapter: str = ""
     age_s: float
 
 
@@ -63,10 +65,13 @@ class RequestList(Struct, kw_only=True):
 
 
 class TimelineEntry(Struct, frozen=True):
-    """at_ms: after the request's arrival."""
+    """at_ms: after the request's arrival.   step: of the engine, as traces have it: the one in which it happened or, of
+    what happens between two steps, the one before.
+    """
 
     at_ms: float
     what: str
+    step: int | UnsetType = UNSET
 
 
 class RequestTimeline(SeenRequest, kw_only=True):
@@ -175,6 +180,7 @@ class SeenRequests:
             prompt_tokens=record.num_prompt_tokens,
             output_tokens=record.num_output_tokens,
             cached_tokens=record.num_cached_tokens or 0,
+            adapter=record.adapter,
             age_s=round(now_s - record.arrived_s, 3),
         )
         if view is not None and place is not None:
@@ -249,8 +255,11 @@ class SeenRequests:
         return in_words(event, lambda client, handle: self._name_of_key.get((client, handle)))
 
     def _entries(self, arrived_s: float, events: Events) -> list[TimelineEntry]:
-        found = [(event.time_s, self._in_words(event)) for event in events]
-        entries = [TimelineEntry(round((at_s - arrived_s) * 1e3, 1), what) for at_s, what in found if what is not None]
+        entries = [
+            TimelineEntry(round((event.time_s - arrived_s) * 1e3, 1), what, event.step)
+            for event in events
+            if (what := self._in_words(event)) is not None
+        ]
         return [TimelineEntry(0.0, "arrived"), *entries]
 
     def cells(self) -> tuple[list[int], list[int], list[str]]:
@@ -287,5 +296,6 @@ def _of_ended(name: str, one: RequestRecord, now_s: float) -> dict[str, Any]:
         "prompt_tokens": one.num_prompt_tokens,
         "output_tokens": one.num_output_tokens,
         "cached_tokens": one.num_cached_tokens or 0,
+        "adapter": one.adapter,
         "age_s": round(now_s - one.arrived_s, 3),
     }

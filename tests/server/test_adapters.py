@@ -267,3 +267,11 @@ def test_forms_of_a_module() -> None:
     ):
         with pytest.raises(ConfigError, match="lora_modules="):
             parse_module(text)
+
+
+def test_the_list_of_requests_names_the_adapter_of_each(server: LiveServer) -> None:
+    for model in (MODEL, "start"):
+        assert server.post("/v1/completions", {**TEXT, "model": model, "request_id": f"list-{model}"})[0] == 200
+    rows = json.loads(server.get("/requests")[1])["data"]
+    found = {row["id"].partition("/")[2] or row["id"]: row["adapter"] for row in rows}
+    assert (found[f"cmpl-list-{MODEL}"], found["cmpl-list-start"]) == ("", "start")

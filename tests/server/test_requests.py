@@ -112,6 +112,9 @@ def test_a_key_sees_its_own_requests_and_counts_of_others(server: LiveServer) ->
     assert "runs: 40 tokens, 40 of them in this step; it has 3 blocks" in what
     assert what.index("first token") == 3
     assert what[-1].startswith("ended: ")
+    assert "step" not in timeline[0]
+    steps = [one["step"] for one in timeline[1:-1]]
+    assert steps == sorted(steps)
     times = [one["at_ms"] for one in timeline]
     assert times == sorted(times)
 
