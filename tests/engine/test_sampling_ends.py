@@ -15,7 +15,7 @@ from pagoda import LLM
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutputKind
 from pagoda.base.param_values import MAX_COUNT, read_flag, read_integer, read_number, read_optional_integer
-from pagoda.base.sampling_params import _READERS, BeamSearchOptions, SamplingParams, SpeechRules
+from pagoda.base.sampling_params import _READERS, BeamSearchOptions, PromptReasoning, SamplingParams, SpeechRules
 from tests.device_under_test import DeviceUnderTest
 from tests.engine.byte_llama import VOCAB, write_byte_llama
 
@@ -44,6 +44,8 @@ ENDS: dict[str, tuple[Any, ...]] = {
         SpeechRules(tuple(range(VOCAB))),
         SpeechRules(end_id=MAX_COUNT),
     ),
+    "thinking_token_budget": (None, -1, 0, 1, MAX_COUNT),
+    "reasoning": (None, PromptReasoning("think", False), PromptReasoning("think", True)),  # of chats
     "output_kind": (None, *RequestOutputKind),
 }
 

@@ -37,6 +37,7 @@ def test_log_probabilities_of_the_prompt_are_converted_once(monkeypatch: pytest.
 
     monkeypatch.setattr(chat, "prompt_logprobs", counting)
     generation: Any = SimpleNamespace(
+        close=lambda: None,
         outputs=lambda: contextlib.aclosing(deltas()),
         num_prompt_tokens=2,
         num_output_tokens=50,
@@ -47,7 +48,7 @@ def test_log_probabilities_of_the_prompt_are_converted_once(monkeypatch: pytest.
     body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], prompt_logprobs=1)
     turn: Any = SimpleNamespace(id="id", created=0, model="m", generation=generation)
     state: Any = SimpleNamespace(writes_ids=lambda body: False, forces_usage=False)
-    running = RunningTurn(generation, [Rendered([1], SamplingParams())], chat.CHAT.answer(body, turn, state))
+    running = RunningTurn(generation, [Rendered([1], SamplingParams())], chat.CHAT.answer(body, turn, state), False)
     answer = msgspec.json.decode(asyncio.run(running.whole()).body)
     assert num_converted == 1
     assert answer["choices"][0]["message"]["content"] == "a" * NUM_DELTAS

@@ -31,6 +31,7 @@ def test_a_long_echoed_prompt_is_decoded_once_and_on_a_thread() -> None:
             yield 0, RequestOutput("r", None, [1, 7], [part], is_last)
 
     generation: Any = SimpleNamespace(
+        close=lambda: None,
         outputs=lambda: contextlib.aclosing(deltas()),
         requests=[SimpleNamespace(prompt_token_ids=np.zeros(5_000, np.int32), num_embeds=0)],
         num_prompt_tokens=5_000,
@@ -42,7 +43,7 @@ def test_a_long_echoed_prompt_is_decoded_once_and_on_a_thread() -> None:
     body = CompletionRequest(prompt="x", echo=True)
     turn: Any = SimpleNamespace(id="id", created=0, model="m", generation=generation, text=Texts())
     state: Any = SimpleNamespace(writes_ids=lambda body: False, forces_usage=False)
-    running = RunningTurn(generation, [Rendered([1], SamplingParams())], COMPLETIONS.answer(body, turn, state))
+    running = RunningTurn(generation, [Rendered([1], SamplingParams())], COMPLETIONS.answer(body, turn, state), False)
     answer = msgspec.json.decode(asyncio.run(running.whole()).body)
     assert answer["choices"][0]["text"] == "the prompt, aa"
     assert asked == [(5_000, False)]
