@@ -213,6 +213,32 @@ def cli_page() -> str:
 # ---- HTTP
 
 
+LONG_ROUTES = """## Routes that take as long as somebody looks
+They are not in `/openapi.json`.
+
+`GET /trace?seconds=N` answers after N seconds (5 if not given, at most 60) with a
+[trace of the engine](../howto/monitoring.md#a-trace-of-the-engine) in Chrome's format. It needs the admin key; a server
+of one machine without keys needs none.
+
+`GET /dashboard/stream` is what the dashboard reads: server-sent events, two per second, whose fields may change with
+the page. The first one has `model`, `sees_all`, and `bounds`, those of the buckets of `ttft` and `itl` in seconds. Each
+further one has counts of the whole server and:
+
+| field | meaning |
+| --- | --- |
+| `now` | seconds on the clock that all times here are on |
+| `steps` | those that ended since the last event: number, begin, end, tokens of prompts, tokens sampled, preemptions |
+| `requests` | rows that have changed: id, state, tokens of the prompt, computed, of the output, cached, blocks, arrival, reason |
+| `gone` | ids of rows that are there no longer |
+| `others` | how many `running` and `waiting` requests of other keys there are |
+| `cells`, `host_cells` | the KV cache and the blocks in host memory, as runs: kind, number of cells, kind, number, ... |
+| `owners` | ids of requests that have blocks alone |
+
+Kinds of cells: 0 free; 1 free, but found in the prefix cache; 2 of several requests; 3 of a request that is not shown;
+from 4 on, only of the request at place kind - 4 of `owners`. A pool of more than 4,096 blocks has several per cell,
+which shows the highest kind of them."""
+
+
 def http_page() -> str:
     """The routes and the fields of their bodies, from the OpenAPI description that the server itself serves."""
     from pagoda.server.app import ENDPOINTS
@@ -248,7 +274,7 @@ def http_page() -> str:
         "sent is left out rather than null.\n\n"
     )
     answered += "\n\n".join(_answer_part(name, schemas[name]) for name in answers)
-    return _page("HTTP API", intro, routes, requests, answered)
+    return _page("HTTP API", intro, routes, LONG_ROUTES, requests, answered)
 
 
 def _schema(described: dict[str, Any]) -> str:
