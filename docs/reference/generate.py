@@ -228,10 +228,10 @@ further one has counts of the whole server and:
 | --- | --- |
 | `now` | seconds on the clock that all times here are on |
 | `steps` | those that ended since the last event: number, begin, end, tokens of prompts, tokens sampled, preemptions |
-| `requests` | rows that have changed: id, state, tokens of the prompt, computed, of the output, cached, blocks, arrival, reason |
+| `requests` | rows that changed: id, state, tokens of the prompt, computed, output, cached, blocks, arrival, reason |
 | `gone` | ids of rows that are there no longer |
 | `others` | how many `running` and `waiting` requests of other keys there are |
-| `cells`, `host_cells` | the KV cache and the blocks in host memory, as runs: kind, number of cells, kind, number, ... |
+| `cells`, `host_cells` | the KV cache and the blocks in host memory, as runs: kind, number of cells, kind, ... |
 | `owners` | ids of requests that have blocks alone |
 
 Kinds of cells: 0 free; 1 free, but found in the prefix cache; 2 of several requests; 3 of a request that is not shown;
