@@ -11,10 +11,13 @@ import pytest
 
 from pagoda.base.errors import ConfigError
 from pagoda.engine.clients.calls import OwnCalls
+from pagoda.server.stored import service as service_module
+from pagoda.server.stored import store as store_module
 from pagoda.server.stored.file import StoreFile
-from pagoda.server.stored.service import MAX_CONTEXT_BYTES, Stored, StoreService, page_of, unpack
+from pagoda.server.stored.service import Events, Stored, StoreService, page_of, unpack
 from pagoda.server.stored.store import (
     ENTRY_BYTES,
+    MAX_CONTEXT_BYTES,
     PART_BYTES,
     Entry,
     Item,
@@ -289,6 +292,54 @@ def test_what_a_response_made_counts_for_what_comes_before_the_next(is_response:
         refused = await service.context(0, "a", "x", is_response)
         assert refused is not None
         assert "which are more than" in refused.problem
+
+    asyncio.run(main())
+
+
+def test_a_full_conversation_refuses_a_turn_when_it_begins_and_loses_none_that_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_CONVERSATION_ITEMS", 3)
+    monkeypatch.setattr(store_module, "MAX_CONTEXT_BYTES", 4000)
+
+    async def main() -> None:
+        service = StoreService()
+        for name, items in (("many", {"i1": b"", "i2": b""}), ("large", {"i1": bytes(1500)})):
+            conversation = StoredConversation(owner="a", id=name, body=b"{}", items=items)
+            assert await service.add(0, conversation) is None
+            before, own = list(items), [("o1", bytes(500))] if name == "large" else []
+            more = [("o1", b""), ("o2", bytes(1500))]
+            begun = response("a", f"{name}-begun", conversation=name, own=own)
+            assert await service.add(0, begun) is None
+            refused = [
+                await service.add(0, response("a", f"{name}-refused", conversation=name, own=more)),
+                await service.add_items(0, "a", name, more),
+            ]
+            for one in refused:
+                assert one is not None
+                assert one.is_lasting
+                assert "at most 3 items and 4000 bytes" in one.message
+            service.finish(0, "a", begun.id, b"{}", more)
+            assert list(conversation.items) == [*before, "o1", "o2"]
+            assert await service.add(0, response("a", f"{name}-next", conversation=name)) is not None
+        assert await service.add_items(0, "a", "large", [("i1", b"")]) is not None
+
+    asyncio.run(main())
+
+
+def test_what_nothing_happens_to_is_answered_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else calls of followers that have left would wait in the owner until the next event."""
+    monkeypatch.setattr(service_module, "_WAIT_S", 0.0)
+
+    async def main() -> None:
+        service = StoreService()
+        assert await service.add(0, response("a", "r")) is None
+        assert await service.events(0, "a", "r", -1) == Events([], is_over=False)
+        found = await service.response(0, "a", "r", True)
+        assert found is not None
+        assert found.is_running
+        service.append(0, "a", "r", [b"1"])
+        assert await service.events(0, "a", "r", -1) == Events([b"1"], is_over=False)
 
     asyncio.run(main())
 

@@ -12,15 +12,24 @@ import msgspec
 
 from pagoda.engine.clients.calls import AnyCalls, Services
 from pagoda.server.stored.file import StoreFile
-from pagoda.server.stored.store import Item, Key, Store, StoredConversation, StoredResponse, StoreFull, StoreLimits
+from pagoda.server.stored.store import (
+    MAX_CONTEXT_BYTES,
+    Item,
+    Key,
+    Store,
+    StoredConversation,
+    StoredResponse,
+    StoreFull,
+    StoreLimits,
+)
 
 logger = logging.getLogger("pagoda.server")
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-MAX_CONTEXT_BYTES = 16 * 2**20
-"""The most bytes of items that come before an input."""
+_WAIT_S = 30.0
+"""How long a call waits for a change, so that those whose callers have left end, too."""
 _EVENTS_AT_ONCE = 256
 _BYTES_AT_ONCE = 2**20
 
@@ -138,7 +147,13 @@ class StoreService:
             entry.client = client
             if entry.conversation and self._store.conversation(entry.owner, entry.conversation) is None:
                 entry.conversation = ""  # deleted meanwhile
-        return _kept(lambda: self._store.add(entry))
+        return _kept(lambda: self._add(entry))
+
+    def _add(self, entry: StoredResponse | StoredConversation) -> None:
+        if isinstance(entry, StoredResponse) and entry.conversation:
+            # Now, while the caller can be told. What a turn has made is then added, however much it is.
+            self._store.check_room(entry.owner, entry.conversation, entry.own, num_more=1)
+        self._store.add(entry)
 
     def append(self, client: int, owner: str, id: str, events: list[bytes], body: bytes = b"") -> None:
         """Add events to a response.   body: replaces the one before, unless it is empty."""
@@ -153,24 +168,25 @@ class StoreService:
         self._wake((owner, id))
 
     async def response(self, client: int, owner: str, id: str, when_ended: bool) -> Found | None:
-        """Return what is known of a response.   when_ended: once it has ended."""
-        while (entry := self._store.response(owner, id)) is not None and entry.is_running and when_ended:
-            await self._change_of((owner, id))
-        if entry is None:
-            return None
-        return Found(entry.body, entry.is_running, entry.is_background, entry.events is not None)
+        """Return what is known of a response.   when_ended: once it has ended, or after a while."""
+        until_s = _now() + _WAIT_S
+        while (entry := self._store.response(owner, id)) is not None:
+            if not (entry.is_running and when_ended and await self._has_changed((owner, id), until_s)):
+                return Found(entry.body, entry.is_running, entry.is_background, entry.events is not None)
+        return None
 
     async def events(self, client: int, owner: str, id: str, after: int) -> Events | None:
-        """Return the events after that number, once there are any; None if they are not kept, or not any more."""
-        while True:
-            entry = self._store.response(owner, id)
-            if entry is None or entry.events is None:
-                return None
+        """Return the events after that number, once there are any, or none after a while.
+
+        None if they are not kept, or not any more.
+        """
+        until_s = _now() + _WAIT_S
+        while (entry := self._store.response(owner, id)) is not None and entry.events is not None:
             found = _first_of(entry.events[after + 1 : after + 1 + _EVENTS_AT_ONCE])
             is_over = not entry.is_running and after + 1 + len(found) >= len(entry.events)
-            if found or is_over:
+            if found or is_over or not await self._has_changed((owner, id), until_s):
                 return Events(found, is_over)
-            await self._change_of((owner, id))
+        return None
 
     async def delete(self, client: int, owner: str, id: str, is_response: bool) -> bool:
         """Delete an entry. Return False if there is none."""
@@ -219,15 +235,24 @@ class StoreService:
         return _kept(lambda: self._store.change_conversation(owner, id, body))
 
     async def add_items(self, client: int, owner: str, id: str, items: list[Item]) -> Refused | None:
-        return _kept(lambda: self._store.add_items(owner, id, items))
+        def add() -> None:
+            self._store.check_room(owner, id, items)
+            self._store.add_items(owner, id, items)
+
+        return _kept(add)
 
     async def delete_item(self, client: int, owner: str, id: str, item: str) -> None:
         self._store.delete_item(owner, id, item)
 
     # ---- who waits
 
-    async def _change_of(self, key: Key) -> None:
-        await self._changed.setdefault(key, asyncio.Event()).wait()
+    async def _has_changed(self, key: Key, until_s: float) -> bool:
+        """Wait for the next change of an entry; return False if there was none until then."""
+        try:
+            async with asyncio.timeout_at(until_s):
+                return await self._changed.setdefault(key, asyncio.Event()).wait()
+        except TimeoutError:
+            return False
 
     def _wake(self, key: Key) -> None:
         if (event := self._changed.pop(key, None)) is not None:
@@ -238,6 +263,10 @@ def _too_large(num_bytes: int) -> Context | None:
     if num_bytes <= MAX_CONTEXT_BYTES:
         return None
     return Context(b"", problem=f"has items of {num_bytes} bytes, which are more than {MAX_CONTEXT_BYTES}")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _kept(work: Callable[[], None]) -> Refused | None:

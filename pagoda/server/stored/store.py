@@ -21,6 +21,8 @@ ENTRY_BYTES = 1024
 PART_BYTES = 128
 """What each of its items and events counts for besides its content."""
 MAX_CONVERSATION_ITEMS = 10_000
+MAX_CONTEXT_BYTES = 16 * 2**20
+"""The most bytes of items that come before an input, and that a conversation grows to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,13 +254,21 @@ class Store:
             entry.body = body
             self._on_change(entry.key, "", entry)
 
+    def check_room(self, owner: str, id: str, items: Sequence[Item], num_more: int = 0) -> None:
+        """Check that a conversation may have these items, too, and a number of others. Raises StoreFull."""
+        if (entry := self.conversation(owner, id)) is not None:
+            new = {item: data for item, data in items if item not in entry.items}
+            most = f"a conversation has at most {MAX_CONVERSATION_ITEMS} items and {MAX_CONTEXT_BYTES} bytes"
+            if len(entry.items) + len(new) + num_more > MAX_CONVERSATION_ITEMS:
+                raise StoreFull(f"{most}; this one has {len(entry.items)} items", is_lasting=True)
+            if entry.num_bytes + _size(new.values()) > MAX_CONTEXT_BYTES:
+                raise StoreFull(f"{most}; this one has {entry.num_bytes} bytes", is_lasting=True)
+
     def add_items(self, owner: str, id: str, items: Sequence[Item]) -> None:
-        """Add items to a conversation, if it is still there. Raises StoreFull."""
+        """Add items to a conversation, if it is still there. Raises StoreFull if their key has no room for them."""
         if (entry := self.conversation(owner, id)) is not None:
             new = dict(items)
             gone = [entry.items[item] for item in new if item in entry.items]
-            if len(entry.items) + len(new) - len(gone) > MAX_CONVERSATION_ITEMS:
-                raise StoreFull(f"a conversation has at most {MAX_CONVERSATION_ITEMS} items", is_lasting=True)
             self._change(entry, _size(new.values()) - _size(gone))
             entry.items.update(new)
             self._on_change(entry.key, "", entry)
