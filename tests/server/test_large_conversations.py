@@ -19,7 +19,7 @@ from pagoda.server.body import Body
 from pagoda.server.dialects.messages import Conversion, MessagesRequest
 from pagoda.server.dialects.ollama_bodies import OllamaMessage, template_messages
 from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
-from pagoda.server.dialects.responses_input import ItemsTranscript
+from pagoda.server.dialects.responses_input import conversation_of
 from pagoda.server.dialects.responses_tools import ResponsesTool, ResponsesToolChoice, Tools, chosen
 from tests.server.turn_apis import BODIES, Turn, asked
 
@@ -79,7 +79,7 @@ def of_items(*items: Mapping[str, Any], tools: int = 0) -> Callable[[int], Calla
     def work(size: int) -> Callable[[], object]:
         made = Tools([ResponsesTool("function", f"tool{at}") for at in range(size if tools else 0)])
         earlier = [msgspec.convert(one, InputItem) for one in items] * (size // len(items))
-        return lambda: ItemsTranscript(ResponsesRequest(input="Hi"), made, earlier)
+        return lambda: conversation_of(ResponsesRequest(input="Hi"), made, earlier)
 
     return work
 

@@ -18,9 +18,9 @@ from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.request_limits import RequestLimits
 from pagoda.server.body_reader import parse_body
 from pagoda.server.conversation import Conversation
+from pagoda.server.dialects import responses_input
 from pagoda.server.dialects.responses import ResponsesDialect
 from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
-from pagoda.server.dialects.responses_input import ItemsTranscript
 from pagoda.server.dialects.responses_tools import CustomInput, Tools
 from pagoda.server.errors import ApiError
 from pagoda.server.turn import Piece, ReasoningDelta, TextDelta
@@ -115,7 +115,7 @@ def body_of(**fields: Any) -> ResponsesRequest:
 
 
 def conversation_of(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> Conversation:
-    return ItemsTranscript(body, Tools(body.tools or ()), earlier).conversation
+    return responses_input.conversation_of(body, Tools(body.tools or ()), earlier)[0]
 
 
 def messages_of(*items: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
@@ -192,6 +192,13 @@ def test_items_that_are_referred_to_are_among_the_earlier_ones_or_an_error() -> 
         with pytest.raises(ApiError, match=r"input\[0\].id: there is no item 'msg_1'") as caught:
             conversation_of(body_of(input=[reference]))
         assert caught.value.status == 404
+
+
+def test_an_error_in_an_earlier_item_names_its_id() -> None:
+    for name, field in (("previous_response_id", "resp_1"), ("conversation", "conv_1")):
+        with pytest.raises(RequestError, match=rf"^{name}\[x_1\]: ") as caught:
+            conversation_of(body_of(**{name: field}), [InputItem(id="x_1", type="foo")])
+        assert caught.value.param == f"{name}[x_1]"
 
 
 # ---- tools
@@ -350,7 +357,14 @@ def test_the_input_of_a_custom_tool_comes_out_of_its_arguments_in_whole_characte
     for given, expected in (('{"patch": "x"}', "x"), ('{"a": 1}', '{"a": 1}'), ('{"inp', '{"inp'), ("[", "[")):
         reader = CustomInput()
         assert reader.feed(given) + reader.end() == expected
-    assert CustomInput().feed('{"input": "a\\ud800b"}') == "a"  # half a pair: no text
+    halves = (r"\ud83d", r"\ude00", "b", r"\n", r"\u0041", r"\\", r"\"", "\U0001f600")
+    for _ in range(300):  # half a pair is no character; what follows it is not lost
+        arguments = '{"input": "' + "".join(dice.choices(halves, k=6)) + '"}'
+        whole = json.loads(arguments)["input"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        reader = CustomInput()
+        said = "".join(reader.feed(char) for char in arguments) + reader.end()
+        said.encode()
+        assert (said, CustomInput().feed(arguments)) == (whole, whole)
 
 
 # ---- the order of events

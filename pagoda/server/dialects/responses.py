@@ -1,6 +1,6 @@
 """POST /v1/responses: OpenAI's Responses, as agents such as Codex use them.
 
-`ItemsTranscript` (responses_input.py) makes the conversation of a body and of items from earlier turns, and
+`conversation_of` (responses_input.py) makes the conversation of a body and of items from earlier turns, and
 `ResponseWriter` (response_events.py) events and the answer of what is generated, apart from HTTP. A store of responses
 goes around the two: it gives `ResponsesDialect` the earlier items, and keeps the events and the answer.
 """
@@ -28,7 +28,7 @@ from pagoda.server.dialects.response_events import (
     error_code,
 )
 from pagoda.server.dialects.responses_bodies import InputItem, ReasoningParam, ResponsesRequest, TextParam
-from pagoda.server.dialects.responses_input import ItemsTranscript
+from pagoda.server.dialects.responses_input import conversation_of
 from pagoda.server.dialects.responses_tools import ResponsesToolChoice, Tools
 from pagoda.server.errors import ApiError, ErrorDetail, ErrorResponse, error_type
 from pagoda.server.sending import EventStream, Framing, event
@@ -57,8 +57,7 @@ class ResponsesDialect:
 
     def request(self, body: ResponsesRequest, model: ServedModel) -> TurnRequest:
         tools = Tools(body.tools or ())
-        made = ItemsTranscript(body, tools, self._earlier)
-        conversation = made.conversation
+        conversation, made = conversation_of(body, tools, self._earlier)
         given = {
             "max_tokens": body.max_output_tokens,
             "temperature": body.temperature,

@@ -1,6 +1,6 @@
 """The body of POST /v1/responses, and the items of conversations in that API."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
@@ -57,6 +57,22 @@ class InputItem(Struct, frozen=True, kw_only=True):
     arguments: str | None = None
     input: str | None = None
     output: str | list[InputPart] | None = None
+
+    @property
+    def kind(self) -> str:
+        """Its type, also if that is not given."""
+        return self.type or ("message" if self.role is not None else "item_reference")
+
+
+def check_ids(name: str, items: Sequence[InputItem]) -> None:
+    """Raise RequestError if two items have the same id.   name: the field that they are in."""
+    places: dict[str, int] = {}
+    for index, item in enumerate(items):
+        if item.id and item.kind != "item_reference" and (first := places.setdefault(item.id, index)) != index:
+            where = f"{name}[{index}].id"
+            raise RequestError(
+                f"{where}: {item.id!r:.80} is the id of {name}[{first}], too; leave one of them out", where
+            )
 
 
 class ReasoningParam(Body, frozen=True):
@@ -167,6 +183,7 @@ class ResponsesRequest(ModelBody, kw_only=True, frozen=True):
         limits.check_names(**{name: getattr(self, name) for name in names}, conversation=self.conversation_id)
         items = () if isinstance(self.input, str) else self.input
         limits.check("messages", len(items), "input")
+        check_ids("input", items)
         limits.check("tools", len(self.tools or ()), "tools")
         limits.check("tools", sum(len(one.tools or ()) for one in self.tools or ()), "tools")  # of namespaces
         if self.conversation is not None and len(items) > MAX_ADDED:

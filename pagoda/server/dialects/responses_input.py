@@ -5,12 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagoda.base.errors import RequestError
-from pagoda.server.conversation import Conversation
-from pagoda.server.dialects.responses_bodies import InputItem, InputPart, ResponsesRequest
+from pagoda.base.request_limits import RequestLimits
+from pagoda.server.conversation import Conversation, check_chat
+from pagoda.server.dialects.responses_bodies import InputItem, InputPart, ResponsesRequest, check_ids
 from pagoda.server.dialects.responses_tools import Tools, arguments_of, chosen
 from pagoda.server.dialects.transcript import Transcript
 from pagoda.server.errors import ApiError
 from pagoda.server.thinking import Thinking
+from pagoda.server.turn import naming_fields
 
 _OWN_NAMES = {
     "max_tokens": "max_output_tokens",
@@ -31,27 +33,26 @@ _HOSTED = frozenset(
 class ItemsTranscript(Transcript):
     """The messages of a conversation. Items of the assistant that follow each other are one message."""
 
-    def __init__(self, body: ResponsesRequest, tools: Tools, earlier: Sequence[InputItem] = ()) -> None:
-        """earlier: items before those of the body."""
+    def __init__(self, tools: Tools) -> None:
         super().__init__()
+        self.seals: list[str] = []
         self._tools = tools
         self._functions = tools.functions
-        self._seals: list[str] = []
         self._shown: list[dict[str, Any]] = []  # images of results, which wait for the next message of the user
-        self._known = {item.id for item in earlier if item.id is not None}
-        if body.instructions:
-            self.add_system("instructions", body.instructions)
-        for item in earlier:
-            self._add_item("previous_response_id" if body.conversation is None else "conversation", item)
-        given = body.input
-        if isinstance(given, str) or not given:
-            self.add("input", {"role": "user", "content": given or ""})
-        else:
-            for index, item in enumerate(given):
-                self._add_item(f"input[{index}]", item)
-        self._add_shown("input")
+        self._known: set[str | None] = set()  # ids of earlier items
+
+    def add_earlier(self, name: str, items: Sequence[InputItem]) -> None:
+        """Add items that are stored.   name: the field that says where."""
+        for item in items:
+            self._known.add(item.id)
+            self._add_item(f"{name}[{item.id}]", item)
+
+    def add_last(self, name: str, items: Sequence[InputItem]) -> None:
+        """Add items of a field of the body, after which there are no others."""
+        for index, item in enumerate(items):
+            self._add_item(f"{name}[{index}]", item)
+        self._add_shown(name)
         self.join_texts()
-        self.conversation = self._conversation(body)
 
     def origin(self, param: str) -> str:
         """Return the caller's name of a field."""
@@ -60,18 +61,19 @@ class ItemsTranscript(Transcript):
             return self._tools.named[name].place
         return _OWN_NAMES.get(param, super().origin(param))
 
-    def _conversation(self, body: ResponsesRequest) -> Conversation:
+    def conversation(self, body: ResponsesRequest) -> Conversation:
+        """Return the conversation of a body whose items were added."""
         use = chosen(body.tool_choice, self._tools)
         self._functions = use["tools"]
         effort = body.reasoning.effort if body.reasoning is not None else None
         is_parallel = body.parallel_tool_calls is not False
         thinking = Thinking(effort=effort)
-        return Conversation(self.messages, thinking=thinking, is_parallel=is_parallel, seals=self._seals, **use)
+        return Conversation(self.messages, thinking=thinking, is_parallel=is_parallel, seals=self.seals, **use)
 
     def _add_item(self, place: str, item: InputItem) -> None:
-        kind = item.type or ("message" if item.role is not None else "item_reference")
-        if kind == "item_reference":  # of what came before: the model has it already
-            if item.id not in self._known:
+        kind = item.kind
+        if kind == "item_reference":  # to what came before, which the model has already
+            if item.id is None or item.id not in self._known:
                 raise ApiError(404, f"{place}.id: there is no item {item.id!r:.80}", f"{place}.id")
             return
         if not kind.endswith("call_output"):
@@ -81,7 +83,7 @@ class ItemsTranscript(Transcript):
                 self._add_message(place, item)
             case "reasoning":
                 if item.encrypted_content is not None:
-                    self._seals.append(item.encrypted_content)
+                    self.seals.append(item.encrypted_content)
                 if text := _joined(item.content) or _joined(item.summary):
                     self._assistant(place).setdefault("reasoning_content", []).append(text)
             case "function_call":
@@ -130,6 +132,30 @@ class ItemsTranscript(Transcript):
             case role:
                 where = f"{place}.role"
                 raise RequestError(f"{where}: expected user, assistant, system or developer, got {role!r:.80}", where)
+
+
+def conversation_of(
+    body: ResponsesRequest, tools: Tools, earlier: Sequence[InputItem] = ()
+) -> tuple[Conversation, ItemsTranscript]:
+    """Return the conversation of a body, and what knows its fields.   earlier: items before those of the body."""
+    made, given = ItemsTranscript(tools), body.input
+    if body.instructions:
+        made.add_system("instructions", body.instructions)
+    made.add_earlier("previous_response_id" if body.conversation is None else "conversation", earlier)
+    if isinstance(given, str) or not given:
+        made.add("input", {"role": "user", "content": given or ""})
+        given = ()
+    made.add_last("input", given)
+    return made.conversation(body), made
+
+
+def check_items(name: str, items: Sequence[InputItem], limits: RequestLimits) -> None:
+    """Raise RequestError for items of a field that no response could read."""
+    check_ids(name, items)
+    made = ItemsTranscript(Tools(()))
+    made.add_last(name, items)
+    with naming_fields(made.origin):
+        check_chat(limits, made.messages, None, None, None)
 
 
 def _joined(content: str | Sequence[InputPart] | None) -> str:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from pagoda.base.errors import RequestError
-from pagoda.base.text import is_encodable
+from pagoda.base.text import encodable, is_encodable
 from pagoda.engine.grammars.lark_regex import regex_of_lark
 from pagoda.server.body import Body, Name, one_of
 from pagoda.server.dialects.transcript import function_tool
@@ -211,14 +211,19 @@ class CustomInput:
 
 _INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _CHARS = re.compile(
-    r'(?:[^"\\]|\\["\\/bfnrt]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u(?![dD][89abAB])[0-9a-fA-F]{4})*'
+    r"""(?:
+        [^"\\] | \\["\\/bfnrt] | \\u(?![dD][89abAB])[0-9a-fA-F]{4} |
+        \\u[dD][89abAB][0-9a-fA-F]{2}
+            (?: \\u[dD][c-fC-F][0-9a-fA-F]{2} | (?= [^\\] | \\[^u] | \\u[^dD] | \\u[dD][^c-fC-F] ) )
+    )*""",
+    re.VERBOSE,
 )
-"""Whole characters of a string in JSON; both halves of a surrogate pair are one."""
+"""Whole characters of a string in JSON. Both halves of a surrogate pair are one; a first half is, too, once something
+else is seen to follow it."""
 
 
 def _unescaped(chars: str) -> str:
-    text: str = json.loads(f'"{chars}"', strict=False) if "\\" in chars else chars
-    return text if is_encodable(text) else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return encodable(json.loads(f'"{chars}"', strict=False)) if "\\" in chars else chars
 
 
 def arguments_of(text: str) -> str:

@@ -15,6 +15,7 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.server.body import Body
 from pagoda.server.body_reader import run_for_body
 from pagoda.server.dialects.responses_bodies import MAX_ADDED, InputItem
+from pagoda.server.dialects.responses_input import check_items
 from pagoda.server.errors import ApiError
 from pagoda.server.routing import Router
 from pagoda.server.sending import json_response
@@ -44,7 +45,7 @@ class ConversationRequest(Body, kw_only=True, frozen=True):
     metadata: Metadata | None = None
 
     def check(self, limits: RequestLimits) -> None:
-        _check_items(self.items or ())
+        _check_items(self.items or (), limits)
 
 
 class ConversationUpdate(Body, kw_only=True, frozen=True):
@@ -65,13 +66,14 @@ class ItemsRequest(Body, kw_only=True, frozen=True):
     items: Items
 
     def check(self, limits: RequestLimits) -> None:
-        _check_items(self.items)
+        _check_items(self.items, limits)
 
 
-def _check_items(items: Sequence[InputItem]) -> None:
+def _check_items(items: Sequence[InputItem], limits: RequestLimits) -> None:
     for index, item in enumerate(items):
-        if item.type == "item_reference" or (item.type is None and item.role is None):
+        if item.kind == "item_reference":
             raise RequestError(f"items[{index}]: expected an item, not a reference to one", f"items[{index}]")
+    check_items("items", items, limits)
 
 
 class ConversationAnswer(Struct, frozen=True):
@@ -104,7 +106,7 @@ async def create_conversation(http: Request) -> Response:
     """Begin a conversation, which belongs to the key that is used."""
     state = state_of(http)
     body = await state.bodies.read(http, ConversationRequest)
-    items = dict(await given_items(http))
+    items = dict(await given_items(http, "items"))
     answer = ConversationAnswer(f"conv_{uuid.uuid4().hex}", int(time.time()), body.metadata or {})
     entry = StoredConversation(owner=owner_of(http), id=answer.id, body=_encode(answer), items=items)
     check_kept(await state.stored.ask(StoreService.add, entry))
@@ -151,7 +153,7 @@ async def create_conversation_items(http: Request) -> Response:
     state = state_of(http)
     await state.bodies.read(http, ItemsRequest)
     await _body_of(http)
-    items = await given_items(http)
+    items = await given_items(http, "items")
     check_kept(await state.stored.ask(StoreService.add_items, owner_of(http), _id_of(http), items))
     return await run_for_body(http, lambda: json_response(ItemList.of(items)))
 

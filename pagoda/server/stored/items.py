@@ -3,7 +3,7 @@
 import re
 import uuid
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -30,27 +30,23 @@ _ID = re.compile(r"[\w-]{1,128}", re.ASCII)
 _encode = msgspec.json.Encoder().encode
 
 
-class _Given(Struct):
-    """The fields of bodies that have items."""
-
-    input: str | list[dict[str, Any]] | None = None
-    items: list[dict[str, Any]] | None = None
-
-
-_decode = msgspec.json.Decoder(_Given).decode
-
-
-async def given_items(http: Request) -> list[Item]:
-    """Return the items of a request's body, whose form was checked. Each has an id, a type and its parts as a list.
+async def given_items(http: Request, name: str) -> list[Item]:
+    """Return the items in a field of a request's body, whose form was checked. Each has an id, a type and its parts as
+    a list.
 
     References are left out: what they refer to comes before the input.
     """
-    return await run_for_body(http, partial(_items_of, await http.body()))
+    return await run_for_body(http, partial(_items_of, await http.body(), name))
 
 
-def _items_of(data: bytes) -> list[Item]:
-    given = _decode(data)
-    items = given.items or given.input or []
+@cache
+def _decoder(name: str) -> msgspec.json.Decoder[Any]:
+    """Return what finds a field of items, and passes over all others."""
+    return msgspec.json.Decoder(msgspec.defstruct("Given", [(name, str | list[dict[str, Any]] | None, None)]))
+
+
+def _items_of(data: bytes, name: str) -> list[Item]:
+    items = getattr(_decoder(name).decode(data), name) or []
     each = [{"role": "user", "content": items}] if isinstance(items, str) else items
     return [_whole(kind, one) for one in each if (kind := _kind_of(one)) != "item_reference"]
 

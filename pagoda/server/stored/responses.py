@@ -52,7 +52,7 @@ async def create_response(http: Request) -> Response:
     with contextlib.ExitStack() as at_end:
         at_end.callback(running.close)
         turn = StoredTurn(state.stored, running)
-        own = await given_items(http)
+        own = await given_items(http, "input")
         entry = await run_for_body(http, lambda: turn.entry(owner, earlier(), own))
         check_kept(await state.stored.ask(StoreService.add, entry))
         if not (body.stream or body.background):
