@@ -102,7 +102,8 @@ class SampledTurn:
         self._history, self._owner = history, owner
         self._opened, self._forms = opened, forms
         self._ids: dict[tuple[int, int], list[int]] = {}
-        self._ended: list[tuple[OpenMessage, list[int]]] = []
+        self._ended: list[tuple[OpenMessage, list[int]]] = []  # since `remember`
+        self._first: list[int] | None = None  # the first output, once it has ended
         self._notes: list[tuple[str, bytes]] = []
         facts = history.tokenizer.facts
         self._ends = frozenset(facts.eos_token_ids)
@@ -114,7 +115,10 @@ class SampledTurn:
         ids = self._ids.setdefault((prompt, output.index), [])
         ids += output.token_ids
         if output.finish_reason in ("stop", "length"):
-            self._ended.append((opened, self._said(ids, isinstance(output.stop_reason, int))))
+            said = self._said(ids, isinstance(output.stop_reason, int))
+            self._ended.append((opened, said))
+            if (prompt, output.index) == (0, 0):
+                self._first = said
 
     async def remember(self) -> None:
         """Keep the messages that have ended since this was called last, and the notes."""
@@ -135,11 +139,11 @@ class SampledTurn:
         opened, ids = self._opened[0], self._ids.get((0, 0), [])
         if opened is None:
             return ""
-        ended = next((said for one, said in self._ended if one is opened), None)
-        said = ended if ended is not None else thought_of(ids, self._forms[0], self._history.tokenizer)
+        is_whole = self._first is not None
+        said = self._first if is_whole else thought_of(ids, self._forms[0], self._history.tokenizer)
         if said is None or not self._ends.isdisjoint(said):
             return ""
-        return self._history.seal(self._owner, opened.key, opened.sampled(said, is_whole=ended is not None))
+        return self._history.seal(self._owner, opened.key, opened.sampled(said, is_whole=is_whole))
 
     def _said(self, ids: list[int], is_stopped: bool) -> list[int]:
         """Return an output without the token that ended it."""

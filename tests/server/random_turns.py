@@ -3,7 +3,7 @@
 import json
 import random
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,13 +58,17 @@ def piece(reader: Reader, text: str, reason: str | None) -> Piece:
 
 
 def random_turn(
-    dice: random.Random, new_answer: Callable[[], Answer], text: str, read: Callable[[bytes], Events] | None = None
+    dice: random.Random,
+    new_answer: Callable[[], Answer],
+    text: str,
+    read: Callable[[bytes], Events] | None = None,
+    reasons: Sequence[str] = ("stop", "length", "abort"),
 ) -> tuple[str, Events, Any]:
     """Tell a text streamed, in random pieces, and whole. Return why it ended, the events and the whole answer.
 
-    read: finds the events in a stream, if it is not `events_of`.
+    read: finds the events in a stream, if it is not `events_of`.   reasons: why it may end.
     """
-    reason = dice.choice(["stop", "length", "abort"])
+    reason = dice.choice(reasons)
     answer, reader = new_answer(), new_reader()
     cuts = sorted(dice.sample(range(len(text) + 1), min(len(text), dice.randrange(1, 20))))
     frames = answer.opening()

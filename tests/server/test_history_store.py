@@ -196,6 +196,20 @@ def output(token_ids: list[int], reason: str | None = None, stop: Any = None, in
     return CompletionOutput(index, "", token_ids=token_ids, finish_reason=reason, stop_reason=stop)
 
 
+@pytest.mark.parametrize("text", ["<think>a", "<think>a</think>b", "b"])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_an_output_that_has_ended_is_sealed_whole_before_and_after_it_is_kept(text: str, reason: str) -> None:
+    one = history()
+    made = turn(one, output(ids(text), reason))
+    seals = [made.seal()]
+    asyncio.run(made.remember())
+    seals.append(made.seal())
+    for sealed in seals:
+        message = one._sealer.open(one.owner_of("1"), KEY, sealed)
+        assert message is not None
+        assert (bytes(unpacked(message.output_ids)).decode(), message.is_whole) == (text, True)
+
+
 @pytest.mark.parametrize(
     ("outputs", "kept"),
     [

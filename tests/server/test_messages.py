@@ -18,6 +18,7 @@ from starlette.types import Message
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
+from pagoda.base.text import encodable_json
 from pagoda.server.body_reader import parse_body
 from pagoda.server.dialects.messages import (
     CountTokensRequest,
@@ -30,7 +31,7 @@ from pagoda.server.errors import ApiError
 from pagoda.server.sending import EventStream
 from tests.server.in_process import served
 from tests.server.live import LiveServer
-from tests.server.random_turns import events_of, random_text, random_turn, turn_of
+from tests.server.random_turns import events_of, new_reader, piece, random_text, random_turn, turn_of
 from tests.server.test_tools import SAID, THINKING, scripted_server
 
 PYTHON = Path(f"{sys.prefix}-clients") / "bin" / "python"
@@ -252,7 +253,7 @@ def checked(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
         assert event["type"] == "content_block_stop"
         is_open = False
         if last["type"] == "tool_use":
-            last["input"] = json.loads(arguments)
+            last["input"] = encodable_json(arguments)
         if last["type"] == "thinking":
             assert last["signature"]
     assert not is_open
@@ -266,7 +267,7 @@ def test_events_of_random_turns_are_in_their_order_and_make_the_whole_answer() -
         body = body_of(thinking={"type": dice.choice(["enabled", "disabled"])})
         text = random_text(dice)
         new_answer = functools.partial(MessagesDialect().answer, body, turn_of(), turn_of())
-        reason, events, whole = random_turn(dice, new_answer, text)
+        reason, events, whole = random_turn(dice, new_answer, text, reasons=("stop", "length"))
         content = checked(events)
         for one in (*content, *whole["content"]):
             one.pop("id", None)
@@ -281,6 +282,26 @@ def test_events_of_random_turns_are_in_their_order_and_make_the_whole_answer() -
 def test_a_turn_without_any_output_has_a_beginning_and_an_end() -> None:
     answer = MessagesDialect().answer(body_of(), turn_of(), turn_of())
     assert checked(events_of(answer.opening() + answer.closing())) == []
+
+
+def test_an_answer_that_was_aborted_does_not_look_complete() -> None:
+    answer, last = (MessagesDialect().answer(body_of(), turn_of(), turn_of()) for _ in range(2))
+    answer.frames(piece(new_reader(), "so far", "abort"))
+    with pytest.raises(ApiError, match="the request was aborted"):
+        answer.closing()
+    with pytest.raises(ApiError, match="the request was aborted"):
+        last.whole([piece(new_reader(), "so far", "abort")])
+
+
+def test_half_a_character_in_the_arguments_of_a_call_is_replaced() -> None:
+    text = r'<tool_call>{"name": "f", "arguments": {"a": ["\ud83d b", "\ud83d\ude00"]}}</tool_call>'
+    whole = MessagesDialect().answer(body_of(), turn_of(), turn_of()).whole([piece(new_reader(), text, "stop")])
+    assert msgspec.json.decode(msgspec.json.encode(whole))["content"][0]["input"] == {"a": ["\ufffd b", "\U0001f600"]}
+
+
+def test_the_id_of_the_previous_message_is_bounded() -> None:
+    with pytest.raises(RequestError, match=r"^diagnostics.previous_message_id: 300 characters"):
+        body_of(diagnostics={"previous_message_id": "m" * 300})
 
 
 def test_an_error_during_a_stream_is_the_last_event() -> None:

@@ -80,7 +80,7 @@ def _canonical(arguments: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:  # beyond, others are rounded to it
         return int(value)
     if isinstance(value, list):
         return [_plain(one) for one in value]  # pyright: ignore[reportUnknownVariableType]

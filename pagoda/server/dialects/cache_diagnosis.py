@@ -85,7 +85,7 @@ class Diagnosis:
         reason, where = self._reason(num_cached, turn.generation.num_prompt_tokens)
         if reason is None:
             return None
-        text = "%s: %d of %d prompt tokens were cached, compared with %s: %s%s (GET /requests/ID shows the first token)"
+        text = "%s: %d of %d prompt tokens were cached, compared with %r: %s%s (GET /requests/ID shows the first token)"
         num_prompt = turn.generation.num_prompt_tokens
         logger.info(text, turn.id, num_cached, num_prompt, self._previous_id, reason.type, where)
         return Diagnostics(reason)

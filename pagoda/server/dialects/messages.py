@@ -20,6 +20,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.base.text import encodable_json
 from pagoda.server.body import Body, Flag, Int32, ModelBody, Name, Seed, TokenCount, UnservedField, one_of
 from pagoda.server.body_reader import run_for_body
 from pagoda.server.conversation import check_chat, check_named
@@ -233,6 +234,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
         limits.check("stop_strings", len(self.stop_sequences), "stop_sequences")
+        if self.diagnostics is not None:
+            limits.check_names(**{"diagnostics.previous_message_id": self.diagnostics.previous_message_id})
 
 
 class Conversion(Transcript):
@@ -618,7 +621,7 @@ class MessageWriter:
                 if one.delta.partial_json is not UNSET:
                     arguments.setdefault(len(answer.content) - 1, []).append(one.delta.partial_json)
         for at, parts in arguments.items():
-            answer.content[at].input = json.loads("".join(parts))
+            answer.content[at].input = encodable_json("".join(parts))
         answer.stop_reason, answer.stop_sequence = self._reason(self._end)
         return answer
 
@@ -694,9 +697,11 @@ class MessageWriter:
         return MessageEvent(type="content_block_delta", index=self._index, delta=delta)
 
     def _reason(self, end: TurnEnd | None) -> tuple[str, str | None]:
-        """Return why the answer ended, and the stop sequence that ended it."""
+        """Return why the answer ended, and the stop sequence that ended it. Raises ApiError if it was aborted."""
         if end is None:
             return "end_turn", None
+        if end.reason == "abort":  # which none of the API's reasons says
+            raise ApiError(400, "the request was aborted before its answer was complete")
         if end.reason == "length":
             is_full = self._turn.generation.num_output_tokens < self._body.max_tokens
             return "model_context_window_exceeded" if is_full else "max_tokens", None

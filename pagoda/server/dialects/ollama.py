@@ -4,7 +4,6 @@ Of what has no counterpart here, `keep_alive` and the options of Ollama's own ru
 would change the text are refused. A prompt that does not fit into the context is an error: nothing is cut off.
 """
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -16,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagoda.base.errors import RequestError
+from pagoda.base.text import encodable_json
 from pagoda.engine.answers.reasoning import reasoning_of
 from pagoda.server.dialects.ollama_bodies import (
     OllamaBody,
@@ -140,7 +140,9 @@ class OllamaWriter:
         new, self._num_sent = self._calls[self._num_sent : num_whole], max(self._num_sent, num_whole)
         return [
             OllamaCall(
-                OllamaCalledFunction(one.name or "", json.loads(one.arguments), one.index), one.id or UNSET, one.index
+                OllamaCalledFunction(one.name or "", encodable_json(one.arguments), one.index),
+                one.id or UNSET,
+                one.index,
             )
             for one in new
         ]

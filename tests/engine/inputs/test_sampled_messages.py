@@ -242,6 +242,14 @@ def test_what_is_equal(sampled: str, rendered: str | None, expected: bool) -> No
     assert are_same(sampled, call if rendered is None else rendered, FORM) is expected
 
 
+@pytest.mark.parametrize("number", [2**53 - 1, 2**53, -(2**53), 10**300])
+def test_numbers_are_equal_if_no_other_integer_is_rounded_to_them(number: int) -> None:
+    integer, real = (
+        f'<tool_call>{{"name": "f", "arguments": {{"a": {one}}}}}</tool_call>' for one in (number, f"{number}.0")
+    )
+    assert are_same(integer, real, FORM) is (abs(number) < 2**53)
+
+
 def test_text_between_calls_has_its_place() -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert not are_same(f"a{call}b", f"ab{call}", FORM)
