@@ -1,5 +1,6 @@
 """The cache of the hub's library: which models are in it, and their removal."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,7 +56,8 @@ def remove_hub_model(model: HubModel, cache_dir: Path | None) -> int:
             freed += file.blob_path.stat().st_size
             file.blob_path.unlink()
     emptied = [one.commit_hash for one in wanted if gone and not any(file.file_path.exists() for file in one.files)]
-    info.delete_revisions(*emptied).execute()
+    alone = replace(info, repos=frozenset({repo}))  # a copy of a repository has the same commits
+    alone.delete_revisions(*emptied).execute()
     return freed
 
 

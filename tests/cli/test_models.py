@@ -161,7 +161,9 @@ def test_models_of_the_hubs_cache_are_listed_and_removed(tmp_path: Path, capsys:
     assert not (snapshot / "a-Q8_0.gguf").is_symlink()
     assert (snapshot / "a-Q4_K_M.gguf").read_bytes() == GGUF_BYTES
     assert "is not in the cache" in fails(capsys, "rm", "org/name:Q8_0", *cache)
-    run(capsys, "rm", "org/whole", "org/name", *cache)
+    run(capsys, "rm", "org/whole", *cache)
+    assert [path.name for path in hub.glob("models--*")] == ["models--org--name"]  # which has the same commit
+    run(capsys, "rm", "org/name", *cache)
     assert [path.name for path in hub.glob("models--*")] == []
 
 
