@@ -84,7 +84,7 @@ class Drain:
         finally:
             self._end(task)
 
-    def run(self, work: Coroutine[Any, Any, object], on_end: Callable[[], object]) -> None:
+    def run(self, work: Coroutine[Any, Any, object], on_end: Callable[[], object]) -> asyncio.Task[Any]:
         """Run what goes on without a client, as a request in progress.   on_end: called at its end, even if it never
         began to run."""
         task = asyncio.create_task(work)
@@ -92,6 +92,7 @@ class Drain:
         self._idle.clear()
         task.add_done_callback(lambda _: on_end())
         task.add_done_callback(self._end)
+        return task
 
     def _end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
@@ -127,7 +128,7 @@ class AccessLog:
     fill). What is noted there as ignored_fields and warning becomes the headers x-ignored-fields and x-warning.
     generation: what ran for it; what is known of that when the answer begins becomes the header server-timing, for
     callers that ask for it. error: why a request was refused or failed; ended_as: the status to log for a stream that
-    did not end well, after a 200.
+    did not end well, after a 200. work: a task that goes on for it in the background, with which it ends.
     Of a path, a slash at its end is dropped, the address before it (`GET http://host/health`), and `prefix`, for a
     proxy that does not strip it.
     on_end: called with the scope, the method, the status and the seconds of every request.
@@ -172,14 +173,21 @@ class AccessLog:
                 message = {**message, "headers": headers}
             await send(message)
 
+        def end(_: object = None) -> None:
+            ended_as = state.get("ended_as") or status or CLIENT_CLOSED
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            duration_s = time.perf_counter() - began_s
+            self._on_end(scope, method, ended_as, duration_s)
+            _log(scope, state, method, ended_as, duration_s)
+
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            status = state.get("ended_as") or status or CLIENT_CLOSED
-            method = scope["method"] if scope["method"] in _METHODS else "other"
-            duration_s = time.perf_counter() - began_s
-            self._on_end(scope, method, status, duration_s)
-            _log(scope, state, method, status, duration_s)
+            work: asyncio.Task[Any] | None = state.get("work")
+            if work is None:
+                end()
+            else:
+                work.add_done_callback(end)
 
     def _plain(self, path: str) -> str:
         if address := _AUTHORITY.match(path):

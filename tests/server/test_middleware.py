@@ -146,6 +146,33 @@ def test_an_unexpected_error_leaves_through_all_layers(caplog: pytest.LogCapture
     assert counted == [("GET", "/v1/models", 500)]
 
 
+def test_a_request_with_background_work_is_logged_when_that_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pagoda.access")
+    drain, may_end, ended = Drain(), asyncio.Event(), []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        async def work() -> None:
+            await may_end.wait()
+            scope["state"]["timings"]["tokens"] = 7
+            scope["state"].update(ended_as=500, error="broken")
+
+        scope["state"]["work"] = drain.run(work(), lambda: None)
+        await JSONResponse({})(scope, receive, send)
+
+    async def main() -> None:
+        layers = AccessLog(app, lambda *given: ended.append(given[2]))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(layers), base_url="http://test") as client:
+            assert (await client.post("/x")).status_code == 200
+        assert not caplog.records
+        may_end.set()
+        assert await drain.wait_until_idle(60)
+
+    asyncio.run(main())
+    fields: Any = getattr(caplog.records[0], FIELDS)
+    assert (fields["status"], fields["tokens"], fields["error"]) == (500, 7, "broken")
+    assert (ended, len(caplog.records)) == ([500], 1)
+
+
 def test_work_that_is_cancelled_before_it_begins_is_closed() -> None:
     happened: list[str] = []
 

@@ -60,7 +60,8 @@ async def create_response(http: Request) -> Response:
         at_end.pop_all()
     if not body.background:
         return EventStream(turn.frames(), turn.close, turn.framing)
-    state.drain.run(turn.run(), turn.close)
+    noted = http.scope["state"]
+    noted["work"] = state.drain.run(turn.run(noted), turn.close)
     if body.stream:
         return EventStream(_followed(http, entry.id, -1), _nothing, FRAMING)
     return Response(entry.body, media_type="application/json")

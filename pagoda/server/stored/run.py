@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -79,13 +80,17 @@ class StoredTurn:
                     self._finish()
                 yield data
 
-    async def run(self) -> None:
-        """Run it without a client. Who runs it must close the turn, also one that never began to run."""
+    async def run(self, noted: dict[str, Any]) -> None:
+        """Run it without a client. Who runs it must close the turn, also one that never began to run.
+
+        noted: the state of its request, which gets what the access log tells of an error.
+        """
         try:
             async for _ in self.frames():
                 pass
         except Exception as error:
             known = as_api_error(error)
+            noted.update(ended_as=known.status, error=known.message)
             if known.status == 500:
                 logger.error("a response in the background ended with an error", exc_info=error)
             self._failed(shortened(known), "")
