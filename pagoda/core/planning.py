@@ -15,6 +15,7 @@ from pagoda.core.request import AdmitKind, Reason, RequestState, RequestStatus, 
 from pagoda.core.rules import (
     BY_ENCODER,
     MAX_ADAPTER_SKIPS,
+    find_prefix,
     fit_chunk,
     fit_chunks,
     note_limited,
@@ -171,16 +172,12 @@ def _num_lacking(sequence: Sequence) -> int:
 
 def admit_waiting(state: SchedulerState, plan: StepPlan) -> None:
     """Admit in queue order while rules, blocks and budget allow."""
-    # What running rows fill, in this step too, must be found by the lookups below: decoding does not insert it.
-    if plan.budget > 0:
-        rows, ends = state.batch.running.rows, plan.ends_of(state.table.num_computed)
-        state.kv.prefix_cache.cache_filled(rows, ends[rows])
     _offer(state, state.waiting, plan, _admit)
 
 
 def _admit(state: SchedulerState, request: RequestState, plan: StepPlan) -> Reason | None:
     """Let the request in, or end it, or return why it waits."""
-    prefix = state.kv.get_computed_blocks(request)
+    prefix = find_prefix(state, request, plan)
     num_lacking = len(request.unfinished[0].token_ids) - prefix.num_tokens
     chunk = fit_chunk(state, plan, request, prefix.num_tokens, num_lacking)
     if chunk.num_new == 0:

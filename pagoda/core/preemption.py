@@ -6,6 +6,7 @@ from pagoda.base.config import PreemptionMode
 from pagoda.core.cost_model import Chunks, CostModel
 from pagoda.core.lifecycle import lost_with, requeue, swap_out
 from pagoda.core.request import Reason, RequestState, RequestStatus
+from pagoda.core.rules import find_prefix
 from pagoda.core.state import SchedulerState
 from pagoda.core.step_plan import StepPlan
 
@@ -80,18 +81,18 @@ def preempt_for(state: SchedulerState, head: RequestState, plan: StepPlan, reaso
     if not state.policy.outranks(head, worst):
         return False  # most heads, in every step in which they wait: what else runs is not looked at
     outranked = [request for request in state.batch.requests.values() if state.policy.outranks(head, request)]
-    if not _has_room_without(state, outranked, head):
+    if not _has_room_without(state, outranked, head, plan):
         return False
     preempt(state, worst, plan, head)
     return True
 
 
-def _has_room_without(state: SchedulerState, leaving: list[RequestState], head: RequestState) -> bool:
+def _has_room_without(state: SchedulerState, leaving: list[RequestState], head: RequestState, plan: StepPlan) -> bool:
     """Whether `head` would find sequences and blocks, for one token at least, if these requests did not run."""
     num_left = state.batch.num_seqs - sum(len(request.unfinished) for request in leaving)
     if num_left + len(head.unfinished) > state.config.max_num_seqs:
         return False
-    prefix = state.kv.get_computed_blocks(head)
+    prefix = find_prefix(state, head, plan)
     freed = state.kv.num_freed_with([row for request in leaving for row in request.rows], prefix)
     others_run = len(leaving) < len(state.batch.requests)
     return state.kv.why_no_blocks(head, prefix, 1, others_run=others_run, num_freed=freed) is None

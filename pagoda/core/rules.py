@@ -6,6 +6,7 @@ All are ordered functions: to add a rule, add a branch at its place. The first r
 import numpy as np
 
 from pagoda.core.events import Limited
+from pagoda.core.kv import CachedPrefix
 from pagoda.core.policy import RequestQueue
 from pagoda.core.request import Reason, RequestState
 from pagoda.core.state import SchedulerState
@@ -60,6 +61,18 @@ def why_never(state: SchedulerState, request: RequestState) -> str | None:
     if state.is_phased and num_prompt > longest:
         return f"has {num_prompt} tokens; a phased step takes {longest} (max_num_batched_tokens)"
     return None
+
+
+def find_prefix(state: SchedulerState, request: RequestState, plan: StepPlan) -> CachedPrefix:
+    """Return the cached prefix of a waiting request. What running rows fill, in this step too, is part of the cache.
+
+    Decoding does not insert that: the first lookup of a step does. A head that is stopped before it costs no hashes.
+    """
+    if not plan.has_filled_cache:
+        rows, ends = state.batch.running.rows, plan.ends_of(state.table.num_computed)
+        state.kv.prefix_cache.cache_filled(rows, ends[rows])
+        plan.has_filled_cache = True
+    return state.kv.get_computed_blocks(request)
 
 
 def _has_room_for_sequences(state: SchedulerState, count: int) -> bool:

@@ -32,6 +32,7 @@ class StepPlan:
     most_decodes: running rows that may decode, None for all.   decodes: those that are placed, if there is a limit.
     entering: row -> (kind, computed tokens), of rows that workers get to know in this step.
     closed_to_adapters: a request has waited too long for its adapter: no request with one enters after it.
+    has_filled_cache: what running rows fill has been inserted into the prefix cache.
     is_steady: the rows placed first are a steady step, whose `at`, `ends` and `sample_index` are known.
 
     rows, start, num_new, ends: int32 [num_rows], everything placed, in that order.   at: int64 [num_rows], `rows`.
@@ -43,6 +44,7 @@ class StepPlan:
     most_decodes: int | None = None
     num_scheduled = 0
     closed_to_adapters = False
+    has_filled_cache = False
     is_steady = False
     rows = start = num_new = ends = sample_rows = sample_index = NO_INTS
     at: np.ndarray = NO_INTS

@@ -386,6 +386,24 @@ def test_mixed_groups_agree_on_a_length() -> None:
     assert before - rig.free == 8
 
 
+def test_a_batch_hashes_nothing_while_a_request_waits_for_a_sequence_and_all_once_it_looks() -> None:
+    rig = Rig(enable_prefix_caching=True, num_blocks=32, max_num_seqs=2)
+    rig.add("a", 8, max_tokens=20)
+    rig.add("b", 8, max_tokens=20)
+    rig.step()
+    cache, table = rig.scheduler._state.kv.prefix_cache, rig.scheduler._state.table
+    for _ in range(8):
+        rig.add("waits", 8)
+        rig.step()
+        rig.abort("waits")
+    assert cache.num_cached[:2].tolist() == [2, 2]
+    computed = table.token_ids[0, : table.num_tokens[0]].tolist()
+    rig.abort("b")
+    rig.add("c", [*computed, 1], max_tokens=1)
+    assert rig.step().cached["c"] == 16
+    assert cache.num_cached[0] == 4
+
+
 def test_the_null_block_is_never_counted() -> None:
     rig = Rig(groups=(window(4),), num_blocks=3)
     rig.add("a", 4, max_tokens=40)
