@@ -4,6 +4,7 @@ engine/inputs/sampled_messages.py says how they come into a prompt.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -62,7 +63,9 @@ class History:
         found: dict[bytes, list[SampledMessage]] = {}
         for at in range(0, len(wanted), _KEYS_PER_CALL):
             for key, data in await self._recall(owner, wanted[at : at + _KEYS_PER_CALL]):
-                found.setdefault(key, []).append(msgspec.msgpack.decode(data, type=SampledMessage))
+                with contextlib.suppress(msgspec.DecodeError):  # a damaged one is not found
+                    message = msgspec.msgpack.decode(data, type=SampledMessage)
+                    found.setdefault(key, []).append(message)
             await asyncio.sleep(0)  # long conversations do not keep others waiting
         known = set(wanted)
         for sealed in seals:

@@ -18,6 +18,7 @@ Found = list[tuple[bytes, bytes]]
 MAX_BYTES = 128 * 2**20
 MAX_BYTES_PER_OWNER = 32 * 2**20
 _MAX_PER_KEY = 8  # answers to the same prompt
+_VERSION = 1  # of the tables and of what is in them
 _ROW_BYTES = 128  # what a message costs next to its own size
 _TABLES = """
 CREATE TABLE IF NOT EXISTS messages
@@ -131,9 +132,13 @@ def _open(file: str | None) -> sqlite3.Connection:
         finally:
             os.close(number)
         db = sqlite3.connect(path, isolation_level=None, timeout=1.0)
-        # One process uses it. What a power failure takes is only slower to compute again.
-        db.executescript("PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; PRAGMA synchronous=OFF;")
-    db.executescript(_TABLES)
+        # One process uses it. NORMAL: a power failure takes the last messages, but leaves a file that can be read.
+        db.executescript("PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;")
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version not in (0, _VERSION):  # 0: new, or from before there were versions
+            db.close()
+            raise ConfigError(f"history: {file} was not made by this version of the server; name another, or remove it")
+    db.executescript(f"{_TABLES} PRAGMA user_version={_VERSION};")
     return db
 
 

@@ -24,5 +24,6 @@ class Owned:
         self._stored.end_client(client)
 
     def close(self) -> None:
-        """Write what waits to be written."""
+        """Write what waits to be written, and close both files."""
         self._stored.close()
+        self._history.close()

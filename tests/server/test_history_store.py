@@ -2,14 +2,17 @@
 
 import asyncio
 import base64
+import contextlib
 import os
 import random
+import sqlite3
 import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pagoda.base.errors import ConfigError
@@ -104,6 +107,25 @@ def test_a_file_is_the_users_alone_and_read_by_the_next_server(tmp_path: Path) -
     file.write_bytes(b"something else" * 100)
     with pytest.raises(ConfigError, match="file is not a database; name another file, or remove it"):
         HistoryStore(str(file))
+
+
+def test_a_file_of_another_version_is_refused_and_a_damaged_message_is_not_found(tmp_path: Path) -> None:
+    path = str(tmp_path / "history")
+    store = HistoryStore(path)
+    one = history(store=store)
+    owner = one.owner_of("1")
+    store.remember(owner, KEY, msgspec.msgpack.encode(MESSAGE))
+    for data in (b"\xc1", msgspec.msgpack.encode({"other": 1})):
+        store.remember(owner, KEY, data)
+    assert recalled(one, owner) == [MESSAGE]
+    store.remember(owner, bytes(16), b"\xc1")
+    assert recalled(one, owner, key=bytes(16)) == ()
+    store.close()
+    HistoryStore(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as file:
+        file.execute("PRAGMA user_version=2")
+    with pytest.raises(ConfigError, match="not made by this version"):
+        HistoryStore(path)
 
 
 def test_a_store_that_fails_fails_no_answer(caplog: pytest.LogCaptureFixture) -> None:
