@@ -144,7 +144,7 @@ def test_anthropics_diagnostics_say_what_has_changed(server: LiveServer) -> None
         assert reason["type"] == kind
         assert (reason["cache_missed_input_tokens"] > 50) is (len(changed.get("messages", [1, 2, 3])) == 3)
     log = server.log.read_text()
-    assert f"compared with {first['id']}: messages_changed, messages[0] (GET /requests/ID" in log
+    assert f"compared with {first['id']!r}: messages_changed, messages[0] (GET /requests/ID" in log
 
 
 def test_what_was_changed_is_not_taken_from_the_history(server: LiveServer) -> None:
