@@ -10,6 +10,7 @@ import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,9 +23,11 @@ from pagoda.engine.answers.reasoning import THINK
 from pagoda.engine.answers.same_message import MessageForm
 from pagoda.engine.inputs.sampled_messages import OpenMessage, SampledMessage, packed, unpacked
 from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
-from pagoda.server.history import History, SampledTurn
+from pagoda.server.dialects.cache_diagnosis import CacheMissReason, Diagnosis, Fingerprint
+from pagoda.server.history import History, SampledTurn, key_of_note
 from pagoda.server.history_store import Found, HistoryStore
 from pagoda.server.seals import Sealer, server_secret
+from tests.server.random_turns import turn_of
 
 KEY = bytes(range(16))
 SECRET = b"s" * 32
@@ -126,6 +129,19 @@ def test_a_file_of_another_version_is_refused_and_a_damaged_message_is_not_found
         file.execute("PRAGMA user_version=2")
     with pytest.raises(ConfigError, match="not made by this version"):
         HistoryStore(path)
+
+
+def test_a_damaged_note_is_none() -> None:
+    store = HistoryStore()
+    one = history(store=store)
+    store.remember(one.owner_of("1"), key_of_note("msg_1"), b"\xc1")
+    http: Any = SimpleNamespace(scope={"state": {"key": "1"}})
+    state: Any = SimpleNamespace(model=SimpleNamespace(history=one), block_size=1)
+    now = Fingerprint("m", b"", b"", b"", [])
+    found = asyncio.run(Diagnosis.of(http, state, now, "msg_1"))
+    told = found.diagnostics(turn_of())
+    assert told is not None
+    assert told.cache_miss_reason == CacheMissReason("previous_message_not_found")
 
 
 def test_a_store_that_fails_fails_no_answer(caplog: pytest.LogCaptureFixture) -> None:

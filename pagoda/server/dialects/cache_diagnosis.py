@@ -1,5 +1,6 @@
 """Why the prefix cache had no more of a prompt, as Anthropic's API tells it: `diagnostics` of a message."""
 
+import contextlib
 import hashlib
 import logging
 from typing import Any, Literal
@@ -70,7 +71,10 @@ class Diagnosis:
         history, found = state.model.history, None
         if history is not None and previous_id is not None:
             found = await history.recall_note(history.owner_of(http.scope["state"]["key"]), previous_id)
-        previous = None if found is None else msgspec.msgpack.decode(found, type=Fingerprint)
+        previous = None
+        if found is not None:
+            with contextlib.suppress(msgspec.DecodeError):  # a damaged one is not found
+                previous = msgspec.msgpack.decode(found, type=Fingerprint)
         return cls(now, previous_id, previous, state.block_size)
 
     def note(self, turn: Turn) -> None:
