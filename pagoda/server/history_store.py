@@ -122,8 +122,9 @@ class HistoryStore:
 
 
 def _open(file: str | None) -> sqlite3.Connection:
+    """Return a database that one thread uses at a time; it is closed on another than it was opened on."""
     if file is None:
-        db = sqlite3.connect(":memory:", isolation_level=None)
+        db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     else:
         path = Path(file).expanduser()
         number = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
@@ -131,7 +132,7 @@ def _open(file: str | None) -> sqlite3.Connection:
             os.fchmod(number, 0o600)
         finally:
             os.close(number)
-        db = sqlite3.connect(path, isolation_level=None, timeout=1.0)
+        db = sqlite3.connect(path, isolation_level=None, timeout=1.0, check_same_thread=False)
         # One process uses it. NORMAL: a power failure takes the last messages, but leaves a file that can be read.
         db.executescript("PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;")
         (version,) = db.execute("PRAGMA user_version").fetchone()
