@@ -123,6 +123,7 @@ def test_an_agent_carries_out_a_call_and_answers(name: str, tmp_path: Path) -> N
     asked = [line.split(" in ")[0].split("] ")[1] for line in log.splitlines() if " POST " in line]
     assert ANSWER in done.stdout, done.stdout + done.stderr
     assert [line for line in asked if not line.endswith(" 200")] == []
+    assert "/tokenize" in asked.pop(0)  # of `launch` itself: whether the model can chat
     assert len(asked) == agent.num_requests, asked
 
 
