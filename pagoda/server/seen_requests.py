@@ -143,8 +143,10 @@ class SeenRequests:
         """Return the counts of all that the viewer does not see."""
         running = self._names[: self._num_running]
         num_running = sum(1 for name in running if not name)
-        waiting = self._stats.num_waiting + self._stats.num_swapped
-        return OtherRequests(num_running, max(0, waiting - len(self._live) + sum(map(bool, running))))
+        # Of all, whom the view does not see running: the stats may be older than it, and count one as waiting.
+        stats = self._stats
+        num_waiting = stats.num_running + stats.num_waiting + stats.num_swapped - self._num_running
+        return OtherRequests(num_running, max(0, num_waiting - len(self._live) + sum(map(bool, running))))
 
     def live(self, now_s: float) -> Iterator[SeenRequest]:
         """Iterate over the viewer's requests that have not ended."""

@@ -110,3 +110,20 @@ def test_who_sees_all_is_told_which_adapters_are_in_the_batch() -> None:
     records, stats = [record("1/b", 2, 9, replace(HELD, reason=Reason.LORA))], EngineStats(running_adapters=("x", "y"))
     assert see(records, view(5), key="", stats=stats).reason == "waits: max_loras adapters are in the batch: x, y"
     assert see(records, view(5), stats=stats).reason == "waits: max_loras adapters are in the batch"
+
+
+@pytest.mark.parametrize(
+    ("num_running", "num_waiting", "others"),
+    [
+        (2, 0, (1, 0)),
+        (1, 1, (1, 0)),  # the stats are older than the view: two run by now
+        (2, 3, (1, 2)),  # one of those that wait is its own
+    ],
+)
+def test_of_others_only_those_wait_that_the_view_does_not_see_running(
+    num_running: int, num_waiting: int, others: tuple[int, int]
+) -> None:
+    records = [record("1/a", 1, 5)] + ([record("1/b", 9, 5)] if num_waiting > 1 else [])
+    stats = EngineStats(num_running=num_running, num_waiting=num_waiting)
+    counted = SeenRequests(Viewer("1/"), records, view(1, 1), stats, is_up=True).others
+    assert (counted.running, counted.waiting) == others
