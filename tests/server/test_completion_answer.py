@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pagoda.base.outputs import CompletionOutput, RequestOutput
+from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.server.dialects.completions import COMPLETIONS, CompletionRequest
+from pagoda.server.dialects.completions import COMPLETIONS, CompletionRequest, completion_logprobs
 from pagoda.server.render import Rendered
 from pagoda.server.respond import RunningTurn
 
@@ -47,3 +47,9 @@ def test_a_long_echoed_prompt_is_decoded_once_and_on_a_thread() -> None:
     answer = msgspec.json.decode(asyncio.run(running.whole()).body)
     assert answer["choices"][0]["text"] == "the prompt, aa"
     assert asked == [(5_000, False)]
+
+
+def test_a_tokens_own_log_probability_stays_beside_others_of_the_same_text() -> None:
+    entry = {1: Logprob(-2.0, 1, ""), 2: Logprob(-3.0, 2, ""), 3: Logprob(-4.0, 3, "")}
+    shown, _ = completion_logprobs([3], [entry], 2, 0, lambda _: "")
+    assert (shown.token_logprobs, shown.top_logprobs) == ([-4.0], [{"": -4.0}])

@@ -319,8 +319,9 @@ def completion_logprobs(
         own = finite(entry[token_id].logprob)
         chosen.append(own)
         best = sorted(entry.items(), key=lambda item: item[1].rank or 0)[:num_top]
-        top.append(
-            {shown_token(token_id, entry, as_ids): own}
-            | {shown_token(i, entry, as_ids): finite(value.logprob) for i, value in best}
-        )
+        # Texts may be equal, as of bytes that are no characters alone: the token's own value stays, then the likelier.
+        shown = {shown_token(token_id, entry, as_ids): own}
+        for i, value in best:
+            shown.setdefault(shown_token(i, entry, as_ids), finite(value.logprob))
+        top.append(shown)
     return CompletionLogprobs(tokens, chosen, top, offsets), offset

@@ -44,6 +44,9 @@ class LetterTokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(32 + token_id) for token_id in token_ids if token_id < END)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.decode([token_id]).encode()
+
     def __getattr__(self, name: str) -> object:
         raise AttributeError(name)
 
