@@ -56,7 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 def run_script(python: Path, server: LiveServer, *names: str) -> dict[str, Any]:
     """What clients have seen; all of them, without names."""
     command = [str(python), "-m", SCRIPT, server.url, *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return seen
