@@ -2,14 +2,12 @@
 
 import contextlib
 import logging
-import os
 import sqlite3
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
-from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import Services
+from pagoda.server.database import naming_file, open_database
 
 logger = logging.getLogger("pagoda.server")
 
@@ -18,15 +16,14 @@ Found = list[tuple[bytes, bytes]]
 MAX_BYTES = 128 * 2**20
 MAX_BYTES_PER_OWNER = 32 * 2**20
 _MAX_PER_KEY = 8  # answers to the same prompt
-_VERSION = 1  # of the tables and of what is in them
+_VERSION = 1
 _ROW_BYTES = 128  # what a message costs next to its own size
-_TABLES = """
-CREATE TABLE IF NOT EXISTS messages
-    (id INTEGER PRIMARY KEY, owner TEXT, key BLOB, data BLOB, size INTEGER, used INTEGER);
-CREATE INDEX IF NOT EXISTS by_key ON messages (owner, key);
-CREATE INDEX IF NOT EXISTS by_use ON messages (used, id DESC);
-CREATE INDEX IF NOT EXISTS by_use_of_owner ON messages (owner, used, id DESC);
-"""
+_TABLES = (
+    "CREATE TABLE messages (id INTEGER PRIMARY KEY, owner TEXT, key BLOB, data BLOB, size INTEGER, used INTEGER)",
+    "CREATE INDEX by_key ON messages (owner, key)",
+    "CREATE INDEX by_use ON messages (used, id DESC)",
+    "CREATE INDEX by_use_of_owner ON messages (owner, used, id DESC)",
+)
 
 
 class HistoryStore:
@@ -40,14 +37,11 @@ class HistoryStore:
     ) -> None:
         """Raises ConfigError for a file that cannot be used."""
         self._max_bytes, self._max_per_owner = max_bytes, max_bytes_per_owner
-        try:
-            self._db = _open(file)
-            self.bytes_of: dict[str, int] = dict(
-                self._db.execute("SELECT owner, SUM(size) FROM messages GROUP BY owner")
-            )
+        self._db = open_database("history", file, _VERSION, _TABLES)
+        with naming_file("history", file):
+            sizes = self._db.execute("SELECT owner, SUM(size) FROM messages GROUP BY owner")
+            self.bytes_of: dict[str, int] = dict(sizes)
             (self._uses,) = self._db.execute("SELECT COALESCE(MAX(used), 0) FROM messages").fetchone()
-        except (OSError, sqlite3.Error) as error:
-            raise ConfigError(f"history: {file} cannot be used: {error}; name another file, or remove it") from None
 
     @classmethod
     def of(cls, config: ServerConfig) -> "HistoryStore":
@@ -119,28 +113,6 @@ class HistoryStore:
             self.bytes_of[owner] -= size
             if not self.bytes_of[owner]:
                 del self.bytes_of[owner]
-
-
-def _open(file: str | None) -> sqlite3.Connection:
-    """Return a database that one thread uses at a time; it is closed on another than it was opened on."""
-    if file is None:
-        db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-    else:
-        path = Path(file).expanduser()
-        number = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-        try:
-            os.fchmod(number, 0o600)
-        finally:
-            os.close(number)
-        db = sqlite3.connect(path, isolation_level=None, timeout=1.0, check_same_thread=False)
-        # One process uses it. NORMAL: a power failure takes the last messages, but leaves a file that can be read.
-        db.executescript("PRAGMA locking_mode=EXCLUSIVE; PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;")
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        if version not in (0, _VERSION):  # 0: new, or from before there were versions
-            db.close()
-            raise ConfigError(f"history: {file} was not made by this version of the server; name another, or remove it")
-    db.executescript(f"{_TABLES} PRAGMA user_version={_VERSION};")
-    return db
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """StoreFile: what a store keeps, in an SQLite file that only this user can read."""
 
 import logging
-import os
 import sqlite3
 import threading
 from collections import defaultdict
@@ -10,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from pagoda.base.errors import ConfigError
+from pagoda.server.database import naming_file, open_database
 from pagoda.server.stored.store import Entry, Key, StoredConversation, StoredResponse
 
 logger = logging.getLogger("pagoda.server")
@@ -37,36 +36,18 @@ class StoreFile:
         self._waiting: defaultdict[Key, dict[str, bytes | None]] = defaultdict(dict)
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "pagoda-store")
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd):
-                os.fchmod(fd, 0o600)  # SQLite gives its other files the same mode
-            self._file = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
-            self._prepare()
-        except (OSError, sqlite3.Error) as error:
-            raise ConfigError(f"responses_file {path} cannot be used: {error}") from None
-
-    def _prepare(self) -> None:
-        run = self._file.execute
-        for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=NORMAL", "secure_delete=ON"):
-            run(f"PRAGMA {pragma}")
-        run("BEGIN EXCLUSIVE")  # fails if another server has it
-        (version,) = run("PRAGMA user_version").fetchone()
-        if not version and not run("SELECT * FROM sqlite_master").fetchone():
-            run(_TABLE)
-            run(f"PRAGMA user_version={_VERSION}")
-        elif version != _VERSION:
-            raise ConfigError(f"responses_file {self._path} was not made by this version of the server; name another")
-        run("COMMIT")
+        self._file = open_database("responses_file", path, _VERSION, (_TABLE,))
+        self._file.execute("PRAGMA secure_delete=ON")
 
     def load(self) -> Iterator[Entry]:
-        """Iterate over the entries, the least recently changed first."""
-        rows = self._file.execute("SELECT owner, id, data FROM kept WHERE item = ''")
-        entries = {(owner, id): _decode(data) for owner, id, data in rows}
-        for owner, id, item, data in self._file.execute("SELECT * FROM kept WHERE item != '' ORDER BY rowid"):
-            entry = entries.get((owner, id))
-            if isinstance(entry, StoredConversation):
-                entry.items[item] = data
+        """Iterate over the entries, the least recently changed first. Raises ConfigError for a damaged file."""
+        with naming_file("responses_file", self._path):
+            rows = self._file.execute("SELECT owner, id, data FROM kept WHERE item = ''")
+            entries = {(owner, id): _decode(data) for owner, id, data in rows}
+            for owner, id, item, data in self._file.execute("SELECT * FROM kept WHERE item != '' ORDER BY rowid"):
+                entry = entries.get((owner, id))
+                if isinstance(entry, StoredConversation):
+                    entry.items[item] = data
         yield from sorted(entries.values(), key=lambda entry: entry.changed_s)
 
     def write(self, key: Key, item: str, value: Entry | bytes | None) -> None:
