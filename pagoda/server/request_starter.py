@@ -25,6 +25,7 @@ from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation, Serving
 from pagoda.server.live_ids import LiveIds
 from pagoda.server.remote_admission import AnyAdmission, AnyPlace
+from pagoda.server.request_state import request_state
 from pagoda.server.sending import cancel_on_disconnect
 
 _BYTES_PER_TOKEN = 4
@@ -122,11 +123,11 @@ class RequestStarter(Serving):
         """
         if self.llm.died is not None:
             raise self.llm.died
-        state, admission = http.scope["state"], self.admission
+        known, admission = request_state(http), self.admission
         longest = num_prompts * self.llm.input_processor.limits.longest_prompt
-        num_tokens = min(state["body_bytes"] // _BYTES_PER_TOKEN, longest)
+        num_tokens = min(known.body_bytes // _BYTES_PER_TOKEN, longest)
         num_tokens += num_outputs * admission.expected_output(max_tokens)
-        place = await admission.admit(num_outputs or num_prompts, num_tokens, state["key"])
+        place = await admission.admit(num_outputs or num_prompts, num_tokens, known.caller.key)
         with place.at_end:
             if place.is_in_line:
                 turn = place.wait_for_turn()
@@ -156,7 +157,7 @@ class RequestStarter(Serving):
         if truncate is not None and truncate > most:
             text = f"truncate_prompt_tokens={truncate} is more than the model's context of {most} tokens"
             raise ApiError(400, text, "truncate_prompt_tokens")
-        key = http.scope["state"]["key"]
+        key = request_state(http).caller.key
         await place.keep(_media_bytes(asked.media))  # at once: prompts may queue for a thread behind others' images
         engine_ids = place.at_end.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
         pin = Pin(asked.cache_ttl_s, self.salt(key, None) or "") if asked.cache_ttl_s else None
