@@ -10,6 +10,8 @@ from pagoda.process.logs import FORMATS, LEVELS
 
 MAX_HELD_BODY_BYTES = 256 * 2**20
 """The most bytes of request bodies that a server holds at once; further requests get 429."""
+MAX_UPLOAD_BYTES = 512 * 2**20
+"""The largest file that /v1/files takes. It goes to disk as it comes."""
 MAX_HELD_MEDIA_BYTES = 512 * 2**20
 """The most bytes of processed images and audio of unfinished requests; further ones get 429, sounds after a wait."""
 MAX_HELD_LOGPROBS = 8_388_608
@@ -157,7 +159,10 @@ class ServerConfig:
     ] = None
     responses_file: Annotated[
         str | None,
-        Setting("File that keeps responses and conversations over restarts.", unset="they end with the server"),
+        Setting(
+            "File that keeps responses and conversations over restarts; files and batches are in a folder next to it.",
+            unset="they end with the server",
+        ),
     ] = None
     tls: Annotated[TLSFiles, Setting("Certificate and key of HTTPS.")] = field(default_factory=TLSFiles)
     cors_origins: Annotated[

@@ -50,8 +50,8 @@ def run_batch(
     keep_buffers_apart(os.environ)
     from tqdm import tqdm
 
-    from pagoda.server.batch_files import Journal
-    from pagoda.server.batch_run import answer_file, survey
+    from pagoda.server.batches.lines import Journal
+    from pagoda.server.batches.offline import answer_file, survey
 
     with Journal(target) as journal:
         num_lines, num_before = survey(source, journal), journal.num_done

@@ -21,12 +21,13 @@ from pagoda.base.errors import RequestError
 from pagoda.base.server_config import ServerConfig
 from pagoda.process.allocator import keep_objects
 from pagoda.server import embeddings, errors, live, operations, scores, tokens, transcription
+from pagoda.server.batches import files, routes
+from pagoda.server.batches.worker import BatchWorker
 from pagoda.server.dialects import chat, completions, messages, ollama, ollama_models, ollama_names
 from pagoda.server.errors import ApiError, ErrorForm, error_body
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
 from pagoda.server.pages.files import PAGE_ROUTES
 from pagoda.server.pages.rules import PageRules
-from pagoda.server.request_state import request_state
 from pagoda.server.routing import Endpoint, Router, describe_api, docs_page
 from pagoda.server.state import ServerState, state_of
 from pagoda.server.stored import conversations, responses
@@ -54,7 +55,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
     layers = PageRules(layers, config)
 
     def on_end(scope: Scope, method: str, status: int, duration_s: float) -> None:
-        state.starter.metrics.on_http(method, request_state(scope).route or "none", status)
+        state.starter.metrics.on_http(method, scope["state"].get("route", "none"), status)
         if state.telemetry is not None and method == "POST" and scope["path"] in _MODEL_PATHS:
             state.telemetry.on_end(scope, status, duration_s)
 
@@ -112,6 +113,8 @@ _ROUTERS = (
     *_MODEL_ROUTERS,
     responses.stored_router,
     conversations.router,
+    files.router,
+    routes.router,
     live.router,
     operations.router,
     tokens.router,
@@ -233,9 +236,10 @@ async def serve(
     """
     logging.getLogger("pagoda.access").disabled = not config.logs.access_log
     limit = config.server_limits.max_connections
+    app = create_app(state, config)
     server = _Server(
         uvicorn.Config(
-            create_app(state, config),
+            app,
             http="h11",  # uvicorn's httptools loses the body of a request that offers `Upgrade: h2c`
             ws="none",
             forwarded_allow_ips=config.trusted_proxies,
@@ -256,6 +260,9 @@ async def serve(
         config.server_timeouts.drain_timeout_s,
     )
     watch = asyncio.create_task(_end_with_engine(server, state))
+    llm = state.starter.llm
+    worker = BatchWorker(app, state.files, config, state.drain, state.max_num_seqs, lambda: llm.died)
+    batches = asyncio.create_task(worker.run())
     file = config.logs.trace
     trace = asyncio.create_task(write_trace(state, Path(file).expanduser())) if file is not None else None
     keep_objects()
@@ -263,6 +270,8 @@ async def serve(
         await server.serve(sockets=[listener])
     finally:
         watch.cancel()
+        batches.cancel()
+        await asyncio.gather(batches, return_exceptions=True)
         if trace is not None:
             state.drain.begin()  # also where no signal ended the server
             await trace

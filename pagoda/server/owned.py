@@ -2,6 +2,7 @@
 
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import Services
+from pagoda.server.batches.service import FileService
 from pagoda.server.history_store import HistoryStore
 from pagoda.server.stored.service import StoreService
 
@@ -13,17 +14,20 @@ class Owned:
         """Raises ConfigError for a file that cannot be used."""
         self._history = HistoryStore.of(config)
         self._stored = StoreService(config.responses_file)
+        self._files = FileService(None if config.responses_file is None else f"{config.responses_file}.files")
 
     @property
     def services(self) -> Services:
         """What the processes may call; each function gets the index of the client that calls, first."""
-        return {**self._history.services, **self._stored.services}
+        return {**self._history.services, **self._stored.services, **self._files.services}
 
     def end_client(self, client: int) -> None:
         """A process has gone."""
         self._stored.end_client(client)
+        self._files.end_client(client)
 
     def close(self) -> None:
         """Write what waits to be written, and close both files."""
         self._stored.close()
+        self._files.close()
         self._history.close()

@@ -25,11 +25,14 @@ from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation, Serving
 from pagoda.server.live_ids import LiveIds
 from pagoda.server.remote_admission import AnyAdmission, AnyPlace
-from pagoda.server.request_state import request_state
 from pagoda.server.sending import cancel_on_disconnect
 
 _BYTES_PER_TOKEN = 4
 """Of a body, for an estimate of the tokens of its prompts before they are read."""
+BATCH = "batch"
+"""In the state of a request that is a line of a batch."""
+_BATCH_PRIORITY = 2**30
+"""Of such lines: later than what people wait for, where requests are scheduled by priority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +126,12 @@ class RequestStarter(Serving):
         """
         if self.llm.died is not None:
             raise self.llm.died
-        known, admission = request_state(http), self.admission
+        state, admission = http.scope["state"], self.admission
         longest = num_prompts * self.llm.input_processor.limits.longest_prompt
-        num_tokens = min(known.body_bytes // _BYTES_PER_TOKEN, longest)
+        num_tokens = min(state["body_bytes"] // _BYTES_PER_TOKEN, longest)
         num_tokens += num_outputs * admission.expected_output(max_tokens)
-        place = await admission.admit(num_outputs or num_prompts, num_tokens, known.caller.key)
+        key = f"{state['key']} {BATCH}" if BATCH in state else state["key"]  # a batch has the limits of its key apart
+        place = await admission.admit(num_outputs or num_prompts, num_tokens, key)
         with place.at_end:
             if place.is_in_line:
                 turn = place.wait_for_turn()
@@ -157,11 +161,13 @@ class RequestStarter(Serving):
         if truncate is not None and truncate > most:
             text = f"truncate_prompt_tokens={truncate} is more than the model's context of {most} tokens"
             raise ApiError(400, text, "truncate_prompt_tokens")
-        key = request_state(http).caller.key
+        key = http.scope["state"]["key"]
         await place.keep(_media_bytes(asked.media))  # at once: prompts may queue for a thread behind others' images
         engine_ids = place.at_end.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
         pin = Pin(asked.cache_ttl_s, self.salt(key, None) or "") if asked.cache_ttl_s else None
-        making = self._make_requests(asked, engine_ids, self.salt(key, asked.cache_salt), pin, place.arrived_s)
+        priority = _BATCH_PRIORITY if BATCH in http.scope["state"] else asked.priority
+        salt = self.salt(key, asked.cache_salt)
+        making = self._make_requests(asked, engine_ids, salt, pin, place.arrived_s, priority)
         # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.
         is_long = asked.num_chars >= LONG_TEXT_CHARS or asked.has_grammar
         requests = await (cancel_on_disconnect(http, making) if is_long else making)
@@ -181,6 +187,7 @@ class RequestStarter(Serving):
         cache_salt: str | None,
         pin: Pin | None,
         arrived_s: float,
+        priority: int,
     ) -> list[Request]:
         limits = self.llm.input_processor.limits.of_request
         requests: list[Request] = []
@@ -195,7 +202,7 @@ class RequestStarter(Serving):
                     prepared[id(params)],
                     engine_id,
                     arrival_time_s=arrived_s,
-                    priority=asked.priority,
+                    priority=priority,
                     cache_salt=cache_salt,
                     lora=asked.lora,
                     add_special_tokens=asked.add_special_tokens,

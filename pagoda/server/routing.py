@@ -20,7 +20,6 @@ from pagoda.base.errors import RequestError
 from pagoda.server.body import ITEMS, Body
 from pagoda.server.errors import ErrorForm, ErrorResponse, error_body
 from pagoda.server.pages.files import PAGE_PATHS
-from pagoda.server.request_state import request_state
 
 _EVENTS = "text/event-stream"
 Handler = Callable[[Request], Awaitable[Response]]
@@ -72,7 +71,7 @@ class Endpoint:
         """Return the route, which notes itself for the metrics."""
 
         async def handle(http: Request) -> Response:
-            request_state(http).route = self.path
+            http.scope["state"]["route"] = self.path
             return await self.handler(http)
 
         return Route(self.path, handle, methods=[self.method])

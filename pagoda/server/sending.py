@@ -13,7 +13,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pagoda.server.errors import CLIENT_CLOSED, ApiError, ClientGone, as_api_error, error_body, shortened
-from pagoda.server.request_state import RequestState, request_state
 
 logger = logging.getLogger("pagoda.server")
 
@@ -27,10 +26,10 @@ INLINE_TOKENS = 256
 
 async def run_sized(num_tokens: int, work: Callable[[], T]) -> T:
     """Return the result of `work`, which takes time that grows with `num_tokens`: if they are many, use a thread."""
-    return await _on_thread(work) if num_tokens > INLINE_TOKENS else work()
+    return await on_thread(work) if num_tokens > INLINE_TOKENS else work()
 
 
-async def _on_thread(work: Callable[[], T]) -> T:
+async def on_thread(work: Callable[[], T]) -> T:
     """Return the result of `work`, run on a thread. If this is cancelled, wait for the thread before raising that.
 
     A thread goes on when its caller is cancelled, and would change what the caller then ends.
@@ -98,23 +97,23 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await cancel_on_disconnect(Request(scope, receive), self._pump(request_state(scope), send))
+            await cancel_on_disconnect(Request(scope, receive), self._pump(scope["state"], send))
         except ClientGone:
-            request_state(scope).ended_as = CLIENT_CLOSED
+            scope["state"]["ended_as"] = CLIENT_CLOSED
         finally:
             await self._end()
 
-    async def _pump(self, state: RequestState, send: Send) -> None:
+    async def _pump(self, state: dict[str, Any], send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for data in self._events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             known = as_api_error(error)
-            state.fail(known)
+            state.update(ended_as=known.status, error=known.message)
             if known.status == 500:  # other statuses are not failures of the server
                 logger.error("a stream ended with an error", exc_info=error)
-            frame = self._framing.error(shortened(known), state.request_id)
+            frame = self._framing.error(shortened(known), state.get("request_id", ""))
             await send({"type": "http.response.body", "body": frame, "more_body": True})
         # Ended before the client reads the end: it may then send another request with the same id.
         await self._end()

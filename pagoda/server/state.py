@@ -22,6 +22,7 @@ from pagoda.engine.clients.remote_client import EngineClient
 from pagoda.engine.wire import EngineSizes
 from pagoda.loading.model_config import read_images, summarize_weights
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
+from pagoda.server.batches.service import Files, FileService
 from pagoda.server.body_reader import BodyReader
 from pagoda.server.dialects.openai_body import SamplingBody
 from pagoda.server.errors import ApiError
@@ -31,7 +32,6 @@ from pagoda.server.looks import Looks
 from pagoda.server.middleware import Drain
 from pagoda.server.peers import Peers
 from pagoda.server.request_starter import RequestStarter
-from pagoda.server.request_state import request_state
 from pagoda.server.seals import server_secret
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.served_model import ModelFacts, PickedModel, ServedModel
@@ -48,6 +48,7 @@ class ServerState:
     bodies: reads those of requests.   forces_usage: all streams tell it.
     looks: at the engine, for those who look at its requests.
     pull_flags: of `pagoda models pull`, so that it fetches into this server's cache.
+    max_num_seqs: that the engine runs at once.
     telemetry: exports each request, if there is somewhere to.
     returns_token_ids: log-probabilities have ids of tokens, where a request does not say.
     """
@@ -66,6 +67,8 @@ class ServerState:
     drain: Drain = field(default_factory=Drain)
     peers: Peers = field(default_factory=Peers)
     telemetry: Telemetry | None = None
+    files: Files = field(default_factory=lambda: Files(OwnCalls(FileService().services)))
+    max_num_seqs: int = 1
     stored: Stored = field(default_factory=lambda: Stored(OwnCalls(StoreService().services)))
     started_at: int = field(default_factory=lambda: int(time.time()))
 
@@ -84,19 +87,19 @@ class ServerState:
     def pick(self, http: Request, name: str | None) -> PickedModel:
         """Return the model that a request asks for, noting it for the log. Raises ApiError (404) for an unknown one."""
         picked = self.model.pick(name)
-        request_state(http).model = picked.name
+        http.scope["state"]["timings"]["model"] = picked.name
         return picked
 
     def check_admin(self, http: Request) -> None:
         """Raise ApiError (403) if the server has an admin key and the caller did not send it."""
-        if self.has_admin_key and not request_state(http).caller.is_admin:
+        if self.has_admin_key and not http.scope["state"]["is_admin"]:
             raise ApiError(403, "this affects all users of the server: use the admin key (--admin-api-key)")
 
     def is_operator(self, http: Request) -> bool:
         """Return whether the caller has the admin key, or the server is one of this machine that has no keys."""
         config = self.config
         has_no_keys = not config.api_keys and config.admin_api_key is None
-        return request_state(http).caller.is_admin or (config.is_local and has_no_keys)
+        return http.scope["state"]["is_admin"] or (config.is_local and has_no_keys)
 
     def writes_ids(self, body: SamplingBody) -> bool:
         """Return whether tokens of log-probabilities are written as "token_id:ID"."""
@@ -110,9 +113,8 @@ class ServerState:
         """
         if asked is not None:
             return f"{prefix}{asked}"
-        known = request_state(http)
-        request_id = f"{prefix}{known.request_id}"
-        is_free = self.starter.is_free(known.caller.key, request_id, num_prompts)
+        request_id = f"{prefix}{http.scope['state']['request_id']}"
+        is_free = self.starter.is_free(http.scope["state"]["key"], request_id, num_prompts)
         return request_id if is_free else f"{request_id}-{uuid.uuid4().hex[:8]}"
 
 
@@ -181,6 +183,8 @@ async def build_state(
         config=server,
         looks=Looks(client.look),
         peers=peers,
+        files=Files(peers.calls),
+        max_num_seqs=config.scheduler.max_num_seqs,
         stored=Stored(peers.calls),
     )
 
@@ -191,13 +195,13 @@ def _cache_flag(folder: str | None) -> tuple[str, ...]:
 
 def _history_of(config: EngineConfig, llm: AsyncEngine, peers: Peers, max_model_len: int) -> History | None:
     """Return the history of the model; None if it is off."""
-    inputs = llm.input_processor
-    if config.server.answer_defaults.history == "off" or not inputs.limits.tasks.generates:
+    server, inputs = config.server, llm.input_processor
+    if server.answer_defaults.history == "off" or not inputs.limits.tasks.generates:
         return None
     secret = server_secret(peers.salt_secret)
     call = peers.calls.call
     remember, recall = partial(call, "remember"), partial(call, "recall", returns=Found)
-    return History(config.model.model, inputs.tokenizer, max_model_len, secret, remember, recall)
+    return History(config.model.model, inputs.tokenizer, max_model_len, secret, server, remember, recall)
 
 
 def _facts_of(setup: EngineSetup) -> ModelFacts:

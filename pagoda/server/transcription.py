@@ -1,11 +1,9 @@
 """POST /v1/audio/transcriptions, /v1/audio/translations"""
 
 import contextlib
-import importlib.util
 from collections.abc import AsyncGenerator, Callable
 from typing import Annotated, Any, TypeVar
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
@@ -19,11 +17,10 @@ from pagoda.engine.transcription.piece import Decoding
 from pagoda.engine.transcription.sound import claimed_bytes, read_sound
 from pagoda.engine.transcription.transcriber import Transcription, TranscriptionOptions
 from pagoda.server.body import Body, Flag, one_of
-from pagoda.server.body_reader import parse_fields
 from pagoda.server.errors import ApiError
+from pagoda.server.forms import read_form
 from pagoda.server.generation import Generation
 from pagoda.server.remote_admission import AnyPlace
-from pagoda.server.request_state import request_state
 from pagoda.server.routing import Router
 from pagoda.server.sending import EventStream, cancel_on_disconnect, event, json_response, run_sized
 from pagoda.server.state import state_of
@@ -133,8 +130,6 @@ class TranscriptionEvent(Struct):
 
 F = TypeVar("F", TranscriptionRequest, TranslationRequest)
 
-_MAX_FIELDS = 32
-_MAX_FIELD_BYTES = 64 * 2**10
 _LISTS = ("timestamp_granularities[]", "include[]")
 _REFUSED = ("chunking_strategy[", "known_speaker_names", "known_speaker_references")
 """How fields of OpenAI's begin without which the answer would be another than was asked for."""
@@ -177,52 +172,14 @@ async def create_translation(http: Request) -> Response:
 
 def _admitted(http: Request) -> contextlib.AbstractAsyncContextManager[AnyPlace]:
     """Admit a request before its form is read. Raises Refusal (429)."""
-    request_state(http).body_bytes = 0  # of a text: the sound's tokens are not known yet
+    http.scope["state"]["body_bytes"] = 0  # of a text: the sound's tokens are not known yet
     return state_of(http).starter.admitted(http, 1, 1, None, is_read=False)
 
 
-@contextlib.asynccontextmanager
-async def _form(http: Request, kind: type[F]) -> AsyncGenerator[tuple[F, UploadFile], None]:
-    """Read a form: a file goes to disk from 1 MB on, as it comes. Raises RequestError."""
-    state = state_of(http)
-    if state.starter.llm.input_processor.speech is None:
+def _form(http: Request, kind: type[F]) -> contextlib.AbstractAsyncContextManager[tuple[F, UploadFile]]:
+    if state_of(http).starter.llm.input_processor.speech is None:
         raise RequestError("this model does not transcribe: serve a Whisper model", "model")
-    if importlib.util.find_spec("python_multipart") is None:
-        raise RequestError("this server cannot read uploads: install it with pip install python-multipart")
-    if not http.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise RequestError("the body is not a form with a file; send one with Content-Type: multipart/form-data")
-    _check_charset(http.headers["content-type"])
-    async with http.form(max_files=1, max_fields=_MAX_FIELDS, max_part_size=_MAX_FIELD_BYTES) as given:
-        fields: dict[str, Any] = {}
-        for name in given:
-            values = [value if isinstance(value, str) else value.filename or "upload" for value in given.getlist(name)]
-            fields[name] = values if name in _LISTS else values[-1]
-        file = given.get("file")
-        if not isinstance(file, UploadFile):
-            raise RequestError("file: expected a sound file in a form (multipart/form-data)", "file")
-        known = {one.encode_name for one in msgspec.structs.fields(kind)}
-        unknown = [name for name in fields if name not in known]
-        if refused := next((name for name in unknown if name.startswith(_REFUSED)), None):
-            raise RequestError(f"{refused[:64]}: not supported; leave it out", refused[:64])
-        if unknown:
-            state.bodies.note_unknown(http, unknown, len(unknown))
-        yield (
-            parse_fields(
-                {k: v for k, v in fields.items() if k in known},
-                kind,
-                state.starter.llm.input_processor.limits.of_request,
-            ),
-            file,
-        )
-
-
-def _check_charset(content_type: str) -> None:
-    """Raise RequestError for another charset than UTF-8: a client does not choose the codec of its fields."""
-    from python_multipart.multipart import parse_options_header
-
-    charset = parse_options_header(content_type)[1].get(b"charset", b"utf-8")
-    if charset.lower() not in (b"utf-8", b"utf8"):
-        raise RequestError("Content-Type: the charset of a form must be utf-8; leave it out")
+    return read_form(http, kind, "a sound file", _LISTS, _REFUSED)
 
 
 def _temperatures(asked: float) -> tuple[float, ...]:
@@ -243,7 +200,7 @@ async def _answer(
     if state.pick(http, model).lora is not None:
         raise ApiError(400, "model: adapters do not transcribe", "model")
     name, request_id = file.filename or "upload", state.request_id(http, None, "audio-", 1)
-    new_id = state.starter.reserve_job(request_state(http).caller.key, request_id, place)
+    new_id = state.starter.reserve_job(http.scope["state"]["key"], request_id, place)
     reading = state.starter.llm.text.begin_transcription(
         lambda limits, is_left: read_sound(_content(file), name, limits, is_left),
         options,
@@ -251,7 +208,7 @@ async def _answer(
         place.wait_to_hold,
     )
     sound = await cancel_on_disconnect(http, reading)
-    request_state(http).audio_s = round(sound.sound.duration_s, 2)
+    http.scope["state"]["timings"]["audio_s"] = round(sound.sound.duration_s, 2)
     generation = Generation(state.starter, http, request_id, (), place, is_stream)
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)

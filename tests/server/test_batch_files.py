@@ -12,8 +12,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.server.app import ENDPOINTS
-from pagoda.server.batch_files import PATHS, InputLine, Journal, read_lines
-from pagoda.server.batch_run import answer_lines, survey
+from pagoda.server.batches.lines import PATHS, InputLine, Journal, read_lines
+from pagoda.server.batches.offline import survey
+from pagoda.server.batches.run import Caller, answer_lines
 
 MAX_BYTES = 1000
 CHAT = "/v1/chat/completions"
@@ -54,7 +55,8 @@ def run(path: Path, target: Path, answer: Any = echo, max_in_flight: int = 4, di
 
     with Journal(target) as journal:
         lines = (line for line in read_lines(path, MAX_BYTES) if not journal.has(line))
-        asyncio.run(answer_lines(app_of(answer), lines, journal, max_in_flight, raise_if_dead, lambda: None))
+        caller = Caller(app_of(answer), raise_if_dead)
+        asyncio.run(answer_lines(caller, lines, journal, lambda: max_in_flight, lambda: None))
         return journal
 
 
@@ -211,22 +213,24 @@ def test_lines_in_flight_are_limited(tmp_path: Path) -> None:
                 most_ahead = max(most_ahead, num_read - journal.num_done)
                 yield line
 
-        asyncio.run(answer_lines(app_of(answer), lines(), journal, limit, lambda: None, lambda: None))
+        asyncio.run(answer_lines(Caller(app_of(answer), lambda: None), lines(), journal, lambda: limit, lambda: None))
     assert most_running <= limit
     assert most_ahead == limit + 1
     assert [line["custom_id"] for line in answers(tmp_path / "out")] == [f"id-{number}" for number in range(num_lines)]
 
 
 def test_bytes_in_flight_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda.server.batch_run._MAX_IN_FLIGHT_BYTES", 1500)
+    monkeypatch.setattr("pagoda.server.batches.run._MAX_IN_FLIGHT_BYTES", 1500)
     path = write_input(tmp_path, *(line_of(f"{number}", body={"x": "y" * 700}) for number in range(20)))
-    num_running = most_running = 0
+    num_running = most_running = num_begun = 0
 
     async def answer(number: int, body: bytes) -> tuple[int, bytes, bytes]:
-        nonlocal num_running, most_running
+        nonlocal num_running, most_running, num_begun
         num_running += 1
+        num_begun += 1
         most_running = max(most_running, num_running)
-        await asyncio.sleep(0)
+        while num_running < 3 and num_begun < 18:
+            await asyncio.sleep(0)
         num_running -= 1
         return 200, b"application/json", b"{}"
 
@@ -237,7 +241,7 @@ def test_bytes_in_flight_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_full_server_is_not_asked_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused waits for the end of another line, however many wait."""
-    monkeypatch.setattr("pagoda.server.batch_run._RETRY_S", 1e6)
+    monkeypatch.setattr("pagoda.server.batches.run._RETRY_S", 1e6)
     path = write_input(tmp_path, *(line_of(f"{number}") for number in range(500)))
     num_running = num_calls = 0
 
@@ -260,7 +264,7 @@ def test_a_full_server_is_not_asked_again_and_again(tmp_path: Path, monkeypatch:
 
 def test_what_the_routes_answer_is_in_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line that finds the server full is sent again; answers that are no JSON are errors."""
-    monkeypatch.setattr("pagoda.server.batch_run._RETRY_S", 0)
+    monkeypatch.setattr("pagoda.server.batches.run._RETRY_S", 0)
     path = write_input(tmp_path, *(line_of(f"id-{number}") for number in range(1, 5)))
     num_full = 3
 
@@ -313,5 +317,6 @@ def test_a_defect_of_a_route_is_a_500_of_its_line(tmp_path: Path) -> None:
 
     path = write_input(tmp_path, line_of("a"), line_of("b"))
     with Journal(tmp_path / "out") as journal:
-        asyncio.run(answer_lines(app, read_lines(path, MAX_BYTES), journal, 2, lambda: None, lambda: None))
+        lines = read_lines(path, MAX_BYTES)
+        asyncio.run(answer_lines(Caller(app, lambda: None), lines, journal, lambda: 2, lambda: None))
     assert [line["response"]["status_code"] for line in answers(tmp_path / "out")] == [500, 500]

@@ -9,7 +9,6 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 
-from pagoda.server.request_state import request_state
 from pagoda.server.state import ServerState
 from pagoda.server.turn import Turn
 
@@ -71,7 +70,7 @@ class Diagnosis:
         """Return the diagnosis of a request, after looking for the previous one."""
         history, found = state.model.history, None
         if history is not None and previous_id is not None:
-            found = await history.recall_note(history.owner_of(request_state(http).caller), previous_id)
+            found = await history.recall_note(history.owner_of(http.scope["state"]["key"]), previous_id)
         previous = None
         if found is not None:
             with contextlib.suppress(msgspec.DecodeError):  # a damaged one is not found

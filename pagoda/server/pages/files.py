@@ -9,7 +9,6 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from pagoda.server.pages.rules import HEADERS
-from pagoda.server.request_state import request_state
 
 STATIC = Path(__file__).parent / "static"
 """A page is `NAME.html`, at `/NAME`; what it loads is in the folder `NAME`."""
@@ -35,7 +34,7 @@ def _route(path: str, file: Path) -> Route:
     headers = {**HEADERS, "ETag": f'"{hashlib.sha256(body).hexdigest()[:16]}"'}
 
     async def send(http: Request) -> Response:
-        request_state(http).route = path
+        http.scope["state"]["route"] = path
         if file.suffix == ".html" and http.scope["raw_path"].endswith(b"/"):
             return RedirectResponse(f"../{file.stem}")  # else the addresses in it, which are relative, would not lead
         if http.headers.get("if-none-match") == headers["ETag"]:
@@ -47,7 +46,7 @@ def _route(path: str, file: Path) -> Route:
 
 async def _lead_to_page(http: Request) -> Response:
     """Lead a browser to the dashboard; programs get the error of an unknown path, which names the other routes."""
-    request_state(http).route = "/"
+    http.scope["state"]["route"] = "/"
     if http.method == "HEAD":  # Anthropic's clients ask so whether there is a server
         return Response()
     if "text/html" not in http.headers.get("accept", ""):

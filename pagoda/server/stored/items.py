@@ -86,12 +86,12 @@ class ItemList(Struct, frozen=True):
 MAX_LIMIT = 100
 
 
-def page_asked(http: Request) -> tuple[str, int, bool]:
+def page_asked(http: Request, usual: int = 20, most: int = MAX_LIMIT) -> tuple[str, int, bool]:
     """Return `after`, `limit`, and whether the order is ascending, of the URL of a list. Raises RequestError."""
     asked = http.query_params
-    after, limit, order = asked.get("after", ""), asked.get("limit", "20"), asked.get("order", "desc")
-    if not (limit.isdecimal() and len(limit) < 5 and 1 <= int(limit) <= MAX_LIMIT):
-        raise RequestError(f"limit: expected a number from 1 to {MAX_LIMIT}, got {limit!r:.80}", "limit")
+    after, limit, order = asked.get("after", ""), asked.get("limit", str(usual)), asked.get("order", "desc")
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 6 and 1 <= int(limit) <= most):
+        raise RequestError(f"limit: expected a number from 1 to {most}, got {limit!r:.80}", "limit")
     if order not in ("asc", "desc"):
         raise RequestError(f"order: expected asc or desc, got {order!r:.80}", "order")
     return after, int(limit), order == "asc"

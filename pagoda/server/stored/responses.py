@@ -14,7 +14,6 @@ from pagoda.server.dialects.response_events import TOO_LONG, ResponseAnswer, Res
 from pagoda.server.dialects.responses import ResponsesDialect, response_error
 from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
 from pagoda.server.errors import ApiError, as_api_error
-from pagoda.server.request_state import request_state
 from pagoda.server.respond import begin_turn, respond_with
 from pagoda.server.routing import Router, flag
 from pagoda.server.sending import EventStream, Framing, cancel_on_disconnect, event, json_response
@@ -61,8 +60,8 @@ async def create_response(http: Request) -> Response:
         at_end.pop_all()
     if not body.background:
         return EventStream(turn.frames(), turn.close, turn.framing)
-    known = request_state(http)
-    known.work = state.drain.run(turn.run(known), turn.close)
+    noted = http.scope["state"]
+    noted["work"] = state.drain.run(turn.run(noted), turn.close)
     if body.stream:
         return EventStream(_followed(http, entry.id, -1), _nothing, FRAMING)
     return Response(entry.body, media_type="application/json")
@@ -84,9 +83,8 @@ async def _earlier(http: Request, body: ResponsesRequest) -> Callable[[], list[I
         raise not_found("response" if is_response else "conversation", id, name)
     if context.problem:
         raise RequestError(f"{name}: {id[:100]!r} {context.problem}", name)
-    known = request_state(http)
-    known.hold(context.num_bytes)
-    known.body_bytes += context.num_bytes
+    http.scope["state"]["hold"](context.num_bytes)
+    http.scope["state"]["body_bytes"] += context.num_bytes
     return lambda: unpack(context.items) + context.output
 
 
@@ -150,7 +148,7 @@ async def cancel_response(http: Request) -> Response:
 
 
 async def _abort(http: Request) -> None:
-    key = request_state(http).caller.key
+    key = http.scope["state"]["key"]
     await state_of(http).peers.ask("abort", {http.path_params["response_id"]}, key, returns=list[str])
 
 

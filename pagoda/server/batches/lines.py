@@ -187,6 +187,13 @@ def _digest(custom_id: str | None) -> bytes:
 # ---- the output file
 
 
+parse_output = msgspec.json.Decoder(OutputLine).decode
+
+
+class JournalInUse(ConfigError):
+    """Another run writes an output file."""
+
+
 class Journal:
     """The output file. What is complete in it when a run begins is done; a torn last line is cut.
 
@@ -198,7 +205,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._done: dict[int, bytes] = {}
-        self.num_failed = 0
+        self.num_bytes = self.num_failed = 0
         self.first_failure: str | None = None
         try:
             self._file = path.open("a+b")
@@ -233,19 +240,20 @@ class Journal:
     def write(self, line: OutputLine) -> None:
         """Append a line. Raises ConfigError if it cannot be written."""
         data = memoryview(msgspec.json.encode(line) + b"\n")
+        size = len(data)
         try:
             while data:  # not buffered: what a full disk refused would fail once more when the file is closed
                 data = data[os.write(self._file.fileno(), data) :]
         except OSError as error:
             raise self._unwritable(error) from None
-        self._note(line)
+        self._note(line, size)
 
     def _take(self) -> None:
         """Lock the file, and read what is done."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another run writes {self._path}: wait for it, or give another output file") from None
+            raise JournalInUse(f"another run writes {self._path}: wait for it, or give another output file") from None
         if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):
             raise ConfigError(f"{self._path} is a device or a pipe: give an output file, from which a run can go on")
         try:
@@ -261,19 +269,20 @@ class Journal:
                     os.truncate(self._file.fileno(), end)
                     break
                 try:
-                    self._note(msgspec.json.decode(data, type=OutputLine))
+                    self._note(parse_output(data), len(data))
                 except ValueError:  # msgspec's errors are of this kind, too
                     raise self._foreign(count) from None
                 end += len(data)
         except OSError as error:
             raise self._unwritable(error) from None
 
-    def _note(self, line: OutputLine) -> None:
+    def _note(self, line: OutputLine, num_bytes: int) -> None:
         """Count a line as done. Raises ValueError for an id that is not of a batch, or of a line that is done."""
         number = int(line.id.removeprefix(_ID))
         if line.id != f"{_ID}{number}" or number in self._done:
             raise ValueError(line.id)
         self._done[number] = _digest(line.custom_id)
+        self.num_bytes += num_bytes
         failure = line.failure
         if failure is not None:
             self.num_failed += 1

@@ -1,0 +1,58 @@
+"""Run a batch file without a server, over an engine process of its own."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from pagoda.base.config import EngineConfig
+from pagoda.base.errors import ConfigError
+from pagoda.engine.clients.process_client import ProcessClient
+from pagoda.server.app import create_app
+from pagoda.server.batches.lines import Journal, read_lines
+from pagoda.server.batches.run import LIMITS, MAX_LINE_BYTES, Caller, answer_lines
+from pagoda.server.state import build_state
+
+
+def survey(path: Path, journal: Journal) -> int:
+    """Return how many lines an input file has. Raises ConfigError if it cannot be read or is not the journal's."""
+    num_lines = num_done = 0
+    for line in read_lines(path, MAX_LINE_BYTES):
+        num_lines += 1
+        num_done += journal.has(line)
+    if num_done < journal.num_done:
+        raise ConfigError(
+            f"the output file has {journal.num_done} answers, {journal.num_done - num_done} of them to lines that "
+            f"{path} does not have: give another output file"
+        )
+    return num_lines
+
+
+async def answer_file(config: EngineConfig, path: Path, journal: Journal, on_line: Callable[[], object]) -> None:
+    """Answer the lines of an input file that the journal does not have.   on_line: called after each.
+
+    Raises ConfigError or CapacityError for invalid settings, WorkerDied if the engine cannot be started (again).
+    """
+    config = replace(config, server=replace(config.server, server_limits=LIMITS))
+    client = ProcessClient(config, step_timeout_s=config.server.server_timeouts.step_timeout_s)
+    starting = asyncio.create_task(client.start())
+    try:
+        state = await build_state(config, client, lambda: starting)
+        await state.model.adapters.load_modules(config.server.lora_sources)
+
+        def raise_if_dead() -> None:
+            if (died := client.died or state.starter.llm.died) is not None:
+                raise died
+
+        caller = Caller(create_app(state, config.server), raise_if_dead)
+        lines = (line for line in read_lines(path, MAX_LINE_BYTES) if not journal.has(line))
+        max_in_flight = 2 * config.scheduler.max_num_seqs  # those that run, and the next ones
+        try:
+            await answer_lines(caller, lines, journal, lambda: max_in_flight, on_line)
+        finally:
+            state.starter.llm.text.close()
+            await asyncio.to_thread(state.peers.close)
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await client.shutdown()

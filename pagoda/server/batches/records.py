@@ -1,0 +1,136 @@
+"""What is known of files and batches: as answers show it, and with what only the server needs."""
+
+from typing import Generic, TypeVar
+
+from msgspec import Struct
+
+T = TypeVar("T")
+
+
+class FileObject(Struct, kw_only=True):
+    """A file.   bytes: its size.   created_at, expires_at: by time.time."""
+
+    id: str
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+    filename: str
+    purpose: str
+    object: str = "file"
+    status: str = "processed"
+
+
+class RequestCounts(Struct, kw_only=True):
+    """Lines of a batch: all, those with an answer, and those that failed."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class BatchError(Struct, frozen=True):
+    """Why a batch failed.   code: as of lines of the output.   line: of its input, from 1."""
+
+    code: str
+    message: str
+    line: int | None = None
+    param: str | None = None
+
+
+class BatchErrors(Struct):
+    data: list[BatchError]
+    object: str = "list"
+
+
+class Batch(Struct, kw_only=True):
+    """A batch.
+
+    status: validating, in_progress, finalizing, completed, failed, expired, cancelling or cancelled.
+    output_file_id, error_file_id: the answers, and the lines that failed, once it has ended; null if there are none.
+    """
+
+    id: str
+    object: str = "batch"
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    status: str = "validating"
+    errors: BatchErrors | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    in_progress_at: int | None = None
+    expires_at: int
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.status in ("completed", "failed", "expired", "cancelled")
+
+
+class StoredFile(Struct, tag="file"):
+    """A file of a key."""
+
+    owner: str
+    file: FileObject
+
+
+class StoredBatch(Struct, tag="batch"):
+    """A batch of a key.
+
+    output_age_s: how long its output is kept.   client: the process that runs it; None: it waits.
+    num_bytes: of its answers so far.
+    """
+
+    owner: str
+    batch: Batch
+    output_age_s: int
+    client: int | None = None
+    num_bytes: int = 0
+
+
+class Upload(Struct, frozen=True):
+    """What an upload may be written to, as a file of this id; or why not."""
+
+    id: str = ""
+    path: str = ""
+    refusal: str = ""
+
+
+class FileFound(Struct, frozen=True):
+    """A file, and where its content is."""
+
+    file: FileObject
+    path: str
+
+
+class Listed(Struct, Generic[T], frozen=True):
+    """Some of a list.   has_more: others follow the last one."""
+
+    data: list[T]
+    has_more: bool
+
+
+class Work(Struct, frozen=True):
+    """A batch that a process is to run.   folder: of its files."""
+
+    owner: str
+    batch: Batch
+    folder: str
+
+
+class Ended(Struct, frozen=True):
+    """How a batch has ended.   output_bytes, error_bytes: of its files; 0: there is none."""
+
+    status: str
+    counts: RequestCounts
+    output_bytes: int = 0
+    error_bytes: int = 0
+    errors: list[BatchError] = []
