@@ -28,8 +28,8 @@ _DTYPE_NAMES = {
     "fp32": "float32",
     "fp8_e4m3": "fp8",
 }
-_BYTES = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*(|[KMGT]i?B?|B)", re.IGNORECASE)
-_COUNT = re.compile(r"(-?\d{1,18}(?:\.\d{1,9})?)\s*([kmg]?)(i?)", re.IGNORECASE)
+_BYTES = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(|[KMGT]i?B?|B)", re.IGNORECASE)
+_COUNT = re.compile(r"(-?[0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmg]?)(i?)", re.IGNORECASE)
 _POWERS = {"": 0, "B": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 RETIRED: Mapping[str, str] = {

@@ -24,6 +24,7 @@ from pagoda.base.param_values import (
 from pagoda.base.registry import nearest
 from pagoda.base.setting import Setting
 from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.base.text import as_integer
 
 GREEDY_EPSILON = 1e-5
 """Temperatures below this are greedy: dividing logits by them would overflow."""
@@ -443,7 +444,7 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise refuse("logit_bias", value, allowed)
         token, bias = pair
-        if isinstance(token, str) and token.isdecimal():
-            token = int(token)
+        if isinstance(token, str) and (token_id := as_integer(token)) is not None:
+            token = token_id
         biases[read_integer("logit_bias", token, 0)] = read_number("logit_bias", bias, low=-100.0, high=100.0)
     return tuple(sorted(biases.items()))

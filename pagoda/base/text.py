@@ -4,6 +4,7 @@ JSON that models write may have such strings, too: they are mended.
 """
 
 import json
+import re
 from typing import Any
 
 from pagoda.base.errors import RequestError
@@ -25,6 +26,17 @@ def is_encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+_INTEGER = re.compile("-?[0-9]{1,18}")
+
+
+def as_integer(text: str) -> int | None:
+    """Return the integer that a caller wrote; None for another text.
+
+    Python's own `int` also takes the digits of other scripts, spaces, `_` and `+`.
+    """
+    return int(text) if _INTEGER.fullmatch(text) else None
 
 
 def encodable(text: str) -> str:

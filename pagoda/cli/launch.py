@@ -112,8 +112,12 @@ def _codex(server: Server) -> Setup:
 
 
 def _goose(server: Server) -> Setup:
+    """Name the path, too: `goose configure` writes one to its file, which may be another server's."""
     variables = {"GOOSE_PROVIDER": "openai", "GOOSE_MODEL": server.model}
-    return Setup(variables | {"OPENAI_HOST": server.url, "OPENAI_API_KEY": server.key})
+    variables |= {"OPENAI_HOST": server.url, "OPENAI_BASE_PATH": "v1/chat/completions", "OPENAI_API_KEY": server.key}
+    if server.context is not None:  # else it takes 128,000 tokens for it
+        variables["GOOSE_CONTEXT_LIMIT"] = str(server.context)
+    return Setup(variables)
 
 
 def _opencode(server: Server) -> Setup:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -66,12 +66,12 @@ async def show_request(http: Request) -> Response:
     if details is None:
         raise ApiError(404, "no such request: it is none of yours, or has ended and is forgotten", "id")
     timeline = (await _see(http, with_ended=True)).timeline(name, details, time.perf_counter())
-    if (miss := await _miss_of(state, viewer, details)) is not None:
+    if (miss := await miss_of(state, viewer, details)) is not None:
         timeline.prefix_miss = miss
     return json_response(timeline)
 
 
-async def _miss_of(state: ServerState, viewer: Viewer, details: RequestDetails) -> PrefixMiss | None:
+async def miss_of(state: ServerState, viewer: Viewer, details: RequestDetails) -> PrefixMiss | None:
     """Return why no more of a request's prompt was found in the prefix cache."""
     record, tokens = details.record, details.tokens
     num_cached = num_cached_of(details.events)
@@ -82,8 +82,8 @@ async def _miss_of(state: ServerState, viewer: Viewer, details: RequestDetails) 
     earlier = [(viewer.name_of(request_id) or "", known) for _, request_id, known in last_first]
     tokenizer = state.starter.llm.input_processor.tokenizer
 
-    def text_of(token_id: int) -> str:
-        return tokenizer.decode([token_id], skip_special_tokens=False)
+    def text_of(token_ids: Sequence[int]) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
 
     return explain_miss(tokens, record.num_prompt_tokens, num_cached, state.block_size, earlier, text_of)
 

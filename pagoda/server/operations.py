@@ -168,7 +168,7 @@ class AbortResponse(Struct, frozen=True):
 @router.post("/abort_requests", answer=AbortResponse, body=AbortRequest)
 async def abort_requests(http: Request) -> Response:
     """Abort these requests of the caller; ignore unknown ids. They return their output so far, marked as aborted;
-    of Anthropic's API, whose answers cannot be marked, an error.
+    in Anthropic's API as `pause_turn`, of which a stream ends with an error.
 
     Without ids: abort all requests. If the server has an admin key, this needs it.
     """

@@ -1,10 +1,12 @@
 """Why the prefix cache had no more of a prompt: where the prompt begins to differ from the request it is most like."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from msgspec import UNSET, Struct, UnsetType
 
 from pagoda.metrics.known_tokens import KnownTokens
+
+_TOKENS_BEFORE = 16
 
 
 class PrefixMiss(Struct, kw_only=True):
@@ -12,7 +14,7 @@ class PrefixMiss(Struct, kw_only=True):
 
     position: of the first token that differs, from 0.   block: which has it, from 0.   like: the other request.
     token_id, token: there, and its text; like_token_id, like_token: those of the other request. Missing where that has
-    no token.   what: why no more was cached, in words.
+    no token.   before: the end of the text that both have in front of it.   what: why no more was cached, in words.
     """
 
     like: str
@@ -22,6 +24,7 @@ class PrefixMiss(Struct, kw_only=True):
     token: str | UnsetType = UNSET
     like_token_id: int | UnsetType = UNSET
     like_token: str | UnsetType = UNSET
+    before: str | UnsetType = UNSET
     what: str
 
 
@@ -31,11 +34,11 @@ def explain_miss(
     num_cached: int,
     block_size: int,
     earlier: Iterable[tuple[str, KnownTokens | None]],
-    text_of: Callable[[int], str],
+    text_of: Callable[[Sequence[int]], str],
 ) -> PrefixMiss | None:
     """Return why no more than `num_cached` tokens were found; None if all were, or no earlier request begins alike.
 
-    earlier: requests that came before, by name.   text_of: returns the text of a token id.
+    earlier: requests that came before, by name.   text_of: returns the text of token ids.
     """
     if num_cached >= (num_prompt_tokens - 1) // block_size * block_size:  # the last token is always computed
         return None
@@ -49,7 +52,8 @@ def explain_miss(
     is_end = position >= len(known.token_ids)
     if not is_end and position < num_prompt_tokens:
         miss.token_id, miss.like_token_id = int(tokens.token_ids[position]), int(known.token_ids[position])
-        miss.token, miss.like_token = text_of(miss.token_id), text_of(miss.like_token_id)
+        miss.token, miss.like_token = text_of([miss.token_id]), text_of([miss.like_token_id])
+        miss.before = text_of(tokens.token_ids[max(0, position - _TOKENS_BEFORE) : position].tolist())
     could = min(position - is_end, num_prompt_tokens - 1) // block_size * block_size
     if could > num_cached:
         miss.what = (

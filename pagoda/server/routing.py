@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pagoda.base.errors import RequestError
+from pagoda.base.text import as_integer
 from pagoda.server.body import ITEMS, Body
 from pagoda.server.errors import ErrorForm, ErrorResponse, error_body
 from pagoda.server.pages.files import PAGE_PATHS
@@ -83,6 +84,15 @@ def flag(http: Request, name: str) -> bool:
     if given not in ("true", "1", "false", "0"):
         raise RequestError(f"{name}: expected true or false, got {given!r:.80}", name)
     return given in ("true", "1")
+
+
+def integer(http: Request, name: str, default: int, least: int, most: int) -> int:
+    """Return a parameter of the URL that is an integer. Raises RequestError for another value."""
+    given = http.query_params.get(name)
+    number = default if given is None else as_integer(given)
+    if number is None or (given is not None and not least <= number <= most):
+        raise RequestError(f"{name}: expected an integer from {least} to {most}, got {given!r:.80}", name)
+    return number
 
 
 class Router:

@@ -37,8 +37,8 @@ async def _trace(http: Request) -> Response:
         raise ApiError(403, "a trace shows the requests of all users: use the admin key (--admin-api-key)")
     given = http.query_params.get("seconds", str(_DEFAULT_S))
     try:
-        seconds = float(given)
-    except ValueError:
+        seconds = msgspec.convert(given, float, strict=False)  # which takes no digits of other scripts, as `float` does
+    except msgspec.ValidationError:
         seconds = 0.0
     if not 0 < seconds <= MAX_TRACE_S:
         raise ApiError(400, f"seconds: must be a number above 0, at most {MAX_TRACE_S:g} (got {given:.40})", "seconds")

@@ -83,6 +83,8 @@ def test_parameters_are_normalised(given: dict[str, object], kept: dict[str, obj
         ("logit_bias", {1: 101}, r"\[-100, 100\]"),
         ("logit_bias", {-1: 1}, "at least 0"),
         ("logit_bias", {"x": 1}, "an integer"),
+        ("logit_bias", {"٣": 1}, "an integer"),
+        ("logit_bias", {"9" * 5000: 1}, "an integer"),
         ("logit_bias", [1, 2], "mapping"),
         ("logit_bias", 5, "mapping"),
         ("bad_words", [""], "none of them empty"),

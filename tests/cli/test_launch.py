@@ -73,10 +73,12 @@ def variables_of(name: str, url: str, key: str) -> dict[str, str]:
         roles = ("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
         address = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key, "ANTHROPIC_API_KEY": ""}
         return {**address, **dict.fromkeys(roles, model), "CLAUDE_CODE_AUTO_COMPACT_WINDOW": "40000"}
+    goose = {"GOOSE_PROVIDER": "openai", "GOOSE_MODEL": model, "OPENAI_HOST": url, "OPENAI_API_KEY": key}
+    goose |= {"OPENAI_BASE_PATH": "v1/chat/completions", "GOOSE_CONTEXT_LIMIT": "40000"}
     return {
         "qwen": {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": key, "OPENAI_MODEL": model},
         "aider": {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": key},
-        "goose": {"GOOSE_PROVIDER": "openai", "GOOSE_MODEL": model, "OPENAI_HOST": url, "OPENAI_API_KEY": key},
+        "goose": goose,
     }.get(name, {})
 
 

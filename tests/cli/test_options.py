@@ -489,7 +489,7 @@ def test_sizes(text: str, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "x", "1XiB", "-1", "1 2", "GiB"])
+@pytest.mark.parametrize("text", ["", "x", "1XiB", "-1", "1 2", "GiB", "٣", "1_0"])
 def test_no_sizes(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -144,7 +145,10 @@ def test_anthropics_diagnostics_say_what_has_changed(server: LiveServer) -> None
         assert reason["type"] == kind
         assert (reason["cache_missed_input_tokens"] > 50) is (len(changed.get("messages", [1, 2, 3])) == 3)
     log = server.log.read_text()
-    assert f"compared with {first['id']!r}: messages_changed, messages[0] (GET /requests/ID" in log
+    changed = re.escape(f"compared with {first['id']!r}: messages_changed, messages[0]; it differs from ")
+    told = re.search(rf"{changed}\S+ from token \d+ on \(block \d+\): '\w+' here, '\w+' there, after '(.+)'", log)
+    assert told is not None, log
+    assert told[1].endswith("user\\n")
 
 
 def test_what_was_changed_is_not_taken_from_the_history(server: LiveServer) -> None:

@@ -23,7 +23,7 @@ from pagoda.engine.answers.reasoning import THINK
 from pagoda.engine.answers.same_message import MessageForm
 from pagoda.engine.inputs.sampled_messages import OpenMessage, SampledMessage, packed, unpacked
 from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
-from pagoda.server.dialects.cache_diagnosis import CacheMissReason, Diagnosis, Fingerprint
+from pagoda.server.dialects.cache_diagnosis import CacheMissReason, Diagnosis, Diagnostics, Fingerprint
 from pagoda.server.history import History, SampledTurn, key_of_note
 from pagoda.server.history_store import Found, HistoryStore
 from pagoda.server.seals import Sealer, server_secret
@@ -137,11 +137,12 @@ def test_a_damaged_note_is_none() -> None:
     store.remember(one.owner_of("1"), key_of_note("msg_1"), b"\xc1")
     http: Any = SimpleNamespace(scope={"state": {"key": "1"}})
     state: Any = SimpleNamespace(model=SimpleNamespace(history=one), block_size=1)
-    now = Fingerprint("m", b"", b"", b"", [])
-    found = asyncio.run(Diagnosis.of(http, state, now, "msg_1"))
-    told = found.diagnostics(turn_of())
-    assert told is not None
-    assert told.cache_miss_reason == CacheMissReason("previous_message_not_found")
+
+    async def told() -> Diagnostics | None:
+        now = Fingerprint("m", b"", b"", b"", [])
+        return (await Diagnosis.of(http, state, now, "msg_1")).diagnostics(turn_of())
+
+    assert asyncio.run(told()) == Diagnostics(CacheMissReason("previous_message_not_found"))
 
 
 def test_a_store_that_fails_fails_no_answer(caplog: pytest.LogCaptureFixture) -> None:

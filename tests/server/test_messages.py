@@ -145,6 +145,31 @@ def test_results_of_tools_come_before_what_the_user_says_and_their_images_with_i
     ]
 
 
+def test_documents_are_their_texts_and_images_and_a_pdf_is_refused_by_name() -> None:
+    def document(**source: Any) -> dict[str, Any]:
+        return block("document", title="T", source=source)
+
+    parts = [document(type="text", media_type="text/plain", data="one "), document(type="content", content="two ")]
+    parts.append(document(type="content", content=[block("text", text="three"), IMAGE]))
+    texts = messages_of({"role": "user", "content": parts})
+    assert [part.get("text") for part in texts[0]["content"]] == ["one ", "two ", "three", None]
+    (_, result) = messages_of(
+        {"role": "assistant", "content": [block("tool_use", id="a", name="f", input={})]},
+        {"role": "user", "content": [block("tool_result", tool_use_id="a", content=[parts[1], parts[0]])]},
+    )
+    assert result["content"] == "two \none "
+    for source, said in (
+        ({"type": "base64", "media_type": "application/pdf", "data": "AAAA"}, "PDF documents are not read; send"),
+        ({"type": "url", "url": "http://a/b.pdf"}, "PDF documents are not read"),
+        ({"type": "content", "content": [1]}, "source.content: expected a text or a list of blocks"),
+        ({"type": "text", "data": None}, "source.data: expected a text"),
+        ({"type": "file", "file_id": "f"}, "type 'document' with a source of type 'file'"),
+    ):
+        with pytest.raises(RequestError, match=re.escape(said)) as refused:
+            messages_of({"role": "user", "content": [document(**source)]})
+        assert str(refused.value).startswith("messages[0].content[0]")
+
+
 def test_the_number_in_a_billing_header_does_not_reach_the_prompt() -> None:
     for nonce in ("1a", "2b"):
         header = f"x-anthropic-billing-header: cc_version=2; cch={nonce};"
@@ -284,13 +309,16 @@ def test_a_turn_without_any_output_has_a_beginning_and_an_end() -> None:
     assert checked(events_of(answer.opening() + answer.closing())) == []
 
 
-def test_an_answer_that_was_aborted_does_not_look_complete() -> None:
-    answer, last = (MessagesDialect().answer(body_of(), turn_of(), turn_of()) for _ in range(2))
-    answer.frames(piece(new_reader(), "so far", "abort"))
+def test_an_answer_that_was_aborted_keeps_its_text_and_does_not_look_complete() -> None:
+    stream, empty, whole = (MessagesDialect().answer(body_of(), turn_of(), turn_of()) for _ in range(3))
+    stream.frames(piece(new_reader(), "so far", "abort"))
     with pytest.raises(ApiError, match="the request was aborted"):
-        answer.closing()
+        stream.closing()
     with pytest.raises(ApiError, match="the request was aborted"):
-        last.whole([piece(new_reader(), "so far", "abort")])
+        empty.whole([piece(new_reader(), "", "abort")])
+    answer = whole.whole([piece(new_reader(), "so far", "abort")])
+    assert (answer.stop_reason, answer.stop_sequence) == ("pause_turn", None)
+    assert msgspec.to_builtins(answer.content) == [{"type": "text", "text": "so far"}]
 
 
 def test_half_a_character_in_the_arguments_of_a_call_is_replaced() -> None:

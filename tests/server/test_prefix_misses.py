@@ -22,7 +22,7 @@ def known(token_ids: tuple[int, ...], output: tuple[int, ...] = (), **fields: An
 
 def explain(tokens: KnownTokens, num_cached: int, *earlier: KnownTokens | None) -> PrefixMiss | None:
     named = [(f"r{number}", one) for number, one in enumerate(earlier)]
-    return explain_miss(tokens, len(tokens.token_ids), num_cached, 4, named, chr)
+    return explain_miss(tokens, len(tokens.token_ids), num_cached, 4, named, lambda ids: "".join(map(chr, ids)))
 
 
 def test_the_request_that_is_most_like_it_is_named() -> None:
@@ -30,6 +30,7 @@ def test_the_request_that_is_most_like_it_is_named() -> None:
     assert miss is not None
     assert (miss.like, miss.position, miss.block) == ("r3", 9, 2)
     assert (miss.token_id, miss.token, miss.like_token_id, miss.like_token) == (109, "m", 66, "B")
+    assert miss.before == "defghijkl"
     assert miss.what == "it differs from r3 from token 9 on (block 2): 'm' here, 'B' there"
 
 

@@ -161,6 +161,7 @@ def test_it_says_where_a_prompt_differs_from_one_of_the_same_key_only(server: Li
     where = f"(block 2): {miss['token']!r} here, {miss['like_token']!r} there"
     assert miss.pop("what") == f"it differs from cmpl-m0 from token 38 on {where}"
     assert miss.pop("token") != miss.pop("like_token")
+    assert miss.pop("before")
     assert miss == {"like": "cmpl-m0", "position": 38, "block": 2, "token_id": 1001, "like_token_id": 1000}
     # Equal tokens of another key are neither shared nor told; with the admin key, each key's are its own.
     assert ask("m2", "two", system + tuesday)[:2] == (None, 0)

@@ -232,6 +232,8 @@ def test_what_is_not_to_be_stored_is_not(server: LiveServer, client: openai.Open
         ("?stream=true&starting_after=-2", "starting_after"),
         ("/input_items?limit=0", "limit"),
         ("/input_items?limit=101", "limit"),
+        ("/input_items?limit=٣", "limit"),
+        ("?stream=true&starting_after=٣", "starting_after"),
         ("/input_items?order=up", "order"),
         ("/input_items?after=item_1", "after"),
     ],

@@ -52,7 +52,7 @@ def test_a_trace_shows_requests_steps_and_preemptions(tmp_path: Path) -> None:
         assert any(one["ph"] == "M" and str(one["args"]["name"]).startswith("cmpl-r") for one in found)
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "61", "x", "nan"])
+@pytest.mark.parametrize("seconds", ["0", "-1", "61", "x", "nan", "%D9%A3", "1_0"])
 def test_a_trace_of_another_length_is_refused(fake_server: LiveServer, seconds: str) -> None:
     status, text = fake_server.get(f"/trace?seconds={seconds}")
     assert (status, json.loads(text)["error"]["param"]) == (400, "seconds")

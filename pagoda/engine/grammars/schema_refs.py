@@ -3,6 +3,8 @@
 from typing import Any
 from urllib.parse import unquote, urljoin
 
+from pagoda.base.text import as_integer
+
 _NO_BASE = "http://schema.invalid/"
 """The URI of a document without one."""
 _INSTANCES = frozenset({"const", "default", "enum", "examples"})
@@ -40,8 +42,8 @@ class SchemaRefs:
             name = step.replace("~1", "/").replace("~0", "~")
             if isinstance(value, dict):
                 value = value[name]
-            elif isinstance(value, list) and name.isdecimal() and len(name) < 8 and int(name) < len(value):
-                value = value[int(name)]
+            elif isinstance(value, list) and (index := as_integer(name)) is not None and 0 <= index < len(value):
+                value = value[index]
             else:
                 raise KeyError(reference)
         return value

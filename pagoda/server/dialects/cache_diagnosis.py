@@ -1,14 +1,19 @@
 """Why the prefix cache had no more of a prompt, as Anthropic's API tells it: `diagnostics` of a message."""
 
+import asyncio
 import contextlib
 import hashlib
 import logging
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 
+from pagoda.server.live import miss_of
+from pagoda.server.prefix_misses import PrefixMiss
+from pagoda.server.seen_requests import Viewer
 from pagoda.server.state import ServerState
 from pagoda.server.turn import Turn
 
@@ -57,13 +62,19 @@ class Diagnosis:
     """Compares a request with the previous one of its client.
 
     previous_id: the previous message, None: there is none.   previous: its request, None if it is not known.
+    log: takes what is to be in the log about a turn.
     """
 
     def __init__(
-        self, now: Fingerprint, previous_id: str | None, previous: Fingerprint | None, block_size: int = 1
+        self,
+        now: Fingerprint,
+        previous_id: str | None,
+        previous: Fingerprint | None,
+        block_size: int,
+        log: Callable[[Turn, str], object],
     ) -> None:
         self._now, self._previous_id, self._previous = now, previous_id, previous
-        self._block_size = block_size
+        self._block_size, self._log = block_size, log
 
     @classmethod
     async def of(cls, http: Request, state: ServerState, now: Fingerprint, previous_id: str | None) -> "Diagnosis":
@@ -75,7 +86,12 @@ class Diagnosis:
         if found is not None:
             with contextlib.suppress(msgspec.DecodeError):  # a damaged one is not found
                 previous = msgspec.msgpack.decode(found, type=Fingerprint)
-        return cls(now, previous_id, previous, state.block_size)
+        loop = asyncio.get_running_loop()
+
+        def log(turn: Turn, text: str) -> None:  # called on any thread
+            asyncio.run_coroutine_threadsafe(_log_with_token(state, turn, text), loop)
+
+        return cls(now, previous_id, previous, state.block_size, log)
 
     def note(self, turn: Turn) -> None:
         """Keep what the next request is compared with. Call it at the end of the answer."""
@@ -89,9 +105,8 @@ class Diagnosis:
         reason, where = self._reason(num_cached, turn.generation.num_prompt_tokens)
         if reason is None:
             return None
-        text = "%s: %d of %d prompt tokens were cached, compared with %r: %s%s (GET /requests/ID shows the first token)"
-        num_prompt = turn.generation.num_prompt_tokens
-        logger.info(text, turn.id, num_cached, num_prompt, self._previous_id, reason.type, where)
+        counts = f"{num_cached} of {turn.generation.num_prompt_tokens} prompt tokens were cached"
+        self._log(turn, f"{counts}, compared with {self._previous_id!r}: {reason.type}{where}")
         return Diagnostics(reason)
 
     def _reason(self, num_cached: int, num_prompt_tokens: int) -> tuple[CacheMissReason | None, str]:
@@ -116,3 +131,15 @@ class Diagnosis:
             if one != other:
                 return CacheMissReason("messages_changed", missed), f", messages[{index}]"
         return CacheMissReason("unavailable"), ""  # other parameters changed, or the blocks hold something else by now
+
+
+async def _log_with_token(state: ServerState, turn: Turn, text: str) -> None:
+    """Log why no more of a prompt was cached, with the first token that differs if it is known."""
+    engine_id = turn.generation.requests[0].request_id
+    details, viewer = state.starter.observed.details(engine_id), Viewer(engine_id.removesuffix(turn.id))
+    miss = None if details is None else await miss_of(state, viewer, details)
+    logger.info("%s: %s%s", turn.id, text, "" if miss is None else _in_words(miss))
+
+
+def _in_words(miss: PrefixMiss) -> str:
+    return f"; {miss.what}" if miss.before is UNSET else f"; {miss.what}, after {miss.before!r}"

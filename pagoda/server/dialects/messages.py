@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType, field
+from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError, convert, field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
@@ -282,10 +282,10 @@ class Conversion(Transcript):
         for at, block in enumerate(blocks):
             where = f"{place}.content[{at}]"
             if block.type != "tool_result":
-                parts.append(_part(block, where))
+                parts += _parts(block, where)
                 continue
             inner = block.content or ""
-            shown = [_part(one, where) for one in (() if isinstance(inner, str) else inner)]
+            shown = [part for one in (() if isinstance(inner, str) else inner) for part in _parts(one, where)]
             text = inner if isinstance(inner, str) else "\n".join(one["text"] for one in shown if "text" in one)
             self.add(place, {"role": "tool", "tool_call_id": block.tool_use_id or "", "content": text})
             parts += [one for one in shown if "text" not in one]
@@ -319,6 +319,18 @@ def _text_of(block: ContentBlock, where: str) -> str:
     return block.text
 
 
+def _parts(block: ContentBlock, where: str) -> list[dict[str, Any]]:
+    """Return a block as parts of a message, of which a document may be several. Raises RequestError."""
+    source = block.source or {}
+    if block.type != "document" or source.get("type") != "content":
+        return [_part(block, where)]
+    try:
+        inner = convert(source.get("content"), str | list[ContentBlock])
+    except ValidationError as error:
+        raise RequestError(f"{where}.source.content: expected a text or a list of blocks: {error}", where) from None
+    return [_part(one, where) for one in ([ContentBlock("text", inner)] if isinstance(inner, str) else inner)]
+
+
 def _part(block: ContentBlock, where: str) -> dict[str, Any]:
     """Return a block as a part of a message. Raises RequestError for other blocks than texts and images."""
     source = block.source or {}
@@ -328,8 +340,13 @@ def _part(block: ContentBlock, where: str) -> dict[str, Any]:
             return {"type": "image_url", "image_url": {"url": url}}
         case "image", "url":
             return {"type": "image_url", "image_url": {"url": source.get("url")}}
+        case "document", "text" if isinstance(text := source.get("data"), str):
+            return {"type": "text", "text": text}
         case "document", "text":
-            return {"type": "text", "text": str(source.get("data"))}
+            raise RequestError(f"{where}.source.data: expected a text", where)
+        case "document", "base64" | "url":
+            text = "PDF documents are not read; send the text, in a document with a source of type text or content"
+            raise RequestError(f"{where}: {text}", where)
         case "text", _:
             return {"type": "text", "text": _text_of(block, where)}
         case _:
@@ -622,7 +639,10 @@ class MessageWriter:
                     arguments.setdefault(len(answer.content) - 1, []).append(one.delta.partial_json)
         for at, parts in arguments.items():
             answer.content[at].input = encodable_json("".join(parts))
-        answer.stop_reason, answer.stop_sequence = self._reason(self._end)
+        if answer.content and self._end is not None and self._end.reason == "abort":
+            answer.stop_reason = "pause_turn"  # a client that sends the answer back has it continued
+        else:
+            answer.stop_reason, answer.stop_sequence = self._reason(self._end)
         return answer
 
     def _message(self) -> MessageAnswer:

@@ -229,7 +229,7 @@ def model_name(state: ServerState, name: str | None) -> str | None:
     known = state.model.all_names
     if name is None or name in known:
         return name
-    return f"{name}{LATEST}" if f"{name}{LATEST}" in known else name.removesuffix(LATEST)
+    return f"{name}{LATEST}" if f"{name}{LATEST}" in known else name.removesuffix(LATEST) or name
 
 
 @router.post("/api/chat", answer=OllamaChatAnswer, chunk=OllamaChatAnswer, body=OllamaChatRequest)

@@ -23,7 +23,7 @@ from pagoda.loading.catalog import CATALOG
 from pagoda.loading.known_names import full_name, proposals
 from pagoda.process.child_process import module_command
 from pagoda.server.body import Body, Flag
-from pagoda.server.dialects.ollama import LINES, OllamaError, OllamaWriter, line, model_name, ollama_error
+from pagoda.server.dialects.ollama import LATEST, LINES, OllamaError, OllamaWriter, line, model_name, ollama_error
 from pagoda.server.errors import ApiError
 from pagoda.server.routing import Router
 from pagoda.server.sending import EventStream, cancel_on_disconnect, json_response
@@ -69,8 +69,8 @@ class OllamaCopyRequest(Body, kw_only=True, frozen=True):
 
     def check(self, limits: RequestLimits) -> None:
         limits.check_names(source=self.source, destination=self.destination)
-        if not self.destination:
-            raise RequestError("destination: must not be empty", "destination")
+        if not self.destination.removesuffix(LATEST):
+            raise RequestError(f"destination: needs a name, got {self.destination!r}", "destination")
 
 
 class OllamaDeleteRequest(Body, kw_only=True, frozen=True):

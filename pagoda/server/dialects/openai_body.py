@@ -14,6 +14,7 @@ from pagoda.base.registry import nearest
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.base.text import as_integer
 from pagoda.server.body import (
     Body,
     Flag,
@@ -293,10 +294,9 @@ _SHARED = tuple(item.name for item in dataclasses.fields(SamplingParams) if item
 def _token_bias(bias: dict[str, float]) -> dict[int, float]:
     known: dict[int, float] = {}
     for token, value in bias.items():
-        try:
-            known[int(token)] = value
-        except ValueError:
-            raise RequestError(f"logit_bias: the key {token!r:.80} is not a token id", "logit_bias") from None
+        if (token_id := as_integer(token)) is None:
+            raise RequestError(f"logit_bias: the key {token!r:.80} is not a token id", "logit_bias")
+        known[token_id] = value
     return known
 
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from pagoda.base.errors import RequestError
 from pagoda.server.body_reader import run_for_body
+from pagoda.server.routing import integer
 from pagoda.server.sending import json_response
 from pagoda.server.stored.service import Page
 from pagoda.server.stored.store import Item
@@ -89,12 +90,11 @@ MAX_LIMIT = 100
 def page_asked(http: Request, usual: int = 20, most: int = MAX_LIMIT) -> tuple[str, int, bool]:
     """Return `after`, `limit`, and whether the order is ascending, of the URL of a list. Raises RequestError."""
     asked = http.query_params
-    after, limit, order = asked.get("after", ""), asked.get("limit", str(usual)), asked.get("order", "desc")
-    if not (limit.isascii() and limit.isdecimal() and len(limit) < 6 and 1 <= int(limit) <= most):
-        raise RequestError(f"limit: expected a number from 1 to {most}, got {limit!r:.80}", "limit")
+    after, order = asked.get("after", ""), asked.get("order", "desc")
+    limit = integer(http, "limit", usual, 1, most)
     if order not in ("asc", "desc"):
         raise RequestError(f"order: expected asc or desc, got {order!r:.80}", "order")
-    return after, int(limit), order == "asc"
+    return after, limit, order == "asc"
 
 
 def page_answer(page: Page | None, after: str) -> Response:

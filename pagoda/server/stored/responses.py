@@ -15,7 +15,7 @@ from pagoda.server.dialects.responses import ResponsesDialect, response_error
 from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
 from pagoda.server.errors import ApiError, as_api_error
 from pagoda.server.respond import begin_turn, respond_with
-from pagoda.server.routing import Router, flag
+from pagoda.server.routing import Router, flag, integer
 from pagoda.server.sending import EventStream, Framing, cancel_on_disconnect, event, json_response
 from pagoda.server.state import state_of
 from pagoda.server.stored.asking import NOT_FOUND, Deleted, check_kept, not_found, owner_of
@@ -121,16 +121,14 @@ async def get_response(http: Request) -> Response:
 
     `starting_after`: only the events after the one of this sequence number.
     """
-    is_stream, after = flag(http, "stream"), http.query_params.get("starting_after", "-1")
-    if after != "-1" and not (after.isdecimal() and after.isascii() and len(after) < 10):
-        raise RequestError(f"starting_after: expected the number of an event, got {after!r:.80}", "starting_after")
+    is_stream, after = flag(http, "stream"), integer(http, "starting_after", -1, -1, 10**9)
     found = await _find(http)
     if not is_stream:
         return Response(found.body, media_type="application/json")
     if not found.has_events:
         text = "stream: only events of responses in the background are kept, unless they take too much room"
         raise ApiError(400, f"{text}; get it without `stream`", "stream")
-    return EventStream(_followed(http, http.path_params["response_id"], int(after)), _nothing, FRAMING)
+    return EventStream(_followed(http, http.path_params["response_id"], after), _nothing, FRAMING)
 
 
 @stored_router.post(f"{_PATH}/cancel", answer=ResponseAnswer)

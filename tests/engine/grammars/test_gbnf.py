@@ -72,6 +72,7 @@ def test_what_llama_cpp_takes(backend: LlguidanceBackend, grammar: str, good: li
         ('root ::= ("a"', "there is no ) for a ("),
         ('root ::= "a")', "there is no ( for this )"),
         ("root ::= +", "nothing to repeat"),
+        ('root ::= "a"{٣}', "unexpected character"),
         ('root ::= "a"+++++', "too many operators"),
         (r'root ::= "\q"', "'\\\\q' is not an escape"),
         (r'root ::= "\ud800"', "\\ud800 is not a character"),
