@@ -23,7 +23,7 @@ BENCH_DIR := build/bench
 NEW_DEMO := installs 1.1 GB into $(VENV) (torch 0.75 GB, with libraries for GPUs more; about 75 s), fetches a model of 94 MB, compiles the kernels
 NEW_TEST := installs 4.2 GB into $(VENV), $(VENV)-clients and $(VENV)-wheel, fetches models of 180 MB
 
-.PHONY: help say-demo say-test demo test test-slow test-sanitizers lint types strict-types imports docs bench wheel clean
+.PHONY: help say-demo say-test demo test test-slow test-sanitizers lint types strict-types imports docs vendor bench wheel clean
 
 help:
 	@echo "make demo       install, fetch the default model, answer a prompt (PROMPT='...')"
@@ -32,6 +32,7 @@ help:
 	@echo "make test-sanitizers  kernel tests under ASan and UBSan, threads under TSan"
 	@echo "make lint       format, lint, types, import contract only"
 	@echo "make docs       write the reference pages of docs/ from the code again"
+	@echo "make vendor     fetch the libraries of the pages from npm again, as libraries.json names them"
 	@echo "make bench      throughput of the default model on WORKLOADS='$(WORKLOADS)'"
 	@echo "make wheel      the wheel, in $(DIST): kernels for all kinds of x86-64 CPUs, or VARIANTS='avx2 avx512_bf16'"
 	@echo "make clean      remove $(VENV), $(VENV)-* and build output"

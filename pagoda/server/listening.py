@@ -75,7 +75,7 @@ def announce(config: ServerConfig, listener: socket.socket) -> None:
     host = f"[{config.host}]" if ":" in config.host else config.host
     where = f"{host}:{listener.getsockname()[1]}" if config.uds is None else f"unix:{config.uds}:"
     url = f"{'https' if config.tls.ssl_certfile else 'http'}://{where}{config.root_path}"
-    logger.info("pagoda %s ready at %s  (docs at %s/docs)", version("pagoda-llm"), url, url)
+    logger.info("pagoda %s ready at %s  (chat at %s/, docs at %s/docs)", version("pagoda-llm"), url, url, url)
 
 
 def _bind(config: ServerConfig, port: int, is_shared: bool = False) -> socket.socket:

@@ -1,6 +1,7 @@
 """The files of the server's pages, as routes: read once, sent with the headers that every page has."""
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 from starlette.exceptions import HTTPException
@@ -30,22 +31,34 @@ PAGE_PATHS = frozenset(_FILES)
 
 
 def _route(path: str, file: Path) -> Route:
-    body = file.read_bytes()
-    headers = {**HEADERS, "ETag": f'"{hashlib.sha256(body).hexdigest()[:16]}"'}
-
     async def send(http: Request) -> Response:
         http.scope["state"]["route"] = path
         if file.suffix == ".html" and http.scope["raw_path"].endswith(b"/"):
             return RedirectResponse(f"../{file.stem}")  # else the addresses in it, which are relative, would not lead
+        return sent(http)
+
+    sent = _sender(file)
+    return Route(path, send)
+
+
+def _sender(file: Path) -> Callable[[Request], Response]:
+    """Return what answers with a file, or with 304 to a client that has it."""
+    body = file.read_bytes()
+    headers = {**HEADERS, "ETag": f'"{hashlib.sha256(body).hexdigest()[:16]}"'}
+
+    def answer(http: Request) -> Response:
         if http.headers.get("if-none-match") == headers["ETag"]:
             return Response(status_code=304, headers=headers)
         return Response(body, media_type=_TYPES[file.suffix], headers=headers)
 
-    return Route(path, send)
+    return answer
 
 
-async def _lead_to_page(http: Request) -> Response:
-    """Lead a browser to the dashboard; programs get the error of an unknown path, which names the other routes."""
+_chat = _sender(_FILES["/chat"])
+
+
+async def _root(http: Request) -> Response:
+    """Send a browser the page to chat on; programs get the error of an unknown path, which names the other routes."""
     http.scope["state"]["route"] = "/"
     if http.method == "HEAD":  # Anthropic's clients ask so whether there is a server
         return Response()
@@ -53,7 +66,11 @@ async def _lead_to_page(http: Request) -> Response:
         if http.app.state.server.config.ollama:
             return PlainTextResponse("Ollama is running")  # what Ollama's clients look for
         raise HTTPException(404)
-    return RedirectResponse("dashboard")
+    if not http.scope["raw_path"].endswith(b"/"):  # behind a prefix, for the relative addresses
+        return RedirectResponse(f"{http.scope['raw_path'].decode().rpartition('/')[2]}/")
+    page = _chat(http)
+    page.headers["Vary"] = "Accept"
+    return page
 
 
-PAGE_ROUTES = [Route("/", _lead_to_page), *(_route(path, file) for path, file in _FILES.items())]
+PAGE_ROUTES = [Route("/", _root), *(_route(path, file) for path, file in _FILES.items())]

@@ -1,6 +1,7 @@
 // The dashboard: keeps what the server's stream says, and draws it.
 
-import { follow, headers, setKey } from "./stream.js";
+import { headers, setKey } from "../common/key.js";
+import { follow } from "./stream.js";
 import { colourOf, drawBlocks, drawLines, drawSteps } from "./draw.js";
 import { VirtualList } from "./list.js";
 

@@ -1,15 +1,8 @@
-// The server's stream, read by fetch: an EventSource cannot send a key. The key is kept for this tab, never in an
-// address.
+// The server's stream, read by fetch: an EventSource cannot send a key.
 
-const KEY = "pagoda-key";
+import { forgetKey, hasKey, headers } from "../common/key.js";
+
 const RETRY_MS = 1000;
-
-export const headers = () => {
-  const key = sessionStorage.getItem(KEY);
-  return key ? { Authorization: `Bearer ${key}` } : {};
-};
-
-export const setKey = (key) => sessionStorage.setItem(KEY, key);
 
 // Calls on.first, on.frame for what the server sends, on.key when it wants a key (and waits for the promise that this
 // returns), on.lost(reason) when it cannot be reached. Connects again until the page is closed.
@@ -18,8 +11,8 @@ export async function follow(path, on) {
     try {
       const response = await fetch(path, { headers: headers(), cache: "no-store" });
       if (response.status === 401) {
-        const isWrong = Boolean(sessionStorage.getItem(KEY));
-        sessionStorage.removeItem(KEY);
+        const isWrong = hasKey();
+        forgetKey();
         await on.key(isWrong);
         continue;
       }

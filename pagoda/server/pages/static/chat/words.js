@@ -1,0 +1,93 @@
+// All words of the page, in each of its languages. What is a function takes figures.
+
+const en = {
+  name: "English", other: "中文",
+  newChat: "New chat", chats: "Chats", untitled: "New chat", search: "Search chats", menu: "Chats",
+  exportAll: "Export", importFile: "Import", exportOne: "Export this chat", remove: "Delete", removed: "Chat deleted.",
+  undo: "Undo", dashboard: "Dashboard", docs: "API", model: "Model", settings: "Settings", close: "Close",
+  welcome: "What is on your mind?",
+  private: "Chats are kept in this browser, and nowhere else.",
+  ideas: ["Explain why the sky is blue, in three sentences.", "Write a haiku about rain on a tin roof.",
+    "Give me a table of the planets with their diameters."],
+  placeholder: "Write a message", send: "Send", stop: "Stop", attach: "Add an image", detach: "Remove the image",
+  hint: "Enter sends, Shift+Enter begins a line, Esc stops, ↑ edits your last message",
+  you: "You", copy: "Copy", edit: "Edit", regenerate: "Another answer", goOn: "Continue", cancel: "Cancel",
+  showTokens: "Tokens", hideTokens: "Text", previous: "Previous version", next: "Next version",
+  thinking: "Thinking", thought: "Reasoning", call: "Calls", result: "Result", sendResults: "Send results",
+  resultOf: (name) => `Result of ${name}`,
+  waiting: "Waiting for the first token", bottom: "To the end",
+  stopped: "Stopped.", interrupted: "The page was closed before the answer was complete.",
+  length: "The answer reached its limit of tokens.",
+  firstToken: (time) => `first token ${time}`, rate: (rate) => `${rate} tokens/s`,
+  tokens: (count) => (count === 1 ? "1 token" : `${count} tokens`),
+  cached: (share) => `${share} % cached`, details: "Timings and cache of this answer",
+  ofPrompt: (cached, prompt) => `${cached} of ${prompt} tokens`,
+  facts: { prompt: "Prompt", cached: "From the cache", why: "Why not more", output: "Answer", first: "First token",
+    queue: "In the queue", prefill: "Prompt computed in", decode: "Answer computed in", id: "Request" },
+  probability: (share) => `${share} %`,
+  keyTitle: "This server needs an API key", keyNote: "It is kept for this tab only.", key: "API key",
+  keyWrong: "The server does not know this key.", keySend: "Continue",
+  unreachable: "The server cannot be reached.", broken: "The connection ended before the answer was complete.",
+  full: "The browser's storage is full: this chat is lost when the page is closed. Export it, or delete others.",
+  badFile: "This file holds no chats.", badImage: "The browser cannot read this image.",
+  imported: (count) => `${count} chats added.`,
+  system: "System prompt", systemHint: "How the model should behave",
+  sampling: "Sampling", modelsOwn: "model's own", more: "More",
+  temperature: "Temperature", top_p: "Top p", top_k: "Top k", min_p: "Min p", repetition_penalty: "Repetition penalty",
+  max_tokens: "Most tokens", seed: "Seed", reasoning_effort: "Reasoning effort",
+  probabilities: "Keep the probability of each token",
+  tools: "Tools (JSON, as in OpenAI's API)", badTools: "This is not a JSON array.", reset: "Reset",
+  scope: "They hold for this chat, and for the next ones you begin.",
+};
+
+const zh = {
+  name: "中文", other: "English",
+  newChat: "新对话", chats: "对话", untitled: "新对话", search: "搜索对话", menu: "对话列表",
+  exportAll: "导出", importFile: "导入", exportOne: "导出此对话", remove: "删除", removed: "对话已删除。",
+  undo: "撤销", dashboard: "仪表盘", docs: "API", model: "模型", settings: "设置", close: "关闭",
+  welcome: "想聊点什么？",
+  private: "对话只保存在这个浏览器中。",
+  ideas: ["用三句话解释天空为什么是蓝色的。", "写一首关于雨的短诗。", "列一张太阳系行星直径的表格。"],
+  placeholder: "输入消息", send: "发送", stop: "停止", attach: "添加图片", detach: "移除图片",
+  hint: "Enter 发送，Shift+Enter 换行，Esc 停止，↑ 编辑上一条消息",
+  you: "你", copy: "复制", edit: "编辑", regenerate: "重新生成", goOn: "继续", cancel: "取消",
+  showTokens: "词元", hideTokens: "文本", previous: "上一个版本", next: "下一个版本",
+  thinking: "思考中", thought: "思考过程", call: "调用", result: "结果", sendResults: "发送结果",
+  resultOf: (name) => `${name} 的结果`,
+  waiting: "等待第一个词元", bottom: "回到底部",
+  stopped: "已停止。", interrupted: "回答完成之前页面已关闭。",
+  length: "回答达到了词元数上限。",
+  firstToken: (time) => `首个词元 ${time}`, rate: (rate) => `${rate} 词元/秒`,
+  tokens: (count) => `${count} 个词元`,
+  cached: (share) => `缓存 ${share} %`, details: "此回答的用时与缓存",
+  ofPrompt: (cached, prompt) => `${prompt} 个词元中的 ${cached} 个`,
+  facts: { prompt: "提示词", cached: "来自缓存", why: "未命中原因", output: "回答", first: "首个词元",
+    queue: "排队", prefill: "提示词计算", decode: "回答计算", id: "请求" },
+  probability: (share) => `${share} %`,
+  keyTitle: "此服务器需要 API 密钥", keyNote: "密钥只保存在当前标签页中。", key: "API 密钥",
+  keyWrong: "服务器不认识这个密钥。", keySend: "继续",
+  unreachable: "无法连接服务器。", broken: "回答完成之前连接已中断。",
+  full: "浏览器存储空间已满：关闭页面后此对话将丢失。请导出它，或删除其他对话。",
+  badFile: "此文件不包含对话。", badImage: "浏览器无法读取此图片。",
+  imported: (count) => `已添加 ${count} 个对话。`,
+  system: "系统提示词", systemHint: "模型应如何表现",
+  sampling: "采样", modelsOwn: "模型默认", more: "更多",
+  temperature: "温度", top_p: "Top p", top_k: "Top k", min_p: "Min p", repetition_penalty: "重复惩罚",
+  max_tokens: "最大词元数", seed: "随机种子", reasoning_effort: "思考强度",
+  probabilities: "保留每个词元的概率",
+  tools: "工具（JSON，格式同 OpenAI API）", badTools: "这不是 JSON 数组。", reset: "重置",
+  scope: "对此对话以及之后新建的对话有效。",
+};
+
+export const languages = { en, zh };
+
+const CHOSEN = "pagoda-language";
+
+export function getLanguage() {
+  const chosen = localStorage.getItem(CHOSEN) ?? navigator.language;
+  return chosen.startsWith("zh") ? "zh" : "en";
+}
+
+export function setLanguage(language) {
+  try { localStorage.setItem(CHOSEN, language); } catch { /* full: for this visit only */ }
+}
