@@ -28,6 +28,7 @@ from pagoda.server.errors import ApiError, ErrorForm, error_body
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
 from pagoda.server.pages.files import PAGE_ROUTES
 from pagoda.server.pages.rules import PageRules
+from pagoda.server.request_state import request_state
 from pagoda.server.routing import Endpoint, Router, describe_api, docs_page
 from pagoda.server.state import ServerState, state_of
 from pagoda.server.stored import conversations, responses
@@ -55,7 +56,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
     layers = PageRules(layers, config)
 
     def on_end(scope: Scope, method: str, status: int, duration_s: float) -> None:
-        state.starter.metrics.on_http(method, scope["state"].get("route", "none"), status)
+        state.starter.metrics.on_http(method, request_state(scope).route or "none", status)
         if state.telemetry is not None and method == "POST" and scope["path"] in _MODEL_PATHS:
             state.telemetry.on_end(scope, status, duration_s)
 

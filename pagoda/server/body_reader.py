@@ -20,6 +20,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.text import is_encodable
 from pagoda.server.body import NEUTRAL, Body, either
+from pagoda.server.request_state import request_state
 
 logger = logging.getLogger("pagoda.server")
 
@@ -89,7 +90,7 @@ class BodyReader:
     async def _bytes_of(self, http: Request) -> bytes:
         """Return the body of a request, noting its size. Raises RequestError if it is said not to be JSON."""
         data = await http.body()
-        http.scope["state"]["body_bytes"] = len(data)
+        request_state(http).body_bytes = len(data)
         _check_content_type(http)
         return data
 
@@ -103,7 +104,7 @@ class BodyReader:
             raise RequestError(f"this server does not support the field {name!r}", name)
         shown = [name for name in names if _HEADER_NAME.fullmatch(name)][:_MAX_HEADER_NAMES]
         rest = num_names - len(shown)
-        http.scope["state"]["ignored_fields"] = ", ".join((*shown, f"+{rest}") if rest else shown)
+        request_state(http).ignored_fields = ", ".join((*shown, f"+{rest}") if rest else shown)
         for name in shown:
             if name not in self._logged and len(self._logged) < _MAX_LOGGED_NAMES:
                 self._logged.add(name)
@@ -133,7 +134,7 @@ def _check_content_type(http: Request) -> None:
 
 async def run_for_body(http: Request, work: Callable[[], T]) -> T:
     """Return work(), which takes time that grows with the request's body: if that is large, on a thread."""
-    return work() if http.scope["state"]["body_bytes"] <= _INLINE_BYTES else await asyncio.to_thread(work)
+    return work() if request_state(http).body_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
 
 
 def given_fields(data: bytes, names: tuple[str, ...]) -> set[str]:

@@ -1,7 +1,7 @@
 """Error responses, in the format of the API that was called; OpenAI's, if that has none of its own."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
@@ -13,6 +13,9 @@ from starlette.types import Receive, Scope, Send
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import CapacityError, RequestError, WorkerDied
 from pagoda.server.admission import Refusal
+
+if TYPE_CHECKING:
+    from pagoda.server.request_state import RequestState
 
 _encode = msgspec.json.Encoder().encode
 
@@ -84,10 +87,9 @@ class ErrorAnswer(Response):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state = scope["state"]
-        state["error"] = self._error.message
-        form: ErrorForm = state.get("error_form", error_body)
-        self.body = _encode(form(shortened(self._error), state.get("request_id", "")))
+        state: RequestState = scope["state"]
+        state.error = self._error.message
+        self.body = _encode(state.error_form(shortened(self._error), state.request_id))
         self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 

@@ -18,6 +18,7 @@ from pagoda.engine.outputs.mailbox import merged
 from pagoda.metrics.observed_requests import ObservedRequests, RequestObserver
 from pagoda.server.errors import ApiError
 from pagoda.server.remote_admission import AnyAdmission, AnyPlace
+from pagoda.server.request_state import request_state
 
 
 class RequestFigures(Struct):
@@ -82,12 +83,12 @@ class Generation:
         self.num_reasoning_tokens: int | None = None  # None: of a model without reasoning
         self.finish_reasons: list[str] = []  # of the outputs that have ended
         self.sampling = requests[0].sampling if requests else None
-        self.key: str = http.scope["state"]["key"]
+        self.key = request_state(http).caller.key
         self.arrived_s = place.arrived_s
         self._times: dict[int, RequestMetrics] = {}  # of each request, by its handle
         self._serving = serving
         self._place, self._at_end = place, place.at_end.pop_all()
-        http.scope["state"]["generation"] = self
+        request_state(http).generation = self
 
     def close(self) -> None:
         """Release its admission. Idempotent; its outputs must not be running."""

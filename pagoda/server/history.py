@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from pagoda.base.outputs import CompletionOutput
-from pagoda.base.server_config import ServerConfig
 from pagoda.engine.answers.same_message import MessageForm
 from pagoda.engine.inputs.sampled_messages import KEY_BYTES, OpenMessage, SampledMessage, thought_of
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.server.history_store import Found
+from pagoda.server.request_state import Caller
 from pagoda.server.seals import Sealer, derived
 
 _KEYS_PER_CALL = 256
@@ -33,7 +33,6 @@ class History:
         tokenizer: Tokenizer,
         max_model_len: int,
         secret: bytes,
-        config: ServerConfig,
         remember: Callable[[str, bytes, bytes], Awaitable[None]],
         recall: Callable[[str, list[bytes]], Awaitable[Found]],
     ) -> None:
@@ -42,13 +41,11 @@ class History:
         self.remember, self._recall = remember, recall
         self._sealer = Sealer(secret, _SEAL_CHARS_PER_TOKEN * max_model_len + 4096)
         self._secret = derived(secret, "owners")
-        self._keys = {str(number): key for number, key in enumerate(config.api_keys, 1)}
-        self._keys["admin"] = config.admin_api_key or ""
         self._model = model, _digest_of(tokenizer)
 
-    def owner_of(self, key: str) -> str:
-        """Return who a message belongs to: an API key, the model and its tokenizer.   key: its name (see Gate)."""
-        text = repr((self._keys.get(key, ""), *self._model))
+    def owner_of(self, caller: Caller) -> str:
+        """Return who a message belongs to: a caller, the model and its tokenizer."""
+        text = repr((caller.owner, *self._model))
         return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()[:32]
 
     def seal(self, owner: str, key: bytes, message: SampledMessage) -> str:

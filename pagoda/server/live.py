@@ -17,7 +17,9 @@ from starlette.routing import Route
 from pagoda.metrics.observed_requests import Alike, RequestDetails, RequestRecord, num_cached_of
 from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server.errors import ApiError
+from pagoda.server.live_ids import prefix_of
 from pagoda.server.prefix_misses import PrefixMiss, explain_miss
+from pagoda.server.request_state import request_state
 from pagoda.server.routing import Router
 from pagoda.server.seen_requests import RequestList, RequestTimeline, SeenRequests, Viewer
 from pagoda.server.sending import EventStream, event, json_response
@@ -32,8 +34,7 @@ def viewer_of(http: Request) -> Viewer:
     """Return who looks, and what it may see."""
     if state_of(http).is_operator(http):
         return Viewer("")
-    caller = http.scope["state"]
-    return Viewer(f"{caller['key']}/" if caller["key"] else None)
+    return Viewer(prefix_of(request_state(http).caller.key) or None)
 
 
 @router.get("/requests", answer=RequestList)
@@ -102,7 +103,7 @@ async def _see(http: Request, with_ended: bool = False) -> SeenRequests:
 
 async def _stream(http: Request) -> Response:
     """Send what the dashboard shows, two events per second: requests that changed, blocks, steps, counts."""
-    http.scope["state"]["route"] = STREAM.path
+    request_state(http).route = STREAM.path
     counted = contextlib.ExitStack()
     counted.enter_context(state_of(http).looks.stream())
     return EventStream(_frames(http), counted.close)

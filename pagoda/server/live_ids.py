@@ -29,8 +29,7 @@ class LiveIds:
         names = _prompt_ids(request_id, num_prompts)
         if (used := self.find_in_use(key, request_id, num_prompts)) is not None:
             raise ApiError(400, f"request id {used!r} is in use", "request_id")
-        prefix = f"{key}/" if key else ""
-        engine_ids = {name: f"{prefix}{name}" for name in names or [request_id]}
+        engine_ids = {name: f"{prefix_of(key)}{name}" for name in names or [request_id]}
         self._engine_ids[key, request_id] = tuple(engine_ids.values())
         self._prompts.update({(key, name): engine_ids[name] for name in names})
         try:
@@ -50,6 +49,11 @@ class LiveIds:
             return [(name, ids) for (owner, name), ids in self._engine_ids.items() if key in (None, owner)]
         named = [*self._engine_ids.items(), *((name, (one,)) for name, one in self._prompts.items())]
         return [(name, ids) for (owner, name), ids in named if name in request_ids and key in (None, owner)]
+
+
+def prefix_of(key: str) -> str:
+    """Return with what the engine's ids of a key's requests begin; "" if there are no keys."""
+    return f"{key}/" if key else ""
 
 
 def _prompt_ids(request_id: str, num_prompts: int) -> list[str]:

@@ -24,7 +24,7 @@ from pagoda.base.server_config import MAX_HELD_BODY_BYTES, MAX_UPLOAD_BYTES, Ser
 from pagoda.process.logs import FIELDS
 from pagoda.server.admission import Refusal
 from pagoda.server.errors import CLIENT_CLOSED, ErrorForm, error_body, error_response
-from pagoda.server.generation import Generation
+from pagoda.server.request_state import ADMIN, Caller, RequestState, request_state
 from pagoda.server.routing import HEALTH_PATHS, OPEN_PATHS
 from pagoda.server.server_timing import HEADER, REQUEST_HEADER, server_timing
 
@@ -124,11 +124,8 @@ _AUTHORITY = re.compile(r"https?://[^/?#]*", re.IGNORECASE)
 class AccessLog:
     """Outermost layer of the app: gives every request an id, and logs a line when it has ended.
 
-    Sets in scope["state"]: request_id, key and is_admin (see Gate), error_form, and timings (a dict that routes may
-    fill). What is noted there as ignored_fields and warning becomes the headers x-ignored-fields and x-warning.
-    generation: what ran for it; what is known of that when the answer begins becomes the header server-timing, for
-    callers that ask for it. error: why a request was refused or failed; ended_as: the status to log for a stream that
-    did not end well, after a 200. work: a task that goes on for it in the background, with which it ends.
+    Makes the RequestState. Its ignored_fields and warning become the headers x-ignored-fields and x-warning, and what
+    is known of its generation when the answer begins becomes server-timing, for callers that ask for it.
     Of a path, a slash at its end is dropped, the address before it (`GET http://host/health`), and `prefix`, for a
     proxy that does not strip it.
     on_end: called with the scope, the method, the status and the seconds of every request.
@@ -151,30 +148,28 @@ class AccessLog:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         began_s = time.perf_counter()
-        scope = {**scope, "path": self._plain(scope["path"])}
         given = next((v.decode("latin-1") for k, v in scope["headers"] if k == REQUEST_ID_HEADER), "")
         wants_timings = any(k == REQUEST_HEADER and v != b"0" for k, v in scope["headers"])
-        request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
-        state: dict[str, Any] = scope.setdefault("state", {})
-        form = self._error_form(scope)
-        state.update(request_id=request_id, key="", is_admin=False, timings={}, error_form=form)
+        scope = {**scope, "path": self._plain(scope["path"])}
+        state = RequestState(given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex, self._error_form(scope))
+        scope["state"] = state
         status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = [*message.get("headers", ()), (REQUEST_ID_HEADER, request_id.encode())]
-                for name in ("ignored_fields", "warning"):
-                    if noted := state.get(name):
-                        headers.append((f"x-{name.replace('_', '-')}".encode(), noted.encode()))
+                headers = [*message.get("headers", ()), (REQUEST_ID_HEADER, state.request_id.encode())]
+                for name, noted in ((b"x-ignored-fields", state.ignored_fields), (b"x-warning", state.warning)):
+                    if noted:
+                        headers.append((name, noted.encode()))
                 if wants_timings and (timing := _timing(state)):
                     headers.append((HEADER, timing))
                 message = {**message, "headers": headers}
             await send(message)
 
         def end(_: object = None) -> None:
-            ended_as = state.get("ended_as") or status or CLIENT_CLOSED
+            ended_as = state.ended_as or status or CLIENT_CLOSED
             method = scope["method"] if scope["method"] in _METHODS else "other"
             duration_s = time.perf_counter() - began_s
             self._on_end(scope, method, ended_as, duration_s)
@@ -183,11 +178,10 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            work: asyncio.Task[Any] | None = state.get("work")
-            if work is None:
+            if state.work is None:
                 end()
             else:
-                work.add_done_callback(end)
+                state.work.add_done_callback(end)
 
     def _plain(self, path: str) -> str:
         if address := _AUTHORITY.match(path):
@@ -197,7 +191,6 @@ class AccessLog:
         return path.rstrip("/") or "/"
 
 
-_ADMIN = "admin"
 UPLOADS = frozenset({"/v1/files"})
 """Paths of files that go to disk as they come."""
 _FORM_BYTES = 2**20
@@ -208,32 +201,32 @@ class Gate:
     """Checks requests before their route runs, and limits the body while the route reads it.
 
     config.api_keys: if empty, every request passes. Keys are compared in constant time.
-    config.admin_api_key: also accepted as an API key, and sets is_admin.
+    config.admin_api_key: also accepted as an API key.
     config.server_limits.max_body_bytes: larger requests get 413. If all bodies that are held until their responses end
         exceed MAX_HELD_BODY_BYTES, further ones get 429; a body is admitted at any size if there is no other. Files of
     UPLOADS have a limit of their own, and are not held.
     drain: while the server drains, new requests get 503; so do unanswered ones at the drain's deadline.
-    Sets in scope["state"]: hold, which counts bytes for a request as those of its body; is_admin and key: "admin", or
-        the number of the key among config.api_keys, or "" if none is
-        needed. It goes into the log, where nothing that is derived from the key itself belongs.
+    Sets of the RequestState: caller; hold, which counts bytes for a request as those of its body.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, drain: Drain) -> None:
         self._app = app
         self._drain = drain
-        self._digests = [_digest(key) for key in config.api_keys]
-        self._admin_digest = _digest(config.admin_api_key) if config.admin_api_key is not None else b""
+        self._needs_key = bool(config.api_keys)
+        admin = () if config.admin_api_key is None else ((ADMIN, config.admin_api_key),)
+        named = (*admin, *((str(number), key) for number, key in enumerate(config.api_keys, 1)))
+        self._callers = [(_digest(key), Caller(name, owner_name(key))) for name, key in named]
         self.max_body_bytes = config.server_limits.max_body_bytes
         self.held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        refusal = self._refusal(scope, scope["state"])
+        refusal = self._refusal(scope, request_state(scope))
         if refusal is not None:
             return await refusal(scope, receive, send)
         body = _Body(self, receive, self._most_bytes(scope), scope["path"] in UPLOADS)
-        scope["state"]["hold"] = body.hold
+        request_state(scope).hold = body.hold
         try:
             if scope["path"] in OPEN_WHILE_DRAINING:
                 return await self._app(scope, body.receive, send)
@@ -256,42 +249,38 @@ class Gate:
         except asyncio.CancelledError:
             if not self._drain.is_over:
                 raise
-            scope["state"]["ended_as"] = 503
+            request_state(scope).ended_as = 503
             if not has_begun:
                 await _shutting_down()(scope, receive, send)
 
-    def _refusal(self, scope: Scope, state: dict[str, Any]) -> ASGIApp | None:
+    def _refusal(self, scope: Scope, state: RequestState) -> ASGIApp | None:
         headers = scope["headers"]
         length = next((v for k, v in headers if k == b"content-length"), b"0")
         if length.isdigit() and int(length) > (most := self._most_bytes(scope)):
             return error_response(413, f"the body is larger than {most} bytes")
         if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
-            key = self._key_name(headers)
-            if self._digests and not key:
+            state.caller = self._caller(headers)
+            if self._needs_key and not state.caller.key:
                 response = error_response(
                     401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
                 )
                 response.headers["WWW-Authenticate"] = "Bearer"
                 return response
-            state.update(key=key, is_admin=key == _ADMIN)
         return _shutting_down() if self._drain.refuses(scope["method"], scope["path"]) else None
 
     def _most_bytes(self, scope: Scope) -> int:
         return MAX_UPLOAD_BYTES + _FORM_BYTES if scope["path"] in UPLOADS else self.max_body_bytes
 
-    def _key_name(self, headers: list[tuple[bytes, bytes]]) -> str:
-        """Return what the request's key is called; "" if it is none of this server's.
+    def _caller(self, headers: list[tuple[bytes, bytes]]) -> Caller:
+        """Return who sends a request; one without a key if it has none of this server's.
 
         All keys are compared even after a match, so that timing reveals nothing.
         """
         scheme, _, bearer = _value(headers, b"authorization").partition(b" ")
         given = (bearer if scheme.lower() == b"bearer" else b"", _value(headers, b"x-api-key"))
         digests = [hashlib.sha256(key.strip()).digest() for key in given if key]
-        known = [sum(hmac.compare_digest(given, one) for given in digests) > 0 for one in self._digests]
-        is_admin = sum(hmac.compare_digest(given, self._admin_digest) for given in digests) > 0
-        if not (any(known) or is_admin):
-            return ""
-        return _ADMIN if is_admin else str(known.index(True) + 1)
+        found = [who for known, who in self._callers if sum(hmac.compare_digest(given, known) for given in digests)]
+        return found[0] if found else Caller()
 
 
 class _Body:
@@ -343,6 +332,11 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
+def owner_name(key: str) -> str:
+    """Return what the owner of an API key is called."""
+    return _digest(key).hex()[:32]
+
+
 def _shutting_down() -> ASGIApp:
     """Return a 503 response that closes the connection, so that the client connects to another server."""
     response = error_response(503, "the server is shutting down", retry_after_s=RETRY_AFTER_S)
@@ -350,16 +344,16 @@ def _shutting_down() -> ASGIApp:
     return response
 
 
-def _timing(state: dict[str, Any]) -> bytes:
+def _timing(state: RequestState) -> bytes:
     """Return the header that tells where the time went; b"" if nothing was generated."""
-    generation: Generation | None = state.get("generation")
+    generation = state.generation
     times = generation.times if generation is not None else None
     if generation is None or times is None or times.time_in_queue is None:
         return b""
     return server_timing(generation.figures, times.queue_reasons)
 
 
-def _log(scope: Scope, state: dict[str, Any], method: str, status: int, duration_s: float) -> None:
+def _log(scope: Scope, state: RequestState, method: str, status: int, duration_s: float) -> None:
     level = logging.DEBUG if status < 400 and scope["path"] in _PROBED else logging.INFO
     if not access_log.isEnabledFor(level):
         return
@@ -368,12 +362,13 @@ def _log(scope: Scope, state: dict[str, Any], method: str, status: int, duration
         "path": scope["path"][:_LONGEST_PATH],
         "status": status,
         "duration_ms": round(duration_s * 1e3, 1),
-        **state["timings"],
-        **(generation.told if (generation := state.get("generation")) is not None else {}),
-        "request_id": state["request_id"],
+        **({} if state.model is None else {"model": state.model}),
+        **({} if state.audio_s is None else {"audio_s": state.audio_s}),
+        **({} if state.generation is None else state.generation.told),
+        "request_id": state.request_id,
         "client": _address((scope.get("client") or ("",))[0]),
-        "key": state["key"],
-        "error": shorten(state.get("error", ""), _LONGEST_REASON),
+        "key": state.caller.key,
+        "error": shorten(state.error, _LONGEST_REASON),
     }
     access_log.log(level, "%s", _line(fields), extra={FIELDS: fields})
 

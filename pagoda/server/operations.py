@@ -16,6 +16,7 @@ from pagoda.server.body import Body, Flag
 from pagoda.server.dialects.messages import is_client, model_card, model_list
 from pagoda.server.errors import ApiError, error_response
 from pagoda.server.middleware import RETRY_AFTER_S
+from pagoda.server.request_state import request_state
 from pagoda.server.routing import ERRORS, Router, flag
 from pagoda.server.sending import json_response
 from pagoda.server.served_adapters import AdapterChange
@@ -176,8 +177,7 @@ async def abort_requests(http: Request) -> Response:
     body = await state.bodies.read(http, AbortRequest)
     if not body.request_ids:
         state.check_admin(http)
-    caller = http.scope["state"]
-    key = None if caller["is_admin"] else caller["key"]
+    key = request_state(http).caller.sees_key
     request_ids = body.request_ids or None
     if request_ids is None:  # first: they would be admitted in place of those that end
         state.starter.admission.end_line(ApiError(400, "the request was aborted while it waited in line"), key)

@@ -17,6 +17,7 @@ from pagoda.engine.inputs.sampled_messages import OpenMessage, SampledMessage
 from pagoda.server.body_reader import run_for_body
 from pagoda.server.history import History
 from pagoda.server.reader import Reader
+from pagoda.server.request_state import request_state
 from pagoda.server.sending import cancel_on_disconnect
 from pagoda.server.served_model import ServedModel
 from pagoda.server.tool_choice import ToolUse
@@ -54,14 +55,14 @@ async def render_chat(
         options,
         must_fit=must_fit,
         is_bounded=True,
-        size=http.scope["state"]["body_bytes"],
+        size=request_state(http).body_bytes,
         earlier=earlier,
     )
     return await cancel_on_disconnect(http, rendering)
 
 
 def _earlier(http: Request, history: History, form: MessageForm, conversation: Conversation) -> Earlier:
-    owner = history.owner_of(http.scope["state"]["key"])
+    owner = history.owner_of(request_state(http).caller)
 
     async def recall(keys: Sequence[bytes]) -> Mapping[bytes, Sequence[SampledMessage]]:
         return await history.recall(owner, keys, conversation.seals)

@@ -25,12 +25,13 @@ from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation, Serving
 from pagoda.server.live_ids import LiveIds
 from pagoda.server.remote_admission import AnyAdmission, AnyPlace
+from pagoda.server.request_state import request_state
 from pagoda.server.sending import cancel_on_disconnect
 
 _BYTES_PER_TOKEN = 4
 """Of a body, for an estimate of the tokens of its prompts before they are read."""
 BATCH = "batch"
-"""In the state of a request that is a line of a batch."""
+"""In the scope of a request that is a line of a batch."""
 _BATCH_PRIORITY = 2**30
 """Of such lines: later than what people wait for, where requests are scheduled by priority."""
 
@@ -126,11 +127,11 @@ class RequestStarter(Serving):
         """
         if self.llm.died is not None:
             raise self.llm.died
-        state, admission = http.scope["state"], self.admission
+        known, admission = request_state(http), self.admission
         longest = num_prompts * self.llm.input_processor.limits.longest_prompt
-        num_tokens = min(state["body_bytes"] // _BYTES_PER_TOKEN, longest)
+        num_tokens = min(known.body_bytes // _BYTES_PER_TOKEN, longest)
         num_tokens += num_outputs * admission.expected_output(max_tokens)
-        key = f"{state['key']} {BATCH}" if BATCH in state else state["key"]  # a batch has the limits of its key apart
+        key = f"{known.caller.key} {BATCH}" if BATCH in http.scope else known.caller.key  # it has its limits apart
         place = await admission.admit(num_outputs or num_prompts, num_tokens, key)
         with place.at_end:
             if place.is_in_line:
@@ -161,11 +162,11 @@ class RequestStarter(Serving):
         if truncate is not None and truncate > most:
             text = f"truncate_prompt_tokens={truncate} is more than the model's context of {most} tokens"
             raise ApiError(400, text, "truncate_prompt_tokens")
-        key = http.scope["state"]["key"]
+        key = request_state(http).caller.key
         await place.keep(_media_bytes(asked.media))  # at once: prompts may queue for a thread behind others' images
         engine_ids = place.at_end.enter_context(self._live.reserve(key, request_id, len(asked.prompts)))
         pin = Pin(asked.cache_ttl_s, self.salt(key, None) or "") if asked.cache_ttl_s else None
-        priority = _BATCH_PRIORITY if BATCH in http.scope["state"] else asked.priority
+        priority = _BATCH_PRIORITY if BATCH in http.scope else asked.priority
         salt = self.salt(key, asked.cache_salt)
         making = self._make_requests(asked, engine_ids, salt, pin, place.arrived_s, priority)
         # Short prompts are ready at once; longer ones may queue for a thread, and stop if the client disconnects.

@@ -19,6 +19,7 @@ from pagoda.server.generation import Generation
 from pagoda.server.history import SampledTurn
 from pagoda.server.render import Rendered, render
 from pagoda.server.request_starter import RawPrompts
+from pagoda.server.request_state import request_state
 from pagoda.server.sending import EventStream, cancel_on_disconnect, json_response, run_sized
 from pagoda.server.served_model import ServedModel
 from pagoda.server.state import state_of
@@ -91,7 +92,7 @@ def _sampled_turn(http: Request, model: ServedModel, rendered: Sequence[Rendered
     history, opened = model.history, [one.open_message for one in rendered]
     if history is None or not any(opened):
         return None
-    return SampledTurn(history, history.owner_of(http.scope["state"]["key"]), opened, [one.form for one in rendered])
+    return SampledTurn(history, history.owner_of(request_state(http).caller), opened, [one.form for one in rendered])
 
 
 class RunningTurn(Generic[A]):

@@ -21,6 +21,7 @@ from pagoda.base.text import as_integer
 from pagoda.server.body import ITEMS, Body
 from pagoda.server.errors import ErrorForm, ErrorResponse, error_body
 from pagoda.server.pages.files import PAGE_PATHS
+from pagoda.server.request_state import request_state
 
 _EVENTS = "text/event-stream"
 Handler = Callable[[Request], Awaitable[Response]]
@@ -72,7 +73,7 @@ class Endpoint:
         """Return the route, which notes itself for the metrics."""
 
         async def handle(http: Request) -> Response:
-            http.scope["state"]["route"] = self.path
+            request_state(http).route = self.path
             return await self.handler(http)
 
         return Route(self.path, handle, methods=[self.method])

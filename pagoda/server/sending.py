@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pagoda.server.errors import CLIENT_CLOSED, ApiError, ClientGone, as_api_error, error_body, shortened
+from pagoda.server.request_state import RequestState, request_state
 
 logger = logging.getLogger("pagoda.server")
 
@@ -97,23 +98,23 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await cancel_on_disconnect(Request(scope, receive), self._pump(scope["state"], send))
+            await cancel_on_disconnect(Request(scope, receive), self._pump(request_state(scope), send))
         except ClientGone:
-            scope["state"]["ended_as"] = CLIENT_CLOSED
+            request_state(scope).ended_as = CLIENT_CLOSED
         finally:
             await self._end()
 
-    async def _pump(self, state: dict[str, Any], send: Send) -> None:
+    async def _pump(self, state: RequestState, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for data in self._events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             known = as_api_error(error)
-            state.update(ended_as=known.status, error=known.message)
+            state.fail(known)
             if known.status == 500:  # other statuses are not failures of the server
                 logger.error("a stream ended with an error", exc_info=error)
-            frame = self._framing.error(shortened(known), state.get("request_id", ""))
+            frame = self._framing.error(shortened(known), state.request_id)
             await send({"type": "http.response.body", "body": frame, "more_body": True})
         # Ended before the client reads the end: it may then send another request with the same id.
         await self._end()

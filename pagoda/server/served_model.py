@@ -15,6 +15,7 @@ from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.server.errors import ApiError
 from pagoda.server.history import History
+from pagoda.server.request_state import request_state
 from pagoda.server.served_adapters import ServedAdapters
 
 logger = logging.getLogger("pagoda.server")
@@ -100,10 +101,10 @@ class ServedModel:
         if not tasks.generates or tasks.plan.is_declared or not tasks.plan.embeds:
             return
         text = "this model generates text; nothing says that it was trained for embeddings or scores"
-        http.scope["state"]["warning"] = text
+        request_state(http).warning = text
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("%s: %s (logged once)", http.scope["state"]["route"], text)
+            logger.warning("%s: %s (logged once)", request_state(http).route, text)
 
     def check_template(self, template: str | None) -> None:
         """Raise ApiError (400) for a caller's template if those are not trusted: the sandbox does not prevent loops."""

@@ -32,6 +32,7 @@ from pagoda.server.looks import Looks
 from pagoda.server.middleware import Drain
 from pagoda.server.peers import Peers
 from pagoda.server.request_starter import RequestStarter
+from pagoda.server.request_state import request_state
 from pagoda.server.seals import server_secret
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.served_model import ModelFacts, PickedModel, ServedModel
@@ -87,19 +88,19 @@ class ServerState:
     def pick(self, http: Request, name: str | None) -> PickedModel:
         """Return the model that a request asks for, noting it for the log. Raises ApiError (404) for an unknown one."""
         picked = self.model.pick(name)
-        http.scope["state"]["timings"]["model"] = picked.name
+        request_state(http).model = picked.name
         return picked
 
     def check_admin(self, http: Request) -> None:
         """Raise ApiError (403) if the server has an admin key and the caller did not send it."""
-        if self.has_admin_key and not http.scope["state"]["is_admin"]:
+        if self.has_admin_key and not request_state(http).caller.is_admin:
             raise ApiError(403, "this affects all users of the server: use the admin key (--admin-api-key)")
 
     def is_operator(self, http: Request) -> bool:
         """Return whether the caller has the admin key, or the server is one of this machine that has no keys."""
         config = self.config
         has_no_keys = not config.api_keys and config.admin_api_key is None
-        return http.scope["state"]["is_admin"] or (config.is_local and has_no_keys)
+        return request_state(http).caller.is_admin or (config.is_local and has_no_keys)
 
     def writes_ids(self, body: SamplingBody) -> bool:
         """Return whether tokens of log-probabilities are written as "token_id:ID"."""
@@ -113,8 +114,9 @@ class ServerState:
         """
         if asked is not None:
             return f"{prefix}{asked}"
-        request_id = f"{prefix}{http.scope['state']['request_id']}"
-        is_free = self.starter.is_free(http.scope["state"]["key"], request_id, num_prompts)
+        known = request_state(http)
+        request_id = f"{prefix}{known.request_id}"
+        is_free = self.starter.is_free(known.caller.key, request_id, num_prompts)
         return request_id if is_free else f"{request_id}-{uuid.uuid4().hex[:8]}"
 
 
@@ -195,13 +197,13 @@ def _cache_flag(folder: str | None) -> tuple[str, ...]:
 
 def _history_of(config: EngineConfig, llm: AsyncEngine, peers: Peers, max_model_len: int) -> History | None:
     """Return the history of the model; None if it is off."""
-    server, inputs = config.server, llm.input_processor
-    if server.answer_defaults.history == "off" or not inputs.limits.tasks.generates:
+    inputs = llm.input_processor
+    if config.server.answer_defaults.history == "off" or not inputs.limits.tasks.generates:
         return None
     secret = server_secret(peers.salt_secret)
     call = peers.calls.call
     remember, recall = partial(call, "remember"), partial(call, "recall", returns=Found)
-    return History(config.model.model, inputs.tokenizer, max_model_len, secret, server, remember, recall)
+    return History(config.model.model, inputs.tokenizer, max_model_len, secret, remember, recall)
 
 
 def _facts_of(setup: EngineSetup) -> ModelFacts:

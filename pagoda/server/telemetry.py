@@ -17,6 +17,7 @@ from starlette.types import Scope
 
 from pagoda.base.outputs import RequestMetrics
 from pagoda.server.generation import Generation
+from pagoda.server.request_state import request_state
 
 if TYPE_CHECKING:
     from opentelemetry.metrics import Histogram, MeterProvider
@@ -117,13 +118,13 @@ class Telemetry:
 
     def on_end(self, scope: Scope, status: int, duration_s: float) -> None:
         """Export an HTTP request to the model that has ended.   status: 499 if its client left first."""
-        state = scope["state"]
-        generation: Generation | None = state.get("generation")
+        state = request_state(scope)
+        generation = state.generation
         common = self._common(scope)
         if status >= 400:
             common["error.type"] = str(status)
         more = {"gen_ai.latency.e2e": duration_s}
-        if (audio_s := state["timings"].get("audio_s")) is not None:
+        if (audio_s := state.audio_s) is not None:
             more["pagoda.audio_duration"] = audio_s
         if generation is None:
             more["http.response.status_code"] = status
@@ -136,12 +137,12 @@ class Telemetry:
 
     def _common(self, scope: Scope) -> dict[str, Any]:
         """Return the attributes of spans and measurements alike."""
-        state = scope["state"]
-        route = state.get("route") or scope["path"]
+        state = request_state(scope)
+        route = state.route or scope["path"]
         common: dict[str, Any] = {
             "gen_ai.operation.name": _OPERATIONS.get(route) or route.rpartition("/")[2],
             "gen_ai.provider.name": _PROVIDER,
-            "gen_ai.request.model": state["timings"].get("model", self._model),
+            "gen_ai.request.model": state.model or self._model,
         }
         if (address := scope.get("server")) is not None:
             common["server.address"], port = address

@@ -18,6 +18,7 @@ from pagoda.metrics.observed_requests import RequestRecord
 from pagoda.server.admission import Refusal
 from pagoda.server.errors import ApiError
 from pagoda.server.live import FRAME_S, viewer_of
+from pagoda.server.request_state import request_state
 from pagoda.server.sending import cancel_on_disconnect
 from pagoda.server.state import ServerState, state_of
 
@@ -31,7 +32,7 @@ async def _trace(http: Request) -> Response:
     """Answer with a trace of all requests, whose lengths and ids it shows: for the admin key, or a server of one
     machine that has no keys.
     """
-    http.scope["state"]["route"] = TRACE.path
+    request_state(http).route = TRACE.path
     state = state_of(http)
     if viewer_of(http).prefix != "":
         raise ApiError(403, "a trace shows the requests of all users: use the admin key (--admin-api-key)")

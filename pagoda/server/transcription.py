@@ -21,6 +21,7 @@ from pagoda.server.errors import ApiError
 from pagoda.server.forms import read_form
 from pagoda.server.generation import Generation
 from pagoda.server.remote_admission import AnyPlace
+from pagoda.server.request_state import request_state
 from pagoda.server.routing import Router
 from pagoda.server.sending import EventStream, cancel_on_disconnect, event, json_response, run_sized
 from pagoda.server.state import state_of
@@ -172,7 +173,7 @@ async def create_translation(http: Request) -> Response:
 
 def _admitted(http: Request) -> contextlib.AbstractAsyncContextManager[AnyPlace]:
     """Admit a request before its form is read. Raises Refusal (429)."""
-    http.scope["state"]["body_bytes"] = 0  # of a text: the sound's tokens are not known yet
+    request_state(http).body_bytes = 0  # of a text: the sound's tokens are not known yet
     return state_of(http).starter.admitted(http, 1, 1, None, is_read=False)
 
 
@@ -200,7 +201,7 @@ async def _answer(
     if state.pick(http, model).lora is not None:
         raise ApiError(400, "model: adapters do not transcribe", "model")
     name, request_id = file.filename or "upload", state.request_id(http, None, "audio-", 1)
-    new_id = state.starter.reserve_job(http.scope["state"]["key"], request_id, place)
+    new_id = state.starter.reserve_job(request_state(http).caller.key, request_id, place)
     reading = state.starter.llm.text.begin_transcription(
         lambda limits, is_left: read_sound(_content(file), name, limits, is_left),
         options,
@@ -208,7 +209,7 @@ async def _answer(
         place.wait_to_hold,
     )
     sound = await cancel_on_disconnect(http, reading)
-    http.scope["state"]["timings"]["audio_s"] = round(sound.sound.duration_s, 2)
+    request_state(http).audio_s = round(sound.sound.duration_s, 2)
     generation = Generation(state.starter, http, request_id, (), place, is_stream)
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)

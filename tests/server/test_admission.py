@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from starlette.requests import Request as HttpRequest
 
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import CompletionOutput, RequestOutput
@@ -26,6 +27,7 @@ from pagoda.server.admission import PRIOR_OUTPUT_TOKENS, Admission, Place, Refus
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
 from pagoda.server.request_starter import RawPrompts, RequestStarter
+from pagoda.server.request_state import RequestState
 from tests.server.live import FAKE_ENGINE, FAKE_FLAGS, serving
 from tests.server.turn_apis import BODIES, Turn, asked, num_output_tokens
 
@@ -151,7 +153,7 @@ def test_images_are_counted_before_their_prompt_queues_for_a_thread() -> None:
     llm: Any = SimpleNamespace(
         input_processor=SimpleNamespace(limits=limits), text=SimpleNamespace(prepare_params=prepare_params)
     )
-    http: Any = SimpleNamespace(scope={"state": {"timings": {}, "key": ""}}, receive=lambda: asyncio.sleep(60))
+    http = HttpRequest({"type": "http", "state": RequestState()}, lambda: asyncio.sleep(60))  # type: ignore[arg-type]
     prompts = RawPrompts([{"prompt_token_ids": [1], "media": (item,)}, [1]], [PoolingParams()] * 2, (), None)
     starter = RequestStarter(llm, admission, ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, "")), b"")
     with admitted(admission, 1, 1) as place, pytest.raises(RequestError, match="stop here"):
@@ -314,7 +316,7 @@ def test_only_outputs_that_came_to_their_end_are_expected_again(reason: str, is_
     starter: Any = SimpleNamespace(
         admission=admission, observed=ObservedRequests(metrics), llm=SimpleNamespace(stream=stream)
     )
-    http: Any = SimpleNamespace(scope={"state": {"timings": {}, "key": ""}})
+    http: Any = {"state": RequestState()}
     request = Request("a", np.array([1], np.int32), sampling=SamplingParams())
 
     async def main() -> None:

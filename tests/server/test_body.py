@@ -23,6 +23,7 @@ from pagoda.server.body_reader import BodyReader, parse_body
 from pagoda.server.dialects.chat import ChatCompletionRequest
 from pagoda.server.dialects.completions import CompletionRequest
 from pagoda.server.operations import AbortRequest
+from pagoda.server.request_state import RequestState
 from pagoda.server.routing import json_schemas, parts_of
 from pagoda.server.state import ServerState
 from pagoda.server.tokens import DetokenizeRequest, TokenizeRequest
@@ -142,12 +143,12 @@ def test_of_many_unknown_fields_the_event_loop_looks_at_few(monkeypatch: pytest.
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": json.dumps({"prompt": "x", **names}).encode()}
 
-    state: dict[str, Any] = {}
+    state = RequestState()
     headers = [(b"content-type", b"application/json")]
     http = Request({"type": "http", "method": "POST", "path": "/x", "headers": headers, "state": state}, receive)  # type: ignore[arg-type]
     asyncio.run(BodyReader(LIMITS).read(http, CompletionRequest))
     assert len(looked_at) < 1_000
-    assert state["ignored_fields"] == "+5000"
+    assert state.ignored_fields == "+5000"
 
 
 def test_messages_keep_the_fields_that_templates_may_read() -> None:

@@ -18,7 +18,6 @@ import pytest
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.outputs import CompletionOutput
-from pagoda.base.server_config import ServerConfig
 from pagoda.engine.answers.reasoning import THINK
 from pagoda.engine.answers.same_message import MessageForm
 from pagoda.engine.inputs.sampled_messages import OpenMessage, SampledMessage, packed, unpacked
@@ -26,22 +25,21 @@ from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
 from pagoda.server.dialects.cache_diagnosis import CacheMissReason, Diagnosis, Diagnostics, Fingerprint
 from pagoda.server.history import History, SampledTurn, key_of_note
 from pagoda.server.history_store import Found, HistoryStore
+from pagoda.server.request_state import Caller, RequestState
 from pagoda.server.seals import Sealer, server_secret
 from tests.server.random_turns import turn_of
 
 KEY = bytes(range(16))
 SECRET = b"s" * 32
 MESSAGE = SampledMessage("assistant\n", packed([1, 2]), packed([3, 4, 5]))
-KEYED = ServerConfig(api_keys=("one", "two"))
+ONE, TWO = Caller("1", "a"), Caller("2", "b")
 
 
 def message(number: int, size: int = 10) -> SampledMessage:
     return SampledMessage("", b"", packed([number] * size))
 
 
-def history(
-    secret: bytes = SECRET, config: ServerConfig = KEYED, model: str = "m", store: HistoryStore | None = None
-) -> History:
+def history(secret: bytes = SECRET, model: str = "m", store: HistoryStore | None = None) -> History:
     store = store or HistoryStore()
 
     async def remember(owner: str, key: bytes, data: bytes) -> None:
@@ -50,7 +48,7 @@ def history(
     async def recall(owner: str, keys: list[bytes]) -> Found:
         return store.recall(owner, keys)
 
-    return History(model, ByteTokenizer(), 1000, secret, config, remember, recall)
+    return History(model, ByteTokenizer(), 1000, secret, remember, recall)
 
 
 def recalled(one: History, owner: str, *seals: str, key: bytes = KEY) -> Sequence[SampledMessage]:
@@ -116,7 +114,7 @@ def test_a_file_of_another_version_is_refused_and_a_damaged_message_is_not_found
     path = str(tmp_path / "history")
     store = HistoryStore(path)
     one = history(store=store)
-    owner = one.owner_of("1")
+    owner = one.owner_of(ONE)
     store.remember(owner, KEY, msgspec.msgpack.encode(MESSAGE))
     for data in (b"\xc1", msgspec.msgpack.encode({"other": 1})):
         store.remember(owner, KEY, data)
@@ -134,8 +132,8 @@ def test_a_file_of_another_version_is_refused_and_a_damaged_message_is_not_found
 def test_a_damaged_note_is_none() -> None:
     store = HistoryStore()
     one = history(store=store)
-    store.remember(one.owner_of("1"), key_of_note("msg_1"), b"\xc1")
-    http: Any = SimpleNamespace(scope={"state": {"key": "1"}})
+    store.remember(one.owner_of(ONE), key_of_note("msg_1"), b"\xc1")
+    http: Any = {"state": RequestState(caller=ONE)}
     state: Any = SimpleNamespace(model=SimpleNamespace(history=one), block_size=1)
 
     async def told() -> Diagnostics | None:
@@ -158,21 +156,19 @@ def test_a_store_that_fails_fails_no_answer(caplog: pytest.LogCaptureFixture) ->
 
 def test_a_seal_is_opened_for_the_same_key_model_tokenizer_and_prompt_alone() -> None:
     one = history()
-    owner = one.owner_of("1")
+    owner = one.owner_of(ONE)
     sealed = one.seal(owner, KEY, MESSAGE)
     assert recalled(history(), owner, sealed) == [MESSAGE]  # of the next server, whose store is empty
-    assert recalled(history(), history().owner_of("2"), sealed) == ()
-    assert recalled(history(model="other"), history(model="other").owner_of("1"), sealed) == ()
+    assert recalled(history(), history().owner_of(TWO), sealed) == ()
+    assert recalled(history(model="other"), history(model="other").owner_of(ONE), sealed) == ()
     assert recalled(history(secret=b"t" * 32), owner, sealed) == ()
     assert recalled(history(), owner, sealed, key=bytes(16)) == ()
     # A key has the same messages wherever it stands among the others.
-    swapped = history(config=ServerConfig(api_keys=("two", "one")))
-    assert swapped.owner_of("2") == owner != swapped.owner_of("1")
 
 
 def test_no_changed_seal_is_opened() -> None:
     one, rng = history(), random.Random(0)
-    owner = one.owner_of("1")
+    owner = one.owner_of(ONE)
     sealed = base64.b64decode(one.seal(owner, KEY, MESSAGE))
     for at in range(len(sealed)):
         changed = bytearray(sealed)
@@ -184,7 +180,7 @@ def test_no_changed_seal_is_opened() -> None:
 
 def test_hostile_seals_cost_nothing() -> None:
     one, rng = history(), random.Random(0)
-    owner = one.owner_of("1")
+    owner = one.owner_of(ONE)
     header = base64.b64encode(b"\x01" + KEY + b"x").decode()
     hostile = ["", "é" * 100, "=" * 100, header, header + "é" * 50, header + "A" * 50, "\ud800" * 40]
     hostile += [base64.b64encode(rng.randbytes(rng.randint(0, 200))).decode() for _ in range(1000)]
@@ -221,7 +217,7 @@ def test_the_servers_secret_outlives_it_and_is_its_users_alone(
 
 
 def turn(one: History, *outputs: CompletionOutput) -> SampledTurn:
-    made = SampledTurn(one, one.owner_of("1"), [OpenMessage(KEY, "a\n", packed([97]))], [MessageForm(tags=THINK)])
+    made = SampledTurn(one, one.owner_of(ONE), [OpenMessage(KEY, "a\n", packed([97]))], [MessageForm(tags=THINK)])
     for output in outputs:
         made.add(0, output)
     return made
@@ -244,7 +240,7 @@ def test_an_output_that_has_ended_is_sealed_whole_before_and_after_it_is_kept(te
     asyncio.run(made.remember())
     seals.append(made.seal())
     for sealed in seals:
-        message = one._sealer.open(one.owner_of("1"), KEY, sealed)
+        message = one._sealer.open(one.owner_of(ONE), KEY, sealed)
         assert message is not None
         assert (bytes(unpacked(message.output_ids)).decode(), message.is_whole) == (text, True)
 
@@ -263,7 +259,7 @@ def test_an_output_that_has_ended_is_sealed_whole_before_and_after_it_is_kept(te
 def test_what_is_kept_of_outputs(outputs: list[CompletionOutput], kept: list[str]) -> None:
     one = history()
     asyncio.run(turn(one, *outputs).remember())
-    found = recalled(one, one.owner_of("1"))
+    found = recalled(one, one.owner_of(ONE))
     assert [bytes(unpacked(each.output_ids)).decode() for each in found] == kept
     assert all((each.head, each.is_whole, unpacked(each.head_ids)) == ("a\n", True, [97]) for each in found)
 
@@ -273,10 +269,10 @@ def test_a_thought_is_sealed_at_its_end_and_all_at_the_end() -> None:
     made = turn(one, output(ids("<think>Hm")))
     assert made.seal() == ""
     made.add(0, output(ids("</think>\n\nSo")))
-    (found,) = recalled(one, one.owner_of("1"), made.seal())
+    (found,) = recalled(one, one.owner_of(ONE), made.seal())
     assert (bytes(unpacked(found.output_ids)), found.is_whole) == (b"<think>Hm</think>", False)
     made.add(0, output([EOS], "stop"))
-    (found,) = recalled(one, one.owner_of("1"), made.seal())
+    (found,) = recalled(one, one.owner_of(ONE), made.seal())
     assert (bytes(unpacked(found.output_ids)), found.is_whole) == (b"<think>Hm</think>\n\nSo", True)
 
 
@@ -284,4 +280,4 @@ def test_what_a_key_has_sampled_is_not_recalled_for_another() -> None:
     store = HistoryStore()
     one = history(store=store)
     asyncio.run(turn(one, output([*ids("a"), EOS], "stop")).remember())
-    assert [len(recalled(one, one.owner_of(key))) for key in "12"] == [1, 0]
+    assert [len(recalled(one, one.owner_of(caller))) for caller in (ONE, TWO)] == [1, 0]

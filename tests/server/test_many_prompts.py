@@ -8,6 +8,7 @@ from typing import Any
 from pagoda.base.outputs import RequestOutput
 from pagoda.engine.outputs import mailbox
 from pagoda.server.generation import Generation
+from pagoda.server.request_state import RequestState
 
 COUNT = 1_000
 
@@ -85,7 +86,7 @@ def test_the_prompts_of_a_request_end_when_its_reader_leaves() -> None:
 
     async def work() -> None:
         requests: Any = [type("R", (), {"num_prompt_tokens": 1, "sampling": None})()] * COUNT
-        scope: Any = type("H", (), {"scope": {"state": {"timings": {}, "key": ""}}})()
+        scope: Any = {"state": RequestState()}
         admitted: Any = type("A", (), {"arrived_s": 0.0, "at_end": contextlib.ExitStack()})()
         stuck = Stuck(None, scope, "a", requests, admitted)  # type: ignore[arg-type]
         async with stuck.outputs() as outputs:

@@ -28,6 +28,7 @@ from pagoda.server.dialects.messages import (
     conversation_of,
 )
 from pagoda.server.errors import ApiError
+from pagoda.server.request_state import RequestState
 from pagoda.server.sending import EventStream
 from tests.server.in_process import served
 from tests.server.live import LiveServer
@@ -347,7 +348,7 @@ def test_an_error_during_a_stream_is_the_last_event() -> None:
         sent.append(message.get("body", b""))
 
     stream = EventStream(events(), lambda: None, MessageWriter.framing)
-    asyncio.run(stream({"type": "http", "state": {"request_id": "r"}}, receive, send))
+    asyncio.run(stream({"type": "http", "state": RequestState("r")}, receive, send))
     (last,) = events_of(b"".join(sent))
     assert last == {
         "type": "error",

@@ -18,15 +18,16 @@ from pagoda.process.logs import FIELDS
 from pagoda.server import middleware
 from pagoda.server.admission import Refusal
 from pagoda.server.app import create_app
-from pagoda.server.errors import on_http_error
+from pagoda.server.errors import ApiError, on_http_error
 from pagoda.server.middleware import AccessLog, Drain, Gate
+from pagoda.server.request_state import Caller, request_state
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     body = await Request(scope, receive).body()
-    state = scope["state"]
-    state["timings"]["tokens"] = 3
-    await JSONResponse({"size": len(body), "id": state["request_id"], "key": state["key"]})(scope, receive, send)
+    state = request_state(scope)
+    state.audio_s = 3.0
+    await JSONResponse({"size": len(body), "id": state.request_id, "key": state.caller.key})(scope, receive, send)
 
 
 def call(app: ASGIApp, method: str = "POST", path: str = "/x", **kw: object) -> httpx.Response:
@@ -69,6 +70,25 @@ def test_every_route_but_health_wants_a_key() -> None:
     assert call(guarded, "GET", "/health/../metrics").status_code == 401
 
 
+def test_a_callers_owner_is_of_its_key_however_the_keys_are_listed() -> None:
+    def owner(key: str, *keys: str, admin: str | None = None) -> tuple[str, str]:
+        found: list[Caller] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            found.append(request_state(scope).caller)
+            await JSONResponse({})(scope, receive, send)
+
+        config = ServerConfig(api_keys=keys, admin_api_key=admin)
+        call(AccessLog(Gate(app, config, Drain()), lambda *_: None), headers={"x-api-key": key})
+        return found[0].key, found[0].owner
+
+    (first, one), (second, same) = owner("one", "one", "two"), owner("one", "two", "one")
+    assert (first, second) == ("1", "2")
+    assert one == same != owner("two", "one", "two")[1]
+    assert owner("one") == ("", "")
+    assert owner("one", "two", "one", admin="one") == ("admin", one)
+
+
 def test_bodies_are_bounded() -> None:
     assert call(gate(), content=b"x" * 100).json()["size"] == 100
     assert call(gate(), content=b"x" * 101).status_code == 413
@@ -87,7 +107,7 @@ def test_the_bodies_held_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     async def hold(scope: Scope, receive: Receive, send: Send) -> None:
         size = len(await Request(scope, receive).body())
         if scope["path"] == "/twice":
-            scope["state"]["hold"](size)
+            request_state(scope).hold(size)
         if scope["path"] == "/held":
             is_held.set()
             await may_end.wait()
@@ -119,7 +139,7 @@ def test_one_line_in_the_access_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="pagoda.access")
     call(gate("k"), headers={"Authorization": "Bearer k", "X-Request-Id": "abc"})
     (line,) = [getattr(r, FIELDS) for r in caplog.records if r.name == "pagoda.access"]
-    assert (line["request_id"], line["status"], line["tokens"], line["path"]) == ("abc", 200, 3, "/x")
+    assert (line["request_id"], line["status"], line["audio_s"], line["path"]) == ("abc", 200, 3.0, "/x")
     assert "k" != line["key"] != ""
 
 
@@ -153,10 +173,10 @@ def test_a_request_with_background_work_is_logged_when_that_has_ended(caplog: py
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         async def work() -> None:
             await may_end.wait()
-            scope["state"]["timings"]["tokens"] = 7
-            scope["state"].update(ended_as=500, error="broken")
+            request_state(scope).model = "m"
+            request_state(scope).fail(ApiError(500, "broken"))
 
-        scope["state"]["work"] = drain.run(work(), lambda: None)
+        request_state(scope).work = drain.run(work(), lambda: None)
         await JSONResponse({})(scope, receive, send)
 
     async def main() -> None:
@@ -169,7 +189,7 @@ def test_a_request_with_background_work_is_logged_when_that_has_ended(caplog: py
 
     asyncio.run(main())
     fields: Any = getattr(caplog.records[0], FIELDS)
-    assert (fields["status"], fields["tokens"], fields["error"]) == (500, 7, "broken")
+    assert (fields["status"], fields["model"], fields["error"]) == (500, "m", "broken")
     assert (ended, len(caplog.records)) == ([500], 1)
 
 

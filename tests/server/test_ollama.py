@@ -21,6 +21,7 @@ from pagoda.server.body_reader import parse_body, unknown_fields
 from pagoda.server.dialects.ollama import LINES, OllamaWriter, model_name
 from pagoda.server.dialects.ollama_bodies import OllamaChatRequest, OllamaGenerateRequest, template_messages
 from pagoda.server.errors import ApiError
+from pagoda.server.request_state import RequestState
 from pagoda.server.sending import EventStream
 from pagoda.server.thinking import Thinking
 from tests.server.in_process import served
@@ -223,7 +224,7 @@ def test_an_error_during_a_stream_is_its_last_line() -> None:
         sent.append(message.get("body", b""))
 
     stream = EventStream(events(), lambda: None, OllamaWriter.framing)
-    asyncio.run(stream({"type": "http", "state": {"request_id": "r"}}, receive, send))
+    asyncio.run(stream({"type": "http", "state": RequestState("r")}, receive, send))
     assert stream.headers["content-type"] == LINES
     assert b"".join(sent) == b'{"done":false}\n{"error":"the engine is gone"}\n'
 

@@ -10,6 +10,7 @@ from starlette.types import Message
 
 from pagoda.server.dialects.completions import CompletionChoice, CompletionResponse
 from pagoda.server.dialects.openai import PromptTokensDetails, Usage
+from pagoda.server.request_state import RequestState
 from pagoda.server.sending import DONE, EventStream, json_response, run_sized
 
 
@@ -34,7 +35,9 @@ def test_a_stream_ends_before_done_is_sent_and_only_once(fails: bool) -> None:
             happened.append("done")
 
     async def main() -> None:
-        await EventStream(events(), lambda: happened.append("ended"))({"type": "http", "state": {}}, receive, send)
+        await EventStream(events(), lambda: happened.append("ended"))(
+            {"type": "http", "state": RequestState()}, receive, send
+        )
 
     asyncio.run(main())
     assert happened == ["closed", "ended", "done"]

@@ -21,6 +21,7 @@ from pagoda.engine.clients.calls import OwnCalls
 from pagoda.server.body_reader import parse_body
 from pagoda.server.dialects.responses import ResponsesDialect
 from pagoda.server.dialects.responses_bodies import ResponsesRequest
+from pagoda.server.request_state import RequestState
 from pagoda.server.sending import EventStream
 from pagoda.server.stored.run import StoredTurn
 from pagoda.server.stored.service import Stored, StoreService
@@ -338,7 +339,7 @@ def test_a_stream_that_never_began_is_stored_as_cancelled() -> None:
         async def send(message: object) -> None:
             await asyncio.Event().wait()
 
-        await stream({"type": "http", "state": {}}, receive, send)
+        await stream({"type": "http", "state": RequestState()}, receive, send)
         found = await stored.ask(StoreService.response, "a", entry.id, True)
         assert found is not None
         assert json.loads(found.body)["status"] == "cancelled"

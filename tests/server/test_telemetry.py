@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from pagoda.server.request_state import RequestState
 from pagoda.server.telemetry import Telemetry, telemetry_of
 from tests.server.conftest import FAKE_FLAGS
 from tests.server.live import LiveServer, serving
@@ -245,7 +246,7 @@ def test_a_transcription_is_a_span_with_the_length_of_its_sound() -> None:
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     telemetry = Telemetry("whisper", {}, {})
     telemetry._tracer = provider.get_tracer("test")
-    state = {"route": "/v1/audio/transcriptions", "timings": {"model": "mine", "audio_s": 12.5}}
+    state = RequestState(route="/v1/audio/transcriptions", model="mine", audio_s=12.5)
     telemetry.on_end({"type": "http", "headers": [], "state": state}, 200, 1.5)
     (span,) = exporter.get_finished_spans()
     assert span.name == "transcriptions mine"

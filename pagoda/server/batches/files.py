@@ -20,6 +20,7 @@ from pagoda.server.batches.service import FileService
 from pagoda.server.body import Body, one_of
 from pagoda.server.errors import ApiError
 from pagoda.server.forms import read_form
+from pagoda.server.request_state import request_state
 from pagoda.server.routing import Router
 from pagoda.server.sending import on_thread
 from pagoda.server.state import state_of
@@ -73,7 +74,7 @@ def as_json(answer: Struct) -> Response:
 async def create_file(http: Request) -> Response:
     """Upload a file, which belongs to the key that is used: a form with the file and the fields below."""
     state = state_of(http)
-    http.scope["state"]["body_bytes"] = 0  # of a prompt
+    request_state(http).body_bytes = 0  # of a prompt
     async with state.starter.admitted(http, 1, is_read=False) as place:
         place.start()
         length = http.headers.get("content-length", "")

@@ -29,8 +29,12 @@ _WINDOW = re.compile(r"([1-9]\d{0,2})([hd])", re.ASCII)
 _MAX_WINDOW_S = 30 * 86_400
 
 
-class OutputAge(Struct, frozen=True):
-    """How old the output gets.   anchor: since when that counts."""
+class OutputAge(Body, kw_only=True, frozen=True):
+    """How old the output gets.
+
+    seconds: From an hour to 30 days.
+    anchor: Since when that counts.
+    """
 
     seconds: AgeSeconds
     anchor: Annotated[str, one_of("created_at")] = "created_at"

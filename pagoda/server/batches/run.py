@@ -30,13 +30,13 @@ class Caller:
     """Calls the app of all routes as one caller.
 
     raise_if_dead: raises if the engine is gone, so that what it can no longer answer is left for another run.
-    headers: of each call.   state: what middleware finds in the scope of each.   prefix: of the ids of requests.
+    headers: of each call.   scope: what else its scope has.   prefix: of the ids of requests.
     """
 
     app: ASGIApp
     raise_if_dead: Callable[[], None]
     headers: tuple[tuple[bytes, bytes], ...] = ()
-    state: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    scope: Mapping[str, Any] = field(default_factory=dict[str, Any])
     prefix: str = ""
 
 
@@ -142,7 +142,7 @@ class _Exchange:
                 (b"x-request-id", f"{caller.prefix}{line.id}".encode()),
                 *caller.headers,
             ],
-            "state": dict(caller.state),
+            **caller.scope,
         }
         try:
             await caller.app(scope, exchange._receive, exchange._send)

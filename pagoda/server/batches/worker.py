@@ -14,10 +14,9 @@ from pagoda.server.batches.lines import InputLine, Journal, LineError, OutputLin
 from pagoda.server.batches.records import BatchError, Ended, RequestCounts, Work
 from pagoda.server.batches.run import MAX_LINE_BYTES, Caller, answer_lines
 from pagoda.server.batches.service import Files, FileService, journal_of, output_ids
-from pagoda.server.middleware import Drain
+from pagoda.server.middleware import Drain, owner_name
 from pagoda.server.request_starter import BATCH
 from pagoda.server.sending import on_thread
-from pagoda.server.stored.asking import owner_name
 
 logger = logging.getLogger("pagoda.server")
 

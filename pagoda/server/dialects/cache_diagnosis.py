@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from pagoda.server.live import miss_of
 from pagoda.server.prefix_misses import PrefixMiss
+from pagoda.server.request_state import request_state
 from pagoda.server.seen_requests import Viewer
 from pagoda.server.state import ServerState
 from pagoda.server.turn import Turn
@@ -81,7 +82,7 @@ class Diagnosis:
         """Return the diagnosis of a request, after looking for the previous one."""
         history, found = state.model.history, None
         if history is not None and previous_id is not None:
-            found = await history.recall_note(history.owner_of(http.scope["state"]["key"]), previous_id)
+            found = await history.recall_note(history.owner_of(request_state(http).caller), previous_id)
         previous = None
         if found is not None:
             with contextlib.suppress(msgspec.DecodeError):  # a damaged one is not found

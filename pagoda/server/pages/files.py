@@ -10,6 +10,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from pagoda.server.pages.rules import HEADERS
+from pagoda.server.request_state import request_state
 
 STATIC = Path(__file__).parent / "static"
 """A page is `NAME.html`, at `/NAME`; what it loads is in the folder `NAME`."""
@@ -32,7 +33,7 @@ PAGE_PATHS = frozenset(_FILES)
 
 def _route(path: str, file: Path) -> Route:
     async def send(http: Request) -> Response:
-        http.scope["state"]["route"] = path
+        request_state(http).route = path
         if file.suffix == ".html" and http.scope["raw_path"].endswith(b"/"):
             return RedirectResponse(f"../{file.stem}")  # else the addresses in it, which are relative, would not lead
         return sent(http)
@@ -59,7 +60,7 @@ _chat = _sender(_FILES["/chat"])
 
 async def _root(http: Request) -> Response:
     """Send a browser the page to chat on; programs get the error of an unknown path, which names the other routes."""
-    http.scope["state"]["route"] = "/"
+    request_state(http).route = "/"
     if http.method == "HEAD":  # Anthropic's clients ask so whether there is a server
         return Response()
     if "text/html" not in http.headers.get("accept", ""):

@@ -1,15 +1,13 @@
 """What all routes of stored responses and conversations have in common."""
 
-import hashlib
-
 from msgspec import Struct
 from starlette.requests import Request
 
 from pagoda.base.errors import RequestError
 from pagoda.server.admission import Refusal
 from pagoda.server.errors import ApiError
+from pagoda.server.request_state import request_state
 from pagoda.server.routing import ERRORS
-from pagoda.server.state import state_of
 from pagoda.server.stored.service import Refused
 
 NOT_FOUND = {**ERRORS, 404: "This key has none of this id"}
@@ -24,16 +22,8 @@ class Deleted(Struct, frozen=True):
 
 
 def owner_of(http: Request) -> str:
-    """Return whom what a request stores belongs to: its API key. The name holds if keys are listed in another order."""
-    name, config = http.scope["state"]["key"], state_of(http).config
-    if not name:
-        return ""
-    return owner_name(config.api_keys[int(name) - 1] if name.isdecimal() else config.admin_api_key or "")
-
-
-def owner_name(key: str) -> str:
-    """Return what the owner of an API key is called."""
-    return hashlib.sha256(key.encode()).hexdigest()[:32]
+    """Return whom what a request stores belongs to."""
+    return request_state(http).caller.owner
 
 
 def not_found(what: str, id: str, param: str) -> ApiError:

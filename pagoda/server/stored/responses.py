@@ -14,6 +14,7 @@ from pagoda.server.dialects.response_events import TOO_LONG, ResponseAnswer, Res
 from pagoda.server.dialects.responses import ResponsesDialect, response_error
 from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
 from pagoda.server.errors import ApiError, as_api_error
+from pagoda.server.request_state import request_state
 from pagoda.server.respond import begin_turn, respond_with
 from pagoda.server.routing import Router, flag, integer
 from pagoda.server.sending import EventStream, Framing, cancel_on_disconnect, event, json_response
@@ -60,8 +61,8 @@ async def create_response(http: Request) -> Response:
         at_end.pop_all()
     if not body.background:
         return EventStream(turn.frames(), turn.close, turn.framing)
-    noted = http.scope["state"]
-    noted["work"] = state.drain.run(turn.run(noted), turn.close)
+    known = request_state(http)
+    known.work = state.drain.run(turn.run(known), turn.close)
     if body.stream:
         return EventStream(_followed(http, entry.id, -1), _nothing, FRAMING)
     return Response(entry.body, media_type="application/json")
@@ -83,8 +84,9 @@ async def _earlier(http: Request, body: ResponsesRequest) -> Callable[[], list[I
         raise not_found("response" if is_response else "conversation", id, name)
     if context.problem:
         raise RequestError(f"{name}: {id[:100]!r} {context.problem}", name)
-    http.scope["state"]["hold"](context.num_bytes)
-    http.scope["state"]["body_bytes"] += context.num_bytes
+    known = request_state(http)
+    known.hold(context.num_bytes)
+    known.body_bytes += context.num_bytes
     return lambda: unpack(context.items) + context.output
 
 
@@ -146,7 +148,7 @@ async def cancel_response(http: Request) -> Response:
 
 
 async def _abort(http: Request) -> None:
-    key = http.scope["state"]["key"]
+    key = request_state(http).caller.key
     await state_of(http).peers.ask("abort", {http.path_params["response_id"]}, key, returns=list[str])
 
 

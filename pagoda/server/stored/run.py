@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -13,6 +12,7 @@ from starlette.responses import Response
 from pagoda.server.dialects.response_events import OutputItem, failure_of
 from pagoda.server.dialects.responses import ResponseFrames
 from pagoda.server.errors import ApiError, as_api_error, shortened
+from pagoda.server.request_state import RequestState
 from pagoda.server.respond import RunningTurn
 from pagoda.server.sending import Framing, cancel_on_disconnect
 from pagoda.server.stored.service import Stored, StoreService, pack
@@ -80,17 +80,17 @@ class StoredTurn:
                     self._finish()
                 yield data
 
-    async def run(self, noted: dict[str, Any]) -> None:
+    async def run(self, noted: RequestState) -> None:
         """Run it without a client. Who runs it must close the turn, also one that never began to run.
 
-        noted: the state of its request, which gets what the access log tells of an error.
+        noted: of its request, which gets what the access log tells of an error.
         """
         try:
             async for _ in self.frames():
                 pass
         except Exception as error:
             known = as_api_error(error)
-            noted.update(ended_as=known.status, error=known.message)
+            noted.fail(known)
             if known.status == 500:
                 logger.error("a response in the background ended with an error", exc_info=error)
             self._failed(shortened(known), "")
