@@ -84,6 +84,19 @@ class PromptReasoning:
     is_open: bool
 
 
+@dataclass(frozen=True, slots=True)
+class OutputRule:
+    """What the tokens of an output must follow.
+
+    grammar: as text; "" allows any output.   budget: most tokens of reasoning, None for no limit.   reasoning: how the
+    output begins; only with a budget.
+    """
+
+    grammar: str = ""
+    budget: int | None = None
+    reasoning: PromptReasoning | None = None
+
+
 def _read_temperature(name: str, value: Any) -> float:
     temperature = read_number(name, value, low=0.0)
     return temperature if temperature >= GREEDY_EPSILON else 0.0
@@ -251,8 +264,8 @@ class SamplingParams:
         it by `grammar`, its own representation.
     beam_search: search for the `n` best outputs with `n` beams, instead of sampling; see BeamSearchParams.
     no_repeat_ngram_size: no sequence of so many tokens, of prompt and output, occurs twice; at most 64, 0 is off.
-    forced_eos_token_id: the last token of an output that reaches max_tokens, without structured_outputs; a model's
-        generation_config.json sets it.
+    forced_eos_token_id: the last token of an output that reaches max_tokens, without structured_outputs and unless the
+        closing of its reasoning is due; a model's generation_config.json sets it.
     speech: rules of a speech model's output; transcriptions set them.
     thinking_token_budget: maximum tokens of reasoning, after which its closing is forced and the output goes on freely;
         0 closes it at once, None or -1 is off.   reasoning: how the output begins; chats set it.
@@ -348,6 +361,13 @@ class SamplingParams:
                     name,
                 )
 
+    @property
+    def rule(self) -> OutputRule | None:
+        """What the engine makes the output follow, None for any output. A budget needs `reasoning`."""
+        if self.thinking_token_budget is not None and self.reasoning is not None:
+            return OutputRule(self.grammar or "", self.thinking_token_budget, self.reasoning)
+        return None if self.grammar is None else OutputRule(self.grammar)
+
     def with_lengths(self, max_tokens: int, min_tokens: int) -> "SamplingParams":
         """Return a copy with other lengths, which must be valid. Its lists are shared and not validated again."""
         changed = copy.copy(self)
@@ -360,6 +380,12 @@ class SamplingParams:
         changed = copy.copy(self)
         object.__setattr__(changed, "structured_outputs", None)
         object.__setattr__(changed, "grammar", grammar)
+        return changed
+
+    def with_reasoning(self, reasoning: PromptReasoning) -> "SamplingParams":
+        """Return a copy that says how the output begins. Its lists are shared."""
+        changed = copy.copy(self)
+        object.__setattr__(changed, "reasoning", reasoning)
         return changed
 
 

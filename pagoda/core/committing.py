@@ -106,6 +106,7 @@ def _commit_plain(
         at = rows.astype(np.intp)
         handles, indices, counts = table.handle[at], table.index[at], np.ones(len(at), np.int32)
         limits = table.length_limit[at]
+    table.settle_expected(rows, output.drafts)
     ends = table.append_each(at, tokens)
     state.stats.generation_tokens += len(at)
     may_end = state.stops.among(tokens) | (ends >= limits)
@@ -113,21 +114,19 @@ def _commit_plain(
     by_client = {running.client: outputs} if running.client is not None else _by_client(outputs, table.client[at])
     if state.batch.awaiting_first_output:
         note_first_outputs(state, rows)
-    if np.count_nonzero(may_end):
-        _end_rows(state, rows, tokens, may_end)
+    for i in may_end.nonzero()[0].tolist():
+        _end_row(state, int(rows[i]), int(tokens[i]))
     return by_client
 
 
-def _end_rows(state: SchedulerState, rows: np.ndarray, tokens: np.ndarray, may_end: np.ndarray) -> None:
-    """End those rows that the new token really ends."""
-    for i in np.flatnonzero(may_end).tolist():
-        row = int(rows[i])
-        sequence = state.table.owner(row)
-        spec = sequence.request.spec
-        output_len = int(state.table.num_tokens[row]) - 1 - spec.num_prompt_tokens
-        end = find_end(spec, output_len, [int(tokens[i])], int(state.table.length_limit[row]))
-        if end is not None:
-            finish_sequence(state, sequence, end.status, end.stop_token)
+def _end_row(state: SchedulerState, row: int, token: int) -> None:
+    """End the row if `token`, its last, really ends it."""
+    sequence = state.table.owner(row)
+    spec = sequence.request.spec
+    output_len = int(state.table.num_tokens[row]) - 1 - spec.num_prompt_tokens
+    end = find_end(spec, output_len, [token], int(state.table.length_limit[row]))
+    if end is not None:
+        finish_sequence(state, sequence, end.status, end.stop_token)
 
 
 # Drafts, late results, failures, pooled rows
@@ -136,16 +135,25 @@ def _end_rows(state: SchedulerState, rows: np.ndarray, tokens: np.ndarray, may_e
 def _commit_any(
     state: SchedulerState, output: SchedulerOutput, result: ModelRunnerOutput
 ) -> dict[int, EngineCoreOutputs]:
-    """The definition, row by row: `_commit_plain` equals it for its case."""
+    """`_commit_plain` for any result: rows with one token as there, the others one by one."""
     table, rows = state.table, output.sample_rows
-    num_kept = np.zeros(len(rows), np.int32)  # tokens of each sample that count
+    one_token = _have_one_token(state, rows, result)
+    num_kept = one_token.astype(np.int32)  # tokens of each sample that count
     clients = table.client[rows]
     note_first_outputs(state, rows[result.num_sampled > 0])
     prompt_logprobs = _new_prompt_logprobs(state, output, result)  # before a first token ends its request
     table.settle_expected(rows, output.drafts)
     state.drafts.verify(output, result)
     state.batch.changed(rows=False)  # counts move by more or less than one token
-    for i, row in enumerate(rows.tolist()):
+    plain, tokens = rows[one_token], result.sampled[one_token, 0]
+    ends = table.append_each(plain, tokens)
+    looks_at = ~one_token
+    looks_at[one_token] = state.stops.among(tokens) | (ends >= table.length_limit[plain])
+    for i in looks_at.nonzero()[0].tolist():
+        row = int(rows[i])
+        if one_token[i]:
+            _end_row(state, row, int(result.sampled[i, 0]))
+            continue
         sequence = table.sequence_of[row]
         if sequence is None or sequence.is_finished:
             continue
@@ -173,6 +181,11 @@ def _commit_any(
     for client, vectors in pooled.items():
         by_client[client] = replace(by_client.get(client, NOTHING), pooled=vectors)
     return by_client
+
+
+def _have_one_token(state: SchedulerState, rows: np.ndarray, result: ModelRunnerOutput) -> np.ndarray:
+    """Return which of the sampled `rows` still have their sequence, and one token for it; bool."""
+    return (result.num_sampled == 1) & state.table.is_active[rows]
 
 
 def _append(state: SchedulerState, sequence: Sequence, tokens: list[int]) -> int:

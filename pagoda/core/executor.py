@@ -62,7 +62,8 @@ CALLS: Mapping[str, tuple[tuple[type, ...], type]] = {
 }
 """The calls: the types of the arguments of each, and that of its result.
 
-prepare_grammar: compile a grammar, on another thread. One that does not compile fails the rows that have it.
+prepare_grammar: compile a grammar, on another thread. One that does not compile fails the rows that have it. "" allows
+any output: that of a rule which only bounds reasoning.
 drop_grammar: forget it; it was prepared, and rows that have it go on.
 load_adapter: read a LoRA adapter; on a CPU, steps go on meanwhile. Raises PagodaError that says why it cannot be used.
 unload_adapter: free its memory once no row uses it; ignore one that is not loaded. Steps use only what was loaded.

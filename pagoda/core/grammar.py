@@ -7,6 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
+from pagoda.base.sampling_params import OutputRule
+
 MASKED_LOGPROB = -9999.0
 """The log-probability of a token that a grammar forbids; JSON has no -Infinity."""
 
@@ -68,15 +70,16 @@ class GrammarBackend(Protocol):
     """Compiles grammars and fills masks. Thread-safe."""
 
     def prepare(self, grammar: str) -> "Future[None]":
-        """Compile a grammar on another thread, and keep it. The future has no error, whatever the grammar is like."""
+        """Compile a grammar (of an OutputRule) on another thread, and keep it. The future has no error, whatever the
+        grammar is like."""
         ...
 
     def drop(self, grammar: str) -> None:
         """Keep a grammar no longer. Ignore one that is not kept."""
         ...
 
-    def matcher(self, grammar: str) -> GrammarMatcher:
-        """Return a matcher at the beginning of the grammar; it has an `error` if the grammar does not compile.
+    def matcher(self, rule: OutputRule) -> GrammarMatcher:
+        """Return a matcher at the beginning of an output; it has an `error` if the rule's grammar does not compile.
 
         Called in steps: a grammar that is kept is not compiled again. Does not raise.
         """

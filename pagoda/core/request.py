@@ -203,8 +203,9 @@ class Request:
 
     @property
     def grammar(self) -> str | None:
-        """The grammar that its output follows, as text."""
-        return self.sampling.grammar if self.sampling is not None else None
+        """The grammar of its output's rule (`OutputRule`), as text; None without a rule."""
+        rule = self.sampling.rule if self.sampling is not None else None
+        return None if rule is None else rule.grammar
 
     @property
     def is_beam_search(self) -> bool:

@@ -207,13 +207,11 @@ class RequestTable:
         return _without(rows[~self._is_beam[rows]] if self._num_beams else rows, drafts)
 
     def append_each(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Append one token, expected or not, to each of `rows`. Return their new num_tokens, int32 [num_rows]."""
+        """Append one token to each of `rows`. Return their new num_tokens, int32 [num_rows]."""
         end = self._num_tokens[rows]
         self._token_ids[rows, end] = tokens
         end += 1
         self._num_tokens[rows] = end
-        if self._expect_tokens:
-            self._num_pending[rows] -= 1
         return end
 
     def append_tokens(self, sequence: Sequence, tokens: list[int]) -> None:

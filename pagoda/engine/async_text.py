@@ -126,15 +126,23 @@ class AsyncText:
         encoded = read() if size < LONG_TEXT_CHARS else await self._run(read, size)
         if isinstance(params, SamplingParams) and (params.bad_words or params.structured_outputs is not None):
             params = await self.prepare_params(params)
-        return inputs.make_request(
-            request_id,
-            encoded,
-            params,
-            arrival_time_s=arrival_time_s,
-            priority=priority,
-            cache_salt=cache_salt,
-            lora=lora,
-        )
+
+        def make() -> Request:
+            return inputs.make_request(
+                request_id,
+                encoded,
+                params,
+                arrival_time_s=arrival_time_s,
+                priority=priority,
+                cache_salt=cache_salt,
+                lora=lora,
+            )
+
+        given = params.params if isinstance(params, PreparedParams) else params
+        num_tokens = len(encoded.token_ids)
+        if num_tokens > _LONG_TEXT_TOKENS and inputs.params.reads_prompt(given):
+            return await self._run(make, num_tokens)
+        return make()
 
     async def find_adapter(self, given: LoRARequest) -> Adapter:
         """Return the adapter that a caller names, after checking its files on a thread. Raises RequestError."""

@@ -82,24 +82,27 @@ class RowConstraints:
         found += ["speech"] if self.speech is not None else []
         return [*found, f"min_tokens={self.min_tokens}"] if num_output < self.min_tokens else found
 
-    def allowed_after(self, num_output: int) -> np.ndarray | None:
-        """Return a mask of the only ids that may follow `num_output` tokens of output, None for all."""
-        return self.last_token if self._is_last(num_output) else self.allowed
+    def allowed_after(self, num_output: int, rule_bits: np.ndarray | None = None) -> np.ndarray | None:
+        """Return a mask of the only ids that may follow `num_output` tokens of output, None for all.
+
+        rule_bits: see `forbidden`.
+        """
+        return self.last_token if self._is_last(num_output, rule_bits) else self.allowed
 
     def forbidden(
-        self, token_ids: np.ndarray, num_prompt: int, num_embeds: int, grammar_bits: np.ndarray | None = None
+        self, token_ids: np.ndarray, num_prompt: int, num_embeds: int, rule_bits: np.ndarray | None = None
     ) -> np.ndarray:
         """Return the ids (int32) that must not follow these tokens, of which the first `num_prompt` are the prompt's:
         early end tokens, last tokens of bad words and of sequences that are there already.
 
         num_embeds: first positions that are given as embeddings; their ids stand for no token.
-        grammar_bits: what the row's grammar allows next, as in GrammarMasks; None if it has none.
+        rule_bits: what the row's output rule allows next, as in GrammarMasks; None if it has none.
         """
         output = token_ids[num_prompt:]
-        if self._is_last(len(output)):
+        if self._is_last(len(output), rule_bits):
             return _NO_IDS
         banned = self.bad_words.after(output) if self.bad_words is not None else []
-        if len(output) < self.min_tokens and not _are_all(grammar_bits, self.end_ids):
+        if len(output) < self.min_tokens and not _are_all(rule_bits, self.end_ids):
             banned = [*banned, self.end_ids]
         if self.ngram_size:
             banned = [*banned, ends_of_repeats(token_ids[num_embeds:], self.ngram_size)]
@@ -107,9 +110,12 @@ class RowConstraints:
             banned = [*banned, self.speech.suppressed if len(output) else self.speech.suppressed_first]
         return np.concatenate(banned) if banned else _NO_IDS
 
-    def _is_last(self, num_output: int) -> bool:
-        """Return whether the token after `num_output` tokens of output is one that is given."""
-        return self.last_token is not None and num_output + 1 == self.max_tokens
+    def _is_last(self, num_output: int, rule_bits: np.ndarray | None) -> bool:
+        """Return whether the token after `num_output` tokens of output is one that is given, and no rule forbids."""
+        if self.last_token is None or num_output + 1 != self.max_tokens:
+            return False
+        last = len(self.last_token) - 1
+        return rule_bits is None or bool(int(rule_bits[last // 32]) >> last % 32 & 1)
 
 
 def _are_all(bits: np.ndarray | None, token_ids: np.ndarray) -> bool:

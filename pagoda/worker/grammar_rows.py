@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagoda.base.abbreviate import shorten
+from pagoda.base.sampling_params import OutputRule
 from pagoda.core.grammar import GrammarBackend, GrammarMatcher, MaskWork, num_mask_words
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.process.host_threads import host_pool
@@ -31,7 +32,7 @@ class GrammarMasks:
 class _RowGrammar:
     """num_taken: output tokens that the matcher was given.   num_free: how many after them may be any."""
 
-    text: str
+    rule: OutputRule
     matcher: GrammarMatcher
     num_taken: int = 0
     num_free: int = 0
@@ -64,14 +65,14 @@ class GrammarRows:
                 self._rows.pop(row, None)
         for init in output.admitted:
             self._rows.pop(init.row, None)
-            if init.sampling is not None and init.sampling.grammar is not None:
-                text = init.sampling.grammar
-                self._rows[init.row] = _RowGrammar(text, self.backend.matcher(text))
+            rule = init.sampling.rule if init.sampling is not None else None
+            if rule is not None:
+                self._rows[init.row] = _RowGrammar(rule, self.backend.matcher(rule))
         for source, row in (*output.beams.copies, *((fork.src, fork.dst) for fork in output.forks)):
             self._rows.pop(row, None)
             known = self._rows.get(source)
             if known is not None:
-                self._rows[row] = _RowGrammar(known.text, known.matcher.copy(), known.num_taken, known.num_free)
+                self._rows[row] = _RowGrammar(known.rule, known.matcher.copy(), known.num_taken, known.num_free)
 
     def begin(self, table: TableMirror, rows: np.ndarray, positions: np.ndarray) -> "Future[GrammarMasks] | None":
         """Begin to fill the masks of a step's draws on another thread; None if no draw needs one.
@@ -89,8 +90,10 @@ class GrammarRows:
         """Return the rows whose grammars must read their output before one of these draws, to mask it."""
         if not self._rows:
             return set()
+        mine = np.isin(rows, list(self._rows))
+        rows, positions = rows[mine], positions[mine]
         draws = zip(rows.tolist(), (positions - table.num_prompt[rows]).tolist(), strict=True)
-        return {row for row, num_output in draws if row in self._rows and not self._is_free(row, num_output)}
+        return {row for row, num_output in draws if not self._is_free(row, num_output)}
 
     def _is_free(self, row: int, num_output: int) -> bool:
         """Return whether the token after `num_output` tokens of output may be any, whatever these are."""
@@ -147,7 +150,7 @@ class GrammarRows:
     def _restart(self, row: int) -> None:
         """Give the row a new matcher, which has taken nothing."""
         grammar = self._rows[row]
-        grammar.matcher, grammar.num_taken, grammar.num_free = self.backend.matcher(grammar.text), 0, 0
+        grammar.matcher, grammar.num_taken, grammar.num_free = self.backend.matcher(grammar.rule), 0, 0
 
     def shutdown(self) -> None:
         """Forget all rows and end the threads. Idempotent."""
@@ -156,7 +159,7 @@ class GrammarRows:
         self._thread.shutdown()
 
     def _fill(self, table: TableMirror, rows: np.ndarray, positions: np.ndarray, masked: set[int]) -> GrammarMasks:
-        draws = np.array([i for i, row in enumerate(rows.tolist()) if row in masked], np.int64)
+        draws = np.isin(rows, list(masked)).nonzero()[0]
         bits = np.full((len(draws), self._num_words), -1, np.int32)
         work: list[MaskWork] = []
         firsts = [i for i, draw in enumerate(draws) if i == 0 or rows[draw] != rows[draws[i - 1]]]
@@ -197,4 +200,4 @@ def _explain(grammar: _RowGrammar, matcher: GrammarMatcher) -> str:
     if not matcher.is_grammars_fault:
         return f"the output left its grammar: {said}"
     where = f"after {grammar.num_taken} tokens of output"
-    return f"the grammar cannot be followed {where}: {said}; it begins {shorten(grammar.text)!r}"
+    return f"the grammar cannot be followed {where}: {said}; it begins {shorten(grammar.rule.grammar)!r}"

@@ -230,7 +230,10 @@ def batch_constraints(
         repetition=table.repetition[rows],
         frequency=table.frequency[rows],
         presence=table.presence[rows],
-        allowed=[one.allowed_after(count) for one, count in zip(of_row, num_output, strict=True)],
+        allowed=[
+            one.allowed_after(count, bits.get(draw))
+            for one, draw, count in zip(of_row, draws.tolist(), num_output, strict=True)
+        ],
         forbidden=TokenLists.of(forbidden),
     )
 

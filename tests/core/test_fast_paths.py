@@ -10,11 +10,13 @@ from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core import committing, planning
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
-from pagoda.core.request import Request, RequestKey
+from pagoda.core.request import Request, RequestKey, Sequence
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.core.state import SchedulerState
+from tests.core.rig import FILL, Rig
 
 FULL = KVGroupSpec()
 WINDOW = KVGroupSpec(KVGroupKind.WINDOW, window=9)
@@ -107,7 +109,36 @@ def without_copies(item: object) -> object:
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_plain_results_equal_the_row_by_row_definition(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_by_numpy_equal_the_row_by_row_definition(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = drive(scheduler(seed), seed)
     monkeypatch.setattr(committing, "_is_plain", lambda state, output, result: False)
     assert drive(scheduler(seed), seed) == fast
+    monkeypatch.setattr(committing, "_have_one_token", lambda state, rows, result: np.zeros(len(rows), np.bool_))
+    assert drive(scheduler(seed), seed) == fast
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_one_unusual_row_leaves_the_others_to_numpy(is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a result that is late for its row nor a draft makes a step append the tokens of others one by one."""
+    rig = Rig(num_blocks=64, async_scheduling=is_late, pipeline_depth=1 + is_late)
+    for name in "abcdefgh":
+        rig.add(name, 3)
+    appended: list[str] = []
+    append = committing._append
+
+    def watched(state: SchedulerState, sequence: Sequence, tokens: list[int]) -> int:
+        appended.append(sequence.request.spec.request_id)
+        return append(state, sequence, tokens)
+
+    monkeypatch.setattr(committing, "_append", watched)
+    step = rig.plan()
+    if is_late:
+        rig.abort("c")
+    else:
+        rig.deliver(step)
+        rig.offer({"c": [FILL]})
+        step = rig.plan()
+        assert next(iter(step.output.drafts.values())).tolist() == [FILL]
+    rig.deliver(step, None if is_late else {"c": [FILL, FILL]})
+    assert sorted(step.emitted) == [name for name in "abcdefgh" if not is_late or name != "c"]
+    assert appended == ([] if is_late else ["c"])

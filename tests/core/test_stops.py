@@ -7,9 +7,9 @@ import pytest
 
 from pagoda.base.errors import InvariantBroken
 from pagoda.base.pooling import PoolingParams
-from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.request import Request
-from pagoda.core.stops import StopTokens
+from pagoda.base.sampling_params import PromptReasoning, SamplingParams
+from pagoda.core.request import Request, RequestStatus
+from pagoda.core.stops import End, StopTokens, find_end
 from tests.core.rig import Rig
 
 
@@ -64,3 +64,10 @@ def test_the_scheduler_forgets_stop_ids_however_a_request_ends() -> None:
     assert looked_up(stops) == [2, 34]
     rig.abort("kept")
     assert looked_up(stops) == []
+
+
+def test_a_budget_of_reasoning_lets_no_output_end_before_min_tokens() -> None:
+    """A grammar may allow nothing but the end; a budget never does."""
+    budgeted = request(eos=(2,), min_tokens=3, thinking_token_budget=1, reasoning=PromptReasoning("think", True))
+    assert find_end(budgeted, 0, [2], 100) is None
+    assert find_end(budgeted, 2, [2], 100) == End(1, RequestStatus.FINISHED_STOPPED)

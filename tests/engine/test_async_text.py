@@ -6,11 +6,13 @@ import threading
 import pytest
 
 from pagoda.base.errors import UsageError
-from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.sampling_params import OutputRule, PromptReasoning, SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
+from pagoda.engine.answers.reasoning import THINK, ReasoningTags
 from pagoda.engine.async_text import AsyncText
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.input_processor import InputProcessor
+from pagoda.engine.inputs.params_preparer import ParamsPreparer
 from pagoda.engine.tokenizers.byte_tokenizer import ByteTokenizer
 
 LONG = "x" * 100_000
@@ -111,6 +113,28 @@ def test_parameters_that_change_while_the_prompt_is_read_do_not_change_the_reque
         assert (request.sampling.max_tokens, request.sampling.prompt_logprobs) == (3, None)
         text.close()
 
+    asyncio.run(run())
+
+
+def test_a_long_prompt_is_searched_for_an_open_thought_on_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def tags(_preparer: ParamsPreparer, _params: SamplingParams) -> ReasoningTags:
+        threads.append(threading.current_thread())
+        return THINK
+
+    async def run() -> None:
+        text = AsyncText(InputProcessor(ByteTokenizer(), InputLimits(10**6, 10**6, 8)))
+        for prompt, is_open in (("<think>Hm", True), ("<think>" + "a" * 5000, True), ("a" * 5000, False)):
+            params = await text.prepare_params(SamplingParams(thinking_token_budget=5))
+            threads.clear()
+            made = await text.make_request(prompt, params, "r", arrival_time_s=0.0)
+            assert made.sampling is not None
+            assert made.sampling.rule == OutputRule("", 5, PromptReasoning("think", is_open))
+            assert [one is threading.main_thread() for one in threads] == [len(prompt) < 100]
+        text.close()
+
+    monkeypatch.setattr(ParamsPreparer, "_reasoning_tags", tags)
     asyncio.run(run())
 
 

@@ -17,12 +17,11 @@ from pagoda.assembly.assemble import build_engine_core
 from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
-from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
+from pagoda.base.sampling_params import BeamSearchOptions, OutputRule, PromptReasoning, SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.grammar import MaskWork
 from pagoda.core.request import AdmitKind, RequestStatus
 from pagoda.core.scheduler_output import RowInit, SchedulerOutput
-from pagoda.engine.answers.thinking import ThinkingBudget
 from pagoda.engine.engine_core import EngineCore
 from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
@@ -77,7 +76,9 @@ KINDS = [
 
 
 def budgeted(params: SamplingParams, budget: int, is_open: bool = True) -> SamplingParams:
-    return params.with_grammar(ThinkingBudget(budget, "think", is_open, params.grammar).text)
+    params = params.with_reasoning(PromptReasoning("think", is_open))
+    params.thinking_token_budget = budget
+    return params
 
 
 CLOSING = "\n</think>\n\n"
@@ -189,6 +190,18 @@ def test_reasoning_is_closed_at_its_budget(expected: Trace, tokenizer: Tokenizer
                     assert answer.strip() in ("yes", "no")
             else:
                 assert closing[1:-1] not in [tokens[at:][: len(closing) - 2] for at in range(len(tokens))]
+
+
+def test_the_last_token_is_forced_unless_a_closing_is(model: Path, tokenizer: Tokenizer, engine: Engines) -> None:
+    core = engine(model)
+    last, closing = ord("z"), tokenizer.encode(CLOSING, False)
+    asked = [budgeted(SamplingParams(max_tokens=n, ignore_eos=True, forced_eos_token_id=last), 3) for n in (9, 30)]
+    answers = drive(core, [request(i, [5, 6, 7], params, i) for i, params in enumerate(asked)])
+    core.shutdown()
+    short, long = answers.tokens["r0", 0], answers.tokens["r1", 0]
+    assert short[3:] == closing[:6]
+    assert long[3:][: len(closing)] == closing
+    assert (len(long), long[-1]) == (30, last)
 
 
 def test_random_schedules_give_the_same_bits(model: Path, expected: Trace, on: DeviceUnderTest) -> None:
@@ -523,9 +536,9 @@ class LimitedBackend:
         self._inner, self._limit, self._cost = inner, limit, cost_of_draft
         self.num_matchers = 0
 
-    def matcher(self, grammar: str) -> LimitedMatcher:
+    def matcher(self, rule: OutputRule) -> LimitedMatcher:
         self.num_matchers += 1
-        return LimitedMatcher(self._inner.matcher(grammar), self._limit, self._cost)
+        return LimitedMatcher(self._inner.matcher(rule), self._limit, self._cost)
 
     def fill(self, work: list[MaskWork], masks: np.ndarray) -> None:
         inner = [MaskWork(one.matcher.spend(1 + len(one.drafts)), one.first, one.drafts) for one in work]  # type: ignore[attr-defined]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from pagoda.base.sampling_params import PromptReasoning, SamplingParams
+from pagoda.base.sampling_params import OutputRule, PromptReasoning, SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.grammar import GrammarMatcher, MaskWork, num_mask_words
 from pagoda.engine.answers.reasoning import REASONING_FORMATS, ReasoningSplitter, new_splitter
-from pagoda.engine.answers.thinking import ThinkingBackend, ThinkingBudget
+from pagoda.engine.answers.thinking import ThinkingBackend
 from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
 from tests.engine.grammars.matching import VOCAB, allowed, ready
@@ -24,8 +24,8 @@ def backend() -> ThinkingBackend:
     return ThinkingBackend(ByteTokenizer, VOCAB, 2)
 
 
-def budget_of(budget: int, is_open: bool = True, name: str = "think", grammar: str | None = None) -> str:
-    return ThinkingBudget(budget, name, is_open, grammar).text
+def budget_of(budget: int, is_open: bool = True, name: str = "think", grammar: str = "") -> OutputRule:
+    return OutputRule(grammar, budget, PromptReasoning(name, is_open))
 
 
 def forced_by_counting(output: Sequence[int], budget: int, is_open: bool) -> int | None:
@@ -113,7 +113,7 @@ def _check_drafts(
         assert set(np.flatnonzero(bits[at]).tolist()) == (ALL if due[at] is None else {due[at]})
 
 
-def follow(backend: ThinkingBackend, grammar: str, wanted: bytes) -> bytes:
+def follow(backend: ThinkingBackend, grammar: OutputRule, wanted: bytes) -> bytes:
     """Return the output of a model that writes `wanted` between what is forced, as far as it is allowed to."""
     matcher, output, left = ready(backend, grammar), bytearray(), [*wanted]
     while left or matcher.forced():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagoda.base.errors import WorkerDied
-from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.sampling_params import OutputRule, SamplingParams
 from pagoda.core.scheduler_output import RowFork
 from pagoda.kernels import transfer as transfer_module
 from pagoda.kernels.reference_ops import ReferenceOps
@@ -140,7 +140,7 @@ class ForcedFifth:
     def advance(self, token_ids: Any) -> None:
         self.num_taken += len(token_ids)
 
-    def matcher(self, grammar: str) -> "ForcedFifth":
+    def matcher(self, rule: OutputRule) -> "ForcedFifth":
         return ForcedFifth()
 
     def fill(self, work: Any, masks: np.ndarray) -> None:

@@ -1,14 +1,13 @@
 """ThinkingBackend: the GrammarBackend that also knows outputs whose reasoning has a budget, with a grammar or none."""
 
 import copy
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from pagoda.base.errors import PagodaError
 from pagoda.base.param_values import MAX_COUNT
+from pagoda.base.sampling_params import OutputRule, PromptReasoning
 from pagoda.core.grammar import GrammarMatcher, MaskWork
 from pagoda.engine.answers.reasoning import REASONING_FORMATS, new_splitter
 from pagoda.engine.grammars.llguidance_backend import FailedGrammar, LlguidanceBackend
@@ -16,42 +15,17 @@ from pagoda.engine.tokenizers.tokenizer import Tokenizer
 
 _MOST_UNREAD = 256
 """Tokens that are read at once, at most, while a thought goes on: with thousands, other rows would wait."""
-_FIRST = '{"budget": '  # no other grammar begins like this
-
-
-@dataclass(frozen=True, slots=True)
-class ThinkingBudget:
-    """A bound on the reasoning in an output.
-
-    budget: tokens between the tags that begin and end it.   format: a name in REASONING_FORMATS.
-    is_open: the prompt ends inside it.   grammar: the output's own, None for any output.
-    """
-
-    budget: int
-    format: str
-    is_open: bool
-    grammar: str | None
-
-    @property
-    def text(self) -> str:
-        """It as a grammar's text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def of(cls, text: str) -> "ThinkingBudget | None":
-        """Return the budget that is a grammar's text, None if it is another grammar."""
-        return cls(**json.loads(text)) if text.startswith(_FIRST) else None
 
 
 class _Thought:
     """How far an output has thought.   forced: tokens that must follow now, one after the other."""
 
-    def __init__(self, budget: ThinkingBudget, tokenizer: Tokenizer) -> None:
-        tags = REASONING_FORMATS[budget.format]
-        self._splitter = new_splitter(tags, budget.is_open)
+    def __init__(self, budget: int, reasoning: PromptReasoning, tokenizer: Tokenizer) -> None:
+        tags = REASONING_FORMATS[reasoning.format]
+        self._splitter = new_splitter(tags, reasoning.is_open)
         self._token_bytes: Callable[[int], bytes] = tokenizer.token_bytes
         self._closings = [tuple(tokenizer.encode(text, False)) for text in tags.closings]
-        self._num_left = budget.budget
+        self._num_left = budget
         self.forced: tuple[int, ...] = ()
         self._force_closing()
 
@@ -107,36 +81,52 @@ class _Thought:
         return copied
 
 
+class AnyOutput:
+    """The GrammarMatcher of an output that may be any."""
+
+    error, is_grammars_fault, num_free = "", False, MAX_COUNT
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        pass
+
+    def count_allowed(self, token_ids: Sequence[int]) -> int:
+        return len(token_ids)
+
+    def forced(self) -> Sequence[int]:
+        return ()
+
+    def copy(self) -> "AnyOutput":
+        return self
+
+
 class ThinkingMatcher:
     """See core.grammar.GrammarMatcher. Forbids nothing but what would exceed the budget, and what `grammar` forbids.
 
     Where that forbids a token of the closing, as inside a character, it goes on, and the closing is tried again.
     """
 
-    def __init__(self, budget: ThinkingBudget, tokenizer: Tokenizer, grammar: GrammarMatcher | None) -> None:
-        """grammar: the matcher of the budget's grammar."""
+    def __init__(self, thought: _Thought, grammar: GrammarMatcher) -> None:
         self.grammar = grammar
-        self._thought = _Thought(budget, tokenizer)
+        self._thought = thought
 
     @property
     def error(self) -> str:
-        return "" if self.grammar is None else self.grammar.error
+        return self.grammar.error
 
     @property
     def is_grammars_fault(self) -> bool:
-        return self.grammar is not None and self.grammar.is_grammars_fault
+        return self.grammar.is_grammars_fault
 
     @property
     def num_free(self) -> int:
-        return self._thought.num_free if self.grammar is None else 0
+        return min(self._thought.num_free, self.grammar.num_free)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         self._thought.take_all(token_ids)
-        if self.grammar is not None:
-            self.grammar.advance(token_ids)
+        self.grammar.advance(token_ids)
 
     def count_allowed(self, token_ids: Sequence[int]) -> int:
-        most = len(token_ids) if self.grammar is None else self.grammar.count_allowed(token_ids)
+        most = self.grammar.count_allowed(token_ids)
         thought = self._thought.copy()
         for at, token_id in enumerate(token_ids[:most]):
             if thought.forced and thought.forced[0] != token_id:
@@ -146,15 +136,10 @@ class ThinkingMatcher:
 
     def forced(self) -> Sequence[int]:
         forced = self._thought.forced
-        if forced:
-            return forced[: self.count_allowed(forced)]
-        return () if self.grammar is None else self.grammar.forced()
+        return forced[: self.count_allowed(forced)] if forced else self.grammar.forced()
 
     def copy(self) -> "ThinkingMatcher":
-        copied = copy.copy(self)
-        copied._thought = self._thought.copy()
-        copied.grammar = None if self.grammar is None else self.grammar.copy()
-        return copied
+        return ThinkingMatcher(self._thought.copy(), self.grammar.copy())
 
     def narrow(self, masks: np.ndarray, drafts: Sequence[int]) -> None:
         """Let the masks that its grammar allows, of the next token and after each draft, allow only what is forced."""
@@ -171,24 +156,28 @@ class ThinkingMatcher:
 
 
 class ThinkingBackend(LlguidanceBackend):
-    """See core.grammar.GrammarBackend. A grammar's text may be that of a ThinkingBudget."""
+    """See core.grammar.GrammarBackend. A budget is counted over the matcher of its rule's grammar."""
 
     def compile(self, grammar: str) -> GrammarMatcher:
-        if (budget := ThinkingBudget.of(grammar)) is None:
+        if grammar:
             return super().compile(grammar)
-        inner = None if budget.grammar is None else super().compile(budget.grammar)
-        if isinstance(inner, FailedGrammar):
-            return inner
         try:
-            return ThinkingMatcher(budget, self.vocabulary.tokenizer, inner)
+            _ = self.vocabulary.tokenizer  # loaded on this thread: budgets are counted in steps
         except PagodaError as error:
             return FailedGrammar(str(error))
+        return AnyOutput()
+
+    def matcher(self, rule: OutputRule) -> GrammarMatcher:
+        matcher = super().matcher(rule)
+        if rule.budget is None or rule.reasoning is None or isinstance(matcher, FailedGrammar):
+            return matcher
+        return ThinkingMatcher(_Thought(rule.budget, rule.reasoning, self.vocabulary.tokenizer), matcher)
 
     def fill(self, work: Sequence[MaskWork], masks: np.ndarray) -> None:
         inner: list[MaskWork] = []
         for one in work:
             matcher = one.matcher.grammar if isinstance(one.matcher, ThinkingMatcher) else one.matcher
-            if matcher is not None:
+            if not isinstance(matcher, AnyOutput):
                 inner.append(MaskWork(matcher, one.first, one.drafts))
         super().fill(inner, masks)
         for one in work:

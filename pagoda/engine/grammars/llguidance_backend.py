@@ -7,6 +7,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher
 
 from pagoda.base.errors import PagodaError
+from pagoda.base.sampling_params import OutputRule
 from pagoda.core.grammar import GrammarMatcher, MaskWork
 from pagoda.engine.grammars.compiling import compile_grammar, library_error
 from pagoda.engine.grammars.vocabulary import GrammarVocabulary
@@ -141,10 +142,10 @@ class LlguidanceBackend:
     def drop(self, grammar: str) -> None:
         self._compiled.pop(grammar, None)
 
-    def matcher(self, grammar: str) -> GrammarMatcher:
-        compiled = self._compiled.get(grammar)
+    def matcher(self, rule: OutputRule) -> GrammarMatcher:
+        compiled = self._compiled.get(rule.grammar)
         if compiled is None:  # only if it was not prepared
-            compiled = self._pool.submit(self.compile, grammar).result()
+            compiled = self._pool.submit(self.compile, rule.grammar).result()
         return compiled.copy()
 
     def fill(self, work: Sequence[MaskWork], masks: np.ndarray) -> None:

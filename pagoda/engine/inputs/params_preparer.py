@@ -8,7 +8,7 @@ import numpy as np
 
 from pagoda.base.errors import RequestError
 from pagoda.base.pooling import PoolingParams
-from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.sampling_params import PromptReasoning, SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.request import num_beam_candidates
 from pagoda.engine.answers.reasoning import (
@@ -18,7 +18,6 @@ from pagoda.engine.answers.reasoning import (
     reasoning_of,
     special_token,
 )
-from pagoda.engine.answers.thinking import ThinkingBudget
 from pagoda.engine.grammars.preparer import GrammarPreparer
 from pagoda.engine.inputs.input_limits import InputLimits
 from pagoda.engine.inputs.pooling_inputs import check_pooling
@@ -139,23 +138,23 @@ class ParamsPreparer:
             )
         return tags
 
-    def _with_budget(self, params: SamplingParams, prompt_token_ids: np.ndarray) -> SamplingParams:
-        """Return params whose grammar ends reasoning at its budget."""
-        if params.thinking_token_budget is None:
+    def reads_prompt(self, params: Params) -> bool:
+        """Whether `fit` must decode the prompt, to know whether a thought with a budget has begun in it."""
+        is_text = isinstance(params, SamplingParams)
+        return is_text and params.thinking_token_budget is not None and params.reasoning is None
+
+    def _with_reasoning(self, params: SamplingParams, prompt_token_ids: np.ndarray) -> SamplingParams:
+        """Return params that say how the reasoning begins which has a budget. That may take long: `reads_prompt`."""
+        if not self.reads_prompt(params):
             return params
-        tags, reasoning = self._reasoning_tags(params), params.reasoning
-        if reasoning is None:
-            text = self._tokenizer.decode(prompt_token_ids[-_LONGEST_THOUGHT:].tolist(), skip_special_tokens=False)
-            is_open = opens_reasoning(text, text, tags)
-        else:
-            is_open = reasoning.is_open
-        budget = ThinkingBudget(params.thinking_token_budget, tags.name, is_open, params.grammar)
-        return params.with_grammar(budget.text)
+        tags = self._reasoning_tags(params)
+        text = self._tokenizer.decode(prompt_token_ids[-_LONGEST_THOUGHT:].tolist(), skip_special_tokens=False)
+        return params.with_reasoning(PromptReasoning(tags.name, opens_reasoning(text, text, tags)))
 
     def fit(self, params: SamplingParams, prompt_token_ids: np.ndarray) -> SamplingParams:
         """Return params for one prompt: max_tokens is capped to the room in the context. Raises RequestError."""
         num_prompt_tokens = len(prompt_token_ids)
-        params = self._with_budget(params, prompt_token_ids)
+        params = self._with_reasoning(params, prompt_token_ids)
         if params.prompt_logprobs is not None:
             num_entries = num_prompt_tokens * (params.prompt_logprobs + 1)
             self._limits.of_request.check("prompt_logprob_entries", num_entries, "prompt_logprobs")

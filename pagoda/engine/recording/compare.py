@@ -99,8 +99,8 @@ class StepComparison:
     def _prepare(self, output: SchedulerOutput) -> SchedulerOutput:
         """Let the workers have the grammars and adapters of requests that enter."""
         for init in output.admitted:
-            grammar = init.sampling.grammar if init.sampling is not None else None
-            calls = {"prepare_grammar": grammar, "load_adapter": init.lora}
+            rule = init.sampling.rule if init.sampling is not None else None
+            calls = {"prepare_grammar": None if rule is None else rule.grammar, "load_adapter": init.lora}
             for name, item in calls.items():
                 if item is not None and item not in self._prepared:
                     self._prepared.add(item)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from pagoda.base.sampling_params import OutputRule
 from pagoda.core.grammar import GrammarMatcher, MaskWork, num_mask_words
 from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
@@ -9,9 +10,11 @@ from pagoda.engine.tokenizers.tokenizer import Tokenizer
 VOCAB = 258  # of the byte tokenizer
 
 
-def ready(backend: LlguidanceBackend, text: str) -> GrammarMatcher:
-    backend.prepare(text).result(60)
-    return backend.matcher(text)
+def ready(backend: LlguidanceBackend, rule: OutputRule | str) -> GrammarMatcher:
+    """Return a matcher of a rule, or of a grammar's text."""
+    rule = OutputRule(rule) if isinstance(rule, str) else rule
+    backend.prepare(rule.grammar).result(60)
+    return backend.matcher(rule)
 
 
 def allowed(backend: LlguidanceBackend, matcher: GrammarMatcher, vocab: int = VOCAB) -> set[int]:

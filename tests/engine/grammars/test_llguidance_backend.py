@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pagoda.base.errors import RequestError
+from pagoda.base.sampling_params import OutputRule
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.core.grammar import MaskWork, num_mask_words
 from pagoda.engine.grammars import llguidance_backend
@@ -301,11 +302,11 @@ def test_a_prepared_grammar_is_compiled_once_until_it_is_dropped(
     ready(backend, grammar)
     with monkeypatch.context() as patch:
         patch.setattr(llguidance_backend, "compile_grammar", None)  # nothing can be compiled now
-        assert backend.matcher(grammar).error == ""
+        assert backend.matcher(OutputRule(grammar)).error == ""
     backend.drop(grammar)
     backend.drop(grammar)
     assert not backend._compiled
-    assert backend.matcher(grammar).error == ""  # even if its request was let in meanwhile
+    assert backend.matcher(OutputRule(grammar)).error == ""  # even if its request was let in meanwhile
 
 
 def test_a_tokenizer_that_cannot_be_loaded_fails_its_grammars() -> None:
@@ -332,7 +333,7 @@ def test_compiling_is_off_the_calling_thread() -> None:
     assert not prepared.done()
     loading.set()
     prepared.result(60)
-    assert backend.matcher(grammar).error == ""
+    assert backend.matcher(OutputRule(grammar)).error == ""
     backend.shutdown()
     backend.shutdown()
 
