@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Scope
 from pagoda.base.errors import RequestError
 from pagoda.base.server_config import ServerConfig
 from pagoda.process.allocator import keep_objects
-from pagoda.server import embeddings, errors, live, operations, scores, tokens, transcription
+from pagoda.server import discovery, embeddings, errors, live, operations, scores, tokens, transcription
 from pagoda.server.batches import files, routes
 from pagoda.server.batches.worker import BatchWorker
 from pagoda.server.dialects import chat, completions, messages, ollama, ollama_models, ollama_names
@@ -118,6 +118,7 @@ _ROUTERS = (
     routes.router,
     live.router,
     operations.router,
+    discovery.router,
     tokens.router,
 )
 _OF_OLLAMA = frozenset(endpoint.path for one in _OLLAMA_ROUTERS for endpoint in one.endpoints)

@@ -14,6 +14,7 @@ from pagoda.base.lora import LoRARequest
 from pagoda.base.request_limits import RequestLimits
 from pagoda.server.body import Body, Flag
 from pagoda.server.dialects.messages import is_client, model_card, model_list
+from pagoda.server.discovery import ModelCard, ModelList, card_of
 from pagoda.server.errors import ApiError, error_response
 from pagoda.server.middleware import RETRY_AFTER_S
 from pagoda.server.request_state import request_state
@@ -36,9 +37,15 @@ async def liveness(http: Request) -> Response:
     return Response()
 
 
-@router.get("/readyz", errors={503: ERRORS[503]})
-@router.get("/health", errors={503: ERRORS[503]})
-@router.get("/ping", errors={503: ERRORS[503]})
+class Health(Struct, frozen=True):
+    """As llama.cpp's server has it."""
+
+    status: Literal["ok"] = "ok"
+
+
+@router.get("/readyz", answer=Health, errors={503: ERRORS[503]})
+@router.get("/health", answer=Health, errors={503: ERRORS[503]})
+@router.get("/ping", answer=Health, errors={503: ERRORS[503]})
 async def readiness(http: Request) -> Response:
     """200 while requests can make progress; 503 while the engine is down, starting or stuck, or the server drains."""
     state = state_of(http)
@@ -50,7 +57,7 @@ async def readiness(http: Request) -> Response:
         return error_response(503, "the engine has made no progress for too long", retry_after_s=5)
     if state.drain.is_draining:
         return error_response(503, "the server is shutting down", retry_after_s=RETRY_AFTER_S)
-    return Response()
+    return json_response(Health())
 
 
 class VersionResponse(Struct, frozen=True):
@@ -105,22 +112,8 @@ async def metrics(http: Request) -> Response:
     return Response(state.starter.metrics.write(counts, admission.num_in_line), media_type=CONTENT_TYPE_LATEST)
 
 
-class ModelCard(Struct, frozen=True, kw_only=True):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str
-    root: str
-    parent: str | None = None
-    max_model_len: int
-
-
-class ModelList(Struct, frozen=True, kw_only=True):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
 @router.get("/v1/models", answer=ModelList)
+@router.get("/models", answer=ModelList)
 async def models(http: Request) -> Response:
     """The names under which the model is served, and its LoRA adapters.
 
@@ -129,28 +122,17 @@ async def models(http: Request) -> Response:
     state = state_of(http)
     if is_client(http.scope):
         return json_response(model_list(state))
-    return json_response(ModelList(data=[_card(state, name) for name in state.model.all_names]))
+    return json_response(
+        ModelList(data=[card_of(state.model, name, state.started_at) for name in state.model.all_names])
+    )
 
 
 @router.get("/v1/models/{name:path}", answer=ModelCard)
 async def model(http: Request) -> Response:
     """One of these names; 404 for another."""
     state, name = state_of(http), http.path_params["name"]
-    state.pick(http, name)
-    return json_response(model_card(state, name) if is_client(http.scope) else _card(state, name))
-
-
-def _card(state: ServerState, name: str) -> ModelCard:
-    adapter = state.model.adapters.by_name.get(name)
-    lora = None if adapter is None else adapter.lora
-    return ModelCard(
-        id=name,
-        created=state.started_at,
-        owned_by="pagoda",
-        root=state.model.names[0] if lora is None else lora.path,
-        parent=None if adapter is None else adapter.parent,
-        max_model_len=state.model.max_model_len,
-    )
+    model = state.pick(http, name).model
+    return json_response(model_card(state, name) if is_client(http.scope) else card_of(model, name, state.started_at))
 
 
 class AbortRequest(Body, kw_only=True, frozen=True):

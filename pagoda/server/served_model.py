@@ -35,7 +35,7 @@ class ModelFacts:
     """What lists of models tell.
 
     family: its architecture.   format: of its files.   weights: the type that most of them have, on disk.
-    num_bytes: of the weights, on disk.
+    num_bytes: of the weights, on disk.   longest: sequence that the model can have, in tokens.
     """
 
     family: str = ""
@@ -44,8 +44,15 @@ class ModelFacts:
     num_bytes: int = 0
     num_parameters: int = 0
     hidden_size: int = 0
+    longest: int = 0
     reads_images: bool = False
     is_on_gpu: bool = False
+
+    @property
+    def parameter_size(self) -> str:
+        """The number of parameters, as `1.2B` or `134.52M`."""
+        count = self.num_parameters
+        return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
 
 
 @dataclass(slots=True)
@@ -55,7 +62,7 @@ class ServedModel:
     names: the first is the default in answers.   adapters: of it, by name.   llm: the engine that runs it.
     chat_template: its own, of one or several names.   tool_parser: a name in TOOL_PARSERS, "none", "auto".
     trusts_templates: callers may send their own chat templates.   template_kwargs: for templates, where a request does
-    not set them.   facts: for lists of models; empty where none needs them.
+    not set them.   facts: for lists of models.
     history: what its answers were, as tokens; None if that is off.
     """
 

@@ -173,7 +173,7 @@ async def build_state(
             trusts_templates=server.trust_request_chat_template,
             template_kwargs=server.answer_defaults.default_chat_template_kwargs,
             history=await asyncio.to_thread(_history_of, config, llm, peers, sizes.max_model_len),
-            facts=await asyncio.to_thread(_facts_of, setup) if server.ollama else ModelFacts(),
+            facts=await asyncio.to_thread(_facts_of, setup),
         ),
         block_size=sizes.block_size,
         bodies=BodyReader(config.model.request_limits, server.strict_fields),
@@ -215,6 +215,7 @@ def _facts_of(setup: EngineSetup) -> ModelFacts:
         num_bytes=weights.num_bytes,
         num_parameters=weights.num_parameters,
         hidden_size=setup.spec.hidden_size,
+        longest=setup.spec.max_position,
         reads_images=setup.encoder is not None and not setup.crosses and read_images(setup.files) is not None,
         is_on_gpu=setup.device.name != "cpu",
     )

@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagoda.base.request_limits import RequestLimits
-from pagoda.engine.answers.reasoning import reasoning_of
 from pagoda.server.body import ModelBody
 from pagoda.server.dialects.ollama import OllamaError, model_name, ollama_error, timestamp
 from pagoda.server.dialects.ollama_bodies import OllamaOptions
+from pagoda.server.discovery import capabilities_of
 from pagoda.server.embeddings import Count, EmbeddingRequest, embed
 from pagoda.server.routing import Router
 from pagoda.server.sending import json_response
@@ -206,7 +206,7 @@ async def ollama_show(http: Request) -> Response:
                 f"{family}.context_length": model.max_model_len,
                 f"{family}.embedding_length": model.facts.hidden_size,
             },
-            capabilities=_capabilities(state),
+            capabilities=capabilities_of(model),
             modified_at=timestamp(state.started_at),
         )
     )
@@ -251,26 +251,6 @@ def _details(state: ServerState) -> OllamaDetails:
         format=facts.format,
         family=facts.family,
         families=[facts.family],
-        parameter_size=_in_words(facts.num_parameters),
+        parameter_size=facts.parameter_size,
         quantization_level=facts.weights,
     )
-
-
-def _in_words(count: int) -> str:
-    unit, letter = (1e9, "B") if count >= 1e9 else (1e6, "M")
-    return f"{count / unit:.1f}{letter}" if letter == "B" else f"{count / unit:.2f}{letter}"
-
-
-def _capabilities(state: ServerState) -> list[str]:
-    """Return what the model can do, in Ollama's words."""
-    model = state.model
-    template = model.template_for(None, True)
-    is_chat = model.tasks.generates and template is not None
-    can = {
-        "completion": model.tasks.generates,
-        "embedding": model.tasks.plan.embeds and (model.tasks.plan.is_declared or not model.tasks.generates),
-        "tools": is_chat and model.tool_parser_for(template) is not None,
-        "vision": model.facts.reads_images,
-        "thinking": is_chat and reasoning_of(template) is not None,
-    }
-    return [name for name, has in can.items() if has]
