@@ -25,11 +25,16 @@ _RETRY_S = 10.0
 _UNAVAILABLE, _FULL = 503, 429
 
 
+class Unanswered(Exception):
+    """A line has no answer in this run."""
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Calls the app of all routes as one caller.
 
-    raise_if_dead: raises if the engine is gone, so that what it can no longer answer is left for another run.
+    raise_if_dead: raises if the engine is gone, so that what it can no longer answer is left for another run;
+    Unanswered, if that holds for one line, and others may still have their answers.
     headers: of each call.   scope: what else its scope has.   prefix: of the ids of requests.
     """
 
@@ -58,7 +63,7 @@ async def answer_lines(
         done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             del running[task]
-        answers = [task.result() for task in done]
+        answers = [task.result() for task in done if not isinstance(task.exception(), Unanswered)]
         await on_thread(lambda: [journal.write(answer) for answer in answers])
         for _ in answers:
             on_line()

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagoda.base.errors import ConfigError, PagodaError
 from pagoda.base.server_config import ServerConfig
 from pagoda.server.batches.lines import InputLine, Journal, LineError, OutputLine, parse_output, read_lines
 from pagoda.server.batches.records import BatchError, Ended, RequestCounts, Work
-from pagoda.server.batches.run import MAX_LINE_BYTES, Caller, answer_lines
+from pagoda.server.batches.run import MAX_LINE_BYTES, Caller, Unanswered, answer_lines
 from pagoda.server.batches.service import Files, FileService, journal_of, output_ids
 from pagoda.server.middleware import Drain, owner_name
 from pagoda.server.request_starter import BATCH
@@ -25,6 +25,8 @@ MAX_LINES = 100_000
 _MAX_ERRORS = 100
 _AT_ONCE = 4
 """So many batches a process runs at once, so that a long one does not keep the others waiting."""
+_ASIDE = 8
+"""While there are other requests, so many times fewer lines are in flight: a step is as long as what runs in it."""
 _LOOK_S = 0.5
 """So often a batch's counts are told, and it is asked whether it must stop."""
 _RETRY_S = 30.0
@@ -60,7 +62,11 @@ class BatchWorker:
             while not self._drain.is_draining:
                 if len(self._running) >= _AT_ONCE:
                     await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-                elif (work := await self._files.ask(FileService.take)) is not None:
+                elif (work := await self._files.ask(FileService.take)) is None:
+                    continue
+                elif self._drain.is_draining:  # it has begun meanwhile
+                    self._files.post(FileService.put_back, work.batch.id)
+                else:
                     task = asyncio.create_task(self._run(work))
                     self._running.add(task)
                     task.add_done_callback(self._running.discard)
@@ -126,7 +132,7 @@ class BatchWorker:
         """Answer the lines that have no answer; return why not all have one, or "". Raises _Stopped."""
         if stop := await self._note(work, journal, num_lines, "in_progress"):
             return stop
-        caller = Caller(self._app, self._raise_if_ending, headers, {BATCH: work.batch.id}, f"{work.batch.id}-")
+        caller = Caller(self._call, self._raise_if_ending, headers, {BATCH: work.batch.id}, f"{work.batch.id}-")
         lines = self._lines(source, journal)
         answering = asyncio.create_task(answer_lines(caller, lines, journal, self._share, lambda: None))
         try:
@@ -152,12 +158,22 @@ class BatchWorker:
                 yield line
 
     def _share(self) -> int:
-        """Return how many lines of one batch may be in flight."""
-        return max(self._max_in_flight // len(self._running), 1)
+        """Return how many lines of one batch may be in flight: fewer while this process has other requests."""
+        has_others = self._drain.num_held > self._num_in_flight
+        most = self._max_in_flight // _ASIDE if has_others else self._max_in_flight
+        return max(most // len(self._running), 1)
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the app, counting the lines in flight."""
+        self._num_in_flight += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._num_in_flight -= 1
 
     def _raise_if_ending(self) -> None:
         if self._drain.is_draining:
-            raise _Stopped
+            raise Unanswered
         if (died := self._died()) is not None:
             raise died
 

@@ -1,0 +1,325 @@
+"""Batches over an app of the test's own: what ends one early, bounds, and whose turn it is."""
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from pagoda.base.errors import ConfigError
+from pagoda.base.server_config import ServerConfig
+from pagoda.engine.clients.calls import OwnCalls
+from pagoda.server.batches import worker
+from pagoda.server.batches.lines import Journal, OutputLine
+from pagoda.server.batches.records import Batch, FileObject, RequestCounts
+from pagoda.server.batches.service import FileLimits, Files, FileService
+from pagoda.server.batches.worker import BatchWorker, check_input
+from pagoda.server.middleware import Drain, owner_name
+
+URL = "/v1/completions"
+DEFAULTS = ServerConfig()
+
+
+def lines_of(num_lines: int, begin: int = 0) -> bytes:
+    each = ({"custom_id": f"{at}", "method": "POST", "url": URL, "body": {}} for at in range(begin, begin + num_lines))
+    return "".join(f"{json.dumps(one)}\n" for one in each).encode()
+
+
+class Bench:
+    """A service, and the app that its batches are answered by: each line waits until `gate` is set."""
+
+    def __init__(self, folder: Path, limits: FileLimits | None = None, config: ServerConfig = DEFAULTS) -> None:
+        self.now_s = time.time()
+        self.folder = folder
+        self.service = FileService(str(folder), limits, lambda: self.now_s)
+        self.files, self.config, self.drain = Files(OwnCalls(self.service.services)), config, Drain()
+        self.gate, self.scopes, self.num_running, self.most_running = asyncio.Event(), list[Scope](), 0, 0
+        self.answer = (200, b"{}")
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.scopes.append(scope)
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            with self.drain.hold():
+                await self.gate.wait()
+        finally:
+            self.num_running -= 1
+        status, body = self.answer
+        await send(
+            {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]}
+        )
+        await send({"type": "http.response.body", "body": body})
+
+    async def upload(self, data: bytes, owner: str = "") -> str:
+        upload = await self.files.ask(FileService.begin_upload, owner, len(data))
+        assert not upload.refusal, upload.refusal
+        Path(upload.path).write_bytes(data)
+        file = FileObject(id=upload.id, bytes=len(data), created_at=int(self.now_s), filename="in", purpose="batch")
+        return (await self.files.ask(FileService.end_upload, owner, file)).id
+
+    async def create(self, data: bytes, id: str = "batch_a", owner: str = "", window_s: int = 3600) -> Batch:
+        batch = Batch(
+            id=id,
+            endpoint=URL,
+            input_file_id=await self.upload(data, owner),
+            completion_window="1h",
+            created_at=int(self.now_s),
+            expires_at=int(self.now_s) + window_s,
+            request_counts=RequestCounts(),
+        )
+        assert await self.files.ask(FileService.create, owner, batch, 3600) == ""
+        return batch
+
+    @contextlib.asynccontextmanager
+    async def working(self, max_num_seqs: int = 8) -> AsyncIterator[None]:
+        one = BatchWorker(self.app, self.files, self.config, self.drain, max_num_seqs, lambda: None)
+        task = asyncio.create_task(one.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def until(self, is_so: Any) -> None:
+        async with asyncio.timeout(30):
+            while not is_so():
+                await asyncio.sleep(0.002)
+
+    async def ended(self, batch: Batch) -> Batch:
+        await self.until(lambda: self.known(batch).has_ended)
+        return self.known(batch)
+
+    def known(self, batch: Batch) -> Batch:
+        return self.service._batches[batch.id].batch
+
+    def ids(self, file: str | None) -> dict[str, str | None]:
+        """The custom ids of an output, with the codes of their errors."""
+        if file is None:
+            return {}
+        each = map(json.loads, (self.folder / file).read_text().splitlines())
+        return {one["custom_id"]: one["error"] and one["error"]["code"] for one in each}
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_LOOK_S", 0.005)
+
+
+def test_lines_in_flight_are_half_of_what_the_engine_runs_and_fewer_beside_other_requests(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path / "files")
+        first, second = await bench.create(lines_of(40)), await bench.create(lines_of(40), "batch_b")
+        async with bench.working(max_num_seqs=32):
+            await bench.until(lambda: bench.num_running == 16)  # 8 of each
+            with bench.drain.hold():
+                num_before = len(bench.scopes)
+                bench.gate.set()
+                await bench.until(lambda: len(bench.scopes) > num_before)
+                bench.gate.clear()
+                await bench.until(lambda: bench.num_running == 2 or bench.num_running == 0)
+                bench.most_running = 0
+                bench.gate.set()
+                await bench.until(lambda: len(bench.scopes) > num_before + 20)
+                assert bench.most_running <= 2
+            assert (await bench.ended(first)).status == (await bench.ended(second)).status == "completed"
+        assert {scope["batch"] for scope in bench.scopes} == {"batch_a", "batch_b"}
+
+    asyncio.run(main())
+
+
+def test_a_batch_that_expires_has_an_error_for_each_line_without_an_answer(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path / "files")
+        bench.gate.set()
+        bench.answer = (400, b"{}")
+        batch = await bench.create(lines_of(3))
+        async with bench.working():
+            assert (await bench.ended(batch)).status == "completed"
+            assert (batch.output_file_id, batch.request_counts.failed) == (None, 3)
+            bench.gate.clear()
+            late = await bench.create(lines_of(10), "batch_late")
+            await bench.until(lambda: bench.num_running == 4)
+            bench.now_s += 3601
+            late = await bench.ended(late)
+        assert (late.status, late.output_file_id, late.request_counts.failed) == ("expired", None, 10)
+        assert bench.ids(late.error_file_id) == dict.fromkeys(map(str, range(10)), "batch_expired")
+        assert bench.num_running == 0
+
+    asyncio.run(main())
+
+
+def test_what_is_cancelled_keeps_its_answers(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path / "files")
+        waiting = await bench.create(lines_of(3), "batch_waiting")
+        assert (await bench.files.ask(FileService.cancel, "", waiting.id)) is waiting
+        assert (waiting.status, waiting.output_file_id) == ("cancelled", None)
+        batch = await bench.create(lines_of(10))
+        async with bench.working(max_num_seqs=2):
+            await bench.until(lambda: bench.num_running == 1)
+            bench.gate.set()
+            await bench.until(lambda: batch.request_counts.completed > 2 or batch.has_ended)
+            bench.gate.clear()
+            await bench.files.ask(FileService.cancel, "", batch.id)
+            assert batch.status in ("cancelling", "completed")
+            batch = await bench.ended(batch)
+        assert len(bench.ids(batch.output_file_id)) == batch.request_counts.completed > 2
+        assert bench.num_running == 0
+
+    asyncio.run(main())
+
+
+def test_a_drain_ends_what_runs_and_begins_no_line(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path / "files")
+        batch = await bench.create(lines_of(20))
+        async with bench.working():
+            await bench.until(lambda: bench.num_running == 4)
+            bench.drain.begin()
+            bench.gate.set()
+            await bench.until(lambda: bench.service._batches[batch.id].client is None)
+            assert 4 <= len(bench.scopes) <= 5  # one was read before
+        bench.service.close()
+        again = Bench(tmp_path / "files")
+        again.gate.set()
+        async with again.working():
+            batch = await again.ended(batch)
+        assert len(again.scopes) == 20 - len(bench.scopes)
+        assert bench.ids(batch.output_file_id).keys() == set(map(str, range(20)))
+
+    asyncio.run(main())
+
+
+def test_a_full_disk_stops_a_batch_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, num_failures = Journal.write, 2
+    threads = set[bool]()
+
+    def fail(self: Journal, line: OutputLine) -> None:
+        nonlocal num_failures
+        threads.add(threading.current_thread() is threading.main_thread())
+        if self.num_done == 5 and num_failures:
+            num_failures -= 1
+            raise ConfigError("no space left")
+        write(self, line)
+
+    monkeypatch.setattr(Journal, "write", fail)
+    monkeypatch.setattr(worker, "_RETRY_S", 0.01)
+
+    async def main() -> None:
+        bench = Bench(tmp_path / "files")
+        bench.gate.set()
+        batch = await bench.create(lines_of(20))
+        async with bench.working():
+            batch = await bench.ended(batch)
+        assert (batch.status, num_failures, threads) == ("completed", 0, {False})
+        assert len(bench.ids(batch.output_file_id)) == 20
+
+    asyncio.run(main())
+
+
+def test_answers_beyond_the_room_of_their_key_end_the_batch(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path / "files", FileLimits(key_bytes=20_000))
+        bench.gate.set()
+        bench.answer = (200, b'"' + b"x" * 2_000 + b'"')
+        batch = await bench.create(lines_of(100))
+        async with bench.working(max_num_seqs=2):
+            batch = await bench.ended(batch)
+        assert batch.status == "failed"
+        assert batch.errors is not None
+        assert [one.code for one in batch.errors.data] == ["storage_full"]
+        assert 0 < len(bench.ids(batch.output_file_id)) < 100
+        refused = await bench.files.ask(FileService.begin_upload, "", 1)
+        assert "this key has 2 files of 1000 and" in refused.refusal
+        assert (await bench.files.ask(FileService.begin_upload, "other", 1)).refusal == ""
+
+    asyncio.run(main())
+
+
+def test_lines_are_sent_with_the_key_that_made_the_batch(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path / "files", config=ServerConfig(api_keys=("one",), admin_api_key="root"))
+        bench.gate.set()
+        async with bench.working():
+            for key in ("one", "root", "gone"):
+                batch = await bench.ended(await bench.create(lines_of(1), f"batch_{key}", owner_name(key)))
+                if key != "gone":
+                    assert dict(bench.scopes[-1]["headers"])[b"authorization"] == f"Bearer {key}".encode()
+            assert batch.status == "failed"
+            assert batch.errors is not None
+            assert batch.errors.data[0].code == "invalid_api_key"
+
+    asyncio.run(main())
+
+
+def test_files_and_batches_of_a_key_are_limited(tmp_path: Path) -> None:
+    async def main() -> None:
+        limits = FileLimits(key_files=4, key_bytes=10_000, num_bytes=12_000, key_unfinished=2, key_batches=3, age_s=100)
+        bench = Bench(tmp_path / "files", limits)
+        ask = bench.files.ask
+        assert "no room for 10001 more" in (await ask(FileService.begin_upload, "a", 10_001)).refusal
+        begun = await ask(FileService.begin_upload, "a", 9_000)  # counts while it comes
+        assert "and 9000 bytes of 10000" in (await ask(FileService.begin_upload, "a", 2_000)).refusal
+        assert "the server has 1 files" in (await ask(FileService.begin_upload, "b", 4_000)).refusal
+        bench.service.end_client(0)  # its process is gone
+        assert begun.id not in bench.service._uploads
+        for at in range(2):
+            await bench.create(lines_of(1), f"batch_{at}", "a")
+        late = Batch(**{**_fields(bench.known(bench.service._batches["batch_0"].batch)), "id": "batch_late"})
+        assert "2 batches that have not ended, of 2" in await ask(FileService.create, "a", late, 1)
+        for at in range(2):
+            await ask(FileService.cancel, "a", f"batch_{at}")
+        for at in range(2, 4):
+            await ask(FileService.create, "a", Batch(**{**_fields(late), "id": f"batch_{at}"}), 1)
+            await ask(FileService.cancel, "a", f"batch_{at}")
+        page = await ask(FileService.batches, "a", "", 10)
+        assert page is not None
+        assert [one.id for one in page.data] == ["batch_3", "batch_2", "batch_1"]
+        bench.now_s += 101
+        files = await ask(FileService.files, "a", "", "", 10, True)
+        assert files is not None
+        assert files.data == []
+        await bench.until(lambda: [path.name for path in bench.folder.glob("file-*")] == [])
+
+    asyncio.run(main())
+
+
+def _fields(batch: Batch) -> dict[str, Any]:
+    return {name: getattr(batch, name) for name in batch.__struct_fields__}
+
+
+def test_a_restart_removes_what_is_not_complete_and_nothing_else(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(tmp_path / "files")
+        file = await bench.upload(b"x")
+        upload = await bench.files.ask(FileService.begin_upload, "", 1)
+        Path(upload.path).write_bytes(b"half")
+        (bench.folder / "notes.txt").write_text("mine")
+        with pytest.raises(ConfigError, match="responses_file"):
+            FileService(str(bench.folder))  # another server
+        bench.service.close()
+        again = Bench(tmp_path / "files")
+        assert (await again.files.ask(FileService.file, "", file)) is not None
+        names = {path.name for path in bench.folder.iterdir()}
+        assert {file, "notes.txt"} <= names
+        assert upload.id not in names
+        assert oct(bench.folder.stat().st_mode)[-3:] == "700"
+
+    asyncio.run(main())
+
+
+def test_an_input_has_a_bounded_number_of_lines_and_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(b"{}\n" * 500)
+    assert len(check_input(path, URL)[1]) == 100
+    monkeypatch.setattr(worker, "MAX_LINES", 10)
+    path.write_bytes(lines_of(11))
+    _, (error,) = check_input(path, URL)
+    assert (error.code, error.message, error.line) == ("too_many_lines", "a batch has at most 10 lines", 11)
