@@ -6,6 +6,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 
@@ -89,6 +90,15 @@ REQUESTS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("GET", "/v1/conversations/{conversation_id}/items/{item_id}", None),
     ("DELETE", "/v1/conversations/{conversation_id}/items/{item_id}", None),
     ("DELETE", "/v1/conversations/{conversation_id}", None),
+    ("POST", "/v1/files", {}),
+    ("GET", "/v1/files", None),
+    ("GET", "/v1/files/{file_id}", None),
+    ("GET", "/v1/files/{file_id}/content", None),
+    ("DELETE", "/v1/files/{file_id}", None),
+    ("POST", "/v1/batches", {}),
+    ("GET", "/v1/batches", None),
+    ("GET", "/v1/batches/{batch_id}", None),
+    ("POST", "/v1/batches/{batch_id}/cancel", {}),
     ("POST", "/v1/embeddings", {"input": ["one", "two"]}),
     ("POST", "/v1/embeddings", {"input": "one", "encoding_format": "base64", "dimensions": 8}),
     ("POST", "/pooling", {"input": "one", "task": "token_embed"}),
@@ -140,6 +150,13 @@ def with_ids(server: LiveServer, path: str) -> str:
     if "{conversation_id}" in path:
         made = server.post("/v1/conversations", {"items": [{"id": "msg_1", **CHAT["messages"][0]}]})[1]
         path = path.replace("{conversation_id}", made["id"])
+    if "{file_id}" in path or "{batch_id}" in path:
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": TEXT}
+        form: Any = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", json.dumps(line))}}
+        file = httpx.post(f"{server.url}/v1/files", **form).json()["id"]
+        batch = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        made = server.post("/v1/batches", batch)[1]["id"] if "{batch_id}" in path else ""
+        path = path.replace("{file_id}", file).replace("{batch_id}", made)
     return path.replace("{item_id}", "msg_1")
 
 
@@ -148,7 +165,7 @@ def test_answers_are_as_described(
     fake_server: LiveServer, page: dict[str, Any], method: str, path: str, body: dict[str, Any] | None
 ) -> None:
     status, media_type, text = ask(fake_server, method, with_ids(fake_server, path), body)
-    assert status == 200 or not re.search("{response_id}|{conversation_id}", path)
+    assert status == 200 or not re.search("{response_id}|{conversation_id}|{file_id}|{batch_id}", path)
     described = page["paths"][path][method.lower()]["responses"][str(status)]
     if not text:
         assert "content" not in described

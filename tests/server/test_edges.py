@@ -478,7 +478,7 @@ def test_head_gets_the_headers_alone(fake_server: LiveServer) -> None:
 
 
 def test_what_is_absent_is_a_404_that_says_so(fake_server: LiveServer) -> None:
-    for path in ("/v1/files", "/api/chat", "/v1/audio/speech"):
+    for path in ("/v1/images/generations", "/api/chat", "/v1/audio/speech"):
         status, answer = fake_server.post(path, {})
         assert status == 404
         assert f"there is no route POST {path}" in answer["error"]["message"]
