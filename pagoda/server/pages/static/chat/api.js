@@ -4,7 +4,7 @@ import { forgetKey, hasKey, headers, setKey } from "../common/key.js";
 
 export class Refused extends Error {}
 
-// Sends a request; asks for the key, by `askKey(isWrong)`, as often as the answer is 401.
+// Sends a request; asks for the key, by `askKey(isWrong)`, as often as the answer is 401 and one is given.
 async function call(path, askKey, body, signal) {
   for (;;) {
     const response = await fetch(path, {
@@ -18,8 +18,11 @@ async function call(path, askKey, body, signal) {
     if (response.status === 401) {
       const isWrong = hasKey();
       forgetKey();
-      setKey(await askKey(isWrong));
-      continue;
+      const key = await askKey(isWrong);
+      if (key) {
+        setKey(key);
+        continue;
+      }
     }
     const text = await response.text();
     let message = text || `${response.status}`;

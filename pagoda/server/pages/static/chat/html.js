@@ -11,3 +11,9 @@ export class Component extends PreactComponent {
   element = null;
   hold = (element) => { this.element = element; };
 }
+
+// One that is a dialog; the focus returns to where it was when it goes.
+export class Dialog extends Component {
+  componentDidMount() { this.element.showModal(); }
+  componentWillUnmount() { this.element.close(); }
+}

@@ -23,7 +23,8 @@ export class Picture extends Component {
   componentDidMount() { this.draw(); }
   componentDidUpdate() { this.draw(); }
   async draw() {
-    const canvas = this.element, [, type, data] = /^data:([^;]+);base64,(.*)$/.exec(this.props.url) ?? [];
+    const canvas = this.element;
+    const [, type, data] = /^data:([^;]+);base64,(.*)$/.exec(this.props.url) ?? [];
     if (!data) return;
     const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
     const image = await createImageBitmap(new Blob([bytes], { type }));
@@ -31,5 +32,7 @@ export class Picture extends Component {
     canvas.height = image.height;
     canvas.getContext("2d").drawImage(image, 0, 0);
   }
-  render() { return html`<canvas class="picture" role="img" ref=${this.hold} aria-label=${this.props.label}></canvas>`; }
+  render({ label }) {
+    return html`<canvas class="picture" role="img" ref=${this.hold} aria-label=${label}></canvas>`;
+  }
 }

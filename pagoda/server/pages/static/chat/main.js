@@ -1,6 +1,7 @@
 // The page to talk on: what it knows, and what can be done. Everything is drawn from `app`, by view.js.
 
 import { getModels, Refused } from "./api.js";
+import { copyText } from "./copy.js";
 import { html, render } from "./html.js";
 import { readImage } from "./images.js";
 import * as store from "./store.js";
@@ -9,6 +10,7 @@ import { App } from "./view.js";
 import { getLanguage, languages, setLanguage } from "./words.js";
 
 const SAVE_MS = 500;
+const NOTICE_MS = 8000;
 
 const app = {
   conversations: store.load(),
@@ -22,10 +24,15 @@ const app = {
   key: null,  // {isWrong, give}: it is asked for
   notice: null,
   composer: null,
-  sees: () => true,
+  sees: (conversation) => readsImages(app.models.find(({ id }) => id === app.modelOf(conversation))),
   modelOf: ({ model }) => (app.models.some(({ id }) => id === model) ? model : app.models[0]?.id ?? ""),
   actions: {},
 };
+
+const newestFirst = (conversations) => conversations.sort((a, b) => b.changed - a.changed);
+
+// Of a model that does not say, the server's answer will.
+const readsImages = (model) => model?.capabilities?.includes("vision") ?? true;
 
 let isDrawn = true;
 
@@ -94,6 +101,7 @@ async function readModels() {
 async function run(conversation, node) {
   const controller = new AbortController();
   app.running.set(conversation.id, controller);
+  app.conversations = [conversation, ...app.conversations.filter((one) => one !== conversation)];
   app.goesToEnd = true;
   if (!app.models.length) await readModels();
   const onChange = () => {
@@ -109,26 +117,42 @@ async function run(conversation, node) {
   save(conversation);
 }
 
+let hiding = null;
+
 function notify(text, undo) {
   app.notice = text && { text, undo };
+  clearTimeout(hiding);
+  if (text) hiding = setTimeout(() => notify(null), NOTICE_MS);
   draw();
 }
 
-// Opens a conversation that is not kept until something is said in it.
-function begin() {
-  const last = app.current;
-  app.current = store.create(store.getDefaults());
-  if (last?.model) app.current.model = last.model;
-  Object.assign(app, { editing: null, showsChats: false });
+// Shows a conversation, and names it in the address, so that a reload and the way back lead to it.
+function open(conversation) {
+  const isLeft = app.conversations.includes(app.current);  // an empty one is nothing to come back to
+  if (location.hash !== `#${conversation.id}`) {
+    history[isLeft ? "pushState" : "replaceState"](null, "", `#${conversation.id}`);
+  }
+  Object.assign(app, { current: conversation, editing: null, showsChats: false });
   app.composer?.focus();
   draw();
+}
+
+// Shows one that is not kept until something is said in it.
+function begin() {
+  const { model } = app.current ?? app.conversations[0] ?? {};
+  open({ ...store.create(store.getDefaults()), model });
+}
+
+// Shows what the address names.
+function openNamed() {
+  const named = app.conversations.find(({ id }) => location.hash === `#${id}`);
+  if (named) open(named); else begin();
 }
 
 // Adds nodes after `parent`, and an answer to them.
 function ask(parent, ...nodes) {
   const { current } = app;
   if (app.running.has(current.id)) return;
-  if (!app.conversations.includes(current)) app.conversations.unshift(current);
   app.editing = null;
   for (const node of nodes) { store.add(current, parent, node); parent = current.leaf; }
   run(current, store.add(current, parent, { role: "assistant" }));
@@ -155,7 +179,7 @@ Object.assign(app.actions, {
   sendResults: (at, results) =>
     ask(at, ...results.map(([call, content]) => ({ role: "tool", content, call: call.id }))),
   show: (at) => { store.show(app.current, at); save(app.current); draw(); },
-  copy: (text) => navigator.clipboard?.writeText(text),
+  copy: (text) => copyText(text).then(() => notify(app.words.copied)),
   choose: (model) => { app.current.model = model; save(app.current); draw(); },
   change: (name, value) => {
     app.current.settings[name] = value;
@@ -170,7 +194,7 @@ Object.assign(app.actions, {
     app.showsSettings = false;
     draw();
   },
-  open: (conversation) => { Object.assign(app, { current: conversation, editing: null, showsChats: false }); draw(); },
+  open,
   search: (wanted) => { app.wanted = wanted; draw(); },
   remove: (conversation) => {
     app.running.get(conversation.id)?.abort();
@@ -178,7 +202,7 @@ Object.assign(app.actions, {
     store.remove(conversation);
     if (app.current === conversation) begin();
     notify(app.words.removed, () => {
-      app.conversations = [conversation, ...app.conversations].sort((a, b) => b.changed - a.changed);
+      app.conversations = newestFirst([conversation, ...app.conversations]);
       save(conversation);
       notify(null);
     });
@@ -187,7 +211,7 @@ Object.assign(app.actions, {
   importFile: async ({ target }) => {
     try {
       const added = store.fromFile(await target.files[0].text(), new Set(app.conversations.map(({ id }) => id)));
-      app.conversations = [...added, ...app.conversations].sort((a, b) => b.changed - a.changed);
+      app.conversations = newestFirst([...added, ...app.conversations]);
       notify(app.words.imported(added.length));
       for (const one of added) save(one);
     } catch {
@@ -208,19 +232,22 @@ Object.assign(app.actions, {
 
 addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !document.querySelector("dialog[open]")) app.actions.stop();
-  const isTyping = event.target.closest("input, textarea, select, dialog") || event.ctrlKey || event.metaKey || event.altKey;
-  if (event.key === "/" && !isTyping) { event.preventDefault(); app.composer.focus(); }
+  if (event.key === "Escape" && app.showsChats) app.actions.toggleChats(false);
+  if (event.key !== "/" || event.target.closest("input, textarea, select, dialog")) return;
+  event.preventDefault();
+  app.composer.focus();
 });
 addEventListener("pagehide", saveAll);
+addEventListener("popstate", openNamed);
 addEventListener("storage", (event) => {
   const changed = store.changedElsewhere(event);
   if (!changed || app.running.has(changed.id)) return;
   const others = app.conversations.filter(({ id }) => id !== changed.id);
-  app.conversations = (changed.now ? [changed.now, ...others] : others).sort((a, b) => b.changed - a.changed);
+  app.conversations = newestFirst(changed.now ? [changed.now, ...others] : others);
   if (app.current.id === changed.id && changed.now) app.current = changed.now;
   draw();
 });
 
 setWords(getLanguage());
-begin();
+openNamed();
 readModels();

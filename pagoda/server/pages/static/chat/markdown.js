@@ -3,6 +3,7 @@
 
 import createDOMPurify from "./vendor/dompurify.js";
 import { Marked } from "./vendor/marked.js";
+import { copyText } from "./copy.js";
 import { Component, html } from "./html.js";
 
 const escape = (text) => text.replace(/[&<>"]/g, (letter) => `&#${letter.charCodeAt(0)};`);
@@ -15,8 +16,8 @@ const marked = new Marked({
 });
 const purify = createDOMPurify(window);
 const ALLOWED = {
-  ALLOWED_TAGS: ["p", "br", "hr", "h1", "h2", "h3", "h4", "h5", "h6", "strong", "em", "del", "code", "pre", "blockquote",
-    "ul", "ol", "li", "table", "thead", "tbody", "tr", "th", "td", "a", "input"],
+  ALLOWED_TAGS: ["p", "br", "hr", "h1", "h2", "h3", "h4", "h5", "h6", "strong", "em", "del", "code", "pre",
+    "blockquote", "ul", "ol", "li", "table", "thead", "tbody", "tr", "th", "td", "a", "input"],
   ALLOWED_ATTR: ["href", "align", "start", "type", "checked", "disabled"],
   ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i,
   ALLOW_DATA_ATTR: false,
@@ -41,7 +42,7 @@ class Block extends Component {
     const fragment = purify.sanitize(marked.parser([token]), ALLOWED);
     for (const code of fragment.querySelectorAll("pre")) {
       const button = Object.assign(document.createElement("button"), { className: "copy", textContent: copy });
-      button.addEventListener("click", () => navigator.clipboard?.writeText(code.querySelector("code").textContent));
+      button.addEventListener("click", () => copyText(code.querySelector("code").textContent));
       code.append(button);
     }
     this.element.replaceChildren(fragment);
@@ -49,8 +50,11 @@ class Block extends Component {
   render() { return html`<div class="block" ref=${this.hold}></div>`; }
 }
 
-export function Markdown({ text, copy }) {
-  const tokens = marked.lexer(text);
-  return html`<div class="markdown">${tokens.filter(({ type }) => type !== "space").map((token, index) =>
-    html`<${Block} key=${index} token=${token} copy=${copy} />`)}</div>`;
+export class Markdown extends Component {
+  shouldComponentUpdate(next) { return next.text !== this.props.text; }
+  render({ text, copy }) {
+    const tokens = marked.lexer(text).filter(({ type }) => type !== "space");
+    return html`<div class="markdown">${tokens.map((token, index) =>
+      html`<${Block} key=${index} token=${token} copy=${copy} />`)}</div>`;
+  }
 }

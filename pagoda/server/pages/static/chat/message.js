@@ -4,6 +4,7 @@ import { Component, html } from "./html.js";
 import { icon, IconButton } from "./icons.js";
 import { Picture } from "./images.js";
 import { Markdown } from "./markdown.js";
+import { sends } from "./keys.js";
 import { siblings } from "./store.js";
 import { TokenView } from "./tokens.js";
 
@@ -31,7 +32,7 @@ export class Message extends Component {
       ${isRunning && !node.content && !node.reasoning && !node.calls
         && html`<p class="waiting" role="status"><i></i><i></i><i></i><span>${words.waiting}</span></p>`}
       ${node.error && html`<p class="error" role="alert">${node.error}</p>`}
-      ${!isRunning && !node.error && words[END[node.finish]] && html`<p class="note">${words[END[node.finish]]}</p>`}
+      ${!isRunning && !node.error && END[node.finish] && html`<p class="note">${words[END[node.finish]]}</p>`}
       ${!isRunning && node.calls && current.leaf === at && html`<${Results} app=${app} at=${at} />`}
       <footer>
         ${others.length > 1 && html`<span class="versions">
@@ -46,8 +47,9 @@ export class Message extends Component {
             <${IconButton} name="again" label=${words.regenerate} onClick=${() => actions.regenerate(at)} />
             ${END[node.finish] && node.content && !node.calls && current.leaf === at
               && html`<${IconButton} name="go" label=${words.goOn} onClick=${() => actions.goOn(at)} />`}
-            ${node.tokens && html`<${IconButton} name="tokens" label=${showsTokens ? words.hideTokens : words.showTokens}
-              aria-pressed=${showsTokens} onClick=${() => this.setState({ showsTokens: !showsTokens })} />`}`}`}
+            ${node.tokens && html`<${IconButton} name="tokens" aria-pressed=${showsTokens}
+              label=${showsTokens ? words.hideTokens : words.showTokens}
+              onClick=${() => this.setState({ showsTokens: !showsTokens })} />`}`}`}
         ${node.stats?.first !== undefined && html`<${Stats} node=${node} words=${words} />`}
       </footer>
     </article>`;
@@ -66,19 +68,21 @@ function Stats({ node: { stats, id }, words }) {
   const share = stats.prompt ? Math.round(100 * (stats.cached ?? 0) / stats.prompt) : null;
   const short = [words.firstToken(ms(stats.first)), stats.rate && words.rate(stats.rate.toFixed(1)),
     share !== null && words.cached(share)];
-  const { facts } = words, facts_ = [
+  const reasons = Object.entries(stats.reasons ?? {}).map(([reason, value]) => `${reason} ${ms(value)}`).join(", ");
+  const { facts } = words, known = [
     [facts.first, ms(stats.first)],
-    [facts.queue, stats.queue !== undefined && ms(stats.queue)],
+    [facts.queue, stats.queue !== undefined && ms(stats.queue) + (reasons && ` (${reasons})`)],
     [facts.prompt, stats.prompt !== undefined && words.tokens(stats.prompt)],
     [facts.cached, share !== null && `${words.ofPrompt(stats.cached ?? 0, stats.prompt)} (${share} %)`],
     [facts.why, stats.miss],
     [facts.prefill, stats.prefill !== undefined && ms(stats.prefill)],
     [facts.output, stats.output !== undefined && words.tokens(stats.output)],
     [facts.decode, stats.decode !== undefined && ms(stats.decode)],
+    [facts.drafts, stats.drafts && words.ofDrafts(stats.accepted, stats.drafts)],
     [facts.id, html`<code>${id}</code>`],
   ];
   return html`<details class="stats"><summary title=${words.details}>${short.filter(Boolean).join(" · ")}</summary>
-    <dl>${facts_.filter(([, value]) => value).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>
+    <dl>${known.filter(([, value]) => value).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>
   </details>`;
 }
 
@@ -106,12 +110,13 @@ class Editor extends Component {
   render({ app: { words, current, actions }, at }) {
     const send = (field) => field.value.trim() && actions.sendEdited(at, field.value);
     const press = (event) => {
-      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(event.target); }
+      if (sends(event)) { event.preventDefault(); send(event.target); }
       if (event.key === "Escape") { event.stopPropagation(); actions.edit(null); }
     };
     return html`<form class="message user editor" ref=${this.hold}
       onSubmit=${(event) => { event.preventDefault(); send(event.target.elements[0]); }}>
-      <textarea rows="3" aria-label=${words.edit} onKeyDown=${press} defaultValue=${current.nodes[at].content}></textarea>
+      <textarea rows="3" aria-label=${words.edit} onKeyDown=${press}
+        defaultValue=${current.nodes[at].content}></textarea>
       <footer><button type="button" onClick=${() => actions.edit(null)}>${words.cancel}</button>
         <button class="primary">${words.send}</button></footer></form>`;
   }

@@ -1,6 +1,6 @@
 // How the model is asked: for one conversation, and as a beginning for the next ones.
 
-import { Component, html } from "./html.js";
+import { Dialog, html } from "./html.js";
 import { IconButton } from "./icons.js";
 
 const RANGES = {
@@ -9,10 +9,8 @@ const RANGES = {
 };
 const EFFORTS = ["none", "minimal", "low", "medium", "high"];
 
-export class Settings extends Component {
+export class Settings extends Dialog {
   state = { isBad: false };
-
-  componentDidMount() { this.element.showModal(); }
 
   render({ app: { words, current, actions } }, { isBad }) {
     const { settings } = current, change = (name) => (event) => {
@@ -32,9 +30,10 @@ export class Settings extends Component {
       <p class="note">${words.scope}</p>
       <label>${words.system}<textarea rows="4" placeholder=${words.systemHint} value=${settings.system ?? ""}
         onInput=${change("system")}></textarea></label>
-      <fieldset><legend>${words.sampling}</legend>${Object.entries(RANGES).map(([name, [min, max, step]]) => html`<label>
-        ${words[name]}<input type="number" name=${name} min=${min} max=${max} step=${step} placeholder=${words.modelsOwn}
-          value=${settings[name] ?? ""} onChange=${change(name)} /></label>`)}
+      <fieldset><legend>${words.sampling}</legend>
+        ${Object.entries(RANGES).map(([name, [min, max, step]]) => html`<label>${words[name]}
+          <input type="number" name=${name} min=${min} max=${max} step=${step} placeholder=${words.modelsOwn}
+            value=${settings[name] ?? ""} onChange=${change(name)} /></label>`)}
         <label>${words.reasoning_effort}<select value=${settings.reasoning_effort ?? ""}
           onChange=${change("reasoning_effort")}><option value="">${words.modelsOwn}</option>
           ${EFFORTS.map((effort) => html`<option>${effort}</option>`)}</select></label></fieldset>

@@ -1,9 +1,9 @@
 // Conversations, in the browser's localStorage: each is one entry.
 //
-// A conversation is a tree: {id, title, changed, settings, nodes, leaf}. A node is {role, parent, content, ...}, and
-// `parent` the place in `nodes` of the one before it, -1 of none. What is shown is the path to `leaf`: an edit or another
-// answer is a sibling, and nothing is lost. Further fields of nodes: images, reasoning, calls, tokens, finish, error, stats
-// of answers; call of tools' results.
+// A conversation is a tree: {id, title, changed, settings, model, nodes, leaf}. A node is {role, parent, content, ...};
+// its `parent` is the place in `nodes` of the one before it, -1 if there is none. What is shown is the path to `leaf`:
+// an edit or another answer is a sibling, and nothing is lost. Further fields of nodes: `images` of the user; `id`,
+// `model`, `reasoning`, `calls`, `tokens`, `finish`, `error`, `stats` of answers; `call` of tools' results.
 
 const PREFIX = "pagoda-chat/";
 const DEFAULTS = "pagoda-chat-defaults";

@@ -31,8 +31,9 @@ export class TokenView extends Component {
 
   render({ tokens, words }, { at, x, y }) {
     const shown = at === null ? null : tokens[at];
-    return html`<div class="tokens" tabindex="0" ref=${this.hold} onMouseOver=${this.follow} onClick=${this.follow} onMouseLeave=${this.leave}
-      onKeyDown=${this.move} onBlur=${this.leave}>
+    return html`<div class="tokens" tabindex="0" role="group" aria-label=${words.showTokens} ref=${this.hold}
+      onMouseOver=${this.follow} onClick=${this.follow} onMouseLeave=${this.leave} onBlur=${this.leave}
+      onKeyDown=${this.move}>
       <${Spans} tokens=${tokens} count=${tokens.length} />
       ${shown && html`<div class="likely" role="status" ref=${(element) => element && place(element, x, y)}>
         <p><code>${visible(shown[0])}</code> ${words.probability(percent(shown[1]))}</p>
@@ -52,6 +53,7 @@ function place(element, x, y) {
 class Spans extends Component {
   shouldComponentUpdate(next) { return next.count !== this.props.count || next.tokens !== this.props.tokens; }
   render({ tokens }) {
-    return tokens.map(([text, logprob], at) => html`<span key=${at} data-at=${at} class="level-${level(logprob)}">${text}</span>`);
+    return tokens.map(([text, logprob], at) =>
+      html`<span key=${at} data-at=${at} class="level-${level(logprob)}">${text}</span>`);
   }
 }

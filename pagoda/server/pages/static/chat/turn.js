@@ -46,8 +46,9 @@ function take(node, chunk, began) {
     stats.cached = chunk.usage.prompt_tokens_details?.cached_tokens;
   }
   if (chunk.timings) {
-    const { queue_ms: queue, prefill_ms: prefill, decode_ms: decode, predicted_per_second: rate } = chunk.timings;
-    Object.assign(stats, { queue, prefill, decode, rate });
+    const { queue_ms: queue, queue_reasons: reasons, prefill_ms: prefill, decode_ms: decode } = chunk.timings;
+    const { predicted_per_second: rate, draft_n: drafts, draft_n_accepted: accepted } = chunk.timings;
+    Object.assign(stats, { queue, reasons, prefill, decode, rate, drafts, accepted });
   }
   const choice = chunk.choices[0];
   if (!choice) return;

@@ -1,8 +1,9 @@
 // The page around the messages: the list of conversations, the bar, where one writes, and what is asked for.
 
-import { Component, html } from "./html.js";
+import { Component, Dialog, html } from "./html.js";
 import { icon, IconButton } from "./icons.js";
 import { Picture } from "./images.js";
+import { isTouch, sends } from "./keys.js";
 import { Message } from "./message.js";
 import { Settings } from "./settings.js";
 import { path } from "./store.js";
@@ -27,11 +28,13 @@ export function App({ app }) {
 
 function Chats({ app }) {
   const { words, conversations, current, actions, wanted } = app, asked = wanted.trim().toLowerCase();
-  const shown = asked ? conversations.filter((one) => `${one.title} ${one.nodes.map(({ content }) => content).join(" ")}`
-    .toLowerCase().includes(asked)) : conversations;
+  const holds = ({ title, nodes }) =>
+    [title, ...nodes.map(({ content }) => content)].some((text) => text.toLowerCase().includes(asked));
+  const shown = asked ? conversations.filter(holds) : conversations;
   return html`<nav class="chats" aria-label=${words.chats}>
     <header><img src="common/icon.svg" alt="" /><strong>pagoda</strong>
-      <${IconButton} name="close" class="icon phone" label=${words.close} onClick=${() => actions.toggleChats(false)} /></header>
+      <${IconButton} name="close" class="icon phone" label=${words.close}
+        onClick=${() => actions.toggleChats(false)} /></header>
     <button type="button" class="new" onClick=${actions.begin}>${icon("plus")}${words.newChat}</button>
     ${conversations.length > 5 && html`<input type="search" placeholder=${words.search} aria-label=${words.search}
       value=${wanted} onInput=${(event) => actions.search(event.target.value)} />`}
@@ -47,7 +50,8 @@ function Chats({ app }) {
           onChange=${actions.importFile} /></label></div>
       <p>${words.private}</p>
       <p><a href="dashboard">${words.dashboard}</a><a href="docs">${words.docs}</a>
-        <button type="button" class="link" lang=${words.otherCode} onClick=${actions.switchLanguage}>${words.other}</button></p>
+        <button type="button" class="link" lang=${app.otherCode} onClick=${actions.switchLanguage}>
+          ${words.other}</button></p>
     </footer></nav>`;
 }
 
@@ -56,7 +60,8 @@ function Bar({ app }) {
   return html`<header class="bar">
     <${IconButton} name="menu" class="icon phone" label=${words.menu} aria-expanded=${app.showsChats}
       onClick=${() => actions.toggleChats(true)} />
-    <select aria-label=${words.model} value=${app.modelOf(current)} onChange=${(event) => actions.choose(event.target.value)}>
+    <select aria-label=${words.model} value=${app.modelOf(current)}
+      onChange=${(event) => actions.choose(event.target.value)}>
       ${models.map(({ id }) => html`<option value=${id}>${id}</option>`)}</select>
     <span class="room"></span>
     <${IconButton} name="sliders" label=${words.settings} aria-expanded=${app.showsSettings}
@@ -107,7 +112,7 @@ class Composer extends Component {
   state = { text: "", images: [] };
 
   componentDidMount() { this.focus(); }
-  focus() { if (!matchMedia("(pointer: coarse)").matches) this.field.focus(); }
+  focus() { if (!isTouch()) this.field.focus(); }
 
   send = () => {
     const { text, images } = this.state, { app } = this.props;
@@ -117,11 +122,12 @@ class Composer extends Component {
   };
 
   press = (event) => {
-    if (event.isComposing) return;  // Enter chooses a word of an input method
     const { actions, current } = this.props.app;
-    if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); this.send(); }
+    if (sends(event)) { event.preventDefault(); this.send(); }
     const last = path(current).findLast((at) => current.nodes[at].role === "user");
-    if (event.key === "ArrowUp" && !this.state.text && last !== undefined) { event.preventDefault(); actions.edit(last); }
+    if (event.key !== "ArrowUp" || this.state.text || last === undefined) return;
+    event.preventDefault();
+    actions.edit(last);
   };
 
   add = async (files) => {
@@ -147,8 +153,9 @@ class Composer extends Component {
         <textarea rows="1" placeholder=${words.placeholder} aria-label=${words.placeholder} value=${text}
           ref=${(field) => { this.field = field; }} onInput=${(event) => this.setState({ text: event.target.value })}
           onKeyDown=${this.press} onPaste=${(event) => take(event, event.clipboardData.files)}></textarea>
-        ${sees && html`<label class="icon" title=${words.attach}>${icon("image")}<input type="file" accept="image/*" multiple
-          class="hidden" aria-label=${words.attach} onChange=${(event) => this.add(event.target.files)} /></label>`}
+        ${sees && html`<label class="icon" title=${words.attach}>${icon("image")}<input type="file" accept="image/*"
+          multiple class="hidden" aria-label=${words.attach}
+          onChange=${(event) => this.add(event.target.files)} /></label>`}
         ${isRunning
           ? html`<${IconButton} name="stop" class="icon primary" label=${words.stop} onClick=${actions.stop} />`
           : html`<button class="icon primary" title=${words.send} aria-label=${words.send}
@@ -157,11 +164,14 @@ class Composer extends Component {
   }
 }
 
-class KeyDialog extends Component {
-  componentDidMount() { this.element.showModal(); }
+class KeyDialog extends Dialog {
   render({ app: { words, actions }, isWrong }) {
-    const send = (event) => { event.preventDefault(); actions.giveKey(event.target.elements.key.value.trim()); };
-    return html`<dialog class="key" ref=${this.hold} aria-labelledby="key-title" onCancel=${(event) => event.preventDefault()}>
+    const send = (event) => {
+      event.preventDefault();
+      actions.giveKey(event.target.elements.key.value.trim());
+      event.target.reset();
+    };
+    return html`<dialog class="key" ref=${this.hold} aria-labelledby="key-title" onCancel=${() => actions.giveKey("")}>
       <form onSubmit=${send}><h2 id="key-title">${words.keyTitle}</h2>
       <label>${words.key}<input name="key" type="password" autocomplete="off" required autofocus /></label>
       <p>${isWrong ? html`<span class="error" role="alert">${words.keyWrong}</span>` : words.keyNote}</p>
