@@ -263,7 +263,7 @@ async def serve(
     )
     watch = asyncio.create_task(_end_with_engine(server, state))
     llm = state.starter.llm
-    worker = BatchWorker(app, state.files, config, state.drain, state.max_num_seqs, lambda: llm.died)
+    worker = BatchWorker(app, state.owned, config, state.drain, state.max_num_seqs, lambda: llm.died)
     batches = asyncio.create_task(worker.run())
     file = config.logs.trace
     trace = asyncio.create_task(write_trace(state, Path(file).expanduser())) if file is not None else None

@@ -7,15 +7,16 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 from pagoda.base.outputs import CompletionOutput
 from pagoda.engine.answers.same_message import MessageForm
+from pagoda.engine.clients.calls import AnyCalls
 from pagoda.engine.inputs.sampled_messages import KEY_BYTES, OpenMessage, SampledMessage, thought_of
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
-from pagoda.server.history_store import Found
+from pagoda.server.history_store import HistoryStore
 from pagoda.server.request_state import Caller
 from pagoda.server.seals import Sealer, derived
 
@@ -33,12 +34,11 @@ class History:
         tokenizer: Tokenizer,
         max_model_len: int,
         secret: bytes,
-        remember: Callable[[str, bytes, bytes], Awaitable[None]],
-        recall: Callable[[str, list[bytes]], Awaitable[Found]],
+        calls: AnyCalls,
     ) -> None:
-        """secret: of the server.   remember, recall: those of the store, wherever it is."""
+        """secret: of the server.   calls: of the HistoryStore, wherever it is."""
         self.tokenizer = tokenizer
-        self.remember, self._recall = remember, recall
+        self._calls = calls
         self._sealer = Sealer(secret, _SEAL_CHARS_PER_TOKEN * max_model_len + 4096)
         self._secret = derived(secret, "owners")
         self._model = model, _digest_of(tokenizer)
@@ -52,6 +52,10 @@ class History:
         """Return a message for the client to send back; "" for one that is too long."""
         return self._sealer.seal(owner, key, message)
 
+    async def remember(self, owner: str, key: bytes, data: bytes) -> None:
+        """Keep a message, or a note."""
+        await self._calls.ask(HistoryStore.remember, owner, key, data)
+
     async def recall(
         self, owner: str, keys: Sequence[bytes], seals: Iterable[str]
     ) -> Mapping[bytes, Sequence[SampledMessage]]:
@@ -59,7 +63,7 @@ class History:
         wanted = list(dict.fromkeys(reversed(keys)))  # the first ones are used last, and so stay longest
         found: dict[bytes, list[SampledMessage]] = {}
         for at in range(0, len(wanted), _KEYS_PER_CALL):
-            for key, data in await self._recall(owner, wanted[at : at + _KEYS_PER_CALL]):
+            for key, data in await self._calls.ask(HistoryStore.recall, owner, wanted[at : at + _KEYS_PER_CALL]):
                 with contextlib.suppress(msgspec.DecodeError):  # a damaged one is not found
                     message = msgspec.msgpack.decode(data, type=SampledMessage)
                     found.setdefault(key, []).append(message)
@@ -75,7 +79,7 @@ class History:
 
     async def recall_note(self, owner: str, name: str) -> bytes | None:
         """Return the last note of a name (SampledTurn.note)."""
-        found = await self._recall(owner, [key_of_note(name)])
+        found = await self._calls.ask(HistoryStore.recall, owner, [key_of_note(name)])
         return found[0][1] if found else None
 
 

@@ -6,7 +6,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 
 from pagoda.base.server_config import ServerConfig
-from pagoda.engine.clients.calls import Services
+from pagoda.engine.clients.calls import offered
 from pagoda.server.database import naming_file, open_database
 
 logger = logging.getLogger("pagoda.server")
@@ -53,7 +53,8 @@ class HistoryStore:
     def num_bytes(self) -> int:
         return sum(self.bytes_of.values())
 
-    def remember(self, owner: str, key: bytes, data: bytes) -> None:
+    @offered
+    def remember(self, client: int, owner: str, key: bytes, data: bytes) -> None:
         """Keep a message. One that is larger than an owner's share is not kept."""
         size = len(data) + len(key) + _ROW_BYTES
         if size > self._max_per_owner:
@@ -72,7 +73,8 @@ class HistoryStore:
             self.bytes_of[owner] = self.bytes_of.get(owner, 0) + size
             self._evict()
 
-    def recall(self, owner: str, keys: list[bytes]) -> Found:
+    @offered
+    def recall(self, client: int, owner: str, keys: list[bytes]) -> Found:
         """Return the messages at these keys, the last ones first.   keys: a few hundred at most."""
         found: Found = []
         with _logged("found"):
@@ -82,17 +84,6 @@ class HistoryStore:
             found += rows
             self._db.execute(f"UPDATE messages SET used = ? WHERE {where}", (self._uses, owner, *keys))
         return found
-
-    @property
-    def services(self) -> Services:
-        """What processes may call."""
-        return {"remember": self._remember, "recall": self._recall}
-
-    def _remember(self, _: int, owner: str, key: bytes, data: bytes) -> None:
-        self.remember(owner, key, data)
-
-    def _recall(self, _: int, owner: str, keys: list[bytes]) -> Found:
-        return self.recall(owner, keys)
 
     def close(self) -> None:
         self._db.close()

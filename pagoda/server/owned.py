@@ -1,7 +1,7 @@
 """Owned: what the processes that serve one port have once, besides admission and adapters."""
 
 from pagoda.base.server_config import ServerConfig
-from pagoda.engine.clients.calls import Services
+from pagoda.engine.clients.calls import Services, services_of
 from pagoda.server.batches.service import FileService
 from pagoda.server.history_store import HistoryStore
 from pagoda.server.stored.service import StoreService
@@ -18,8 +18,8 @@ class Owned:
 
     @property
     def services(self) -> Services:
-        """What the processes may call; each function gets the index of the client that calls, first."""
-        return {**self._history.services, **self._stored.services, **self._files.services}
+        """What the processes may call."""
+        return services_of(self._history, self._stored, self._files)
 
     def end_client(self, client: int) -> None:
         """A process has gone."""

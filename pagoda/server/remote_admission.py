@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 import msgspec
 
-from pagoda.engine.clients.calls import Calls, Services
+from pagoda.engine.clients.calls import Calls, offered
 from pagoda.server.admission import (
     PRIOR_OUTPUT_TOKENS,
     Admission,
@@ -62,21 +62,6 @@ class AdmissionService:
         self._clients: set[int] = set()
         self._waits: dict[tuple[int, int], asyncio.Task[object]] = {}  # for a turn, or for room
 
-    @property
-    def services(self) -> Services:
-        return {
-            "admission.enter": self._enter,
-            "admission.wait_for_turn": self._wait_for_turn,
-            "admission.correct": lambda client, number, count: self._places[client, number].correct(count),
-            "admission.keep": self._keep,
-            "admission.wait_to_hold": self._wait_to_hold,
-            "admission.start": lambda client, number: self._places[client, number].start(),
-            "admission.close": lambda client, number: self._close((client, number)),
-            "admission.note_output": lambda _, num_tokens: self._admission.note_output(num_tokens),
-            "admission.end_line": self._end_line,
-            "admission.counts": lambda _: self._admission.counts,
-        }
-
     def has_admitted(self, client: int) -> bool:
         """Return whether a process has had a request, until it has gone."""
         return client in self._clients
@@ -87,7 +72,8 @@ class AdmissionService:
         for key in [key for key in self._places if key[0] == client]:
             self._close(key)
 
-    def _enter(self, client: int, number: int, num_requests: int, num_tokens: int, key: str) -> Outcome:
+    @offered
+    def enter(self, client: int, number: int, num_requests: int, num_tokens: int, key: str) -> Outcome:
         try:
             place = self._admission.enter(num_requests, num_tokens, key)
         except Refusal as error:
@@ -96,13 +82,16 @@ class AdmissionService:
         self._clients.add(client)
         return Outcome(is_in_line=place.turn is not None, mean_output=self._admission.mean_output)
 
-    async def _wait_for_turn(self, client: int, number: int) -> Outcome:
+    @offered
+    async def wait_for_turn(self, client: int, number: int) -> Outcome:
         return await self._wait((client, number), Place.wait_for_turn)
 
-    async def _keep(self, client: int, number: int, num_media_bytes: int, num_logprobs: int) -> Outcome:
+    @offered
+    async def keep(self, client: int, number: int, num_media_bytes: int, num_logprobs: int) -> Outcome:
         return await self._wait((client, number), lambda place: place.keep(num_media_bytes, num_logprobs))
 
-    async def _wait_to_hold(self, client: int, number: int, num_media_bytes: int) -> Outcome:
+    @offered
+    async def wait_to_hold(self, client: int, number: int, num_media_bytes: int) -> Outcome:
         return await self._wait((client, number), lambda place: place.wait_to_hold(num_media_bytes))
 
     async def _wait(self, key: tuple[int, int], wait: Callable[[Place], Awaitable[None]]) -> Outcome:
@@ -126,7 +115,28 @@ class AdmissionService:
         if (place := self._places.pop(key, None)) is not None:
             place.close()
 
-    def _end_line(self, _: int, status: int, message: str, retry_after_s: int | None, key: str | None) -> None:
+    @offered
+    def correct(self, client: int, number: int, num_tokens: int) -> None:
+        self._places[client, number].correct(num_tokens)
+
+    @offered
+    def start(self, client: int, number: int) -> None:
+        self._places[client, number].start()
+
+    @offered
+    def close(self, client: int, number: int) -> None:
+        self._close((client, number))
+
+    @offered
+    def note_output(self, client: int, num_tokens: float) -> None:
+        self._admission.note_output(num_tokens)
+
+    @offered
+    def counts(self, client: int) -> AdmissionCounts:
+        return self._admission.counts
+
+    @offered
+    def end_line(self, client: int, status: int, message: str, retry_after_s: int | None, key: str | None) -> None:
         self._admission.end_line(ApiError(status, message, retry_after_s=retry_after_s), key)
 
 
@@ -139,36 +149,27 @@ class RemotePlace:
         self.key, self.arrived_s = key, arrived_s
         self.is_in_line = False
         self.at_end = ExitStack()
-        self.at_end.callback(self._post, "close")
+        self.at_end.callback(calls.tell, AdmissionService.close, number)
 
     async def wait_for_turn(self) -> None:
-        await self.ask("wait_for_turn")
+        (await self._calls.ask(AdmissionService.wait_for_turn, self._number)).check()
 
     async def wait_to_hold(self, num_media_bytes: int) -> None:
         self._holds = True
-        await self.ask("wait_to_hold", num_media_bytes)
+        (await self._calls.ask(AdmissionService.wait_to_hold, self._number, num_media_bytes)).check()
 
     def correct(self, num_tokens: int) -> None:
-        self._post("correct", num_tokens)
+        self._calls.tell(AdmissionService.correct, self._number, num_tokens)
 
     async def keep(self, num_media_bytes: int, num_logprobs: int = 0) -> None:
         if num_media_bytes or num_logprobs or self._holds:
             self._holds = True
-            await self.ask("keep", num_media_bytes, num_logprobs)
+            (await self._calls.ask(AdmissionService.keep, self._number, num_media_bytes, num_logprobs)).check()
 
     def start(self) -> None:
         if not self._has_started:
             self._has_started = True
-            self._post("start")
-
-    async def ask(self, name: str, *arguments: object) -> Outcome:
-        """Call a function of AdmissionService for this place. Raises Refusal, or the error that ends the line."""
-        outcome = await self._calls.call(f"admission.{name}", self._number, *arguments, returns=Outcome)
-        outcome.check()
-        return outcome
-
-    def _post(self, name: str, *arguments: object) -> None:
-        self._calls.post(f"admission.{name}", self._number, *arguments)
+            self._calls.tell(AdmissionService.start, self._number)
 
 
 class RemoteAdmission:
@@ -183,23 +184,25 @@ class RemoteAdmission:
         return expected_output(self._mean_output, max_tokens)
 
     def note_output(self, num_tokens: float) -> None:
-        self._calls.post("admission.note_output", num_tokens)
+        self._calls.tell(AdmissionService.note_output, num_tokens)
 
     async def admit(self, num_requests: int, num_tokens: int, key: str) -> RemotePlace:
-        place = RemotePlace(self._calls, next(self._numbers), key, time.perf_counter())
+        number = next(self._numbers)
+        place = RemotePlace(self._calls, number, key, time.perf_counter())
         with contextlib.ExitStack() as guard:  # also if its client leaves before there is an answer
             guard.push(place.at_end)
-            outcome = await place.ask("enter", num_requests, num_tokens, key)
+            outcome = await self._calls.ask(AdmissionService.enter, number, num_requests, num_tokens, key)
+            outcome.check()
             guard.pop_all()
         place.is_in_line = outcome.is_in_line
         self._mean_output = outcome.mean_output
         return place
 
     def end_line(self, error: ApiError, key: str | None = None) -> None:
-        self._calls.post("admission.end_line", error.status, error.message, error.retry_after_s, key)
+        self._calls.tell(AdmissionService.end_line, error.status, error.message, error.retry_after_s, key)
 
     async def read_counts(self) -> AdmissionCounts:
-        return await self._calls.call("admission.counts", returns=AdmissionCounts)
+        return await self._calls.ask(AdmissionService.counts)
 
 
 AnyAdmission = Admission | RemoteAdmission

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from pagoda.base.server_config import ServerConfig
-from pagoda.engine.clients.calls import Services
+from pagoda.engine.clients.calls import Services, services_of
 from pagoda.engine.clients.client_server import ClientServer
 from pagoda.metrics.counts import Counts, add_counts, tokens_per_step
 from pagoda.server.admission import Admission
@@ -51,7 +51,7 @@ class Shared:
             "ask_all": self._ask_all,
             "counts": self._counts,
             "change_adapter": self._change_adapter,
-            **self._admission.services,
+            **services_of(self._admission),
             **self._owned.services,
         }
 

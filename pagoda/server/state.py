@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 from starlette.requests import Request
 
@@ -17,17 +16,15 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.answers.tool_parsers import parser_named
 from pagoda.engine.async_engine import AsyncEngine
-from pagoda.engine.clients.calls import OwnCalls
+from pagoda.engine.clients.calls import AnyCalls, OwnCalls
 from pagoda.engine.clients.remote_client import EngineClient
 from pagoda.engine.wire import EngineSizes
 from pagoda.loading.model_config import read_images, summarize_weights
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
-from pagoda.server.batches.service import Files, FileService
 from pagoda.server.body_reader import BodyReader
 from pagoda.server.dialects.openai_body import SamplingBody
 from pagoda.server.errors import ApiError
 from pagoda.server.history import History
-from pagoda.server.history_store import Found
 from pagoda.server.looks import Looks
 from pagoda.server.middleware import Drain
 from pagoda.server.peers import Peers
@@ -36,7 +33,6 @@ from pagoda.server.request_state import request_state
 from pagoda.server.seals import server_secret
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.served_model import ModelFacts, PickedModel, ServedModel
-from pagoda.server.stored.service import Stored, StoreService
 from pagoda.server.telemetry import Telemetry
 
 logger = logging.getLogger("pagoda.server")
@@ -48,6 +44,7 @@ class ServerState:
 
     bodies: reads those of requests.   forces_usage: all streams tell it.
     looks: at the engine, for those who look at its requests.
+    owned: what the processes of the server have once, see Owned.
     pull_flags: of `pagoda models pull`, so that it fetches into this server's cache.
     max_num_seqs: that the engine runs at once.
     telemetry: exports each request, if there is somewhere to.
@@ -68,9 +65,8 @@ class ServerState:
     drain: Drain = field(default_factory=Drain)
     peers: Peers = field(default_factory=Peers)
     telemetry: Telemetry | None = None
-    files: Files = field(default_factory=lambda: Files(OwnCalls(FileService().services)))
     max_num_seqs: int = 1
-    stored: Stored = field(default_factory=lambda: Stored(OwnCalls(StoreService().services)))
+    owned: AnyCalls = field(default_factory=lambda: OwnCalls({}))
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -185,9 +181,8 @@ async def build_state(
         config=server,
         looks=Looks(client.look),
         peers=peers,
-        files=Files(peers.calls),
         max_num_seqs=config.scheduler.max_num_seqs,
-        stored=Stored(peers.calls),
+        owned=peers.calls,
     )
 
 
@@ -201,9 +196,7 @@ def _history_of(config: EngineConfig, llm: AsyncEngine, peers: Peers, max_model_
     if config.server.answer_defaults.history == "off" or not inputs.limits.tasks.generates:
         return None
     secret = server_secret(peers.salt_secret)
-    call = peers.calls.call
-    remember, recall = partial(call, "remember"), partial(call, "recall", returns=Found)
-    return History(config.model.model, inputs.tokenizer, max_model_len, secret, remember, recall)
+    return History(config.model.model, inputs.tokenizer, max_model_len, secret, peers.calls)
 
 
 def _facts_of(setup: EngineSetup) -> ModelFacts:

@@ -10,15 +10,18 @@ from pagoda.base.server_config import ServerConfig
 from pagoda.core.request import Request, RequestStatus
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.clients.calls import OwnCalls, services_of
 from pagoda.engine.clients.journal import error_outputs
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.admission import Admission
 from pagoda.server.app import create_app
+from pagoda.server.batches.service import FileService
 from pagoda.server.request_starter import RequestStarter
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState
+from pagoda.server.stored.service import StoreService
 from tests.fake_engine import MAX_LEN, byte_inputs
 
 
@@ -74,6 +77,7 @@ def served(
                 ),
                 block_size=16,
                 config=config,
+                owned=OwnCalls(services_of(StoreService(), FileService())),
             )
             transport = httpx.ASGITransport(create_app(state, config))
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:

@@ -586,12 +586,12 @@ def test_a_change_of_adapters_waits_for_a_process_only_so_long(monkeypatch: pyte
 
 def test_a_place_that_is_closed_before_its_wait_begins_is_no_error() -> None:
     async def main() -> None:
-        services = AdmissionService(Admission(ServerLimits(max_queued_requests=1), 60.0)).services
+        service = AdmissionService(Admission(ServerLimits(max_queued_requests=1), 60.0))
         for number in (1, 2):
-            services["admission.enter"](1, number, 1, 1, "")
-        for name, arguments in (("wait_for_turn", ()), ("keep", (5, 0)), ("wait_to_hold", (5,))):
-            waiting = asyncio.create_task(services[f"admission.{name}"](1, 2, *arguments))
-            services["admission.close"](1, 2)  # read with the call before, as both were sent while this was busy
+            service.enter(1, number, 1, 1, "")
+        for ask, arguments in ((service.wait_for_turn, ()), (service.keep, (5, 0)), (service.wait_to_hold, (5,))):
+            waiting = asyncio.create_task(ask(1, 2, *arguments))
+            service.close(1, 2)  # read with the call before, as both were sent while this was busy
             assert await asyncio.wait_for(waiting, 5) == Outcome()
 
     asyncio.run(main())

@@ -20,11 +20,12 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.outputs import CompletionOutput
 from pagoda.engine.answers.reasoning import THINK
 from pagoda.engine.answers.same_message import MessageForm
+from pagoda.engine.clients.calls import OwnCalls, services_of
 from pagoda.engine.inputs.sampled_messages import OpenMessage, SampledMessage, packed, unpacked
 from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
 from pagoda.server.dialects.cache_diagnosis import CacheMissReason, Diagnosis, Diagnostics, Fingerprint
 from pagoda.server.history import History, SampledTurn, key_of_note
-from pagoda.server.history_store import Found, HistoryStore
+from pagoda.server.history_store import HistoryStore
 from pagoda.server.request_state import Caller, RequestState
 from pagoda.server.seals import Sealer, server_secret
 from tests.server.random_turns import turn_of
@@ -41,14 +42,7 @@ def message(number: int, size: int = 10) -> SampledMessage:
 
 def history(secret: bytes = SECRET, model: str = "m", store: HistoryStore | None = None) -> History:
     store = store or HistoryStore()
-
-    async def remember(owner: str, key: bytes, data: bytes) -> None:
-        store.remember(owner, key, data)
-
-    async def recall(owner: str, keys: list[bytes]) -> Found:
-        return store.recall(owner, keys)
-
-    return History(model, ByteTokenizer(), 1000, secret, remember, recall)
+    return History(model, ByteTokenizer(), 1000, secret, OwnCalls(services_of(store)))
 
 
 def recalled(one: History, owner: str, *seals: str, key: bytes = KEY) -> Sequence[SampledMessage]:
@@ -61,10 +55,10 @@ def recalled(one: History, owner: str, *seals: str, key: bytes = KEY) -> Sequenc
 def test_the_last_answers_to_a_prompt_come_first_and_equal_ones_are_one() -> None:
     store = HistoryStore()
     for number in (*range(20), 5):
-        store.remember("a", KEY, bytes([number]))
-    numbers = [one[0] for _, one in store.recall("a", [KEY, b"other"])]
+        store.remember(0, "a", KEY, bytes([number]))
+    numbers = [one[0] for _, one in store.recall(0, "a", [KEY, b"other"])]
     assert (numbers[0], numbers.count(5), len(numbers)) == (5, 1, 8)
-    assert store.recall("b", [KEY]) == []
+    assert store.recall(0, "b", [KEY]) == []
 
 
 def test_each_owner_and_all_together_have_a_bound_and_what_was_used_last_stays() -> None:
@@ -72,21 +66,21 @@ def test_each_owner_and_all_together_have_a_bound_and_what_was_used_last_stays()
     rng = random.Random(0)
     for number in range(2_000):
         owner = rng.choice("abcd")
-        store.remember(owner, number.to_bytes(16, "big"), bytes(rng.randint(1, 600)))
+        store.remember(0, owner, number.to_bytes(16, "big"), bytes(rng.randint(1, 600)))
         assert max(store.num_bytes / 20_000, *(size / 8_000 for size in store.bytes_of.values())) <= 1
-    store.remember("a", KEY, bytes(30_000))  # larger than an owner's share
-    assert store.recall("a", [KEY]) == []
+    store.remember(0, "a", KEY, bytes(30_000))  # larger than an owner's share
+    assert store.recall(0, "a", [KEY]) == []
 
 
 def test_the_beginning_of_a_conversation_stays_longest() -> None:
     store = HistoryStore(max_bytes_per_owner=10_000)
     keys = [number.to_bytes(16, "big") for number in range(40)]
     for number, key in enumerate(keys):
-        store.remember("a", key, bytes(30) + bytes([number]))
-        store.recall("a", keys)
+        store.remember(0, "a", key, bytes(30) + bytes([number]))
+        store.recall(0, "a", keys)
     for number in range(20):  # of others
-        store.remember("a", (1_000 + number).to_bytes(16, "big"), bytes(31))
-    kept = {key for key, _ in store.recall("a", keys)}
+        store.remember(0, "a", (1_000 + number).to_bytes(16, "big"), bytes(31))
+    kept = {key for key, _ in store.recall(0, "a", keys)}
     assert kept == set(keys[: len(kept)])
     assert 10 < len(kept) < 40
 
@@ -94,7 +88,7 @@ def test_the_beginning_of_a_conversation_stays_longest() -> None:
 def test_a_file_is_the_users_alone_and_read_by_the_next_server(tmp_path: Path) -> None:
     file = tmp_path / "history.db"
     first = HistoryStore(str(file))
-    first.remember("a", KEY, b"data")
+    first.remember(0, "a", KEY, b"data")
     assert all(stat.S_IMODE(one.stat().st_mode) == 0o600 for one in tmp_path.iterdir())
     with pytest.raises(
         ConfigError, match="history: .*history.db cannot be used: database is locked; name another file"
@@ -102,7 +96,7 @@ def test_a_file_is_the_users_alone_and_read_by_the_next_server(tmp_path: Path) -
         HistoryStore(str(file))
     first.close()
     second = HistoryStore(str(file))
-    assert second.recall("a", [KEY]) == [(KEY, b"data")]
+    assert second.recall(0, "a", [KEY]) == [(KEY, b"data")]
     assert second.num_bytes > 0
     second.close()
     file.write_bytes(b"something else" * 100)
@@ -115,11 +109,11 @@ def test_a_file_of_another_version_is_refused_and_a_damaged_message_is_not_found
     store = HistoryStore(path)
     one = history(store=store)
     owner = one.owner_of(ONE)
-    store.remember(owner, KEY, msgspec.msgpack.encode(MESSAGE))
+    store.remember(0, owner, KEY, msgspec.msgpack.encode(MESSAGE))
     for data in (b"\xc1", msgspec.msgpack.encode({"other": 1})):
-        store.remember(owner, KEY, data)
+        store.remember(0, owner, KEY, data)
     assert recalled(one, owner) == [MESSAGE]
-    store.remember(owner, bytes(16), b"\xc1")
+    store.remember(0, owner, bytes(16), b"\xc1")
     assert recalled(one, owner, key=bytes(16)) == ()
     store.close()
     HistoryStore(path).close()
@@ -132,7 +126,7 @@ def test_a_file_of_another_version_is_refused_and_a_damaged_message_is_not_found
 def test_a_damaged_note_is_none() -> None:
     store = HistoryStore()
     one = history(store=store)
-    store.remember(one.owner_of(ONE), key_of_note("msg_1"), b"\xc1")
+    store.remember(0, one.owner_of(ONE), key_of_note("msg_1"), b"\xc1")
     http: Any = {"state": RequestState(caller=ONE)}
     state: Any = SimpleNamespace(model=SimpleNamespace(history=one), block_size=1)
 
@@ -146,8 +140,8 @@ def test_a_damaged_note_is_none() -> None:
 def test_a_store_that_fails_fails_no_answer(caplog: pytest.LogCaptureFixture) -> None:
     store = HistoryStore()
     store.close()
-    store.remember("a", KEY, b"data")
-    assert store.recall("a", [KEY]) == []
+    store.remember(0, "a", KEY, b"data")
+    assert store.recall(0, "a", [KEY]) == []
     assert "history: a message could not be kept" in caplog.text
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from pagoda.base.errors import ConfigError
-from pagoda.engine.clients.calls import OwnCalls
+from pagoda.engine.clients.calls import OwnCalls, services_of
 from pagoda.server.stored import service as service_module
 from pagoda.server.stored import store as store_module
 from pagoda.server.stored.file import StoreFile
-from pagoda.server.stored.service import Events, Stored, StoreService, page_of, unpack
+from pagoda.server.stored.service import Events, StoreService, page_of, unpack
 from pagoda.server.stored.store import (
     ENTRY_BYTES,
     MAX_CONTEXT_BYTES,
@@ -196,17 +196,17 @@ def test_what_ran_when_the_server_ended_has_failed_after_its_restart(tmp_path: P
 
     async def main() -> None:
         before = StoreService(path)
-        stored = Stored(OwnCalls(before.services))
+        stored = OwnCalls(services_of(before))
         lost = b'{"status":"failed"}'
         assert await stored.ask(StoreService.add, response("a", "r1", lost=lost, is_background=True)) is None
         assert await stored.ask(StoreService.add, response("a", "r2")) is None
-        stored.post(StoreService.append, "a", "r2", [b"event: 0\n\n"])
-        stored.post(StoreService.finish, "a", "r2", b'{"status":"completed"}', [("msg_1", b"{}")])
+        stored.tell(StoreService.append, "a", "r2", [b"event: 0\n\n"])
+        stored.tell(StoreService.finish, "a", "r2", b'{"status":"completed"}', [("msg_1", b"{}")])
         before.close()
         service = StoreService(path)
         with pytest.raises(ConfigError, match="locked"):
             StoreService(path)
-        again = Stored(OwnCalls(service.services))
+        again = OwnCalls(services_of(service))
         failed = await again.ask(StoreService.response, "a", "r1", True)
         assert failed is not None
         assert failed.body == lost
@@ -240,7 +240,7 @@ def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path: Path) -> N
 def test_a_follower_gets_each_event_once_and_the_end_of_a_lost_process(tmp_path: Path) -> None:
     async def main() -> None:
         service = StoreService()
-        stored = Stored(OwnCalls(service.services))
+        stored = OwnCalls(services_of(service))
         assert await service.add(7, response("a", "r", lost=b"{}")) is None
         got: list[bytes] = []
 

@@ -17,14 +17,14 @@ import pytest
 
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.request_limits import RequestLimits
-from pagoda.engine.clients.calls import OwnCalls
+from pagoda.engine.clients.calls import OwnCalls, services_of
 from pagoda.server.body_reader import parse_body
 from pagoda.server.dialects.responses import ResponsesDialect
 from pagoda.server.dialects.responses_bodies import ResponsesRequest
 from pagoda.server.request_state import RequestState
 from pagoda.server.sending import EventStream
 from pagoda.server.stored.run import StoredTurn
-from pagoda.server.stored.service import Stored, StoreService
+from pagoda.server.stored.service import StoreService
 from pagoda.server.turn import Piece, TextDelta
 from tests.server.live import FAKE_ENGINE, LiveServer, serving
 from tests.server.random_turns import turn_of
@@ -327,7 +327,7 @@ def test_a_stream_that_never_began_is_stored_as_cancelled() -> None:
     running, closed = running_turn()
 
     async def main() -> None:
-        stored = Stored(OwnCalls(StoreService().services))
+        stored = OwnCalls(services_of(StoreService()))
         turn = StoredTurn(stored, running)
         entry = turn.entry("a", [], [])
         assert await stored.ask(StoreService.add, entry) is None
@@ -352,7 +352,7 @@ def test_log_probabilities_are_in_the_response_alone() -> None:
     running, _ = running_turn(b'{"input": "Hi", "top_logprobs": 1, "include": ["message.output_text.logprobs"]}')
 
     async def main() -> None:
-        stored = Stored(OwnCalls(StoreService().services))
+        stored = OwnCalls(services_of(StoreService()))
         turn = StoredTurn(stored, running)
         entry = turn.entry("a", [], [])
         assert await stored.ask(StoreService.add, entry) is None
@@ -373,7 +373,7 @@ def test_log_probabilities_are_in_the_response_alone() -> None:
 
 def test_a_turn_gives_its_place_back_though_the_store_fails() -> None:
     running, closed = running_turn()
-    turn = StoredTurn(Stored(OwnCalls({})), running)
+    turn = StoredTurn(OwnCalls({}), running)
     with pytest.raises(KeyError):
         turn.close()
     assert closed == [True]

@@ -2,13 +2,24 @@
 
 Arguments and results travel as messages do (msgpack): numbers, strings, containers, the frozen records of core/. An
 argument is decoded as the function's annotation says, a result as the caller says (`returns`).
+
+What one process owns for all is an object, of which each may call the methods that are `offered`:
+
+    class Store:
+        @offered
+        def size(self, client: int, name: str) -> int: ...
+
+    calls.offer(services_of(store))
+    size = await calls.ask(Store.size, "name")
 """
 
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import cache
+from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import msgspec
 
@@ -19,6 +30,10 @@ from pagoda.engine.clients.client_outputs import Replies
 
 logger = logging.getLogger("pagoda.engine")
 
+P = ParamSpec("P")
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
 Services = Mapping[str, Callable[..., Any]]
 """Functions by name, coroutine functions among them. One that is none runs before later messages are read.
 
@@ -26,7 +41,54 @@ What pagoda's errors say reaches the caller, who gets the same error; any other 
 """
 
 
-class Calls:
+_MARK = "is_offered"
+
+
+def offered(method: F) -> F:
+    """Have a method be called from other processes. It gets the number of the client that calls, first."""
+    setattr(method, _MARK, True)
+    return method
+
+
+def services_of(*owners: object) -> dict[str, Callable[..., Any]]:
+    """Return the methods of objects that are offered."""
+    methods = ((one, method) for one in owners for method in vars(type(one)).values())
+    return {method.__qualname__: method.__get__(one) for one, method in methods if hasattr(method, _MARK)}
+
+
+class AnyCalls(ABC):
+    """Calls of functions that are elsewhere, or in this process."""
+
+    @abstractmethod
+    async def call(self, name: str, *arguments: object, returns: Any = Any) -> Any:
+        """Call a function; return its result, of the type `returns`. Raises its errors."""
+
+    @abstractmethod
+    def post(self, name: str, *arguments: object) -> None:
+        """Call a function that is no coroutine function, without waiting for it."""
+
+    @overload
+    async def ask(
+        self, method: Callable[Concatenate[Any, int, P], Coroutine[Any, Any, T]], *args: P.args, **kw: P.kwargs
+    ) -> T: ...
+    @overload
+    async def ask(self, method: Callable[Concatenate[Any, int, P], T], *args: P.args, **kw: P.kwargs) -> T: ...
+    async def ask(self, method: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+        """Call an offered method of what is owned; return its result."""
+        return await self.call(method.__qualname__, *args, returns=_answer_of(method))
+
+    def tell(self, method: Callable[Concatenate[Any, int, P], None], *args: P.args, **kw: P.kwargs) -> None:
+        """Call an offered method without waiting for it; such calls run in their order."""
+        self.post(method.__qualname__, *args)
+
+
+@cache
+def _answer_of(method: Callable[..., Any]) -> Any:
+    """Return the type of a method's answer."""
+    return inspect.signature(method, eval_str=True).return_annotation
+
+
+class Calls(AnyCalls):
     """The calls of one end of a connection: those that wait for a reply, and those that are answered here."""
 
     def __init__(self, send: Callable[[wire.Call | wire.Reply], object], services: Services | None = None) -> None:
@@ -117,23 +179,18 @@ class Calls:
         return msgspec.Raw(self._encoder.encode(value))
 
 
-class OwnCalls:
+class OwnCalls(AnyCalls):
     """Calls of functions of this process, which get the number 0 of a client first, as those of others have theirs."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def call(self, name: str, *arguments: object, returns: Any = Any) -> Any:
-        """Call a function; return its result. Raises its errors.   returns: as of Calls."""
         result = self._services[name](0, *arguments)
         return await result if inspect.isawaitable(result) else result
 
     def post(self, name: str, *arguments: object) -> None:
-        """Call a function that is no coroutine function."""
         self._services[name](0, *arguments)
-
-
-AnyCalls = Calls | OwnCalls
 
 
 def _decoders_of(service: Callable[..., Any]) -> list[Any]:

@@ -79,7 +79,7 @@ async def create_file(http: Request) -> Response:
         place.start()
         length = http.headers.get("content-length", "")
         most = min(int(length), MAX_UPLOAD_BYTES) if length.isascii() and length.isdecimal() else MAX_UPLOAD_BYTES
-        upload = await state.files.ask(FileService.begin_upload, owner_of(http), most)
+        upload = await state.owned.ask(FileService.begin_upload, owner_of(http), most)
         if upload.refusal:
             raise Refusal("stored", upload.refusal)
         is_kept = False
@@ -95,11 +95,11 @@ async def create_file(http: Request) -> Response:
                 filename=os.path.basename(form.file)[-_LONGEST_NAME:] or "upload",
                 purpose=form.purpose,
             )
-            answer = await state.files.ask(FileService.end_upload, owner_of(http), answer)
+            answer = await state.owned.ask(FileService.end_upload, owner_of(http), answer)
             is_kept = True
         finally:
             if not is_kept:
-                state.files.post(FileService.drop_upload, upload.id)
+                state.owned.tell(FileService.drop_upload, upload.id)
     return as_json(answer)
 
 
@@ -123,7 +123,7 @@ async def list_files(http: Request) -> Response:
     """List the files of the key that is used: the last ones first, unless `order` is asc."""
     after, limit, is_ascending = page_asked(http, _LONGEST_PAGE, _LONGEST_PAGE)
     purpose = http.query_params.get("purpose", "")
-    page = await state_of(http).files.ask(FileService.files, owner_of(http), purpose, after, limit, is_ascending)
+    page = await state_of(http).owned.ask(FileService.files, owner_of(http), purpose, after, limit, is_ascending)
     if page is None:
         raise RequestError(f"after: there is no file {after[:100]!r}", "after")
     return await asyncio.to_thread(as_json, FileList(page.data, *ends_of(page.data), page.has_more))
@@ -132,7 +132,7 @@ async def list_files(http: Request) -> Response:
 async def _found(http: Request) -> FileFound:
     """Return the file that is asked for. Raises ApiError (404)."""
     id = http.path_params["file_id"]
-    found = await state_of(http).files.ask(FileService.file, owner_of(http), id)
+    found = await state_of(http).owned.ask(FileService.file, owner_of(http), id)
     if found is None:
         raise not_found("file", id, "file_id")
     return found
@@ -166,7 +166,7 @@ async def _content(file: BinaryIO) -> AsyncGenerator[bytes, None]:
 async def delete_file(http: Request) -> Response:
     """Delete a file. One that a batch still reads is a 400."""
     id = http.path_params["file_id"]
-    reader = await state_of(http).files.ask(FileService.delete_file, owner_of(http), id)
+    reader = await state_of(http).owned.ask(FileService.delete_file, owner_of(http), id)
     if reader is None:
         raise not_found("file", id, "file_id")
     if reader:

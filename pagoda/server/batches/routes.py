@@ -83,7 +83,7 @@ async def create_batch(http: Request) -> Response:
     """Begin a batch, which belongs to the key that is used: the answers to the lines of a file."""
     state = state_of(http)
     body = await state.bodies.read(http, BatchRequest)
-    found = await state.files.ask(FileService.file, owner_of(http), body.input_file_id)
+    found = await state.owned.ask(FileService.file, owner_of(http), body.input_file_id)
     if found is None:
         raise not_found("file", body.input_file_id, "input_file_id")
     if found.file.purpose != "batch":
@@ -102,7 +102,7 @@ async def create_batch(http: Request) -> Response:
     )
     asked = body.output_expires_after
     age_s = FileLimits().age_s if asked is None else asked.seconds
-    if refusal := await state.files.ask(FileService.create, owner_of(http), batch, age_s):
+    if refusal := await state.owned.ask(FileService.create, owner_of(http), batch, age_s):
         raise Refusal("stored", refusal)
     return as_json(batch)
 
@@ -111,7 +111,7 @@ async def create_batch(http: Request) -> Response:
 async def list_batches(http: Request) -> Response:
     """List the batches of the key that is used: the last ones first."""
     after, limit, _ = page_asked(http)
-    page = await state_of(http).files.ask(FileService.batches, owner_of(http), after, limit)
+    page = await state_of(http).owned.ask(FileService.batches, owner_of(http), after, limit)
     if page is None:
         raise RequestError(f"after: there is no batch {after[:100]!r}", "after")
     return as_json(BatchList(page.data, *ends_of(page.data), page.has_more))
@@ -120,13 +120,13 @@ async def list_batches(http: Request) -> Response:
 @router.get(_PATH, answer=Batch)
 async def get_batch(http: Request) -> Response:
     """Return how far a batch is, and its files."""
-    return _known(http, await state_of(http).files.ask(FileService.batch, owner_of(http), _id_of(http)))
+    return _known(http, await state_of(http).owned.ask(FileService.batch, owner_of(http), _id_of(http)))
 
 
 @router.post(f"{_PATH}/cancel", answer=Batch)
 async def cancel_batch(http: Request) -> Response:
     """Cancel a batch. The answers so far are its output; one that has ended stays as it is."""
-    return _known(http, await state_of(http).files.ask(FileService.cancel, owner_of(http), _id_of(http)))
+    return _known(http, await state_of(http).owned.ask(FileService.cancel, owner_of(http), _id_of(http)))
 
 
 def _id_of(http: Request) -> str:

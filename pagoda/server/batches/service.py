@@ -1,11 +1,10 @@
-"""FileService: the files and batches of all keys, in the process that owns them; Files: the same as any process asks.
+"""FileService: the files and batches of all keys, in the process that owns them, for those of any process that ask.
 
 Content is in a folder that all processes of the server reach; this one alone knows which files there are.
 """
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import shutil
 import sqlite3
@@ -13,15 +12,14 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from pagoda.engine.clients.calls import AnyCalls, Services
+from pagoda.engine.clients.calls import offered
 from pagoda.server.batches.records import (
     Batch,
     BatchErrors,
@@ -39,8 +37,6 @@ from pagoda.server.database import naming_file, open_database
 
 logger = logging.getLogger("pagoda.server")
 
-P = ParamSpec("P")
-T = TypeVar("T")
 E = TypeVar("E", FileObject, Batch)
 _SETTING = "responses_file"
 _INDEX = "index"
@@ -120,11 +116,6 @@ class FileService:
             if path.name not in known and path.name.startswith(("file-", "batch_")):
                 path.unlink()
 
-    @property
-    def services(self) -> Services:
-        """All functions by the names that Files calls them by."""
-        return {_name_of(one): one.__get__(self) for one in _FUNCTIONS}
-
     def close(self) -> None:
         """Close the index, or remove the folder if it is temporary."""
         if self._index is not None:
@@ -143,6 +134,7 @@ class FileService:
 
     # ---- files
 
+    @offered
     async def begin_upload(self, client: int, owner: str, num_bytes: int) -> Upload:
         """Reserve room for a file of at most so many bytes."""
         self._drop_old()
@@ -152,6 +144,7 @@ class FileService:
         self._uploads[id] = (client, owner, num_bytes)
         return Upload(id, str(self._path(id)))
 
+    @offered
     async def end_upload(self, client: int, owner: str, file: FileObject) -> FileObject:
         """Keep what was uploaded."""
         del self._uploads[file.id]
@@ -160,16 +153,19 @@ class FileService:
         self._keep(StoredFile(owner, file))
         return file
 
+    @offered
     def drop_upload(self, client: int, id: str) -> None:
         """Give up an upload."""
         if self._uploads.pop(id, None) is not None:
             self._unlink(id)
 
+    @offered
     async def file(self, client: int, owner: str, id: str) -> FileFound | None:
         self._drop_old()
         entry = self._files.get(id)
         return FileFound(entry.file, str(self._path(id))) if entry is not None and entry.owner == owner else None
 
+    @offered
     async def files(
         self, client: int, owner: str, purpose: str, after: str, limit: int, is_ascending: bool
     ) -> Listed[FileObject] | None:
@@ -178,6 +174,7 @@ class FileService:
         own = (one.file for one in self._files.values() if one.owner == owner)
         return _page([one for one in own if purpose in ("", one.purpose)], after, limit, is_ascending)
 
+    @offered
     async def delete_file(self, client: int, owner: str, id: str) -> str | None:
         """Delete a file. Return the id of a batch that still reads it, "" if it is deleted, None if there is none."""
         self._drop_old()
@@ -191,6 +188,7 @@ class FileService:
 
     # ---- batches
 
+    @offered
     async def create(self, client: int, owner: str, batch: Batch, output_age_s: int) -> str:
         """Begin a batch. Return why it cannot be, or ""."""
         self._drop_old()
@@ -204,16 +202,19 @@ class FileService:
         self._put_back(StoredBatch(owner, batch, output_age_s))
         return ""
 
+    @offered
     async def batch(self, client: int, owner: str, id: str) -> Batch | None:
         self._drop_old()
         entry = self._batches.get(id)
         return entry.batch if entry is not None and entry.owner == owner else None
 
+    @offered
     async def batches(self, client: int, owner: str, after: str, limit: int) -> Listed[Batch] | None:
         """Return some batches of a key, the last ones first; None if there is no batch of the id `after`."""
         self._drop_old()
         return _page([one.batch for one in self._batches.values() if one.owner == owner], after, limit, False)
 
+    @offered
     async def cancel(self, client: int, owner: str, id: str) -> Batch | None:
         """Cancel a batch that has not ended: at once if none of it has run."""
         if (entry := self._batches.get(id)) is None or entry.owner != owner:
@@ -229,6 +230,7 @@ class FileService:
 
     # ---- who runs them
 
+    @offered
     async def take(self, client: int) -> Work | None:
         """Return a batch to run, once there is one; None after a while. Keys with fewer that run come first."""
         with contextlib.suppress(TimeoutError):
@@ -242,6 +244,7 @@ class FileService:
             return Work(entry.owner, entry.batch, str(self._path("")))
         return None
 
+    @offered
     async def note(self, client: int, id: str, status: str, counts: RequestCounts, num_bytes: int) -> str:
         """Note how far a batch is. Return why it must stop: cancelled, expired or full; "" if it may go on."""
         entry = self._batches[id]
@@ -258,10 +261,12 @@ class FileService:
             return "expired"
         return "full" if self._is_over(entry.owner) else ""
 
+    @offered
     async def end(self, client: int, id: str, ended: Ended) -> None:
         """Note how a batch has ended. Its files are complete, under the names of `output_ids`."""
         self._end(self._batches[id], ended)
 
+    @offered
     def put_back(self, client: int, id: str) -> None:
         """Have a batch wait for another process, or for this one."""
         self._put_back(self._batches[id])
@@ -381,43 +386,3 @@ def _page(entries: Sequence[E], after: str, limit: int, is_ascending: bool) -> L
             return None
         begin = found + 1
     return Listed(ordered[begin : begin + limit], begin + limit < len(ordered))
-
-
-_S = FileService
-_FUNCTIONS: Iterable[Callable[..., Any]] = (
-    *(_S.begin_upload, _S.end_upload, _S.drop_upload, _S.file, _S.files, _S.delete_file),
-    *(_S.create, _S.batch, _S.batches, _S.cancel, _S.take, _S.note, _S.end, _S.put_back),
-)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return f"files.{function.__name__}"
-
-
-class Files:
-    """Files and batches as a process asks for them, which may be another than the one that has them.
-
-    found = await files.ask(FileService.batch, owner, id)
-    """
-
-    def __init__(self, calls: AnyCalls) -> None:
-        self._calls = calls
-
-    async def ask(
-        self,
-        function: Callable[Concatenate[FileService, int, P], Coroutine[Any, Any, T]],
-        *args: P.args,
-        **kw: P.kwargs,
-    ) -> T:
-        """Call a function of FileService."""
-        return await self._calls.call(_name_of(function), *args, returns=_answer_of(function))
-
-    def post(self, function: Callable[Concatenate[FileService, int, P], None], *args: P.args, **kw: P.kwargs) -> None:
-        """Call a function of FileService, in the order of the calls."""
-        self._calls.post(_name_of(function), *args)
-
-
-@cache
-def _answer_of(function: Callable[..., Any]) -> Any:
-    """Return the type of a function's answer."""
-    return inspect.signature(function, eval_str=True).return_annotation

@@ -10,10 +10,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagoda.base.errors import ConfigError, PagodaError
 from pagoda.base.server_config import ServerConfig
+from pagoda.engine.clients.calls import AnyCalls
 from pagoda.server.batches.lines import InputLine, Journal, LineError, OutputLine, parse_output, read_lines
 from pagoda.server.batches.records import BatchError, Ended, RequestCounts, Work
 from pagoda.server.batches.run import MAX_LINE_BYTES, Caller, Unanswered, answer_lines
-from pagoda.server.batches.service import Files, FileService, journal_of, output_ids
+from pagoda.server.batches.service import FileService, journal_of, output_ids
 from pagoda.server.middleware import Drain, owner_name
 from pagoda.server.request_starter import BATCH
 from pagoda.server.sending import on_thread
@@ -44,14 +45,14 @@ class BatchWorker:
     def __init__(
         self,
         app: ASGIApp,
-        files: Files,
+        owned: AnyCalls,
         config: ServerConfig,
         drain: Drain,
         max_num_seqs: int,
         died: Callable[[], Exception | None],
     ) -> None:
         """died: returns why the engine is gone for good, or None."""
-        self._app, self._files, self._config, self._drain, self._died = app, files, config, drain, died
+        self._app, self._owned, self._config, self._drain, self._died = app, owned, config, drain, died
         self._max_in_flight = max(max_num_seqs // 2 // config.api_server_count, 1)
         self._running: set[asyncio.Task[None]] = set()
         self._num_in_flight = 0
@@ -62,10 +63,10 @@ class BatchWorker:
             while not self._drain.is_draining:
                 if len(self._running) >= _AT_ONCE:
                     await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-                elif (work := await self._files.ask(FileService.take)) is None:
+                elif (work := await self._owned.ask(FileService.take)) is None:
                     continue
                 elif self._drain.is_draining:  # it has begun meanwhile
-                    self._files.post(FileService.put_back, work.batch.id)
+                    self._owned.tell(FileService.put_back, work.batch.id)
                 else:
                     task = asyncio.create_task(self._run(work))
                     self._running.add(task)
@@ -80,17 +81,17 @@ class BatchWorker:
         try:
             ended = await self._ended(work)
         except _Stopped:
-            self._files.post(FileService.put_back, id)
+            self._owned.tell(FileService.put_back, id)
             return
         except (OSError, PagodaError) as error:
             logger.error("%s stops, and is tried again in %g s: %s", id, _RETRY_S, error)
             await asyncio.sleep(_RETRY_S)
-            self._files.post(FileService.put_back, id)
+            self._owned.tell(FileService.put_back, id)
             return
         except Exception as error:
             logger.error("%s ended with an error", id, exc_info=error)
             ended = Ended("failed", work.batch.request_counts, errors=[BatchError("server_error", "internal error")])
-        await self._files.ask(FileService.end, id, ended)
+        await self._owned.ask(FileService.end, id, ended)
         counts = ended.counts
         logger.info("%s: %s, %d answers and %d errors", id, ended.status, counts.completed, counts.failed)
 
@@ -179,7 +180,7 @@ class BatchWorker:
 
     async def _note(self, work: Work, journal: Journal, num_lines: int, status: str) -> str:
         counts = _counts(journal, num_lines)
-        return await self._files.ask(FileService.note, work.batch.id, status, counts, journal.num_bytes)
+        return await self._owned.ask(FileService.note, work.batch.id, status, counts, journal.num_bytes)
 
 
 def check_input(path: Path, endpoint: str) -> tuple[int, list[BatchError]]:

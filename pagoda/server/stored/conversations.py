@@ -91,7 +91,7 @@ def _id_of(http: Request) -> str:
 
 async def _body_of(http: Request) -> bytes:
     """Return the body of the conversation that is asked for. Raises ApiError (404)."""
-    found = await state_of(http).stored.ask(StoreService.conversation, owner_of(http), _id_of(http))
+    found = await state_of(http).owned.ask(StoreService.conversation, owner_of(http), _id_of(http))
     if found is None:
         raise not_found("conversation", _id_of(http), "conversation_id")
     return found
@@ -109,7 +109,7 @@ async def create_conversation(http: Request) -> Response:
     items = dict(await given_items(http, "items"))
     answer = ConversationAnswer(f"conv_{uuid.uuid4().hex}", int(time.time()), body.metadata or {})
     entry = StoredConversation(owner=owner_of(http), id=answer.id, body=_encode(answer), items=items)
-    check_kept(await state.stored.ask(StoreService.add, entry))
+    check_kept(await state.owned.ask(StoreService.add, entry))
     return _as_json(entry.body)
 
 
@@ -126,14 +126,14 @@ async def update_conversation(http: Request) -> Response:
     body = await state.bodies.read(http, ConversationUpdate)
     former = msgspec.json.decode(await _body_of(http), type=ConversationAnswer)
     answer = _encode(msgspec.structs.replace(former, metadata=body.metadata or {}))
-    check_kept(await state.stored.ask(StoreService.change_conversation, owner_of(http), former.id, answer))
+    check_kept(await state.owned.ask(StoreService.change_conversation, owner_of(http), former.id, answer))
     return _as_json(answer)
 
 
 @router.delete(_PATH, answer=Deleted)
 async def delete_conversation(http: Request) -> Response:
     """Delete a conversation and its items. Responses that used it keep what they were given."""
-    if not await state_of(http).stored.ask(StoreService.delete, owner_of(http), _id_of(http), False):
+    if not await state_of(http).owned.ask(StoreService.delete, owner_of(http), _id_of(http), False):
         raise not_found("conversation", _id_of(http), "conversation_id")
     return json_response(Deleted(_id_of(http), "conversation.deleted"))
 
@@ -143,7 +143,7 @@ async def list_conversation_items(http: Request) -> Response:
     """List items of a conversation: the last ones first, unless `order` is asc."""
     asked = page_asked(http)
     await _body_of(http)
-    page = await state_of(http).stored.ask(StoreService.page, owner_of(http), _id_of(http), *asked)
+    page = await state_of(http).owned.ask(StoreService.page, owner_of(http), _id_of(http), *asked)
     return page_answer(page, asked[0])
 
 
@@ -154,7 +154,7 @@ async def create_conversation_items(http: Request) -> Response:
     await state.bodies.read(http, ItemsRequest)
     await _body_of(http)
     items = await given_items(http, "items")
-    check_kept(await state.stored.ask(StoreService.add_items, owner_of(http), _id_of(http), items))
+    check_kept(await state.owned.ask(StoreService.add_items, owner_of(http), _id_of(http), items))
     return await run_for_body(http, lambda: json_response(ItemList.of(items)))
 
 
@@ -170,14 +170,14 @@ async def delete_conversation_item(http: Request) -> Response:
     """Delete an item of a conversation, which is returned without its items."""
     body = await _body_of(http)
     await _item_of(http)
-    await state_of(http).stored.ask(StoreService.delete_item, owner_of(http), _id_of(http), http.path_params["item_id"])
+    await state_of(http).owned.ask(StoreService.delete_item, owner_of(http), _id_of(http), http.path_params["item_id"])
     return _as_json(body)
 
 
 async def _item_of(http: Request) -> bytes:
     """Return the item that is asked for. Raises ApiError (404)."""
     item = http.path_params["item_id"]
-    found = await state_of(http).stored.ask(StoreService.item, owner_of(http), _id_of(http), item)
+    found = await state_of(http).owned.ask(StoreService.item, owner_of(http), _id_of(http), item)
     if found is None:
         raise ApiError(404, f"item_id: the conversation has no item {item[:100]!r}", "item_id")
     return found

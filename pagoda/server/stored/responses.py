@@ -52,10 +52,10 @@ async def create_response(http: Request) -> Response:
         return await respond_with(http, running)
     with contextlib.ExitStack() as at_end:
         at_end.callback(running.close)
-        turn = StoredTurn(state.stored, running)
+        turn = StoredTurn(state.owned, running)
         own = await given_items(http, "input")
         entry = await run_for_body(http, lambda: turn.entry(owner, earlier(), own))
-        check_kept(await state.stored.ask(StoreService.add, entry))
+        check_kept(await state.owned.ask(StoreService.add, entry))
         if not (body.stream or body.background):
             return await turn.whole(http)
         at_end.pop_all()
@@ -79,7 +79,7 @@ async def _earlier(http: Request, body: ResponsesRequest) -> Callable[[], list[I
         name, id, is_response = "conversation", body.conversation_id, False
     else:
         return list
-    context = await state_of(http).stored.ask(StoreService.context, owner_of(http), id, is_response)
+    context = await state_of(http).owned.ask(StoreService.context, owner_of(http), id, is_response)
     if context is None:
         raise not_found("response" if is_response else "conversation", id, name)
     if context.problem:
@@ -92,9 +92,9 @@ async def _earlier(http: Request, body: ResponsesRequest) -> Callable[[], list[I
 
 async def _followed(http: Request, id: str, after: int) -> AsyncGenerator[bytes, None]:
     """Yield the events of a stored response after that number, until it has ended."""
-    stored, owner = state_of(http).stored, owner_of(http)
+    owned, owner = state_of(http).owned, owner_of(http)
     while True:
-        found = await stored.ask(StoreService.events, owner, id, after)
+        found = await owned.ask(StoreService.events, owner, id, after)
         if found is None:
             raise ApiError(404, "the events of this response are not kept any more")
         if found.events:
@@ -111,7 +111,7 @@ def _nothing() -> None:
 async def _find(http: Request, when_ended: bool = False) -> Found:
     """Return the response that is asked for. Raises ApiError (404)."""
     id = http.path_params["response_id"]
-    found = await state_of(http).stored.ask(StoreService.response, owner_of(http), id, when_ended)
+    found = await state_of(http).owned.ask(StoreService.response, owner_of(http), id, when_ended)
     if found is None:
         raise not_found("response", id, "response_id")
     return found
@@ -156,7 +156,7 @@ async def _abort(http: Request) -> None:
 async def delete_response(http: Request) -> Response:
     """Delete a stored response; one that runs in the background is cancelled. Those that follow it keep its items."""
     found, id = await _find(http), http.path_params["response_id"]
-    if not await state_of(http).stored.ask(StoreService.delete, owner_of(http), id, True):
+    if not await state_of(http).owned.ask(StoreService.delete, owner_of(http), id, True):
         raise not_found("response", id, "response_id")
     if found.is_running and found.is_background:
         await _abort(http)
@@ -170,7 +170,7 @@ async def list_input_items(http: Request) -> Response:
     after, limit, is_ascending = page_asked(http)
     await _find(http)
     id = http.path_params["response_id"]
-    context = await state_of(http).stored.ask(StoreService.context, owner_of(http), id, True)
+    context = await state_of(http).owned.ask(StoreService.context, owner_of(http), id, True)
     packed = b"\x90" if context is None else context.items
     page = await asyncio.to_thread(lambda: page_of(dict(unpack(packed)), after, limit, is_ascending))
     return page_answer(page, after)

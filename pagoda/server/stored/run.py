@@ -9,13 +9,14 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pagoda.engine.clients.calls import AnyCalls
 from pagoda.server.dialects.response_events import OutputItem, failure_of
 from pagoda.server.dialects.responses import ResponseFrames
 from pagoda.server.errors import ApiError, as_api_error, shortened
 from pagoda.server.request_state import RequestState
 from pagoda.server.respond import RunningTurn
 from pagoda.server.sending import Framing, cancel_on_disconnect
-from pagoda.server.stored.service import Stored, StoreService, pack
+from pagoda.server.stored.service import StoreService, pack
 from pagoda.server.stored.store import Item, StoredResponse
 
 logger = logging.getLogger("pagoda.server")
@@ -26,8 +27,8 @@ _LOST = ApiError(500, "the process that generated this response ended before it 
 class StoredTurn:
     """A turn of Responses that is stored, until it ends as completed, incomplete, failed or cancelled."""
 
-    def __init__(self, stored: Stored, running: RunningTurn[ResponseFrames]) -> None:
-        self._stored = stored
+    def __init__(self, owned: AnyCalls, running: RunningTurn[ResponseFrames]) -> None:
+        self._owned = owned
         self._running = running
         self._writer = running.answer.writer
         if self._writer.response.background:
@@ -101,7 +102,7 @@ class StoredTurn:
         try:
             answer = await cancel_on_disconnect(http, self._running.whole())
         except BaseException:
-            self._stored.post(StoreService.drop, *self._key)
+            self._owned.tell(StoreService.drop, *self._key)
             raise
         self._finish(bytes(answer.body))
         return answer
@@ -110,7 +111,7 @@ class StoredTurn:
         """Store the events that were made, if they are kept, and the answer as it is now if it is given."""
         if (events := self._running.answer.kept) is not None:
             self._running.answer.kept = []
-            self._stored.post(StoreService.append, *self._key, events, body)
+            self._owned.tell(StoreService.append, *self._key, events, body)
 
     def _failed(self, error: ApiError, request_id: str) -> bytes:
         data = self._running.answer.framing.error(error, request_id)
@@ -123,7 +124,7 @@ class StoredTurn:
         self._is_finished = True
         response = self._writer.response
         items = [(item.id, _encode(_without_logprobs(item))) for item in response.output]
-        self._stored.post(StoreService.finish, *self._key, body or _encode(response), items)
+        self._owned.tell(StoreService.finish, *self._key, body or _encode(response), items)
 
 
 def _without_logprobs(item: OutputItem) -> OutputItem:

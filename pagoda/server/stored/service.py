@@ -1,16 +1,13 @@
-"""StoreService: the store in the process that owns it; Stored: the same as any process of the server asks for it."""
+"""StoreService: the store in the process that owns it, for those of any process that ask."""
 
 import asyncio
-import inspect
 import itertools
 import logging
-from collections.abc import Callable, Coroutine
-from functools import cache
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable
 
 import msgspec
 
-from pagoda.engine.clients.calls import AnyCalls, Services
+from pagoda.engine.clients.calls import offered
 from pagoda.server.stored.file import StoreFile
 from pagoda.server.stored.store import (
     MAX_CONTEXT_BYTES,
@@ -24,9 +21,6 @@ from pagoda.server.stored.store import (
 )
 
 logger = logging.getLogger("pagoda.server")
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _WAIT_S = 30.0
 """How long a call waits for a change, so that those whose callers have left end, too."""
@@ -106,7 +100,7 @@ def failed_event(number: int, body: bytes) -> bytes:
 
 
 class StoreService:
-    """Answers what processes ask of the store. Each function gets the index of the client that asks, first."""
+    """Answers what processes ask of the store."""
 
     def __init__(self, path: str | None = None, limits: StoreLimits | None = None) -> None:
         """path: of the file, if there is one. Raises ConfigError if it cannot be used."""
@@ -120,11 +114,6 @@ class StoreService:
             self._store.restore(entry)
             if isinstance(entry, StoredResponse) and entry.is_running:
                 self._lose(entry)
-
-    @property
-    def services(self) -> Services:
-        """All functions by the names that Stored calls them by."""
-        return {_name_of(one): one.__get__(self) for one in _FUNCTIONS}
 
     def close(self) -> None:
         if self._file is not None:
@@ -141,6 +130,7 @@ class StoreService:
 
     # ---- responses
 
+    @offered
     async def add(self, client: int, entry: StoredResponse | StoredConversation) -> Refused | None:
         """Keep a new entry, or say why not."""
         if isinstance(entry, StoredResponse):
@@ -155,11 +145,13 @@ class StoreService:
             self._store.check_room(entry.owner, entry.conversation, entry.own, num_more=1)
         self._store.add(entry)
 
+    @offered
     def append(self, client: int, owner: str, id: str, events: list[bytes], body: bytes = b"") -> None:
         """Add events to a response.   body: replaces the one before, unless it is empty."""
         self._store.append(owner, id, events, body)
         self._wake((owner, id))
 
+    @offered
     def finish(self, client: int, owner: str, id: str, body: bytes, output: list[Item]) -> None:
         try:
             self._store.finish(owner, id, body, output)
@@ -167,6 +159,7 @@ class StoreService:
             logger.warning("the items of a response are not added to its conversation: %s", error)
         self._wake((owner, id))
 
+    @offered
     async def response(self, client: int, owner: str, id: str, when_ended: bool) -> Found | None:
         """Return what is known of a response.   when_ended: once it has ended, or after a while."""
         until_s = _now() + _WAIT_S
@@ -175,6 +168,7 @@ class StoreService:
                 return Found(entry.body, entry.is_running, entry.is_background, entry.events is not None)
         return None
 
+    @offered
     async def events(self, client: int, owner: str, id: str, after: int) -> Events | None:
         """Return the events after that number, once there are any, or none after a while.
 
@@ -188,6 +182,7 @@ class StoreService:
                 return Events(found, is_over)
         return None
 
+    @offered
     async def delete(self, client: int, owner: str, id: str, is_response: bool) -> bool:
         """Delete an entry. Return False if there is none."""
         find = self._store.response if is_response else self._store.conversation
@@ -196,12 +191,14 @@ class StoreService:
         self.drop(client, owner, id)
         return True
 
+    @offered
     def drop(self, client: int, owner: str, id: str) -> None:
         self._store.delete(owner, id)
         self._wake((owner, id))
 
     # ---- items
 
+    @offered
     async def context(self, client: int, owner: str, id: str, is_response: bool) -> Context | None:
         """Return the items of a response or a conversation."""
         if is_response:
@@ -217,23 +214,28 @@ class StoreService:
 
     # ---- conversations
 
+    @offered
     async def conversation(self, client: int, owner: str, id: str) -> bytes | None:
         """Return the body of a conversation."""
         entry = self._store.conversation(owner, id)
         return None if entry is None else entry.body
 
+    @offered
     async def page(self, client: int, owner: str, id: str, after: str, limit: int, is_ascending: bool) -> Page | None:
         """Return some items of a conversation, see page_of; None also if there is no conversation."""
         entry = self._store.conversation(owner, id)
         return None if entry is None else page_of(entry.items, after, limit, is_ascending)
 
+    @offered
     async def item(self, client: int, owner: str, id: str, item: str) -> bytes | None:
         entry = self._store.conversation(owner, id)
         return None if entry is None else entry.items.get(item)
 
+    @offered
     async def change_conversation(self, client: int, owner: str, id: str, body: bytes) -> Refused | None:
         return _kept(lambda: self._store.change_conversation(owner, id, body))
 
+    @offered
     async def add_items(self, client: int, owner: str, id: str, items: list[Item]) -> Refused | None:
         def add() -> None:
             self._store.check_room(owner, id, items)
@@ -241,6 +243,7 @@ class StoreService:
 
         return _kept(add)
 
+    @offered
     async def delete_item(self, client: int, owner: str, id: str, item: str) -> None:
         self._store.delete_item(owner, id, item)
 
@@ -275,43 +278,3 @@ def _kept(work: Callable[[], None]) -> Refused | None:
     except StoreFull as error:
         return Refused(str(error), error.is_lasting)
     return None
-
-
-_S = StoreService
-_FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(_S.add, _S.append, _S.finish, _S.response, _S.events, _S.delete, _S.drop, _S.context, _S.page),
-    *(_S.conversation, _S.item, _S.change_conversation, _S.add_items, _S.delete_item),
-)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return f"stored.{function.__name__}"
-
-
-class Stored:
-    """The store as a process asks for it, which may be another than the one that has it.
-
-    found = await stored.ask(StoreService.response, owner, id, False)
-    """
-
-    def __init__(self, calls: AnyCalls) -> None:
-        self._calls = calls
-
-    async def ask(
-        self,
-        function: Callable[Concatenate[StoreService, int, P], Coroutine[Any, Any, T]],
-        *args: P.args,
-        **kw: P.kwargs,
-    ) -> T:
-        """Call a function of StoreService."""
-        return await self._calls.call(_name_of(function), *args, returns=_answer_of(function))
-
-    def post(self, function: Callable[Concatenate[StoreService, int, P], None], *args: P.args, **kw: P.kwargs) -> None:
-        """Call a function of StoreService, in the order of the calls."""
-        self._calls.post(_name_of(function), *args)
-
-
-@cache
-def _answer_of(function: Callable[..., Any]) -> Any:
-    """Return the type of a function's answer."""
-    return inspect.signature(function, eval_str=True).return_annotation
