@@ -36,6 +36,7 @@ class Reader:
         self.reasons = reasoning is not None
         self.num_reasoning_tokens = 0  # up to the end of the reasoning
         self._is_call_kept = True
+        self._part: tuple[type, int] | None = None
 
     def read(self, output: CompletionOutput) -> list[TurnEvent]:
         """Add what an output has said; return the events that are certain now."""
@@ -65,6 +66,15 @@ class Reader:
             is_call = self._num_calls and reason == "stop"
             events.append(TurnEnd("tool_calls" if is_call else reason, output.stop_reason))
         return events
+
+    def ends_part(self, events: Sequence[TurnEvent]) -> bool:
+        """Return whether some events end the part of the answer, a thought, a text or a call, that was told last."""
+        has_ended = False
+        for event in events:
+            part = (type(event), event.index if isinstance(event, CallDelta) else 0)
+            if part != self._part:
+                self._part, has_ended = part, True
+        return has_ended
 
     def _add_call(self, events: list[TurnEvent], call: ToolCall) -> None:
         if call.name is not None:

@@ -25,6 +25,9 @@ from pagoda.server.served_model import ServedModel
 from pagoda.server.state import state_of
 from pagoda.server.turn import A, Answer, B, Dialect, Piece, Turn, naming_fields
 
+_PLAIN_TOKENS = 16
+"""So many tokens without log-probabilities take at most as long as one with them."""
+
 
 async def respond(http: Request, dialect: Dialect[B, Answer]) -> Response:
     """Answer a request in a dialect.
@@ -134,19 +137,29 @@ class RunningTurn(Generic[A]):
                 if index not in begun:  # the first one may come with log-probabilities of the prompt, or its text
                     begun.add(index)
                     size += self._generation.requests[index].num_prompt_tokens
-                encoded = await run_sized(size, partial(self._frames, index, delta))
+                pieces = await run_sized(size, partial(self._pieces, index, delta))
+                if any(piece.ends_part for piece in pieces):
+                    size = max(size, self.size_so_far)
+                encoded = await run_sized(size, partial(self._frames, pieces))
                 if self._sampled is not None and delta.finished:  # before the client can send its next turn
                     await self._sampled.remember()
                 if encoded:
                     yield encoded
-        if closing := self.answer.closing():
+        if closing := await run_sized(self.size_so_far, self.answer.closing):
             yield closing
 
-    def _frames(self, index: int, delta: RequestOutput) -> bytes:
-        frames: list[bytes] = []
-        for output in delta.outputs:
-            frames.append(self.answer.frames(self._piece(index, delta, output)))
-        return b"".join(frames)
+    @property
+    def size_so_far(self) -> int:
+        """What its outputs so far are for `run_sized`: an answer may tell again what it has told, or seal it."""
+        num_tokens, params = self._generation.num_output_tokens, self._generation.sampling
+        has_logprobs = params is not None and params.logprobs is not None
+        return num_tokens if has_logprobs else num_tokens // _PLAIN_TOKENS
+
+    def _pieces(self, index: int, delta: RequestOutput) -> list[Piece]:
+        return [self._piece(index, delta, output) for output in delta.outputs]
+
+    def _frames(self, pieces: Sequence[Piece]) -> bytes:
+        return b"".join([self.answer.frames(piece) for piece in pieces])
 
     async def whole(self) -> Response:
         """Return the response with the whole answer."""
@@ -177,7 +190,8 @@ class RunningTurn(Generic[A]):
             self._sampled.add(index, output)
         reader = self._readers[index][output.index]
         before = reader.num_reasoning_tokens
-        piece = Piece(index, delta, output, reader.read(output))
+        events = reader.read(output)
+        piece = Piece(index, delta, output, events, ends_part=reader.ends_part(events))
         if reader.reasons:
             known = self._generation.num_reasoning_tokens or 0
             piece.num_reasoning_tokens = reader.num_reasoning_tokens - before

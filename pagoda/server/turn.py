@@ -124,7 +124,7 @@ class Piece(Struct):
     """What one output has said since its last piece.
 
     prompt: the index of its prompt.   delta: of the request.   num_reasoning_tokens: how many of its tokens, from the
-    first on, are reasoning.
+    first on, are reasoning.   ends_part: the part of the answer (a thought, a text, a call) that the last piece told.
     """
 
     prompt: int
@@ -132,6 +132,7 @@ class Piece(Struct):
     output: CompletionOutput
     events: list[TurnEvent]
     num_reasoning_tokens: int = 0
+    ends_part: bool = False
 
     @property
     def said(self) -> Said:

@@ -6,7 +6,7 @@ The routes and their fields are read from the server's own list, so a new one is
 import json
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -17,13 +17,20 @@ import pytest
 from msgspec import inspect as kinds
 from starlette.responses import Response
 
+from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.server_config import ServerConfig, ServerLimits
-from pagoda.server import pooling, scores
+from pagoda.core.request import Request
+from pagoda.engine.async_engine import AsyncEngine
+from pagoda.server import pooling, respond, scores, sending
 from pagoda.server.app import _INVOKED, ENDPOINTS
+from pagoda.server.dialects import ollama, response_events, responses
 from pagoda.server.dialects.openai import PromptTokensDetails
 from pagoda.server.pooling import Pooled, PoolingUsage
+from pagoda.server.render import Rendered
 from pagoda.server.routing import Endpoint
 from pagoda.server.sending import json_response
+from pagoda.server.stored import run
+from pagoda.server.turn import TurnRequest
 from tests.server.in_process import served
 
 SIZES = (16_000, 128_000, 500_000)
@@ -265,3 +272,61 @@ def test_large_rankings_are_made_on_a_thread(monkeypatch: pytest.MonkeyPatch, re
     monkeypatch.setattr(pooling, "json_response", encode)
     served(test)
     assert [one is threading.main_thread() for one in threads] == [not returns]
+
+
+NUM_TOKENS, MOST_BYTES_ON_LOOP = 1_500, 128_000
+"""Of an answer whose tokens have a kilobyte of log-probabilities each; so much of it may be encoded on the loop."""
+_ASKED = {"stream": True, "model": "m"}
+_TOP = {"top_logprobs": 20, "include": ["message.output_text.logprobs"], "input": "Hi"}
+STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "responses": ("/v1/responses", {**_TOP, "store": False}),
+    "stored": ("/v1/responses", _TOP),
+    "in the background": ("/v1/responses", {**_TOP, "background": True}),
+    "chat": ("/v1/chat/completions", {"messages": [{"role": "user"}], "logprobs": True, "top_logprobs": 20}),
+    "completions": ("/v1/completions", {"prompt": "Hi", "logprobs": 20}),
+    "messages": ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}),
+    "ollama": ("/api/generate", {"prompt": "Hi"}),
+}
+
+
+@pytest.mark.parametrize("ending", ["stop", "error"])
+@pytest.mark.parametrize("name", STREAMS)
+def test_what_is_encoded_on_the_loop_does_not_grow_with_the_answer(
+    monkeypatch: pytest.MonkeyPatch, name: str, ending: str
+) -> None:
+    encoded: list[int] = []  # bytes at a time, on the loop
+    loop = threading.current_thread()
+    top = {number: Logprob(-1.5, number + 1, "abc") for number in range(20)}
+
+    async def stream(_: AsyncEngine, request: Request) -> AsyncIterator[RequestOutput]:
+        for number in range(NUM_TOKENS):
+            is_last = number == NUM_TOKENS - 1
+            output = CompletionOutput(0, "a", [1], logprobs=[top], finish_reason=ending if is_last else None)
+            error = "broken" if is_last and ending == "error" else None
+            yield RequestOutput("r", outputs=[output], finished=is_last, error=error)
+
+    async def rendered(http: object, model: object, request: TurnRequest) -> list[Rendered]:
+        return [Rendered("Hi", request.params)]
+
+    def counting(encode: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+        def count(value: Any) -> bytes:
+            data = encode(value)
+            if threading.current_thread() is loop:
+                encoded.append(len(data))
+            return data
+
+        return count
+
+    async def test(http: httpx.AsyncClient) -> None:
+        path, asked = STREAMS[name]
+        answer = await http.post(path, json=_ASKED | asked)
+        assert answer.status_code == 200, answer.text
+        assert len(answer.text) > NUM_TOKENS
+        assert ("broken" in answer.text) == (ending == "error")
+
+    monkeypatch.setattr(AsyncEngine, "stream", stream)
+    monkeypatch.setattr(respond, "render", rendered)
+    for module in (sending, ollama, response_events, responses, run):
+        monkeypatch.setattr(module, "_encode", counting(module._encode))
+    served(test, ServerConfig(ollama=True))
+    assert 0 < max(encoded) < MOST_BYTES_ON_LOOP

@@ -15,7 +15,7 @@ from pagoda.server.dialects.responses import ResponseFrames
 from pagoda.server.errors import ApiError, as_api_error, shortened
 from pagoda.server.request_state import RequestState
 from pagoda.server.respond import RunningTurn
-from pagoda.server.sending import Framing, cancel_on_disconnect
+from pagoda.server.sending import Framing, cancel_on_disconnect, run_sized
 from pagoda.server.stored.service import StoreService, pack
 from pagoda.server.stored.store import Item, StoredResponse
 
@@ -35,7 +35,8 @@ class StoredTurn:
             running.answer.kept = []
         self._key = ("", "")
         self._is_finished = False
-        self.framing = Framing(self._failed, b"")
+        self._failure = b""
+        self.framing = Framing(lambda error, request_id: self._failure, b"")
 
     def entry(self, owner: str, earlier: Sequence[Item], own: Sequence[Item]) -> StoredResponse:
         """Return what is stored of it before it begins. Takes time that grows with the request.
@@ -58,13 +59,10 @@ class StoredTurn:
         )
 
     def close(self) -> None:
-        """End it as cancelled, unless it has ended."""
+        """End it as cancelled, unless it has ended: then it never began, so there is little to encode."""
         try:
             if not self._is_finished:
-                if self._writer.response.status == "in_progress":
-                    self._running.answer.cancelled()
-                self._keep()
-                self._finish()
+                self._finish(*self._ending())
         finally:  # whatever becomes of the store, the engine's place is free again
             self._running.close()
 
@@ -72,14 +70,21 @@ class StoredTurn:
         """Yield the frames of its stream; in the background, each is stored before. Who asks for them must close the
         turn."""
         response, num_frames = self._writer.response, 0
-        async with contextlib.aclosing(self._running.frames()) as frames:
-            async for data in frames:
-                num_frames += 1
-                is_queued = response.background and num_frames == 2  # until now: the first comes at once
-                self._keep(_encode(response) if is_queued else b"")
-                if response.status != "in_progress":
-                    self._finish()
-                yield data
+        try:
+            async with contextlib.aclosing(self._running.frames()) as frames:
+                async for data in frames:
+                    num_frames += 1
+                    is_queued = response.background and num_frames == 2  # until now: the first comes at once
+                    self._keep(_encode(response) if is_queued else b"")
+                    if response.status != "in_progress":
+                        await self._end()
+                    yield data
+        except Exception as error:
+            self._failure = self._running.answer.framing.error(shortened(as_api_error(error)), "")
+            raise
+        finally:
+            if not self._is_finished:  # it has failed, its client has left, or the server ends
+                await self._end()
 
     async def run(self, noted: RequestState) -> None:
         """Run it without a client. Who runs it must close the turn, also one that never began to run.
@@ -94,37 +99,42 @@ class StoredTurn:
             noted.fail(known)
             if known.status == 500:
                 logger.error("a response in the background ended with an error", exc_info=error)
-            self._failed(shortened(known), "")
         logger.info("%s has ended in the background: %s", self._key[1], self._writer.response.status)
 
     async def whole(self, http: Request) -> Response:
         """Return the whole answer; nothing is kept if there is none."""
         try:
             answer = await cancel_on_disconnect(http, self._running.whole())
+            items = await run_sized(self._running.size_so_far, self._items)
         except BaseException:
             self._owned.tell(StoreService.drop, *self._key)
             raise
-        self._finish(bytes(answer.body))
+        self._finish(bytes(answer.body), items)
         return answer
 
     def _keep(self, body: bytes = b"") -> None:
         """Store the events that were made, if they are kept, and the answer as it is now if it is given."""
-        if (events := self._running.answer.kept) is not None:
+        if events := self._running.answer.kept:
             self._running.answer.kept = []
             self._owned.tell(StoreService.append, *self._key, events, body)
 
-    def _failed(self, error: ApiError, request_id: str) -> bytes:
-        data = self._running.answer.framing.error(error, request_id)
-        self._keep()
-        self._finish()
-        return data
+    async def _end(self) -> None:
+        self._finish(*await run_sized(self._running.size_so_far, self._ending))
 
-    def _finish(self, body: bytes = b"") -> None:
-        """Store how it has ended.   body: the answer, if it has been encoded."""
+    def _ending(self) -> tuple[bytes, list[Item]]:
+        """Return how it has ended, as cancelled unless it has: the answer, and its items for later turns."""
+        if self._writer.response.status == "in_progress":
+            self._running.answer.cancelled()
+        return _encode(self._writer.response), self._items()
+
+    def _items(self) -> list[Item]:
+        return [(item.id, _encode(_without_logprobs(item))) for item in self._writer.response.output]
+
+    def _finish(self, body: bytes, items: list[Item]) -> None:
+        """Store the end of its events, the answer and its items."""
         self._is_finished = True
-        response = self._writer.response
-        items = [(item.id, _encode(_without_logprobs(item))) for item in response.output]
-        self._owned.tell(StoreService.finish, *self._key, body or _encode(response), items)
+        self._keep()
+        self._owned.tell(StoreService.finish, *self._key, body, items)
 
 
 def _without_logprobs(item: OutputItem) -> OutputItem:
