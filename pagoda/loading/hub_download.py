@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pagoda.base.errors import ConfigError
-from pagoda.loading.fetch_wheel import sha256_of
+from pagoda.loading.resumed_download import download_rest
 
 if TYPE_CHECKING:
     from huggingface_hub.file_download import DryRunFileInfo
@@ -28,7 +27,7 @@ def download_large_files(repo_id: str, files: Sequence["DryRunFileInfo"], cache_
     """
     from filelock import FileLock
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
-    from huggingface_hub.file_download import http_get, repo_folder_name
+    from huggingface_hub.file_download import repo_folder_name
     from huggingface_hub.utils import build_hf_headers
 
     folder = repo_folder_name(repo_id=repo_id, repo_type="model")
@@ -48,22 +47,5 @@ def download_large_files(repo_id: str, files: Sequence["DryRunFileInfo"], cache_
         with FileLock(locks / f"{stated.etag}.lock"):
             if blob.exists():  # another process was faster
                 continue
-            with partial.open("ab") as target:
-                if target.tell() > size:
-                    target.truncate(0)
-                    target.seek(0)
-                http_get(
-                    url,
-                    target,
-                    resume_size=target.tell(),
-                    headers=build_hf_headers(),
-                    expected_size=size,
-                    displayed_filename=file.filename,
-                )
-            if sha256_of(partial) != stated.etag:
-                partial.unlink()
-                raise ConfigError(
-                    f"{repo_id}: {file.filename} does not have the sha256 that the hub states, so it was damaged on "
-                    "its way; fetch it again"
-                )
+            download_rest(url, partial, stated.etag, file.filename, size, build_hf_headers())
             partial.rename(blob)

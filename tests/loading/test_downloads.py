@@ -82,7 +82,7 @@ def test_a_damaged_file_is_refused_and_fetched_again(hub: FakeHub, tmp_path: Pat
     hub.damaged[FILE] = GGUF[:-1] + bytes([GGUF[-1] ^ 1])
     code, out, err = pulled(hub, tmp_path)
     assert (code, out) == (2, "")
-    assert f"{FILE} does not have the sha256 that the hub states" in err
+    assert f"{FILE} does not have the sha256 that its host states" in err
     hub.damaged.clear()
     code, _, err = pulled(hub, tmp_path)
     assert code == 0, err

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import sys
 import zipfile
 from pathlib import Path
@@ -67,4 +68,23 @@ def failing_pip(folder: Path, stderr: str) -> tuple[str, ...]:
     """A pip that prints `stderr` and fails."""
     script = folder / "failing_pip.py"
     script.write_text(f"import sys\nsys.exit({stderr!r})\n")
+    return (sys.executable, str(script))
+
+
+def telling_pip(folder: Path, url: str, sha256: str, log: Path) -> tuple[str, ...]:
+    """A pip that says where a wheel is; one that is asked to download it fails, and says so in `log`."""
+    script = folder / "telling_pip.py"
+    report = {"install": [{"download_info": {"url": url, "archive_info": {"hashes": {"sha256": sha256}}}}]}
+    script.write_text(
+        f"""
+import sys
+if sys.argv[1] == "--version":
+    print("pip 25.3 from /here (python 3.11)")
+elif sys.argv[1] == "install" and "--dry-run" in sys.argv:
+    print({json.dumps(report)!r})
+else:
+    open({str(log)!r}, "a").write(" ".join(sys.argv[1:]))
+    sys.exit("ERROR: 403 Forbidden")
+"""
+    )
     return (sys.executable, str(script))
