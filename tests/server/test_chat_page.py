@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -162,17 +162,20 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page, keyed_server: LiveS
 
 
 @contextmanager
-def answering(page: Page, *deltas: dict[str, Any], finish: str = "stop") -> Iterator[None]:
+def answering(
+    page: Page, *deltas: dict[str, Any], finish: str = "stop", can: Sequence[str] = ("completion",)
+) -> Iterator[None]:
     """Pages opened in the block get this answer from a model that does not run; `window.asked` is what it was asked."""
+    model = {"id": "made", "capabilities": list(can)}
     choices = [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": None} for delta in deltas]
     choices.append({"index": 0, "delta": {}, "logprobs": None, "finish_reason": finish})
     chunks = [{"id": "chatcmpl-made", "choices": [choice]} for choice in choices]
     script = f"""
     const fetchReally = window.fetch, chunks = {json.dumps(chunks)};
     window.asked = [];
-    window.loaded = [];
     window.fetch = (path, options) => {{
       if (path.startsWith("requests/")) return Promise.resolve(new Response("{{}}"));
+      if (path === "v1/models") return Promise.resolve(new Response({json.dumps(json.dumps({"data": [model]}))}));
       if (path !== "v1/chat/completions") return fetchReally(path, options);
       window.asked.push(JSON.parse(options.body));
       return Promise.resolve(new Response(new ReadableStream({{async start(to) {{
@@ -187,6 +190,12 @@ def answering(page: Page, *deltas: dict[str, Any], finish: str = "stop") -> Iter
         yield
     finally:
         page.call("Page.removeScriptToEvaluateOnNewDocument", identifier=name)
+
+
+def test_a_server_without_a_model_that_writes_says_so(page: Page, fake_server: LiveServer) -> None:
+    with answering(page, can=("embedding",)):
+        page.open(fake_server.url)
+        page.wait("document.querySelector('.notice').textContent.includes('No model of this server writes text')")
 
 
 HOSTILE = """<script>window.hit = 1</script><img src=x onerror="window.hit = 2"><svg onload="window.hit = 3"></svg>
@@ -283,7 +292,10 @@ _PASTE = """
 
 
 def test_an_image_is_pasted_made_smaller_and_sent(page: Page, fake_server: LiveServer) -> None:
-    with answering(page, {"content": "Black and white."}), opened(page, fake_server):
+    with opened(page, fake_server):
+        assert not page.run("!!document.querySelector('[aria-label=\"Add an image\"]')")  # this model reads none
+    with answering(page, {"content": "Black and white."}, can=("completion", "vision")), opened(page, fake_server):
+        assert page.run("!!document.querySelector('[aria-label=\"Add an image\"]')")
         page.run(_PASTE)
         page.wait("document.querySelector('.composer canvas').width == 1024")
         write(page, "What is this?")

@@ -24,15 +24,14 @@ const app = {
   key: null,  // {isWrong, give}: it is asked for
   notice: null,
   composer: null,
-  sees: (conversation) => readsImages(app.models.find(({ id }) => id === app.modelOf(conversation))),
+  sees: (conversation) => can(app.models.find(({ id }) => id === app.modelOf(conversation)), "vision"),
   modelOf: ({ model }) => (app.models.some(({ id }) => id === model) ? model : app.models[0]?.id ?? ""),
   actions: {},
 };
 
 const newestFirst = (conversations) => conversations.sort((a, b) => b.changed - a.changed);
 
-// Of a model that does not say, the server's answer will.
-const readsImages = (model) => model?.capabilities?.includes("vision") ?? true;
+const can = (model, what) => Boolean(model?.capabilities.includes(what));
 
 let isDrawn = true;
 
@@ -91,7 +90,8 @@ function askKey(isWrong) {
 
 async function readModels() {
   try {
-    app.models = await getModels(askKey);
+    app.models = (await getModels(askKey)).filter((model) => can(model, "completion"));
+    if (!app.models.length) notify(app.words.noModel);
   } catch (error) {
     notify(error instanceof Refused ? error.message : app.words.unreachable);
   }
