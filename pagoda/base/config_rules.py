@@ -49,7 +49,7 @@ def check_settings(config: EngineConfig) -> None:
             raise ConfigError(
                 f"forwarded_allow_ips={abbreviate(given)} must be an IP address, a network such as 10.0.0.0/8, or *"
             )
-    if server.port > 65535:
+    if server.port is not None and server.port > 65535:
         raise ConfigError(f"port={server.port} must be in 0 .. 65535 (0: any free port)")
 
 

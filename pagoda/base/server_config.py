@@ -130,7 +130,10 @@ class ServerConfig:
     """The HTTP server (docs/internals/server.md)."""
 
     host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Setting("Port to listen on (0: any free port).", at_least=0)] = 8000
+    port: Annotated[
+        int | None,
+        Setting("Port to listen on (0: any free port).", at_least=0, unset="8000, or Ollama's 11434 with --ollama"),
+    ] = None
     uds: Annotated[str | None, Setting("Unix socket to listen on, instead of host and port.", unset="TCP")] = None
     api_server_count: Annotated[
         int, Setting("Processes that serve HTTP, on the same port and before the same engine.", at_least=1)

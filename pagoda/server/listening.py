@@ -17,6 +17,9 @@ from pagoda.base.server_config import ServerConfig
 logger = logging.getLogger("pagoda.server")
 
 OWN_FILES = 256  # generous allowance for open files other than connections
+_PORT = 8000
+_OLLAMA_PORT = 11434
+"""Where Ollama's clients look, so that they need no setting."""
 SEND_TIMEOUT_S = 120
 """A connection is closed if what was sent to it is not acknowledged for so long."""
 
@@ -25,7 +28,10 @@ def listen(config: ServerConfig) -> socket.socket:
     """Return a bound socket that does not listen yet. Raises ConfigError for an unusable address or certificate."""
     _check_certificate(config)
     _allow_files(config.server_limits.max_connections + OWN_FILES)
-    return _listen_on_file(config.uds) if config.uds is not None else _bind(config, config.port)
+    if config.uds is not None:
+        return _listen_on_file(config.uds)
+    usual = _OLLAMA_PORT if config.ollama else _PORT
+    return _bind(config, usual if config.port is None else config.port)
 
 
 def listen_together(config: ServerConfig) -> list[socket.socket]:

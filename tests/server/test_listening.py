@@ -14,6 +14,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig
+from pagoda.server import listening
 from pagoda.server.listening import check_free, listen, listen_together, lock_port
 from tests.server.live import FAKE_FLAGS
 
@@ -44,6 +45,12 @@ def test_a_unix_socket_replaces_what_an_ended_server_left_and_nothing_else(tmp_p
     with pytest.raises(ConfigError, match="cannot listen"):
         listen(ServerConfig(uds=str(file)))
     assert file.read_text() == "kept"
+
+
+def test_ollamas_clients_find_the_server_where_they_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "_bind", lambda config, port: port)
+    asked = ((ServerConfig(), 8000), (ServerConfig(ollama=True), 11434), (ServerConfig(ollama=True, port=8001), 8001))
+    assert [listen(config) for config, _ in asked] == [port for _, port in asked]
 
 
 def test_the_sockets_of_several_processes_are_shared_with_no_other_server() -> None:
