@@ -30,6 +30,7 @@ NOT_HERE = {
     ("embeddings.md", 1): "a model of the hub",
     ("images.md", 0): "a model of the hub",
     ("images.md", 1): "a server of a model of the hub",
+    ("infill.md", 0): "a server of a model of the hub",
     ("lora.md", 0): "an adapter of the reader's; tests/engine/test_lora.py loads some",
     (
         "prompt-embeddings.md",

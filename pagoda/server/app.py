@@ -23,7 +23,7 @@ from pagoda.process.allocator import keep_objects
 from pagoda.server import discovery, embeddings, errors, live, operations, scores, tokens, transcription
 from pagoda.server.batches import files, routes
 from pagoda.server.batches.worker import BatchWorker
-from pagoda.server.dialects import chat, completions, messages, ollama, ollama_models, ollama_names
+from pagoda.server.dialects import chat, completions, infill, messages, ollama, ollama_models, ollama_names
 from pagoda.server.errors import ApiError, ErrorForm, error_body
 from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
 from pagoda.server.pages.files import PAGE_ROUTES
@@ -106,7 +106,7 @@ async def invoke(http: Request) -> Response:
 
 _OLLAMA_ROUTERS = (ollama.router, ollama_models.router, ollama_names.router)
 _MODEL_ROUTERS = (
-    *(chat.router, completions.router, messages.router, responses.router, *_OLLAMA_ROUTERS),
+    *(chat.router, completions.router, infill.router, messages.router, responses.router, *_OLLAMA_ROUTERS),
     *(embeddings.router, scores.router, transcription.router, router),
 )
 """Of routes that ask something of the model."""

@@ -51,6 +51,7 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "Hi", "max_output_tokens": 1},
     "/v1/conversations/{conversation_id}": {"metadata": None},
     "/v1/conversations/{conversation_id}/items": {"items": [{"role": "user", "content": "Hi"}]},
+    "/infill": {"input_prefix": "Hi"},
     "/v1/batches": {"input_file_id": "file-none", "endpoint": "/v1/completions"},
     "/api/chat": {"messages": [{"role": "user", "content": "Hi"}]},
     "/api/generate": {"prompt": "Hi", "raw": True},

@@ -110,7 +110,7 @@ def test_errors_of_the_ollama_package_name_its_own_fields(saw: dict[str, Any]) -
         "image": "messages[0].images[0]",
         "tool": "tools[0].function.name",
         "format": "format: at /properties/a/uniqueItems",
-        "suffix": "suffix: this server does not support",
+        "suffix": "suffix: the vocabulary of this model has no tokens for filling in the middle",
         "template": "template: this server does not support",
         "pull": "unknown model 'llama9': neither in the catalog nor a hub id",
     }

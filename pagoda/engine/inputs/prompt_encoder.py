@@ -1,6 +1,8 @@
 """PromptEncoder: turn prompts into token ids, within the engine's limits."""
 
+import functools
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ from pagoda.base.text import check_encodable
 from pagoda.core.request import PLACEHOLDER_ID, MediaItem
 from pagoda.engine.images.source import images_of_prompt
 from pagoda.engine.inputs.image_prompts import ImagePrompts
+from pagoda.engine.inputs.infill import Infill, InfillWriter
 from pagoda.engine.inputs.input_limits import InputLimits, SourceFacts
 from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds, read_embeds
 from pagoda.engine.inputs.prompts import Prompt
@@ -53,6 +56,8 @@ class PromptEncoder:
 
     def read(self, prompt: Prompt, add_special_tokens: bool = True, keep: int | None = None) -> EncodedPrompt:
         """Return any prompt as the model reads it; see `token_ids_of`. Raises RequestError if it is not a prompt."""
+        if isinstance(prompt, Mapping) and "infill" in prompt:
+            return EncodedPrompt(self._infill_ids(prompt["infill"]))
         if isinstance(prompt, Mapping) and prompt.get("multi_modal_data"):
             return self._read_with_images(prompt, add_special_tokens)
         if not isinstance(prompt, Mapping) or "prompt_embeds" not in prompt:
@@ -69,6 +74,19 @@ class PromptEncoder:
         embeds = read_embeds(given, size)[:keep]
         name = given.name if isinstance(given, EncodedEmbeds) else "prompt_embeds"
         return EncodedPrompt(np.full(len(embeds), PLACEHOLDER_ID, np.int32), embeds, name)
+
+    def _infill_ids(self, gap: Infill) -> list[int]:
+        for text in (gap.prefix, gap.suffix, *itertools.chain.from_iterable(gap.files)):
+            self._limits.of_request.check_text(text, "prompt")
+            check_encodable("prompt", text)
+        if self.infill is None:
+            raise RequestError("the vocabulary of this model has no tokens for filling in the middle", "prompt")
+        return self.infill.write(gap, self._limits.max_model_len)
+
+    @functools.cached_property
+    def infill(self) -> InfillWriter | None:
+        """What writes gaps for this model; None if its vocabulary has no tokens for that."""
+        return InfillWriter.of(self._tokenizer)
 
     def _as_source(self, token_ids: Sequence[int] | np.ndarray, source: SourceFacts) -> EncodedPrompt:
         """Return a prompt for the encoder, with the beginning of an answer as the decoder's."""

@@ -6,6 +6,7 @@ from typing import Any, NotRequired, TypedDict, TypeVar
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import RequestError
 from pagoda.core.request import MediaItem
+from pagoda.engine.inputs.infill import Infill
 from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds
 
 P = TypeVar("P")
@@ -42,7 +43,13 @@ class EmbedsPrompt(TypedDict):
     prompt: NotRequired[str]
 
 
-Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt
+class InfillPrompt(TypedDict):
+    """A gap in a text, which the output is to fill."""
+
+    infill: Infill
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | InfillPrompt
 """The types of a single prompt."""
 
 
@@ -65,6 +72,8 @@ def size_of(prompt: Prompt) -> int:
     if isinstance(prompt, Mapping) and "prompt_embeds" in prompt:
         given = prompt["prompt_embeds"]
         return len(given.data) if isinstance(given, EncodedEmbeds) else int(getattr(given, "nbytes", 0))
+    if isinstance(prompt, Mapping) and "infill" in prompt:
+        return prompt["infill"].num_chars
     return len(text_of(prompt) or "")
 
 

@@ -10,9 +10,11 @@ from starlette.responses import Response
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
+from pagoda.engine.inputs.infill import Infill
 from pagoda.engine.inputs.prompt_embeds import EncodedEmbeds
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.server.body import Flag, NumLogprobs, OutputCount, PromptOnlyCount, TokenId, as_list, check_alike
+from pagoda.server.dialects.infill import end_ids
 from pagoda.server.dialects.openai import (
     ChunkedAnswer,
     LogprobDicts,
@@ -42,6 +44,8 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
     """POST /v1/completions
 
     prompt: A text, token ids, or a list of either.
+    suffix: The text after the gap that the output fills; `prompt` is the one before. For models whose vocabulary has
+        tokens for that.
     prompt_embeds: Embeddings in place of tokens: a tensor of torch.save, in base64, or several.
     max_tokens: Most tokens of an output: 16, if not given; with null, as many as the model's context has left. With 0,
         the prompt is only scored (`echo`, `logprobs`); it may then fill the model's context.
@@ -54,6 +58,7 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
 
     unserved = unserved_with(CHAT_ONLY, "text completion", "/v1/chat/completions")
     prompt: str | list[str | TokenId | list[TokenId]] | None = None
+    suffix: str | None = None
     prompt_embeds: str | list[str] | None = None
     max_tokens: PromptOnlyCount | UnsetType | None = UNSET
     max_completion_tokens: PromptOnlyCount | None = None
@@ -75,6 +80,7 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
             limits.check("tokenized_chars", num_chars, "prompt")
         check_alike("prompt", self.prompt or "")
         self._check_embeds()
+        self._check_suffix(limits)
         field, asked = self.asked_tokens
         if asked == 0 and not self.echo:
             raise RequestError(f"{field}: 0 is only allowed with echo", field)
@@ -110,6 +116,16 @@ class CompletionRequest(SamplingBody, kw_only=True, frozen=True):
         for name in ("echo", "prompt_logprobs"):
             if getattr(self, name) not in (None, False):
                 raise RequestError(f"{name}: a prompt of embeddings has no tokens; leave {name} out", name)
+
+    def _check_suffix(self, limits: RequestLimits) -> None:
+        if not self.suffix:
+            return
+        if self.prompt_embeds or not all(isinstance(prompt, str) for prompt in self._texts()):
+            raise RequestError("suffix: the prompt must be a text; give it as a string", "prompt")
+        for name in ("echo", "truncate_prompt_tokens"):
+            if getattr(self, name) not in (None, False):
+                raise RequestError(f"{name}: is not for prompts with a suffix; leave it out", name)
+        limits.check("tokenized_chars", self.num_prompts * len(self.suffix), "suffix")
 
     @property
     def num_logprobs(self) -> int | None:
@@ -201,7 +217,11 @@ class CompletionDialect:
         if num_logprobs is None and body.num_outputs > (body.n or 1):
             num_logprobs = 0  # of the sampled tokens only: what candidates are ranked by
         params = body.sampling_params(body.asked_tokens[1], num_logprobs, of_prompt, model.default_sampling)
-        return turn_request(body, params=params, prompts=body.prompts(), add_special_tokens=body.add_special_tokens)
+        prompts = body.prompts()
+        if body.suffix:
+            params.stop_token_ids = (*params.stop_token_ids, *end_ids(model, "suffix"))
+            prompts = [{"infill": Infill(str(prompt), body.suffix)} for prompt in prompts]
+        return turn_request(body, params=params, prompts=prompts, add_special_tokens=body.add_special_tokens)
 
     def answer(self, body: CompletionRequest, turn: Turn, state: ServerState) -> "CompletionAnswer":
         return CompletionAnswer(body, turn, state)

@@ -17,6 +17,8 @@ from starlette.responses import Response
 from pagoda.base.errors import RequestError
 from pagoda.base.text import encodable_json
 from pagoda.engine.answers.reasoning import reasoning_of
+from pagoda.engine.inputs.infill import Infill
+from pagoda.server.dialects.infill import end_ids
 from pagoda.server.dialects.ollama_bodies import (
     OllamaBody,
     OllamaCall,
@@ -207,6 +209,9 @@ class OllamaGenerateDialect:
             params = body.params(model.default_sampling)
         common: dict[str, Any] = {"is_stream": body.stream, "origin": origin_of_prompt}
         is_text = model.chat_template is None and not body.system and not body.images
+        if body.suffix:
+            params.stop_token_ids = (*params.stop_token_ids, *end_ids(model, "suffix"))
+            return TurnRequest(params, prompts=[{"infill": Infill(body.prompt or "", body.suffix)}], **common)
         if body.raw or is_text:
             return TurnRequest(params, prompts=[body.prompt or ""], **common)
         return TurnRequest(params, body.conversation(body.messages, []), **common)

@@ -203,24 +203,27 @@ class OllamaGenerateRequest(OllamaBody, kw_only=True, frozen=True):
     system: The system prompt.
     images: In base64.
     raw: Continue `prompt` as it is, without the chat template.
+    suffix: The text after the gap that the answer fills; `prompt` is the one before. For models that can.
     """
 
     unserved: ClassVar[Mapping[str, UnservedField]] = {
         **OllamaBody.unserved,
         "context": UnservedField("`context`; send the conversation to /api/chat"),
-        "suffix": UnservedField("`suffix` (fill in the middle)"),
         "template": UnservedField("templates of requests; use `raw`, or start the server with --chat-template"),
     }
     prompt: str | None = None
     system: str | None = None
     images: list[str] | None = None
     raw: Flag = False
+    suffix: str | None = None
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
         for name in ("system", "images", "think"):
-            if self.raw and getattr(self, name):
-                raise RequestError(f"{name}: is not for raw prompts; leave {name} or raw out", name)
+            for other in ("raw", "suffix"):
+                if getattr(self, other) and getattr(self, name):
+                    raise RequestError(f"{name}: is not for prompts with {other}; leave {name} or {other} out", name)
+        limits.check("tokenized_chars", len(self.suffix or ""), "suffix")
         with naming_fields(origin_of_prompt):
             check_chat(limits, self.messages, None, None, None)
 

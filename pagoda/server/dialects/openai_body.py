@@ -53,7 +53,6 @@ UNSERVED = {
     "return_token_offsets": UnservedField("token offsets"),
     "routed_experts_prompt_start": UnservedField("reports of routed experts", (0,)),
     "stream_interval": UnservedField("`stream_interval`: every chunk is sent at once", (1,)),
-    "suffix": UnservedField("`suffix` (fill in the middle)"),
     "vllm_xargs": UnservedField("`vllm_xargs`", ({},)),
     "watermarking": UnservedField("watermarks"),
     "web_search_options": UnservedField("web search"),
@@ -72,7 +71,7 @@ CHAT_ONLY = {
     "tools": (),
     "top_logprobs": (),
 }
-TEXT_ONLY = {"best_of": (1,), "prompt_embeds": ()}
+TEXT_ONLY = {"best_of": (1,), "prompt_embeds": (), "suffix": ()}
 """Fields of one kind of completion only, with the values that have no effect on the other."""
 _INSTEAD = {"best_of": " (use `n`)", "top_logprobs": "; use `logprobs`"}
 
