@@ -128,6 +128,11 @@ class ModelConfig:
         RequestLimits, Setting("Limits on what a single request may ask for; see docs/reference/limits.md.")
     ] = field(default_factory=RequestLimits)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What requests call the model; the first is the default in answers."""
+        return self.served_model_name or (self.model,)
+
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:

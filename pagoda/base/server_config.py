@@ -129,6 +129,13 @@ class AnswerDefaults:
 class ServerConfig:
     """The HTTP server (docs/internals/server.md)."""
 
+    models: Annotated[
+        tuple[str, ...],
+        Setting(
+            "Another model to serve: a name, or a TOML or YAML file with a table of settings for each of several.",
+            unset="one model",
+        ),
+    ] = ()
     host: Annotated[str, Setting("Address to listen on.")] = "127.0.0.1"
     port: Annotated[
         int | None,

@@ -25,6 +25,8 @@ from pagoda.cli.options import MODEL_WORD, PROMPT, SAMPLING_FIELDS, flag_of, par
 logger = logging.getLogger("pagoda")
 
 PREFIX = "PAGODA_"
+MODELS = "--models"
+"""The flag of a command that takes several models, which words and flags after the first model mean."""
 _SHORT_FLAGS = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
@@ -56,6 +58,7 @@ def spelled_out(args: Sequence[str], flags: Mapping[str, Any], has_prompt: bool)
     of_vllm: dict[str, Any] = {}
     problems: list[str] = []
     repeated: str | None = None  # the flag that further words would be values of
+    takes_models = MODELS in flags
     knows_model = False
     while words:
         arg = words.pop()
@@ -69,15 +72,18 @@ def spelled_out(args: Sequence[str], flags: Mapping[str, Any], has_prompt: bool)
         if name not in flags and name.replace("_", "-") in flags:
             name = name.replace("_", "-")
         if name in flags:
+            if takes_models and knows_model and flags[name].name == "model":
+                name = MODELS
             parameter = flags[name]
             used.add(parameter.name)
-            knows_model |= parameter.name == "model"
+            knows_model |= parameter.name == "model" or name == MODELS
             out.append(name + equals + value)
             if not parameter.is_flag and not equals and words:
                 out.append(words.pop())
             takes_words = parameter.multiple and not has_prompt and parameter.name not in SAMPLING_FIELDS
             repeated = name if takes_words else None
         elif not name.startswith("--") and name not in FLAGS:
+            repeated = repeated or (MODELS if takes_models else None)
             out += [repeated, arg] if repeated and knows_model and not arg.startswith("-") else [arg]
             knows_model = True
         elif is_vllms(option := _option(name)) or is_vllms(option.removeprefix("no_")):
@@ -178,16 +184,26 @@ def _settings() -> dict[str, str]:
 
 
 def _file_values(path: Path, names: Mapping[str, str]) -> dict[str, object]:
-    """Read a file of settings, YAML unless its name ends in .toml; groups are objects."""
+    """Read a file of settings; groups are objects."""
+    given = _read_file(path, "--config")
+    if not isinstance(given, dict):
+        raise ConfigError(f"--config {path}: expected settings by name, such as `port: 8000`")
+    return _settings_of(given, f"--config {path}", names)
+
+
+def _read_file(path: Path, flag: str) -> object:
+    """Read a file, YAML unless its name ends in .toml. Raises ConfigError."""
     import yaml
 
     try:
         text = path.read_text()
-        given = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+        return tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from None
-    if not isinstance(given, dict):
-        raise ConfigError(f"--config {path}: expected settings by name, such as `port: 8000`")
+        raise ConfigError(f"{flag} {path}: {' '.join(str(error).split())}") from None
+
+
+def _settings_of(given: Mapping[Any, Any], source: str, names: Mapping[str, str]) -> dict[str, object]:
+    """Return settings by the names of their parameters.   source: where they are from, for errors."""
     options, problems = translate({str(key).replace("-", "_"): value for key, value in given.items()})
     spelled = {_option(flag_of(name)): name for name in names}
     values: dict[str, object] = {}
@@ -198,13 +214,25 @@ def _file_values(path: Path, names: Mapping[str, str]) -> dict[str, object]:
         elif value is not None:
             values |= _in_fields(own, value, names)
     if problems:
-        raise ConfigError(f"--config {path}: {'; '.join(problems)}")
+        raise ConfigError(f"{source}: {'; '.join(problems)}")
     return values
 
 
 def read_settings(path: Path) -> dict[str, object]:
     """Return the settings in a file by the names that `EngineConfig.from_options` takes. Raises ConfigError."""
-    values = _file_values(path.expanduser(), _settings())
+    return _as_options(_file_values(path.expanduser(), _settings()))
+
+
+def read_tables(path: Path) -> dict[str, dict[str, object]]:
+    """Return the settings in each table of a file, as `read_settings`, by the table's name. Raises ConfigError."""
+    tables = _read_file(path.expanduser(), MODELS)
+    if not isinstance(tables, dict) or not tables or not all(isinstance(one, dict) for one in tables.values()):
+        raise ConfigError(f"{MODELS} {path}: expected a table of settings for each model, such as [chat]")
+    names = _settings()
+    return {str(key): _as_options(_settings_of(one, f"{MODELS} {path}: {key}", names)) for key, one in tables.items()}
+
+
+def _as_options(values: Mapping[str, object]) -> dict[str, object]:
     return {name.replace("__", "."): value for name, value in values.items() if name not in SAMPLING_FIELDS}
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from pagoda.base.config import EngineConfig
@@ -14,7 +15,8 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig
 from pagoda.base.vllm_options import key_from
 from pagoda.cli.console import ask_before_fetching
-from pagoda.cli.options import engine_config, engine_options, flag_of
+from pagoda.cli.options import engine_options, flag_of
+from pagoda.cli.serve_models import model_configs
 from pagoda.process.allocator import keep_buffers_apart
 from pagoda.process.logs import configure_logging
 
@@ -32,9 +34,10 @@ def serve(options: dict[str, object]) -> None:
         from uvloop import run
     except ImportError:  # not on Windows, and not needed
         from asyncio import run  # type: ignore[assignment]
-    config = with_vllms_key(with_key_file(engine_config(options)), os.environ)
-    ask_before_fetching(config.model)
-    run(_serve(config) if config.server.api_server_count == 1 else _serve_together(config))
+    configs = [with_vllms_key(with_key_file(one), os.environ) for one in model_configs(options)]
+    for config in configs:
+        ask_before_fetching(config.model)
+    run(_serve(configs) if configs[0].server.api_server_count == 1 else _serve_together(configs[0]))
 
 
 def with_key_file(config: EngineConfig) -> EngineConfig:
@@ -89,31 +92,48 @@ async def _serve_together(config: EngineConfig) -> None:
     await serve_together(config)
 
 
-async def _serve(config: EngineConfig) -> None:
-    """The engine process starts first; the web framework is imported while it loads the model."""
+async def _serve(configs: list[EngineConfig]) -> None:
+    """The engine processes start first; the web framework is imported while they load the models."""
+    config = configs[0]
     _prepare(config, "api")
+    for other in configs[1:]:
+        check_settings(other)
     from pagoda.engine.clients.process_client import ProcessClient
     from pagoda.server.listening import announce, listen
 
     listener = listen(config.server)
-    client = ProcessClient(config, step_timeout_s=config.server.server_timeouts.step_timeout_s)
-    starting = asyncio.create_task(client.start())
+    step_timeout_s = config.server.server_timeouts.step_timeout_s
+    clients = [ProcessClient(one, step_timeout_s=step_timeout_s) for one in configs]
+    starting = [asyncio.create_task(client.start()) for client in clients]
     await asyncio.sleep(0)  # lets the process start before the imports below keep this thread busy
     try:
         from pagoda.server.app import serve as serve_http
         from pagoda.server.load_report import report_load
+        from pagoda.server.model_engine import ModelEngine
         from pagoda.server.state import build_state
         from pagoda.server.telemetry import telemetry_of
 
-        state = await build_state(config, client, lambda: starting)
-        await state.model.adapters.load_modules(config.server.lora_sources)
-        state.telemetry = telemetry_of(os.environ, state.model.names[0])
-        metrics, peers = state.starter.metrics, state.peers
-        report = asyncio.create_task(report_load(metrics.stats, peers.read_counts, state.starter.observed.oldest))
+        started = [partial(asyncio.shield, one) for one in starting]
+        engines = [ModelEngine(*each) for each in zip(configs, clients, started, strict=True)]
+        state = await build_state(engines)
+        for one, model in zip(configs, state.models.all, strict=True):
+            await model.adapters.load_modules(one.server.lora_sources)
+        state.telemetry = telemetry_of(os.environ, state.model.name)
+        reports = [
+            asyncio.create_task(
+                report_load(
+                    *(model.name, model.starter.metrics.stats, state.peers.read_counts, model.starter.observed.oldest),
+                    is_one_of_several=len(configs) > 1,
+                )
+            )
+            for model in state.models.all
+        ]
         await serve_http(state, config.server, listener, lambda: announce(config.server, listener))
-        report.cancel()
+        for report in reports:
+            report.cancel()
     finally:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        await client.shutdown()
+        for task in starting:
+            task.cancel()
+        await asyncio.gather(*starting, return_exceptions=True)
+        await asyncio.gather(*(client.shutdown() for client in clients))
         listener.close()

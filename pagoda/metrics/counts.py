@@ -12,9 +12,18 @@ _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 Counts = dict[str, dict[str, float]]
 """All that a process has counted and that only grows, by metric and label: what processes have counted can be added."""
 
+ModelCounts = dict[str, Counts]
+"""What a process has counted of each model, by the model's name."""
+
+
+def add_model_counts(total: ModelCounts, more: ModelCounts) -> None:
+    """Add to counts what another process has counted."""
+    for model, counts in more.items():
+        add_counts(total.setdefault(model, {}), counts)
+
 
 def add_counts(total: Counts, more: Counts) -> None:
-    """Add to counts what another process has counted."""
+    """Add to the counts of a model what another process has counted."""
     for name, values in more.items():
         into = total.setdefault(name, {})
         for label, count in values.items():

@@ -24,7 +24,8 @@ class RequestRecord(msgspec.Struct, frozen=True):
     """What is known of a request.
 
     client, handle: the engine's key of it.   num_cached_tokens: None until it was looked up.   last: its last event.
-    adapter: its name, "" without one.   ended_s: None until it has ended.   Times are those of time.perf_counter.
+    adapter: its name, "" without one.   model: the name of the one that it is a request to.
+    ended_s: None until it has ended.   Times are those of time.perf_counter.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     ended_s: float | None = None
     finish_reasons: tuple[str, ...] = ()
     adapter: str = ""
+    model: str = ""
 
 
 class RequestDetails(msgspec.Struct, frozen=True):
@@ -111,6 +113,7 @@ class RequestObserver:
             ended_s,
             tuple(dict.fromkeys(self.finish_reasons)),
             request.lora.name if request.lora is not None else "",
+            self._metrics.model_name,
         )
 
     def details(self, ended_s: float | None = None) -> RequestDetails:

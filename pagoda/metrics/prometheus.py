@@ -1,7 +1,7 @@
 """Prometheus metrics, with the names that existing dashboards and load generators use."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import generate_latest
@@ -39,6 +39,21 @@ class _Families:
         return self.families
 
 
+def write_metrics(models: Iterable[tuple["ServerMetrics", Counts]], num_in_line: int) -> bytes:
+    """Return all metrics in Prometheus's text format.
+
+    models: the metrics of each model, and what all processes have counted of it.
+    num_in_line: requests that wait for their admission, which are shown with the first model.
+    """
+    families: dict[str, Metric] = {}
+    for metrics, counts in models:
+        for family in metrics.families(counts, num_in_line):
+            if (known := families.setdefault(family.name, family)) is not family:
+                known.samples.extend(family.samples)
+        num_in_line = 0
+    return generate_latest(_Families(tuple(families.values())))
+
+
 class ServerMetrics:
     """The metrics of one engine. Requests update them as they run; the engine's gauges are read at each scrape.
 
@@ -54,6 +69,7 @@ class ServerMetrics:
         max_loras: int = 0,
         num_restarts: Callable[[], int] = lambda: 0,
     ) -> None:
+        self.model_name = model_name
         self.stats = stats
         self._values = (model_name, "0")
         self._cache_config = cache_config
@@ -145,15 +161,8 @@ class ServerMetrics:
             **{one.name: one.counts() for one in self._histograms},
         }
 
-    def write(self, counts: Counts, num_in_line: int) -> bytes:
-        """Return everything in Prometheus's text format.
-
-        counts: of all processes.   num_in_line: requests that wait for their admission.
-        """
-        return generate_latest(_Families(tuple(self.families(counts, num_in_line))))
-
     def families(self, counts: Counts, num_in_line: int) -> Iterator[Metric]:
-        """Iterate over the metrics, see `write`."""
+        """Iterate over the metrics, see `write_metrics`."""
         stats, tokens = self.stats(), counts["tokens"]
         num_deferred = stats.num_deferred
         waiting = {"capacity": stats.num_waiting - num_deferred, "deferred": num_deferred, "admission": num_in_line}
@@ -207,17 +216,17 @@ class ServerMetrics:
             http.add_metric(labels.split(" "), count)
         yield http
         info = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV cache's settings.", labels=("engine", *self._cache_config)
+            "vllm:cache_config_info", "The KV cache's settings.", labels=(*LABELS, *self._cache_config)
         )
-        info.add_metric((self._values[1], *self._cache_config.values()), 1)
+        info.add_metric((*self._values, *self._cache_config.values()), 1)
         yield info
         lora = GaugeMetricFamily(
             "vllm:lora_requests_info",
             "Adapters in use.",
-            labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+            labels=("max_lora", "waiting_lora_adapters", "running_lora_adapters", "model_name"),
         )
         names = [",".join(adapters) for adapters in (stats.waiting_adapters, stats.running_adapters)]
-        lora.add_metric((str(self._max_loras), *names), 1)
+        lora.add_metric((str(self._max_loras), *names, self.model_name), 1)
         yield lora
 
     def _labelled(

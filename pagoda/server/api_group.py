@@ -253,7 +253,8 @@ class ApiGroup:
             self._is_serving = True
             announce(self._config.server, self._slots[0].listener)
             self._run(self._look())
-            self._run(report_load(self._engine.stats, self._shared.read_counts, lambda: self._oldest))
+            name = self._config.model.names[0]
+            self._run(report_load(name, self._engine.stats, self._shared.read_counts, lambda: self._oldest))
 
     async def _on_drained(self, client: int) -> None:
         """Return when all processes have no request any more."""

@@ -18,6 +18,7 @@ from pagoda.process.child_process import RendezvousDir, end_with_parent, read_st
 from pagoda.process.logs import configure_logging
 from pagoda.server.api_start import SOCKET, ApiStart, tell_error
 from pagoda.server.app import serve
+from pagoda.server.model_engine import ModelEngine
 from pagoda.server.peers import RemotePeers
 from pagoda.server.served_adapters import AdapterChange
 from pagoda.server.state import build_state
@@ -56,8 +57,8 @@ async def _serve(start: ApiStart, place: RendezvousDir) -> None:
     client = RemoteClient(str(place.path(SOCKET)))
     peers.calls = client.calls
     try:
-        state = await build_state(config, client, client.start, peers)
-        state.telemetry = telemetry_of(os.environ, state.model.names[0], f"api-{start.number}")
+        state = await build_state([ModelEngine(config, client, client.start)], peers)
+        state.telemetry = telemetry_of(os.environ, state.model.name, f"api-{start.number}")
         if start.is_first:
             await state.model.adapters.load_modules(config.server.lora_sources)
         client.calls.offer(peers.services)

@@ -56,7 +56,7 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
     layers = PageRules(layers, config)
 
     def on_end(scope: Scope, method: str, status: int, duration_s: float) -> None:
-        state.starter.metrics.on_http(method, request_state(scope).route or "none", status)
+        state.model.starter.metrics.on_http(method, request_state(scope).route or "none", status)
         if state.telemetry is not None and method == "POST" and scope["path"] in _MODEL_PATHS:
             state.telemetry.on_end(scope, status, duration_s)
 
@@ -97,10 +97,11 @@ async def invoke(http: Request) -> Response:
     One with `messages` is that of /v1/chat/completions (of /v1/embeddings, if the model generates no text), with
     `prompt` of /v1/completions, with `input` of /v1/embeddings, with `text_1` of /score, with `query` of /rerank.
     """
-    asked = await state_of(http).bodies.find_field(http, tuple(_INVOKED))
+    state = state_of(http)
+    asked = await state.bodies.find_field(http, tuple(_INVOKED))
     if asked is None:
         raise RequestError(f"the body has none of {', '.join(_INVOKED)}, which say what is asked for")
-    pools = asked == "messages" and not state_of(http).model.tasks.generates
+    pools = asked == "messages" and not state.model.tasks.generates
     return await (embeddings.create_embedding if pools else _INVOKED[asked])(http)
 
 
@@ -217,8 +218,9 @@ class _Server(uvicorn.Server):
             logger.warning("%d requests did not end in time and are aborted", drain.num_held)
             text = "the server is shutting down; the request was aborted before it was complete"
             error = ApiError(503, text, retry_after_s=RETRY_AFTER_S)
-            self._state.starter.admission.end_line(error)  # first: they would be admitted in place of those that end
-            self._state.starter.llm.fail_running(error)
+            self._state.admission.end_line(error)  # first: they would be admitted in place of those that end
+            for model in self._state.models.all:
+                model.llm.fail_running(error)
             if not await drain.wait_until_idle(LAST_ANSWERS_S):
                 # The remaining ones are streams whose clients do not read, and requests that have not started to run.
                 drain.cancel_rest()
@@ -262,8 +264,7 @@ async def serve(
         config.server_timeouts.drain_timeout_s,
     )
     watch = asyncio.create_task(_end_with_engine(server, state))
-    llm = state.starter.llm
-    worker = BatchWorker(app, state.owned, config, state.drain, state.max_num_seqs, lambda: llm.died)
+    worker = BatchWorker(app, state.owned, config, state.drain, state.model.max_num_seqs, lambda: state.models.died)
     batches = asyncio.create_task(worker.run())
     file = config.logs.trace
     trace = asyncio.create_task(write_trace(state, Path(file).expanduser())) if file is not None else None
@@ -277,28 +278,25 @@ async def serve(
         if trace is not None:
             state.drain.begin()  # also where no signal ended the server
             await trace
-        state.starter.llm.text.close()
+        for model in state.models.all:
+            model.llm.text.close()
         if state.telemetry is not None:
             await asyncio.to_thread(state.telemetry.close)
         await asyncio.to_thread(state.peers.close)
-    if state.engine is not None and state.engine.died is not None:
-        raise state.engine.died
-    if state.starter.llm.died is not None:
-        raise state.starter.llm.died
+    if (error := state.models.died) is not None:
+        raise error
 
 
 async def _end_with_engine(server: _Server, state: ServerState) -> None:
     """Drain and exit if no request can be served any more, so that a process manager restarts the server.
 
-    That is so if the engine cannot be restarted, if its outputs can no longer be processed, or if the processes around
-    one engine end together.
+    That is so if no model's engine can be restarted, or its outputs be processed, or if the processes around one engine
+    end together.
     """
     ends = [
-        asyncio.create_task(state.starter.llm.wait_until_dead()),
+        asyncio.create_task(state.models.wait_until_dead()),
         asyncio.create_task(state.peers.wait_until_ending()),
     ]
-    if state.engine is not None:
-        ends.append(asyncio.create_task(state.engine.wait_until_gone()))
     try:
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         server.drain()

@@ -11,7 +11,7 @@ from pagoda.engine.answers.reasoning import reasoning_of
 from pagoda.server.routing import Router
 from pagoda.server.sending import json_response
 from pagoda.server.served_model import ServedModel
-from pagoda.server.state import ServerState, state_of
+from pagoda.server.state import state_of
 
 router = Router()
 
@@ -153,7 +153,7 @@ async def show_properties(http: Request) -> Response:
     return json_response(
         ServerProperties(
             default_generation_settings=GenerationSettings(dict(model.default_sampling), model.max_model_len),
-            total_slots=state.max_num_seqs,
+            total_slots=model.max_num_seqs,
             model_alias=picked.name,
             model_path=picked.name,
             modalities=Modalities(vision=model.facts.reads_images, audio=_hears(model)),
@@ -173,12 +173,15 @@ class Slot(Struct, frozen=True):
     is_processing: bool
 
 
-@router.get("/slots", answer="application/json")
+@router.get("/slots", answer="application/json", query=("model",))
 async def list_slots(http: Request) -> Response:
-    """How many requests run, of how many that can, as llama.cpp tells it. What they are is in /requests."""
-    state = state_of(http)
-    num_running, longest = state.starter.metrics.stats().num_running, state.model.max_model_len
-    slots = [Slot(index, longest, index < num_running) for index in range(state.max_num_seqs)]
+    """How many requests run, of how many that can, as llama.cpp tells it. What they are is in /requests.
+
+    Of the first model, unless `model` names another.
+    """
+    model = state_of(http).pick(http, http.query_params.get("model")).model
+    num_running = model.starter.metrics.stats().num_running
+    slots = [Slot(index, model.max_model_len, index < num_running) for index in range(model.max_num_seqs)]
     return Response(json.encode(slots), media_type="application/json")
 
 
@@ -210,7 +213,7 @@ class StudioModels(Struct, frozen=True, kw_only=True):
 async def list_studio_models(http: Request) -> Response:
     """The same names as in /v1/models, in the form of LM Studio's API."""
     state = state_of(http)
-    return json_response(StudioModels(data=[_studio_model(*one) for one in _served(state)]))
+    return json_response(StudioModels(data=[_studio_model(*one) for one in state.models.by_name]))
 
 
 @router.get("/api/v0/models/{name:path}", answer=StudioModel)
@@ -277,7 +280,7 @@ class NewStudioModels(Struct, frozen=True):
 @router.get("/api/v1/models", answer=NewStudioModels)
 async def list_new_studio_models(http: Request) -> Response:
     """The same names as in /v1/models, in the newer form of LM Studio's API."""
-    return json_response(NewStudioModels([_new_studio_model(*one) for one in _served(state_of(http))]))
+    return json_response(NewStudioModels([_new_studio_model(*one) for one in state_of(http).models.by_name]))
 
 
 def _new_studio_model(model: ServedModel, name: str) -> NewStudioModel:
@@ -301,7 +304,3 @@ def _new_studio_model(model: ServedModel, name: str) -> NewStudioModel:
 def _publisher(name: str) -> str:
     """Return who a model is from, as far as its name says so."""
     return name.split("/")[-2] if "/" in name else ""
-
-
-def _served(state: ServerState) -> list[tuple[ServedModel, str]]:
-    return [(state.model, name) for name in state.model.all_names]

@@ -242,7 +242,7 @@ async def _pool_inputs(call: PoolingCall[InputBody], params: PoolingParams, inst
     """Pool each input on its own, with an instruction in front of each text, or the conversation."""
     body, names = call.body, call.body.names()
     prompts: list[Prompt]
-    async with call.state.starter.admitted(call.http, len(names)) as place:
+    async with call.picked.model.starter.admitted(call.http, len(names)) as place:
         if (conversation := body.conversation) is None:
             prompts = [with_instruction(one, instruction) for one in body.inputs()]
         else:

@@ -171,7 +171,7 @@ def _instead(request: Request, path: str) -> str:
 async def on_known(request: Request, error: Exception) -> Response:
     """Return the response for an exception raised in a route."""
     if isinstance(error, Refusal):
-        request.app.state.server.starter.metrics.on_refusal(error.reason)
+        request.app.state.server.models.of(request.scope["state"].model).starter.metrics.on_refusal(error.reason)
     known = as_api_error(error)
     return error_response(known.status, known.message, known.param, known.retry_after_s)
 

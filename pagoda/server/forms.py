@@ -48,7 +48,7 @@ async def read_form(
             raise RequestError(f"{found[:64]}: not supported; leave it out", found[:64])
         if unknown:
             state.bodies.note_unknown(http, unknown, len(unknown))
-        limits = state.starter.llm.input_processor.limits.of_request
+        limits = state.model.llm.input_processor.limits.of_request
         yield parse_fields({k: v for k, v in fields.items() if k in known}, kind, limits), file
 
 

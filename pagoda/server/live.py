@@ -21,8 +21,9 @@ from pagoda.server.live_ids import prefix_of
 from pagoda.server.prefix_misses import PrefixMiss, explain_miss
 from pagoda.server.request_state import request_state
 from pagoda.server.routing import Router
-from pagoda.server.seen_requests import RequestList, RequestTimeline, SeenRequests, Viewer
+from pagoda.server.seen_requests import OtherRequests, RequestList, RequestTimeline, SeenRequests, Viewer
 from pagoda.server.sending import EventStream, event, json_response
+from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState, state_of
 
 router = Router()
@@ -44,13 +45,21 @@ async def list_requests(http: Request) -> Response:
     The admin key sees all; so do all callers of a server of one machine that has no keys.
     """
     state = state_of(http)
-    await state.looks.refresh()
-    seen, now_s = await _see(http, with_ended=True), time.perf_counter()
-    data = [*seen.live(now_s), *seen.ended(now_s)]
-    in_line = (await state.starter.admission.read_counts()).num_in_line
-    looked_s = state.looks.age_s
-    as_of_s = round(state.starter.metrics.stats().age_s if looked_s is None else looked_s, 3)
-    return json_response(RequestList(data=data, others=seen.others, in_line=in_line, as_of_s=as_of_s))
+    models = state.models.all
+    await asyncio.gather(*(one.looks.refresh() for one in models))
+    each, now_s = [await _see(http, one, with_ended=True) for one in models], time.perf_counter()
+    data = [one for seen in each for one in seen.live(now_s)] + [one for seen in each for one in seen.ended(now_s)]
+    others = [seen.others for seen in each]
+    hidden = OtherRequests(sum(one.running for one in others), sum(one.waiting for one in others))
+    in_line = (await state.admission.read_counts()).num_in_line
+    as_of_s = round(max(map(_age_s, models)), 3)
+    return json_response(RequestList(data=data, others=hidden, in_line=in_line, as_of_s=as_of_s))
+
+
+def _age_s(model: ServedModel) -> float:
+    """Return how long ago a model's engine said what it does."""
+    looked_s = model.looks.age_s
+    return model.starter.metrics.stats().age_s if looked_s is None else looked_s
 
 
 @router.get("/requests/{id:path}", answer=RequestTimeline)
@@ -58,7 +67,7 @@ async def show_request(http: Request) -> Response:
     """One of these requests, with what happened to it and when; 404 if it is none of the caller's, or long ended."""
     state, name = state_of(http), http.path_params["id"]
     viewer = viewer_of(http)
-    await state.looks.refresh()
+    await asyncio.gather(*(one.looks.refresh() for one in state.models.all))
     details = None
     if viewer.prefix is not None:
         found = await state.peers.ask("details", viewer.prefix + name, returns=RequestDetails | None)
@@ -66,7 +75,8 @@ async def show_request(http: Request) -> Response:
         details = known[-1] if known else None
     if details is None:
         raise ApiError(404, "no such request: it is none of yours, or has ended and is forgotten", "id")
-    timeline = (await _see(http, with_ended=True)).timeline(name, details, time.perf_counter())
+    model = state.models.of_record(details.record)
+    timeline = (await _see(http, model, with_ended=True)).timeline(name, details, time.perf_counter())
     if (miss := await miss_of(state, viewer, details)) is not None:
         timeline.prefix_miss = miss
     return json_response(timeline)
@@ -78,54 +88,61 @@ async def miss_of(state: ServerState, viewer: Viewer, details: RequestDetails) -
     num_cached = num_cached_of(details.events)
     if tokens is None or num_cached is None:
         return None
-    alike = await state.peers.ask("most_alike", viewer.prefix, record.arrived_s, tokens, returns=Alike | None)
+    model = state.models.of_record(record)
+    about = record.model, viewer.prefix, record.arrived_s, tokens
+    alike = await state.peers.ask("most_alike", *about, returns=Alike | None)
     last_first = sorted((one for one in alike if one is not None), key=lambda one: -one[0])
     earlier = [(viewer.name_of(request_id) or "", known) for _, request_id, known in last_first]
-    tokenizer = state.starter.llm.input_processor.tokenizer
+    tokenizer = model.llm.input_processor.tokenizer
 
     def text_of(token_ids: Sequence[int]) -> str:
         return tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    return explain_miss(tokens, record.num_prompt_tokens, num_cached, state.block_size, earlier, text_of)
+    return explain_miss(tokens, record.num_prompt_tokens, num_cached, model.block_size, earlier, text_of)
 
 
-async def _see(http: Request, with_ended: bool = False) -> SeenRequests:
+async def _see(http: Request, model: ServedModel, with_ended: bool = False) -> SeenRequests:
     state = state_of(http)
-    viewer, reply = viewer_of(http), state.looks.reply
+    viewer, reply = viewer_of(http), model.looks.reply
     records: list[RequestRecord] = []
     if viewer.prefix is not None:
         of_each = await state.peers.ask("requests", viewer.prefix, with_ended, returns=list[RequestRecord])
-        records = sorted(itertools.chain.from_iterable(of_each), key=lambda one: one.ended_s or one.arrived_s)
-    is_up = _engine_state(state) not in ("starting", "gone")
+        records = [one for one in itertools.chain.from_iterable(of_each) if one.model == model.name]
+        records.sort(key=lambda one: one.ended_s or one.arrived_s)
+    is_up = model.engine_state in ("up", "stuck")
     view = reply.view if reply is not None and is_up else None
-    return SeenRequests(viewer, records, view, state.starter.metrics.stats(), is_up)
+    return SeenRequests(viewer, records, view, model.starter.metrics.stats(), is_up)
 
 
 async def _stream(http: Request) -> Response:
-    """Send what the dashboard shows, two events per second: requests that changed, blocks, steps, counts."""
+    """Send what the dashboard shows, two events per second: requests that changed, blocks, steps, counts.
+
+    Of the first model, unless `model` names another.
+    """
     request_state(http).route = STREAM.path
+    model = state_of(http).pick(http, http.query_params.get("model")).model
     counted = contextlib.ExitStack()
-    counted.enter_context(state_of(http).looks.stream())
-    return EventStream(_frames(http), counted.close)
+    counted.enter_context(model.looks.stream())
+    return EventStream(_frames(http, model), counted.close)
 
 
 STREAM = Route("/dashboard/stream", _stream)
 """Not among the routes for programs: it is of the page, and has no end."""
 
 
-async def _frames(http: Request) -> AsyncGenerator[bytes, None]:
+async def _frames(http: Request, model: ServedModel) -> AsyncGenerator[bytes, None]:
     state = state_of(http)
     sent: dict[str, list[Any]] = {}
-    metrics, num_steps = state.starter.metrics, state.looks.num_steps
+    metrics, num_steps = model.starter.metrics, model.looks.num_steps
     bounds = {"ttft": metrics.ttft.bounds, "itl": metrics.itl.bounds}
-    yield event({"model": state.model.names[0], "bounds": bounds, "sees_all": viewer_of(http).prefix == ""})
+    yield event({"model": model.name, "bounds": bounds, "sees_all": viewer_of(http).prefix == ""})
     while not (state.drain.is_draining and state.drain.num_held == 0):
         began_s = time.monotonic()
-        await state.looks.refresh()
-        seen = await _see(http)
-        steps = state.looks.steps_after(num_steps)
-        num_steps = state.looks.num_steps
-        frame = await _counts(state, metrics)
+        await model.looks.refresh()
+        seen = await _see(http, model)
+        steps = model.looks.steps_after(num_steps)
+        num_steps = model.looks.num_steps
+        frame = await _counts(state, model, metrics)
         frame["steps"] = [
             (
                 one.step,
@@ -168,24 +185,14 @@ def _changes(seen: SeenRequests, sent: dict[str, list[Any]]) -> tuple[list[list[
     return changed, gone
 
 
-def _engine_state(state: ServerState) -> str:
-    engine = state.engine
-    if state.starter.llm.died is not None or (engine is not None and engine.died is not None):
-        return "gone"
-    if engine is not None and not engine.is_up:
-        return "starting"
-    if engine is not None and engine.is_stuck:
-        return "stuck"
-    return "draining" if state.drain.is_draining else "up"
-
-
-async def _counts(state: ServerState, metrics: ServerMetrics) -> dict[str, Any]:
-    counts, admission = await state.peers.read_counts(), await state.starter.admission.read_counts()
+async def _counts(state: ServerState, model: ServedModel, metrics: ServerMetrics) -> dict[str, Any]:
+    counts, admission = (await state.peers.read_counts())[model.name], await state.admission.read_counts()
+    engine = model.engine_state
     stats, tokens = metrics.stats(), counts["tokens"]
     return {
         "now": round(time.perf_counter(), 3),
-        "engine": _engine_state(state),
-        "restarts": state.engine.num_deaths if state.engine is not None else 0,
+        "engine": "draining" if engine == "up" and state.drain.is_draining else engine,
+        "restarts": model.num_restarts,
         "prompt_tokens": tokens["prompt"],
         "output_tokens": tokens["output"],
         "ttft": metrics.ttft.buckets(counts),

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from pagoda.base.abbreviate import shown_id
 from pagoda.engine.wire import EngineStats
-from pagoda.metrics.counts import Counts
+from pagoda.metrics.counts import ModelCounts
 from pagoda.metrics.observed_requests import RequestRecord
 from pagoda.process.logs import FIELDS
 
@@ -18,18 +18,20 @@ _LONG_S = 30
 
 
 async def report_load(
+    model: str,
     read_stats: Callable[[], EngineStats],
-    read_counts: Callable[[], Awaitable[Counts]],
+    read_counts: Callable[[], Awaitable[ModelCounts]],
     oldest: Callable[[], RequestRecord | None],
     interval_s: float = 10.0,
+    is_one_of_several: bool = False,
 ) -> None:
-    """Log a line for every `interval_s` in which there was work, until cancelled.
+    """Log a line for every `interval_s` in which there was work for a model, until cancelled.
 
     read_counts: what all processes have counted.   oldest: of their requests, the one that runs for longest.
     """
 
     async def read() -> tuple[float, float, int, int]:
-        tokens, stats = (await read_counts()).get("tokens", {}), read_stats()
+        tokens, stats = (await read_counts()).get(model, {}).get("tokens", {}), read_stats()
         return tokens.get("prompt", 0), tokens.get("output", 0), stats.prefix_queries, stats.prefix_hits
 
     before = await read()
@@ -47,8 +49,10 @@ async def report_load(
                 "kv_cache_usage": round(stats.kv_usage, 3),
                 "prefix_hit_rate": round(found / looked_up, 3) if looked_up else 0.0,
             }
-            text = (
-                "load: {prompt_tokens_per_s} prompt and {output_tokens_per_s} output tokens/s, {running} running, "
+            if is_one_of_several:
+                fields["model"] = model
+            text = ("load of {model}: " if is_one_of_several else "load: ") + (
+                "{prompt_tokens_per_s} prompt and {output_tokens_per_s} output tokens/s, {running} running, "
                 "{waiting} waiting, KV cache {kv_cache_usage:.1%} full, prefix hits {prefix_hit_rate:.1%}"
             )
             if (record := oldest()) is not None:

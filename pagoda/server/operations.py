@@ -12,6 +12,7 @@ from starlette.responses import PlainTextResponse, Response
 from pagoda.base.errors import RequestError
 from pagoda.base.lora import LoRARequest
 from pagoda.base.request_limits import RequestLimits
+from pagoda.metrics.prometheus import write_metrics
 from pagoda.server.body import Body, Flag
 from pagoda.server.dialects.messages import is_client, model_card, model_list
 from pagoda.server.discovery import ModelCard, ModelList, card_of
@@ -29,11 +30,8 @@ router = Router()
 @router.get("/livez", errors={503: ERRORS[503]})
 async def liveness(http: Request) -> Response:
     """200 while the server does its work or can come back to it by itself; 503 if only a restart would help."""
-    state = state_of(http)
-    if state.starter.llm.died is not None:  # the engine is gone, or its outputs cannot be read any more
-        return error_response(503, f"no request can be served any more: {state.starter.llm.died}")
-    if state.engine is not None and state.engine.died is not None:
-        return error_response(503, f"the engine cannot be restarted: {state.engine.died}")
+    if (died := state_of(http).models.died) is not None:  # its engine is gone, or the outputs cannot be read any more
+        return error_response(503, f"no request can be served any more: {died}")
     return Response()
 
 
@@ -47,13 +45,14 @@ class Health(Struct, frozen=True):
 @router.get("/health", answer=Health, errors={503: ERRORS[503]})
 @router.get("/ping", answer=Health, errors={503: ERRORS[503]})
 async def readiness(http: Request) -> Response:
-    """200 while requests can make progress; 503 while the engine is down, starting or stuck, or the server drains."""
+    """200 while requests can make progress; 503 while all engines are down, starting or stuck, or the server drains."""
     state = state_of(http)
     if (dead := await liveness(http)).status_code != 200:
         return dead
-    if state.engine is not None and not state.engine.is_up:
+    engines = {one.engine_state for one in state.models.all}
+    if not engines & {"up", "stuck"}:
         return error_response(503, "the engine process is starting", retry_after_s=2)
-    if state.engine is not None and state.engine.is_stuck:
+    if "up" not in engines:
         return error_response(503, "the engine has made no progress for too long", retry_after_s=5)
     if state.drain.is_draining:
         return error_response(503, "the server is shutting down", retry_after_s=RETRY_AFTER_S)
@@ -71,7 +70,11 @@ async def show_version(http: Request) -> Response:
 
 
 class LoadResponse(Struct, frozen=True):
-    """as_of_s: how long ago the engine said this, which it does between steps; 0 while it has no request."""
+    """Of all models together.
+
+    kv_cache_usage: of the fullest.
+    as_of_s: how long ago the engine said this, which it does between steps; 0 while it has no request.
+    """
 
     server_load: int
     live_tokens: int
@@ -88,18 +91,18 @@ class LoadResponse(Struct, frozen=True):
 async def load(http: Request) -> Response:
     """Admitted requests and tokens, and the lengths of the scheduler's queues."""
     state = state_of(http)
-    admission, stats = await state.starter.admission.read_counts(), state.starter.metrics.stats()
+    admission, stats = await state.admission.read_counts(), [one.starter.metrics.stats() for one in state.models.all]
     return json_response(
         LoadResponse(
             server_load=admission.num_requests + admission.num_in_line,
             live_tokens=admission.num_tokens,
-            running=stats.num_running,
-            waiting=stats.num_waiting,
-            swapped=stats.num_swapped,
-            kv_cache_usage=round(stats.kv_usage, 4),
-            free_blocks=stats.num_free_blocks,
-            engine_restarts=state.engine.num_deaths if state.engine is not None else 0,
-            as_of_s=round(stats.age_s, 3),
+            running=sum(one.num_running for one in stats),
+            waiting=sum(one.num_waiting for one in stats),
+            swapped=sum(one.num_swapped for one in stats),
+            kv_cache_usage=round(max(one.kv_usage for one in stats), 4),
+            free_blocks=sum(one.num_free_blocks for one in stats),
+            engine_restarts=sum(one.num_restarts for one in state.models.all),
+            as_of_s=round(max(one.age_s for one in stats), 3),
         )
     )
 
@@ -108,23 +111,22 @@ async def load(http: Request) -> Response:
 async def metrics(http: Request) -> Response:
     """Metrics in Prometheus's text format."""
     state = state_of(http)
-    counts, admission = await state.peers.read_counts(), await state.starter.admission.read_counts()
-    return Response(state.starter.metrics.write(counts, admission.num_in_line), media_type=CONTENT_TYPE_LATEST)
+    counts, admission = await state.peers.read_counts(), await state.admission.read_counts()
+    of_models = [(one.starter.metrics, counts[one.name]) for one in state.models.all]
+    return Response(write_metrics(of_models, admission.num_in_line), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/models", answer=ModelList)
 @router.get("/models", answer=ModelList)
 async def models(http: Request) -> Response:
-    """The names under which the model is served, and its LoRA adapters.
+    """The names of the models that are served, and of their LoRA adapters.
 
     In Anthropic's form for callers with the header `anthropic-version`.
     """
     state = state_of(http)
     if is_client(http.scope):
         return json_response(model_list(state))
-    return json_response(
-        ModelList(data=[card_of(state.model, name, state.started_at) for name in state.model.all_names])
-    )
+    return json_response(ModelList(data=[card_of(*one, state.started_at) for one in state.models.by_name]))
 
 
 @router.get("/v1/models/{name:path}", answer=ModelCard)
@@ -162,7 +164,7 @@ async def abort_requests(http: Request) -> Response:
     key = request_state(http).caller.sees_key
     request_ids = body.request_ids or None
     if request_ids is None:  # first: they would be admitted in place of those that end
-        state.starter.admission.end_line(ApiError(400, "the request was aborted while it waited in line"), key)
+        state.admission.end_line(ApiError(400, "the request was aborted while it waited in line"), key)
     found = await state.peers.ask("abort", request_ids, key, returns=list[str])
     return json_response(AbortResponse(list(itertools.chain.from_iterable(found))))
 
@@ -170,13 +172,19 @@ async def abort_requests(http: Request) -> Response:
 @router.post(
     "/reset_prefix_cache",
     flags=("reset_running_requests",),
+    query=("model",),
     errors={**ERRORS, 409: "The state does not allow it now"},
 )
 async def reset_prefix_cache(http: Request) -> Response:
-    """Empty the prefix cache. 409 if blocks are in use, unless running requests may be preempted."""
+    """Empty the prefix cache. 409 if blocks are in use, unless running requests may be preempted.
+
+    Of all models, unless `model` names one.
+    """
     state = state_of(http)
     state.check_admin(http)
-    if await state.starter.llm.reset_prefix_cache(flag(http, "reset_running_requests")):
+    name, preempts = http.query_params.get("model"), flag(http, "reset_running_requests")
+    models = state.models.all if name is None else [state.pick(http, name).model]
+    if all([await one.llm.reset_prefix_cache(preempts) for one in models]):
         return Response()
     return error_response(409, "blocks are in use; try again when idle, or with reset_running_requests=true")
 
@@ -212,10 +220,12 @@ class LoadAdapterRequest(Body, kw_only=True, frozen=True):
 async def load_lora_adapter(http: Request) -> Response:
     """Load a LoRA adapter from below `--lora-dir`; requests choose it by its name as `model`.
 
+    It is one of the model that `base_model_name` names, else of the first.
     If the server has an admin key, this needs it.
     """
     state, body = await _read_as_admin(http, LoadAdapterRequest)
-    adapters = state.model.adapters
+    parents = [one for one in state.models.all if body.base_model_name in one.names]
+    adapters = (parents or [state.model])[0].adapters
     await _change(state, adapters.change_to(body.lora_name, body.lora_path, body.base_model_name, body.load_inplace))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 

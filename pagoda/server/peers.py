@@ -9,7 +9,7 @@ from typing import Any
 
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import AnyCalls, Calls, OwnCalls, Services
-from pagoda.metrics.counts import Counts
+from pagoda.metrics.counts import ModelCounts
 from pagoda.server.admission import Admission
 from pagoda.server.owned import Owned
 from pagoda.server.remote_admission import AnyAdmission, RemoteAdmission
@@ -61,8 +61,8 @@ class Peers:
         answer = self.own[name](*arguments)
         return [await answer if inspect.isawaitable(answer) else answer]
 
-    async def read_counts(self) -> Counts:
-        """Return what all processes have counted, those that have ended included."""
+    async def read_counts(self) -> ModelCounts:
+        """Return what all processes have counted of each model, those that have ended included."""
         return self.own["counts"]()
 
     async def change_adapter(self, change: AdapterChange) -> Failure | None:
@@ -110,8 +110,9 @@ class RemotePeers(Peers):
     async def ask(self, name: str, *arguments: object, returns: Any = Any) -> list[Any]:
         return await self.calls.call("ask_all", name, list(arguments), returns=list[returns])
 
-    async def read_counts(self) -> Counts:
-        return {**self.own["counts"](), **await self.calls.call("counts", returns=Counts)}
+    async def read_counts(self) -> ModelCounts:
+        total: ModelCounts = await self.calls.call("counts", returns=ModelCounts)
+        return {name: {**counts, **total.get(name, {})} for name, counts in self.own["counts"]().items()}
 
     async def change_adapter(self, change: AdapterChange) -> Failure | None:
         return await self.calls.call("change_adapter", change, returns=Failure | None)

@@ -107,7 +107,7 @@ class PoolingCall(Generic[B]):
         """Pool all prompts. Raises RequestError, ApiError or WorkerDied."""
         http, state = self.http, self.state
         request_id = state.request_id(http, self.body.request_id, self.id_prefix, len(asked.prompts))
-        generation = await state.starter.begin(http, place, asked, request_id)
+        generation = await self.picked.model.starter.begin(http, place, asked, request_id)
         with contextlib.ExitStack() as at_end:
             at_end.callback(generation.close)
             outputs = await cancel_on_disconnect(http, _gather(generation))

@@ -76,13 +76,20 @@ class RawPrompts:
 class RequestStarter(Serving):
     """Starts generations on one AsyncEngine."""
 
-    def __init__(self, llm: AsyncEngine, admission: AnyAdmission, metrics: ServerMetrics, salt_secret: bytes) -> None:
-        """salt_secret: of cache salts."""
+    def __init__(
+        self,
+        llm: AsyncEngine,
+        admission: AnyAdmission,
+        metrics: ServerMetrics,
+        salt_secret: bytes,
+        live_ids: LiveIds | None = None,
+    ) -> None:
+        """salt_secret: of cache salts.   live_ids: of the server; None: this is its only starter."""
         super().__init__(llm, ObservedRequests(metrics), admission)
         self.metrics = metrics
         llm.on_event = self.observed.on_event
         self._salt_secret = salt_secret
-        self._live = LiveIds()
+        self._live = live_ids or LiveIds()
         self._is_job_aborted: dict[str, bool] = {}
 
     def is_free(self, key: str, request_id: str, num_prompts: int) -> bool:

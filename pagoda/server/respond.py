@@ -61,7 +61,7 @@ async def begin_turn(http: Request, dialect: Dialect[B, A], body: B) -> "Running
     request = await run_for_body(http, lambda: dialect.request(body, picked.model))
     params, num_prompts = request.params, request.num_prompts
     with naming_fields(request.origin):
-        admitted = state.starter.admitted(http, num_prompts, num_prompts * params.n, params.max_tokens)
+        admitted = picked.model.starter.admitted(http, num_prompts, num_prompts * params.n, params.max_tokens)
         async with admitted as place:
             rendered = await render(http, picked.model, request)
             # Chosen only now: while the prompt was rendered, another request may have taken the same header's id.
@@ -77,12 +77,12 @@ async def begin_turn(http: Request, dialect: Dialect[B, A], body: B) -> "Running
                 request.is_stream,
                 request.cache_ttl_s,
             )
-            generation = await state.starter.begin(http, place, asked, request_id)
+            generation = await picked.model.starter.begin(http, place, asked, request_id)
     with contextlib.ExitStack() as at_error:
         at_error.callback(generation.close)
         sampled = _sampled_turn(http, picked.model, rendered)
         turn = Turn(
-            *(request_id, int(time.time()), picked.name, request, generation, state.starter.llm.text),
+            *(request_id, int(time.time()), picked.name, request, generation, picked.model.llm.text),
             **({} if sampled is None else {"seal": sampled.seal, "note": sampled.note}),
         )
         running = RunningTurn(generation, rendered, dialect.answer(body, turn, state), request.is_stream, sampled)

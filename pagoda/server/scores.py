@@ -219,9 +219,9 @@ async def _score(
     call: PoolingCall[PairBody], first: list[str], second: list[str], names: tuple[str, str]
 ) -> tuple[Pooled, Scoring]:
     """Pool pairs of texts; return what makes scores of the vectors, too.   names: of the fields of the texts."""
-    body, text = call.body, call.state.starter.llm.text
+    body, text = call.body, call.picked.model.llm.text
     call.picked.model.check_template(body.chat_template)
-    async with call.state.starter.admitted(call.http, len(second)) as place:
+    async with call.picked.model.starter.admitted(call.http, len(second)) as place:
         planning = text.plan_scores(first, second, body.pooling_params(), names, body.pair_options())
         scoring: Scoring = await cancel_on_disconnect(call.http, planning)
         of_first, of_second = _numbered(names[0], len(first)), _numbered(names[1], len(second))

@@ -29,7 +29,7 @@ class SeenRequest(Struct, kw_only=True):
 
     state: waiting, running, preempted or ended.   reason: why it waits, in words.
     computed_tokens: tokens of its first output, and of its prompt, that have their KV.   blocks: of the KV cache.
-    adapter: the LoRA adapter that it names as its model; "" for the model itself.
+    model: the model that runs it.   adapter: the LoRA adapter that it names as its model; "" for the model itself.
     """
 
     id: str
@@ -40,6 +40,7 @@ class SeenRequest(Struct, kw_only=True):
     output_tokens: int = 0
     cached_tokens: int = 0
     blocks: int = 0
+    model: str = ""
     adapter: str = ""
     age_s: float
 
@@ -182,6 +183,7 @@ class SeenRequests:
             prompt_tokens=record.num_prompt_tokens,
             output_tokens=record.num_output_tokens,
             cached_tokens=record.num_cached_tokens or 0,
+            model=record.model,
             adapter=record.adapter,
             age_s=round(now_s - record.arrived_s, 3),
         )
@@ -298,6 +300,7 @@ def _of_ended(name: str, one: RequestRecord, now_s: float) -> dict[str, Any]:
         "prompt_tokens": one.num_prompt_tokens,
         "output_tokens": one.num_output_tokens,
         "cached_tokens": one.num_cached_tokens or 0,
+        "model": one.model,
         "adapter": one.adapter,
         "age_s": round(now_s - one.arrived_s, 3),
     }

@@ -7,14 +7,17 @@ from typing import Any
 
 from starlette.requests import Request
 
-from pagoda.base.abbreviate import abbreviate, shorten
+from pagoda.base.errors import PagodaError
 from pagoda.base.pooling import ModelTasks
 from pagoda.engine.answers.tool_parsers import parser_for_template
 from pagoda.engine.async_engine import AsyncEngine
+from pagoda.engine.clients.remote_client import EngineClient
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.templates.chat_template import ChatTemplate
 from pagoda.server.errors import ApiError
 from pagoda.server.history import History
+from pagoda.server.looks import Looks
+from pagoda.server.request_starter import RequestStarter
 from pagoda.server.request_state import request_state
 from pagoda.server.served_adapters import ServedAdapters
 
@@ -59,24 +62,59 @@ class ModelFacts:
 class ServedModel:
     """A model that is served.
 
-    names: the first is the default in answers.   adapters: of it, by name.   llm: the engine that runs it.
+    names: the first is the default in answers.   starter: starts its requests.   adapters: of it, by name.
     chat_template: its own, of one or several names.   tool_parser: a name in TOOL_PARSERS, "none", "auto".
     trusts_templates: callers may send their own chat templates.   template_kwargs: for templates, where a request does
     not set them.   facts: for lists of models.
+    max_num_seqs: that the engine runs at once.
     history: what its answers were, as tokens; None if that is off.
+    engine: its process, None in tests that have none.   looks: at the engine, for those who look at its requests.
     """
 
     names: tuple[str, ...]
-    llm: AsyncEngine
+    starter: RequestStarter
     adapters: ServedAdapters
     max_model_len: int
     chat_template: ChatTemplate | None
     tool_parser: str
+    block_size: int
+    max_num_seqs: int = 1
     trusts_templates: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     facts: ModelFacts = field(default_factory=ModelFacts)
     history: History | None = None
+    engine: EngineClient | None = None
+    looks: Looks = field(default_factory=Looks)
     _has_warned: bool = False
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    @property
+    def llm(self) -> AsyncEngine:
+        """The engine that runs it."""
+        return self.starter.llm
+
+    @property
+    def died(self) -> PagodaError | None:
+        """Why no request to it can be served any more, None while they can."""
+        return self.llm.died or (self.engine.died if self.engine is not None else None)
+
+    @property
+    def engine_state(self) -> str:
+        """What its engine does: up, starting, stuck, or gone for good."""
+        if self.died is not None:
+            return "gone"
+        if self.engine is None:
+            return "up"
+        return "starting" if not self.engine.is_up else "stuck" if self.engine.is_stuck else "up"
+
+    @property
+    def num_restarts(self) -> int:
+        """How often its engine has died."""
+        return self.engine.num_deaths if self.engine is not None else 0
 
     @property
     def all_names(self) -> tuple[str, ...]:
@@ -88,14 +126,12 @@ class ServedModel:
         """The parameters of requests that do not set them."""
         return self.llm.input_processor.default_sampling
 
-    def pick(self, name: str | None) -> PickedModel:
-        """Return what a name stands for; None is the model itself. Raises ApiError (404) for an unknown one."""
-        if name is None or name in self.names:
-            return PickedModel(name or self.names[0], self, None)
-        if (served := self.adapters.by_name.get(name)) is None:
-            text = f"unknown model {abbreviate(name)}; this server has {shorten(', '.join(self.all_names))}"
-            raise ApiError(404, text, "model")
-        return PickedModel(name, self, served.lora)
+    def find(self, name: str) -> PickedModel | None:
+        """Return what one of its names stands for; None for another name."""
+        if name in self.names:
+            return PickedModel(name, self, None)
+        served = self.adapters.by_name.get(name)
+        return None if served is None else PickedModel(name, self, served.lora)
 
     @property
     def tasks(self) -> ModelTasks:

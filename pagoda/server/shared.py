@@ -9,7 +9,7 @@ import msgspec
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import Services, services_of
 from pagoda.engine.clients.client_server import ClientServer
-from pagoda.metrics.counts import Counts, add_counts, tokens_per_step
+from pagoda.metrics.counts import ModelCounts, add_model_counts, tokens_per_step
 from pagoda.server.admission import Admission
 from pagoda.server.owned import Owned
 from pagoda.server.peers import CALL_S, LOAD_S
@@ -35,8 +35,8 @@ class Shared:
         self._are_all_ready = are_all_ready
         admission = Admission(config.server_limits, config.server_timeouts.queue_timeout_s)
         self._admission = AdmissionService(admission)
-        self._counts_of: dict[int, Counts] = {}  # as each client told them last
-        self._counts_before: Counts = {}  # of those that have gone
+        self._counts_of: dict[int, ModelCounts] = {}  # as each client told them last
+        self._counts_before: ModelCounts = {}  # of those that have gone
         self.tokens_per_step = tokens_per_step()
         modules = [parse_module(text) for text in config.lora_sources.lora_modules]
         self._adapters = {one.name: AdapterChange(one.name, one, replaces=True) for one in modules}  # what loads each
@@ -63,7 +63,7 @@ class Shared:
         """A process has gone: its requests count no longer, what it has counted and stored is kept."""
         self._admission.end_client(client)
         self._owned.end_client(client)
-        add_counts(self._counts_before, self._counts_of.pop(client, {}))
+        add_model_counts(self._counts_before, self._counts_of.pop(client, {}))
 
     def close(self) -> None:
         """Write what waits to be written."""
@@ -73,18 +73,19 @@ class Shared:
         found = await self.server.ask(name, *arguments, timeout_s=CALL_S, returns=msgspec.Raw)
         return list(found.values())
 
-    async def _counts(self, _: int) -> Counts:
+    async def _counts(self, _: int) -> ModelCounts:
         return await self.read_counts()
 
-    async def read_counts(self) -> Counts:
+    async def read_counts(self) -> ModelCounts:
         """Return what all processes have counted: of one that does not answer, or has gone, what it told last."""
-        found = await self.server.ask("counts", timeout_s=CALL_S, returns=Counts)
+        found = await self.server.ask("counts", timeout_s=CALL_S, returns=ModelCounts)
         # One that went while others were waited for has been added to `_counts_before`.
         self._counts_of |= {client: counts for client, counts in found.items() if client in self.server.clients}
-        total: Counts = {}
+        total: ModelCounts = {}
         for counts in (self._counts_before, *self._counts_of.values()):
-            add_counts(total, counts)
-        total[self.tokens_per_step.name] = self.tokens_per_step.counts()
+            add_model_counts(total, counts)
+        for of_model in total.values():  # there is one, as there is one engine
+            of_model[self.tokens_per_step.name] = self.tokens_per_step.counts()
         return total
 
     async def read_changes(self) -> list[AdapterChange]:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -12,12 +12,12 @@ from starlette.requests import Request
 from pagoda.assembly.engine_setup import EngineSetup, resolve_engine
 from pagoda.assembly.input_setup import build_input_processor
 from pagoda.base.config import EngineConfig
+from pagoda.base.errors import CapacityError, ConfigError, WorkerDied
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.answers.tool_parsers import parser_named
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.calls import AnyCalls, OwnCalls
-from pagoda.engine.clients.remote_client import EngineClient
 from pagoda.engine.wire import EngineSizes
 from pagoda.loading.model_config import read_images, summarize_weights
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
@@ -25,14 +25,18 @@ from pagoda.server.body_reader import BodyReader
 from pagoda.server.dialects.openai_body import SamplingBody
 from pagoda.server.errors import ApiError
 from pagoda.server.history import History
+from pagoda.server.live_ids import LiveIds
 from pagoda.server.looks import Looks
 from pagoda.server.middleware import Drain
+from pagoda.server.model_engine import ModelEngine
 from pagoda.server.peers import Peers
+from pagoda.server.remote_admission import AnyAdmission
 from pagoda.server.request_starter import RequestStarter
 from pagoda.server.request_state import request_state
 from pagoda.server.seals import server_secret
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.served_model import ModelFacts, PickedModel, ServedModel
+from pagoda.server.served_models import ServedModels
 from pagoda.server.telemetry import Telemetry
 
 logger = logging.getLogger("pagoda.server")
@@ -42,48 +46,39 @@ logger = logging.getLogger("pagoda.server")
 class ServerState:
     """The state that all routes share.
 
+    admission: of the requests to all models.
     bodies: reads those of requests.   forces_usage: all streams tell it.
-    looks: at the engine, for those who look at its requests.
     owned: what the processes of the server have once, see Owned.
     pull_flags: of `pagoda models pull`, so that it fetches into this server's cache.
-    max_num_seqs: that the engine runs at once.
     telemetry: exports each request, if there is somewhere to.
     returns_token_ids: log-probabilities have ids of tokens, where a request does not say.
     """
 
-    starter: RequestStarter
-    model: ServedModel
-    block_size: int
+    models: ServedModels
+    admission: AnyAdmission
     has_admin_key: bool = False
     pull_flags: tuple[str, ...] = ()
     forces_usage: bool = False
     returns_token_ids: bool = False
     bodies: BodyReader = field(default_factory=lambda: BodyReader(RequestLimits()))
-    engine: EngineClient | None = None
     config: ServerConfig = field(default_factory=ServerConfig)
-    looks: Looks = field(default_factory=Looks)
     drain: Drain = field(default_factory=Drain)
     peers: Peers = field(default_factory=Peers)
     telemetry: Telemetry | None = None
-    max_num_seqs: int = 1
     owned: AnyCalls = field(default_factory=lambda: OwnCalls({}))
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        observed = self.starter.observed
-        self.peers.own = {
-            "counts": self.starter.metrics.counts,
-            "oldest": observed.oldest,
-            "requests": observed.requests,
-            "details": observed.details,
-            "most_alike": observed.most_alike,
-            "abort": self.starter.abort,
-            "change_adapter": self.model.adapters.try_to,
-        }
+        self.peers.own = self.models.services
+
+    @property
+    def model(self) -> ServedModel:
+        """The model of requests that name none."""
+        return self.models.first
 
     def pick(self, http: Request, name: str | None) -> PickedModel:
         """Return the model that a request asks for, noting it for the log. Raises ApiError (404) for an unknown one."""
-        picked = self.model.pick(name)
+        picked = self.models.pick(name)
         request_state(http).model = picked.name
         return picked
 
@@ -112,7 +107,7 @@ class ServerState:
             return f"{prefix}{asked}"
         known = request_state(http)
         request_id = f"{prefix}{known.request_id}"
-        is_free = self.starter.is_free(known.caller.key, request_id, num_prompts)
+        is_free = self.model.starter.is_free(known.caller.key, request_id, num_prompts)
         return request_id if is_free else f"{request_id}-{uuid.uuid4().hex[:8]}"
 
 
@@ -120,26 +115,60 @@ def state_of(http: Request) -> ServerState:
     return http.app.state.server  # type: ignore[no-any-return]
 
 
-async def build_state(
-    config: EngineConfig,
-    client: EngineClient,
-    started: Callable[[], Awaitable[EngineSizes]],
-    peers: Peers | None = None,
-) -> ServerState:
-    """Build the state of a server whose engine starts meanwhile; return when that is ready.
+async def build_state(engines: Sequence[ModelEngine], peers: Peers | None = None) -> ServerState:
+    """Build the state of a server whose engines start meanwhile; return when they are ready.
 
-    started: waits for the engine.   peers: of this process, where there are others.
-    Raises ConfigError or CapacityError for invalid settings, WorkerDied if the engine does not start.
+    engines: of the models, the first of which has the settings of the server.   peers: of this process, where there are
+    others.
+    Raises ConfigError or CapacityError for invalid settings, WorkerDied if an engine does not start.
     """
+    config, peers = engines[0].config, peers or Peers()
+    server = config.server
+    peers.open(server)
+    serving = _Shared(peers, peers.make_admission(server), LiveIds())
+    return ServerState(
+        models=ServedModels([await _build_named(one, serving, len(engines) > 1) for one in engines]),
+        admission=serving.admission,
+        bodies=BodyReader(config.model.request_limits, server.strict_fields),
+        forces_usage=server.answer_defaults.enable_force_include_usage,
+        returns_token_ids=server.answer_defaults.return_tokens_as_token_ids,
+        has_admin_key=server.admin_api_key is not None,
+        pull_flags=("--source", config.model.source, *_cache_flag(config.model.cache_dir)),
+        config=server,
+        peers=peers,
+        owned=peers.calls,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What the models of a server share."""
+
+    peers: Peers
+    admission: AnyAdmission
+    live_ids: LiveIds
+
+
+async def _build_named(engine: ModelEngine, shared: _Shared, is_one_of_several: bool) -> ServedModel:
+    """As `_build_model`; of several models, errors name theirs."""
+    try:
+        return await _build_model(engine, shared)
+    except (ConfigError, CapacityError, WorkerDied) as error:
+        if not is_one_of_several:
+            raise
+        raise type(error)(f"{engine.config.model.names[0]}: {error}") from error
+
+
+async def _build_model(engine: ModelEngine, shared: _Shared) -> ServedModel:
+    """Return a model when its engine is ready. Raises as `build_state`."""
+    config, client, names = engine.config, engine.client, engine.config.model.names
     # This process loads the tokenizer while the engine process loads the weights.
     setup = await asyncio.to_thread(resolve_engine, config)
     inputs = await asyncio.to_thread(build_input_processor, setup)
-    sizes = await started()
+    sizes = await engine.started()
     inputs.client_index = client.index
     inputs.limits.fit(sizes.max_model_len)
-    peers = peers or Peers()
-    names = config.model.served_model_name or (config.model.model,)
-    server = config.server
+    server, peers = config.server, shared.peers
     max_loras = config.model.lora.num_per_step if config.model.lora.enable_lora else 0
     metrics = ServerMetrics(names[0], client.stats, _cache_labels(config, sizes), max_loras, lambda: client.num_deaths)
     client.on_step = metrics.iteration_tokens.observe
@@ -155,34 +184,21 @@ async def build_state(
     if parser not in ("auto", "none"):
         parser = parser_named(parser)  # raises for an unknown name, before the first request needs it
     llm = AsyncEngine(client, inputs)
-    peers.open(server)
-    adapters = ServedAdapters(llm, tuple(names), server.lora_sources.lora_dir)
-    return ServerState(
-        starter=RequestStarter(llm, peers.make_admission(server), metrics, peers.salt_secret),
-        model=ServedModel(
-            names=tuple(names),
-            llm=llm,
-            adapters=adapters,
-            max_model_len=sizes.max_model_len,
-            chat_template=template,
-            tool_parser=parser,
-            trusts_templates=server.trust_request_chat_template,
-            template_kwargs=server.answer_defaults.default_chat_template_kwargs,
-            history=await asyncio.to_thread(_history_of, config, llm, peers, sizes.max_model_len),
-            facts=await asyncio.to_thread(_facts_of, setup),
-        ),
+    return ServedModel(
+        names=names,
+        starter=RequestStarter(llm, shared.admission, metrics, peers.salt_secret, shared.live_ids),
+        adapters=ServedAdapters(llm, names, server.lora_sources.lora_dir),
+        max_model_len=sizes.max_model_len,
+        chat_template=template,
+        tool_parser=parser,
         block_size=sizes.block_size,
-        bodies=BodyReader(config.model.request_limits, server.strict_fields),
-        forces_usage=server.answer_defaults.enable_force_include_usage,
-        returns_token_ids=server.answer_defaults.return_tokens_as_token_ids,
-        has_admin_key=server.admin_api_key is not None,
-        pull_flags=("--source", config.model.source, *_cache_flag(config.model.cache_dir)),
-        engine=client,
-        config=server,
-        looks=Looks(client.look),
-        peers=peers,
         max_num_seqs=config.scheduler.max_num_seqs,
-        owned=peers.calls,
+        trusts_templates=server.trust_request_chat_template,
+        template_kwargs=server.answer_defaults.default_chat_template_kwargs,
+        history=await asyncio.to_thread(_history_of, config, llm, peers, sizes.max_model_len),
+        facts=await asyncio.to_thread(_facts_of, setup),
+        engine=client,
+        looks=Looks(client.look),
     )
 
 

@@ -69,16 +69,16 @@ async def tokenize(http: Request) -> Response:
     """Return the token ids of a text, or of a conversation rendered with the chat template."""
     state = state_of(http)
     body = await state.bodies.read(http, TokenizeRequest)
-    state.pick(http, body.model)
-    text = state.starter.llm.text
-    async with state.starter.admitted(http, 1):
+    model = state.pick(http, body.model).model
+    text = model.llm.text
+    async with model.starter.admitted(http, 1):
         if (conversation := body.conversation) is not None:
-            token_ids = (await render_chat(http, state.model, conversation)).token_ids
+            token_ids = (await render_chat(http, model, conversation)).token_ids
         else:
             token_ids = await cancel_on_disconnect(
                 http, text.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
             )
-        answer = TokenizeResponse(len(token_ids), state.model.max_model_len, token_ids)
+        answer = TokenizeResponse(len(token_ids), model.max_model_len, token_ids)
         if body.return_token_strs:
             answer.token_strs = await cancel_on_disconnect(http, text.token_strings(token_ids))
     return await run_sized(len(token_ids), lambda: json_response(answer))
@@ -107,9 +107,9 @@ async def detokenize(http: Request) -> Response:
     """Return the text of token ids."""
     state = state_of(http)
     body = await state.bodies.read(http, DetokenizeRequest)
-    state.pick(http, body.model)
-    async with state.starter.admitted(http, 1):
-        decoding = state.starter.llm.text.detokenize(body.tokens)
+    model = state.pick(http, body.model).model
+    async with model.starter.admitted(http, 1):
+        decoding = model.llm.text.detokenize(body.tokens)
         answer = DetokenizeResponse(await cancel_on_disconnect(http, decoding))
     return await run_sized(len(body.tokens), lambda: json_response(answer))
 
@@ -131,14 +131,17 @@ class TokenizerInfo(Struct, frozen=True, kw_only=True):
     chat_template: str | None
 
 
-@router.get("/tokenizer_info", answer=TokenizerInfo)
+@router.get("/tokenizer_info", answer=TokenizerInfo, query=("model",))
 async def tokenizer_info(http: Request) -> Response:
-    """Return the tokenizer's settings, named as in tokenizer_config.json, including the chat template."""
-    state = state_of(http)
+    """Return the tokenizer's settings, named as in tokenizer_config.json, including the chat template.
+
+    Of the first model, unless `model` names another.
+    """
+    model = state_of(http).pick(http, http.query_params.get("model")).model
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": state.model.max_model_len,
-        **state.starter.llm.text.tokenizer_facts(),
-        "chat_template": state.model.chat_template.source if state.model.chat_template is not None else None,
+        "model_max_length": model.max_model_len,
+        **model.llm.text.tokenizer_facts(),
+        "chat_template": model.chat_template.source if model.chat_template is not None else None,
     }
     return JSONResponse(settings)

@@ -20,6 +20,7 @@ from pagoda.server.errors import ApiError
 from pagoda.server.live import FRAME_S, viewer_of
 from pagoda.server.request_state import request_state
 from pagoda.server.sending import cancel_on_disconnect
+from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState, state_of
 
 logger = logging.getLogger("pagoda.server")
@@ -30,12 +31,13 @@ _DEFAULT_S = 5.0
 
 async def _trace(http: Request) -> Response:
     """Answer with a trace of all requests, whose lengths and ids it shows: for the admin key, or a server of one
-    machine that has no keys.
+    machine that has no keys. Of the first model, unless `model` names another.
     """
     request_state(http).route = TRACE.path
     state = state_of(http)
     if viewer_of(http).prefix != "":
         raise ApiError(403, "a trace shows the requests of all users: use the admin key (--admin-api-key)")
+    model = state.pick(http, http.query_params.get("model")).model
     given = http.query_params.get("seconds", str(_DEFAULT_S))
     try:
         seconds = msgspec.convert(given, float, strict=False)  # which takes no digits of other scripts, as `float` does
@@ -43,7 +45,7 @@ async def _trace(http: Request) -> Response:
         seconds = 0.0
     if not 0 < seconds <= MAX_TRACE_S:
         raise ApiError(400, f"seconds: must be a number above 0, at most {MAX_TRACE_S:g} (got {given:.40})", "seconds")
-    data = await cancel_on_disconnect(http, _record(state, seconds))
+    data = await cancel_on_disconnect(http, _record(state, model, seconds))
     disposition = {"Content-Disposition": 'attachment; filename="pagoda-trace.json"'}
     return Response(data, media_type="application/json", headers=disposition)
 
@@ -53,8 +55,8 @@ TRACE = Route("/trace", _trace)
 
 
 async def write_trace(state: ServerState, path: Path) -> None:
-    """Write the trace from now until the server begins to end."""
-    data = await _record(state, math.inf)
+    """Write the trace of the first model, from now until the server begins to end."""
+    data = await _record(state, state.model, math.inf)
     try:
         await asyncio.to_thread(path.write_bytes, data)
     except OSError as error:
@@ -63,9 +65,9 @@ async def write_trace(state: ServerState, path: Path) -> None:
         logger.info("the trace is in %s", path)
 
 
-async def _record(state: ServerState, seconds: float) -> bytes:
+async def _record(state: ServerState, model: ServedModel, seconds: float) -> bytes:
     """Return the trace of the next seconds; a shorter one if the server ends. Raises Refusal if one is made already."""
-    engine = state.engine
+    engine, looks = model.engine, model.looks
     if engine is None:
         raise ApiError(503, "this server has no engine process to trace")
     running = await state.peers.ask("requests", "", False, returns=list[RequestRecord])
@@ -74,7 +76,8 @@ async def _record(state: ServerState, seconds: float) -> bytes:
     began_s = time.perf_counter()
     trace = ChromeTrace(began_s)
     for record in itertools.chain.from_iterable(running):
-        trace.begin_with(record.client, record.handle, record.request_id, record.has_run)
+        if record.model == model.name:
+            trace.begin_with(record.client, record.handle, record.request_id, record.has_run)
 
     def add(events: Events) -> None:
         for event in events:
@@ -82,15 +85,15 @@ async def _record(state: ServerState, seconds: float) -> bytes:
 
     engine.on_events = add
     try:
-        with state.looks.reads_steps():
-            num_steps = state.looks.num_steps
-            await state.looks.refresh()  # from now on, the engine notes its steps
+        with looks.reads_steps():
+            num_steps = looks.num_steps
+            await looks.refresh()  # from now on, the engine notes its steps
             while (left_s := began_s + seconds - time.perf_counter()) > 0 and not state.drain.is_draining:
                 await asyncio.sleep(min(left_s, FRAME_S))
-                await state.looks.refresh()
-                for note in state.looks.steps_after(num_steps):
+                await looks.refresh()
+                for note in looks.steps_after(num_steps):
                     trace.add_step(note)
-                num_steps = state.looks.num_steps
+                num_steps = looks.num_steps
     finally:
         engine.on_events = None
     written = trace.written(time.perf_counter())

@@ -9,6 +9,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
 
+from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import RequestOutput
 from pagoda.base.request_limits import RequestLimits
@@ -24,6 +25,7 @@ from pagoda.server.remote_admission import AnyPlace
 from pagoda.server.request_state import request_state
 from pagoda.server.routing import Router
 from pagoda.server.sending import EventStream, cancel_on_disconnect, event, json_response, run_sized
+from pagoda.server.served_model import ServedModel
 from pagoda.server.state import state_of
 
 router = Router()
@@ -174,11 +176,17 @@ async def create_translation(http: Request) -> Response:
 def _admitted(http: Request) -> contextlib.AbstractAsyncContextManager[AnyPlace]:
     """Admit a request before its form is read. Raises Refusal (429)."""
     request_state(http).body_bytes = 0  # of a text: the sound's tokens are not known yet
-    return state_of(http).starter.admitted(http, 1, 1, None, is_read=False)
+    return _default_model(http).starter.admitted(http, 1, 1, None, is_read=False)
+
+
+def _default_model(http: Request) -> ServedModel:
+    """Return the model of requests that name none: the first that transcribes."""
+    models = state_of(http).models
+    return next((one for one in models.all if one.llm.input_processor.speech is not None), models.first)
 
 
 def _form(http: Request, kind: type[F]) -> contextlib.AbstractAsyncContextManager[tuple[F, UploadFile]]:
-    if state_of(http).starter.llm.input_processor.speech is None:
+    if _default_model(http).llm.input_processor.speech is None:
         raise RequestError("this model does not transcribe: serve a Whisper model", "model")
     return read_form(http, kind, "a sound file", _LISTS, _REFUSED)
 
@@ -198,11 +206,15 @@ async def _answer(
 ) -> Response:
     """Transcribe a file, and answer in the form that was asked for."""
     state = state_of(http)
-    if state.pick(http, model).lora is not None:
+    picked = state.pick(http, model or _default_model(http).name)
+    starter = picked.model.starter
+    if picked.lora is not None:
         raise ApiError(400, "model: adapters do not transcribe", "model")
+    if starter.llm.input_processor.speech is None:
+        raise ApiError(400, f"model: {abbreviate(picked.name)} does not transcribe", "model")
     name, request_id = file.filename or "upload", state.request_id(http, None, "audio-", 1)
-    new_id = state.starter.reserve_job(request_state(http).caller.key, request_id, place)
-    reading = state.starter.llm.text.begin_transcription(
+    new_id = starter.reserve_job(request_state(http).caller.key, request_id, place)
+    reading = starter.llm.text.begin_transcription(
         lambda limits, is_left: read_sound(_content(file), name, limits, is_left),
         options,
         lambda limits: claimed_bytes(_content(file), name, limits),
@@ -210,11 +222,11 @@ async def _answer(
     )
     sound = await cancel_on_disconnect(http, reading)
     request_state(http).audio_s = round(sound.sound.duration_s, 2)
-    generation = Generation(state.starter, http, request_id, (), place, is_stream)
+    generation = Generation(starter, http, request_id, (), place, is_stream)
     with contextlib.ExitStack() as at_end:
         at_end.callback(generation.close)
-        salt = state.starter.salt(generation.key, None)
-        outputs = state.starter.llm.run_job(sound.job(), new_id, salt, generation.follow_job)
+        salt = starter.salt(generation.key, None)
+        outputs = starter.llm.run_job(sound.job(), new_id, salt, generation.follow_job)
         if is_stream:
             at_end.pop_all()
             return EventStream(_events(outputs, sound), generation.close)

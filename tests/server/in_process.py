@@ -20,6 +20,7 @@ from pagoda.server.batches.service import FileService
 from pagoda.server.request_starter import RequestStarter
 from pagoda.server.served_adapters import ServedAdapters
 from pagoda.server.served_model import ServedModel
+from pagoda.server.served_models import ServedModels
 from pagoda.server.state import ServerState
 from pagoda.server.stored.service import StoreService
 from tests.fake_engine import MAX_LEN, byte_inputs
@@ -64,21 +65,19 @@ def served(
         async with AsyncEngine(engine, byte_inputs()) as llm:
             llm.input_processor.speech = cast("Any", speech or None)
             metrics = ServerMetrics("m", EngineStats, dict.fromkeys(CACHE_LABELS, ""))
-            state = ServerState(
-                starter=RequestStarter(llm, Admission(config.server_limits, 0.0), metrics, b""),
-                model=ServedModel(
-                    names=("m",),
-                    llm=llm,
-                    adapters=ServedAdapters(llm, ("m",), None),
-                    max_model_len=MAX_LEN,
-                    chat_template=None,
-                    tool_parser="auto",
-                    trusts_templates=True,
-                ),
+            admission = Admission(config.server_limits, 0.0)
+            model = ServedModel(
+                names=("m",),
+                starter=RequestStarter(llm, admission, metrics, b""),
+                adapters=ServedAdapters(llm, ("m",), None),
+                max_model_len=MAX_LEN,
+                chat_template=None,
+                tool_parser="auto",
                 block_size=16,
-                config=config,
-                owned=OwnCalls(services_of(StoreService(), FileService())),
+                trusts_templates=True,
             )
+            owned = OwnCalls(services_of(StoreService(), FileService()))
+            state = ServerState(models=ServedModels([model]), admission=admission, config=config, owned=owned)
             transport = httpx.ASGITransport(create_app(state, config))
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
                 await test(http)

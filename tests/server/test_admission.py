@@ -22,7 +22,7 @@ from pagoda.base.server_config import ServerLimits
 from pagoda.core.request import MediaItem, Request
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.observed_requests import ObservedRequests
-from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
+from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics, write_metrics
 from pagoda.server.admission import PRIOR_OUTPUT_TOKENS, Admission, Place, Refusal
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
@@ -406,7 +406,7 @@ def test_the_wait_in_line_can_be_ended_with_an_error(key: str | None, num_left: 
 
 def test_what_waits_in_line_is_among_the_waiting_requests_of_the_metrics() -> None:
     metrics = ServerMetrics("m", lambda: EngineStats(num_waiting=3, num_deferred=1), dict.fromkeys(CACHE_LABELS, ""))
-    shown = metrics.write(metrics.counts(), 3).decode()
+    shown = write_metrics([(metrics, metrics.counts())], 3).decode()
     assert 'vllm:num_requests_waiting{engine="0",model_name="m"} 6.0' in shown
     for reason, count in (("capacity", 2.0), ("deferred", 1.0), ("admission", 3.0)):
         labels = f'engine="0",model_name="m",reason="{reason}"'

@@ -508,8 +508,8 @@ def test_a_process_that_goes_while_another_is_waited_for_is_counted_once() -> No
             if counted == 4.0:  # it has answered; the other has not
                 server.clients = {2}
                 shared.on_left(1)
-            server.asked[-1].set_result({1: {"a": {"": counted}}} if counted < 5 else {})
-            assert (await reading)["a"] == {"": 3.0}
+            server.asked[-1].set_result({1: {"m": {"a": {"": counted}}}} if counted < 5 else {})
+            assert (await reading)["m"]["a"] == {"": 3.0}
 
     asyncio.run(main())
 

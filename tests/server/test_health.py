@@ -16,8 +16,18 @@ from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.text_engine import TextEngine
 from pagoda.server.app import create_app
 from pagoda.server.middleware import Drain
+from pagoda.server.served_model import ServedModel
+from pagoda.server.served_models import ServedModels
 from tests.fake_engine import byte_inputs, fake_core
 from tests.generate import generate
+
+
+def _state(llm: Any, process: Any) -> Any:
+    """The state of a server of one model.   process: its engine's."""
+    starter: Any = SimpleNamespace(llm=llm, metrics=SimpleNamespace(on_http=lambda *_: None))
+    adapters: Any = SimpleNamespace(by_name={})
+    model = ServedModel(("m",), starter, adapters, 8, None, "none", 16, engine=process)
+    return SimpleNamespace(models=ServedModels([model]), model=model, drain=Drain(), telemetry=None)
 
 
 def test_health_is_503_once_outputs_can_no_longer_be_read(
@@ -29,9 +39,7 @@ def test_health_is_503_once_outputs_can_no_longer_be_read(
         client = ThreadClient(lambda: TextEngine(fake_core(), byte_inputs()), "test")
         await client.start()
         async with AsyncEngine(client, byte_inputs()) as llm, contextlib.AsyncExitStack() as stack:
-            process = SimpleNamespace(died=None, is_up=True, is_stuck=False)  # an engine process in best health
-            starter = SimpleNamespace(llm=llm, metrics=SimpleNamespace(on_http=lambda *_: None))
-            state: Any = SimpleNamespace(starter=starter, engine=process, drain=Drain(), telemetry=None)
+            state = _state(llm, SimpleNamespace(died=None, is_up=True, is_stuck=False))  # an engine in best health
             transport = httpx.ASGITransport(create_app(state, ServerConfig()))
             http = await stack.enter_async_context(httpx.AsyncClient(transport=transport, base_url="http://test"))
 
@@ -58,9 +66,7 @@ def test_health_is_503_once_outputs_can_no_longer_be_read(
 def test_a_server_that_starts_stalls_or_drains_is_alive_but_not_ready() -> None:
     async def main() -> None:
         well = {"died": None, "is_up": True, "is_stuck": False}
-        llm = SimpleNamespace(died=None)
-        starter = SimpleNamespace(llm=llm, metrics=SimpleNamespace(on_http=lambda *_: None))
-        state: Any = SimpleNamespace(starter=starter, engine=None, drain=Drain(), telemetry=None)
+        state = _state(SimpleNamespace(died=None), None)
         transport = httpx.ASGITransport(create_app(state, ServerConfig()))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
 
@@ -68,13 +74,13 @@ def test_a_server_that_starts_stalls_or_drains_is_alive_but_not_ready() -> None:
                 return (await http.get(path)).status_code
 
             for change in ({"is_up": False}, {"is_stuck": True}):
-                state.engine = SimpleNamespace(**well | change)
+                state.model.engine = SimpleNamespace(**well | change)
                 assert (await status("/livez"), await status("/readyz")) == (200, 503), change
-            state.engine = SimpleNamespace(**well)
+            state.model.engine = SimpleNamespace(**well)
             assert (await status("/livez"), await status("/readyz")) == (200, 200)
             state.drain.begin()
             assert (await status("/livez"), await status("/readyz")) == (200, 503)
-            state.engine = SimpleNamespace(**well | {"died": WorkerDied("x")})
+            state.model.engine = SimpleNamespace(**well | {"died": WorkerDied("x")})
             assert (await status("/livez"), await status("/readyz")) == (503, 503)
 
     asyncio.run(main())

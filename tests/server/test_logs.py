@@ -18,7 +18,7 @@ import pagoda
 from pagoda import SamplingParams
 from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
-from pagoda.metrics.counts import Counts
+from pagoda.metrics.counts import ModelCounts
 from pagoda.metrics.observed_requests import ObservedRequests, RequestObserver
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
 from pagoda.server.load_report import report_load
@@ -79,10 +79,10 @@ def test_every_line_of_text_has_time_level_and_process(fake_server: LiveServer) 
 
 
 async def reporting(observed: ObservedRequests, interval_s: float) -> None:
-    async def read_counts() -> Counts:
-        return observed.metrics.counts()
+    async def read_counts() -> ModelCounts:
+        return {"m": observed.metrics.counts()}
 
-    await report_load(observed.metrics.stats, read_counts, observed.oldest, interval_s)
+    await report_load("m", observed.metrics.stats, read_counts, observed.oldest, interval_s)
 
 
 def test_a_line_tells_the_load_while_there_is_any(caplog: pytest.LogCaptureFixture) -> None:

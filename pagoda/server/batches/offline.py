@@ -11,6 +11,7 @@ from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.server.app import create_app
 from pagoda.server.batches.lines import Journal, read_lines
 from pagoda.server.batches.run import LIMITS, MAX_LINE_BYTES, Caller, answer_lines
+from pagoda.server.model_engine import ModelEngine
 from pagoda.server.state import build_state
 
 
@@ -37,11 +38,11 @@ async def answer_file(config: EngineConfig, path: Path, journal: Journal, on_lin
     client = ProcessClient(config, step_timeout_s=config.server.server_timeouts.step_timeout_s)
     starting = asyncio.create_task(client.start())
     try:
-        state = await build_state(config, client, lambda: starting)
+        state = await build_state([ModelEngine(config, client, lambda: starting)])
         await state.model.adapters.load_modules(config.server.lora_sources)
 
         def raise_if_dead() -> None:
-            if (died := client.died or state.starter.llm.died) is not None:
+            if (died := state.models.died) is not None:
                 raise died
 
         caller = Caller(create_app(state, config.server), raise_if_dead)
@@ -50,7 +51,7 @@ async def answer_file(config: EngineConfig, path: Path, journal: Journal, on_lin
         try:
             await answer_lines(caller, lines, journal, lambda: max_in_flight, on_line)
         finally:
-            state.starter.llm.text.close()
+            state.model.llm.text.close()
             await asyncio.to_thread(state.peers.close)
     finally:
         starting.cancel()

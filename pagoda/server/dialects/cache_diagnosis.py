@@ -15,7 +15,8 @@ from pagoda.server.live import miss_of
 from pagoda.server.prefix_misses import PrefixMiss
 from pagoda.server.request_state import request_state
 from pagoda.server.seen_requests import Viewer
-from pagoda.server.state import ServerState
+from pagoda.server.served_model import ServedModel
+from pagoda.server.state import ServerState, state_of
 from pagoda.server.turn import Turn
 
 logger = logging.getLogger("pagoda.server")
@@ -78,21 +79,21 @@ class Diagnosis:
         self._block_size, self._log = block_size, log
 
     @classmethod
-    async def of(cls, http: Request, state: ServerState, now: Fingerprint, previous_id: str | None) -> "Diagnosis":
+    async def of(cls, http: Request, model: ServedModel, now: Fingerprint, previous_id: str | None) -> "Diagnosis":
         """Return the diagnosis of a request, after looking for the previous one."""
-        history, found = state.model.history, None
+        history, found = model.history, None
         if history is not None and previous_id is not None:
             found = await history.recall_note(history.owner_of(request_state(http).caller), previous_id)
         previous = None
         if found is not None:
             with contextlib.suppress(msgspec.DecodeError):  # a damaged one is not found
                 previous = msgspec.msgpack.decode(found, type=Fingerprint)
-        loop = asyncio.get_running_loop()
+        loop, state = asyncio.get_running_loop(), state_of(http)
 
         def log(turn: Turn, text: str) -> None:  # called on any thread
             asyncio.run_coroutine_threadsafe(_log_with_token(state, turn, text), loop)
 
-        return cls(now, previous_id, previous, state.block_size, log)
+        return cls(now, previous_id, previous, model.block_size, log)
 
     def note(self, turn: Turn) -> None:
         """Keep what the next request is compared with. Call it at the end of the answer."""
@@ -137,7 +138,7 @@ class Diagnosis:
 async def _log_with_token(state: ServerState, turn: Turn, text: str) -> None:
     """Log why no more of a prompt was cached, with the first token that differs if it is known."""
     engine_id = turn.generation.requests[0].request_id
-    details, viewer = state.starter.observed.details(engine_id), Viewer(engine_id.removesuffix(turn.id))
+    details, viewer = state.models.details(engine_id), Viewer(engine_id.removesuffix(turn.id))
     miss = None if details is None else await miss_of(state, viewer, details)
     logger.info("%s: %s%s", turn.id, text, "" if miss is None else _in_words(miss))
 

@@ -514,13 +514,13 @@ def is_client(scope: Scope) -> bool:
 
 def model_list(state: ServerState) -> MessageModelList:
     """Return the models as Anthropic's clients read them."""
-    names = state.model.all_names
+    names = state.models.all_names
     return MessageModelList(data=[model_card(state, one) for one in names], first_id=names[0], last_id=names[-1])
 
 
 def model_card(state: ServerState, name: str) -> MessageModel:
     created = datetime.fromtimestamp(state.started_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    longest = state.model.max_model_len
+    longest = state.models.pick(name).model.max_model_len
     return MessageModel(id=name, display_name=name, created_at=created, max_input_tokens=longest, max_tokens=longest)
 
 
@@ -535,7 +535,9 @@ async def create_message(http: Request) -> Response:
     diagnosis = None
     if body.diagnostics is not None:
         now = await run_for_body(http, lambda: _fingerprint(body))
-        diagnosis = await Diagnosis.of(http, state, now, body.diagnostics.previous_message_id)
+        diagnosis = await Diagnosis.of(
+            http, state.pick(http, body.model).model, now, body.diagnostics.previous_message_id
+        )
     return await respond_to(http, MessagesDialect(diagnosis), body)
 
 
@@ -553,7 +555,7 @@ async def count_tokens(http: Request) -> Response:
     body = await state.bodies.read(http, CountTokensRequest)
     picked = state.pick(http, body.model)
     conversation, made = await run_for_body(http, lambda: conversation_of(body))
-    async with state.starter.admitted(http, 1):
+    async with picked.model.starter.admitted(http, 1):
         with naming_fields(made.origin):
             num_tokens = await count_prompt_tokens(http, picked.model, conversation)
         return json_response(TokenCountAnswer(num_tokens))

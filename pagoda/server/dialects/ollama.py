@@ -231,7 +231,7 @@ router = Router(error=OllamaError, error_form=ollama_error, stream_type=LINES)
 
 def model_name(state: ServerState, name: str | None) -> str | None:
     """Return the name of a model that a caller means, who may have added or left out LATEST."""
-    known = state.model.all_names
+    known = state.models.all_names
     if name is None or name in known:
         return name
     return f"{name}{LATEST}" if f"{name}{LATEST}" in known else name.removesuffix(LATEST) or name

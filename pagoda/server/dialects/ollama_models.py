@@ -16,7 +16,8 @@ from pagoda.server.discovery import capabilities_of
 from pagoda.server.embeddings import Count, EmbeddingRequest, embed
 from pagoda.server.routing import Router
 from pagoda.server.sending import json_response
-from pagoda.server.state import ServerState, state_of
+from pagoda.server.served_model import ModelFacts, ServedModel
+from pagoda.server.state import state_of
 from pagoda.server.turn import naming_fields
 
 router = Router(error=OllamaError, error_form=ollama_error)
@@ -168,7 +169,7 @@ async def ollama_version(http: Request) -> Response:
 async def ollama_tags(http: Request) -> Response:
     """The names under which the model is served, and its LoRA adapters."""
     state = state_of(http)
-    models = [_model(state, name) for name in state.model.all_names]
+    models = [_described(served, name) for served in state.models.all for name in served.all_names]
     for model in models:
         model.modified_at = timestamp(state.started_at)
     return json_response(OllamaModels(models))
@@ -178,11 +179,14 @@ async def ollama_tags(http: Request) -> Response:
 async def ollama_ps(http: Request) -> Response:
     """The same models as in /api/tags: all of them are loaded."""
     state = state_of(http)
-    models = [_model(state, name) for name in state.model.all_names]
-    for model in models:
-        model.expires_at = timestamp(state.started_at + _NEVER_S)
-        model.size_vram = model.size if state.model.facts.is_on_gpu else 0
-        model.context_length = state.model.max_model_len
+    models: list[OllamaModel] = []
+    for served in state.models.all:
+        for name in served.all_names:
+            model = _described(served, name)
+            model.expires_at = timestamp(state.started_at + _NEVER_S)
+            model.size_vram = model.size if served.facts.is_on_gpu else 0
+            model.context_length = served.max_model_len
+            models.append(model)
     return json_response(OllamaModels(models))
 
 
@@ -191,15 +195,15 @@ async def ollama_show(http: Request) -> Response:
     """What is known of a model: its template, its context, and what it can do."""
     state = state_of(http)
     body = await state.bodies.read(http, OllamaShowRequest)
-    name = state.pick(http, model_name(state, body.model or body.name)).name
-    model = state.model
+    picked = state.pick(http, model_name(state, body.model or body.name))
+    name, model = picked.name, picked.model
     family = model.facts.family
     return json_response(
         OllamaShown(
             modelfile=f"FROM {name}",
             parameters="\n".join(f"{key} {value}" for key, value in model.default_sampling.items()),
             template=model.template_for(None, False) or "",
-            details=_details(state),
+            details=_details(model.facts),
             model_info={
                 "general.architecture": family,
                 "general.parameter_count": model.facts.num_parameters,
@@ -239,14 +243,13 @@ async def ollama_embeddings(http: Request) -> Response:
     return await pooled.respond(lambda: OllamaEmbedding(pooled.vectors[0].tolist()))
 
 
-def _model(state: ServerState, name: str) -> OllamaModel:
-    facts = state.model.facts
+def _described(model: ServedModel, name: str) -> OllamaModel:
+    facts = model.facts
     digest = hashlib.sha256(f"{name} {facts.num_bytes}".encode()).hexdigest()
-    return OllamaModel(name=name, model=name, size=facts.num_bytes, digest=digest, details=_details(state))
+    return OllamaModel(name=name, model=name, size=facts.num_bytes, digest=digest, details=_details(facts))
 
 
-def _details(state: ServerState) -> OllamaDetails:
-    facts = state.model.facts
+def _details(facts: ModelFacts) -> OllamaDetails:
     return OllamaDetails(
         format=facts.format,
         family=facts.family,

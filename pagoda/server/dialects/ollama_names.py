@@ -133,9 +133,10 @@ async def ollama_delete(http: Request) -> Response:
     Needs the admin key, if the server has keys or other machines reach it.
     """
     state, body = await _read(http, OllamaDeleteRequest)
-    name = state.pick(http, model_name(state, _named(body.model, body.name))).name
-    if name in state.model.names:
-        raise ApiError(400, f"model: {abbreviate(name)} is the model that this server serves; end the server", "model")
+    picked = state.pick(http, model_name(state, _named(body.model, body.name)))
+    name = picked.name
+    if name in picked.model.names:
+        raise ApiError(400, f"model: {abbreviate(name)} is a model that this server serves; end the server", "model")
     await _change(state, AdapterChange(name))
     return Response()
 
@@ -154,7 +155,7 @@ async def ollama_pull(http: Request) -> Response:
     state, body = await _read(http, OllamaPullRequest)
     asked = _named(body.model, body.name)
     name = model_name(state, asked) or asked
-    is_served = name in state.model.all_names
+    is_served = name in state.models.all_names
     if not is_served:
         name = full_name(name)
         if name not in CATALOG and _HUB_ID.fullmatch(name) is None:

@@ -1,0 +1,129 @@
+"""ServedModels: the models of a server, by their names, and what is asked of all of them together."""
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from pagoda.base.abbreviate import abbreviate, shorten
+from pagoda.base.errors import PagodaError
+from pagoda.engine.clients.calls import Services
+from pagoda.metrics.counts import ModelCounts
+from pagoda.metrics.known_tokens import KnownTokens
+from pagoda.metrics.observed_requests import Alike, RequestDetails, RequestRecord, oldest_of
+from pagoda.server.errors import ApiError
+from pagoda.server.served_adapters import AdapterChange, Failure
+from pagoda.server.served_model import PickedModel, ServedModel
+
+T = TypeVar("T")
+
+
+class ServedModels:
+    """The models of a server; requests that name none get the first."""
+
+    def __init__(self, models: Sequence[ServedModel]) -> None:
+        self.all = tuple(models)
+        self.first = self.all[0]
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The names of all models and of their adapters."""
+        return tuple(name for _, name in self.by_name)
+
+    @property
+    def by_name(self) -> list[tuple[ServedModel, str]]:
+        """Each model with each of its names."""
+        return [(model, name) for model in self.all for name in model.all_names]
+
+    def pick(self, name: str | None) -> PickedModel:
+        """Return what a name stands for; None is the first model. Raises ApiError (404) for an unknown one."""
+        if name is None:
+            return PickedModel(self.first.name, self.first, None)
+        for model in self.all:
+            if (picked := model.find(name)) is not None:
+                return picked
+        text = f"unknown model {abbreviate(name)}; this server has {shorten(', '.join(self.all_names))}"
+        raise ApiError(404, text, "model")
+
+    def of(self, name: str | None) -> ServedModel:
+        """Return the model of a name; the first if there is none."""
+        return next((one for one in self.all if name in one.all_names), self.first)
+
+    def of_record(self, record: RequestRecord) -> ServedModel:
+        """Return the model of a request."""
+        return next(one for one in self.all if one.name == record.model)
+
+    @property
+    def died(self) -> PagodaError | None:
+        """Return why no request to any model can be served any more, None while some can."""
+        errors = [one.died for one in self.all]
+        return None if None in errors else errors[0]
+
+    async def wait_until_dead(self) -> None:
+        """Wait until no request to any model can be served any more."""
+        await asyncio.gather(*(_wait_until_dead(one) for one in self.all))
+
+    # ---- what processes ask each other, see Peers
+
+    @property
+    def services(self) -> Services:
+        """What is asked of the requests of this process, by name."""
+        return {
+            "counts": self.counts,
+            "oldest": self.oldest,
+            "requests": self.requests,
+            "details": self.details,
+            "most_alike": self.most_alike,
+            "abort": self.abort,
+            "change_adapter": self.change_adapter,
+        }
+
+    def counts(self) -> ModelCounts:
+        """Return what was counted of each model, by its name."""
+        return {one.name: one.starter.metrics.counts() for one in self.all}
+
+    def oldest(self) -> RequestRecord | None:
+        """Return the request that runs for longest."""
+        return oldest_of(one.starter.observed.oldest() for one in self.all)
+
+    def requests(self, prefix: str, with_ended: bool) -> list[RequestRecord]:
+        """Return the requests whose ids begin with a prefix.   with_ended: those that have ended, too."""
+        return [*_chained(one.starter.observed.requests(prefix, with_ended) for one in self.all)]
+
+    def details(self, request_id: str) -> RequestDetails | None:
+        """Return what is known of the last request of an id."""
+        found = (one.starter.observed.details(request_id) for one in self.all)
+        known = [one for one in found if one is not None]
+        return max(known, key=lambda one: one.record.arrived_s, default=None)
+
+    def most_alike(self, model: str, prefix: str, arrived_s: float, tokens: KnownTokens) -> Alike | None:
+        """Return the request to a model that begins most like these tokens, see ObservedRequests."""
+        observed = next(one.starter.observed for one in self.all if one.name == model)
+        return observed.most_alike(prefix, arrived_s, tokens)
+
+    async def abort(self, request_ids: set[str] | None, key: str | None) -> list[str]:
+        """Abort requests, see RequestStarter."""
+        return [*_chained([await one.starter.abort(request_ids, key) for one in self.all])]
+
+    async def change_adapter(self, change: AdapterChange) -> Failure | None:
+        """Change an adapter of the model that its change is about. Return the error, if there is one."""
+        about = change.name if change.removes else change.copy_of or (change.module and change.module.parent)
+        model = self.of(about)
+        if not change.removes and any(change.name in one.all_names for one in self.all if one is not model):
+            return 400, f"{abbreviate(change.name)} is a name of another model; choose another", "lora_name"
+        return await model.adapters.try_to(change)
+
+
+def _chained(several: Iterable[Iterable[T]]) -> Iterable[T]:
+    return itertools.chain.from_iterable(several)
+
+
+async def _wait_until_dead(model: ServedModel) -> None:
+    ends = [asyncio.create_task(model.llm.wait_until_dead())]
+    if model.engine is not None:
+        ends.append(asyncio.create_task(model.engine.wait_until_gone()))
+    try:
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in ends:
+            task.cancel()
