@@ -193,6 +193,6 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page, keyed_server: LiveS
 
 def test_pictures_of_the_page_are_small() -> None:
     pictures = list((Path(__file__).parents[2] / "docs" / "howto" / "pictures").glob("*.png"))
-    assert len(pictures) == 2
+    assert len(pictures) == 4
     for picture in pictures:
         assert picture.stat().st_size < 150_000

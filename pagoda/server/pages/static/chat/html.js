@@ -14,6 +14,9 @@ export class Component extends PreactComponent {
 
 // One that is a dialog; the focus returns to where it was when it goes.
 export class Dialog extends Component {
-  componentDidMount() { this.element.showModal(); }
+  componentDidMount() {
+    this.element.showModal();
+    (this.element.querySelector("[autofocus]") ?? this.element).focus();
+  }
   componentWillUnmount() { this.element.close(); }
 }

@@ -17,7 +17,7 @@ export class Message extends Component {
     const { words, current, actions } = app, node = current.nodes[at];
     if (app.editing === at) return html`<${Editor} app=${app} at=${at} />`;
     const others = siblings(current, at), place = others.indexOf(at), isOwn = node.role === "user";
-    const has = (text) => Boolean(text?.trim());
+    const has = (text) => Boolean(text?.trim()), isCut = !isRunning && CUT.includes(node.finish);
     return html`<article class="message ${node.role}" aria-label=${isOwn ? words.you : node.model ?? words.result}>
       ${!isOwn && html`<h3>${node.role === "tool" ? words.result : node.model}</h3>`}
       ${node.images && html`<div class="pictures">${node.images.map((url, index) =>
@@ -32,7 +32,7 @@ export class Message extends Component {
       ${isRunning && !node.content && !node.reasoning && !node.calls
         && html`<p class="waiting" role="status"><i></i><i></i><i></i><span>${words.waiting}</span></p>`}
       ${node.error && html`<p class="error" role="alert">${node.error}</p>`}
-      ${!isRunning && !node.error && END[node.finish] && html`<p class="note">${words[END[node.finish]]}</p>`}
+      ${isCut && !node.error && html`<p class="note">${words[node.finish]}</p>`}
       ${!isRunning && node.calls && current.leaf === at && html`<${Results} app=${app} at=${at} />`}
       <footer>
         ${others.length > 1 && html`<span class="versions">
@@ -45,7 +45,7 @@ export class Message extends Component {
           ${isOwn && html`<${IconButton} name="edit" label=${words.edit} onClick=${() => actions.edit(at)} />`}
           ${node.role === "assistant" && html`
             <${IconButton} name="again" label=${words.regenerate} onClick=${() => actions.regenerate(at)} />
-            ${END[node.finish] && node.content && !node.calls && current.leaf === at
+            ${isCut && node.content && !node.calls && current.leaf === at
               && html`<${IconButton} name="go" label=${words.goOn} onClick=${() => actions.goOn(at)} />`}
             ${node.tokens && html`<${IconButton} name="tokens" aria-pressed=${showsTokens}
               label=${showsTokens ? words.hideTokens : words.showTokens}
@@ -56,8 +56,8 @@ export class Message extends Component {
   }
 }
 
-// Why an answer ended before its end: the word that says so.
-const END = { stopped: "stopped", interrupted: "interrupted", length: "length" };
+// How an answer ends that may be continued; there is a word for each.
+const CUT = ["stopped", "interrupted", "length"];
 
 function pretty(text) {
   try { return JSON.stringify(JSON.parse(text), null, 2); } catch { return text; }

@@ -23,7 +23,7 @@ export class Settings extends Dialog {
       if (isGood) change("tools")(event);
     };
     const shut = () => actions.toggleSettings(false);
-    return html`<dialog class="settings" autofocus ref=${this.hold} aria-labelledby="settings-title" onClose=${shut}
+    return html`<dialog class="settings" tabindex="-1" ref=${this.hold} aria-labelledby="settings-title" onClose=${shut}
       onClick=${(event) => event.target === this.element && shut()}>
       <header><h2 id="settings-title">${words.settings}</h2><${IconButton} name="close" label=${words.close}
         onClick=${shut} /></header>
