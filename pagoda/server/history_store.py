@@ -89,14 +89,16 @@ class HistoryStore:
         self._db.close()
 
     def _evict(self) -> None:
-        """Delete what was used longest ago: the last messages of a conversation before the first, which others need."""
-        by_use = "SELECT id, size, owner FROM messages {} ORDER BY used, id DESC LIMIT 1"
-        for owner in [one for one, size in self.bytes_of.items() if size > self._max_per_owner]:
-            while self.bytes_of[owner] > self._max_per_owner:
-                self._delete(owner, [self._db.execute(by_use.format("WHERE owner = ?"), (owner,)).fetchone()[:2]])
-        while self.num_bytes > self._max_bytes:
-            number, size, owner = self._db.execute(by_use.format("")).fetchone()
-            self._delete(owner, [(number, size)])
+        """Delete of the owner that has most: so no owner loses what is within its part, whatever others write.
+
+        What was used longest ago goes first: the last messages of a conversation before the first, which others need.
+        """
+        by_use = "SELECT id, size FROM messages WHERE owner = ? ORDER BY used, id DESC LIMIT 1"
+        while self.bytes_of:
+            owner = max(self.bytes_of, key=self.bytes_of.__getitem__)
+            if self.bytes_of[owner] <= self._max_per_owner and self.num_bytes <= self._max_bytes:
+                return
+            self._delete(owner, self._db.execute(by_use, (owner,)).fetchall())
 
     def _delete(self, owner: str, rows: Iterable[tuple[int, int]]) -> None:
         for number, size in rows:

@@ -85,6 +85,20 @@ def test_the_beginning_of_a_conversation_stays_longest() -> None:
     assert 10 < len(kept) < 40
 
 
+def test_no_owner_loses_its_part_to_the_conversations_of_others() -> None:
+    store = HistoryStore(max_bytes=20_000, max_bytes_per_owner=8_000)
+    keys = [number.to_bytes(16, "big") for number in range(400)]
+    for key in keys[:20]:
+        store.remember("a", key, bytes(80))
+    kept = store.bytes_of["a"]
+    assert kept < 20_000 / 4
+    for key in keys:
+        for owner in "bcd":
+            store.remember(owner, key, bytes(80))
+    assert len(store.recall("a", keys[:20])) == 20
+    assert min(store.bytes_of.values()) == kept  # the others share the rest
+
+
 def test_a_file_is_the_users_alone_and_read_by_the_next_server(tmp_path: Path) -> None:
     file = tmp_path / "history.db"
     first = HistoryStore(str(file))
