@@ -165,8 +165,8 @@ class BeamSearch:
         return self._normalised(self.live[0].score, length) <= self.finished[-1].score
 
 
-def columns_of(hypothesis: Hypothesis) -> tuple[list[int], LogprobColumns]:
-    """Return a hypothesis's token ids, and their log-probabilities next to the candidates of each step."""
+def columns_of(hypothesis: Hypothesis) -> tuple[np.ndarray, LogprobColumns]:
+    """Return a hypothesis's token ids, int32 [n], and their log-probabilities next to the candidates of each step."""
     tokens: list[BeamToken] = []
     last: BeamToken | None = hypothesis.last
     while last is not None:
@@ -184,7 +184,7 @@ def columns_of(hypothesis: Hypothesis) -> tuple[list[int], LogprobColumns]:
         for into, values in ((columns.token_ids, of_step.token_ids), (columns.logprobs, of_step.logprobs)):
             into[row, 0] = values[token.rank]
             into[row, 1 : 1 + len(values)] = values
-    return columns.token_ids[:, 0].tolist(), columns
+    return columns.token_ids[:, 0].copy(), columns
 
 
 # Nothing is scheduled for a beam's row until it is known which beams continue, so the beams of a request

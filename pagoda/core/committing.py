@@ -50,8 +50,7 @@ def commit(
     commit_tokens = _commit_plain if rest is result and _is_plain(state, output, result) else _commit_any
     by_client = commit_tokens(state, output, rest)
     if state.table.has_pinned_rows:
-        state.table.free_pinned_rows(output.step)
-        for request in state.in_flight.stop_waiting_for(output.step):
+        for request in state.table.free_pinned_rows(output.step):
             state.waiting.wake(request.key)
     for client, parts in texts.items():
         by_client[client] = join_outputs([by_client[client], *parts] if client in by_client else parts)
@@ -106,7 +105,7 @@ def _commit_plain(
         at = rows.astype(np.intp)
         handles, indices, counts = table.handle[at], table.index[at], np.ones(len(at), np.int32)
         limits = table.length_limit[at]
-    table.settle_expected(rows, output.drafts)
+    table.settle_expected(at, output.drafts)
     ends = table.append_each(at, tokens)
     state.stats.generation_tokens += len(at)
     may_end = state.stops.among(tokens) | (ends >= limits)

@@ -33,8 +33,9 @@ def extend_beams(
         sequence = state.table.sequence_of[row]
         if sequence is None or sequence.is_finished or row in result.failed:
             continue
-        if sequence.row != row:
-            _compute_again(state, sequence)
+        if sequence.row != row:  # it left its row: after a swap, it computes the last token again
+            if sequence.request.status is RequestStatus.SWAPPED:
+                state.table.roll_back(sequence, 1)
         else:
             assert result.logprobs is not None, "`without_unscored` has refused these rows"
             _search_of(state, sequence.request).take(sequence.index, _candidates(sequence, result.logprobs, first[i]))
@@ -65,12 +66,6 @@ def _without_samples(result: ModelRunnerOutput, mask: np.ndarray) -> ModelRunner
         logprobs = logprobs[~np.repeat(mask, result.num_sampled)]
     num_sampled = np.where(mask, 0, result.num_sampled).astype(np.int32)
     return replace(result, num_sampled=num_sampled, logprobs=logprobs)
-
-
-def _compute_again(state: SchedulerState, sequence: Sequence) -> None:
-    """The sequence left its row while its token was in flight: after a swap, it computes the last token again."""
-    if sequence.request.status is RequestStatus.SWAPPED:
-        state.table.roll_back(sequence, 1)
 
 
 def _search_of(state: SchedulerState, request: RequestState) -> BeamSearch:
@@ -120,19 +115,10 @@ def _end_search(state: SchedulerState, request: RequestState, search: BeamSearch
     note_first_outputs(state, np.array(request.rows))
     parts: list[EngineCoreOutputs] = []
     for sequence, hypothesis in zip(request.sequences, search.finished, strict=False):
-        token_ids, columns = columns_of(hypothesis)
-        state.stats.generation_tokens += len(token_ids)
-        parts.append(_hypothesis_output(sequence, token_ids, columns))
+        ids, columns = columns_of(hypothesis)
+        state.stats.generation_tokens += len(ids)
+        handle, index = np.array([request.spec.handle], np.int64), np.array([sequence.index], np.int32)
+        parts.append(EngineCoreOutputs(handle, index, np.array([len(ids)], np.int32), ids, logprobs=columns))
         finish_sequence(state, sequence, hypothesis.status, hypothesis.stop_token)
     finish_all(state, request, RequestStatus.FINISHED_STOPPED)
     return parts
-
-
-def _hypothesis_output(sequence: Sequence, token_ids: list[int], columns: LogprobColumns) -> EngineCoreOutputs:
-    return EngineCoreOutputs(
-        np.array([sequence.request.spec.handle], np.int64),
-        np.array([sequence.index], np.int32),
-        np.array([len(token_ids)], np.int32),
-        np.array(token_ids, np.int32),
-        logprobs=columns,
-    )

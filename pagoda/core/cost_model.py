@@ -9,7 +9,7 @@ All coefficients are at least 0. A completed step costs one append; the fit is m
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -43,15 +43,6 @@ class Chunks:
         return int(self.num_new.sum())
 
 
-@dataclass(slots=True)
-class _Fit:
-    """coefficients: float64 [len(TERMS)], seconds per unit of each term."""
-
-    coefficients: np.ndarray = field(default_factory=lambda: np.zeros(len(TERMS)))
-    num_steps: int = 0
-    num_seen: int = 0
-
-
 class CostModel:
     """What steps and copies of blocks cost, in seconds: 0 as long as nothing was measured.
 
@@ -69,7 +60,8 @@ class CostModel:
         self._steps: dict[int, deque[tuple[Chunks, float]]] = {}
         self._num_seen = 0
         self._copies: deque[tuple[int, float]] = deque(maxlen=_NUM_COPIES)
-        self._fit = _Fit()
+        self._coefficients = np.zeros(len(TERMS))  # seconds per unit of each term
+        self._fitted = 0, 0  # steps of the last fit, and steps seen until then
 
     def observe(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Take the measurements of a completed step. Its duration_s includes swap_s."""
@@ -79,18 +71,15 @@ class CostModel:
         if result.duration_s > result.swap_s and not output.is_empty:
             num_encoded = sum(item.length for item in output.encoder_inputs)
             chunks = Chunks(output.start, output.num_new, num_encoded)
-            self._keep(output.total_num_scheduled_tokens, chunks, result.duration_s - result.swap_s)
+            self.observe_step(chunks, result.duration_s - result.swap_s, output.total_num_scheduled_tokens)
 
     def observe_copies(self, num_blocks: int, seconds: float) -> None:
         """Copying so many blocks, in or out, took so long."""
         self._copies.append((num_blocks, seconds))
 
-    def observe_step(self, chunks: Chunks, seconds: float) -> None:
-        """A step that computed this took so long, without copies."""
-        self._keep(chunks.num_tokens, chunks, seconds)
-
-    def _keep(self, num_tokens: int, chunks: Chunks, seconds: float) -> None:
-        size = num_tokens.bit_length()
+    def observe_step(self, chunks: Chunks, seconds: float, num_tokens: int | None = None) -> None:
+        """A step that computed this took so long, without copies.   num_tokens: of the chunks, where it is known."""
+        size = (chunks.num_tokens if num_tokens is None else num_tokens).bit_length()
         steps = self._steps.get(size)
         if steps is None:
             steps = self._steps[size] = deque(maxlen=_STEPS_PER_SIZE)
@@ -106,7 +95,7 @@ class CostModel:
     def terms_s(self, steps: Sequence[Chunks]) -> np.ndarray:
         """Return the seconds of each term (`TERMS`) in steps that compute this: float64 [num_steps, num_terms]."""
         self._update()
-        return self._units(steps) * self._fit.coefficients
+        return self._units(steps) * self._coefficients
 
     def added_s(self, chunks: Chunks) -> float:
         """Return the seconds that steps take longer when they compute this too. None is made for it alone."""
@@ -134,13 +123,13 @@ class CostModel:
 
     def _update(self) -> None:
         """Fit again if enough steps are new. The same steps give the same coefficients."""
-        fit = self._fit
-        if (self._num_seen - fit.num_seen) * _REFIT_SHARE <= fit.num_steps:
+        num_fitted, num_seen = self._fitted
+        if (self._num_seen - num_seen) * _REFIT_SHARE <= num_fitted:
             return
         measured = [step for _, steps in sorted(self._steps.items()) for step in steps]
         seconds = np.array([seconds for _, seconds in measured])
         units = self._units([chunks for chunks, _ in measured])
-        self._fit = _Fit(_solve(units, seconds), len(measured), self._num_seen)
+        self._coefficients, self._fitted = _solve(units, seconds), (len(measured), self._num_seen)
 
 
 def _solve(units: np.ndarray, seconds: np.ndarray) -> np.ndarray:

@@ -53,10 +53,7 @@ class EncoderCache:
         if num_tokens > self.num_reclaimable_tokens:
             return False
         while num_tokens > self.num_free_tokens:
-            content_hash, length = self._unreferenced.popitem(last=False)
-            del self._holders[content_hash], self._length[content_hash]
-            self._evicted.append(content_hash)
-            self.num_free_tokens += length
+            self.evict(next(iter(self._unreferenced)))
         return True
 
     def add(self, request: RequestState, item: int) -> bool:
@@ -83,11 +80,8 @@ class EncoderCache:
         content_hash = request.spec.media[item].content_hash
         if any(request.spec.media[other].content_hash == content_hash for other in held):
             return
-        holders = self._holders.get(content_hash)
-        if holders is None:
-            return
-        holders.discard(request)
-        if not holders:
+        self._holders[content_hash].discard(request)
+        if not self._holders[content_hash]:
             self._unreferenced[content_hash] = self._length[content_hash]
 
     def drop_passed(self, request: RequestState, num_computed: int) -> None:
@@ -102,13 +96,6 @@ class EncoderCache:
         for item in sorted(self._items_held.get(request, ())):
             self.drop_item(request, item)
 
-    def remove(self, content_hash: str) -> None:
-        """An output that was planned in this step will not be computed after all."""
-        self.num_free_tokens += self._length.pop(content_hash)
-        del self._holders[content_hash]
-        self._unreferenced.pop(content_hash, None)
-        self._new.discard(content_hash)
-
     def evict_unreferenced(self) -> None:
         """Drop all outputs that nothing references."""
         for content_hash in list(self._unreferenced):
@@ -119,9 +106,11 @@ class EncoderCache:
         return frozenset(self._holders.get(content_hash, ()))
 
     def evict(self, content_hash: str) -> None:
-        """Drop an output that nothing references, if it is cached."""
+        """Drop an output that nothing references, if it is cached, or was to be computed in this step."""
         if content_hash in self._unreferenced:
-            self.remove(content_hash)
+            self.num_free_tokens += self._unreferenced.pop(content_hash)
+            del self._holders[content_hash], self._length[content_hash]
+            self._new.discard(content_hash)
             self._evicted.append(content_hash)
 
     def take_evicted(self) -> tuple[str, ...]:
@@ -144,12 +133,9 @@ class EncoderCache:
         held = self._items_held.get(request, set())
         for item in [item for item in held if request.spec.media[item].content_hash == content_hash]:
             self.drop_item(request, item)
-        holders = self._holders.get(content_hash)
-        if holders:
+        if holders := self._holders.get(content_hash):
             return min(holders, key=lambda holder: holder.spec.request_id)
-        if holders is not None:
-            self.remove(content_hash)
-            self._evicted.append(content_hash)  # of an encoder-decoder request, workers may hold it from an earlier run
+        self.evict(content_hash)  # of an encoder-decoder request, workers may hold it from an earlier run
         return None
 
 

@@ -5,12 +5,11 @@ from collections.abc import Collection, Iterable, Mapping
 
 from pagoda.base.clock import Clock
 from pagoda.core.kv import KVCacheManager
-from pagoda.core.request import RequestState, Sequence
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
 class StepsInFlight:
-    """Planned steps whose results are not back, the rows they pin, and sequences that left those rows.
+    """Planned steps whose results are not back.
 
     outputs: of those steps, oldest first; they complete in this order.
     last_prompt_step_s: duration of the last completed step that computed prompt tokens.
@@ -19,7 +18,6 @@ class StepsInFlight:
     def __init__(self) -> None:
         self.outputs: deque[SchedulerOutput] = deque()
         self._prompt_steps: dict[int, float] = {}  # step -> when it was planned
-        self._late_until: dict[Sequence, int] = {}  # sequences that left a row -> last step in flight that names it
         self.last_prompt_step_s = 0.0
 
     def start_over(self) -> None:
@@ -53,33 +51,13 @@ class StepsInFlight:
             )
         raise ValueError(f"step {output.step} is not in flight: each step's result is given once, to its scheduler")
 
-    def note_left_row(self, sequence: Sequence) -> int:
-        """Record that the sequence leaves its row. Return the last step in flight that names the row, or 0."""
-        row = sequence.row
+    def last_step_with(self, row: int) -> int:
+        """Return the last step in flight that names the row, or 0."""
         for output in reversed(self.outputs):
             is_new = any(init.row == row for init in output.admitted)  # it may share blocks that this step fills
             if is_new or (output.rows == row).any() or (output.sample_rows == row).any():
-                self._late_until[sequence] = output.step
                 return output.step
         return 0
-
-    def stop_waiting_for(self, step: int) -> list[RequestState]:
-        """Stop waiting for `step`, whose results are committed, for the sequences that left its rows.
-
-        Return their requests.
-        """
-        landed = [one.request for one, last_step in self._late_until.items() if last_step <= step]
-        self._late_until = {one: last_step for one, last_step in self._late_until.items() if last_step > step}
-        return landed
-
-    def drop_late_tokens(self, request: RequestState) -> None:
-        """Forget the request's sequences: their tokens in flight will be dropped."""
-        for sequence in request.sequences:
-            self._late_until.pop(sequence, None)
-
-    def has_late_tokens(self, request: RequestState) -> bool:
-        """Return whether a sequence left its row while a step that names the row is still in flight."""
-        return bool(self._late_until) and any(sequence in self._late_until for sequence in request.sequences)
 
     def num_drafts(self) -> dict[int, int]:
         """Return the drafts in flight by row."""

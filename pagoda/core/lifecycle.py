@@ -86,7 +86,7 @@ def end_reasons(state: SchedulerState) -> None:
     for queue in (state.swapped, state.waiting):
         for request in queue.take_passed_over(state.num_steps):
             lora = request.spec.lora
-            if request.held_for is Reason.LORA and lora is not None and not state.has_room_for_adapter(lora):
+            if request.held_for is Reason.LORA and lora is not None and not state.batch.has_room_for_adapter(lora):
                 queue.note_held(request, state.num_steps)  # that is true still
             else:
                 _note_reason(state, request, queue, Reason.TURN, stops_queue=False)
@@ -164,7 +164,7 @@ def requeue(state: SchedulerState, request: RequestState, cause: RequestState | 
             _free_row(state, sequence)
         if not sequence.is_finished:
             state.kv.host.drop(sequence)
-            state.table.rewind(sequence)
+            state.table.roll_back(sequence, sequence.num_computed)
     if request.spec.is_beam_search:
         _restart_search(state, request)
     if was_swapped:
@@ -238,8 +238,8 @@ def _free_row(state: SchedulerState, sequence: Sequence) -> None:
 
 def _leave_row(state: SchedulerState, sequence: Sequence) -> None:
     """The sequence leaves its row, which has no blocks any more."""
-    row, last_step = sequence.row, state.in_flight.note_left_row(sequence)
-    state.table.release(sequence, last_step)
+    row = sequence.row
+    state.table.release(sequence, state.in_flight.last_step_with(row))
     for owner in (state.kv.tables, state.drafts, state.batch, state.encoder):
         owner.remove_row(row)
 

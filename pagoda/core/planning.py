@@ -254,7 +254,7 @@ def _offer(
             continue
         may_preempt = queue is state.waiting
         # One that can never run delays no other.
-        if may_preempt and not state.in_flight.has_late_tokens(request):
+        if may_preempt and not state.table.has_late_results(request):
             never = why_never(state, request)
             if never is not None:
                 refuse(state, request, never)

@@ -109,5 +109,4 @@ def recompute(state: SchedulerState, request: RequestState) -> None:
     if request.status in (RequestStatus.RUNNING, RequestStatus.SWAPPED):
         requeue(state, request)
     state.table.drop_late_results(request)
-    state.in_flight.drop_late_tokens(request)
     state.waiting.wake(request.key)

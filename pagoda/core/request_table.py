@@ -57,6 +57,7 @@ class RequestTable:
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self._released: list[int] = []  # of which workers were not told
         self._pinned: list[tuple[int, int]] = []  # (row, step after which it is free): a late result may name it
+        self._late: set[Sequence] = set()  # that left a row which is pinned, and whose late result counts
 
     @property
     def num_free_rows(self) -> int:
@@ -145,6 +146,7 @@ class RequestTable:
         self._released.append(row)
         if last_step_in_flight:
             self._pinned.append((row, last_step_in_flight))
+            self._late.add(sequence)
             self.has_pinned_rows = True
         else:
             self._free(row)
@@ -156,22 +158,31 @@ class RequestTable:
         released, self._released = np.array(self._released, np.int32), []
         return released
 
+    def has_late_results(self, request: RequestState) -> bool:
+        """Return whether a sequence left its row while a step that names the row is still in flight."""
+        return self.has_pinned_rows and not self._late.isdisjoint(request.sequences)
+
     def drop_late_results(self, request: RequestState) -> None:
         """Late results of the request's pinned rows belong to no sequence any more; they will be dropped."""
         for row, _ in self._pinned:
             sequence = self.sequence_of[row]
             if sequence is not None and sequence.request is request:
                 self.sequence_of[row] = None
+                self._late.discard(sequence)
 
-    def free_pinned_rows(self, step: int) -> None:
-        """Step `step` is complete: rows that only steps up to it name can be given out again."""
-        pinned, self._pinned = self._pinned, []
-        for row, last_step in pinned:
-            if last_step <= step:
-                self._free(row)
-            else:
-                self._pinned.append((row, last_step))
+    def free_pinned_rows(self, step: int) -> list[RequestState]:
+        """Step `step` is complete: rows that only steps up to it name can be given out again.
+
+        Return the requests whose late results are back.
+        """
+        freed = [row for row, last_step in self._pinned if last_step <= step]
+        self._pinned = [pinned for pinned in self._pinned if pinned[1] > step]
         self.has_pinned_rows = bool(self._pinned)
+        sequences = [sequence for row in freed if (sequence := self.sequence_of[row]) is not None]
+        self._late.difference_update(sequences)
+        for row in freed:
+            self._free(row)
+        return [sequence.request for sequence in sequences]
 
     def _free(self, row: int) -> None:
         self.sequence_of[row] = None
@@ -237,15 +248,11 @@ class RequestTable:
         return RowTokens(of_token.astype(np.int32), positions, self._token_ids[of_token, positions])
 
     def roll_back(self, sequence: Sequence, num_tokens: int) -> None:
-        """The last `num_tokens` computed tokens were drafts that were rejected."""
+        """The last `num_tokens` computed tokens were drafts that were rejected, or have lost their KV."""
         if sequence.row >= 0:
             self._num_computed[sequence.row] -= num_tokens
         else:
             sequence.num_computed -= num_tokens
-
-    def rewind(self, sequence: Sequence) -> None:
-        """Nothing of a sequence without a row is computed any more."""
-        sequence.num_computed = 0
 
     def restart(self, sequence: Sequence) -> None:
         """A sequence without a row, of which nothing is computed, loses its output."""

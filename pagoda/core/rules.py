@@ -26,18 +26,16 @@ def why_skipped(state: SchedulerState, request: RequestState, queue: RequestQueu
     waits for otherwise wakes it. Raises RequestError if it cannot have what it needs.
     """
     lora = request.spec.lora
-    if state.config.max_loras and lora is not None and plan.closed_to_adapters:
+    if lora is not None and (plan.closed_to_adapters or not state.batch.has_room_for_adapter(lora)):
         return Reason.LORA
-    if lora is not None and not state.has_room_for_adapter(lora):
-        return Reason.LORA
-    if state.in_flight.has_late_tokens(request):  # they would be sampled twice; a swapped one stops its queue
+    if state.table.has_late_results(request):  # they would be sampled twice; a swapped one stops its queue
         return Reason.IN_FLIGHT if queue is state.waiting else None
     return state.preparations.why_not_ready(request.spec) if state.preparations is not None else None
 
 
 def why_stopped(state: SchedulerState, request: RequestState, queue: RequestQueue, plan: StepPlan) -> Reason | None:
     """Return why neither the first request of `queue`, which is not skipped, nor any after it enters, or None."""
-    if state.in_flight.has_late_tokens(request):
+    if state.table.has_late_results(request):
         return Reason.IN_FLIGHT
     if not _has_room_for_sequences(state, len(request.unfinished)):
         return Reason.NUM_SEQS
@@ -234,8 +232,8 @@ def place_chunks(
     if plan.most_decodes is not None:
         plan.decodes.update(rows[~is_prompt].tolist())
     if plan.prompt_budget is not None:
-        for row, count in zip(rows[is_prompt].tolist(), num_new[is_prompt].tolist(), strict=True):
-            plan.take_prompt_tokens(row, count)
+        plan.prompts.update(rows[is_prompt].tolist())
+        plan.prompt_budget -= int(num_new[is_prompt].sum())
 
 
 def _longest_item(state: SchedulerState, request: RequestState, start: int) -> int:

@@ -10,6 +10,7 @@ from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import BlockTables
 from pagoda.core.request import LoraRef, RequestKey, RequestState
 from pagoda.core.request_table import RequestTable
+from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import NO_INTS
 from pagoda.core.step_plan import StepPlan
 
@@ -68,8 +69,7 @@ class RunningBatch:
         tables: BlockTables,
         in_flight: StepsInFlight,
         drafts: Drafts,
-        *,
-        async_scheduling: bool,
+        config: SchedulerOptions,
     ) -> None:
         self.requests: dict[RequestKey, RequestState] = {}
         self.num_seqs = 0
@@ -81,7 +81,8 @@ class RunningBatch:
         self._tables = tables
         self._in_flight = in_flight
         self._drafts = drafts
-        self._async = async_scheduling
+        self._async = config.async_scheduling
+        self._max_loras = config.max_loras
         self._running: RunningRows | None = None
         self._is_steady = False
         self._num_computed = NO_INTS
@@ -105,9 +106,10 @@ class RunningBatch:
             if not self._num_using[lora.identity]:
                 del self._num_using[lora.identity]
 
-    def has_room_for_adapter(self, lora: LoraRef, max_loras: int) -> bool:
-        """Whether a request with this adapter leaves the batch with at most `max_loras` distinct ones."""
-        return lora.identity in self._num_using or len(self._num_using) < max_loras
+    def has_room_for_adapter(self, lora: LoraRef) -> bool:
+        """Whether a request with this adapter may run now: at most `max_loras` distinct ones do."""
+        most = self._max_loras
+        return not most or lora.identity in self._num_using or len(self._num_using) < most
 
     def sequence_ended(self, request: RequestState) -> None:
         """An unfinished sequence of the request ends."""

@@ -185,7 +185,7 @@ class Scheduler(SchedulerInterface):
             accepted_tokens_per_pos=state.stats.accepted_tokens_per_pos.copy(),
             num_running=len(state.batch.requests),
             num_waiting=len(state.waiting),
-            num_deferred=state.waiting.num_deferred(state.has_room_for_adapter),
+            num_deferred=state.waiting.num_deferred(state.batch.has_room_for_adapter),
             num_swapped=len(state.swapped),
             num_blocks=state.kv.num_blocks,
             num_free_blocks=state.kv.pool.num_free,

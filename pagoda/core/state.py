@@ -16,7 +16,7 @@ from pagoda.core.events import EventStream
 from pagoda.core.in_flight import StepsInFlight
 from pagoda.core.kv import KVCacheManager, KVGroupKind, KVGroupSpec, KVSizing
 from pagoda.core.policy import POLICIES, Policy, RequestQueue
-from pagoda.core.request import LoraRef, Reason, Request, RequestKey, RequestState, RequestStatus
+from pagoda.core.request import Reason, Request, RequestKey, RequestState, RequestStatus
 from pagoda.core.request_table import RequestTable
 from pagoda.core.running_batch import RunningBatch
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -126,7 +126,7 @@ class SchedulerState:
             whole_items=self.whole_items,
         )
         self.in_flight = StepsInFlight()
-        self.batch = RunningBatch(self.table, self.kv.tables, self.in_flight, self.drafts, async_scheduling=is_async)
+        self.batch = RunningBatch(self.table, self.kv.tables, self.in_flight, self.drafts, config)
         self.costs = CostModel(kv_groups)
 
     def start_over(self) -> None:
@@ -136,11 +136,6 @@ class SchedulerState:
         self.encoder.cache.evict_unreferenced()
         self.in_flight.start_over()
         self.costs.forget()
-
-    def has_room_for_adapter(self, lora: LoraRef) -> bool:
-        """Whether a request with this adapter may run now: at most `max_loras` distinct ones do."""
-        most = self.config.max_loras
-        return not most or self.batch.has_room_for_adapter(lora, most)
 
     # What the next SchedulerOutput must still say
 

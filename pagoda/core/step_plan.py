@@ -84,12 +84,6 @@ class StepPlan:
         if self.prompt_budget is not None:
             self.prompt_budget -= num_tokens
 
-    def take_prompt_tokens(self, row: int, num_new: int) -> None:
-        """The `num_new` tokens that the row computes are a prompt's."""
-        assert self.prompt_budget is not None, "there is no budget for prompts in this step"
-        self.prompts.add(row)
-        self.prompt_budget -= num_new
-
     def take_out(self, row: int) -> None:
         """The row does not run in this step after all; its share of the budget is returned."""
         self.is_steady = False

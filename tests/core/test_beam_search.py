@@ -61,7 +61,7 @@ def test_beam_search_equals_one_over_plain_lists(seed: int) -> None:
         assert search.is_ready
         texts = {one.slot: [*texts[one.source], one.token_id] for one in search.extend()}
     expected = plain_beam_search([5], params, (0, 1), 10, logprobs_of)
-    assert [(one.score, columns_of(one)[0]) for one in search.finished] == expected
+    assert [(one.score, columns_of(one)[0].tolist()) for one in search.finished] == expected
 
 
 def test_tokens_that_a_grammar_forbids_are_never_taken() -> None:
@@ -74,7 +74,7 @@ def test_tokens_that_a_grammar_forbids_are_never_taken() -> None:
         search.take(beam.slot, only_the_end)
     assert search.extend() == []
     assert search.is_done
-    assert [columns_of(one)[0] for one in search.finished] == [[7, 0], [8, 0]]
+    assert [columns_of(one)[0].tolist() for one in search.finished] == [[7, 0], [8, 0]]
     assert {one.status for one in search.finished} == {RequestStatus.FINISHED_STOPPED}
 
 

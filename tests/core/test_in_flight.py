@@ -3,7 +3,6 @@
 import numpy as np
 
 from pagoda.core.in_flight import StepsInFlight
-from pagoda.core.request import Request, RequestState, Sequence
 from pagoda.core.scheduler_output import SchedulerOutput
 
 
@@ -13,16 +12,9 @@ def planned(step: int, rows: list[int]) -> SchedulerOutput:
     return SchedulerOutput(step, named, np.zeros_like(named), np.ones_like(named), named, numbers, len(rows))
 
 
-def sequence_in(row: int) -> Sequence:
-    request = RequestState(Request("r", np.array([1], np.int32)), ())
-    return Sequence(request, 0, np.array([1], np.int32), row)
-
-
 def test_a_row_is_pinned_only_by_the_last_step_that_contains_it() -> None:
     """Otherwise rows evicted by the step that admits them could use up the table, and hold others back."""
     in_flight = StepsInFlight()
     in_flight.opened(planned(1, [0, 1]), None)
     in_flight.opened(planned(2, [0]), None)
-    assert in_flight.note_left_row(sequence_in(0)) == 2
-    assert in_flight.note_left_row(sequence_in(1)) == 1
-    assert in_flight.note_left_row(sequence_in(2)) == 0
+    assert [in_flight.last_step_with(row) for row in (0, 1, 2)] == [2, 1, 0]

@@ -56,18 +56,18 @@ class BlockTables:
 
     # Counting
 
-    def num_used(self, row: int, group: KVGroup) -> int:
-        """Entries in use in the row's table of `group`."""
-        return int(self.num_blocks[row] if group.grows else self.num_cross_blocks[row])
+    def used(self, group: KVGroup) -> np.ndarray:
+        """Return the entries in use in the tables of `group`, int32 [rows]."""
+        return self.num_blocks if group.grows else self.num_cross_blocks
 
     def num_held(self, row: int) -> int:
         """Return the row's entries that name a block, those that a window has left aside."""
-        return sum([self.num_used(row, group) - int(self.num_released[group.index][row]) for group in self.groups])
+        return sum([int(self.used(group)[row] - self.num_released[group.index][row]) for group in self.groups])
 
     def of(self, row: int) -> tuple[np.ndarray, ...]:
         """Return a copy of the row's table per group, used entries only."""
         return tuple(
-            entries[row, : self.num_used(row, group)].copy()
+            entries[row, : self.used(group)[row]].copy()
             for group, entries in zip(self.groups, self.entries, strict=True)
         )
 
@@ -326,8 +326,7 @@ class BlockTables:
         ref_count = self.pool.ref_count
         counted = np.zeros(len(ref_count), np.int64)
         for group, entries in zip(self.groups, self.entries, strict=True):
-            used = self.num_blocks[rows] if group.grows else self.num_cross_blocks[rows]
-            held = entries[rows][np.arange(entries.shape[1]) < used[:, None]]
+            held = entries[rows][np.arange(entries.shape[1]) < self.used(group)[rows][:, None]]
             counted += np.bincount(held, minlength=len(counted))
         counted[0] = 0
         if (counted != ref_count).any():

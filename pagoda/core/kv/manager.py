@@ -67,7 +67,7 @@ class KVCacheManager:
         """
         held_by, blocks = [NO_BLOCKS], [NO_BLOCKS]
         for group, entries in zip(self.sizing.groups, self.tables.entries, strict=True):
-            used = (self.tables.num_blocks if group.grows else self.tables.num_cross_blocks)[rows]
+            used = self.tables.used(group)[rows]
             held = entries[rows, : used.max(initial=0)]
             row_at, place = np.nonzero((held != 0) & (np.arange(held.shape[1]) < used[:, None]))
             held_by.append(owners[row_at])

@@ -165,7 +165,10 @@ class PrefixCache:
         """
         table, hash_of = self._blocks[group], self._hash_of
         if self._events.cache_folds:
-            self._write_stored(group, hashes, blocks, parent)
+            is_new = [block != 0 and one not in table for one, block in zip(hashes, blocks, strict=True)]
+            for first, end in np.diff([False, *is_new, False]).nonzero()[0].reshape(-1, 2).tolist():  # runs of them
+                before, new = hashes[first - 1] if first else parent, tuple(hashes[first:end])
+                self._events.write_cache(Stored(*self._events.now(), group, new, before))
         inserted: list[int] = []
         for block_hash, block in zip(hashes, blocks, strict=True):
             if block == 0 or block in hash_of:
@@ -176,20 +179,6 @@ class PrefixCache:
             inserted.append(block)
         if inserted:
             self._pool.note_content(inserted)
-
-    def _write_stored(self, group: int, hashes: list[bytes], blocks: list[int], parent: bytes | None) -> None:
-        """Write which of `hashes` no block had; one event per run of them."""
-        known, first = self._blocks[group], 0
-        for at, (block_hash, block) in enumerate(zip(hashes, blocks, strict=True)):
-            if block == 0 or block_hash in known:
-                self._write_run(group, hashes, first, at, parent)
-                first = at + 1
-        self._write_run(group, hashes, first, len(hashes), parent)
-
-    def _write_run(self, group: int, hashes: list[bytes], first: int, end: int, parent: bytes | None) -> None:
-        if first < end:
-            before = hashes[first - 1] if first else parent
-            self._events.write_cache(Stored(*self._events.now(), group, tuple(hashes[first:end]), before))
 
     def _write_removed(self, hashes: Iterable[tuple[int, bytes]]) -> None:
         """Write which hashes, each with its group, no block has any more."""
