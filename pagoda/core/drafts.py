@@ -66,7 +66,10 @@ class Drafts:
 
     def verify(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """A step has verified its drafts: take back those that were rejected."""
-        sampled = dict(zip(output.sample_rows.tolist(), result.num_sampled.tolist(), strict=True))
+        if not output.drafts:
+            return
+        drafted = np.isin(output.sample_rows, list(output.drafts))
+        sampled = dict(zip(output.sample_rows[drafted].tolist(), result.num_sampled[drafted].tolist(), strict=True))
         verified: dict[int, list[tuple[int, int, int, int]]] = {}  # by client
         for row, drafts in output.drafts.items():
             sequence = self._table.sequence_of[row]
