@@ -36,7 +36,7 @@ class Reader:
         self.reasons = reasoning is not None
         self.num_reasoning_tokens = 0  # up to the end of the reasoning
         self._is_call_kept = True
-        self._part: tuple[type, int] | None = None
+        self._told: type[TurnEvent] | None = None
 
     def read(self, output: CompletionOutput) -> list[TurnEvent]:
         """Add what an output has said; return the events that are certain now."""
@@ -71,9 +71,8 @@ class Reader:
         """Return whether some events end the part of the answer, a thought, a text or a call, that was told last."""
         has_ended = False
         for event in events:
-            part = (type(event), event.index if isinstance(event, CallDelta) else 0)
-            if part != self._part:
-                self._part, has_ended = part, True
+            if type(event) is not self._told or (isinstance(event, CallDelta) and event.name is not None):
+                self._told, has_ended = type(event), True
         return has_ended
 
     def _add_call(self, events: list[TurnEvent], call: ToolCall) -> None:

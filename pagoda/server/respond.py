@@ -137,29 +137,38 @@ class RunningTurn(Generic[A]):
                 if index not in begun:  # the first one may come with log-probabilities of the prompt, or its text
                     begun.add(index)
                     size += self._generation.requests[index].num_prompt_tokens
-                pieces = await run_sized(size, partial(self._pieces, index, delta))
-                if any(piece.ends_part for piece in pieces):
-                    size = max(size, self.size_so_far)
-                encoded = await run_sized(size, partial(self._frames, pieces))
+                if self.answer.retells:
+                    encoded = await self._retold(size, index, delta)
+                else:
+                    encoded = await run_sized(size, partial(self._frames, index, delta))
                 if self._sampled is not None and delta.finished:  # before the client can send its next turn
                     await self._sampled.remember()
                 if encoded:
                     yield encoded
-        if closing := await run_sized(self.size_so_far, self.answer.closing):
+        size = self.size_so_far if self.answer.retells else 0
+        if closing := await run_sized(size, self.answer.closing):
             yield closing
 
     @property
     def size_so_far(self) -> int:
-        """What its outputs so far are for `run_sized`: an answer may tell again what it has told, or seal it."""
+        """How large what it has told so far is, for `run_sized`."""
         num_tokens, params = self._generation.num_output_tokens, self._generation.sampling
         has_logprobs = params is not None and params.logprobs is not None
         return num_tokens if has_logprobs else num_tokens // _PLAIN_TOKENS
 
-    def _pieces(self, index: int, delta: RequestOutput) -> list[Piece]:
-        return [self._piece(index, delta, output) for output in delta.outputs]
+    def _frames(self, index: int, delta: RequestOutput) -> bytes:
+        frames: list[bytes] = []
+        for output in delta.outputs:
+            frames.append(self.answer.frames(self._piece(index, delta, output)))
+        return b"".join(frames)
 
-    def _frames(self, pieces: Sequence[Piece]) -> bytes:
-        return b"".join([self.answer.frames(piece) for piece in pieces])
+    async def _retold(self, size: int, index: int, delta: RequestOutput) -> bytes:
+        """Return the frames of an answer that retells what it has told, if the delta ends a part of it."""
+        readers = self._readers[index]
+        pieces = await run_sized(size, lambda: [self._piece(index, delta, output) for output in delta.outputs])
+        if any(readers[piece.output.index].ends_part(piece.events) for piece in pieces):
+            size = max(size, self.size_so_far)
+        return await run_sized(size, lambda: b"".join(map(self.answer.frames, pieces)))
 
     async def whole(self) -> Response:
         """Return the response with the whole answer."""
@@ -190,8 +199,7 @@ class RunningTurn(Generic[A]):
             self._sampled.add(index, output)
         reader = self._readers[index][output.index]
         before = reader.num_reasoning_tokens
-        events = reader.read(output)
-        piece = Piece(index, delta, output, events, ends_part=reader.ends_part(events))
+        piece = Piece(index, delta, output, reader.read(output))
         if reader.reasons:
             known = self._generation.num_reasoning_tokens or 0
             piece.num_reasoning_tokens = reader.num_reasoning_tokens - before

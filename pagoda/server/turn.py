@@ -124,7 +124,7 @@ class Piece(Struct):
     """What one output has said since its last piece.
 
     prompt: the index of its prompt.   delta: of the request.   num_reasoning_tokens: how many of its tokens, from the
-    first on, are reasoning.   ends_part: the part of the answer (a thought, a text, a call) that the last piece told.
+    first on, are reasoning.
     """
 
     prompt: int
@@ -132,7 +132,6 @@ class Piece(Struct):
     output: CompletionOutput
     events: list[TurnEvent]
     num_reasoning_tokens: int = 0
-    ends_part: bool = False
 
     @property
     def said(self) -> Said:
@@ -176,11 +175,15 @@ class Turn:
 class Answer(Protocol):
     """One answer in the form of an API: frames of a stream, or a whole. `frames` and `whole` may run on a thread.
 
-    framing: how its stream ends.
+    framing: how its stream ends.   retells: where a part of it ends (a thought, a text, a call), or all of it, it tells
+    again what it has told, or seals it.
     """
 
     @property
     def framing(self) -> Framing: ...
+
+    @property
+    def retells(self) -> bool: ...
 
     def opening(self) -> bytes:
         """Return what is sent before anything is generated."""
