@@ -128,23 +128,23 @@ def test_other_answers_and_edits_are_versions(page: Page, fake_server: LiveServe
         ]
 
 
-def test_a_reload_loses_nothing_of_an_answer_and_it_is_continued(page: Page, fake_server: LiveServer) -> None:
-    with opened(page, fake_server, **{"pagoda-chat-defaults": '{"max_tokens": 200}'}), slowed(fake_server, 0.03):
-        write(page, "A long answer, please.")
+def test_a_reload_loses_nothing_of_an_answer_and_it_is_continued(page: Page, real_server: LiveServer) -> None:
+    with opened(page, real_server, **{"pagoda-chat-defaults": '{"temperature": 0}'}), slowed(real_server, 0.03):
+        write(page, "Tell a long story about a lighthouse.")
         page.wait(f"{HAS_TEXT}.length > 20")
         had = page.run("(window.gone = 1, document.querySelector('.message:last-child .markdown').textContent)")
         page.call("Page.reload")
         page.wait(f"!window.gone && {IS_DONE}")
         assert shown(page)[1].startswith(had.rstrip())
         assert page.text(".note") == "The page was closed before the answer was complete."
-        fake_server.wait_load(0)
+        real_server.wait_load(0)
         page.run("document.activeElement.blur()")
         click(page, "Continue")
         page.wait(f"document.querySelector('.message:last-child .markdown').textContent.length > {len(had) + 60}")
         assert shown(page)[1].startswith(had.rstrip())
         page.press("Escape")
         page.wait(f"{IS_DONE} && document.querySelector('.note').textContent == 'Stopped.'")
-        fake_server.wait_load(0)
+        real_server.wait_load(0)
 
 
 def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page, keyed_server: LiveServer) -> None:
