@@ -264,7 +264,11 @@ async def serve(
         config.server_timeouts.drain_timeout_s,
     )
     watch = asyncio.create_task(_end_with_engine(server, state))
-    worker = BatchWorker(app, state.owned, config, state.drain, state.model.max_num_seqs, lambda: state.models.died)
+    worker = BatchWorker(
+        *(app, state.owned, config, state.drain, state.model.max_num_seqs),
+        died=lambda: state.models.died,
+        last_call_s=lambda: max(one.starter.last_call_s for one in state.models.all),
+    )
     batches = asyncio.create_task(worker.run())
     file = config.logs.trace
     trace = asyncio.create_task(write_trace(state, Path(file).expanduser())) if file is not None else None

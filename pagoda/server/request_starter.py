@@ -5,6 +5,8 @@ import contextlib
 import hashlib
 import hmac
 import itertools
+import math
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -91,6 +93,8 @@ class RequestStarter(Serving):
         self._salt_secret = salt_secret
         self._live = live_ids or LiveIds()
         self._is_job_aborted: dict[str, bool] = {}
+        self.last_call_s = -math.inf
+        """When a request that is no line of a batch came last, by time.monotonic."""
 
     def is_free(self, key: str, request_id: str, num_prompts: int) -> bool:
         """Return whether a generation of this API key could have this id."""
@@ -135,6 +139,8 @@ class RequestStarter(Serving):
         if self.llm.died is not None:
             raise self.llm.died
         known, admission = request_state(http), self.admission
+        if BATCH not in http.scope:
+            self.last_call_s = time.monotonic()
         longest = num_prompts * self.llm.input_processor.limits.longest_prompt
         num_tokens = min(known.body_bytes // _BYTES_PER_TOKEN, longest)
         num_tokens += num_outputs * admission.expected_output(max_tokens)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -14,11 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig
-from pagoda.engine.clients.calls import OwnCalls
+from pagoda.engine.clients.calls import OwnCalls, services_of
 from pagoda.server.batches import worker
 from pagoda.server.batches.lines import Journal, OutputLine
 from pagoda.server.batches.records import Batch, FileObject, RequestCounts
-from pagoda.server.batches.service import FileLimits, Files, FileService
+from pagoda.server.batches.service import FileLimits, FileService
 from pagoda.server.batches.worker import BatchWorker, check_input
 from pagoda.server.middleware import Drain, owner_name
 
@@ -38,9 +39,10 @@ class Bench:
         self.now_s = time.time()
         self.folder = folder
         self.service = FileService(str(folder), limits, lambda: self.now_s)
-        self.files, self.config, self.drain = Files(OwnCalls(self.service.services)), config, Drain()
+        self.files, self.config, self.drain = OwnCalls(services_of(self.service)), config, Drain()
+        self.last_call_s = -math.inf
         self.gate, self.scopes, self.num_running, self.most_running = asyncio.Event(), list[Scope](), 0, 0
-        self.answer = (200, b"{}")
+        self.answer: tuple[int, bytes] = (200, b"{}")
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scopes.append(scope)
@@ -79,7 +81,11 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def working(self, max_num_seqs: int = 8) -> AsyncIterator[None]:
-        one = BatchWorker(self.app, self.files, self.config, self.drain, max_num_seqs, lambda: None)
+        one = BatchWorker(
+            *(self.app, self.files, self.config, self.drain, max_num_seqs),
+            died=lambda: None,
+            last_call_s=lambda: self.last_call_s,
+        )
         task = asyncio.create_task(one.run())
         try:
             yield
@@ -115,19 +121,15 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_lines_in_flight_are_half_of_what_the_engine_runs_and_fewer_beside_other_requests(tmp_path: Path) -> None:
     async def main() -> None:
         bench = Bench(tmp_path / "files")
-        first, second = await bench.create(lines_of(40)), await bench.create(lines_of(40), "batch_b")
-        async with bench.working(max_num_seqs=32):
-            await bench.until(lambda: bench.num_running == 16)  # 8 of each
-            with bench.drain.hold():
-                num_before = len(bench.scopes)
-                bench.gate.set()
-                await bench.until(lambda: len(bench.scopes) > num_before)
-                bench.gate.clear()
-                await bench.until(lambda: bench.num_running == 2 or bench.num_running == 0)
-                bench.most_running = 0
-                bench.gate.set()
-                await bench.until(lambda: len(bench.scopes) > num_before + 20)
-                assert bench.most_running <= 2
+        first, second = await bench.create(lines_of(60)), await bench.create(lines_of(60), "batch_b")
+        async with bench.working(max_num_seqs=64):
+            await bench.until(lambda: bench.num_running == 32)  # 16 of each
+            bench.last_call_s = time.monotonic() + 1000
+            bench.gate.set()
+            await bench.until(lambda: bench.num_running <= 2)
+            bench.most_running = 0
+            await bench.until(lambda: len(bench.scopes) > 60)
+            assert bench.most_running <= 2
             assert (await bench.ended(first)).status == (await bench.ended(second)).status == "completed"
         assert {scope["batch"] for scope in bench.scopes} == {"batch_a", "batch_b"}
 

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from pagoda.base.errors import ConfigError, PagodaError
 from pagoda.base.server_config import ServerConfig
@@ -26,8 +27,10 @@ MAX_LINES = 100_000
 _MAX_ERRORS = 100
 _AT_ONCE = 4
 """So many batches a process runs at once, so that a long one does not keep the others waiting."""
-_ASIDE = 8
-"""While there are other requests, so many times fewer lines are in flight: a step is as long as what runs in it."""
+_ASIDE = 16
+"""Beside other requests, so many times fewer lines are in flight: the more run, the longer each step takes."""
+_ALONE_S = 30.0
+"""After so long without another request, a batch has the engine to itself."""
 _LOOK_S = 0.5
 """So often a batch's counts are told, and it is asked whether it must stop."""
 _RETRY_S = 30.0
@@ -50,12 +53,14 @@ class BatchWorker:
         drain: Drain,
         max_num_seqs: int,
         died: Callable[[], Exception | None],
+        last_call_s: Callable[[], float],
     ) -> None:
-        """died: returns why the engine is gone for good, or None."""
+        """died: returns why the engine is gone for good, or None.   last_call_s: when the last request came that is no
+        line of a batch, by time.monotonic."""
         self._app, self._owned, self._config, self._drain, self._died = app, owned, config, drain, died
+        self._last_call_s = last_call_s
         self._max_in_flight = max(max_num_seqs // 2 // config.api_server_count, 1)
         self._running: set[asyncio.Task[None]] = set()
-        self._num_in_flight = 0
 
     async def run(self) -> None:
         """Run batches until the server drains; when cancelled, leave those that run for the next start."""
@@ -133,7 +138,7 @@ class BatchWorker:
         """Answer the lines that have no answer; return why not all have one, or "". Raises _Stopped."""
         if stop := await self._note(work, journal, num_lines, "in_progress"):
             return stop
-        caller = Caller(self._call, self._raise_if_ending, headers, {BATCH: work.batch.id}, f"{work.batch.id}-")
+        caller = Caller(self._app, self._raise_if_ending, headers, {BATCH: work.batch.id}, f"{work.batch.id}-")
         lines = self._lines(source, journal)
         answering = asyncio.create_task(answer_lines(caller, lines, journal, self._share, lambda: None))
         try:
@@ -159,18 +164,10 @@ class BatchWorker:
                 yield line
 
     def _share(self) -> int:
-        """Return how many lines of one batch may be in flight: fewer while this process has other requests."""
-        has_others = self._drain.num_held > self._num_in_flight
-        most = self._max_in_flight // _ASIDE if has_others else self._max_in_flight
+        """Return how many lines of one batch may be in flight: fewer while this process gets other requests."""
+        is_alone = time.monotonic() - self._last_call_s() > _ALONE_S
+        most = self._max_in_flight if is_alone else self._max_in_flight // _ASIDE
         return max(most // len(self._running), 1)
-
-    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the app, counting the lines in flight."""
-        self._num_in_flight += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._num_in_flight -= 1
 
     def _raise_if_ending(self) -> None:
         if self._drain.is_draining:
