@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.requests import Request as HttpRequest
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.outputs import CompletionOutput
@@ -89,13 +90,13 @@ def test_no_owner_loses_its_part_to_the_conversations_of_others() -> None:
     store = HistoryStore(max_bytes=20_000, max_bytes_per_owner=8_000)
     keys = [number.to_bytes(16, "big") for number in range(400)]
     for key in keys[:20]:
-        store.remember("a", key, bytes(80))
+        store.remember(0, "a", key, bytes(80))
     kept = store.bytes_of["a"]
     assert kept < 20_000 / 4
     for key in keys:
         for owner in "bcd":
-            store.remember(owner, key, bytes(80))
-    assert len(store.recall("a", keys[:20])) == 20
+            store.remember(0, owner, key, bytes(80))
+    assert len(store.recall(0, "a", keys[:20])) == 20
     assert min(store.bytes_of.values()) == kept  # the others share the rest
 
 
@@ -141,12 +142,13 @@ def test_a_damaged_note_is_none() -> None:
     store = HistoryStore()
     one = history(store=store)
     store.remember(0, one.owner_of(ONE), key_of_note("msg_1"), b"\xc1")
-    http: Any = {"state": RequestState(caller=ONE)}
-    state: Any = SimpleNamespace(model=SimpleNamespace(history=one), block_size=1)
+    app = SimpleNamespace(state=SimpleNamespace(server=None))
+    http = HttpRequest({"type": "http", "state": RequestState(caller=ONE), "app": app})
+    model: Any = SimpleNamespace(history=one, block_size=1)
 
     async def told() -> Diagnostics | None:
         now = Fingerprint("m", b"", b"", b"", [])
-        return (await Diagnosis.of(http, state, now, "msg_1")).diagnostics(turn_of())
+        return (await Diagnosis.of(http, model, now, "msg_1")).diagnostics(turn_of())
 
     assert asyncio.run(told()) == Diagnostics(CacheMissReason("previous_message_not_found"))
 
