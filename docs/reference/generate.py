@@ -498,6 +498,7 @@ def metrics_page() -> str:
 
     metrics = ServerMetrics("MODEL", EngineStats, dict.fromkeys(CACHE_LABELS, ""))
     metrics.on_http("", "", 0)
+    metrics.on_turn("", 0)
     rows: list[tuple[str, ...]] = []
     for family in metrics.families(metrics.counts(), 0):
         samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
@@ -506,8 +507,8 @@ def metrics_page() -> str:
         rows.append((f"`{shown}`", family.type, _labels(samples), family.documentation))
     intro = (
         "`GET /metrics` in Prometheus' text form. The names are those that dashboards and load generators of the field "
-        "read, hence the prefix `vllm:`.\nEvery series but those of `http_requests` exists from the start of the "
-        "server. Times are in seconds. A "
+        "read, hence the prefix `vllm:`.\nEvery series but those of `http_requests` and `turns` exists from the start "
+        "of the server. Times are in seconds. A "
         "histogram has `_bucket`, `_sum` and `_count`. Every series has the labels\n`model_name` and `engine`, if its "
         "row does not list others."
     )

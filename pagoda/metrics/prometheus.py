@@ -80,6 +80,7 @@ class ServerMetrics:
         self._ended = Counter[str](dict.fromkeys(FINISH_REASONS, 0))
         self._refused = Counter[str](dict.fromkeys(REJECTION_REASONS, 0))
         self._http = Counter[tuple[str, str, str]]()
+        self._turns = Counter[tuple[str, str]]()
         self.ttft = Histogram("time_to_first_token_seconds", "Arrival to first token.", _SECONDS)
         self._ttft_hit = Histogram(
             "time_to_first_token_prefix_hit_seconds",
@@ -122,6 +123,10 @@ class ServerMetrics:
         """Count an HTTP request.   handler: the route, as it is declared.   status: 499 if its client left first."""
         self._http[method, handler, str(status)] += 1
 
+    def on_turn(self, handler: str, status: int) -> None:
+        """Count an HTTP request that the model has run.   handler, status: as of `on_http`."""
+        self._turns[handler, str(status)] += 1
+
     def on_finish(self, reason: str) -> None:
         """Count the end of one output of a request."""
         self._ended[reason] += 1
@@ -158,6 +163,7 @@ class ServerMetrics:
             "ended": dict(self._ended),
             "refused": dict(self._refused),
             "http": {" ".join(labels): count for labels, count in self._http.items()},
+            "turns": {" ".join(labels): count for labels, count in self._turns.items()},
             **{one.name: one.counts() for one in self._histograms},
         }
 
@@ -215,6 +221,11 @@ class ServerMetrics:
         for labels, count in counts["http"].items():
             http.add_metric(labels.split(" "), count)
         yield http
+        ran = "HTTP requests that the model has run, by route and status."
+        turns = CounterMetricFamily("vllm:turns", ran, labels=(*LABELS, "handler", "status"))
+        for labels, count in counts["turns"].items():
+            turns.add_metric((*self._values, *labels.split(" ")), count)
+        yield turns
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache's settings.", labels=(*LABELS, *self._cache_config)
         )

@@ -56,7 +56,10 @@ def create_app(state: ServerState, config: ServerConfig) -> ASGIApp:
     layers = PageRules(layers, config)
 
     def on_end(scope: Scope, method: str, status: int, duration_s: float) -> None:
-        state.model.starter.metrics.on_http(method, request_state(scope).route or "none", status)
+        known = request_state(scope)
+        state.model.starter.metrics.on_http(method, known.route or "none", status)
+        if known.generation is not None:
+            known.generation.metrics.on_turn(known.route, status)
         if state.telemetry is not None and method == "POST" and scope["path"] in _MODEL_PATHS:
             state.telemetry.on_end(scope, status, duration_s)
 

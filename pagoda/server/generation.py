@@ -87,6 +87,7 @@ class Generation:
         self.arrived_s = place.arrived_s
         self._times: dict[int, RequestMetrics] = {}  # of each request, by its handle
         self._serving = serving
+        self.metrics = serving.observed.metrics
         self._place, self._at_end = place, place.at_end.pop_all()
         request_state(http).generation = self
 

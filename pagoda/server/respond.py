@@ -137,7 +137,7 @@ class RunningTurn(Generic[A]):
                 if index not in begun:  # the first one may come with log-probabilities of the prompt, or its text
                     begun.add(index)
                     size += self._generation.requests[index].num_prompt_tokens
-                if self.answer.retells:
+                if self.answer.framing.retells:
                     encoded = await self._retold(size, index, delta)
                 else:
                     encoded = await run_sized(size, partial(self._frames, index, delta))
@@ -145,7 +145,7 @@ class RunningTurn(Generic[A]):
                     await self._sampled.remember()
                 if encoded:
                     yield encoded
-        size = self.size_so_far if self.answer.retells else 0
+        size = self.size_so_far if self.answer.framing.retells else 0
         if closing := await run_sized(size, self.answer.closing):
             yield closing
 

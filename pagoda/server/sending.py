@@ -68,11 +68,15 @@ def event(answer: object, name: str | None = None) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How an API ends its streams.   error: from an error and the request's id, its event.   end: the last bytes."""
+    """How an API ends its streams.   error: from an error and the request's id, its event.   end: the last bytes.
+
+    retells: where an answer ends, or a part of it (a thought, a text, a call), what was told is told again, or sealed.
+    """
 
     error: Callable[[ApiError, str], bytes]
     end: bytes
     media_type: str = "text/event-stream"
+    retells: bool = False
 
 
 OPENAI_FRAMING = Framing(lambda error, request_id: event(error_body(error, request_id)), DONE)

@@ -175,15 +175,11 @@ class Turn:
 class Answer(Protocol):
     """One answer in the form of an API: frames of a stream, or a whole. `frames` and `whole` may run on a thread.
 
-    framing: how its stream ends.   retells: where a part of it ends (a thought, a text, a call), or all of it, it tells
-    again what it has told, or seals it.
+    framing: how its stream ends.
     """
 
     @property
     def framing(self) -> Framing: ...
-
-    @property
-    def retells(self) -> bool: ...
 
     def opening(self) -> bytes:
         """Return what is sent before anything is generated."""

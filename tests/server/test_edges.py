@@ -224,7 +224,7 @@ def test_a_full_server_refuses_before_it_renders(tmp_path: Path) -> None:
 def test_the_metrics_count_http_statuses_and_engine_restarts(limited: LiveServer) -> None:
     def counts() -> dict[str, float]:
         text = limited.get("/metrics")[1]
-        found = re.findall(r"^http_requests_total\{(.*?)\} (\S+)$", text, re.MULTILINE)
+        found = re.findall(r"^(?:http_requests|vllm:turns)_total\{(.*?)\} (\S+)$", text, re.MULTILINE)
         return {labels: float(count) for labels, count in found}
 
     before, restarts = counts(), metric(limited, "engine_restarts_total")
@@ -236,8 +236,10 @@ def test_the_metrics_count_http_statuses_and_engine_restarts(limited: LiveServer
         'handler="/v1/completions",method="POST",status="200"',
         'handler="/v1/completions",method="POST",status="400"',
         'handler="none",method="GET",status="404"',
+        'engine="0",handler="/v1/completions",model_name="smollm2-135m",status="200"',
     ):
         assert after[labels] == before.get(labels, 0) + 1
+    assert not any("model_name" in labels and '"400"' in labels for labels in after.keys() - before.keys())  # never ran
     limited.kill_engine()
     limited.wait_restarts(int(restarts) + 1)
     assert metric(limited, "engine_restarts_total") == restarts + 1

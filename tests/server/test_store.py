@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import random
 import stat
 from pathlib import Path
@@ -33,7 +34,7 @@ OWNERS = ("", "a", "b")
 
 
 def response(owner: str, id: str, **more: Any) -> StoredResponse:
-    fields: dict[str, Any] = {"body": b"{}", "lost": b"{}", "items": b"", "events": []}
+    fields: dict[str, Any] = {"body": b"{}", "items": b"", "events": []}
     return StoredResponse(owner=owner, id=id, **fields | more)
 
 
@@ -45,7 +46,7 @@ class Slow:
 
     def size(self, one: dict[str, Any]) -> int:
         parts = [*one["items"].values(), *one["output"].values(), *(one["events"] or ())]
-        return ENTRY_BYTES + len(one["body"]) + len(one["lost"]) + sum(len(part) + PART_BYTES for part in parts)
+        return ENTRY_BYTES + len(one["body"]) + sum(len(part) + PART_BYTES for part in parts)
 
     def find(self, owner: str, id: str) -> dict[str, Any] | None:
         return next((one for one in self.entries if (one["owner"], one["id"]) == (owner, id)), None)
@@ -118,7 +119,7 @@ def test_random_operations_leave_what_a_slow_model_holds(seed: int, tmp_path: Pa
                         conversation=conversation,
                     )
                 new = {"owner": owner, "id": id, "body": body, "items": mine, "output": {}, "runs": is_response}
-                new |= {"events": [] if is_response else None, "lost": b"{}" if is_response else b"", "at": now}
+                new |= {"events": [] if is_response else None, "at": now}
                 new |= {"background": is_response and background, "conversation": conversation}
                 new |= {"own": list(mine.items())}
                 running = [one for one in slow.entries if one["owner"] == owner and one["background"] and one["runs"]]
@@ -141,7 +142,7 @@ def test_random_operations_leave_what_a_slow_model_holds(seed: int, tmp_path: Pa
                 full = False
                 if known is not None and known["runs"]:
                     slow.entries.remove(known)
-                    known |= {"body": body, "output": dict(output), "lost": b"", "runs": False, "at": now}
+                    known |= {"body": body, "output": dict(output), "runs": False, "at": now}
                     slow.entries.append(known)
                     slow.make_room(owner, 0, 0)
                     kept = slow.find(owner, known["conversation"])
@@ -197,8 +198,8 @@ def test_what_ran_when_the_server_ended_has_failed_after_its_restart(tmp_path: P
     async def main() -> None:
         before = StoreService(path)
         stored = OwnCalls(services_of(before))
-        lost = b'{"status":"failed"}'
-        assert await stored.ask(StoreService.add, response("a", "r1", lost=lost, is_background=True)) is None
+        begun = b'{"id":"r1","status":"queued","error":null}'
+        assert await stored.ask(StoreService.add, response("a", "r1", body=begun, is_background=True)) is None
         assert await stored.ask(StoreService.add, response("a", "r2")) is None
         stored.tell(StoreService.append, "a", "r2", [b"event: 0\n\n"])
         stored.tell(StoreService.finish, "a", "r2", b'{"status":"completed"}', [("msg_1", b"{}")])
@@ -209,11 +210,13 @@ def test_what_ran_when_the_server_ended_has_failed_after_its_restart(tmp_path: P
         again = OwnCalls(services_of(service))
         failed = await again.ask(StoreService.response, "a", "r1", True)
         assert failed is not None
-        assert failed.body == lost
+        lost = json.loads(failed.body)
+        assert (lost.pop("error")["code"], lost) == ("server_error", {"id": "r1", "status": "failed"})
         events = await again.ask(StoreService.events, "a", "r1", -1)
         assert events is not None
         assert events.events == [
-            b'event: response.failed\ndata: {"type":"response.failed","sequence_number":0,"response":%b}\n\n' % lost
+            b'event: response.failed\ndata: {"type":"response.failed","sequence_number":0,"response":%b}\n\n'
+            % failed.body
         ]
         ended = await again.ask(StoreService.events, "a", "r2", -1)
         assert ended is not None
@@ -241,7 +244,7 @@ def test_a_follower_gets_each_event_once_and_the_end_of_a_lost_process(tmp_path:
     async def main() -> None:
         service = StoreService()
         stored = OwnCalls(services_of(service))
-        assert await service.add(7, response("a", "r", lost=b"{}")) is None
+        assert await service.add(7, response("a", "r")) is None
         got: list[bytes] = []
 
         async def follow(after: int) -> None:

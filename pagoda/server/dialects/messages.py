@@ -598,8 +598,7 @@ class MessagesDialect:
 class MessageWriter:
     """Writes an answer as blocks, of which one is open at a time."""
 
-    framing = Framing(lambda error, request_id: event(message_error(error, request_id), "error"), b"")
-    retells = True
+    framing = Framing(lambda error, request_id: event(message_error(error, request_id), "error"), b"", retells=True)
 
     def __init__(self, body: MessagesRequest, turn: Turn, diagnosis: Diagnosis | None = None) -> None:
         self._body = body

@@ -98,7 +98,6 @@ class OllamaWriter:
     """Writes an answer as lines. A call is sent when it is whole."""
 
     framing = Framing(lambda error, request_id: line(ollama_error(error, request_id)), b"", LINES)
-    retells = False
 
     def __init__(self, body: OllamaBody, turn: Turn) -> None:
         self._is_chat = isinstance(body, OllamaChatRequest)

@@ -115,7 +115,6 @@ class ChunkedAnswer(ABC, Generic[C, W]):
     """
 
     framing = OPENAI_FRAMING
-    retells = False
 
     def __init__(
         self, body: SamplingBody, turn: Turn, state: ServerState, chunk: Callable[..., C], whole: Callable[..., W]

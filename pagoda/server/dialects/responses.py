@@ -145,12 +145,10 @@ def _shown_text(text: TextParam) -> dict[str, Any]:
 class ResponseFrames:
     """Sends the events of a response.   kept: those that were made, if it is a list; who keeps them takes them out."""
 
-    retells = True
-
     def __init__(self, writer: ResponseWriter, turn: Turn) -> None:
         self.writer = writer
         self._turn = turn
-        self.framing = Framing(self._failed, b"")
+        self.framing = Framing(self._failed, b"", retells=True)
         self.kept: list[bytes] | None = None
 
     def opening(self) -> bytes:

@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagoda.engine.clients.calls import AnyCalls
-from pagoda.server.dialects.response_events import OutputItem, failure_of
+from pagoda.server.dialects.response_events import OutputItem
 from pagoda.server.dialects.responses import ResponseFrames
-from pagoda.server.errors import ApiError, as_api_error, shortened
+from pagoda.server.errors import as_api_error, shortened
 from pagoda.server.request_state import RequestState
 from pagoda.server.respond import RunningTurn
 from pagoda.server.sending import Framing, cancel_on_disconnect, run_sized
@@ -21,7 +21,6 @@ from pagoda.server.stored.store import Item, StoredResponse
 
 logger = logging.getLogger("pagoda.server")
 _encode = msgspec.json.Encoder().encode
-_LOST = ApiError(500, "the process that generated this response ended before it was complete; send the request again")
 
 
 class StoredTurn:
@@ -50,7 +49,6 @@ class StoredTurn:
             owner=owner,
             id=response.id,
             body=_encode(replace(response, status="queued") if response.background else response),
-            lost=_encode(replace(response, status="failed", error=failure_of(_LOST))),
             items=pack([*earlier, *own]),
             own=list(own) if conversation else [],
             events=[] if response.background else None,

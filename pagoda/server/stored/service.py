@@ -67,6 +67,13 @@ class Context(msgspec.Struct, frozen=True):
         return len(self.items) + sum(len(data) for _, data in self.output)
 
 
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_FAILED = msgspec.Raw(b'"failed"')
+_LOST = msgspec.Raw(
+    b'{"code":"server_error","message":'
+    b'"the process that generated this response ended before it was complete; send the request again"}'
+)
 pack = msgspec.msgpack.Encoder().encode
 unpack = msgspec.msgpack.Decoder(list[Item]).decode
 
@@ -125,8 +132,9 @@ class StoreService:
             self._lose(entry)
 
     def _lose(self, entry: StoredResponse) -> None:
-        self.append(0, *entry.key, [failed_event(len(entry.events or ()), entry.lost)])
-        self.finish(0, *entry.key, entry.lost, [])
+        body = _encode(_decode(entry.body) | {"status": _FAILED, "error": _LOST})
+        self.append(0, *entry.key, [failed_event(len(entry.events or ()), body)])
+        self.finish(0, *entry.key, body, [])
 
     # ---- responses
 

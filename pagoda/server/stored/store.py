@@ -74,13 +74,12 @@ class Entry(msgspec.Struct, eq=False, kw_only=True):
 class StoredResponse(Entry, tag="response", eq=False, kw_only=True):
     """A response.
 
-    lost: its body if the process that runs it ends without finishing it.   client: which process that is.
+    client: the process that runs it.
     items: that the model was given, packed, so that none of it is looked at here.   output: those that it made.
     events: of its stream, each as it was sent; None: they are not kept.
     conversation: to which its input, `own`, and its output are added when it ends.
     """
 
-    lost: bytes
     items: bytes
     own: list[Item] = []
     output: list[Item] = []
@@ -108,7 +107,7 @@ def size_of(entry: Entry) -> int:
         return size + _size(entry.items.values())
     assert isinstance(entry, StoredResponse)
     parts = [data for _, data in (*entry.own, *entry.output)]
-    return size + len(entry.lost) + len(entry.items) + _size(parts) + _size(entry.events or ())
+    return size + len(entry.items) + _size(parts) + _size(entry.events or ())
 
 
 def _size(parts: Iterable[bytes]) -> int:
@@ -214,7 +213,8 @@ class Store:
         entry = self.response(owner, id)
         if entry is None or not entry.is_running or entry.events is None:
             return
-        size = _size(events)
+        body = body or entry.body
+        size = _size(events) + len(body) - len(entry.body)
         try:
             self._make_room(owner, 0, size)
         except StoreFull:
@@ -223,8 +223,6 @@ class Store:
         else:
             self._grow(entry, size)
             entry.events += events
-        if body and len(body) <= len(entry.lost):
-            self._grow(entry, len(body) - len(entry.body))
             entry.body = body
 
     def finish(self, owner: str, id: str, body: bytes, output: list[Item]) -> None:
@@ -236,7 +234,7 @@ class Store:
         if entry is None or not entry.is_running:
             return
         self._take(entry)
-        entry.body, entry.output, entry.lost, entry.is_running = body, output, b"", False
+        entry.body, entry.output, entry.is_running = body, output, False
         entry.num_bytes = size_of(entry)
         self._put(entry)
         self._make_room(owner, 0, 0)
