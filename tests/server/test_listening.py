@@ -100,6 +100,10 @@ def test_a_served_unix_socket_with_keys_from_a_file_below_a_path(tmp_path: Path)
             assert models.json()["data"][0]["id"] == "smollm2-135m"
         headers = {"Authorization": "Bearer secret"}
         assert client.get("http://host/llmx/health", headers=headers).status_code == 404
+        led = client.get("http://host/llm", headers={"Accept": "text/html"})
+        assert (led.status_code, led.headers["location"]) == (307, "llm/")  # the page's addresses are relative
+        assert "chat/main.js" in client.get("http://host/llm/", headers={"Accept": "text/html"}).text
+        assert client.get("http://host/llm/chat/main.js").status_code == 200
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)

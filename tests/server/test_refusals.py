@@ -21,7 +21,7 @@ def test_unknown_paths_and_methods_have_openais_shape(fake_server: LiveServer) -
     for method, path, status, kind in (
         ("POST", "/v1/nowhere", 404, "not_found_error"),
         ("GET", "/", 404, "not_found_error"),
-        ("POST", "/v1/files", 404, "not_found_error"),
+        ("POST", "/v1/fine_tuning/jobs", 404, "not_found_error"),
         ("GET", "/" + "x" * 5000, 404, "not_found_error"),
         ("GET", "/v1/models/none", 404, "not_found_error"),
         ("GET", "/v1/chat/completions", 405, "invalid_request_error"),

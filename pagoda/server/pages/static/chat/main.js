@@ -31,7 +31,8 @@ const app = {
 
 const newestFirst = (conversations) => conversations.sort((a, b) => b.changed - a.changed);
 
-const can = (model, what) => Boolean(model?.capabilities.includes(what));
+// Undefined of a model that does not say.
+const can = (model, what) => model?.capabilities?.includes(what);
 
 let isDrawn = true;
 
@@ -90,7 +91,7 @@ function askKey(isWrong) {
 
 async function readModels() {
   try {
-    app.models = (await getModels(askKey)).filter((model) => can(model, "completion"));
+    app.models = (await getModels(askKey)).filter((model) => can(model, "completion") ?? true);
     if (!app.models.length) notify(app.words.noModel);
   } catch (error) {
     notify(error instanceof Refused ? error.message : app.words.unreachable);
