@@ -134,7 +134,7 @@ class EncoderCache:
         for item in [item for item in held if request.spec.media[item].content_hash == content_hash]:
             self.drop_item(request, item)
         if holders := self._holders.get(content_hash):
-            return min(holders, key=lambda holder: holder.spec.request_id)
+            return min(holders, key=lambda holder: holder.key)
         self.evict(content_hash)  # of an encoder-decoder request, workers may hold it from an earlier run
         return None
 

@@ -1,5 +1,8 @@
 """EncoderCache: references by content, eviction only when space is needed, oldest unreferenced first."""
 
+import random
+from itertools import pairwise
+
 import numpy as np
 
 from pagoda.base.clock import VirtualClock
@@ -88,6 +91,21 @@ def test_a_cancelled_encoder_run_passes_to_the_next_holder_or_is_dropped() -> No
     assert cache.release_planned_run(two, "x") is None
     assert cache.num_free_tokens == 8
     assert not cache.touch(one, 0)
+
+
+def test_the_next_holder_does_not_depend_on_ids_that_several_requests_have() -> None:
+    """Clients may use the same ids: ranks and replays must choose the same holder all the same."""
+    cache, media = EncoderCache(8), (MediaItem("x", 0, 2),)
+    holders = [
+        RequestState(Request("same", np.zeros(4, np.int32), SamplingParams(), client_index=i, media=media), (i,))
+        for i in random.Random(1).sample(range(12), 12)
+    ]
+    cache.add(holders[0], 0)
+    for holder in holders:
+        cache.touch(holder, 0)
+    left = sorted(holders, key=lambda holder: holder.spec.client_index)
+    for holder, heir in pairwise(left):
+        assert cache.release_planned_run(holder, "x") is heir
 
 
 def test_siblings_hold_an_output_until_the_last_of_them_has_computed_its_item() -> None:

@@ -141,7 +141,7 @@ class EncoderInputs:
             state.encoder_items = {other for other in state.encoder_items if media[other].content_hash != item}
             self.cache.release(item, state.id)
             if heirs := self.cache.holders[item]:
-                heir = requests[min(heirs)]
+                heir = min((requests[name] for name in heirs), key=lambda one: one.request.key)
                 places = [number for number, other in enumerate(heir.request.media) if other.content_hash == item]
                 self.encoded.setdefault(heir.id, []).append(places[0])
             else:
