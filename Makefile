@@ -83,6 +83,9 @@ imports:
 docs: $(VENV)/.installed-test
 	$(BIN)/python docs/reference/generate.py
 
+vendor: $(VENV)/.installed
+	$(BIN)/python .ci/vendor.py
+
 bench: $(VENV)/.installed
 	@mkdir -p $(BENCH_DIR)
 	@for name in $(WORKLOADS); do \
