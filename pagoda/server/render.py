@@ -15,13 +15,14 @@ from pagoda.engine.inputs.chat_prompts import ChatOptions, RenderedChat
 from pagoda.engine.inputs.prompts import Prompt
 from pagoda.engine.inputs.sampled_messages import OpenMessage, SampledMessage
 from pagoda.server.body_reader import run_for_body
+from pagoda.server.conversation import Conversation
 from pagoda.server.history import History
 from pagoda.server.reader import Reader
 from pagoda.server.request_state import request_state
 from pagoda.server.sending import cancel_on_disconnect
 from pagoda.server.served_model import ServedModel
 from pagoda.server.tool_choice import ToolUse
-from pagoda.server.turn import Conversation, TurnRequest
+from pagoda.server.turn import TurnRequest
 
 
 async def render_chat(

@@ -12,9 +12,9 @@ from pagoda.engine.answers.tool_parsers.argument_types import ANY_ARGUMENTS, Arg
 from pagoda.engine.grammars.tool_grammar import MAX_CALLS, CallFormat, Tool
 from pagoda.engine.templates.generic_tools import lacks_tools
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.server.conversation import Conversation
 from pagoda.server.errors import ApiError
 from pagoda.server.served_model import ServedModel
-from pagoda.server.turn import Conversation
 
 
 @dataclass(frozen=True, slots=True)

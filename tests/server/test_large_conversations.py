@@ -16,7 +16,7 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.server.body import Body
-from pagoda.server.dialects.messages import Conversion, MessagesRequest
+from pagoda.server.dialects.messages_bodies import Conversion, MessagesRequest
 from pagoda.server.dialects.ollama_bodies import OllamaMessage, template_messages
 from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
 from pagoda.server.dialects.responses_input import conversation_of

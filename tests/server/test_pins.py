@@ -8,7 +8,7 @@ import pytest
 
 from pagoda.base.server_config import ServerConfig
 from pagoda.core.request import Pin, Request
-from pagoda.server.dialects.messages import MessagesRequest, _cache_ttl_s
+from pagoda.server.dialects.messages_bodies import MessagesRequest, cache_ttl_s
 from tests.server.in_process import EndingClient, served
 
 TEXT = {"model": "m", "prompt": "Hello", "max_tokens": 1}
@@ -96,4 +96,4 @@ BLOCK = {"type": "text", "text": "x"}
 )
 def test_the_longest_mark_of_anthropic(fields: dict[str, Any], seconds: int | None) -> None:
     plain = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "Hello"}]}
-    assert _cache_ttl_s(msgspec.convert(plain | fields, MessagesRequest)) == seconds
+    assert cache_ttl_s(msgspec.convert(plain | fields, MessagesRequest)) == seconds

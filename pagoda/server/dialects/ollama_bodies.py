@@ -13,9 +13,9 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.server.body import Body, Flag, Int32, ModelBody, Name, Seed, UnservedField, one_of
-from pagoda.server.conversation import Tools, check_chat
+from pagoda.server.conversation import Conversation, Tools, check_chat
 from pagoda.server.thinking import Thinking
-from pagoda.server.turn import Conversation, naming_fields
+from pagoda.server.turn import naming_fields
 
 
 class OllamaOptions(Body, kw_only=True, frozen=True):
