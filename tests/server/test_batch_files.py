@@ -1,20 +1,24 @@
 """Batch files without an engine: hostile lines, the output file as a journal, and how much is in flight."""
 
 import asyncio
+import itertools
 import json
 import resource
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.server.app import ENDPOINTS
-from pagoda.server.batches.lines import PATHS, InputLine, Journal, read_lines
+from pagoda.server.batches.lines import PATHS, Answer, InputLine, Journal, OutputLine, read_lines
 from pagoda.server.batches.offline import survey
 from pagoda.server.batches.run import Caller, answer_lines
+from pagoda.server.batches.worker import check_input
 
 MAX_BYTES = 1000
 CHAT = "/v1/chat/completions"
@@ -320,3 +324,43 @@ def test_a_defect_of_a_route_is_a_500_of_its_line(tmp_path: Path) -> None:
         lines = read_lines(path, MAX_BYTES)
         asyncio.run(answer_lines(Caller(app, lambda: None), lines, journal, lambda: 2, lambda: None))
     assert [line["response"]["status_code"] for line in answers(tmp_path / "out")] == [500, 500]
+
+
+def test_what_is_kept_of_many_lines_is_little(tmp_path: Path) -> None:
+    """Neither the bodies nor the answers: a survey reads both files, and checks all of the input."""
+    num_lines, padding = 20_000, "x" * 300
+    path = tmp_path / "in.jsonl"
+    with path.open("w") as file:
+        for number in range(num_lines):
+            file.write(f'{{"custom_id":"id-{number}","method":"POST","url":"{CHAT}","body":{{"x":"{padding}"}}}}\n')
+    with Journal(tmp_path / "out") as journal:  # its beginning; the rest is not written line by line
+        for line in itertools.islice(read_lines(path, MAX_BYTES), 1):
+            journal.write(OutputLine(line.id, line.custom_id, Answer(200, line.id, msgspec.Raw(line.body)), None))
+    first = (tmp_path / "out").read_text()
+    with (tmp_path / "out").open("a") as file:
+        for number in range(1, num_lines - 1):
+            file.write(first.replace("batch_req_1", f"batch_req_{number + 1}").replace("id-0", f"id-{number}"))
+    tracemalloc.start()
+    try:
+        with Journal(tmp_path / "out") as journal:
+            assert survey(path, journal) == num_lines
+            assert journal.num_done == num_lines - 1
+        assert check_input(path, CHAT) == (num_lines, [])
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 600 * num_lines  # of 900 bytes of files per line; two digests and two numbers
+
+
+def test_a_malformed_last_line_is_its_own_error(tmp_path: Path) -> None:
+    """With and without the end of the line, and cut within a character."""
+    for end in (b'{"custom_id": "x"', b'{"custom_id": "x"\n', line_of("\u00e9").encode("utf-8")[:-3], b"\xc3", b"{"):
+        path = write_input(tmp_path, *(line_of(f"{number}") for number in range(3)), end)
+        target = tmp_path / "out"
+        target.unlink(missing_ok=True)
+        assert run(path, target).num_failed == 1
+        assert [line["error"] and line["error"]["code"] for line in answers(target)] == [
+            *(None, None, None),
+            "invalid_json_line",
+        ]
+        assert [error.line for error in check_input(path, CHAT)[1]] == [4]
