@@ -50,7 +50,7 @@ ASKS: Mapping[str, Callable[[Turn], dict[str, Any]]] = {
 }
 """By the name of the body: what asks for a turn, whole."""
 
-_OTHER_STREAMS = ("OllamaPullRequest", "TranscriptionRequest")
+_OTHER_STREAMS = ("OllamaPullRequest", "TranscriptionRequest", "InfillRequest")  # its model has tokens for gaps
 BODIES: Mapping[str, type[Body]] = {
     one.path: one.body
     for one in ENDPOINTS
