@@ -56,6 +56,7 @@ REQUESTS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("POST", "/v1/completions", {**TEXT, "temperature": -1}),
     ("POST", "/v1/completions", {**TEXT, "model": "unknown"}),
     ("POST", "/v1/completions", {**TEXT, "guided_json": {"type": "object"}}),
+    ("POST", "/infill", {"input_prefix": "def f(", "input_suffix": "return x"}),
     ("POST", "/v1/chat/completions", CHAT),
     ("POST", "/v1/chat/completions", {**CHAT, **EVERYTHING, "logprobs": True, "top_logprobs": 2}),
     ("POST", "/v1/chat/completions", {**CHAT, "tools": TOOLS, "stream": True}),
