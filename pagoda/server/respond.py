@@ -117,6 +117,8 @@ class RunningTurn(Generic[A]):
         self.answer = answer
         self.is_stream = is_stream
         self.close = generation.close
+        self._retells = answer.framing.retells
+        self._retelling: list[Piece] = []
         self._readers = [[one.new_reader() for _ in range(one.params.n)] for one in rendered]
 
     @property
@@ -137,15 +139,14 @@ class RunningTurn(Generic[A]):
                 if index not in begun:  # the first one may come with log-probabilities of the prompt, or its text
                     begun.add(index)
                     size += self._generation.requests[index].num_prompt_tokens
-                if self.answer.framing.retells:
-                    encoded = await self._retold(size, index, delta)
-                else:
-                    encoded = await run_sized(size, partial(self._frames, index, delta))
+                encoded = await run_sized(size, partial(self._frames, index, delta))
+                if self._retelling:
+                    encoded += await run_sized(self.size_so_far, self._retold)
                 if self._sampled is not None and delta.finished:  # before the client can send its next turn
                     await self._sampled.remember()
                 if encoded:
                     yield encoded
-        size = self.size_so_far if self.answer.framing.retells else 0
+        size = self.size_so_far if self._retells else 0
         if closing := await run_sized(size, self.answer.closing):
             yield closing
 
@@ -159,16 +160,17 @@ class RunningTurn(Generic[A]):
     def _frames(self, index: int, delta: RequestOutput) -> bytes:
         frames: list[bytes] = []
         for output in delta.outputs:
-            frames.append(self.answer.frames(self._piece(index, delta, output)))
+            piece = self._piece(index, delta, output)
+            if self._retells and (self._readers[index][output.index].ends_part(piece.events) or self._retelling):
+                self._retelling.append(piece)
+            else:
+                frames.append(self.answer.frames(piece))
         return b"".join(frames)
 
-    async def _retold(self, size: int, index: int, delta: RequestOutput) -> bytes:
-        """Return the frames of an answer that retells what it has told, if the delta ends a part of it."""
-        readers = self._readers[index]
-        pieces = await run_sized(size, lambda: [self._piece(index, delta, output) for output in delta.outputs])
-        if any(readers[piece.output.index].ends_part(piece.events) for piece in pieces):
-            size = max(size, self.size_so_far)
-        return await run_sized(size, lambda: b"".join(map(self.answer.frames, pieces)))
+    def _retold(self) -> bytes:
+        """Return the frames of pieces that end a part of the answer, which is then told again, and of those after."""
+        pieces, self._retelling = self._retelling, []
+        return b"".join(map(self.answer.frames, pieces))
 
     async def whole(self) -> Response:
         """Return the response with the whole answer."""
