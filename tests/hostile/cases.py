@@ -123,6 +123,14 @@ _INNER: Mapping[str, tuple[dict[str, Any], str]] = {
     "ChatCompletionRequest": ({}, f"{_OF_CHATS} {_OF_SAMPLING}"),
     "BatchChatRequest": ({}, f"messages.0 messages.0.0 messages.0.0.content {_OF_SAMPLING}"),
     "CompletionRequest": ({}, f"prompt.0 prompt.0.0 {_OF_SAMPLING}"),
+    "InfillRequest": (
+        {"input_prefix": "Hi"},
+        "input_extra.0 input_extra.0.text input_extra.0.filename stop.0 samplers.0",
+    ),
+    "BatchRequest": (
+        {"input_file_id": "file-none", "endpoint": TEXT},
+        "metadata.a output_expires_after.seconds output_expires_after.anchor",
+    ),
     "MessagesRequest": ({}, f"{_OF_ANTHROPICS} stop_sequences.0"),
     "CountTokensRequest": ({"model": MODEL, **_HI}, _OF_ANTHROPICS),
     "ResponsesRequest": ({}, f"{_OF_RESPONSES} metadata.a conversation.id"),
