@@ -141,7 +141,8 @@ class Player:
         tokens = [self._tokens(one) for one in line["sampled"]]
         if len(tokens) != len(output.sample_rows):
             raise ValueError(f"{len(tokens)} samples were recorded, {len(output.sample_rows)} were planned")
-        beams = [(number, self._tokens(of_beam), logprobs) for number, of_beam, logprobs in line["beams"]]
+        scored = line["beams"]
+        beams = [(number, self._tokens(of_beam), logprobs) for number, of_beam, logprobs in scored or ()]
         counts = np.array([len(one) for one in tokens], np.int32)
         sampled = np.full((len(tokens), max(counts.tolist(), default=1) or 1), -1, np.int32)
         for number, one in enumerate(tokens):
@@ -150,7 +151,7 @@ class Player:
             output.step,
             sampled,
             counts,
-            logprobs=_candidates(counts, beams) if beams else None,
+            logprobs=_candidates(counts, beams) if scored is not None else None,
             pooled=dict.fromkeys(line["pooled"], np.zeros(1, np.float32)),
             failed=dict.fromkeys(line["failed"], "failed when it was recorded"),
             refused=frozenset(line["refused"]),
@@ -162,7 +163,7 @@ class Player:
 
 def _candidates(counts: np.ndarray, beams: list[tuple[int, list[int], list[float]]]) -> LogprobColumns:
     """Return the log-probabilities of a step's beams; those of other rows are read by nothing."""
-    total, widest = int(counts.sum()), 1 + max(len(tokens) for _, tokens, _ in beams)
+    total, widest = int(counts.sum()), 1 + max((len(tokens) for _, tokens, _ in beams), default=0)
     columns = LogprobColumns(
         np.zeros((total, widest), np.int32),
         np.full((total, widest), MASKED_LOGPROB, np.float32),

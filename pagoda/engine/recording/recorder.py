@@ -249,7 +249,7 @@ class RecordingScheduler:
         return {
             "sampled": sampled,
             "ends": sorted(endings),
-            "beams": beams,
+            "beams": beams if result.logprobs is not None else None,  # a worker that gives none has its beams refused
             "pooled": list(result.pooled),
             "failed": list(result.failed),
             "refused": sorted(result.refused),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 
 from pagoda.base.config import CacheConfig
-from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.engine.recording.format import read_recording
@@ -119,6 +119,23 @@ def test_a_file_that_begins_after_an_empty_step_counts_from_there(tmp_path: Path
     lines, _ = read_recording(tmp_path / "run.1")
     assert [fields["step"] for name, fields in lines[1]["events"] if name == "Queued"] == [0]
     assert replay(tmp_path / "run.1").difference is None
+
+
+def test_a_search_that_ends_before_its_late_result_is_replayed_with_what_it_cached(tmp_path: Path) -> None:
+    options = SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=16)
+    traffic = Traffic(Setting(options, CacheConfig(block_size=4), beams=True))
+    record_traffic(traffic, tmp_path / "run")
+    search = SamplingParams(n=2, max_tokens=4, temperature=0.0, beam_search=BeamSearchOptions())
+    traffic.add(make_request(0, [0, 1, 2, 3, 4, 5], search))
+    traffic.plan()
+    traffic.abort(["r0"])
+    traffic.deliver()
+    traffic.add(make_request(1, [0, 1, 2, 3, 4, 5], SamplingParams(max_tokens=2)))
+    traffic.drain()
+    lines, _ = read_recording(tmp_path / "run")
+    hits = [fields["num_cached"] for line in lines for name, fields in line.get("events", ()) if name == "Admitted"]
+    assert hits == [0, 4]
+    assert replay(tmp_path / "run").difference is None
 
 
 @pytest.mark.slow
