@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagoda.kernels.linear.forms import NATIVE_FORMS, Q4_ZERO, Offset, WeightFormat
+from pagoda.kernels.linear.forms import K_SEGMENT, NATIVE_FORMS, Q4_ZERO, Offset, WeightFormat
 from pagoda.kernels.linear.packed import PackedWeight
 from pagoda.kernels.linear.quantize import (
     QuantizedWeight,
@@ -15,6 +15,7 @@ from pagoda.kernels.linear.quantize import (
     quantize_rows,
     scales_of,
 )
+from pagoda.kernels.linear.reference import sum_by_segments
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.ops.tensor import LinearWeight
@@ -71,6 +72,78 @@ def test_equals_reference(native: Any, reference: Any, dtype: torch.dtype, shape
         tolerance = 2e-6 * float(in_features**0.5) * 4
         torch.testing.assert_close(native.logits(x, packed), expected, rtol=1e-5, atol=tolerance)
         assert torch.equal(native.linear(x, packed), native.logits(x, packed).to(dtype))
+
+
+@pytest.mark.parametrize("in_features", [1, 33, 130, K_SEGMENT, K_SEGMENT + 1, 2 * K_SEGMENT + 131])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_have_the_bits_of_the_definition(native: Any, dtype: torch.dtype, in_features: int) -> None:
+    """In each number of rows that tiles have, in more panels than are multiplied by a segment at a time."""
+    if dtype == torch.float32 and native.library.isa in ("sse4_2", "portable"):
+        pytest.skip("rounds products of float32, too, without an instruction for both")
+    generator = torch.Generator().manual_seed(in_features)
+    weight = torch.randn(33 * 32 + 5, in_features, generator=generator).to(dtype)
+    x = torch.randn(80, in_features, generator=generator).to(dtype)
+    some = torch.tensor([0, 1, 2, 3, 7, 40, 79])
+    columns = torch.tensor([0, 15, 16, 31, 32, 70, 33 * 32 - 1, 33 * 32, 33 * 32 + 4])
+    expected = sum_by_segments(x[some], weight[columns])
+    packed = native.prepare_linear(weight)
+    assert torch.equal(native.logits(x, packed)[some][:, columns], expected)
+    for rows in range(1, 8):
+        assert torch.equal(native.logits(x[some[:rows]], packed)[:, columns], expected[:rows]), rows
+
+
+@pytest.mark.parametrize("kind", [*DTYPES, *QUANTIZED], ids=str)
+def test_segments_are_added_in_order(native: Any, kind: torch.dtype | str) -> None:
+    """The first segment is so large that half of what the second has is lost next to it. Its own sums are exact."""
+    weight, x = torch.zeros(33, 3 * K_SEGMENT), torch.zeros(9, 3 * K_SEGMENT)
+    small = [K_SEGMENT, K_SEGMENT + 100, 3 * K_SEGMENT - 1]
+    weight[:, 0], weight[:, small] = 1.0, torch.arange(33.0)[:, None]
+    x[:, 0], x[:, small] = 127 * 2.0**25, 127.0  # which 8 bits have as it is
+    if isinstance(kind, torch.dtype):
+        if kind == torch.float16:  # its largest number is 65,504
+            weight[:, 0], x[:, 0], x[:, small] = 2.0**15, 127 * 2.0**9, 127 / 2
+        packed, x = native.prepare_linear(weight.to(kind)), x.to(kind)
+    else:
+        form, group = QUANTIZED[kind].form, QUANTIZED[kind].group
+        if form.levels:
+            pytest.skip("its codes are no integers")
+        middle = 0 if form.offset is Offset.MINIMUM else form.middle
+        largest = min(33, (1 << form.bits) - middle)
+        weight = torch.where(weight < largest, weight, 0)[:, : 3 * K_SEGMENT]
+        codes, scales = (weight + middle).to(torch.uint8), torch.ones(33, 3 * K_SEGMENT // group).half()
+        offsets = None
+        if form.offset is Offset.MINIMUM:
+            offsets = torch.zeros_like(scales)
+        elif form.offset is Offset.ZERO_POINT:
+            offsets = torch.full(scales.shape, middle, dtype=torch.uint8)
+        coded = QuantizedWeight(form, codes, scales, offsets, 3 * K_SEGMENT, group)
+        packed = native.prepare_quantized_linear(coded, torch.float32)
+    first, second = x[0, 0].float() * weight[:, 0], x[0, -1].float() * weight[:, -1]
+    expected = (first + 2 * second) + second
+    assert (native.logits(x, packed) == expected).all()
+    assert not torch.equal(expected, ((first + second) + second) + second), "or any order would do"
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, "Q8 of 64", "Q6 of 16"], ids=str)
+def test_bits_depend_on_nothing_but_the_row_on_1_to_64_threads(native: Any, kind: torch.dtype | str) -> None:
+    """Random shapes: inputs that are no whole segments, few panels; the whole batch, parts of it and rows alone."""
+    dtype = kind if isinstance(kind, torch.dtype) else torch.bfloat16
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    for in_features in (K_SEGMENT - 1, K_SEGMENT + 30, 3 * K_SEGMENT + 517):
+        weight = any_weight(native, kind, drawn(1, 200), in_features)
+        x = torch.randn(drawn(70, 150), in_features, generator=generator).to(dtype)
+        expected = native.logits(x, weight)
+        for threads in (1, 2, 3, 5, 8, 17, 33, 64):
+            ops = with_threads(native, threads)
+            for _ in range(3):
+                begin = drawn(0, len(x))
+                end = begin + drawn(1, min(len(x) - begin, 1 << drawn(1, 8)) + 1)
+                assert torch.equal(ops.logits(x[begin:end], weight), expected[begin:end]), (threads, begin, end)
+            assert torch.equal(ops.logits(x, weight), expected), threads
 
 
 @pytest.mark.parametrize("rows", [(40, 33, 1), (64, 32, 5)], ids=str)

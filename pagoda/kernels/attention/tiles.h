@@ -23,10 +23,11 @@ constexpr int tile_vectors(int rows) {
 }
 
 // Operand formats. A `Lane` is 32 bits of K or V and holds WIDTH elements. It is multiplied by PRODUCTS words of a query
-// vector or of its weights, one after the other.
-//
-// Paired: two bf16 in a lane and in a word, multiplied and summed at once.
-struct Paired {
+// vector or of its weights, one after the other, the last first.
+
+#if defined(PAGODA_AVX512_BF16)
+// Two bf16 in a lane and in a word, multiplied and summed at once.
+struct PairsOfBF16 {
     using Lane = uint32_t;
     using Word = uint32_t;
     static constexpr int WIDTH = 2, PRODUCTS = 1;
@@ -36,9 +37,10 @@ struct Paired {
     // Write 16 elements from element i of `words` on.
     static void put(Word* words, int64_t i, f32x16 v) { store(reinterpret_cast<bf16*>(words) + i, v); }
 };
-// Widened: two bf16 in a lane, each widened in a register once for all query vectors of a tile; words are floats with bf16
-// values, widened once for all tiles. The same sums as Paired's on a CPU without an instruction for pairs.
-struct Widened {
+#else
+// Two bf16 in a lane, each widened in a register once for all query vectors of a tile; words are floats with bf16 values,
+// widened once for all tiles. The second of a pair is first, as with the instruction for pairs.
+struct PairsOfBF16 {
     using Lane = uint32_t;
     using Word = float;
     static constexpr int WIDTH = 2, PRODUCTS = 2;
@@ -47,8 +49,10 @@ struct Widened {
     }
     static f32x16 broadcast(Word x) { return splat(x); }
     static f32x16 multiply_add(f32x16 acc, f32x16 a, f32x16 b) { return fma(a, b, acc); }
+    // Write 16 elements from element i of `words` on.
     static void put(Word* words, int64_t i, f32x16 v) { store(words + i, rounded<bf16>(v)); }
 };
+#endif
 // Single: one float in a lane and in a word.
 struct Single {
     using Lane = float;
@@ -59,12 +63,6 @@ struct Single {
     static f32x16 multiply_add(f32x16 acc, f32x16 a, f32x16 b) { return fma(a, b, acc); }
     static void put(Word* words, int64_t i, f32x16 v) { store(words + i, v); }
 };
-#if defined(PAGODA_AVX512_BF16)
-using PairsOfBF16 = Paired;
-#else
-using PairsOfBF16 = Widened;
-#endif
-
 // Words of a query vector of `depth` lanes, and of its weights for one chunk.
 template <class Kind>
 constexpr int64_t words_of(int64_t depth) {
@@ -95,7 +93,7 @@ template <class Kind, int M, int N, class WordOf>
 inline __attribute__((always_inline)) void multiply_lanes(f32x16 (&sums)[M][N], const typename Kind::Lane* const (&lanes)[N],
                                                           uint32_t mask, WordOf&& word) {
 #pragma GCC unroll 2
-    for (int product = 0; product < Kind::PRODUCTS; product++) {
+    for (int product = Kind::PRODUCTS - 1; product >= 0; product--) {
         decltype(Kind::factor(u32x16(), 0)) factors[N];
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) factors[n] = Kind::factor(load_words(lanes[n]) & mask, product);

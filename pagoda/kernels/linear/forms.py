@@ -14,6 +14,9 @@ from math import gcd
 PANEL = 32
 """Output columns of a weight for the native kernels that are stored together."""
 
+K_SEGMENT = 2048
+"""Elements along K that are summed in one chain: linear/reference.py."""
+
 
 class Offset(IntEnum):
     """What makes a value of a code, besides the scale of its group."""

@@ -16,29 +16,36 @@ constexpr int64_t CLAIM_ROWS = 16;
 constexpr int64_t CLAIMS_PER_THREAD = 8;
 // Rows of x that are multiplied with one panel before the next; they stay in the L2 cache.
 constexpr int64_t BLOCK_BYTES = 256 * 1024;
+// At most so many panels are multiplied by a segment before the next, because all their sums are kept.
+constexpr int64_t MOST_PANELS_OF_SEGMENT = 32;
+constexpr int SUMS_SCRATCH = 4;
 
 // ---- one tile ----
 
-using Tile = void (*)(const Operand& x, int64_t row, const PackedLinear& w, const char* panel, int64_t panel_stride,
-                      float* out, int64_t out_stride, Prefetch prefetch);
+// Rows of x from `row` on, and elements [k, k_end) along K: a segment, or of quantised weights all.
+struct TileJob {
+    const PackedLinear& w;
+    const Operand& x;
+    int64_t row, k, k_end;
+};
+
+using Tile = void (*)(const TileJob& job, const char* panel, int64_t panel_stride, float* out, Prefetch prefetch);
 
 template <class Step, int ROWS, int PANELS>
-void run_float_tile(const Operand& x, int64_t row, const PackedLinear& w, const char* panel, int64_t panel_stride,
-                    float* out, int64_t out_stride, Prefetch prefetch) {
+void run_float_tile(const TileJob& job, const char* panel, int64_t panel_stride, float* out, Prefetch prefetch) {
     using Weight = typename Step::Weight;
-    float_tile<Step, ROWS, PANELS>(static_cast<const typename Step::Word*>(x.words) + row * x.stride, x.stride,
+    const auto* x = static_cast<const typename Step::Word*>(job.x.words);
+    float_tile<Step, ROWS, PANELS>(x + job.row * job.x.stride + words_of(job.w, job.k), job.x.stride,
                                    reinterpret_cast<const Weight*>(panel),
-                                   panel_stride / static_cast<int64_t>(sizeof(Weight)), word_steps(w), out, out_stride,
-                                   prefetch);
+                                   panel_stride / static_cast<int64_t>(sizeof(Weight)),
+                                   word_steps(job.w, job.k_end - job.k), out, job.k > 0, prefetch);
 }
 template <int32_t KIND, int GROUP, int ROWS, int PANELS>
-void run_int_tile(const Operand& x, int64_t row, const PackedLinear& w, const char* panel, int64_t panel_stride,
-                  float* out, int64_t out_stride, Prefetch prefetch) {
-    int64_t groups = groups_of(w);
-    QuantizedRows rows{x.quantized.bytes + row * groups * GROUP, x.quantized.scales + row * groups,
-                       x.quantized.sums + row * groups};
-    int_tile<KIND, GROUP, ROWS, PANELS>(rows, groups, reinterpret_cast<const uint8_t*>(panel), panel_stride, out,
-                                        out_stride, prefetch);
+void run_int_tile(const TileJob& job, const char* panel, int64_t panel_stride, float* out, Prefetch prefetch) {
+    int64_t groups = groups_of(job.w), row = job.row;
+    const QuantizedRows& x = job.x.quantized;
+    int_tile<KIND, GROUP, ROWS, PANELS>({x.bytes + row * groups * GROUP, x.scales + row * groups, x.sums + row * groups},
+                                        groups, reinterpret_cast<const uint8_t*>(panel), panel_stride, out, prefetch);
 }
 
 // Tiles of every height, as wide (1, 2 or 4 panels) as the registers allow.
@@ -100,52 +107,44 @@ const Tiles& tiles_of(const PackedLinear& w) {
 
 // ---- epilogue: from sums to the output ----
 
-f32x16 with_bias(const float* sums, const PackedLinear& w, int64_t column) {
-    f32x16 v = load(sums);
-    return w.bias == nullptr ? v : v + load(w.bias + column);
-}
+// A tile of the output that is summed: rows of sums, `stride` apart, for `columns` columns from `column` on. `up`: with a
+// gate, those of their partners.
+struct Summed {
+    const float *sums, *up;
+    int64_t stride, row, rows, column, columns;
+};
 
-// A tile's sums [rows][sums_stride]. `column`: output column of the first one; `columns` of them exist.
-template <class Out>
-void finish(const LinearJob& job, const float* sums, int64_t sums_stride, int64_t row, int64_t rows, int64_t column,
-            int64_t columns) {
-    for (int64_t r = 0; r < rows; r++) {
-        Out* out = static_cast<Out*>(job.out) + (row + r) * job.out_stride + column;
-        for_lanes(columns, [&](int64_t i, int n) {
-            f32x16 result = with_bias(sums + r * sums_stride + i, *job.weight, column + i);
-            store_lanes(out + i, job.gelu ? Gelu::of(rounded<Out>(result)) : result, n);
-        });
-    }
+inline f32x16 with_bias(const float* sums, const float* bias, int64_t column) {
+    return bias == nullptr ? load(sums) : load(sums) + load(bias + column);
 }
 inline f32x16 activated(int32_t gate, f32x16 x) {
     return gate == GATE_SILU ? Silu::of(x) : gate == GATE_GELU ? Gelu::of(x) : GeluTanh::of(x);
 }
-// The same, with the sums of gate in the first panel and those of up in the second.
-template <class T>
-void finish_gated(const LinearJob& job, const float* sums, int64_t sums_stride, int64_t row, int64_t rows,
-                  int64_t column) {
-    int64_t up = job.weight->out_features / 2;
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t i = 0; i < PANEL; i += 16) {
-            const float* at = sums + r * sums_stride + i;
-            f32x16 gate = rounded<T>(with_bias(at, *job.weight, column + i));
-            f32x16 product = rounded<T>(with_bias(at + PANEL, *job.weight, up + column + i));
-            store(static_cast<T*>(job.out) + (row + r) * job.out_stride + column + i,
-                  activated(job.gate, gate) * product);
-        }
-}
 
-void finish_tile(const LinearJob& job, const float* sums, int64_t sums_stride, int64_t row, int64_t rows,
-                 int64_t column, int64_t columns) {
-    if (job.gate != GATE_NONE) {
-        by_dtype(job.dtype, [&](auto element) {
-            finish_gated<decltype(element)>(job, sums, sums_stride, row, rows, column);
-        });
-    } else {
-        by_dtype(job.out_dtype, [&](auto element) {
-            finish<decltype(element)>(job, sums, sums_stride, row, rows, column, columns);
+// value(i, column): of the tile's sums from index i on.
+template <class Out, class Value>
+void write_out(const LinearJob& job, const Summed& tile, Value&& value) {
+    for (int64_t r = 0; r < tile.rows; r++) {
+        Out* out = static_cast<Out*>(job.out) + (tile.row + r) * job.out_stride + tile.column;
+        for_lanes(tile.columns, [&](int64_t i, int n) {
+            store_lanes(out + i, value(r * tile.stride + i, tile.column + i), n);
         });
     }
+}
+template <class Out>
+void finish(const LinearJob& job, const Summed& tile) {
+    const float* bias = job.weight->bias;
+    int64_t partner = job.weight->out_features / 2;
+    auto sum = [&](int64_t at, int64_t column) { return with_bias(tile.sums + at, bias, column); };
+    if (job.gate != GATE_NONE)
+        write_out<Out>(job, tile, [&](int64_t at, int64_t column) {
+            f32x16 up = with_bias(tile.up + at, bias, partner + column);
+            return activated(job.gate, rounded<Out>(sum(at, column))) * rounded<Out>(up);
+        });
+    else if (job.gelu)
+        write_out<Out>(job, tile, [&](int64_t at, int64_t column) { return Gelu::of(rounded<Out>(sum(at, column))); });
+    else
+        write_out<Out>(job, tile, sum);
 }
 
 // ---- a rectangle of the output ----
@@ -156,49 +155,69 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
               int64_t next_panel) {
     const PackedLinear& w = *job.weight;
     const Tiles& tiles = tiles_of(w);
-    const char* panels = static_cast<const char*>(w.panels);
+    bool gated = job.gate != GATE_NONE, in_segments = elements_at_once(w) < w.in_features;
     int64_t bytes = panel_bytes(w), partner = w.out_features / 2 / PANEL * bytes;
     int64_t count = (row_end - row + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;  // tiles along the rows, of nearly equal height
     int64_t most_rows = (row_end - row + count - 1) / count;
-    int most = job.gate != GATE_NONE ? 1 : tiles.panels(most_rows);
+    int most = gated ? 1 : tiles.panels(most_rows);
     // A gate and its partner are two calls of narrow tiles, or one of a wide one.
-    int64_t calls = job.gate != GATE_NONE && tiles.panels(most_rows) == 1 ? 2 * count : count;
-    int64_t steps = tile_steps(w) * tile_passes(w, most_rows), all_steps = calls * steps;
-    // With AVX-512, a single tile already reads the weights at the speed of memory: nothing to gain.
-    bool prefetches = count > 1 || !MANY_REGISTERS;
-    alignas(64) float sums[MAX_TILE_ROWS * MAX_TILE_PANELS * PANEL];
-    while (panel < panel_end) {
-        int width = most;
-        while (width > panel_end - panel) width /= 2;
-        const char* first = panels + panel * bytes;
-        int64_t columns = w.out_features - panel * PANEL;
-        if (columns > width * PANEL) columns = width * PANEL;
-        int64_t upcoming = panel + width < panel_end ? panel + width : next_panel;
-        // Together, the calls prefetch once everything that the next ones read, and each step as much as any other: the
-        // weights arrive while the tiles compute.
-        int64_t span = job.gate != GATE_NONE ? bytes : width * bytes, each = (span + all_steps - 1) / all_steps;
-        auto prefetch_of = [&](int64_t call) -> Prefetch {
-            if (!prefetches || upcoming < 0) return {first, 0, 0};
-            const char* next = panels + upcoming * bytes + call * steps * each;
-            return {next, each, job.gate != GATE_NONE ? partner : each > 64 ? 64 : 0};
-        };
-        for (int64_t i = 0; i < count; i++) {
-            int64_t begin = row + (row_end - row) * i / count, rows = row + (row_end - row) * (i + 1) / count - begin;
-            auto run = [&](Tile tile, const char* at, int64_t stride, float* to, int64_t to_stride, int64_t call) {
-                tile(x, begin, w, at, stride, to, to_stride, prefetch_of(call));
-            };
-            if (job.gate == GATE_NONE) {
-                run(tiles.of(rows, width), first, bytes, sums, width * PANEL, i);
-            } else if (tiles.panels(rows) >= 2) {
-                run(tiles.of(rows, 2), first, partner, sums, 2 * PANEL, i);
-            } else {
-                run(tiles.of(rows, 1), first, 0, sums, 2 * PANEL, 2 * i);
-                run(tiles.of(rows, 1), first + partner, 0, sums + PANEL, 2 * PANEL, 2 * i + 1);
+    int64_t calls = gated && tiles.panels(most_rows) == 1 ? 2 * count : count;
+    const char* panels = static_cast<const char*>(w.panels);
+    // The sums of a tile; where there are several segments, of all tiles.
+    alignas(64) float of_tile[MAX_TILE_ROWS * MAX_TILE_PANELS * PANEL];
+    int64_t height = row_end - row, sides = gated ? 2 : 1;
+    size_t kept = sizeof(float) * static_cast<size_t>(height * (panel_end - panel) * sides * PANEL);
+    float* all_sums = in_segments ? static_cast<float*>(thread_scratch(kept, SUMS_SCRATCH)) : nullptr;
+    for (int64_t k = 0, k_end; k < w.in_features; k = k_end) {
+        k_end = std::min(w.in_features, k + elements_at_once(w));
+        int64_t steps = tile_steps(w, most_rows, k_end - k);
+        for (int64_t at = panel, width = most; at < panel_end; at += width) {
+            while (width > panel_end - at) width /= 2;
+            // Together, the calls prefetch once everything that the next ones read, and each step as much as any other:
+            // the weights arrive while the tiles compute.
+            bool ends_segment = at + width >= panel_end, ends = ends_segment && k_end == w.in_features;
+            int64_t next = ends ? next_panel : ends_segment ? panel : at + width;
+            int64_t next_k = ends ? 0 : ends_segment ? k_end : k;
+            const char* first = panels + at * bytes + panel_bytes(w, k);
+            const char* upcoming = panels + next * bytes + panel_bytes(w, next_k);
+            int64_t next_count = std::min(w.in_features - next_k, elements_at_once(w));
+            int64_t each = (in_segments ? 1 : width) * panel_bytes(w, next_count) / (calls * steps) + 1;
+            int64_t second = gated ? partner : in_segments && width > 1 ? bytes : each > 64 ? 64 : 0;
+            // With AVX-512, a single tile already reads the weights at the speed of memory: nothing to gain.
+            bool prefetches = next >= 0 && (count > 1 || !MANY_REGISTERS);
+            for (int64_t i = 0; i < count; i++) {
+                int64_t begin = row + (row_end - row) * i / count;
+                int64_t rows = row + (row_end - row) * (i + 1) / count - begin;
+                float* sums = of_tile;
+                if (in_segments) sums = all_sums + ((at - panel) * height + (begin - row) * width) * sides * PANEL;
+                bool apart = gated && tiles.panels(rows) == 1;  // the gate and its partner
+                int64_t stride = (apart ? 1 : width * sides) * PANEL;
+                float* up = sums + (apart ? rows : 1) * PANEL;
+                auto run = [&](const char* from, int64_t apart_by, float* to, int64_t call) {
+                    Prefetch prefetch{first, 0, 0};
+                    if (prefetches) prefetch = {upcoming + call * steps * each, each, second};
+                    Tile tile = tiles.of(rows, static_cast<int>(stride / PANEL));
+                    tile({w, x, begin, k, k_end}, from, apart_by, to, prefetch);
+                };
+                if (!apart) {
+                    run(first, gated ? partner : bytes, sums, i);
+                } else {
+                    run(first, 0, sums, 2 * i);
+                    run(first + partner, 0, up, 2 * i + 1);
+                }
+                if (k_end < w.in_features) continue;
+                int64_t columns = std::min(w.out_features - at * PANEL, width * PANEL);
+                Summed summed{sums, up, stride, begin, rows, at * PANEL, columns};
+                by_dtype(job.out_dtype, [&](auto element) { finish<decltype(element)>(job, summed); });
             }
-            finish_tile(job, sums, (job.gate == GATE_NONE ? width : 2) * PANEL, begin, rows, panel * PANEL, columns);
         }
-        panel += width;
     }
+}
+
+// Panels that `multiply` may be given at once. A single tile reads its panels to their ends: one stream.
+int64_t most_panels(const LinearJob& job, int64_t rows) {
+    if (elements_at_once(*job.weight) == job.weight->in_features) return INT64_MAX / 2;
+    return rows > MAX_TILE_ROWS ? MOST_PANELS_OF_SEGMENT : job.gate != GATE_NONE ? 1 : MAX_TILE_PANELS;
 }
 
 // What a thread claims: one of `blocks` blocks of rows, times `width` panels.
@@ -216,6 +235,7 @@ Split split_work(const LinearJob& job, int64_t panels, int threads) {
     for (int64_t blocks = least; blocks <= most && blocks < least + 4; blocks++) {
         int64_t pieces = (CLAIMS_PER_THREAD * threads + blocks - 1) / blocks;
         int64_t widest = (panels / pieces + 1) / 2 * 2;
+        widest = std::min(widest, most_panels(job, job.rows));
         for (int64_t width = widest > 2 ? widest : 2; width > 0; width = width > 2 ? width - 2 : width - 1) {
             int64_t claims = (blocks * ((panels + width - 1) / width) + threads - 1) / threads;
             int64_t cost = claims * ((job.rows + blocks - 1) / blocks) * width;
@@ -232,25 +252,25 @@ Split split_work(const LinearJob& job, int64_t panels, int threads) {
 size_t linear_scratch_bytes(const LinearJob& job) {
     if (!converts(job)) return 0;
     const PackedLinear& w = *job.weight;
-    if (!is_quantized(w.kind)) return static_cast<size_t>(job.rows * row_bytes(w));
+    if (!is_quantized(w.kind)) return static_cast<size_t>(4 * job.rows * words_of(w, w.in_features));
     int64_t groups = groups_of(w);
     return static_cast<size_t>(round_up(job.rows * groups * w.group, 64) + job.rows * groups * 8);
 }
 
 void linear_convert(const LinearJob& job, int64_t begin, int64_t end) {
     const PackedLinear& w = *job.weight;
-    if (is_quantized(w.kind)) {
+    if (is_quantized(w.kind))
         return by_dtype(job.dtype, [&](auto element) { quantize<decltype(element)>(job, begin, end); });
-    }
+    int64_t words = words_of(w, w.in_features);
     for (int64_t r = begin; r < end; r++) {
-        char* to = static_cast<char*>(job.scratch) + r * row_bytes(w);
-        memset(to + row_bytes(w) - 4, 0, 4);  // an odd number of elements has no last word of its own
-        if (w.kind == KIND_BF16 && !WIDENS_BF16)
-            memcpy(to, static_cast<const bf16*>(job.x) + r * job.x_stride, static_cast<size_t>(w.in_features) * 2);
-        else if (w.kind == KIND_BF16)
-            widen(static_cast<const bf16*>(job.x) + r * job.x_stride, reinterpret_cast<float*>(to), w.in_features);
+        float* to = static_cast<float*>(job.scratch) + r * words;
+        memset(to + words - 1, 0, 4);  // an odd number of elements has no last word of its own
+        if (w.kind == KIND_F16)
+            widen(static_cast<const f16*>(job.x) + r * job.x_stride, to, w.in_features);
+        else if (WIDENS_BF16)
+            widen(static_cast<const bf16*>(job.x) + r * job.x_stride, to, w.in_features);
         else
-            widen(static_cast<const f16*>(job.x) + r * job.x_stride, reinterpret_cast<float*>(to), w.in_features);
+            memcpy(to, static_cast<const bf16*>(job.x) + r * job.x_stride, static_cast<size_t>(w.in_features) * 2);
     }
 }
 
@@ -261,9 +281,13 @@ int64_t linear_panels(const LinearJob& job) {
 
 void linear_multiply_part(const LinearJob& job, int64_t row, int64_t row_end, int64_t panel, int64_t panel_end) {
     Operand x = operand(job);
-    int64_t fitting = BLOCK_BYTES / row_bytes(*job.weight), block = fitting > CLAIM_ROWS ? fitting : CLAIM_ROWS;
+    int64_t block = std::max(BLOCK_BYTES / row_bytes(*job.weight), CLAIM_ROWS);
+    int64_t width = most_panels(job, row_end - row);
     for (; row < row_end; row += block)
-        multiply(job, x, row, row + block < row_end ? row + block : row_end, panel, panel_end, -1);
+        for (int64_t at = panel, end; at < panel_end; at = end) {
+            end = std::min(at + width, panel_end);
+            multiply(job, x, row, std::min(row + block, row_end), at, end, end < panel_end ? end : -1);
+        }
 }
 
 void linear_multiply(const LinearJob& job, int thread, int num_threads, std::atomic<int64_t>& claims) {

@@ -1,6 +1,6 @@
 // Tiles of a product of quantised x and quantised weights: integers within a group, floats across groups.
 //
-// Sums within a group are exact; groups are added in one chain along K, in every tile.
+// Sums within a group are exact; groups are added by segments along K, in every tile (packed.h).
 #pragma once
 
 #include <algorithm>
@@ -130,11 +130,11 @@ inline u32x16 look_up(const uint8_t (&table)[16], u32x16 bytes) {
 #endif
 }
 
-// out [ROWS][PANELS * 32] (out_stride apart) = x (rows `groups` scales and sums apart) times PANELS panels
-// (panel_stride bytes apart).
+// A segment of int_tile: groups first .. end - 1. adds: to what is in `out`, the segments before.
 template <int32_t KIND, int GROUP, int ROWS, int PANELS>
-inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* panel, int64_t panel_stride, float* out,
-                     int64_t out_stride, Prefetch prefetch) {
+__attribute__((noinline)) Prefetch int_segment(const QuantizedRows& x, int64_t groups, int64_t first_group, int64_t end,
+                                               const uint8_t* panel, int64_t panel_stride, float* out,
+                                               bool adds, Prefetch prefetch) {
     constexpr int VECTORS = 2 * PANELS;
     constexpr int64_t HEADER = header_bytes(KIND), SCALES = scales_bytes(KIND);
     constexpr int64_t RECORD = quantized_record_bytes(KIND, GROUP);
@@ -150,7 +150,7 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
     constexpr int MIDDLE = FORM.middle - (WITHOUT_VNNI && !SMALL ? 128 : 0);  // what is still to take off
     constexpr int SPAN = WITHOUT_VNNI && (SMALL || ROWS > 2) ? 1 : VECTORS;  // those of 16 columns stay in the registers
     f32x16 acc[ROWS][VECTORS] = {};
-    for (int64_t g = 0; g < groups; g++) {
+    for (int64_t g = first_group; g < end; g++) {
         const uint8_t* record = panel + g * RECORD;
         const uint8_t* data = record + HEADER;
         const int8_t* bytes = x.bytes + g * GROUP;
@@ -253,5 +253,17 @@ inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* pane
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) store(out + r * out_stride + v * 16, acc[r][v]);
+        for (int v = 0; v < VECTORS; v++) store_sum(out + r * PANELS * PANEL + v * 16, acc[r][v], adds);
+    return prefetch;
+}
+
+// out [ROWS][PANELS * 32] = x (rows `groups` scales and sums apart) times PANELS panels
+// (panel_stride bytes apart).
+template <int32_t KIND, int GROUP, int ROWS, int PANELS>
+inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* panel, int64_t panel_stride, float* out,
+                     Prefetch prefetch) {
+    static_assert(K_SEGMENT % GROUP == 0, "a segment is whole groups");
+    for (int64_t g = 0; g < groups; g += K_SEGMENT / GROUP)
+        prefetch = int_segment<KIND, GROUP, ROWS, PANELS>(x, groups, g, std::min(groups, g + K_SEGMENT / GROUP), panel,
+                                                          panel_stride, out, g > 0, prefetch);
 }

@@ -13,19 +13,23 @@ struct Operand {
 };
 
 inline int64_t groups_of(const PackedLinear& w) { return (w.in_features + w.group - 1) / w.group; }
-inline int64_t word_steps(const PackedLinear& w) { return w.kind == KIND_BF16 ? (w.in_features + 1) / 2 : w.in_features; }
-// Words of one row of x: float tiles.
-inline int64_t row_words(const PackedLinear& w) { return w.kind == KIND_BF16 && WIDENS_BF16 ? 2 * word_steps(w) : word_steps(w); }
-// Bytes of one row of x in the form that the tiles read.
-inline int64_t row_bytes(const PackedLinear& w) { return is_quantized(w.kind) ? word_steps(w) : 4 * row_words(w); }
-// How many times a tile prefetches a line of the next panels, per pass over x.
-inline int64_t tile_steps(const PackedLinear& w) {
-    return is_quantized(w.kind) ? groups_of(w) * w.group * WEIGHT_FORMS[w.kind].bits / 32 : word_steps(w);
+// Elements along K that are multiplied with all rows and panels that a thread is given, before the next.
+inline int64_t elements_at_once(const PackedLinear& w) {
+    return is_quantized(w.kind) ? w.in_features : std::min(w.in_features, K_SEGMENT);
 }
-
-// Passes over x of a tile of `rows` rows.
-inline int64_t tile_passes(const PackedLinear& w, int64_t rows) {
-    return is_quantized(w.kind) ? 1 : float_passes(static_cast<int>(rows));
+// Steps along K of float tiles for `count` elements, and the words of x that they read.
+inline int64_t word_steps(const PackedLinear& w, int64_t count) { return w.kind == KIND_BF16 ? (count + 1) / 2 : count; }
+inline int64_t words_of(const PackedLinear& w, int64_t count) {
+    return w.kind == KIND_BF16 && WIDENS_BF16 ? 2 * word_steps(w, count) : word_steps(w, count);
+}
+// Bytes of what is multiplied at once of a row of x, in the form that the tiles read.
+inline int64_t row_bytes(const PackedLinear& w) {
+    return is_quantized(w.kind) ? w.in_features : 4 * words_of(w, elements_at_once(w));
+}
+// How many times a tile of `rows` rows prefetches a line of what is next, for `count` elements along K.
+inline int64_t tile_steps(const PackedLinear& w, int64_t rows, int64_t count) {
+    if (is_quantized(w.kind)) return groups_of(w) * w.group * WEIGHT_FORMS[w.kind].bits / 32;
+    return word_steps(w, count) * float_passes(static_cast<int>(rows));
 }
 
 inline bool converts(const LinearJob& job) {
@@ -45,7 +49,7 @@ inline Operand operand(const LinearJob& job) {
         auto* sums = reinterpret_cast<int32_t*>(scales + job.rows * groups);
         return {nullptr, 0, {bytes, scales, sums}};
     }
-    if (converts(job)) return {job.scratch, row_words(w), {}};
+    if (converts(job)) return {job.scratch, words_of(w, w.in_features), {}};
     return {job.x, w.kind == KIND_BF16 ? job.x_stride / 2 : job.x_stride, {}};
 }
 

@@ -91,15 +91,20 @@ void with_code_group(const PackedLinear& w, F&& f) {
             with_code_group<AT + 1>(w, f);
     }
 }
-// Bytes of one panel.
-inline int64_t panel_bytes(const PackedLinear& w) {
+// Bytes of the first `count` elements along K of one panel, with what the last one shares a word or a group with.
+inline int64_t panel_bytes(const PackedLinear& w, int64_t count) {
     switch (w.kind) {
-        case KIND_F32: return w.in_features * PANEL * 4;
-        case KIND_BF16: return (w.in_features + 1) / 2 * PANEL * 4;
-        case KIND_F16: return w.in_features * PANEL * 2;
-        default: return (w.in_features + w.group - 1) / w.group * quantized_record_bytes(w.kind, w.group);
+        case KIND_F32: return count * PANEL * 4;
+        case KIND_BF16: return (count + 1) / 2 * PANEL * 4;
+        case KIND_F16: return count * PANEL * 2;
+        default: return (count + w.group - 1) / w.group * quantized_record_bytes(w.kind, w.group);
     }
 }
+inline int64_t panel_bytes(const PackedLinear& w) { return panel_bytes(w, w.in_features); }
+
+// Every output element is summed by segments of K_SEGMENT elements along K: a chain from zero in each, and segments added
+// in order. Keep the sum of a segment, added to those before it if there are any.
+inline void store_sum(float* sums, f32x16 segment, bool adds) { store(sums, adds ? load(sums) + segment : segment); }
 
 // Copy `bytes`, a multiple of 16, between addresses that are, too. What is packed is not read before all of it is: going
 // through the caches, every line would first be read from memory.

@@ -1,9 +1,13 @@
-"""The definition of a linear layer: multiply and sum in float32, round once."""
+"""The definition of a linear layer: multiply and sum in float32, round once.
+
+`sum_by_segments` is the order of summation of the native kernels, on any CPU.
+"""
 
 from dataclasses import dataclass
 
 import torch
 
+from pagoda.kernels.linear.forms import K_SEGMENT
 from pagoda.kernels.linear.quantize import CodedWeight, Fp8Weight, quantize_vectors, values_of
 
 
@@ -58,3 +62,34 @@ def logits(x: torch.Tensor, weight: PlainLinear) -> torch.Tensor:
     """[S, in] -> float32 [S, out]."""
     out = weight.inputs(x) @ weight.weight.float().T
     return out if weight.bias is None else out + weight.bias.float()
+
+
+def sum_by_segments(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """[S, in] -> float32 [S, out] = x @ weight.T in the native kernels' order, whatever the batch: slow.
+
+    Along `in`, each K_SEGMENT elements are a chain of fused multiply-adds from zero, and these sums are added in order.
+    Of bfloat16, the second element of each pair comes first.
+    """
+    in_pairs = weight.dtype == torch.bfloat16
+    x, weight = x.float(), weight.float()
+    total: torch.Tensor | None = None
+    for begin in range(0, x.shape[1], K_SEGMENT):
+        end = min(begin + K_SEGMENT, x.shape[1])
+        segment = torch.zeros(len(x), len(weight))
+        for at in range(begin, end):
+            k = at ^ 1 if in_pairs and at ^ 1 < end else at
+            segment = _fused(x[:, k, None], weight[:, k], segment)
+        total = segment if total is None else total + segment
+    return torch.zeros(len(x), len(weight)) if total is None else total
+
+
+def _fused(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a * b + c, rounded to float32 once."""
+    product, addend = a.double() * b.double(), c.double()  # the product is exact
+    total = product + addend
+    rest = total - product
+    error = (product - (total - rest)) + (addend - rest)
+    # What was lost makes the last bit odd, so that rounding again cannot take it for a tie.
+    is_even = (total.view(torch.int64) & 1) == 0
+    odd = torch.nextafter(total, torch.where(error > 0, torch.inf, -torch.inf).double())
+    return torch.where((error != 0) & is_even, odd, total).float()

@@ -3,7 +3,7 @@
 from ctypes import sizeof
 
 from pagoda.base.ranks import MAX_RANKS
-from pagoda.kernels.linear.forms import NATIVE_FORMS, PANEL, Offset, WeightForm
+from pagoda.kernels.linear.forms import NATIVE_FORMS, PANEL, K_SEGMENT, Offset, WeightForm
 from pagoda.kernels.native.abi import ENUMS, FUNCTIONS, KERNEL_OPS, NO_CACHE, STRUCTS, Shared
 from pagoda.ops.declare import Domain
 
@@ -20,7 +20,7 @@ def header() -> str:
         "#include <cstdint>",
         "#include <cstdlib>",
         '#define PAGODA_EXPORT extern "C" __attribute__((visibility("default")))',
-        f"constexpr int64_t PANEL = {PANEL}, NO_CACHE = {NO_CACHE};",
+        f"constexpr int64_t PANEL = {PANEL}, K_SEGMENT = {K_SEGMENT}, NO_CACHE = {NO_CACHE};",
         f"constexpr int32_t NUM_DOMAINS = {len(Domain)}, NUM_OPS = {len(KERNEL_OPS)}, MAX_RANKS = {MAX_RANKS};",
     ]
     for prefix, enum in ENUMS.items():

@@ -300,15 +300,12 @@ inline void store_lanes(T* p, f32x16 v, int n) {
 
 // ---- pairs of bf16: a 32-bit lane holds two adjacent values, the first in the low half ----
 
-// acc + a.low * b.low + a.high * b.high.
-inline f32x16 dot_pairs(f32x16 acc, u32x16 a, u32x16 b) {
 #if defined(PAGODA_AVX512_BF16)
+// acc + a.high * b.high + a.low * b.low, rounded after each.
+inline f32x16 dot_pairs(f32x16 acc, u32x16 a, u32x16 b) {
     return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
-#else
-    acc = fma((f32x16)(a << 16), (f32x16)(b << 16), acc);
-    return fma((f32x16)(a & 0xffff0000u), (f32x16)(b & 0xffff0000u), acc);
-#endif
 }
+#endif
 
 // ---- functions ----
 
