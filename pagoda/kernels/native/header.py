@@ -3,7 +3,7 @@
 from ctypes import sizeof
 
 from pagoda.base.ranks import MAX_RANKS
-from pagoda.kernels.linear.forms import NATIVE_FORMS, PANEL, K_SEGMENT, Offset, WeightForm
+from pagoda.kernels.linear.forms import K_SEGMENT, NATIVE_FORMS, PANEL, Offset, WeightForm
 from pagoda.kernels.native.abi import ENUMS, FUNCTIONS, KERNEL_OPS, NO_CACHE, STRUCTS, Shared
 from pagoda.ops.declare import Domain
 
