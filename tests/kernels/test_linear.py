@@ -146,6 +146,18 @@ def test_bits_depend_on_nothing_but_the_row_on_1_to_64_threads(native: Any, kind
             assert torch.equal(ops.logits(x, weight), expected), threads
 
 
+def test_a_fused_gate_has_the_bits_of_its_parts(native: Any) -> None:
+    """Of inputs of several segments, in each height of tiles and in more panels than a segment multiplies at a time."""
+    torch.manual_seed(0)
+    weight = native.prepare_linear(
+        torch.randn(2 * 37 * 32, K_SEGMENT + 52).bfloat16(), torch.randn(2 * 37 * 32).bfloat16()
+    )
+    x = torch.randn(70, K_SEGMENT + 52).bfloat16() / 40
+    for rows in (1, 2, 5, 6, 7, 13, 70):
+        apart = native.silu_mul(native.linear(x[:rows], weight))
+        assert torch.equal(with_threads(native, 2).linear_silu_mul(x[:rows], weight), apart), rows
+
+
 @pytest.mark.parametrize("rows", [(40, 33, 1), (64, 32, 5)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_are_packed_as_the_stack_of_them(native: Any, dtype: torch.dtype, rows: tuple[int, ...]) -> None:
