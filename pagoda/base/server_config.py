@@ -45,6 +45,16 @@ class ServerLimits:
     max_body_bytes: Annotated[
         int, Setting("Maximum size of a request body in bytes; larger ones get 413.", at_least=1, is_size=True)
     ] = 16 * 2**20
+    max_models_memory: Annotated[
+        int | None,
+        Setting(
+            "Maximum memory of the models that are loaded, where there are several; the others wait, or make room.",
+            unset="what is free at the start",
+            at_least=1,
+            is_size=True,
+            flat=True,
+        ),
+    ] = None
     max_connections: Annotated[
         int, Setting("Maximum open connections; further connections get 503 (0: no limit).", at_least=0)
     ] = 4096

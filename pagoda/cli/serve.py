@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
+import math
 import os
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from pagoda.base.config import EngineConfig
@@ -98,24 +98,29 @@ async def _serve(configs: list[EngineConfig]) -> None:
     _prepare(config, "api")
     for other in configs[1:]:
         check_settings(other)
+    from pagoda.assembly.model_plans import ModelPlan, plan_models
     from pagoda.engine.clients.process_client import ProcessClient
     from pagoda.server.listening import announce, listen
+    from pagoda.server.model_engine import ModelEngine
+    from pagoda.server.model_loader import ModelLoader
 
+    timeouts, most_bytes = config.server.server_timeouts, config.server.server_limits.max_models_memory
+    plans, budget = ([ModelPlan(config)], math.inf) if len(configs) == 1 else plan_models(configs, most_bytes)
     listener = listen(config.server)
-    step_timeout_s = config.server.server_timeouts.step_timeout_s
-    clients = [ProcessClient(one, step_timeout_s=step_timeout_s) for one in configs]
-    starting = [asyncio.create_task(client.start()) for client in clients]
+    engines = [
+        ModelEngine(one.config, ProcessClient(one.config, timeouts.step_timeout_s), one.num_bytes, one.sizes)
+        for one in plans
+    ]
+    loader = ModelLoader(engines, budget, timeouts.queue_timeout_s)
+    loader.start_first()
     await asyncio.sleep(0)  # lets the process start before the imports below keep this thread busy
     try:
         from pagoda.server.app import serve as serve_http
         from pagoda.server.load_report import report_load
-        from pagoda.server.model_engine import ModelEngine
         from pagoda.server.state import build_state
         from pagoda.server.telemetry import telemetry_of
 
-        started = [partial(asyncio.shield, one) for one in starting]
-        engines = [ModelEngine(*each) for each in zip(configs, clients, started, strict=True)]
-        state = await build_state(engines)
+        state = await build_state(loader)
         for one, model in zip(configs, state.models.all, strict=True):
             await model.adapters.load_modules(one.server.lora_sources)
         state.telemetry = telemetry_of(os.environ, state.model.name)
@@ -132,8 +137,5 @@ async def _serve(configs: list[EngineConfig]) -> None:
         for report in reports:
             report.cancel()
     finally:
-        for task in starting:
-            task.cancel()
-        await asyncio.gather(*starting, return_exceptions=True)
-        await asyncio.gather(*(client.shutdown() for client in clients))
+        await loader.close()
         listener.close()

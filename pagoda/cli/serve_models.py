@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from pagoda.base.config import EngineConfig
@@ -28,14 +27,12 @@ def model_configs(options: Mapping[str, object]) -> list[EngineConfig]:
     names = Counter(name for config in configs for name in config.model.names)
     if (twice := next((name for name, count in names.items() if count > 1), None)) is not None:
         raise ConfigError(f"two models are named {twice}: give them names of their own, as tables of a --models file")
-    if len(configs) == 1:
-        return configs
-    if configs[0].server.api_server_count > 1:
+    if len(configs) > 1 and configs[0].server.api_server_count > 1:
         raise ConfigError(
             f"api_server_count={configs[0].server.api_server_count} goes with one model, and {len(configs)} are given: "
             "leave it out, or start a server for each model"
         )
-    return [_share_of(config, len(configs)) for config in configs]
+    return configs
 
 
 def _options_of_each(options: Mapping[str, object]) -> Iterator[dict[str, object]]:
@@ -65,9 +62,3 @@ def _check_table(path: str, table: str, own: Mapping[str, object]) -> None:
                 f"--models {path}: {table}: {name} is the whole server's; set it on the command line "
                 f"({flag_of(field)}) or in --config"
             )
-
-
-def _share_of(config: EngineConfig, count: int) -> EngineConfig:
-    """Return the settings of a model of several, each of which gets its share of the memory for KV."""
-    share = config.cache.gpu_memory_utilization / count
-    return replace(config, cache=replace(config.cache, gpu_memory_utilization=share))

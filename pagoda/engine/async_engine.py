@@ -249,6 +249,12 @@ class AsyncEngine:
         """Return the error that ended the engine, or None while it can serve requests."""
         return self._died
 
+    def revive(self) -> None:
+        """Serve requests again: the client, whose engine had died or could not be read, has been started again."""
+        if self._died is not None:
+            self._died, self._pump = None, None
+            self._has_died.clear()
+
     async def wait_until_dead(self) -> None:
         """Wait until no request can be served any more (see `died`)."""
         await self._has_died.wait()

@@ -12,7 +12,9 @@ from pagoda.core.request import Request
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.counts import LABELS, Counts, Histogram, tokens_per_step
 
-REJECTION_REASONS = ("requests", "tokens", "media", "logprobs", "bodies", "key_concurrency", "key_rate", "stored")
+REJECTION_REASONS = (
+    *("requests", "tokens", "media", "logprobs", "bodies", "key_concurrency", "key_rate", "stored", "load"),
+)
 CACHE_LABELS = (
     *("block_size", "num_gpu_blocks", "num_cpu_blocks"),
     *("enable_prefix_caching", "gpu_memory_utilization", "cache_dtype"),
@@ -72,7 +74,7 @@ class ServerMetrics:
         self.model_name = model_name
         self.stats = stats
         self._values = (model_name, "0")
-        self._cache_config = cache_config
+        self.cache_config = cache_config
         self._max_loras = max_loras
         self._num_restarts = num_restarts
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
@@ -227,9 +229,9 @@ class ServerMetrics:
             turns.add_metric((*self._values, *labels.split(" ")), count)
         yield turns
         info = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV cache's settings.", labels=(*LABELS, *self._cache_config)
+            "vllm:cache_config_info", "The KV cache's settings.", labels=(*LABELS, *self.cache_config)
         )
-        info.add_metric((*self._values, *self._cache_config.values()), 1)
+        info.add_metric((*self._values, *self.cache_config.values()), 1)
         yield info
         lora = GaugeMetricFamily(
             "vllm:lora_requests_info",

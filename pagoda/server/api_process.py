@@ -19,6 +19,7 @@ from pagoda.process.logs import configure_logging
 from pagoda.server.api_start import SOCKET, ApiStart, tell_error
 from pagoda.server.app import serve
 from pagoda.server.model_engine import ModelEngine
+from pagoda.server.model_loader import ModelLoader
 from pagoda.server.peers import RemotePeers
 from pagoda.server.served_adapters import AdapterChange
 from pagoda.server.state import build_state
@@ -56,8 +57,10 @@ async def _serve(start: ApiStart, place: RendezvousDir) -> None:
     peers = RemotePeers(start.salt_secret, listeners)
     client = RemoteClient(str(place.path(SOCKET)))
     peers.calls = client.calls
+    loader = ModelLoader([ModelEngine(config, client)])
+    loader.start_first()
     try:
-        state = await build_state([ModelEngine(config, client, client.start)], peers)
+        state = await build_state(loader, peers)
         state.telemetry = telemetry_of(os.environ, state.model.name, f"api-{start.number}")
         if start.is_first:
             await state.model.adapters.load_modules(config.server.lora_sources)
@@ -77,7 +80,7 @@ async def _serve(start: ApiStart, place: RendezvousDir) -> None:
 
         await serve(state, config.server, listeners[(start.number - 1) % len(listeners)], on_ready)
     finally:
-        await client.shutdown()
+        await loader.close()
 
 
 if __name__ == "__main__":

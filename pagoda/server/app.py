@@ -222,6 +222,7 @@ class _Server(uvicorn.Server):
             text = "the server is shutting down; the request was aborted before it was complete"
             error = ApiError(503, text, retry_after_s=RETRY_AFTER_S)
             self._state.admission.end_line(error)  # first: they would be admitted in place of those that end
+            self._state.models.end_waits(error)
             for model in self._state.models.all:
                 model.llm.fail_running(error)
             if not await drain.wait_until_idle(LAST_ANSWERS_S):
@@ -297,11 +298,13 @@ async def serve(
 async def _end_with_engine(server: _Server, state: ServerState) -> None:
     """Drain and exit if no request can be served any more, so that a process manager restarts the server.
 
-    That is so if no model's engine can be restarted, or its outputs be processed, or if the processes around one engine
-    end together.
+    That is so if the engine cannot be restarted, if its outputs can no longer be processed, or if the processes around
+    one engine end together.
     """
+    loader = state.models.loader
+    assert loader is not None, "a server has engines"
     ends = [
-        asyncio.create_task(state.models.wait_until_dead()),
+        asyncio.create_task(loader.wait_until_dead()),
         asyncio.create_task(state.peers.wait_until_ending()),
     ]
     try:

@@ -1,5 +1,6 @@
 """What clients read to find a server and its models: cards of /v1/models, llama.cpp's /props, LM Studio's lists."""
 
+import time
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -62,6 +63,37 @@ class ModelArchitecture(Struct, frozen=True):
     output_modalities: list[str]
 
 
+class ModelStatus(Struct, frozen=True):
+    """Whether a model is loaded.
+
+    value: unloaded, waiting (for room), loading, loaded or unloading.   for_s: since when.
+    load_s: how long its last load took.   users, waiting: requests that use it, and that wait for it.
+    bytes: of memory that it takes, about; 0 of a model that is alone.   error: why its last load failed, if it did.
+    """
+
+    value: str
+    for_s: float = 0.0
+    load_s: float = 0.0
+    users: int = 0
+    waiting: int = 0
+    bytes: int = 0
+    error: str = ""
+
+
+def _status_of(model: ServedModel) -> ModelStatus:
+    if (known := model.loading) is None:
+        return ModelStatus("loaded")
+    return ModelStatus(
+        known.state.value,
+        round(time.monotonic() - known.since_s, 1),
+        round(known.load_s, 1),
+        known.num_users,
+        len(known.waiters),
+        known.num_bytes,
+        known.error,
+    )
+
+
 class ModelCard(Struct, frozen=True, kw_only=True):
     """A name that is served.
 
@@ -80,6 +112,7 @@ class ModelCard(Struct, frozen=True, kw_only=True):
     capabilities: list[str]
     architecture: ModelArchitecture
     meta: ModelMeta
+    status: ModelStatus
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
@@ -112,6 +145,7 @@ def card_of(model: ServedModel, name: str, created: int) -> ModelCard:
             n_params=facts.num_parameters,
             size=facts.num_bytes,
         ),
+        status=_status_of(model),
     )
 
 
@@ -198,7 +232,7 @@ class StudioModel(Struct, frozen=True, kw_only=True):
     arch: str
     compatibility_type: str
     quantization: str
-    state: Literal["loaded"] = "loaded"
+    state: str
     max_context_length: int
     loaded_context_length: int
     capabilities: list[str]
@@ -232,6 +266,7 @@ def _studio_model(model: ServedModel, name: str) -> StudioModel:
         arch=facts.family,
         compatibility_type=facts.format,
         quantization=facts.weights,
+        state="loaded" if model.is_loaded else "not-loaded",
         max_context_length=facts.longest,
         loaded_context_length=model.max_model_len,
         capabilities=["tool_use"] if "tools" in capabilities_of(model) else [],
@@ -294,7 +329,7 @@ def _new_studio_model(model: ServedModel, name: str) -> NewStudioModel:
         quantization=StudioQuantization(facts.weights),
         size_bytes=facts.num_bytes,
         params_string=facts.parameter_size,
-        loaded_instances=[StudioInstance(name, StudioConfig(model.max_model_len))],
+        loaded_instances=[StudioInstance(name, StudioConfig(model.max_model_len))] if model.is_loaded else [],
         max_context_length=facts.longest,
         format=facts.format,
         capabilities=StudioCapabilities(vision=facts.reads_images, trained_for_tool_use="tools" in can),

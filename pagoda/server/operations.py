@@ -20,8 +20,9 @@ from pagoda.server.errors import ApiError, error_response
 from pagoda.server.middleware import RETRY_AFTER_S
 from pagoda.server.request_state import request_state
 from pagoda.server.routing import ERRORS, Router, flag
-from pagoda.server.sending import json_response
+from pagoda.server.sending import cancel_on_disconnect, json_response
 from pagoda.server.served_adapters import AdapterChange
+from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState, state_of
 
 router = Router()
@@ -50,9 +51,9 @@ async def readiness(http: Request) -> Response:
     if (dead := await liveness(http)).status_code != 200:
         return dead
     engines = {one.engine_state for one in state.models.all}
-    if not engines & {"up", "stuck"}:
+    if engines <= {"starting", "gone"}:
         return error_response(503, "the engine process is starting", retry_after_s=2)
-    if "up" not in engines:
+    if engines <= {"starting", "gone", "stuck"}:
         return error_response(503, "the engine has made no progress for too long", retry_after_s=5)
     if state.drain.is_draining:
         return error_response(503, "the server is shutting down", retry_after_s=RETRY_AFTER_S)
@@ -137,6 +138,49 @@ async def model(http: Request) -> Response:
     return json_response(model_card(state, name) if is_client(http.scope) else card_of(model, name, state.started_at))
 
 
+class ModelRequest(Body, kw_only=True, frozen=True):
+    """POST /models/load, POST /models/unload
+
+    model: One of the names in /v1/models.
+    """
+
+    model: str
+
+    def check(self, limits: RequestLimits) -> None:
+        limits.check_names(model=self.model)
+
+
+async def _model_of_operator(http: Request) -> tuple[ServerState, ServedModel]:
+    """Return the model that an operator's request names. Raises ApiError (403, 404)."""
+    state = state_of(http)
+    if not state.is_operator(http):
+        raise ApiError(403, "this affects all users of the server: use the admin key (--admin-api-key)")
+    body = await state.bodies.read(http, ModelRequest)
+    return state, state.pick(http, body.model).model
+
+
+@router.post("/models/load", body=ModelRequest, answer=ModelCard)
+async def load_model(http: Request) -> Response:
+    """Load a model ahead of its requests; return when it is.
+
+    Needs the admin key, if the server has keys or other machines reach it.
+    """
+    state, model = await _model_of_operator(http)
+    await cancel_on_disconnect(http, state.models.load(model))
+    return json_response(card_of(model, model.name, state.started_at))
+
+
+@router.post("/models/unload", body=ModelRequest, answer=ModelCard)
+async def unload_model(http: Request) -> Response:
+    """Unload a model once no request uses it, if there are others; its next request loads it again.
+
+    Needs the admin key, if the server has keys or other machines reach it.
+    """
+    state, model = await _model_of_operator(http)
+    state.models.unload_when_idle(model)
+    return json_response(card_of(model, model.name, state.started_at))
+
+
 class AbortRequest(Body, kw_only=True, frozen=True):
     """POST /abort_requests
 
@@ -164,7 +208,9 @@ async def abort_requests(http: Request) -> Response:
     key = request_state(http).caller.sees_key
     request_ids = body.request_ids or None
     if request_ids is None:  # first: they would be admitted in place of those that end
-        state.admission.end_line(ApiError(400, "the request was aborted while it waited in line"), key)
+        error = ApiError(400, "the request was aborted while it waited in line")
+        state.admission.end_line(error, key)
+        state.models.end_waits(error, key)
     found = await state.peers.ask("abort", request_ids, key, returns=list[str])
     return json_response(AbortResponse(list(itertools.chain.from_iterable(found))))
 

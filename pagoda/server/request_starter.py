@@ -7,8 +7,9 @@ import hmac
 import itertools
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
@@ -75,6 +76,10 @@ class RawPrompts:
         return isinstance(first, SamplingParams) and first.structured_outputs is not None
 
 
+Hold = Callable[[contextlib.ExitStack, str], Coroutine[Any, Any, None] | None]
+"""Keeps a model loaded until the stack is closed; returns what waits until it is, None if it is. The text: the key."""
+
+
 class RequestStarter(Serving):
     """Starts generations on one AsyncEngine."""
 
@@ -85,13 +90,18 @@ class RequestStarter(Serving):
         metrics: ServerMetrics,
         salt_secret: bytes,
         live_ids: LiveIds | None = None,
+        hold: Hold | None = None,
     ) -> None:
-        """salt_secret: of cache salts.   live_ids: of the server; None: this is its only starter."""
+        """salt_secret: of cache salts.   live_ids: of the server; None: this is its only starter.
+
+        hold: has the model loaded; None: it always is.
+        """
         super().__init__(llm, ObservedRequests(metrics), admission)
         self.metrics = metrics
         llm.on_event = self.observed.on_event
         self._salt_secret = salt_secret
         self._live = live_ids or LiveIds()
+        self._hold = hold
         self._is_job_aborted: dict[str, bool] = {}
         self.last_call_s = -math.inf
         """When a request that is no line of a batch came last, by time.monotonic."""
@@ -128,15 +138,17 @@ class RequestStarter(Serving):
         num_outputs: int = 0,
         max_tokens: int | None = 0,
         is_read: bool = True,
+        needs_engine: bool = True,
     ) -> AsyncGenerator[AnyPlace, None]:
         """Admit a request before any work on its prompts, on an estimate of its tokens; yield its place for `begin`.
 
         It counts until the generation that is begun with it is closed, or the block is left without one.
         num_outputs: of all prompts; 0 if they are pooled.   max_tokens: of each output; None: no limit.
         is_read: whether the body was read; otherwise, a client that leaves is only noticed after the wait in line.
-        Raises Refusal (429), RequestError or WorkerDied.
+        needs_engine: wait until the model is loaded, and keep it so as long as the request counts.
+        Raises Refusal (429), RequestError, ApiError (503) or WorkerDied.
         """
-        if self.llm.died is not None:
+        if self.llm.died is not None and self._hold is None:
             raise self.llm.died
         known, admission = request_state(http), self.admission
         if BATCH not in http.scope:
@@ -150,7 +162,18 @@ class RequestStarter(Serving):
             if place.is_in_line:
                 turn = place.wait_for_turn()
                 await (cancel_on_disconnect(http, turn) if is_read else turn)
+            if needs_engine:
+                await self.hold_engine(http, place)
             yield place
+
+    async def hold_engine(self, http: HttpRequest, place: AnyPlace) -> None:
+        """Wait until the model is loaded, and keep it so until the place is closed, unless the client leaves.
+
+        Raises Refusal (429) or ApiError (503).
+        """
+        loading = None if self._hold is None else self._hold(place.at_end, request_state(http).caller.key)
+        if loading is not None:
+            await cancel_on_disconnect(http, loading)
 
     async def abort(self, request_ids: set[str] | None, key: str | None) -> list[str]:
         """Abort running generations, or all if `request_ids` is None; return the ids of those that were running.

@@ -14,9 +14,11 @@ from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.remote_client import EngineClient
 from pagoda.engine.inputs.adapters import Adapter
 from pagoda.engine.templates.chat_template import ChatTemplate
+from pagoda.engine.wire import EngineSizes
 from pagoda.server.errors import ApiError
 from pagoda.server.history import History
 from pagoda.server.looks import Looks
+from pagoda.server.model_engine import LoadState, ModelEngine
 from pagoda.server.request_starter import RequestStarter
 from pagoda.server.request_state import request_state
 from pagoda.server.served_adapters import ServedAdapters
@@ -68,7 +70,8 @@ class ServedModel:
     not set them.   facts: for lists of models.
     max_num_seqs: that the engine runs at once.
     history: what its answers were, as tokens; None if that is off.
-    engine: its process, None in tests that have none.   looks: at the engine, for those who look at its requests.
+    engine: its process, None in tests that have none.   loading: whether that is loaded.
+    looks: at the engine, for those who look at its requests.
     """
 
     names: tuple[str, ...]
@@ -84,6 +87,7 @@ class ServedModel:
     facts: ModelFacts = field(default_factory=ModelFacts)
     history: History | None = None
     engine: EngineClient | None = None
+    loading: ModelEngine | None = None
     looks: Looks = field(default_factory=Looks)
     _has_warned: bool = False
 
@@ -103,13 +107,25 @@ class ServedModel:
         return self.llm.died or (self.engine.died if self.engine is not None else None)
 
     @property
+    def is_loaded(self) -> bool:
+        return self.loading is None or self.loading.state is LoadState.LOADED
+
+    @property
     def engine_state(self) -> str:
-        """What its engine does: up, starting, stuck, or gone for good."""
+        """What its engine does: up, starting, stuck, or gone for good; or what it is in place of loaded."""
+        if self.loading is not None and self.loading.state is not LoadState.LOADED:
+            return self.loading.state.value
         if self.died is not None:
             return "gone"
         if self.engine is None:
             return "up"
         return "starting" if not self.engine.is_up else "stuck" if self.engine.is_stuck else "up"
+
+    def fit(self, sizes: EngineSizes) -> None:
+        """Take the sizes of its engine, which is loaded."""
+        self.llm.revive()
+        self.llm.input_processor.limits.fit(sizes.max_model_len)
+        self.max_model_len, self.block_size = sizes.max_model_len, sizes.block_size
 
     @property
     def num_restarts(self) -> int:

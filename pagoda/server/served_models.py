@@ -1,6 +1,5 @@
 """ServedModels: the models of a server, by their names, and what is asked of all of them together."""
 
-import asyncio
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
@@ -12,6 +11,7 @@ from pagoda.metrics.counts import ModelCounts
 from pagoda.metrics.known_tokens import KnownTokens
 from pagoda.metrics.observed_requests import Alike, RequestDetails, RequestRecord, oldest_of
 from pagoda.server.errors import ApiError
+from pagoda.server.model_loader import ModelLoader
 from pagoda.server.served_adapters import AdapterChange, Failure
 from pagoda.server.served_model import PickedModel, ServedModel
 
@@ -19,9 +19,10 @@ T = TypeVar("T")
 
 
 class ServedModels:
-    """The models of a server; requests that name none get the first."""
+    """The models of a server; requests that name none get the first.   loader: of their engines, if they have some."""
 
-    def __init__(self, models: Sequence[ServedModel]) -> None:
+    def __init__(self, models: Sequence[ServedModel], loader: ModelLoader | None = None) -> None:
+        self.loader = loader
         self.all = tuple(models)
         self.first = self.all[0]
 
@@ -56,12 +57,22 @@ class ServedModels:
     @property
     def died(self) -> PagodaError | None:
         """Return why no request to any model can be served any more, None while some can."""
-        errors = [one.died for one in self.all]
-        return None if None in errors else errors[0]
+        return self.first.died if len(self.all) == 1 else None
 
-    async def wait_until_dead(self) -> None:
-        """Wait until no request to any model can be served any more."""
-        await asyncio.gather(*(_wait_until_dead(one) for one in self.all))
+    async def load(self, model: ServedModel) -> None:
+        """Have a model loaded. Raises as ModelLoader.hold."""
+        if self.loader is not None and model.loading is not None:
+            await self.loader.load(model.loading)
+
+    def unload_when_idle(self, model: ServedModel) -> None:
+        """Unload a model of several when no request uses it."""
+        if self.loader is not None and model.loading is not None:
+            self.loader.unload_when_idle(model.loading)
+
+    def end_waits(self, error: Exception, key: str | None = None) -> None:
+        """End the wait for loads with an error.   key: only of requests of this key."""
+        if self.loader is not None:
+            self.loader.end_waits(error, key)
 
     # ---- what processes ask each other, see Peers
 
@@ -116,14 +127,3 @@ class ServedModels:
 
 def _chained(several: Iterable[Iterable[T]]) -> Iterable[T]:
     return itertools.chain.from_iterable(several)
-
-
-async def _wait_until_dead(model: ServedModel) -> None:
-    ends = [asyncio.create_task(model.llm.wait_until_dead())]
-    if model.engine is not None:
-        ends.append(asyncio.create_task(model.engine.wait_until_gone()))
-    try:
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in ends:
-            task.cancel()

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -29,6 +28,7 @@ from pagoda.server.live_ids import LiveIds
 from pagoda.server.looks import Looks
 from pagoda.server.middleware import Drain
 from pagoda.server.model_engine import ModelEngine
+from pagoda.server.model_loader import ModelLoader
 from pagoda.server.peers import Peers
 from pagoda.server.remote_admission import AnyAdmission
 from pagoda.server.request_starter import RequestStarter
@@ -115,19 +115,22 @@ def state_of(http: Request) -> ServerState:
     return http.app.state.server  # type: ignore[no-any-return]
 
 
-async def build_state(engines: Sequence[ModelEngine], peers: Peers | None = None) -> ServerState:
+async def build_state(loader: ModelLoader, peers: Peers | None = None) -> ServerState:
     """Build the state of a server whose engines start meanwhile; return when they are ready.
 
-    engines: of the models, the first of which has the settings of the server.   peers: of this process, where there are
+    loader: of the models, the first of which has the settings of the server.   peers: of this process, where there are
     others.
     Raises ConfigError or CapacityError for invalid settings, WorkerDied if an engine does not start.
     """
+    engines = loader.engines
     config, peers = engines[0].config, peers or Peers()
     server = config.server
     peers.open(server)
-    serving = _Shared(peers, peers.make_admission(server), LiveIds())
+    serving = _Shared(peers, peers.make_admission(server), LiveIds(), loader)
+    models = [await _build_named(one, serving, len(engines) > 1) for one in engines]
+    loader.begin()
     return ServerState(
-        models=ServedModels([await _build_named(one, serving, len(engines) > 1) for one in engines]),
+        models=ServedModels(models, loader),
         admission=serving.admission,
         bodies=BodyReader(config.model.request_limits, server.strict_fields),
         forces_usage=server.answer_defaults.enable_force_include_usage,
@@ -147,6 +150,7 @@ class _Shared:
     peers: Peers
     admission: AnyAdmission
     live_ids: LiveIds
+    loader: ModelLoader
 
 
 async def _build_named(engine: ModelEngine, shared: _Shared, is_one_of_several: bool) -> ServedModel:
@@ -165,9 +169,8 @@ async def _build_model(engine: ModelEngine, shared: _Shared) -> ServedModel:
     # This process loads the tokenizer while the engine process loads the weights.
     setup = await asyncio.to_thread(resolve_engine, config)
     inputs = await asyncio.to_thread(build_input_processor, setup)
-    sizes = await engine.started()
+    sizes = await engine.sizes()
     inputs.client_index = client.index
-    inputs.limits.fit(sizes.max_model_len)
     server, peers = config.server, shared.peers
     max_loras = config.model.lora.num_per_step if config.model.lora.enable_lora else 0
     metrics = ServerMetrics(names[0], client.stats, _cache_labels(config, sizes), max_loras, lambda: client.num_deaths)
@@ -184,9 +187,11 @@ async def _build_model(engine: ModelEngine, shared: _Shared) -> ServedModel:
     if parser not in ("auto", "none"):
         parser = parser_named(parser)  # raises for an unknown name, before the first request needs it
     llm = AsyncEngine(client, inputs)
-    return ServedModel(
+    engine.llm = llm
+    hold = shared.loader.holder(engine) if shared.loader.can_unload else None
+    model = ServedModel(
         names=names,
-        starter=RequestStarter(llm, shared.admission, metrics, peers.salt_secret, shared.live_ids),
+        starter=RequestStarter(llm, shared.admission, metrics, peers.salt_secret, shared.live_ids, hold),
         adapters=ServedAdapters(llm, names, server.lora_sources.lora_dir),
         max_model_len=sizes.max_model_len,
         chat_template=template,
@@ -198,8 +203,17 @@ async def _build_model(engine: ModelEngine, shared: _Shared) -> ServedModel:
         history=await asyncio.to_thread(_history_of, config, llm, peers, sizes.max_model_len),
         facts=await asyncio.to_thread(_facts_of, setup),
         engine=client,
+        loading=engine,
         looks=Looks(client.look),
     )
+
+    def fit(sizes: EngineSizes) -> None:
+        model.fit(sizes)
+        metrics.cache_config = _cache_labels(config, sizes)
+
+    fit(sizes)
+    engine.on_sizes = fit
+    return model
 
 
 def _cache_flag(folder: str | None) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ async def tokenize(http: Request) -> Response:
     body = await state.bodies.read(http, TokenizeRequest)
     model = state.pick(http, body.model).model
     text = model.llm.text
-    async with model.starter.admitted(http, 1):
+    async with model.starter.admitted(http, 1, needs_engine=False):
         if (conversation := body.conversation) is not None:
             token_ids = (await render_chat(http, model, conversation)).token_ids
         else:
@@ -108,7 +108,7 @@ async def detokenize(http: Request) -> Response:
     state = state_of(http)
     body = await state.bodies.read(http, DetokenizeRequest)
     model = state.pick(http, body.model).model
-    async with model.starter.admitted(http, 1):
+    async with model.starter.admitted(http, 1, needs_engine=False):
         decoding = model.llm.text.detokenize(body.tokens)
         answer = DetokenizeResponse(await cancel_on_disconnect(http, decoding))
     return await run_sized(len(body.tokens), lambda: json_response(answer))

@@ -176,7 +176,7 @@ async def create_translation(http: Request) -> Response:
 def _admitted(http: Request) -> contextlib.AbstractAsyncContextManager[AnyPlace]:
     """Admit a request before its form is read. Raises Refusal (429)."""
     request_state(http).body_bytes = 0  # of a text: the sound's tokens are not known yet
-    return _default_model(http).starter.admitted(http, 1, 1, None, is_read=False)
+    return _default_model(http).starter.admitted(http, 1, 1, None, is_read=False, needs_engine=False)
 
 
 def _default_model(http: Request) -> ServedModel:
@@ -213,6 +213,7 @@ async def _answer(
     if starter.llm.input_processor.speech is None:
         raise ApiError(400, f"model: {abbreviate(picked.name)} does not transcribe", "model")
     name, request_id = file.filename or "upload", state.request_id(http, None, "audio-", 1)
+    await starter.hold_engine(http, place)
     new_id = starter.reserve_job(request_state(http).caller.key, request_id, place)
     reading = starter.llm.text.begin_transcription(
         lambda limits, is_left: read_sound(_content(file), name, limits, is_left),

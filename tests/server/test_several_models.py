@@ -5,6 +5,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.live import LiveServer, serving
+from tests.server.live import LiveServer, children, serving
 
 TABLES = """
 [chat]
@@ -47,7 +49,8 @@ def stopped(server: LiveServer, model: str) -> Iterator[None]:
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # the test has killed it
+            os.kill(pid, signal.SIGCONT)
 
 
 def chat(model: str | None, **more: Any) -> dict[str, Any]:
@@ -133,3 +136,97 @@ def test_an_abort_finds_the_requests_of_each_model(server: LiveServer) -> None:
         assert server.post("/abort_requests", {"request_ids": ["embd-x"]})[1] == {"aborted": ["embd-x"]}
         assert running.result()[0] == 400
     server.wait_idle()
+
+
+# ---- one that fits, of two
+
+
+@pytest.fixture(scope="module")
+def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder: Path = tmp_path_factory.mktemp("tight")
+    (folder / "models.toml").write_text(TABLES)
+    with serving(folder, *FAKE, "--models", str(folder / "models.toml"), "--max-models-memory", "300MiB") as server:
+        yield server
+
+
+def states(server: LiveServer) -> dict[str, str]:
+    data = json.loads(server.get("/v1/models")[1])["data"]
+    return {one["id"]: one["status"]["value"] for one in data}
+
+
+def wait_state(server: LiveServer, name: str, state: str) -> None:
+    end_s = time.monotonic() + 60
+    while states(server)[name] != state:
+        assert time.monotonic() < end_s, f"{name} does not become {state}: {states(server)}"
+        time.sleep(0.01)
+
+
+def test_a_model_is_loaded_when_it_is_asked_for_and_another_makes_room(tight: LiveServer) -> None:
+    for name, other, path, body in (
+        ("chat", "embed", "/v1/chat/completions", chat("chat")),
+        ("embed", "chat", "/v1/embeddings", embed("embed")),
+        ("chat", "embed", "/v1/chat/completions", chat("chat")),
+    ):
+        assert tight.post(path, body)[0] == 200
+        assert states(tight) == {name: "loaded", other: "unloaded"}
+        assert [one["name"] for one in json.loads(tight.get("/api/ps")[1])["models"]] == [name]
+        assert tight.get("/health")[0] == 200
+
+
+def test_what_needs_no_engine_loads_none(tight: LiveServer) -> None:
+    assert tight.post("/v1/chat/completions", chat("chat"))[0] == 200
+    assert tight.post("/tokenize", {"model": "embed", "prompt": "hi"})[1]["count"] == 3
+    assert states(tight)["embed"] == "unloaded"
+
+
+def test_models_are_loaded_and_unloaded_on_request(tight: LiveServer) -> None:
+    assert tight.post("/models/load", {"model": "embed"})[1]["status"]["value"] == "loaded"
+    assert tight.post("/models/unload", {"model": "embed"})[0] == 200
+    wait_state(tight, "embed", "unloaded")
+    assert tight.post("/models/load", {"model": "other"})[0] == 404
+    assert tight.post("/api/chat", {"model": "chat", "messages": [], "keep_alive": "5m"})[0] == 200
+    assert states(tight)["chat"] == "loaded"
+    asked = {"model": "chat", "prompt": "hi", "stream": False, "options": {"num_predict": 2}, "keep_alive": 0}
+    assert tight.post("/api/generate", asked)[0] == 200
+    wait_state(tight, "chat", "unloaded")
+
+
+def test_a_kill_during_a_load_and_an_unload_loses_nothing(tight: LiveServer) -> None:
+    assert tight.post("/models/load", {"model": "chat"})[0] == 200
+    before = set(children(tight.process.pid))
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(tight.post, "/v1/embeddings", embed("embed"))
+        while not (new := set(children(tight.process.pid)) - before):
+            time.sleep(0.002)
+        os.kill(new.pop(), signal.SIGKILL)
+        assert asked.result()[0] == 200
+    pid = engine_pid(tight, "minilm-l6")
+    tight.post("/models/unload", {"model": "embed"})
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    assert tight.post("/v1/embeddings", embed("embed"))[0] == 200
+
+
+def test_a_kill_under_load_concerns_one_model(server: LiveServer) -> None:
+    asked = chat("chat", max_tokens=400, seed=1, ignore_eos=True, temperature=1.0)
+    expected = server.post("/v1/chat/completions", asked)[1]["choices"]
+    before = server.load()["engine_restarts"]
+    with ThreadPoolExecutor(4) as pool, stopped(server, "smollm2-135m"):
+        running = [pool.submit(server.post, "/v1/chat/completions", asked) for _ in range(3)]
+        server.wait_load(3)
+        os.kill(engine_pid(server, "smollm2-135m"), signal.SIGKILL)
+        assert server.post("/v1/embeddings", embed("embed"))[0] == 200
+        assert server.get("/health")[0] == 200
+        assert [one.result()[1]["choices"] for one in running] == [expected] * 3
+    assert server.load()["engine_restarts"] == before + 1
+    restarts = [line for line in server.get("/metrics")[1].splitlines() if "engine_restarts_total{" in line]
+    assert [line.endswith(" 0.0") for line in restarts] == [False, True]
+
+
+def test_a_model_that_can_never_fit_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "models.toml").write_text(TABLES)
+    command = [sys.executable, "-m", "pagoda", "serve", "--port", "0", *FAKE]
+    command += ["--models", str(tmp_path / "models.toml"), "--max-models-memory", "100MiB"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1
+    assert re.search(r"chat: it takes [\d.]+ MiB .* models may take 100.0 MiB together", ended.stderr)

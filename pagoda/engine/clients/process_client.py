@@ -67,6 +67,8 @@ class ProcessClient(ClientOutputs):
         self._takes_loads = asyncio.Event()
         self._stats = wire.EngineStats()
         self._busy_since_s = 0.0
+        self.is_stopped = False
+        """No engine is wanted now: adapters are loaded into the next one."""
         self.on_step: Callable[[int], object] = lambda _: None
         """Called with the number of tokens of each step."""
         self.on_events: Callable[[Events], object] | None = None
@@ -75,11 +77,22 @@ class ProcessClient(ClientOutputs):
     # ---- what AsyncEngine calls
 
     async def start(self) -> wire.EngineSizes:
-        """Start the engine; return its sizes once it is ready.
+        """Start the engine, also after `stop`; return its sizes once it is ready.
 
         Raises ConfigError for settings that cannot work, WorkerDied for an engine that does not start.
         """
+        self.is_stopped = False
         return await self._supervisor.start()
+
+    async def stop(self) -> None:
+        """End the engine process, which has no requests any more, until the next `start`. Adapters come back then."""
+        self.is_stopped = True
+        await self._supervisor.shutdown()
+        self.on_lost()
+        for entry in list(self._journal):  # of an engine that has died for good: their callers have the error
+            self._journal.close(entry.request.key)
+        while not self._outputs.empty():
+            self._outputs.get_nowait()
 
     def add_request(self, request: Request) -> None:
         if self.died is not None:
@@ -119,6 +132,9 @@ class ProcessClient(ClientOutputs):
 
         Raises RequestError if it cannot be used, WorkerDied if two engines die meanwhile or none can be started.
         """
+        if self.is_stopped:
+            self._loaded[lora.digest] = lora
+            return
         num_unloads = self._num_unloads[lora.digest]
         for _ in range(_MAX_LOADS):
             while not self._takes_loads.is_set():

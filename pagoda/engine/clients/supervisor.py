@@ -95,10 +95,11 @@ class Supervisor:
         """Set once no engine can be started any more."""
 
     async def start(self) -> wire.EngineSizes:
-        """Start the first engine; return its sizes once it is ready.
+        """Start the first engine, or the first one after `shutdown`; return its sizes once it is ready.
 
         Raises ConfigError for settings that cannot work, WorkerDied for an engine that does not start.
         """
+        self.died = None
         self._context = zmq.asyncio.Context()
         self._sizes = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run())

@@ -75,7 +75,7 @@ async def create_file(http: Request) -> Response:
     """Upload a file, which belongs to the key that is used: a form with the file and the fields below."""
     state = state_of(http)
     request_state(http).body_bytes = 0  # of a prompt
-    async with state.model.starter.admitted(http, 1, is_read=False) as place:
+    async with state.model.starter.admitted(http, 1, is_read=False, needs_engine=False) as place:
         place.start()
         length = http.headers.get("content-length", "")
         most = min(int(length), MAX_UPLOAD_BYTES) if length.isascii() and length.isdecimal() else MAX_UPLOAD_BYTES

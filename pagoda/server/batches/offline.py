@@ -12,6 +12,7 @@ from pagoda.server.app import create_app
 from pagoda.server.batches.lines import Journal, read_lines
 from pagoda.server.batches.run import LIMITS, MAX_LINE_BYTES, Caller, answer_lines
 from pagoda.server.model_engine import ModelEngine
+from pagoda.server.model_loader import ModelLoader
 from pagoda.server.state import build_state
 
 
@@ -36,9 +37,10 @@ async def answer_file(config: EngineConfig, path: Path, journal: Journal, on_lin
     """
     config = replace(config, server=replace(config.server, server_limits=LIMITS))
     client = ProcessClient(config, step_timeout_s=config.server.server_timeouts.step_timeout_s)
-    starting = asyncio.create_task(client.start())
+    loader = ModelLoader([ModelEngine(config, client)])
+    loader.start_first()
     try:
-        state = await build_state([ModelEngine(config, client, lambda: starting)])
+        state = await build_state(loader)
         await state.model.adapters.load_modules(config.server.lora_sources)
 
         def raise_if_dead() -> None:
@@ -54,6 +56,4 @@ async def answer_file(config: EngineConfig, path: Path, journal: Journal, on_lin
             state.model.llm.text.close()
             await asyncio.to_thread(state.peers.close)
     finally:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
-        await client.shutdown()
+        await loader.close()

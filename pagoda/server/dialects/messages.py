@@ -198,7 +198,7 @@ async def count_tokens(http: Request) -> Response:
     body = await state.bodies.read(http, CountTokensRequest)
     picked = state.pick(http, body.model)
     conversation, made = await run_for_body(http, lambda: conversation_of(body))
-    async with picked.model.starter.admitted(http, 1):
+    async with picked.model.starter.admitted(http, 1, needs_engine=False):
         with naming_fields(made.origin):
             num_tokens = await count_prompt_tokens(http, picked.model, conversation)
         return json_response(TokenCountAnswer(num_tokens))

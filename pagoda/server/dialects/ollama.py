@@ -32,7 +32,7 @@ from pagoda.server.dialects.ollama_bodies import (
 from pagoda.server.errors import ApiError
 from pagoda.server.respond import respond_to
 from pagoda.server.routing import Router
-from pagoda.server.sending import Framing, json_response
+from pagoda.server.sending import Framing, cancel_on_disconnect, json_response
 from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState, state_of
 from pagoda.server.turn import Answer, CallDelta, Dialect, Piece, Said, Turn, TurnEnd, TurnRequest, naming_fields
@@ -255,9 +255,17 @@ async def _respond(http: Request, dialect: Dialect[Any, Answer], loaded: Callabl
     state = state_of(http)
     body = await state.bodies.read(http, dialect.body)
     body = msgspec.structs.replace(body, model=model_name(state, body.model))
+    picked = state.pick(http, body.model)
+    unloads = body.unloads and state.is_operator(http)
     if body.is_empty:
-        return json_response(loaded(state.pick(http, body.model).name))
-    return await respond_to(http, dialect, body)
+        if not unloads:
+            await cancel_on_disconnect(http, state.models.load(picked.model))
+        response: Response = json_response(loaded(picked.name))
+    else:
+        response = await respond_to(http, dialect, body)
+    if unloads:  # a stream, which has begun, keeps it until its end
+        state.models.unload_when_idle(picked.model)
+    return response
 
 
 def _loaded(name: str) -> dict[str, Any]:

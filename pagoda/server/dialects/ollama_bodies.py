@@ -74,7 +74,7 @@ class OllamaBody(ModelBody, kw_only=True, frozen=True):
     stream: Send the answer in lines, as it is generated.
     format: The form of the answer: "json", or a JSON schema.
     options: How the text is generated.
-    keep_alive: Has no effect: the model stays loaded.
+    keep_alive: 0: unload the model after this request, if there are others; needs the admin key as /models/unload does.
     think: Whether the model thinks first, or how much: low, medium, high; false also leaves out what it thought.
     truncate, shift: Have no effect: what does not fit into the context is an error.
     """
@@ -91,6 +91,11 @@ class OllamaBody(ModelBody, kw_only=True, frozen=True):
         "logprobs": UnservedField("log-probabilities in this API; use /v1/chat/completions"),
         "top_logprobs": UnservedField("log-probabilities in this API; use /v1/chat/completions", (0,)),
     }
+
+    @property
+    def unloads(self) -> bool:
+        """Whether the model is to be unloaded after this request."""
+        return self.keep_alive in (0, "0", "0s", "0m", "0h")
 
     def check(self, limits: RequestLimits) -> None:
         limits.check_names(model=self.model)

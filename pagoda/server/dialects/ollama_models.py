@@ -177,10 +177,10 @@ async def ollama_tags(http: Request) -> Response:
 
 @router.get("/api/ps", answer=OllamaModels)
 async def ollama_ps(http: Request) -> Response:
-    """The same models as in /api/tags: all of them are loaded."""
+    """The models of /api/tags that are loaded."""
     state = state_of(http)
     models: list[OllamaModel] = []
-    for served in state.models.all:
+    for served in [one for one in state.models.all if one.is_loaded]:
         for name in served.all_names:
             model = _described(served, name)
             model.expires_at = timestamp(state.started_at + _NEVER_S)
