@@ -156,7 +156,8 @@ def test_an_unexpected_error_leaves_through_all_layers(caplog: pytest.LogCapture
     counted: list[tuple[str, str, int]] = []
     metrics = SimpleNamespace(on_http=lambda *end: counted.append(end))
     # A state that no route can use.
-    broken: Any = SimpleNamespace(drain=Drain(), telemetry=None, starter=SimpleNamespace(metrics=metrics))
+    model = SimpleNamespace(starter=SimpleNamespace(metrics=metrics))
+    broken: Any = SimpleNamespace(drain=Drain(), telemetry=None, model=model)
     app = create_app(broken, ServerConfig(cors_origins=("*",)))
     answer = call(app, "GET", "/v1/models", headers={"Origin": "https://a.example", "X-Request-Id": "abc"})
     assert answer.json()["error"]["type"] == "internal_server_error"
