@@ -152,6 +152,7 @@ _INNER: Mapping[str, tuple[dict[str, Any], str]] = {
     "ClassificationRequest": ({"input": "Hi"}, "input.0 input.0.0"),
     "ScoreRequest": ({"text_1": "Hi", "text_2": ["a"]}, "text_1.0 text_2.0"),
     "RerankRequest": ({"query": "Hi", "documents": ["a"]}, "documents.0 documents.0.text"),
+    "ModelRequest": ({"model": MODEL}, ""),
     "AbortRequest": ({"request_ids": ["a"]}, "request_ids.0"),
     "LoadAdapterRequest": ({"lora_name": "x", "lora_path": "x"}, ""),
     "UnloadAdapterRequest": ({"lora_name": "x"}, ""),

@@ -88,7 +88,8 @@ def test_the_prompts_of_a_request_end_when_its_reader_leaves() -> None:
         requests: Any = [type("R", (), {"num_prompt_tokens": 1, "sampling": None})()] * COUNT
         scope: Any = {"state": RequestState()}
         admitted: Any = type("A", (), {"arrived_s": 0.0, "at_end": contextlib.ExitStack()})()
-        stuck = Stuck(None, scope, "a", requests, admitted)  # type: ignore[arg-type]
+        serving: Any = type("S", (), {"observed": type("O", (), {"metrics": None})()})()
+        stuck = Stuck(serving, scope, "a", requests, admitted)
         async with stuck.outputs() as outputs:
             async for _ in outputs:
                 break

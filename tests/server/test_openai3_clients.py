@@ -42,4 +42,4 @@ def test_openai_package__chats_streams_and_raises(saw: dict[str, Any]) -> None:
 def test_openai_retries__never_repeats_what_is_not_available(saw: dict[str, Any]) -> None:
     for name in ("embeddings", "responses", "response_format"):
         assert saw[name] == {"status": 200, "sent": 1}, name
-    assert saw["files"] == {"status": 404, "sent": 1}
+    assert saw["fine_tuning"] == {"status": 404, "sent": 1}

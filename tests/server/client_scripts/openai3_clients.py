@@ -56,7 +56,7 @@ def openai_retries(url: str) -> dict[str, Any]:
             model=MODEL, messages=MESSAGES, response_format=shape, max_tokens=4
         ),
         "responses": lambda: client.responses.create(model=MODEL, input="Hi", max_output_tokens=4),
-        "files": lambda: client.files.list(),
+        "fine_tuning": lambda: client.fine_tuning.jobs.list(),
     }
     for name, call in calls.items():
         sent.clear()
