@@ -17,7 +17,7 @@ from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.server.app import ENDPOINTS
 from pagoda.server.batches.lines import PATHS, Answer, InputLine, Journal, OutputLine, read_lines
 from pagoda.server.batches.offline import survey
-from pagoda.server.batches.run import Caller, answer_lines
+from pagoda.server.batches.run import AppCaller, answer_lines
 from pagoda.server.batches.worker import check_input
 
 MAX_BYTES = 1000
@@ -59,7 +59,7 @@ def run(path: Path, target: Path, answer: Any = echo, max_in_flight: int = 4, di
 
     with Journal(target) as journal:
         lines = (line for line in read_lines(path, MAX_BYTES) if not journal.has(line))
-        caller = Caller(app_of(answer), raise_if_dead)
+        caller = AppCaller(app_of(answer), raise_if_dead)
         asyncio.run(answer_lines(caller, lines, journal, lambda: max_in_flight, lambda: None))
         return journal
 
@@ -217,7 +217,9 @@ def test_lines_in_flight_are_limited(tmp_path: Path) -> None:
                 most_ahead = max(most_ahead, num_read - journal.num_done)
                 yield line
 
-        asyncio.run(answer_lines(Caller(app_of(answer), lambda: None), lines(), journal, lambda: limit, lambda: None))
+        asyncio.run(
+            answer_lines(AppCaller(app_of(answer), lambda: None), lines(), journal, lambda: limit, lambda: None)
+        )
     assert most_running <= limit
     assert most_ahead == limit + 1
     assert [line["custom_id"] for line in answers(tmp_path / "out")] == [f"id-{number}" for number in range(num_lines)]
@@ -322,7 +324,7 @@ def test_a_defect_of_a_route_is_a_500_of_its_line(tmp_path: Path) -> None:
     path = write_input(tmp_path, line_of("a"), line_of("b"))
     with Journal(tmp_path / "out") as journal:
         lines = read_lines(path, MAX_BYTES)
-        asyncio.run(answer_lines(Caller(app, lambda: None), lines, journal, lambda: 2, lambda: None))
+        asyncio.run(answer_lines(AppCaller(app, lambda: None), lines, journal, lambda: 2, lambda: None))
     assert [line["response"]["status_code"] for line in answers(tmp_path / "out")] == [500, 500]
 
 

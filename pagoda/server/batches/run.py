@@ -30,7 +30,7 @@ class Unanswered(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class AppCaller:
     """Calls the app of all routes as one caller.
 
     raise_if_dead: raises if the engine is gone, so that what it can no longer answer is left for another run;
@@ -46,7 +46,7 @@ class Caller:
 
 
 async def answer_lines(
-    caller: Caller,
+    caller: AppCaller,
     lines: Iterable[InputLine],
     journal: Journal,
     max_in_flight: Callable[[], int],
@@ -84,7 +84,7 @@ async def answer_lines(
 class _Asking:
     """Gets the answers to lines. One that finds the server full is sent again when another one has ended."""
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: AppCaller) -> None:
         self._caller = caller
         self._has_room = asyncio.Condition()
         self._num_ended = 0
@@ -130,7 +130,7 @@ class _Exchange:
         self.body = b""
 
     @classmethod
-    async def run(cls, caller: Caller, line: InputLine) -> "_Exchange":
+    async def run(cls, caller: AppCaller, line: InputLine) -> "_Exchange":
         """Send a line to its route; return when the response is complete."""
         exchange = cls(line)
         scope = {

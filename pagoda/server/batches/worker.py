@@ -14,7 +14,7 @@ from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import AnyCalls
 from pagoda.server.batches.lines import InputLine, Journal, LineError, OutputLine, parse_output, read_lines
 from pagoda.server.batches.records import BatchError, Ended, RequestCounts, Work
-from pagoda.server.batches.run import MAX_LINE_BYTES, Caller, Unanswered, answer_lines
+from pagoda.server.batches.run import MAX_LINE_BYTES, AppCaller, Unanswered, answer_lines
 from pagoda.server.batches.service import FileService, journal_of, output_ids
 from pagoda.server.middleware import Drain, owner_name
 from pagoda.server.request_starter import BATCH
@@ -138,7 +138,7 @@ class BatchWorker:
         """Answer the lines that have no answer; return why not all have one, or "". Raises _Stopped."""
         if stop := await self._note(work, journal, num_lines, "in_progress"):
             return stop
-        caller = Caller(self._app, self._raise_if_ending, headers, {BATCH: work.batch.id}, f"{work.batch.id}-")
+        caller = AppCaller(self._app, self._raise_if_ending, headers, {BATCH: work.batch.id}, f"{work.batch.id}-")
         lines = self._lines(source, journal)
         answering = asyncio.create_task(answer_lines(caller, lines, journal, self._share, lambda: None))
         try:
