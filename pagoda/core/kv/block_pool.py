@@ -182,6 +182,7 @@ class BlockPool:
     def start_over(self) -> None:
         """Give blocks out as at first. All must be free and without content."""
         self._stack[::-1].sort()
+        self.has_pins = False
 
     def _push(self, blocks: np.ndarray) -> None:
         count = len(blocks)

@@ -10,6 +10,8 @@ from hypothesis.stateful import initialize, precondition, rule, run_state_machin
 
 from pagoda.base.config import CacheConfig
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
+from pagoda.core.kv import KVGroupKind, KVGroupSpec, KVShape
+from pagoda.core.request import Pin
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.engine.recording.format import read_recording
@@ -136,6 +138,22 @@ def test_a_search_that_ends_before_its_late_result_is_replayed_with_what_it_cach
     hits = [fields["num_cached"] for line in lines for name, fields in line.get("events", ()) if name == "Admitted"]
     assert hits == [0, 4]
     assert replay(tmp_path / "run").difference is None
+
+
+def test_a_file_that_begins_after_pins_gives_out_blocks_as_its_replay(tmp_path: Path) -> None:
+    shape = KVShape(num_heads=1, key_dim=1, value_dim=1)
+    groups = (KVGroupSpec(KVGroupKind.FULL, 0, (0,), shape), KVGroupSpec(KVGroupKind.WINDOW, 6, (1,), shape))
+    options = SchedulerOptions(max_num_seqs=3, max_num_batched_tokens=24)
+    traffic = Traffic(Setting(options, CacheConfig(block_size=4), groups=groups, num_blocks=22))
+    record_traffic(traffic, tmp_path / "run", max_bytes=7000)
+    for number in range(4):
+        sampling = SamplingParams(n=1 + number % 2, max_tokens=4)
+        traffic.add(make_request(number, [1, 2, 3], sampling, pin=None if number % 2 else Pin(60, "a")))
+        traffic.drain()
+    files = sorted(tmp_path.iterdir())
+    firsts = [read_recording(path)[0][1] for path in files[1:]]
+    assert any(line["op"] == "add" and line["pin"] is None for line in firsts)
+    assert [replay(path).difference for path in files] == [None] * len(files)
 
 
 @pytest.mark.slow
