@@ -214,6 +214,8 @@ class SeenRequests:
         if needs_blocks(last):
             return self._why_blocks(last)
         why, adapters = self._in_words(last) or "", self._stats.running_adapters
+        if last.reason is Reason.BUDGET:
+            return f"{why}{self._unfinished_prompts}"
         return f"{why}: {', '.join(adapters)}" if last.reason is Reason.LORA and self._sees_all and adapters else why
 
     def _why_blocks(self, last: Held) -> str:

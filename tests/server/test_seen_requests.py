@@ -69,6 +69,11 @@ def test_what_waits_names_the_prompts_of_the_same_key_that_fill_the_steps() -> N
     shown = see(records, view(256, 6, 512))
     assert shown.reason == "waits for its turn in the queue; prompts that are computed: long (256 of 900 tokens)"
     assert see(records, view(900, 6, 900)).reason == "waits for its turn in the queue"
+    records[-1] = record("1/b", 4, 9, replace(HELD, reason=Reason.BUDGET))
+    assert (
+        see(records, view(256, 6, 512)).reason
+        == "waits: token budget spent; prompts that are computed: long (256 of 900 tokens)"
+    )
 
 
 @pytest.mark.parametrize(
