@@ -17,6 +17,7 @@ from pagoda.base.config_rules import check_settings
 from pagoda.base.errors import ConfigError
 from pagoda.cli.console import fetching, for_stream
 from pagoda.cli.options import engine_config, engine_flags
+from pagoda.cli.session import require_chat
 from pagoda.process.allocator import keep_buffers_apart
 
 _ANSWERS = ("tool_call_parser", "strict_fields", "answer_defaults", "trust_request_chat_template", "lora_sources")
@@ -54,7 +55,11 @@ def run_batch(
     from pagoda.server.batches.offline import answer_file, survey
 
     with Journal(target) as journal:
-        num_lines, num_before = survey(source, journal), journal.num_done
+        found, num_before = survey(source, journal), journal.num_done
+        num_lines = found.num_lines
+        if found.first_chat is not None:
+            with fetching():
+                require_chat(config, f"{source}: line {found.first_chat} is a chat: ")
         begin_s = time.perf_counter()
         try:
             if num_before < num_lines:

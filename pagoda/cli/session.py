@@ -12,6 +12,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.base.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from pagoda.base.config import EngineConfig
     from pagoda.llm import LLM
 
 logger = logging.getLogger("pagoda")
@@ -69,36 +70,38 @@ def load(options: Mapping[str, Any], chat: bool = False) -> "LLM":
 
     chat: it is for conversations; a model without a chat template is refused before it is loaded.
     """
+    from pagoda.base.config import EngineConfig
     from pagoda.cli.console import fetching
     from pagoda.process.allocator import collecting_nothing
 
     with fetching(), collecting_nothing():
         if chat:
-            _check_chat(options)
+            require_chat(EngineConfig.from_options(**options))
         from pagoda.llm import LLM
 
         return LLM(**options)
 
 
-def _check_chat(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the model cannot chat. Of one of the catalog that is known before it is fetched."""
+def require_chat(config: "EngineConfig", why: str = "") -> None:
+    """Raise ConfigError if the model cannot chat. Of one of the catalog that is known before it is fetched.
+
+    why: begins the error: what needs a chat.
+    """
     from pagoda.assembly.engine_setup import resolve_engine
-    from pagoda.base.config import EngineConfig
     from pagoda.cli.model_facts import kind_of
     from pagoda.loading.catalog import CATALOG
     from pagoda.loading.known_names import full_name
 
-    config = EngineConfig.from_options(**options)
-    known, name = full_name(config.model.model), model_name(options)
+    known, name = full_name(config.model.model), config.model.names[0]
     is_stated = known in CATALOG and config.model.tokenizer is None
     kind = CATALOG[known].kind if is_stated else kind_of(resolve_engine(config))
     if kind == "base" and config.model.chat_template is None:
         raise ConfigError(
-            f"{name} has no chat template, so it can only continue a text: pagoda generate {name} TEXT; to chat with "
+            f"{why}{name} has no chat template, so it can only continue a text: pagoda generate {name} TEXT; to chat with "
             "it all the same, give it one with --chat-template FILE"
         )
     if kind in _OTHERS:
-        raise ConfigError(f"{name} does not chat: {_OTHERS[kind].format(name=name)}")
+        raise ConfigError(f"{why}{name} does not chat: {_OTHERS[kind].format(name=name)}")
 
 
 _OTHERS = {
@@ -113,8 +116,7 @@ def model_name(options: Mapping[str, Any]) -> str:
     """What the flags call the model: the name it is served under, if there is one, else the model or the default."""
     from pagoda.base.config import EngineConfig
 
-    model = EngineConfig.from_options(**options).model
-    return model.served_model_name[0] if model.served_model_name else model.model
+    return EngineConfig.from_options(**options).model.names[0]
 
 
 def seconds_since_start() -> float:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pagoda.base.errors import ConfigError, WorkerDied
 from pagoda.server.app import ENDPOINTS
 from pagoda.server.batches.lines import PATHS, Answer, InputLine, Journal, OutputLine, read_lines
-from pagoda.server.batches.offline import survey
+from pagoda.server.batches.offline import Survey, survey
 from pagoda.server.batches.run import AppCaller, answer_lines
 from pagoda.server.batches.worker import check_input
 
@@ -159,7 +159,7 @@ def test_the_output_of_another_input_is_refused(tmp_path: Path) -> None:
     run(write_input(tmp_path, line_of("a"), line_of("b")), target)
     before = target.read_bytes()
     with Journal(target) as journal:
-        assert survey(tmp_path / "in.jsonl", journal) == 2
+        assert survey(tmp_path / "in.jsonl", journal) == Survey(2, None)
         with pytest.raises(ConfigError, match="has an answer to line 1 of another input"):
             survey(write_input(tmp_path, line_of("x"), line_of("b"), name="other"), journal)
         with pytest.raises(ConfigError, match="has 2 answers, 1 of them to lines that .* does not have"):
@@ -345,7 +345,7 @@ def test_what_is_kept_of_many_lines_is_little(tmp_path: Path) -> None:
     tracemalloc.start()
     try:
         with Journal(tmp_path / "out") as journal:
-            assert survey(path, journal) == num_lines
+            assert survey(path, journal) == Survey(num_lines, num_lines)
             assert journal.num_done == num_lines - 1
         assert check_input(path, CHAT) == (num_lines, [])
         peak = tracemalloc.get_traced_memory()[1]

@@ -19,6 +19,7 @@ PATHS = (
     *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
 )
 """Routes that a line may ask for."""
+_CHATS = ("/v1/chat/completions", "/v1/responses")
 _HOST = "https://"
 _MARK = b"\xef\xbb\xbf"  # begins UTF-8 files of some editors
 _ID = "batch_req_"
@@ -71,13 +72,18 @@ class _Failure(msgspec.Struct):
 
 
 class InputLine(msgspec.Struct, frozen=True):
-    """One line of the input file.   number: from 1.   error: why it cannot be sent; its other fields may be empty."""
+    """One line of the input file.
+
+    number: from 1.   error: why it cannot be sent; its other fields may be empty.
+    is_chat: it needs the chat template of the model.
+    """
 
     number: int
     custom_id: str | None = None
     path: str = ""
     body: bytes = b""
     error: LineError | None = None
+    is_chat: bool = False
 
     @property
     def id(self) -> str:
@@ -131,6 +137,7 @@ class _Fields(msgspec.Struct):
 class _Asked(msgspec.Struct):
     stream: Any = None
     background: Any = None
+    chat_template: Any = None
 
 
 def _parse(number: int, data: bytes) -> InputLine:
@@ -140,13 +147,24 @@ def _parse(number: int, data: bytes) -> InputLine:
         message = f"the line cannot be read as a JSON object: {shorten(str(error), _MAX_SHOWN_CHARS)}"
         return InputLine(number, error=LineError("invalid_json_line", message))
     custom_id = fields.custom_id if isinstance(fields.custom_id, str) and fields.custom_id else None
-    error = _error_of(fields)
+    asked = _asked(fields.body)
+    error = _error_of(fields, asked)
     if error is not None:
         return InputLine(number, custom_id, error=error)
-    return InputLine(number, custom_id, _path_of(fields.url), bytes(fields.body))
+    path = _path_of(fields.url)
+    is_chat = path in _CHATS and asked.chat_template is None
+    return InputLine(number, custom_id, path, bytes(fields.body), is_chat=is_chat)
 
 
-def _error_of(fields: _Fields) -> LineError | None:
+def _asked(body: msgspec.Raw) -> _Asked:
+    """Read what is asked of a body here. Of one that cannot be read, the route says what is wrong."""
+    try:
+        return msgspec.json.decode(body, type=_Asked)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _Asked()
+
+
+def _error_of(fields: _Fields, asked: _Asked) -> LineError | None:
     """Return why a line cannot be sent, or None."""
     for name in ("custom_id", "method", "url"):
         value = getattr(fields, name)
@@ -160,10 +178,6 @@ def _error_of(fields: _Fields) -> LineError | None:
         return LineError("invalid_method", f"method must be POST (got {_show(fields.method)})")
     if _path_of(fields.url) not in PATHS:
         return LineError("invalid_url", f"url must be one of {', '.join(PATHS)} (got {_show(fields.url)})")
-    try:
-        asked = msgspec.json.decode(fields.body, type=_Asked)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None  # the route says what is wrong
     for name in ("stream", "background"):
         if getattr(asked, name) is True:
             return LineError(f"invalid_{name}", f"{name} must be false: the answer is one line; leave it out")

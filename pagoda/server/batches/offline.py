@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pagoda.base.config import EngineConfig
@@ -16,18 +16,30 @@ from pagoda.server.model_loader import ModelLoader
 from pagoda.server.state import build_state
 
 
-def survey(path: Path, journal: Journal) -> int:
-    """Return how many lines an input file has. Raises ConfigError if it cannot be read or is not the journal's."""
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What an input file has.   first_chat: the number of its first line that is not answered and is a chat."""
+
+    num_lines: int
+    first_chat: int | None
+
+
+def survey(path: Path, journal: Journal) -> Survey:
+    """Read an input file. Raises ConfigError if it cannot be read or is not the journal's."""
     num_lines = num_done = 0
+    first_chat: int | None = None
     for line in read_lines(path, MAX_LINE_BYTES):
         num_lines += 1
-        num_done += journal.has(line)
+        if journal.has(line):
+            num_done += 1
+        elif line.is_chat and first_chat is None:
+            first_chat = line.number
     if num_done < journal.num_done:
         raise ConfigError(
             f"the output file has {journal.num_done} answers, {journal.num_done - num_done} of them to lines that "
             f"{path} does not have: give another output file"
         )
-    return num_lines
+    return Survey(num_lines, first_chat)
 
 
 async def answer_file(config: EngineConfig, path: Path, journal: Journal, on_line: Callable[[], object]) -> None:
