@@ -97,8 +97,8 @@ def require_chat(config: "EngineConfig", why: str = "") -> None:
     kind = CATALOG[known].kind if is_stated else kind_of(resolve_engine(config))
     if kind == "base" and config.model.chat_template is None:
         raise ConfigError(
-            f"{why}{name} has no chat template, so it can only continue a text: pagoda generate {name} TEXT; to chat with "
-            "it all the same, give it one with --chat-template FILE"
+            f"{why}{name} has no chat template, so it can only continue a text: pagoda generate {name} TEXT; to chat "
+            "with it all the same, give it one with --chat-template FILE"
         )
     if kind in _OTHERS:
         raise ConfigError(f"{why}{name} does not chat: {_OTHERS[kind].format(name=name)}")

@@ -25,6 +25,7 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 _SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
 )
+_LOAD_SECONDS = (0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40, 80)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _COUNTS = (1, 2, 5, 10, 20)
@@ -56,11 +57,40 @@ def write_metrics(models: Iterable[tuple["ServerMetrics", Counts]], num_in_line:
     return generate_latest(_Families(tuple(families.values())))
 
 
+class LoadMetrics:
+    """How often a model was loaded, how long that took, and what memory it takes now, as planned (0: not loaded)."""
+
+    def __init__(self) -> None:
+        self._ended = Counter[str](loaded=0, failed=0)
+        self._seconds = Histogram(
+            "model_load_seconds", "Start of a load until the model takes requests.", _LOAD_SECONDS
+        )
+        self.memory_bytes = 0
+
+    def on_loaded(self, seconds: float) -> None:
+        self._ended["loaded"] += 1
+        self._seconds.observe(seconds)
+
+    def on_failure(self) -> None:
+        self._ended["failed"] += 1
+
+    def families(self, values: tuple[str, ...]) -> Iterator[Metric]:
+        """Iterate over the metrics.   values: of LABELS."""
+        loads = "Loads of the model, the first one included."
+        yield _labelled(values, "vllm:model_loads", loads, "outcome", self._ended)
+        yield self._seconds.family({self._seconds.name: self._seconds.counts()}, values)
+        memory = "Memory that the model takes, as planned; 0 while it is not loaded. Of a server of several models."
+        gauge = GaugeMetricFamily("vllm:model_memory_bytes", memory, labels=LABELS)
+        gauge.add_metric(values, self.memory_bytes)
+        yield gauge
+
+
 class ServerMetrics:
     """The metrics of one engine. Requests update them as they run; the engine's gauges are read at each scrape.
 
     For one event loop.   stats: returns the engine's latest statistics.   cache_config: static labels of
     cache_config_info.   max_loras: adapters per step; 0 without adapters.   num_restarts: of the engine process so far.
+    loads: of the model, which are this process's to tell.
     """
 
     def __init__(
@@ -70,6 +100,7 @@ class ServerMetrics:
         cache_config: dict[str, str],
         max_loras: int = 0,
         num_restarts: Callable[[], int] = lambda: 0,
+        loads: LoadMetrics | None = None,
     ) -> None:
         self.model_name = model_name
         self.stats = stats
@@ -77,6 +108,7 @@ class ServerMetrics:
         self.cache_config = cache_config
         self._max_loras = max_loras
         self._num_restarts = num_restarts
+        self._loads = loads or LoadMetrics()
         self.num_prompt_tokens = self.num_cached_tokens = self.num_output_tokens = 0
         # All series exist from the start: rate() misses the first event of a series that appears with it.
         self._ended = Counter[str](dict.fromkeys(FINISH_REASONS, 0))
@@ -206,14 +238,18 @@ class ServerMetrics:
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
             gauge.add_metric(self._values, value)
             yield gauge
-        yield self._labelled("vllm:request_success", "Outputs ended, by reason.", "finished_reason", counts["ended"])
+        yield _labelled(
+            self._values, "vllm:request_success", "Outputs ended, by reason.", "finished_reason", counts["ended"]
+        )
         for_what = "Waiting requests, by what they wait for: room in a step; a grammar, adapter or token; or admission."
-        yield self._labelled("vllm:num_requests_waiting_by_reason", for_what, "reason", waiting, GaugeMetricFamily)
+        yield _labelled(
+            self._values, "vllm:num_requests_waiting_by_reason", for_what, "reason", waiting, GaugeMetricFamily
+        )
         rejected = "Requests rejected by admission, by reason."
-        yield self._labelled("vllm:admission_rejections", rejected, "reason", counts["refused"])
+        yield _labelled(self._values, "vllm:admission_rejections", rejected, "reason", counts["refused"])
         by_position = {str(at): count for at, count in enumerate(stats.accepted_tokens_per_pos or (0,))}
         accepted = "Draft tokens accepted, by position in the draft."
-        yield self._labelled("vllm:spec_decode_num_accepted_tokens_per_pos", accepted, "position", by_position)
+        yield _labelled(self._values, "vllm:spec_decode_num_accepted_tokens_per_pos", accepted, "position", by_position)
         for histogram in self._histograms:
             yield histogram.family(counts, self._values)
         yield self.itl.family(counts, self._values, "time_per_output_token_seconds")  # its older name
@@ -241,17 +277,19 @@ class ServerMetrics:
         names = [",".join(adapters) for adapters in (stats.waiting_adapters, stats.running_adapters)]
         lora.add_metric((str(self._max_loras), *names, self.model_name), 1)
         yield lora
+        yield from self._loads.families(self._values)
 
-    def _labelled(
-        self,
-        name: str,
-        text: str,
-        label: str,
-        counts: Mapping[str, float],
-        kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = CounterMetricFamily,
-    ) -> Metric:
-        """Return a counter, or a gauge, with a label of its own."""
-        family = kind(name, text, labels=(*LABELS, label))
-        for value, count in counts.items():
-            family.add_metric((*self._values, value), count)
-        return family
+
+def _labelled(
+    values: tuple[str, ...],
+    name: str,
+    text: str,
+    label: str,
+    counts: Mapping[str, float],
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = CounterMetricFamily,
+) -> Metric:
+    """Return a counter, or a gauge, with a label of its own.   values: of LABELS."""
+    family = kind(name, text, labels=(*LABELS, label))
+    for value, count in counts.items():
+        family.add_metric((*values, value), count)
+    return family

@@ -12,6 +12,7 @@ from pagoda.base.errors import PagodaError
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.remote_client import EngineClient, RemoteClient
 from pagoda.engine.wire import EngineSizes
+from pagoda.metrics.prometheus import LoadMetrics
 
 
 class LoadState(Enum):
@@ -43,7 +44,7 @@ class ModelEngine:
     state, since_s: and since when, by time.monotonic.   num_users: requests that use it.
     is_leaving: it gets no further requests, so that it can be unloaded.
     goes_when_idle: it is unloaded when no request uses it.
-    num_loads, load_s: how often it was loaded, and how long the last load took.   error: why the last one failed.
+    loads: what is counted of them.   load_s: how long the last one took.   error: why it failed.
     """
 
     config: EngineConfig
@@ -59,7 +60,7 @@ class ModelEngine:
     num_users: int = 0
     is_leaving: bool = False
     goes_when_idle: bool = False
-    num_loads: int = 0
+    loads: LoadMetrics = field(default_factory=LoadMetrics)
     load_s: float = 0.0
     error: str = ""
     waiters: deque[Waiter] = field(default_factory=deque[Waiter])
@@ -106,14 +107,21 @@ class ModelEngine:
 
     def enter(self, state: LoadState) -> None:
         self.state, self.since_s = state, time.monotonic()
+        self.loads.memory_bytes = self.num_bytes if state.takes_memory else 0
 
     def note_loaded(self, sizes: EngineSizes) -> None:
         """It is ready for requests."""
         self.load_s, self.error = time.monotonic() - self.since_s, ""
-        self.num_loads += 1
+        self.loads.on_loaded(self.load_s)
         self.last_used_s = time.monotonic()
         self.enter(LoadState.LOADED)
         self.on_sizes(sizes)
+
+    def note_failure(self, error: str) -> None:
+        """It could not be loaded."""
+        self.error = error
+        self.loads.on_failure()
+        self.enter(LoadState.UNLOADED)
 
     def begin_use(self) -> None:
         self.num_users += 1

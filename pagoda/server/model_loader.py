@@ -240,9 +240,8 @@ class ModelLoader:
             sizes = await asyncio.shield(engine.starting)
         except (ConfigError, CapacityError, WorkerDied) as error:
             await engine.stop()
-            engine.error = str(error)
             logger.error("%s could not be loaded: %s", engine.name, error)
-            engine.enter(LoadState.UNLOADED)
+            engine.note_failure(str(error))
             engine.end_waits(ApiError(503, f"{engine.name} could not be loaded: {error}", retry_after_s=_RETRY_AFTER_S))
         else:
             self._on_loaded(engine, sizes)

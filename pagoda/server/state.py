@@ -173,7 +173,9 @@ async def _build_model(engine: ModelEngine, shared: _Shared) -> ServedModel:
     inputs.client_index = client.index
     server, peers = config.server, shared.peers
     max_loras = config.model.lora.num_per_step if config.model.lora.enable_lora else 0
-    metrics = ServerMetrics(names[0], client.stats, _cache_labels(config, sizes), max_loras, lambda: client.num_deaths)
+    metrics = ServerMetrics(
+        names[0], client.stats, _cache_labels(config, sizes), max_loras, lambda: client.num_deaths, engine.loads
+    )
     client.on_step = metrics.iteration_tokens.observe
     asyncio.get_running_loop().run_in_executor(None, inputs.grammars.load)  # before clients could wait for it
     template = inputs.tokenizer.facts.chat_template

@@ -97,6 +97,12 @@ class House:
             await asyncio.sleep(0)
 
 
+def loads(engine: ModelEngine) -> dict[str, float]:
+    """How often a model was loaded, by the outcome."""
+    (family,) = [one for one in engine.loads.families(("m", "0")) if one.name == "vllm:model_loads"]
+    return {one.labels["outcome"]: one.value for one in family.samples}
+
+
 def run(
     test: Callable[[House], Awaitable[None]],
     sizes: list[int],
@@ -213,11 +219,13 @@ def test_a_load_that_fails_concerns_its_requests_alone() -> None:
                 await one
             assert caught.value.status == 503
         assert (house.engines[1].state, house.engines[1].error) == (LoadState.UNLOADED, "memory ran out")
+        assert (loads(house.engines[1]), house.engines[1].loads.memory_bytes) == ({"loaded": 0, "failed": 1}, 0)
         with await house.ask(0):
             pass
         house.clients[1].fails = None
         with await house.ask(1):
             assert (house.loaded, house.engines[1].error) == ("b", "")
+        assert (loads(house.engines[1]), house.engines[1].loads.memory_bytes) == ({"loaded": 1, "failed": 1}, 6)
 
     run(test, [6, 6], budget=8)
 

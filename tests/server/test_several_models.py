@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.live import LiveServer, children, serving
 
@@ -171,6 +172,36 @@ def test_a_model_is_loaded_when_it_is_asked_for_and_another_makes_room(tight: Li
         assert states(tight) == {name: "loaded", other: "unloaded"}
         assert [one["name"] for one in json.loads(tight.get("/api/ps")[1])["models"]] == [name]
         assert tight.get("/health")[0] == 200
+
+
+def loads_of(server: LiveServer) -> dict[tuple[str, ...], float]:
+    """What metrics say of loads, by their name, the model and the outcome."""
+    families = text_string_to_metric_families(server.get("/metrics")[1])
+    samples = [sample for family in families if family.name.startswith("vllm:model_") for sample in family.samples]
+    return {
+        (one.name.removeprefix("vllm:model_"), one.labels["model_name"], one.labels.get("outcome", "")): one.value
+        for one in samples
+        if "le" not in one.labels
+    }
+
+
+def test_metrics_count_loads_and_say_what_memory_each_model_takes(tight: LiveServer) -> None:
+    tight.post("/models/load", {"model": "embed"})
+    before = loads_of(tight)
+    assert tight.post("/models/load", {"model": "chat"})[0] == 200
+    after = loads_of(tight)
+    changed = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    seconds = changed.pop(("load_seconds_sum", "chat", ""))
+    assert 0 < seconds < 60
+    memory = after["memory_bytes", "chat", ""], before["memory_bytes", "embed", ""]
+    assert changed == {
+        ("loads_total", "chat", "loaded"): 1,
+        ("load_seconds_count", "chat", ""): 1,
+        ("memory_bytes", "chat", ""): memory[0],
+        ("memory_bytes", "embed", ""): -memory[1],
+    }
+    assert all(20 * 2**20 < one <= 300 * 2**20 for one in memory)
+    assert {after["loads_total", name, "failed"] for name in ("chat", "embed")} == {0}
 
 
 def test_what_needs_no_engine_loads_none(tight: LiveServer) -> None:
