@@ -9,10 +9,10 @@ from pagoda.layers.kv import KVDeclaration, KVPlace
 from pagoda.layers.linear import Linear
 from pagoda.layers.module import Module
 from pagoda.layers.norm import RMSNorm
-from pagoda.layers.parameter import Axis, Matrix, Parameter, Part, Vector
+from pagoda.layers.parameter import Axis, Matrix, Part
 from pagoda.layers.rotary import Rotary
 from pagoda.layers.sharding import rows_of
-from pagoda.ops.batch import ForwardBatch, KVLayer
+from pagoda.ops.batch import AttentionMetadata, ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import RankGroup, Tensor
 
@@ -45,15 +45,12 @@ class Attention(Module):
         all tokens of its text, which must all be in the batch; `kv` is None.
     window: only tokens less than so many positions away, 0 for all.   scale: multiplies scores, by default
         1 / sqrt(head size).   softcap: of scores, 0 is off.
-    names: of q, k and v in the checkpoint; equal where it stores them as one.   by_head: it stores the first head of q,
-        of k and of v, then the second of each, and so on.
+    names: of q, k and v in the checkpoint; equal where it stores them as one.
     k_bias: False where only q and v have the bias.   out: the name of the output projection, None where that is its
         caller's.
     q_norm, k_norm: applied before the rotary embedding; None where there are none. Of the size of a head: to each. As
         large as all heads: over all of them, so that every rank computes all of q, k and v.
-    v_norm: of each head of v.   k_is_v: there is no matrix for v, which is what k is before its norm.
-    sinks: each head has a score of its own in the softmax, of no value.   distance_bias: added to scores, and shared by
-        layers; it does not go with sinks.
+    distance_bias: added to scores, and shared by layers.
     place: where in the cache; set when the model's layers are put into groups. Of one that is not causal: the group
         says which of the batch's metadata has the texts, or parts of them, whose tokens attend to each other.
     """
@@ -70,15 +67,11 @@ class Attention(Module):
         qkv_bias: bool = False,
         out_bias: bool = False,
         names: tuple[str, str, str] = Q_K_V,
-        by_head: bool = False,
         k_bias: bool = True,
         out: str | None = "o_proj",
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
-        v_norm: RMSNorm | None = None,
-        k_is_v: bool = False,
         rotates: bool = True,
-        sinks: bool = False,
         distance_bias: DistanceBias | None = None,
     ) -> None:
         dim = heads.dim
@@ -86,20 +79,17 @@ class Attention(Module):
         q, k, v = names
         rope = None if rotary is None else rotary.rope
         parts = (
-            Part(q, q_size, unit=dim, rotary=rope, alternates=by_head),
-            Part(k, kv_size, unit=dim, rotary=rope, replicated=True, alternates=by_head, has_bias=k_bias),
-            Part(v, kv_size, unit=dim, replicated=True, alternates=by_head),
+            Part(q, q_size, unit=dim, rotary=rope),
+            Part(k, kv_size, unit=dim, rotary=rope, replicated=True, has_bias=k_bias),
+            Part(v, kv_size, unit=dim, replicated=True),
         )
-        if k_is_v:
-            parts = parts[:2]
         norms_all_heads = q_norm is not None and q_norm.size > dim
-        self.qkv = Linear(hidden_size, parts, qkv_bias, None if norms_all_heads else Axis.OUT)
+        self.qkv = Linear(hidden_size, self.stored_parts(parts), qkv_bias, None if norms_all_heads else Axis.OUT)
         self.o_proj: Linear | None = None
         if out is not None:
             self.o_proj = Linear(q_size, (Part(out, hidden_size),), out_bias, Axis.IN, unit=dim)
-        self.q_norm, self.k_norm, self.v_norm, self.k_is_v = q_norm, k_norm, v_norm, k_is_v
+        self.q_norm, self.k_norm = q_norm, k_norm
         self.rotary = rotary if rotates else None
-        self.sinks = Parameter[Tensor](Vector(heads.num_heads)) if sinks else None
         self.distance_bias = distance_bias
         self.first_head = 0  # of all ranks' heads
         self.heads = self.computed_heads = heads
@@ -110,6 +100,10 @@ class Attention(Module):
         kind = KVGroupKind.WINDOW if window else KVGroupKind.FULL
         self.kv: KVDeclaration | None = KVDeclaration(kind, window, heads.shape_of_kv()) if causal else None
         self.place = KVPlace()
+
+    def stored_parts(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        """Return the parts of q, k and v as a checkpoint has them, where a family's differ from these."""
+        return parts
 
     def divide(self, ranks: RankGroup, group: int) -> None:
         """Attend with some heads. Ranks share KV heads if there are fewer of them; each keeps its own in the cache."""
@@ -139,13 +133,11 @@ class Attention(Module):
         Writes the K and V of all tokens, if it is causal. last: this is the model's last layer, after which only the
         batch's tail is needed.
         """
-        q, k, v = self._project(ops, x)
+        q, k, v = self.project(ops, x)
         if self.q_norm is not None:
             q = self.q_norm(ops, q)
         if self.k_norm is not None:
             k = self.k_norm(ops, k)
-        if self.v_norm is not None:
-            v = self.v_norm(ops, v)
         if self.first_heads is not None:
             q, k, v = self._own_heads(ops, q, k, v, *self.first_heads)
         if self.kv is None:
@@ -154,24 +146,17 @@ class Attention(Module):
                 attended, residual = (ops.select_rows(rows, batch.tail.index) for rows in (attended, residual))
         else:
             cache, metadata = kv[self.place.index], batch.metadata[self.place.group]
-            q = self._write(ops, q, k, v, batch, cache)
+            q = self.write(ops, q, k, v, batch, cache)
             if last:
                 metadata = batch.tail.metadata[self.place.group]
                 q, residual = (ops.select_rows(rows, batch.tail.index) for rows in (q, residual))
-            if self.sinks is None:
-                attended = ops.attention(q, cache, metadata, self.scale, self.window, self.softcap, *self._bias())
-            else:
-                sinks = self.sinks.value, self.first_head
-                attended = ops.attention_with_sinks(q, cache, metadata, *sinks, self.scale, self.window)
+            attended = self.attend(ops, q, cache, metadata)
         return attended if self.o_proj is None else self.o_proj(ops, attended), residual
 
-    def _project(self, ops: ForwardOps, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of all heads that this rank computes."""
-        heads, y = self.computed_heads, self.qkv(ops, x)
-        if not self.k_is_v:
-            return ops.split_qkv(y, heads.num_heads, heads.num_kv_heads, heads.dim)
-        k = ops.select_heads(y, heads.num_heads * heads.dim, heads.num_kv_heads, heads.dim)
-        return ops.select_heads(y, 0, heads.num_heads, heads.dim), k, k
+    def project(self, ops: ForwardOps, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v of all heads that this rank computes, before `q_norm` and `k_norm`."""
+        heads = self.computed_heads
+        return ops.split_qkv(self.qkv(ops, x), heads.num_heads, heads.num_kv_heads, heads.dim)
 
     def _own_heads(
         self, ops: ForwardOps, q: Tensor, k: Tensor, v: Tensor, first: int, first_kv: int
@@ -180,6 +165,10 @@ class Attention(Module):
         heads, dim = self.heads, self.heads.dim
         k, v = (ops.select_heads(x, first_kv * dim, heads.num_kv_heads, dim) for x in (k, v))
         return ops.select_heads(q, first * dim, heads.num_heads, dim), k, v
+
+    def attend(self, ops: ForwardOps, q: Tensor, cache: KVLayer, metadata: AttentionMetadata) -> Tensor:
+        """Return what this rank's heads attend to in the cache."""
+        return ops.attention(q, cache, metadata, self.scale, self.window, self.softcap, *self._bias())
 
     def _attend_to_text(self, ops: ForwardOps, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         if self.rotary is not None:
@@ -191,7 +180,7 @@ class Attention(Module):
         """Return the op's arguments `bias` and `first`."""
         return None if self.distance_bias is None else self.distance_bias.table, self.first_head
 
-    def _write(self, ops: ForwardOps, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, cache: KVLayer) -> Tensor:
+    def write(self, ops: ForwardOps, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch, cache: KVLayer) -> Tensor:
         """Write K and V to the cache, and return q as the cache's keys are: rotated or not."""
         metadata = batch.metadata[self.place.group]
         if self.rotary is None:

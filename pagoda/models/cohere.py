@@ -10,11 +10,12 @@ from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import (
     FULL,
     DecoderConfig,
-    Norms,
+    Norm,
     read_decoder,
     read_layer_types,
     windows_by_layer_types,
 )
+from pagoda.models.decoder_layers import SharedNormLayer
 from pagoda.models.llama import Llama
 
 
@@ -33,8 +34,8 @@ def _read(
     )
     return replace(
         decoder,
-        norm_bias=False,
-        norms=Norms.SHARED,
+        norm_kind=Norm.LAYER_WITHOUT_BIAS,
+        layer=SharedNormLayer,
         qkv_bias=attention_bias,
         attention_out_bias=attention_bias,
         logit_scale=config.positive("logit_scale", 0.0625),

@@ -2,18 +2,21 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from pagoda.base.abbreviate import abbreviate
 from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingPlan
 from pagoda.layers.attention import Heads
-from pagoda.layers.latent_attention import LatentHeads
 from pagoda.layers.mlp import GATES, Activation, ExpertsConfig
 from pagoda.layers.norm import LayerNorm, RMSNorm
 from pagoda.layers.parameter import PickedRows
 from pagoda.layers.rope_config import RopeConfig, RopeType
 from pagoda.models.config_reader import ConfigReader, read_rope
+
+if TYPE_CHECKING:
+    from pagoda.models.decoder_layers import LlamaLayer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -40,14 +43,13 @@ class QKNorm(Enum):
     ALL_HEADS = "all heads at once"
 
 
-class Norms(Enum):
-    """Where a layer norms the residual stream, or what joins it."""
+class Norm(Enum):
+    """The norms of hidden states and, but for LayerNorms, of q and k."""
 
-    BEFORE = "before attention and before the MLP"
-    AFTER = "after attention and after the MLP"
-    BOTH = "before and after each of them"
-    PARALLEL = "before each of them; the MLP computes from the state in front of the attention"
-    SHARED = "once before both, which compute from the same state"
+    RMS = "RMSNorm"
+    RMS_UNIT_OFFSET = "RMSNorm that multiplies by 1 + weight"
+    LAYER = "LayerNorm"
+    LAYER_WITHOUT_BIAS = "LayerNorm without a bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +59,13 @@ class DecoderConfig:
     rope_full, rope_window: of layers with full attention, and of layers with a window (equal in most models).
     attention_scale: multiplies scores.   softcaps: 0 is off.   logit_scale: multiplies logits.
     embedding_scale, input_scale: see Embedding.
-    layer_norms: norms are LayerNorms rather than RMSNorms.   norm_bias: of LayerNorms.   unit_offset_norms: RMSNorms
-    multiply by 1 + weight.
-    v_norm: heads of v are normed, too, without a weight.
-    full_heads: of layers with full attention, None if they are as those of the others.   full_k_is_v: see Attention.
+    layer: the class of the layers, None for LlamaLayer.
     unrotated_layers: indices of the layers whose attention has no rotary embedding.
-    learned_positions: a table has an embedding of each position, which is added to that of the token.
-    fused_qkv, fused_gate_up: the checkpoint stores q, k and v as one matrix, gate and up as one.   qkv_by_head: of such
-    a matrix, see Attention.   plain_mlp: MLPs are not gated.   head_bias: of the head for tokens.
+    fused_qkv, fused_gate_up: the checkpoint stores q, k and v as one matrix, gate and up as one.
+    plain_mlp: MLPs are not gated.   head_bias: of the head for tokens.
     experts: in place of the MLP, if there are any.   dense_layers: indices of the layers with an MLP even so.
     head: how a classification head pools, and its labels.   head_rows: what it is made from, if it is not stored.
     bidirectional: tokens attend to later ones, too (EmbeddingGemma).
-    latent: the sizes of latent attention, None for a model with keys and values.
     """
 
     spec: ModelSpec
@@ -82,19 +79,11 @@ class DecoderConfig:
     logit_scale: float = 1.0
     embedding_scale: float = 1.0
     input_scale: float = 1.0
-    norms: Norms = Norms.BEFORE
-    layer_norms: bool = False
-    norm_bias: bool = True
-    unit_offset_norms: bool = False
+    layer: "type[LlamaLayer] | None" = None
+    norm_kind: Norm = Norm.RMS
     qk_norm: QKNorm = QKNorm.NONE
-    v_norm: bool = False
-    full_heads: Heads | None = None
-    full_k_is_v: bool = False
     unrotated_layers: frozenset[int] = frozenset()
-    attention_sinks: bool = False
-    learned_positions: bool = False
     fused_qkv: bool = False
-    qkv_by_head: bool = False
     fused_gate_up: bool = False
     plain_mlp: bool = False
     head_bias: bool = False
@@ -106,7 +95,6 @@ class DecoderConfig:
     head: PoolingPlan | None = None
     head_rows: PickedRows | None = None
     bidirectional: bool = False
-    latent: LatentHeads | None = None
 
     @property
     def heads(self) -> Heads:
@@ -114,13 +102,14 @@ class DecoderConfig:
 
     def heads_of(self, index: int) -> Heads:
         """Return the heads of layer `index`."""
-        return self.heads if self.spec.layer_windows[index] else self.full_heads or self.heads
+        return self.heads
 
-    def norm(self) -> RMSNorm | LayerNorm:
-        """Return a norm of the hidden states."""
-        if self.layer_norms:
-            return LayerNorm(self.spec.hidden_size, self.norm_eps, self.norm_bias)
-        return RMSNorm(self.spec.hidden_size, self.norm_eps, self.unit_offset_norms)
+    def norm(self, size: int = 0) -> RMSNorm | LayerNorm:
+        """Return a norm of so many elements, by default of the hidden states."""
+        size = size or self.spec.hidden_size
+        if self.norm_kind in (Norm.LAYER, Norm.LAYER_WITHOUT_BIAS):
+            return LayerNorm(size, self.norm_eps, self.norm_kind is Norm.LAYER)
+        return RMSNorm(size, self.norm_eps, self.norm_kind is Norm.RMS_UNIT_OFFSET)
 
 
 def read_decoder(
@@ -161,7 +150,7 @@ def read_decoder(
         rope_full=rope,
         rope_window=rope,
         attention_scale=spec.head_dim**-0.5,
-        layer_norms=layer_norm_eps is not None,
+        norm_kind=Norm.RMS if layer_norm_eps is None else Norm.LAYER,
         plain_mlp=plain_mlp,
     )
 

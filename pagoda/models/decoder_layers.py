@@ -3,6 +3,7 @@ computing from the same state.
 """
 
 from collections.abc import Sequence
+from typing import ClassVar, TypeAlias
 
 from pagoda.layers.attention import FUSED_Q_K_V, Q_K_V, Attention, SharedKVAttention
 from pagoda.layers.latent_attention import LatentAttention
@@ -10,46 +11,42 @@ from pagoda.layers.mlp import GatedMLP, MoE, PlainMLP
 from pagoda.layers.module import Module
 from pagoda.layers.norm import RMSNorm
 from pagoda.layers.rotary import Rotary
-from pagoda.models.decoder_config import DecoderConfig, Norms, QKNorm
+from pagoda.models.decoder_config import DecoderConfig, QKNorm
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
+AnyAttention: TypeAlias = Attention | LatentAttention | SharedKVAttention
 
-def attention_of(config: DecoderConfig, index: int, rotary: Rotary) -> Attention | LatentAttention:
-    """Return the attention of layer `index`."""
-    if config.latent is not None:
-        return LatentAttention(
-            config.spec.hidden_size, config.latent, rotary, config.attention_scale, config.attention_out_bias
+
+class DecoderAttention(Attention):
+    """The attention of layer `index`, as the config says."""
+
+    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
+        heads = config.heads_of(index)
+
+        def norm(num_heads: int) -> RMSNorm | None:
+            if config.qk_norm is QKNorm.NONE:
+                return None
+            made = config.norm(heads.dim * (num_heads if config.qk_norm is QKNorm.ALL_HEADS else 1))
+            assert isinstance(made, RMSNorm)
+            return made
+
+        super().__init__(
+            config.spec.hidden_size,
+            heads,
+            rotary,
+            causal=not config.bidirectional,
+            window=config.spec.layer_windows[index],
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            qkv_bias=config.qkv_bias,
+            out_bias=config.attention_out_bias,
+            names=FUSED_Q_K_V if config.fused_qkv else Q_K_V,
+            q_norm=norm(heads.num_heads),
+            k_norm=norm(heads.num_kv_heads),
+            rotates=index not in config.unrotated_layers,
         )
-
-    heads, window = config.heads_of(index), config.spec.layer_windows[index]
-
-    def norm(num_heads: int) -> RMSNorm | None:
-        if config.qk_norm is QKNorm.NONE:
-            return None
-        size = heads.dim * (num_heads if config.qk_norm is QKNorm.ALL_HEADS else 1)
-        return RMSNorm(size, config.norm_eps, config.unit_offset_norms)
-
-    return Attention(
-        config.spec.hidden_size,
-        heads,
-        rotary,
-        causal=not config.bidirectional,
-        window=window,
-        scale=config.attention_scale,
-        softcap=config.attention_softcap,
-        qkv_bias=config.qkv_bias,
-        out_bias=config.attention_out_bias,
-        names=FUSED_Q_K_V if config.fused_qkv else Q_K_V,
-        by_head=config.qkv_by_head,
-        q_norm=norm(heads.num_heads),
-        k_norm=norm(heads.num_kv_heads),
-        v_norm=RMSNorm(heads.dim, config.norm_eps, unit_offset=True, zeros=True) if config.v_norm else None,
-        k_is_v=config.full_k_is_v and not window,
-        rotates=index not in config.unrotated_layers,
-        sinks=config.attention_sinks,
-    )
 
 
 def mlp_of(config: DecoderConfig, index: int) -> GatedMLP | PlainMLP | MoE:
@@ -65,13 +62,22 @@ def mlp_of(config: DecoderConfig, index: int) -> GatedMLP | PlainMLP | MoE:
 
 
 class LlamaLayer(Module):
-    """Attention and an MLP, each after a norm; x is added to the residual stream by the norm that follows it."""
+    """Attention and an MLP, each after a norm; x is added to the residual stream by the norm that follows it.
+
+    attention: its class, where `make_attention` does not say another.
+    """
+
+    attention: ClassVar[type[DecoderAttention]] = DecoderAttention
 
     def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
         self.input_layernorm = config.norm()
-        self.self_attn: Attention | LatentAttention | SharedKVAttention = attention_of(config, index, rotary)
+        self.self_attn = self.make_attention(config, index, rotary)
         self.post_attention_layernorm = config.norm()
         self.mlp = mlp_of(config, index)
+
+    def make_attention(self, config: DecoderConfig, index: int, rotary: Rotary) -> AnyAttention:
+        """Return the attention of layer `index`."""
+        return self.attention(config, index, rotary)
 
     def __call__(
         self,
@@ -118,7 +124,7 @@ class PostNormLayer(LlamaLayer):
     """Attention and MLP compute with the residual stream as it is; a norm follows each of them."""
 
     def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
-        self.self_attn = attention_of(config, index, rotary)
+        self.self_attn = self.make_attention(config, index, rotary)
         self.post_attention_layernorm = config.norm()
         self.mlp = mlp_of(config, index)
         self.post_feedforward_layernorm = config.norm()
@@ -142,11 +148,6 @@ class PostNormLayer(LlamaLayer):
 class ParallelLayer(LlamaLayer):
     """The MLP computes from the residual stream as it is in front of the attention, which also joins it."""
 
-    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
-        super().__init__(config, index, rotary)
-        if config.norms is Norms.SHARED:
-            self.post_attention_layernorm = self.input_layernorm
-
     def __call__(
         self,
         ops: ForwardOps,
@@ -165,10 +166,9 @@ class ParallelLayer(LlamaLayer):
         return ops.add(self.mlp(ops, x), attended), residual
 
 
-LAYERS: dict[Norms, type[LlamaLayer]] = {
-    Norms.BEFORE: LlamaLayer,
-    Norms.BOTH: SandwichLayer,
-    Norms.AFTER: PostNormLayer,
-    Norms.PARALLEL: ParallelLayer,
-    Norms.SHARED: ParallelLayer,
-}
+class SharedNormLayer(ParallelLayer):
+    """Attention and MLP compute from the same state, normed once."""
+
+    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
+        super().__init__(config, index, rotary)
+        self.post_attention_layernorm = self.input_layernorm

@@ -4,18 +4,35 @@ V2 chooses experts by softmax, where set in the best groups of them; V3 by sigmo
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 from pagoda.base.errors import ConfigError
-from pagoda.layers.latent_attention import LatentHeads
+from pagoda.layers.latent_attention import LatentAttention, LatentHeads
 from pagoda.layers.mlp import ExpertGroups, ExpertsConfig
 from pagoda.layers.rope_config import RopeType
+from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import DecoderConfig, read_decoder, read_experts
+from pagoda.models.decoder_layers import LlamaLayer
 from pagoda.models.llama import Llama
 from pagoda.models.naming import Naming
 from pagoda.ops.shape_rules import PANEL_ROWS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSeekConfig(DecoderConfig):
+    """latent: the sizes of the attention."""
+
+    latent: LatentHeads
+
+
+class DeepSeekLayer(LlamaLayer):
+    def make_attention(self, config: DecoderConfig, index: int, rotary: Rotary) -> LatentAttention:
+        assert isinstance(config, DeepSeekConfig)
+        return LatentAttention(
+            config.spec.hidden_size, config.latent, rotary, config.attention_scale, config.attention_out_bias
+        )
 
 
 def _read_v2(config: ConfigReader) -> DecoderConfig:
@@ -77,14 +94,15 @@ def _read(
             f"{heads.latent}"
         )
     num_dense = config.number("first_k_dense_replace")
-    return replace(
+    changed = replace(
         decoder,
-        latent=heads,
+        layer=DeepSeekLayer,
         attention_scale=(heads.plain + heads.rotated) ** -0.5 * _score_factor(config, decoder),
         attention_out_bias=config.flag("attention_bias", False),
         experts=_experts(config, groups, renormalize),
         dense_layers=frozenset(layer for layer in range(decoder.spec.num_layers) if layer < num_dense),
     )
+    return DeepSeekConfig(latent=heads, **{field.name: getattr(changed, field.name) for field in fields(changed)})
 
 
 def _experts(config: ConfigReader, groups: ExpertGroups, renormalize: bool) -> ExpertsConfig:

@@ -10,12 +10,12 @@ from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import (
     FULL,
     DecoderConfig,
-    Norms,
     QKNorm,
     read_decoder,
     read_layer_types,
     windows_by_layer_types,
 )
+from pagoda.models.decoder_layers import PostNormLayer
 from pagoda.models.llama import Llama
 from pagoda.models.naming import POST_NORM_GGUF
 
@@ -27,7 +27,7 @@ def read(config: ConfigReader) -> DecoderConfig:
     windows = windows_by_layer_types(config, layer_types, window)
     unrotated = frozenset(layer for layer, kind in enumerate(layer_types) if window and kind == FULL)
     decoder = read_decoder(config, "exaone4", windows)
-    return replace(decoder, norms=Norms.AFTER, qk_norm=QKNorm.HEAD, unrotated_layers=unrotated)
+    return replace(decoder, layer=PostNormLayer, qk_norm=QKNorm.HEAD, unrotated_layers=unrotated)
 
 
 EXAONE4 = Architecture(

@@ -4,12 +4,13 @@ from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader, read_rope
 from pagoda.models.decoder_config import (
     DecoderConfig,
-    Norms,
+    Norm,
     read_activation,
     read_layer_types,
     read_spec,
     windows_by_layer_types,
 )
+from pagoda.models.decoder_layers import SandwichLayer
 from pagoda.models.llama import Llama
 from pagoda.models.naming import gguf_naming
 
@@ -55,8 +56,8 @@ def read(config: ConfigReader) -> DecoderConfig:
         attention_softcap=config.not_negative("attn_logit_softcapping", 0.0),
         logit_softcap=config.not_negative("final_logit_softcapping", 0.0),
         embedding_scale=spec.hidden_size**0.5,
-        norms=Norms.BOTH,
-        unit_offset_norms=True,
+        layer=SandwichLayer,
+        norm_kind=Norm.RMS_UNIT_OFFSET,
         qkv_bias=attention_bias,
         attention_out_bias=attention_bias,
     )

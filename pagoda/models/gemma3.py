@@ -24,13 +24,14 @@ from pagoda.models.decoder_config import (
     FULL,
     SLIDING,
     DecoderConfig,
-    Norms,
+    Norm,
     QKNorm,
     read_activation,
     read_layer_types,
     read_spec,
     windows_by_layer_types,
 )
+from pagoda.models.decoder_layers import SandwichLayer
 from pagoda.models.gemma2 import GGUF, gguf_query_scalar
 from pagoda.models.llama import Llama
 from pagoda.models.naming import MULTIMODAL, Naming
@@ -165,8 +166,8 @@ def read(config: ConfigReader) -> DecoderConfig:
         attention_softcap=config.not_negative("attn_logit_softcapping", 0.0),
         logit_softcap=config.not_negative("final_logit_softcapping", 0.0),
         embedding_scale=spec.hidden_size**0.5,
-        norms=Norms.BOTH,
-        unit_offset_norms=True,
+        layer=SandwichLayer,
+        norm_kind=Norm.RMS_UNIT_OFFSET,
         qk_norm=QKNorm.HEAD,
         qkv_bias=attention_bias,
         attention_out_bias=attention_bias,

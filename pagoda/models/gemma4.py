@@ -13,7 +13,7 @@ from pagoda.layers.attention import Attention, Heads, SharedKVAttention
 from pagoda.layers.linear import Embedding, Linear
 from pagoda.layers.mlp import activate
 from pagoda.layers.norm import RMSNorm
-from pagoda.layers.parameter import Parameter, Vector
+from pagoda.layers.parameter import Parameter, Part, Vector
 from pagoda.layers.rope_config import RopeConfig, RopeType
 from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
@@ -22,14 +22,13 @@ from pagoda.models.decoder_config import (
     FULL,
     SLIDING,
     DecoderConfig,
-    Norms,
     QKNorm,
     read_activation,
     read_layer_types,
     read_spec,
     windows_by_layer_types,
 )
-from pagoda.models.decoder_layers import SandwichLayer
+from pagoda.models.decoder_layers import DecoderAttention, SandwichLayer
 from pagoda.models.gemma3 import read_layer_rope
 from pagoda.models.llama import Llama, LlamaModel
 from pagoda.models.naming import MULTIMODAL
@@ -61,14 +60,17 @@ _DEFAULTS: dict[str, object] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4Config(DecoderConfig):
-    """num_shared: layers at the end that attend to the K and V of the last layer of their kind before them.
+    """full_heads: of layers with full attention.   full_k_is_v: they have no matrix for v, which is k before its norm.
 
+    num_shared: layers at the end that attend to the K and V of the last layer of their kind before them.
     wide_shared: their MLPs are twice as wide.   input_size: of what each layer gets of the token, 0 for none.
     input_vocab: tokens that have it.
     """
 
+    full_heads: Heads
+    full_k_is_v: bool = False
     num_shared: int = 0
     wide_shared: bool = False
     input_size: int = 0
@@ -79,28 +81,41 @@ class Gemma4Config(DecoderConfig):
         """Layers with K and V of their own."""
         return self.spec.num_layers - self.num_shared
 
+    def heads_of(self, index: int) -> Heads:
+        return self.heads if self.spec.layer_windows[index] else self.full_heads
+
+
+class Gemma4Attention(DecoderAttention):
+    """Heads of v are normed, without a weight."""
+
+    def __init__(self, config: Gemma4Config, index: int, rotary: Rotary) -> None:
+        self.k_is_v = config.full_k_is_v and not config.spec.layer_windows[index]
+        super().__init__(config, index, rotary)
+        self.v_norm = RMSNorm(self.heads.dim, config.norm_eps, unit_offset=True, zeros=True)
+
+    def stored_parts(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        return parts[:2] if self.k_is_v else parts
+
+    def project(self, ops: ForwardOps, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.k_is_v:
+            q, k, v = super().project(ops, x)
+            return q, k, self.v_norm(ops, v)
+        heads, y = self.computed_heads, self.qkv(ops, x)
+        k = ops.select_heads(y, heads.num_heads * heads.dim, heads.num_kv_heads, heads.dim)
+        return ops.select_heads(y, 0, heads.num_heads, heads.dim), k, self.v_norm(ops, k)
+
 
 class Gemma4Layer(SandwichLayer):
     """A layer whose results are scaled; before that, the token's own input of the layer may be added."""
 
-    def __init__(self, config: Gemma4Config, index: int, rotary: Rotary) -> None:
-        spec, heads, is_shared = config.spec, config.heads_of(index), index >= config.num_own
-        if is_shared and config.wide_shared:
+    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
+        assert isinstance(config, Gemma4Config)
+        spec = config.spec
+        if index >= config.num_own and config.wide_shared:
             wide = replace(spec, intermediate_size=2 * spec.intermediate_size)
             super().__init__(replace(config, spec=wide), index, rotary)
         else:
             super().__init__(config, index, rotary)
-        if is_shared:
-            self.self_attn = SharedKVAttention(
-                spec.hidden_size,
-                heads,
-                rotary,
-                spec.layer_windows[index],
-                config.attention_scale,
-                RMSNorm(heads.dim, config.norm_eps),
-                config.qkv_bias,
-                config.attention_out_bias,
-            )
         self.layer_scalar = Parameter[float](Vector(1, is_number=True))
         self.index, self.input_size, self.activation = index, config.input_size, config.activation
         self.per_layer_input_gate: Linear | None = None
@@ -109,6 +124,22 @@ class Gemma4Layer(SandwichLayer):
             self.per_layer_input_gate = Linear(spec.hidden_size, config.input_size)
             self.per_layer_projection = Linear(config.input_size, spec.hidden_size)
             self.post_per_layer_input_norm = config.norm()
+
+    def make_attention(self, config: DecoderConfig, index: int, rotary: Rotary) -> Attention | SharedKVAttention:
+        assert isinstance(config, Gemma4Config)
+        if index < config.num_own:
+            return Gemma4Attention(config, index, rotary)
+        spec, heads = config.spec, config.heads_of(index)
+        return SharedKVAttention(
+            spec.hidden_size,
+            heads,
+            rotary,
+            spec.layer_windows[index],
+            config.attention_scale,
+            RMSNorm(heads.dim, config.norm_eps),
+            config.qkv_bias,
+            config.attention_out_bias,
+        )
 
     def __call__(
         self,
@@ -150,10 +181,6 @@ class Gemma4Model(LlamaModel):
             self.embed_tokens_per_layer = Embedding(config.input_vocab, size, config.input_size**0.5)
             self.per_layer_model_projection = Linear(config.spec.hidden_size, size)
             self.per_layer_projection_norm = RMSNorm(config.input_size, config.norm_eps)
-
-    def make_layer(self, config: DecoderConfig, index: int, rotary: Rotary) -> Gemma4Layer:
-        assert isinstance(config, Gemma4Config)
-        return Gemma4Layer(config, index, rotary)
 
     def take_stage(self, place: RankPlace, ranks: RankGroup, is_tied: bool) -> None:
         """Raises ConfigError if layers read what only another stage has, also."""
@@ -221,9 +248,8 @@ def read(config: ConfigReader) -> Gemma4Config:
         attention_scale=1.0,
         logit_softcap=config.not_negative("final_logit_softcapping", 0.0),
         embedding_scale=spec.hidden_size**0.5,
-        norms=Norms.BOTH,
+        layer=Gemma4Layer,
         qk_norm=QKNorm.HEAD,
-        v_norm=True,
         full_heads=_read_full_heads(config, spec, k_is_v),
         full_k_is_v=k_is_v,
         qkv_bias=attention_bias,

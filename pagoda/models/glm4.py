@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, Norms, read_decoder
+from pagoda.models.decoder_config import DecoderConfig, read_decoder
+from pagoda.models.decoder_layers import SandwichLayer
 from pagoda.models.llama import Llama
 from pagoda.models.naming import Naming, gguf_naming
 
@@ -12,7 +13,7 @@ from pagoda.models.naming import Naming, gguf_naming
 def read(config: ConfigReader) -> DecoderConfig:
     config = config.with_defaults({"rms_norm_eps": 1.5625e-7, "eos_token_id": [151329, 151336, 151338]})
     decoder = read_decoder(config, "glm4", rotated=0.5, interleaved=True)
-    return replace(decoder, qkv_bias=config.flag("attention_bias", True), fused_gate_up=True, norms=Norms.BOTH)
+    return replace(decoder, qkv_bias=config.flag("attention_bias", True), fused_gate_up=True, layer=SandwichLayer)
 
 
 _TENSORS = (

@@ -2,12 +2,17 @@
 
 from dataclasses import replace
 
+from pagoda.base.ranks import RankPlace
+from pagoda.layers.linear import Embedding
 from pagoda.layers.rope_config import RopeConfig
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, read_activation, read_spec
-from pagoda.models.llama import Llama
+from pagoda.models.decoder_config import DecoderConfig, Norm, read_activation, read_spec
+from pagoda.models.llama import Llama, LlamaModel
 from pagoda.models.naming import Naming, gguf_naming
+from pagoda.ops.batch import ForwardBatch
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import RankGroup, Tensor
 
 _NAMES = {
     "n_embd": "hidden_size",
@@ -16,6 +21,26 @@ _NAMES = {
     "n_positions": "max_position_embeddings",
 }
 """Settings by the names of other models."""
+
+
+class GPT2Model(LlamaModel):
+    """A table has an embedding of each position, which is added to that of the token."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config)
+        spec = config.spec
+        self.embed_positions = Embedding(spec.max_position, spec.hidden_size, is_divided=False, by_position=True)
+
+    def take_stage(self, place: RankPlace, ranks: RankGroup, is_tied: bool) -> None:
+        super().take_stage(place, ranks, is_tied)
+        self.embed_positions.is_elsewhere = not place.is_first_stage
+
+    def embed(self, ops: ForwardOps, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        return super().embed(ops, batch)[0], self.embed_positions(ops, batch.positions)
+
+
+class GPT2LMHead(Llama):
+    body = GPT2Model
 
 
 def read(config: ConfigReader) -> DecoderConfig:
@@ -35,9 +60,8 @@ def read(config: ConfigReader) -> DecoderConfig:
         rope_full=RopeConfig(),
         rope_window=RopeConfig(),
         attention_scale=spec.head_dim**-0.5 if config.flag("scale_attn_weights", True) else 1.0,
-        layer_norms=True,
+        norm_kind=Norm.LAYER,
         unrotated_layers=frozenset(range(spec.num_layers)),
-        learned_positions=True,
         fused_qkv=True,
         plain_mlp=True,
         qkv_bias=True,
@@ -67,7 +91,7 @@ _TRANSPOSED = r"\.c_(attn|proj|fc)\.weight$"  # transformers' Conv1D
 GPT2 = Architecture(
     name="gpt2",
     hf_names=("GPT2LMHeadModel",),
-    model=Llama,
+    model=GPT2LMHead,
     read=read,
     hf=(
         Naming(substitutions=_TENSORS, transposed=_TRANSPOSED),

@@ -4,11 +4,28 @@ v in one matrix, head by head; an MLP without a gate.
 
 from dataclasses import replace
 
+from pagoda.layers.parameter import Part
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, Norms, read_decoder
+from pagoda.models.decoder_config import DecoderConfig, read_decoder
+from pagoda.models.decoder_layers import DecoderAttention, LlamaLayer, ParallelLayer
 from pagoda.models.llama import Llama
 from pagoda.models.naming import Naming, gguf_naming
+
+
+class ByHeadAttention(DecoderAttention):
+    """The checkpoint stores the first head of q, of k and of v, then the second of each, and so on."""
+
+    def stored_parts(self, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        return tuple(replace(part, alternates=True) for part in parts)
+
+
+class GPTNeoXLayer(LlamaLayer):
+    attention = ByHeadAttention
+
+
+class ParallelGPTNeoXLayer(GPTNeoXLayer, ParallelLayer):
+    pass
 
 
 def read(config: ConfigReader) -> DecoderConfig:
@@ -25,9 +42,8 @@ def read(config: ConfigReader) -> DecoderConfig:
     )
     return replace(
         decoder,
-        norms=Norms.PARALLEL if config.flag("use_parallel_residual", True) else Norms.BEFORE,
+        layer=ParallelGPTNeoXLayer if config.flag("use_parallel_residual", True) else GPTNeoXLayer,
         fused_qkv=True,
-        qkv_by_head=True,
         qkv_bias=attention_bias,
         attention_out_bias=attention_bias,
         mlp_bias=True,

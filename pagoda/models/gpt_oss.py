@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from pagoda.layers.parameter import Parameter, Vector
+from pagoda.layers.rotary import Rotary
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import (
@@ -11,8 +13,28 @@ from pagoda.models.decoder_config import (
     read_layer_types,
     windows_by_layer_types,
 )
+from pagoda.models.decoder_layers import DecoderAttention, LlamaLayer
 from pagoda.models.llama import Llama
 from pagoda.models.naming import Naming, gguf_naming
+from pagoda.ops.batch import AttentionMetadata, KVLayer
+from pagoda.ops.forward import ForwardOps
+from pagoda.ops.tensor import Tensor
+
+
+class SinkAttention(DecoderAttention):
+    """Each head has a score of its own in the softmax, of no value."""
+
+    def __init__(self, config: DecoderConfig, index: int, rotary: Rotary) -> None:
+        super().__init__(config, index, rotary)
+        self.sinks = Parameter[Tensor](Vector(self.heads.num_heads))
+
+    def attend(self, ops: ForwardOps, q: Tensor, cache: KVLayer, metadata: AttentionMetadata) -> Tensor:
+        sinks = self.sinks.value, self.first_head
+        return ops.attention_with_sinks(q, cache, metadata, *sinks, self.scale, self.window)
+
+
+class GPTOSSLayer(LlamaLayer):
+    attention = SinkAttention
 
 
 def read(config: ConfigReader) -> DecoderConfig:
@@ -24,7 +46,7 @@ def read(config: ConfigReader) -> DecoderConfig:
     attention_bias = config.flag("attention_bias", True)
     return replace(
         decoder,
-        attention_sinks=True,
+        layer=GPTOSSLayer,
         qkv_bias=attention_bias,
         attention_out_bias=attention_bias,
         experts=replace(

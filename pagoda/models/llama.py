@@ -13,7 +13,7 @@ from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import DecoderConfig, read_decoder
-from pagoda.models.decoder_layers import LAYERS, LlamaLayer
+from pagoda.models.decoder_layers import LlamaLayer
 from pagoda.models.naming import gguf_naming
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
@@ -25,24 +25,18 @@ class LlamaModel(Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         spec = config.spec
-        full_dim = (config.full_heads or config.heads).dim
+        layers = range(spec.num_layers)
+        full_dim = next((config.heads_of(at).dim for at in layers if not spec.layer_windows[at]), spec.head_dim)
         full = window = Rotary(config.rope_full, full_dim)
         if config.rope_window != config.rope_full or full_dim != spec.head_dim:
             window = Rotary(config.rope_window, spec.head_dim, scaled_by_checkpoint=False)
         self.embed_tokens = Embedding(
             spec.vocab_size, spec.hidden_size, config.embedding_scale, input_scale=config.input_scale
         )
-        self.embed_positions: Embedding | None = None
-        if config.learned_positions:
-            self.embed_positions = Embedding(spec.max_position, spec.hidden_size, is_divided=False, by_position=True)
-        self.layers = [
-            self.make_layer(config, index, window if size else full) for index, size in enumerate(spec.layer_windows)
-        ]
+        kind = config.layer or LlamaLayer
+        self.layers = [kind(config, at, window if spec.layer_windows[at] else full) for at in layers]
         self.norm = config.norm()
         self.place, self.ranks = WHOLE, None
-
-    def make_layer(self, config: DecoderConfig, index: int, rotary: Rotary) -> LlamaLayer:
-        return LAYERS[config.norms](config, index, rotary)
 
     def take_stage(self, place: RankPlace, ranks: RankGroup, is_tied: bool) -> None:
         """Keep a range of the layers; the first stage also keeps the embedding, the last one the norm.
@@ -57,9 +51,11 @@ class LlamaModel(Module):
         for index, layer in enumerate(self.layers):
             layer.is_elsewhere = index not in own
         self.embed_tokens.is_elsewhere = not place.is_first_stage and not (place.is_last_stage and is_tied)
-        if self.embed_positions is not None:
-            self.embed_positions.is_elsewhere = not place.is_first_stage
         self.norm.is_elsewhere = not place.is_last_stage
+
+    def embed(self, ops: ForwardOps, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """Return x and the residual stream, [T, hidden] each, as the first layer takes them."""
+        return self.embed_tokens.of_batch(ops, batch), None
 
     def with_layer_inputs(self, ops: ForwardOps, x: Tensor, batch: ForwardBatch) -> ForwardBatch:
         """Return the batch with what layers read besides the hidden states.   x: [T, hidden], the embeddings."""
@@ -69,11 +65,8 @@ class LlamaModel(Module):
         """[num_tail, hidden], normed. Of a stage that is not the last: [T, hidden], part of what the next one gets."""
         layers = [layer for layer in self.layers if not layer.is_elsewhere]
         layers = layers[: batch.num_layers] if batch.num_layers else layers
-        residual: Tensor | None = None
         if self.place.is_first_stage:
-            x = self.embed_tokens.of_batch(ops, batch)
-            if self.embed_positions is not None:
-                residual = self.embed_positions(ops, batch.positions)
+            x, residual = self.embed(ops, batch)
             batch = self.with_layer_inputs(ops, x, batch)
         else:
             assert self.ranks is not None

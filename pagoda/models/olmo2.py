@@ -5,7 +5,8 @@ from dataclasses import replace
 from pagoda.models import llama
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, Norms, QKNorm
+from pagoda.models.decoder_config import DecoderConfig, QKNorm
+from pagoda.models.decoder_layers import PostNormLayer
 from pagoda.models.naming import POST_NORM_GGUF
 
 
@@ -13,7 +14,7 @@ def read(config: ConfigReader) -> DecoderConfig:
     for key in ("clip_qkv", "sliding_window", "layer_types"):
         config.refuse(key)
     decoder = llama.read(config.with_defaults({"rms_norm_eps": 1e-5}), "olmo2")
-    return replace(decoder, norms=Norms.AFTER, qk_norm=QKNorm.ALL_HEADS)
+    return replace(decoder, layer=PostNormLayer, qk_norm=QKNorm.ALL_HEADS)
 
 
 OLMO2 = Architecture(

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, Norms, read_decoder
+from pagoda.models.decoder_config import DecoderConfig, read_decoder
+from pagoda.models.decoder_layers import SharedNormLayer
 from pagoda.models.llama import Llama
 from pagoda.models.naming import BARE, Naming, gguf_naming
 
@@ -22,7 +23,9 @@ def _read_phi(config: ConfigReader) -> DecoderConfig:
         plain_mlp=True,
         default_activation="gelu_new",
     )
-    return replace(decoder, norms=Norms.SHARED, qkv_bias=True, attention_out_bias=True, mlp_bias=True, head_bias=True)
+    return replace(
+        decoder, layer=SharedNormLayer, qkv_bias=True, attention_out_bias=True, mlp_bias=True, head_bias=True
+    )
 
 
 _TENSORS = (

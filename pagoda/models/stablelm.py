@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import DecoderConfig, Norms, read_decoder
+from pagoda.models.decoder_config import DecoderConfig, read_decoder
+from pagoda.models.decoder_layers import SharedNormLayer
 from pagoda.models.llama import Llama
 
 
@@ -13,7 +14,7 @@ def read(config: ConfigReader) -> DecoderConfig:
     return replace(
         read_decoder(config, "stablelm", rotated=0.25, layer_norm_eps="layer_norm_eps"),
         qkv_bias=config.flag("use_qkv_bias", False),
-        norms=Norms.SHARED if config.flag("use_parallel_residual", False) else Norms.BEFORE,
+        layer=SharedNormLayer if config.flag("use_parallel_residual", False) else None,
     )
 
 
