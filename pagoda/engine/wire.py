@@ -137,11 +137,11 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
-    """What a call returned, or raised: the name of the error's class, its text, and its param."""
+    """What a call returned, or raised: the name of the error's class, its text, and its fields."""
 
     call_id: int
     value: msgspec.Raw = msgspec.Raw(b"\xc0")  # nil
-    error: tuple[str, str, str | None] | None = None
+    error: tuple[str, str, dict[str, str | int | None]] | None = None
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):

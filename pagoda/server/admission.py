@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 
 import msgspec
 
-from pagoda.base.errors import RequestError, fresh
+from pagoda.base.errors import PagodaError, RequestError, fresh
 from pagoda.base.server_config import MAX_HELD_LOGPROBS, MAX_HELD_MEDIA_BYTES, ServerLimits
 
 PRIOR_OUTPUT_TOKENS = 1024
@@ -32,7 +32,7 @@ def expected_output(mean: float, max_tokens: int | None) -> int:
     return most if max_tokens is None else min(max_tokens, most)
 
 
-class Refusal(Exception):
+class Refusal(PagodaError):
     """The request exceeds a limit now.   reason: one of REJECTION_REASONS.
 
     retry_after_s: 1 if the server is full: a request that is sent again soon waits in the server's queue.

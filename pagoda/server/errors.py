@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pagoda.base.abbreviate import shorten
-from pagoda.base.errors import CapacityError, RequestError, WorkerDied
+from pagoda.base.errors import CapacityError, PagodaError, RequestError, WorkerDied
 from pagoda.server.admission import Refusal
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class ErrorResponse(Struct, frozen=True):
     error: ErrorDetail
 
 
-class ApiError(Exception):
+class ApiError(PagodaError):
     """An error response raised by a route."""
 
     def __init__(self, status: int, message: str, param: str | None = None, retry_after_s: int | None = None) -> None:

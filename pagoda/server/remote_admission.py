@@ -19,38 +19,16 @@ from pagoda.server.admission import (
     Admission,
     AdmissionCounts,
     Place,
-    Refusal,
     expected_output,
 )
-from pagoda.server.errors import ApiError, as_api_error
+from pagoda.server.errors import ApiError
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """What came of a call.
+class Entered(msgspec.Struct, frozen=True):
+    """A request that was let in.   is_in_line: it waits for its turn.   mean_output: see Admission."""
 
-    status, reason, message, retry_after_s: of the error that ends the request, if status is not 0.
-    is_in_line: it waits for its turn.   mean_output: see Admission.
-    """
-
-    status: int = 0
-    reason: str = ""
-    message: str = ""
-    retry_after_s: int | None = None
-    is_in_line: bool = False
-    mean_output: float = 0.0
-
-    def check(self) -> None:
-        """Raise the error, if there is one."""
-        if self.reason:
-            raise Refusal(self.reason, self.message, self.retry_after_s or 1)
-        if self.status:
-            raise ApiError(self.status, self.message, retry_after_s=self.retry_after_s)
-
-
-def _outcome_of(error: Refusal | ApiError) -> Outcome:
-    known = as_api_error(error)
-    reason = error.reason if isinstance(error, Refusal) else ""
-    return Outcome(known.status, reason, known.message, known.retry_after_s)
+    is_in_line: bool
+    mean_output: float
 
 
 class AdmissionService:
@@ -73,41 +51,35 @@ class AdmissionService:
             self._close(key)
 
     @offered
-    def enter(self, client: int, number: int, num_requests: int, num_tokens: int, key: str) -> Outcome:
-        try:
-            place = self._admission.enter(num_requests, num_tokens, key)
-        except Refusal as error:
-            return _outcome_of(error)
+    def enter(self, client: int, number: int, num_requests: int, num_tokens: int, key: str) -> Entered:
+        place = self._admission.enter(num_requests, num_tokens, key)
         self._places[client, number] = place
         self._clients.add(client)
-        return Outcome(is_in_line=place.turn is not None, mean_output=self._admission.mean_output)
+        return Entered(place.is_in_line, self._admission.mean_output)
 
     @offered
-    async def wait_for_turn(self, client: int, number: int) -> Outcome:
-        return await self._wait((client, number), Place.wait_for_turn)
+    async def wait_for_turn(self, client: int, number: int) -> None:
+        await self._wait((client, number), Place.wait_for_turn)
 
     @offered
-    async def keep(self, client: int, number: int, num_media_bytes: int, num_logprobs: int) -> Outcome:
-        return await self._wait((client, number), lambda place: place.keep(num_media_bytes, num_logprobs))
+    async def keep(self, client: int, number: int, num_media_bytes: int, num_logprobs: int) -> None:
+        await self._wait((client, number), lambda place: place.keep(num_media_bytes, num_logprobs))
 
     @offered
-    async def wait_to_hold(self, client: int, number: int, num_media_bytes: int) -> Outcome:
-        return await self._wait((client, number), lambda place: place.wait_to_hold(num_media_bytes))
+    async def wait_to_hold(self, client: int, number: int, num_media_bytes: int) -> None:
+        await self._wait((client, number), lambda place: place.wait_to_hold(num_media_bytes))
 
-    async def _wait(self, key: tuple[int, int], wait: Callable[[Place], Awaitable[None]]) -> Outcome:
+    async def _wait(self, key: tuple[int, int], wait: Callable[[Place], Awaitable[None]]) -> None:
         """Wait, unless the place is closed meanwhile, or was before this came to run: then nobody wants the answer."""
         if (place := self._places.get(key)) is None:
-            return Outcome()
+            return
         task = asyncio.current_task()
         assert task is not None
         self._waits[key] = task
         try:
             await wait(place)
-        except (Refusal, ApiError) as error:
-            return _outcome_of(error)
         finally:
             del self._waits[key]
-        return Outcome()
 
     def _close(self, key: tuple[int, int]) -> None:
         if (wait := self._waits.get(key)) is not None:
@@ -152,11 +124,11 @@ class RemotePlace:
         self.at_end.callback(calls.tell, AdmissionService.close, number)
 
     async def wait_for_turn(self) -> None:
-        (await self._calls.ask(AdmissionService.wait_for_turn, self._number)).check()
+        await self._calls.ask(AdmissionService.wait_for_turn, self._number)
 
     async def wait_to_hold(self, num_media_bytes: int) -> None:
         self._holds = True
-        (await self._calls.ask(AdmissionService.wait_to_hold, self._number, num_media_bytes)).check()
+        await self._calls.ask(AdmissionService.wait_to_hold, self._number, num_media_bytes)
 
     def correct(self, num_tokens: int) -> None:
         self._calls.tell(AdmissionService.correct, self._number, num_tokens)
@@ -164,7 +136,7 @@ class RemotePlace:
     async def keep(self, num_media_bytes: int, num_logprobs: int = 0) -> None:
         if num_media_bytes or num_logprobs or self._holds:
             self._holds = True
-            (await self._calls.ask(AdmissionService.keep, self._number, num_media_bytes, num_logprobs)).check()
+            await self._calls.ask(AdmissionService.keep, self._number, num_media_bytes, num_logprobs)
 
     def start(self) -> None:
         if not self._has_started:
@@ -191,11 +163,10 @@ class RemoteAdmission:
         place = RemotePlace(self._calls, number, key, time.perf_counter())
         with contextlib.ExitStack() as guard:  # also if its client leaves before there is an answer
             guard.push(place.at_end)
-            outcome = await self._calls.ask(AdmissionService.enter, number, num_requests, num_tokens, key)
-            outcome.check()
+            entered = await self._calls.ask(AdmissionService.enter, number, num_requests, num_tokens, key)
             guard.pop_all()
-        place.is_in_line = outcome.is_in_line
-        self._mean_output = outcome.mean_output
+        place.is_in_line = entered.is_in_line
+        self._mean_output = entered.mean_output
         return place
 
     def end_line(self, error: ApiError, key: str | None = None) -> None:

@@ -35,7 +35,7 @@ from pagoda.server import shared as shared_module
 from pagoda.server.admission import Admission
 from pagoda.server.api_group import ApiGroup
 from pagoda.server.listening import listen_together
-from pagoda.server.remote_admission import AdmissionService, Outcome
+from pagoda.server.remote_admission import AdmissionService
 from pagoda.server.served_adapters import AdapterChange, LoRAModule, ServedAdapters
 from pagoda.server.shared import Shared
 from tests.cached_models import cached_model
@@ -592,7 +592,7 @@ def test_a_place_that_is_closed_before_its_wait_begins_is_no_error() -> None:
         for ask, arguments in ((service.wait_for_turn, ()), (service.keep, (5, 0)), (service.wait_to_hold, (5,))):
             waiting = asyncio.create_task(ask(1, 2, *arguments))
             service.close(1, 2)  # read with the call before, as both were sent while this was busy
-            assert await asyncio.wait_for(waiting, 5) == Outcome()
+            await asyncio.wait_for(waiting, 5)
 
     asyncio.run(main())
 

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import OwnCalls, services_of
+from pagoda.server.admission import Refusal
 from pagoda.server.batches import worker
 from pagoda.server.batches.lines import Journal, OutputLine
 from pagoda.server.batches.records import Batch, FileObject, RequestCounts
@@ -61,7 +62,6 @@ class Bench:
 
     async def upload(self, data: bytes, owner: str = "") -> str:
         upload = await self.files.ask(FileService.begin_upload, owner, len(data))
-        assert not upload.refusal, upload.refusal
         Path(upload.path).write_bytes(data)
         file = FileObject(id=upload.id, bytes=len(data), created_at=int(self.now_s), filename="in", purpose="batch")
         return (await self.files.ask(FileService.end_upload, owner, file)).id
@@ -76,7 +76,7 @@ class Bench:
             expires_at=int(self.now_s) + window_s,
             request_counts=RequestCounts(),
         )
-        assert await self.files.ask(FileService.create, owner, batch, 3600) == ""
+        await self.files.ask(FileService.create, owner, batch, 3600)
         return batch
 
     @contextlib.asynccontextmanager
@@ -238,9 +238,9 @@ def test_answers_beyond_the_room_of_their_key_end_the_batch(tmp_path: Path) -> N
         assert batch.errors is not None
         assert [one.code for one in batch.errors.data] == ["storage_full"]
         assert 0 < len(bench.ids(batch.output_file_id)) < 100
-        refused = await bench.files.ask(FileService.begin_upload, "", 1)
-        assert "this key has 2 files of 1000 and" in refused.refusal
-        assert (await bench.files.ask(FileService.begin_upload, "other", 1)).refusal == ""
+        with pytest.raises(Refusal, match="this key has 2 files of 1000 and"):
+            await bench.files.ask(FileService.begin_upload, "", 1)
+        await bench.files.ask(FileService.begin_upload, "other", 1)
 
     asyncio.run(main())
 
@@ -266,16 +266,20 @@ def test_files_and_batches_of_a_key_are_limited(tmp_path: Path) -> None:
         limits = FileLimits(key_files=4, key_bytes=10_000, num_bytes=12_000, key_unfinished=2, key_batches=3, age_s=100)
         bench = Bench(tmp_path / "files", limits)
         ask = bench.files.ask
-        assert "no room for 10001 more" in (await ask(FileService.begin_upload, "a", 10_001)).refusal
+        with pytest.raises(Refusal, match="no room for 10001 more"):
+            await ask(FileService.begin_upload, "a", 10_001)
         begun = await ask(FileService.begin_upload, "a", 9_000)  # counts while it comes
-        assert "and 9000 bytes of 10000" in (await ask(FileService.begin_upload, "a", 2_000)).refusal
-        assert "the server has 1 files" in (await ask(FileService.begin_upload, "b", 4_000)).refusal
+        with pytest.raises(Refusal, match="and 9000 bytes of 10000"):
+            await ask(FileService.begin_upload, "a", 2_000)
+        with pytest.raises(Refusal, match="the server has 1 files"):
+            await ask(FileService.begin_upload, "b", 4_000)
         bench.service.end_client(0)  # its process is gone
         assert begun.id not in bench.service._uploads
         for at in range(2):
             await bench.create(lines_of(1), f"batch_{at}", "a")
         late = Batch(**{**_fields(bench.known(bench.service._batches["batch_0"].batch)), "id": "batch_late"})
-        assert "2 batches that have not ended, of 2" in await ask(FileService.create, "a", late, 1)
+        with pytest.raises(Refusal, match="2 batches that have not ended, of 2"):
+            await ask(FileService.create, "a", late, 1)
         for at in range(2):
             await ask(FileService.cancel, "a", f"batch_{at}")
         for at in range(2, 4):

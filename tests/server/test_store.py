@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pagoda.base.errors import ConfigError
+from pagoda.base.errors import ConfigError, RequestError
 from pagoda.engine.clients.calls import OwnCalls, services_of
 from pagoda.server.stored import service as service_module
 from pagoda.server.stored import store as store_module
@@ -19,13 +19,13 @@ from pagoda.server.stored.service import Events, StoreService, page_of, unpack
 from pagoda.server.stored.store import (
     ENTRY_BYTES,
     MAX_CONTEXT_BYTES,
+    NO_ROOM,
     PART_BYTES,
     Entry,
     Item,
     Store,
     StoredConversation,
     StoredResponse,
-    StoreFull,
     StoreLimits,
 )
 
@@ -129,7 +129,7 @@ def test_random_operations_leave_what_a_slow_model_holds(seed: int, tmp_path: Pa
                     slow.entries.append(new)
                     store.add(entry)
                 else:
-                    with pytest.raises(StoreFull):
+                    with pytest.raises(NO_ROOM):
                         store.add(entry)
             case "append":
                 events = [data() for _ in range(draw.randrange(3))]
@@ -150,14 +150,14 @@ def test_random_operations_leave_what_a_slow_model_holds(seed: int, tmp_path: Pa
                         slow.grow(kept, dict([*known["own"], *output]), now)
                 try:
                     store.finish(owner, id, body, output)
-                except StoreFull:
+                except NO_ROOM:
                     full = True
                 assert not full or (known is not None and known["conversation"])
             case "grow":
                 more = items()
                 if known is not None and not is_response:
                     slow.grow(known, more, now)
-                with contextlib.suppress(StoreFull):
+                with contextlib.suppress(NO_ROOM):
                     store.add_items(owner, id, list(more.items()))
             case "shrink" if known is not None and not is_response and known["items"]:
                 item = draw.choice(list(known["items"]))
@@ -199,8 +199,8 @@ def test_what_ran_when_the_server_ended_has_failed_after_its_restart(tmp_path: P
         before = StoreService(path)
         stored = OwnCalls(services_of(before))
         begun = b'{"id":"r1","status":"queued","error":null}'
-        assert await stored.ask(StoreService.add, response("a", "r1", body=begun, is_background=True)) is None
-        assert await stored.ask(StoreService.add, response("a", "r2")) is None
+        await stored.ask(StoreService.add, response("a", "r1", body=begun, is_background=True))
+        await stored.ask(StoreService.add, response("a", "r2"))
         stored.tell(StoreService.append, "a", "r2", [b"event: 0\n\n"])
         stored.tell(StoreService.finish, "a", "r2", b'{"status":"completed"}', [("msg_1", b"{}")])
         before.close()
@@ -244,7 +244,7 @@ def test_a_follower_gets_each_event_once_and_the_end_of_a_lost_process(tmp_path:
     async def main() -> None:
         service = StoreService()
         stored = OwnCalls(services_of(service))
-        assert await service.add(7, response("a", "r")) is None
+        await service.add(7, response("a", "r"))
         got: list[bytes] = []
 
         async def follow(after: int) -> None:
@@ -279,13 +279,13 @@ def test_what_a_response_made_counts_for_what_comes_before_the_next(is_response:
         entry: Entry = StoredConversation(owner="a", id="x", body=b"{}")
         if is_response:
             entry = response("a", "x")
-        assert await service.add(0, entry) is None
+        await service.add(0, entry)
         half = bytes(MAX_CONTEXT_BYTES // 2 - 1000)
         output = [("i1", half), ("i2", half)]
         if is_response:
             service.finish(0, "a", "x", b"{}", output)
         else:
-            assert await service.add_items(0, "a", "x", output) is None
+            await service.add_items(0, "a", "x", output)
         fits = await service.context(0, "a", "x", is_response)
         assert fits is not None
         assert [*unpack(fits.items or b"\x90"), *fits.output] == output
@@ -309,23 +309,21 @@ def test_a_full_conversation_refuses_a_turn_when_it_begins_and_loses_none_that_e
         service = StoreService()
         for name, items in (("many", {"i1": b"", "i2": b""}), ("large", {"i1": bytes(1500)})):
             conversation = StoredConversation(owner="a", id=name, body=b"{}", items=items)
-            assert await service.add(0, conversation) is None
+            await service.add(0, conversation)
             before, own = list(items), [("o1", bytes(500))] if name == "large" else []
             more = [("o1", b""), ("o2", bytes(1500))]
             begun = response("a", f"{name}-begun", conversation=name, own=own)
-            assert await service.add(0, begun) is None
-            refused = [
-                await service.add(0, response("a", f"{name}-refused", conversation=name, own=more)),
-                await service.add_items(0, "a", name, more),
-            ]
-            for one in refused:
-                assert one is not None
-                assert one.is_lasting
-                assert "at most 3 items and 4000 bytes" in one.message
+            await service.add(0, begun)
+            with pytest.raises(RequestError, match="at most 3 items and 4000 bytes.*; send less, or store: false"):
+                await service.add(0, response("a", f"{name}-refused", conversation=name, own=more))
+            with pytest.raises(RequestError, match="at most 3 items and 4000 bytes"):
+                await service.add_items(0, "a", name, more)
             service.finish(0, "a", begun.id, b"{}", more)
             assert list(conversation.items) == [*before, "o1", "o2"]
-            assert await service.add(0, response("a", f"{name}-next", conversation=name)) is not None
-        assert await service.add_items(0, "a", "large", [("i1", b"")]) is not None
+            with pytest.raises(RequestError):
+                await service.add(0, response("a", f"{name}-next", conversation=name))
+        with pytest.raises(RequestError):
+            await service.add_items(0, "a", "large", [("i1", b"")])
 
     asyncio.run(main())
 
@@ -336,7 +334,7 @@ def test_what_nothing_happens_to_is_answered_after_a_while(monkeypatch: pytest.M
 
     async def main() -> None:
         service = StoreService()
-        assert await service.add(0, response("a", "r")) is None
+        await service.add(0, response("a", "r"))
         assert await service.events(0, "a", "r", -1) == Events([], is_over=False)
         found = await service.response(0, "a", "r", True)
         assert found is not None

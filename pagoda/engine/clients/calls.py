@@ -17,14 +17,13 @@ import asyncio
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from functools import cache
 from typing import Any, Concatenate, ParamSpec, TypeVar, overload
 
 import msgspec
 
-from pagoda.base import errors
-from pagoda.base.errors import PagodaError, RequestError, WorkerDied, fresh
+from pagoda.base.errors import PagodaError, WorkerDied, fresh
 from pagoda.engine import wire
 from pagoda.engine.clients.client_outputs import Replies
 
@@ -172,8 +171,8 @@ class Calls(AnyCalls):
         if not isinstance(error, PagodaError) or not call.call_id:
             logger.error("the call %r failed", call.name, exc_info=error)
         if call.call_id:
-            shown = (type(error).__name__, str(error), getattr(error, "param", None))
-            self._send(wire.Reply(call.call_id, error=shown))
+            fields = {name: one for name, one in vars(error).items() if isinstance(one, str | int | None)}
+            self._send(wire.Reply(call.call_id, error=(type(error).__name__, str(error), fields)))
 
     def _raw(self, value: object) -> msgspec.Raw:
         return msgspec.Raw(self._encoder.encode(value))
@@ -200,10 +199,17 @@ def _decoders_of(service: Callable[..., Any]) -> list[Any]:
     return [wire.make_decoder(kind) for kind in kinds]
 
 
-def _error_of(name: str, text: str, param: str | None) -> PagodaError:
-    if name == RequestError.__name__:
-        return RequestError(text, param)
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, PagodaError):
-        return kind(text)
-    return PagodaError(f"a call to another process failed: {name}: {text}")
+def _error_of(name: str, text: str, fields: dict[str, str | int | None]) -> PagodaError:
+    kind = next((one for one in _kinds_of(PagodaError) if one.__name__ == name), None)
+    if kind is None:
+        return PagodaError(f"a call to another process failed: {name}: {text}")
+    error = kind.__new__(kind, text)
+    vars(error).update(fields)
+    return error
+
+
+def _kinds_of(kind: type[PagodaError]) -> Iterator[type[PagodaError]]:
+    """Yield a class of errors, and those derived from it."""
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _kinds_of(derived)

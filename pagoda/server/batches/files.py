@@ -14,7 +14,6 @@ from starlette.responses import Response, StreamingResponse
 
 from pagoda.base.errors import RequestError
 from pagoda.base.server_config import MAX_UPLOAD_BYTES
-from pagoda.server.admission import Refusal
 from pagoda.server.batches.records import FileFound, FileObject
 from pagoda.server.batches.service import FileService
 from pagoda.server.body import Body, one_of
@@ -80,8 +79,6 @@ async def create_file(http: Request) -> Response:
         length = http.headers.get("content-length", "")
         most = min(int(length), MAX_UPLOAD_BYTES) if length.isascii() and length.isdecimal() else MAX_UPLOAD_BYTES
         upload = await state.owned.ask(FileService.begin_upload, owner_of(http), most)
-        if upload.refusal:
-            raise Refusal("stored", upload.refusal)
         is_kept = False
         try:
             async with read_form(http, FileRequest, "a file") as (form, file):

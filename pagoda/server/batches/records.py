@@ -97,11 +97,10 @@ class StoredBatch(Struct, tag="batch"):
 
 
 class Upload(Struct, frozen=True):
-    """What an upload may be written to, as a file of this id; or why not."""
+    """What an upload may be written to, as a file of this id."""
 
-    id: str = ""
-    path: str = ""
-    refusal: str = ""
+    id: str
+    path: str
 
 
 class FileFound(Struct, frozen=True):

@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
-from pagoda.server.admission import Refusal
 from pagoda.server.batches.files import AgeSeconds, as_json, ends_of
 from pagoda.server.batches.lines import PATHS
 from pagoda.server.batches.records import Batch, RequestCounts
@@ -102,8 +101,7 @@ async def create_batch(http: Request) -> Response:
     )
     asked = body.output_expires_after
     age_s = FileLimits().age_s if asked is None else asked.seconds
-    if refusal := await state.owned.ask(FileService.create, owner_of(http), batch, age_s):
-        raise Refusal("stored", refusal)
+    await state.owned.ask(FileService.create, owner_of(http), batch, age_s)
     return as_json(batch)
 
 

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pagoda.engine.clients.calls import offered
+from pagoda.server.admission import Refusal
 from pagoda.server.batches.records import (
     Batch,
     BatchErrors,
@@ -136,10 +137,9 @@ class FileService:
 
     @offered
     async def begin_upload(self, client: int, owner: str, num_bytes: int) -> Upload:
-        """Reserve room for a file of at most so many bytes."""
+        """Reserve room for a file of at most so many bytes. Raises Refusal if there is none."""
         self._drop_old()
-        if refusal := self._refusal(owner, num_bytes):
-            return Upload(refusal=refusal)
+        self._check_room(owner, num_bytes)
         id = f"file-{uuid.uuid4().hex}"
         self._uploads[id] = (client, owner, num_bytes)
         return Upload(id, str(self._path(id)))
@@ -189,18 +189,18 @@ class FileService:
     # ---- batches
 
     @offered
-    async def create(self, client: int, owner: str, batch: Batch, output_age_s: int) -> str:
-        """Begin a batch. Return why it cannot be, or ""."""
+    async def create(self, client: int, owner: str, batch: Batch, output_age_s: int) -> None:
+        """Begin a batch. Raises Refusal if its key has too many."""
         self._drop_old()
         num, most = len(self._unfinished(owner)), self._limits.key_unfinished
         if num >= most:
-            return f"this key has {num} batches that have not ended, of {most}; wait for one, or cancel it"
+            text = f"this key has {num} batches that have not ended, of {most}; wait for one, or cancel it"
+            raise Refusal("stored", text)
         own = [one for one in self._batches.values() if one.owner == owner]
         for entry in own[: max(len(own) + 1 - self._limits.key_batches, 0)]:
             if entry.batch.has_ended:
                 self._remove_batch(entry.batch.id)
         self._put_back(StoredBatch(owner, batch, output_age_s))
-        return ""
 
     @offered
     async def batch(self, client: int, owner: str, id: str) -> Batch | None:
@@ -345,8 +345,8 @@ class FileService:
         uploads = [size for _, of, size in self._uploads.values() if owner in (None, of)]
         return [*files, *uploads, *(one.num_bytes for one in self._unfinished(owner))]
 
-    def _refusal(self, owner: str, num_bytes: int) -> str:
-        """Return why there is no room for a file, or ""."""
+    def _check_room(self, owner: str, num_bytes: int) -> None:
+        """Raise Refusal if there is no room for a file."""
         limits = self._limits
         for of, num, size, whose in (
             (owner, limits.key_files, limits.key_bytes, "this key"),
@@ -355,10 +355,8 @@ class FileService:
             sizes = self._sizes(of)
             if len(sizes) >= num or sum(sizes) + num_bytes > size:
                 has = f"{whose} has {len(sizes)} files of {num} and {sum(sizes)} bytes of {size}"
-                return (
-                    f"{has}, and no room for {num_bytes} more: delete files that are not needed (DELETE /v1/files/ID)"
-                )
-        return ""
+                remedy = "delete files that are not needed (DELETE /v1/files/ID)"
+                raise Refusal("stored", f"{has}, and no room for {num_bytes} more: {remedy}")
 
     def _is_over(self, owner: str) -> bool:
         limits = self._limits

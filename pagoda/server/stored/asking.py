@@ -3,12 +3,9 @@
 from msgspec import Struct
 from starlette.requests import Request
 
-from pagoda.base.errors import RequestError
-from pagoda.server.admission import Refusal
 from pagoda.server.errors import ApiError
 from pagoda.server.request_state import request_state
 from pagoda.server.routing import ERRORS
-from pagoda.server.stored.service import Refused
 
 NOT_FOUND = {**ERRORS, 404: "This key has none of this id"}
 
@@ -29,11 +26,3 @@ def owner_of(http: Request) -> str:
 def not_found(what: str, id: str, param: str) -> ApiError:
     text = f"{param}: this key has no {what} {id[:100]!r}; it was deleted or not stored, or newer ones took its room"
     return ApiError(404, text, param)
-
-
-def check_kept(refused: Refused | None) -> None:
-    """Raise an error if something could not be stored."""
-    if refused is not None and refused.is_lasting:
-        raise RequestError(f"{refused.message}; send less, or store: false", "store")
-    if refused is not None:
-        raise Refusal("stored", refused.message)

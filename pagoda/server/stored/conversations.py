@@ -20,7 +20,7 @@ from pagoda.server.errors import ApiError
 from pagoda.server.routing import Router
 from pagoda.server.sending import json_response
 from pagoda.server.state import state_of
-from pagoda.server.stored.asking import NOT_FOUND, Deleted, check_kept, not_found, owner_of
+from pagoda.server.stored.asking import NOT_FOUND, Deleted, not_found, owner_of
 from pagoda.server.stored.items import ItemList, given_items, page_answer, page_asked
 from pagoda.server.stored.service import StoreService
 from pagoda.server.stored.store import StoredConversation
@@ -109,7 +109,7 @@ async def create_conversation(http: Request) -> Response:
     items = dict(await given_items(http, "items"))
     answer = ConversationAnswer(f"conv_{uuid.uuid4().hex}", int(time.time()), body.metadata or {})
     entry = StoredConversation(owner=owner_of(http), id=answer.id, body=_encode(answer), items=items)
-    check_kept(await state.owned.ask(StoreService.add, entry))
+    await state.owned.ask(StoreService.add, entry)
     return _as_json(entry.body)
 
 
@@ -126,7 +126,7 @@ async def update_conversation(http: Request) -> Response:
     body = await state.bodies.read(http, ConversationUpdate)
     former = msgspec.json.decode(await _body_of(http), type=ConversationAnswer)
     answer = _encode(msgspec.structs.replace(former, metadata=body.metadata or {}))
-    check_kept(await state.owned.ask(StoreService.change_conversation, owner_of(http), former.id, answer))
+    await state.owned.ask(StoreService.change_conversation, owner_of(http), former.id, answer)
     return _as_json(answer)
 
 
@@ -154,7 +154,7 @@ async def create_conversation_items(http: Request) -> Response:
     await state.bodies.read(http, ItemsRequest)
     await _body_of(http)
     items = await given_items(http, "items")
-    check_kept(await state.owned.ask(StoreService.add_items, owner_of(http), _id_of(http), items))
+    await state.owned.ask(StoreService.add_items, owner_of(http), _id_of(http), items)
     return await run_for_body(http, lambda: json_response(ItemList.of(items)))
 
 

@@ -19,7 +19,7 @@ from pagoda.server.respond import begin_turn, respond_with
 from pagoda.server.routing import Router, flag, integer
 from pagoda.server.sending import EventStream, Framing, cancel_on_disconnect, event, json_response
 from pagoda.server.state import state_of
-from pagoda.server.stored.asking import NOT_FOUND, Deleted, check_kept, not_found, owner_of
+from pagoda.server.stored.asking import NOT_FOUND, Deleted, not_found, owner_of
 from pagoda.server.stored.items import ItemList, given_items, page_answer, page_asked
 from pagoda.server.stored.run import StoredTurn
 from pagoda.server.stored.service import Found, StoreService, page_of, unpack
@@ -55,7 +55,7 @@ async def create_response(http: Request) -> Response:
         turn = StoredTurn(state.owned, running)
         own = await given_items(http, "input")
         entry = await run_for_body(http, lambda: turn.entry(owner, earlier(), own))
-        check_kept(await state.owned.ask(StoreService.add, entry))
+        await state.owned.ask(StoreService.add, entry)
         if not (body.stream or body.background):
             return await turn.whole(http)
         at_end.pop_all()

@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
 
 import msgspec
 
@@ -11,12 +10,12 @@ from pagoda.engine.clients.calls import offered
 from pagoda.server.stored.file import StoreFile
 from pagoda.server.stored.store import (
     MAX_CONTEXT_BYTES,
+    NO_ROOM,
     Item,
     Key,
     Store,
     StoredConversation,
     StoredResponse,
-    StoreFull,
     StoreLimits,
 )
 
@@ -26,13 +25,6 @@ _WAIT_S = 30.0
 """How long a call waits for a change, so that those whose callers have left end, too."""
 _EVENTS_AT_ONCE = 256
 _BYTES_AT_ONCE = 2**20
-
-
-class Refused(msgspec.Struct, frozen=True):
-    """Why something is not kept.   is_lasting: as of StoreFull."""
-
-    message: str
-    is_lasting: bool
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -139,16 +131,12 @@ class StoreService:
     # ---- responses
 
     @offered
-    async def add(self, client: int, entry: StoredResponse | StoredConversation) -> Refused | None:
-        """Keep a new entry, or say why not."""
+    async def add(self, client: int, entry: StoredResponse | StoredConversation) -> None:
+        """Keep a new entry. Raises NO_ROOM."""
         if isinstance(entry, StoredResponse):
             entry.client = client
             if entry.conversation and self._store.conversation(entry.owner, entry.conversation) is None:
                 entry.conversation = ""  # deleted meanwhile
-        return _kept(lambda: self._add(entry))
-
-    def _add(self, entry: StoredResponse | StoredConversation) -> None:
-        if isinstance(entry, StoredResponse) and entry.conversation:
             # Now, while the caller can be told. What a turn has made is then added, however much it is.
             self._store.check_room(entry.owner, entry.conversation, entry.own, num_more=1)
         self._store.add(entry)
@@ -163,7 +151,7 @@ class StoreService:
     def finish(self, client: int, owner: str, id: str, body: bytes, output: list[Item]) -> None:
         try:
             self._store.finish(owner, id, body, output)
-        except StoreFull as error:
+        except NO_ROOM as error:
             logger.warning("the items of a response are not added to its conversation: %s", error)
         self._wake((owner, id))
 
@@ -240,16 +228,13 @@ class StoreService:
         return None if entry is None else entry.items.get(item)
 
     @offered
-    async def change_conversation(self, client: int, owner: str, id: str, body: bytes) -> Refused | None:
-        return _kept(lambda: self._store.change_conversation(owner, id, body))
+    async def change_conversation(self, client: int, owner: str, id: str, body: bytes) -> None:
+        self._store.change_conversation(owner, id, body)
 
     @offered
-    async def add_items(self, client: int, owner: str, id: str, items: list[Item]) -> Refused | None:
-        def add() -> None:
-            self._store.check_room(owner, id, items)
-            self._store.add_items(owner, id, items)
-
-        return _kept(add)
+    async def add_items(self, client: int, owner: str, id: str, items: list[Item]) -> None:
+        self._store.check_room(owner, id, items)
+        self._store.add_items(owner, id, items)
 
     @offered
     async def delete_item(self, client: int, owner: str, id: str, item: str) -> None:
@@ -278,11 +263,3 @@ def _too_large(num_bytes: int) -> Context | None:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _kept(work: Callable[[], None]) -> Refused | None:
-    try:
-        work()
-    except StoreFull as error:
-        return Refused(str(error), error.is_lasting)
-    return None

@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from pagoda.base.errors import RequestError
+from pagoda.server.admission import Refusal
+
 Item = tuple[str, bytes]
 """An item of a conversation: its id, and the item as JSON."""
 Key = tuple[str, str]
@@ -40,12 +43,16 @@ class StoreLimits:
     key_background: int = 100
 
 
-class StoreFull(Exception):
-    """There is no room.   is_lasting: there would be none either if nothing else were kept."""
+NO_ROOM = (Refusal, RequestError)
+"""What is raised if there is no room: now, or even if nothing else were kept."""
 
-    def __init__(self, message: str, is_lasting: bool = False) -> None:
-        super().__init__(message)
-        self.is_lasting = is_lasting
+
+def _full(message: str) -> Refusal:
+    return Refusal("stored", message)
+
+
+def _too_large(message: str) -> RequestError:
+    return RequestError(f"{message}; send less, or store: false", "store")
 
 
 class Entry(msgspec.Struct, eq=False, kw_only=True):
@@ -188,12 +195,12 @@ class Store:
         return [one for one in each if one.is_running and one.client == client]
 
     def add(self, entry: Entry) -> None:
-        """Keep a new entry. Raises StoreFull."""
+        """Keep a new entry. Raises NO_ROOM."""
         self._drop_old()
         is_background = isinstance(entry, StoredResponse) and entry.is_background and entry.is_running
         num, most = self._of[entry.owner].num_background, self._limits.key_background
         if is_background and num >= most:
-            raise StoreFull(f"this key has {num} responses in the background of {most}; wait for one, or cancel it")
+            raise _full(f"this key has {num} responses in the background of {most}; wait for one, or cancel it")
         entry.num_bytes = size_of(entry)
         self._make_room(entry.owner, 1, entry.num_bytes)
         self._put(entry)
@@ -217,7 +224,7 @@ class Store:
         size = _size(events) + len(body) - len(entry.body)
         try:
             self._make_room(owner, 0, size)
-        except StoreFull:
+        except NO_ROOM:
             self._grow(entry, -_size(entry.events))
             entry.events = None
         else:
@@ -228,7 +235,7 @@ class Store:
     def finish(self, owner: str, id: str, body: bytes, output: list[Item]) -> None:
         """Note how a response has ended; it may go from now on.
 
-        Raises StoreFull, after that, if its items do not fit into its conversation.
+        Raises NO_ROOM, after that, if its items do not fit into its conversation.
         """
         entry = self.response(owner, id)
         if entry is None or not entry.is_running:
@@ -246,24 +253,24 @@ class Store:
             self._remove(entry)
 
     def change_conversation(self, owner: str, id: str, body: bytes) -> None:
-        """Replace the body of a conversation. Raises StoreFull."""
+        """Replace the body of a conversation. Raises NO_ROOM."""
         if (entry := self.conversation(owner, id)) is not None:
             self._change(entry, len(body) - len(entry.body))
             entry.body = body
             self._on_change(entry.key, "", entry)
 
     def check_room(self, owner: str, id: str, items: Sequence[Item], num_more: int = 0) -> None:
-        """Check that a conversation may have these items, too, and a number of others. Raises StoreFull."""
+        """Check that a conversation may have these items, too, and a number of others. Raises NO_ROOM."""
         if (entry := self.conversation(owner, id)) is not None:
             new = {item: data for item, data in items if item not in entry.items}
             most = f"a conversation has at most {MAX_CONVERSATION_ITEMS} items and {MAX_CONTEXT_BYTES} bytes"
             if len(entry.items) + len(new) + num_more > MAX_CONVERSATION_ITEMS:
-                raise StoreFull(f"{most}; this one has {len(entry.items)} items", is_lasting=True)
+                raise _too_large(f"{most}; this one has {len(entry.items)} items")
             if entry.num_bytes + _size(new.values()) > MAX_CONTEXT_BYTES:
-                raise StoreFull(f"{most}; this one has {entry.num_bytes} bytes", is_lasting=True)
+                raise _too_large(f"{most}; this one has {entry.num_bytes} bytes")
 
     def add_items(self, owner: str, id: str, items: Sequence[Item]) -> None:
-        """Add items to a conversation, if it is still there. Raises StoreFull if their key has no room for them."""
+        """Add items to a conversation, if it is still there. Raises NO_ROOM if their key has no room for them."""
         if (entry := self.conversation(owner, id)) is not None:
             new = dict(items)
             gone = [entry.items[item] for item in new if item in entry.items]
@@ -291,19 +298,19 @@ class Store:
             self._remove(first)
 
     def _make_room(self, owner: str, more_entries: int, more_bytes: int) -> None:
-        """Remove entries until there is room for more. Raises StoreFull, and removes none, if there can be none."""
+        """Remove entries until there is room for more. Raises NO_ROOM, and removes none, if there can be none."""
         uses = (self._of[owner], self._all)
         if any(more_bytes > use.max_bytes for use in uses):
             most = min(use.max_bytes for use in uses)
-            raise StoreFull(f"{more_bytes} bytes are more than this server keeps for a key ({most})", is_lasting=True)
+            raise _too_large(f"{more_bytes} bytes are more than this server keeps for a key ({most})")
         if any(use.is_full(more_entries, more_bytes) for use in uses):
-            raise StoreFull("the server is full: it keeps too much of responses that run")
+            raise _full("the server is full: it keeps too much of responses that run")
         for use in uses:
             while use.is_over(more_entries, more_bytes):
                 self._remove(next(iter(use.order.values())))
 
     def _change(self, entry: Entry, more_bytes: int) -> None:
-        """Count more bytes for an entry that may go, which is the last to go now. Raises StoreFull."""
+        """Count more bytes for an entry that may go, which is the last to go now. Raises NO_ROOM."""
         self._take(entry)
         try:
             self._make_room(entry.owner, 1, entry.num_bytes + more_bytes)

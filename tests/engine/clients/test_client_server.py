@@ -24,6 +24,14 @@ from tests.engine.clients.test_process_client import OPTIONS
 SIZES = wire.EngineSizes(512, 16, 256, 0)
 
 
+class Late(PagodaError):
+    """An error with fields, of which calls.py knows nothing."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s, self.param, self._cause = retry_after_s, None, ValueError("stays here")
+
+
 async def until(holds: Callable[[], object]) -> None:
     while not holds():
         await asyncio.sleep(0.001)
@@ -75,6 +83,7 @@ def test_clients_call_services_which_know_who_calls(tmp_path: Path) -> None:
             "request": RequestError("no such field", "n"),
             "capacity": CapacityError("full"),
             "died": WorkerDied("gone"),
+            "late": Late("come again", 7),
             "other": ValueError("a bug"),
         }[kind]
 
@@ -92,6 +101,9 @@ def test_clients_call_services_which_know_who_calls(tmp_path: Path) -> None:
             await one.calls.call("refuse", "capacity")
         with pytest.raises(WorkerDied, match="gone"):
             await one.calls.call("refuse", "died")
+        with pytest.raises(Late, match="^come again$") as late:
+            await one.calls.call("refuse", "late")
+        assert (late.value.retry_after_s, late.value.param) == (7, None)
         with pytest.raises(PagodaError, match="failed: ValueError: a bug"):
             await one.calls.call("refuse", "other")
         with pytest.raises(PagodaError, match="nobody"):
