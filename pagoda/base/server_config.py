@@ -102,7 +102,7 @@ class LogOptions:
     trace: Annotated[
         str | None,
         Setting(
-            "File for a trace of the engine in Chrome's format, written when the server ends.",
+            "File for a trace of the engines in Chrome's format, written when the server ends.",
             unset="no trace",
             flat=True,
         ),

@@ -1,9 +1,12 @@
 """ChromeTrace: what an engine does, in the trace format of Chrome, which Perfetto shows.
 
 One track has the steps, each request has one with what it does: waits, and for what, or runs. An arrow goes from a
-request that was preempted to the one that it made room for. Times are microseconds since the beginning.
+request that was preempted to the one that it made room for. Times are microseconds since the beginning. Traces of
+several engines that began together can be joined to one.
 """
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +30,6 @@ from pagoda.core.request import Reason
 from pagoda.engine.step_strip import StepNote
 
 MAX_ENTRIES = 200_000
-_STEPS, _REQUESTS = 1, 2  # "processes" of the trace
 
 Entry = dict[str, Any]
 
@@ -44,20 +46,23 @@ class _Track:
 class ChromeTrace:
     """A trace that begins now, of events and steps as they are told.
 
-    began_s: on the engine's clock.   At most MAX_ENTRIES; what comes later is counted and left out, as are steps
-    that nobody has told.
+    began_s: on the engine's clock.   number, name: of the engine, of several whose traces are joined.
+    At most MAX_ENTRIES; what comes later is counted and left out, as are steps that nobody has told.
     """
 
-    def __init__(self, began_s: float) -> None:
+    def __init__(self, began_s: float, number: int = 0, name: str = "") -> None:
         self._began_s = began_s
+        self._steps, self._requests = 2 * number + 1, 2 * number + 2  # "processes" of the trace
+        self._first_arrow = number * MAX_ENTRIES
         self._entries: list[Entry] = []
         self._tracks: dict[tuple[int, int], _Track] = {}
         self._num_arrows = 0
         self._num_left_out = 0
         self._last_number = 0
-        self._name("process_name", _STEPS, 0, "engine")
-        self._name("process_name", _REQUESTS, 0, "requests")
-        self._name("thread_name", _STEPS, 1, "steps")
+        of = f" of {name}" if name else ""
+        self._name("process_name", self._steps, 0, f"engine{of}")
+        self._name("process_name", self._requests, 0, f"requests{of}")
+        self._name("thread_name", self._steps, 1, "steps")
 
     def begin_with(self, client: int, handle: int, name: str, is_running: bool) -> None:
         """Add a request that is there already."""
@@ -74,15 +79,21 @@ class ChromeTrace:
         tokens = {"prompt": note.num_prompt_tokens, "sampled": note.num_sampled}
         size = {**tokens, "preempted": note.num_preempted}
         self._add(
-            "X", f"step {note.step}", _STEPS, 1, begin_us, dur=round(self._us(note.ended_s) - begin_us, 3), args=size
+            "X",
+            f"step {note.step}",
+            self._steps,
+            1,
+            begin_us,
+            dur=round(self._us(note.ended_s) - begin_us, 3),
+            args=size,
         )
-        self._add("C", "tokens of steps", _STEPS, 0, begin_us, args=tokens)
+        self._add("C", "tokens of steps", self._steps, 0, begin_us, args=tokens)
 
     def add(self, event: ClientEvent) -> None:
         """Add an event. One from before the trace began, which arrives late, only changes what a request does."""
         if isinstance(event, DraftsVerified):  # of many requests: a counter
             counts = {"drafted": sum(event.num_drafted), "accepted": sum(event.num_accepted)}
-            self._add("C", "drafts", _STEPS, 0, self._us(event.time_s), args=counts)
+            self._add("C", "drafts", self._steps, 0, self._us(event.time_s), args=counts)
             return
         now_us = self._us(event.time_s)
         label = event.request_id if isinstance(event, Queued) else f"request {event.handle}"
@@ -143,18 +154,20 @@ class ChromeTrace:
         track = self._tracks.get((client, handle))
         if track is None:
             track = self._tracks[client, handle] = _Track(len(self._tracks) + 1, phase, 0.0)
-            self._name("thread_name", _REQUESTS, track.tid, name)
+            self._name("thread_name", self._requests, track.tid, name)
         return track
 
     def _turn(self, track: _Track, phase: str, now_us: float) -> None:
         """End what the request does, and begin something else."""
         if track.phase and now_us > track.since_us:
-            self._add("X", track.phase, _REQUESTS, track.tid, track.since_us, dur=round(now_us - track.since_us, 3))
+            self._add(
+                "X", track.phase, self._requests, track.tid, track.since_us, dur=round(now_us - track.since_us, 3)
+            )
         track.phase, track.since_us = phase, now_us
 
     def _mark(self, track: _Track, name: str, now_us: float, **args: int) -> None:
         if now_us > 0:
-            self._add("i", name, _REQUESTS, track.tid, now_us, s="t", args=args)
+            self._add("i", name, self._requests, track.tid, now_us, s="t", args=args)
 
     def _arrow(self, victim: _Track, event: Preempted, now_us: float) -> None:
         if now_us <= 0 or event.for_client is None or event.for_handle is None:
@@ -163,7 +176,15 @@ class ChromeTrace:
         if cause is None or cause is victim or not cause.phase:
             return
         self._num_arrows += 1
+        arrow = {"cat": "preempted", "id": self._first_arrow + self._num_arrows}
         for kind, track, more in (("s", victim, {}), ("f", cause, {"bp": "e"})):
-            self._add(
-                kind, "makes room for", _REQUESTS, track.tid, now_us, cat="preempted", id=self._num_arrows, **more
-            )
+            self._add(kind, "makes room for", self._requests, track.tid, now_us, **arrow, **more)
+
+
+def joined(traces: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one trace of several that are `written`, of different numbers."""
+    return {
+        **traces[0],
+        "traceEvents": list(itertools.chain.from_iterable(one["traceEvents"] for one in traces)),
+        "otherData": {"left_out": sum(one["otherData"]["left_out"] for one in traces)},
+    }

@@ -1,10 +1,13 @@
 """Traces of the engine in Chrome's format: GET /trace?seconds=N for so long, --trace FILE until the server ends."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import math
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -13,7 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pagoda.core.events import Events
-from pagoda.engine.chrome_trace import ChromeTrace
+from pagoda.engine.chrome_trace import ChromeTrace, joined
+from pagoda.engine.clients.remote_client import EngineClient
 from pagoda.metrics.observed_requests import RequestRecord
 from pagoda.server.admission import Refusal
 from pagoda.server.errors import ApiError
@@ -31,13 +35,14 @@ _DEFAULT_S = 5.0
 
 async def _trace(http: Request) -> Response:
     """Answer with a trace of all requests, whose lengths and ids it shows: for the admin key, or a server of one
-    machine that has no keys. Of the first model, unless `model` names another.
+    machine that has no keys. Of all models, or of the one that `model` names.
     """
     request_state(http).route = TRACE.path
     state = state_of(http)
     if viewer_of(http).prefix != "":
         raise ApiError(403, "a trace shows the requests of all users: use the admin key (--admin-api-key)")
-    model = state.pick(http, http.query_params.get("model")).model
+    name = http.query_params.get("model")
+    models = state.models.all if name is None else (state.pick(http, name).model,)
     given = http.query_params.get("seconds", str(_DEFAULT_S))
     try:
         seconds = msgspec.convert(given, float, strict=False)  # which takes no digits of other scripts, as `float` does
@@ -45,7 +50,7 @@ async def _trace(http: Request) -> Response:
         seconds = 0.0
     if not 0 < seconds <= MAX_TRACE_S:
         raise ApiError(400, f"seconds: must be a number above 0, at most {MAX_TRACE_S:g} (got {given:.40})", "seconds")
-    data = await cancel_on_disconnect(http, _record(state, model, seconds))
+    data = await cancel_on_disconnect(http, _record(state, models, seconds))
     disposition = {"Content-Disposition": 'attachment; filename="pagoda-trace.json"'}
     return Response(data, media_type="application/json", headers=disposition)
 
@@ -55,8 +60,8 @@ TRACE = Route("/trace", _trace)
 
 
 async def write_trace(state: ServerState, path: Path) -> None:
-    """Write the trace of the first model, from now until the server begins to end."""
-    data = await _record(state, state.model, math.inf)
+    """Write the trace of all models, from now until the server begins to end."""
+    data = await _record(state, state.models.all, math.inf)
     try:
         await asyncio.to_thread(path.write_bytes, data)
     except OSError as error:
@@ -65,36 +70,63 @@ async def write_trace(state: ServerState, path: Path) -> None:
         logger.info("the trace is in %s", path)
 
 
-async def _record(state: ServerState, model: ServedModel, seconds: float) -> bytes:
+@dataclass(slots=True)
+class _Traced:
+    """A model and its trace.   num_steps: of the engine that were seen, see Looks."""
+
+    model: ServedModel
+    engine: EngineClient
+    trace: ChromeTrace
+    num_steps: int
+
+    @contextlib.contextmanager
+    def listens(self) -> Iterator[None]:
+        """Add the events of the block, and have the engine note its steps."""
+        self.engine.on_events = self._add
+        try:
+            with self.model.looks.reads_steps():
+                yield
+        finally:
+            self.engine.on_events = None
+
+    def _add(self, events: Events) -> None:
+        for event in events:
+            self.trace.add(event)
+
+    async def read_steps(self) -> None:
+        """Add the steps since they were read last."""
+        looks = self.model.looks
+        await looks.refresh()
+        for note in looks.steps_after(self.num_steps):
+            self.trace.add_step(note)
+        self.num_steps = looks.num_steps
+
+
+async def _record(state: ServerState, models: Sequence[ServedModel], seconds: float) -> bytes:
     """Return the trace of the next seconds; a shorter one if the server ends. Raises Refusal if one is made already."""
-    engine, looks = model.engine, model.looks
-    if engine is None:
+    engines = [(model, model.engine) for model in models if model.engine is not None]
+    if not engines:
         raise ApiError(503, "this server has no engine process to trace")
     running = await state.peers.ask("requests", "", False, returns=list[RequestRecord])
-    if engine.on_events is not None:
+    if any(engine.on_events is not None for _, engine in engines):
         raise Refusal("requests", "a trace is made already; ask again when it has ended")
     began_s = time.perf_counter()
-    trace = ChromeTrace(began_s)
+    traced = [
+        _Traced(model, engine, ChromeTrace(began_s, at, model.name if len(engines) > 1 else ""), model.looks.num_steps)
+        for at, (model, engine) in enumerate(engines)
+    ]
+    trace_of = {one.model.name: one.trace for one in traced}
     for record in itertools.chain.from_iterable(running):
-        if record.model == model.name:
+        if (trace := trace_of.get(record.model)) is not None:
             trace.begin_with(record.client, record.handle, record.request_id, record.has_run)
-
-    def add(events: Events) -> None:
-        for event in events:
-            trace.add(event)
-
-    engine.on_events = add
-    try:
-        with looks.reads_steps():
-            num_steps = looks.num_steps
-            await looks.refresh()  # from now on, the engine notes its steps
-            while (left_s := began_s + seconds - time.perf_counter()) > 0 and not state.drain.is_draining:
-                await asyncio.sleep(min(left_s, FRAME_S))
-                await looks.refresh()
-                for note in looks.steps_after(num_steps):
-                    trace.add_step(note)
-                num_steps = looks.num_steps
-    finally:
-        engine.on_events = None
-    written = trace.written(time.perf_counter())
-    return await asyncio.to_thread(msgspec.json.encode, written)
+    with contextlib.ExitStack() as at_end:
+        for one in traced:
+            at_end.enter_context(one.listens())
+        while True:  # from the first time on, the engines note their steps
+            await asyncio.gather(*(one.read_steps() for one in traced))
+            left_s = began_s + seconds - time.perf_counter()
+            if left_s <= 0 or state.drain.is_draining:
+                break
+            await asyncio.sleep(min(left_s, FRAME_S))
+    written = [one.trace.written(time.perf_counter()) for one in traced]
+    return await asyncio.to_thread(lambda: msgspec.json.encode(joined(written)))

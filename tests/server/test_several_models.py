@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.chrome_format import check_trace
 from tests.server.live import LiveServer, children, serving
 
 TABLES = """
@@ -139,6 +140,36 @@ def test_an_abort_finds_the_requests_of_each_model(server: LiveServer) -> None:
     server.wait_idle()
 
 
+def tracks_of(trace: dict[str, Any]) -> dict[str, set[str]]:
+    """What is in a trace, by the names of its processes."""
+    check_trace(trace)
+    entries = trace["traceEvents"]
+    names = {one["pid"]: one["args"]["name"] for one in entries if one["name"] == "process_name"}
+    return {names[pid]: {one["name"] for one in entries if one["pid"] == pid} for pid in names}
+
+
+def test_a_trace_has_all_models_or_the_one_that_is_named(server: LiveServer) -> None:
+    def traced(query: str) -> dict[str, set[str]]:
+        with ThreadPoolExecutor(1) as pool:
+            tracing = pool.submit(server.get, f"/trace?{query}", 30.0)
+            while not tracing.done():
+                server.post("/v1/chat/completions", chat("chat"))
+                server.post("/v1/embeddings", embed("embed"))
+        return tracks_of(json.loads(tracing.result()[1]))
+
+    end_s = time.monotonic() + 60
+    while True:  # on a busy machine, an engine may answer too late for a short trace
+        found = traced("seconds=0.5")
+        if all("tokens of steps" in found[f"engine of {name}"] for name in ("chat", "embed")):
+            break
+        assert time.monotonic() < end_s, found
+    assert list(found) == [f"{what} of {name}" for name in ("chat", "embed") for what in ("engine", "requests")]
+    assert all("runs" in found[f"requests of {name}"] for name in ("chat", "embed"))
+    (engine, requests) = traced("seconds=0.5&model=embed").items()
+    assert (engine[0], requests[0], "runs" in requests[1]) == ("engine", "requests", True)
+    assert server.get("/trace?model=other")[0] == 404
+
+
 # ---- one that fits, of two
 
 
@@ -252,6 +283,17 @@ def test_a_kill_under_load_concerns_one_model(server: LiveServer) -> None:
     assert server.load()["engine_restarts"] == before + 1
     restarts = [line for line in server.get("/metrics")[1].splitlines() if "engine_restarts_total{" in line]
     assert [line.endswith(" 0.0") for line in restarts] == [False, True]
+
+
+def test_the_trace_of_a_server_has_models_that_are_loaded_later(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    (tmp_path / "models.toml").write_text(TABLES)
+    flags = (*FAKE, "--models", str(tmp_path / "models.toml"), "--max-models-memory", "300MiB", "--trace", str(file))
+    with serving(tmp_path, *flags) as server:
+        assert server.post("/v1/chat/completions", chat("chat"))[0] == 200
+        assert server.post("/v1/embeddings", embed("embed"))[0] == 200
+    found = tracks_of(json.loads(file.read_text()))
+    assert all("runs" in found[f"requests of {name}"] for name in ("chat", "embed"))
 
 
 def test_a_model_that_can_never_fit_is_refused_at_the_start(tmp_path: Path) -> None:
