@@ -16,14 +16,25 @@ PRIOR_OUTPUT_TOKENS = 1024
 """What an output is expected to take before there were any."""
 _PRIOR_WEIGHT = 8
 _MEAN_OVER = 1000  # outputs
+_OF_BATCHES = " batch"  # ends the keys of lines of batches; no API key has a space
+
+
+def batch_key(key: str) -> str:
+    """Return the key that the lines of a key's batches have: their limits are apart."""
+    return f"{key}{_OF_BATCHES}"
 
 
 class AdmissionCounts(msgspec.Struct, frozen=True):
-    """What counts now.   num_in_line: HTTP requests that wait to be admitted."""
+    """What counts now.
+
+    num_in_line: HTTP requests that wait to be admitted.
+    idle_s: since when there is no request that is no line of a batch; 0.0 while there is one.
+    """
 
     num_requests: int
     num_tokens: int
     num_in_line: int
+    idle_s: float
 
 
 def expected_output(mean: float, max_tokens: int | None) -> int:
@@ -160,6 +171,7 @@ class Admission:
         self.mean_output = float(PRIOR_OUTPUT_TOKENS)
         self._num_outputs = _PRIOR_WEIGHT
         self._of_key: Counter[str] = Counter()
+        self._num_called, self._last_call_s = 0, -math.inf  # what is no line of a batch
         self._bucket_of_key: dict[str, tuple[float, float]] = defaultdict(
             lambda: (float(limits.requests_per_minute_per_key), time.monotonic())
         )
@@ -171,7 +183,8 @@ class Admission:
 
     @property
     def counts(self) -> AdmissionCounts:
-        return AdmissionCounts(self.num_requests, self.num_tokens, self.num_in_line)
+        idle_s = 0.0 if self._num_called else time.monotonic() - self._last_call_s
+        return AdmissionCounts(self.num_requests, self.num_tokens, self.num_in_line, idle_s)
 
     async def read_counts(self) -> AdmissionCounts:
         """Return `counts`, as those ask that may be in another process."""
@@ -293,6 +306,9 @@ class Admission:
         self._of_key[key] += num_requests
         if not self._of_key[key]:
             del self._of_key[key]
+        if not key.endswith(_OF_BATCHES):
+            self._num_called += num_requests
+            self._last_call_s = time.monotonic()
 
     def _check_size(self, num_requests: int) -> None:
         limits = self._limits

@@ -269,9 +269,9 @@ async def serve(
     )
     watch = asyncio.create_task(_end_with_engine(server, state))
     worker = BatchWorker(
-        *(app, state.owned, config, state.drain, state.model.max_num_seqs),
+        *(app, state.owned, config, state.drain, state.models.of),
         died=lambda: state.models.died,
-        last_call_s=lambda: max(one.starter.last_call_s for one in state.models.all),
+        read_counts=state.admission.read_counts,
     )
     batches = asyncio.create_task(worker.run())
     file = config.logs.trace

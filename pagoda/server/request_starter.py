@@ -5,8 +5,6 @@ import contextlib
 import hashlib
 import hmac
 import itertools
-import math
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +22,7 @@ from pagoda.engine.outputs.mailbox import PROMPTS_PER_TURN
 from pagoda.engine.tokenizers.tokenizer import LONG_TEXT_CHARS
 from pagoda.metrics.observed_requests import ObservedRequests
 from pagoda.metrics.prometheus import ServerMetrics
+from pagoda.server.admission import batch_key
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation, Serving
 from pagoda.server.live_ids import LiveIds
@@ -103,8 +102,6 @@ class RequestStarter(Serving):
         self._live = live_ids or LiveIds()
         self._hold = hold
         self._is_job_aborted: dict[str, bool] = {}
-        self.last_call_s = -math.inf
-        """When a request that is no line of a batch came last, by time.monotonic."""
 
     def is_free(self, key: str, request_id: str, num_prompts: int) -> bool:
         """Return whether a generation of this API key could have this id."""
@@ -151,12 +148,10 @@ class RequestStarter(Serving):
         if self.llm.died is not None and self._hold is None:
             raise self.llm.died
         known, admission = request_state(http), self.admission
-        if BATCH not in http.scope:
-            self.last_call_s = time.monotonic()
         longest = num_prompts * self.llm.input_processor.limits.longest_prompt
         num_tokens = min(known.body_bytes // _BYTES_PER_TOKEN, longest)
         num_tokens += num_outputs * admission.expected_output(max_tokens)
-        key = f"{known.caller.key} {BATCH}" if BATCH in http.scope else known.caller.key  # it has its limits apart
+        key = batch_key(known.caller.key) if BATCH in http.scope else known.caller.key
         place = await admission.admit(num_outputs or num_prompts, num_tokens, key)
         with place.at_end:
             if place.is_in_line:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,7 @@ from pagoda.core.request import MediaItem, Request
 from pagoda.engine.wire import EngineStats
 from pagoda.metrics.observed_requests import ObservedRequests
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics, write_metrics
-from pagoda.server.admission import PRIOR_OUTPUT_TOKENS, Admission, Place, Refusal
+from pagoda.server.admission import PRIOR_OUTPUT_TOKENS, Admission, Place, Refusal, batch_key
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
 from pagoda.server.request_starter import RawPrompts, RequestStarter
@@ -53,6 +54,17 @@ def test_requests_and_tokens_are_bounded_and_released() -> None:
             assert refuse(admission, 1, 0) == "requests"
         assert (admission.num_requests, admission.num_tokens) == (1, 60)
     assert (admission.num_requests, admission.num_tokens) == (0, 0)
+
+
+def test_counts_say_how_long_there_was_no_request_but_lines_of_batches() -> None:
+    admission = Admission(ServerLimits(), 0.0)
+    with admitted(admission, 1, 1, batch_key("a")):
+        assert admission.counts.idle_s == math.inf
+        with admitted(admission, 1, 1, "a"):
+            assert admission.counts.idle_s == 0.0  # as long as it runs
+        assert 0 <= admission.counts.idle_s < math.inf
+        before_s = admission.counts.idle_s
+    assert admission.counts.idle_s >= before_s
 
 
 def test_bytes_for_encoders_are_bounded_and_released(monkeypatch: pytest.MonkeyPatch) -> None:

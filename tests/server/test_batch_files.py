@@ -5,7 +5,7 @@ import itertools
 import json
 import resource
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,10 @@ async def echo(number: int, body: bytes) -> tuple[int, bytes, bytes]:
     return 200, b"application/json", body
 
 
+def at_most(count: Callable[[], int]) -> Callable[[InputLine, Collection[InputLine]], bool]:
+    return lambda _, running: len(running) < count()
+
+
 def run(path: Path, target: Path, answer: Any = echo, max_in_flight: int = 4, died: Exception | None = None) -> Journal:
     def raise_if_dead() -> None:
         if died is not None:
@@ -60,7 +64,7 @@ def run(path: Path, target: Path, answer: Any = echo, max_in_flight: int = 4, di
     with Journal(target) as journal:
         lines = (line for line in read_lines(path, MAX_BYTES) if not journal.has(line))
         caller = AppCaller(app_of(answer), raise_if_dead)
-        asyncio.run(answer_lines(caller, lines, journal, lambda: max_in_flight, lambda: None))
+        asyncio.run(answer_lines(caller, lines, journal, at_most(lambda: max_in_flight), lambda: None))
         return journal
 
 
@@ -218,7 +222,9 @@ def test_lines_in_flight_are_limited(tmp_path: Path) -> None:
                 yield line
 
         asyncio.run(
-            answer_lines(AppCaller(app_of(answer), lambda: None), lines(), journal, lambda: limit, lambda: None)
+            answer_lines(
+                AppCaller(app_of(answer), lambda: None), lines(), journal, at_most(lambda: limit), lambda: None
+            )
         )
     assert most_running <= limit
     assert most_ahead == limit + 1
@@ -324,7 +330,7 @@ def test_a_defect_of_a_route_is_a_500_of_its_line(tmp_path: Path) -> None:
     path = write_input(tmp_path, line_of("a"), line_of("b"))
     with Journal(tmp_path / "out") as journal:
         lines = read_lines(path, MAX_BYTES)
-        asyncio.run(answer_lines(AppCaller(app, lambda: None), lines, journal, lambda: 2, lambda: None))
+        asyncio.run(answer_lines(AppCaller(app, lambda: None), lines, journal, at_most(lambda: 2), lambda: None))
     assert [line["response"]["status_code"] for line in answers(tmp_path / "out")] == [500, 500]
 
 

@@ -4,23 +4,31 @@ import asyncio
 import contextlib
 import json
 import math
+import os
+import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.types import Receive, Scope, Send
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import OwnCalls, services_of
-from pagoda.server.admission import Refusal
+from pagoda.server.admission import AdmissionCounts, Refusal
 from pagoda.server.batches import worker
-from pagoda.server.batches.lines import Journal, OutputLine
+from pagoda.server.batches.folder import remove_left_behind
+from pagoda.server.batches.lines import Answer, Journal, OutputLine
 from pagoda.server.batches.records import Batch, FileObject, RequestCounts
-from pagoda.server.batches.service import FileLimits, FileService
+from pagoda.server.batches.service import FileLimits, FileService, journal_of
+from pagoda.server.batches.usage import BatchUsage, CachedTokens, ReasoningTokens, Tally
 from pagoda.server.batches.worker import BatchWorker, check_input
 from pagoda.server.middleware import Drain, owner_name
 
@@ -28,9 +36,18 @@ URL = "/v1/completions"
 DEFAULTS = ServerConfig()
 
 
-def lines_of(num_lines: int, begin: int = 0) -> bytes:
-    each = ({"custom_id": f"{at}", "method": "POST", "url": URL, "body": {}} for at in range(begin, begin + num_lines))
+def lines_of(num_lines: int, begin: int = 0, models: Sequence[str | None] = (None,)) -> bytes:
+    """Lines that name these models in turn."""
+    each = (
+        {"custom_id": f"{at}", "method": "POST", "url": URL, "body": {"model": models[at % len(models)]}}
+        for at in range(begin, begin + num_lines)
+    )
     return "".join(f"{json.dumps(one)}\n" for one in each).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    max_num_seqs: int
 
 
 class Bench:
@@ -41,7 +58,7 @@ class Bench:
         self.folder = folder
         self.service = FileService(str(folder), limits, lambda: self.now_s)
         self.files, self.config, self.drain = OwnCalls(services_of(self.service)), config, Drain()
-        self.last_call_s = -math.inf
+        self.idle_s = math.inf
         self.gate, self.scopes, self.num_running, self.most_running = asyncio.Event(), list[Scope](), 0, 0
         self.answer: tuple[int, bytes] = (200, b"{}")
 
@@ -80,11 +97,18 @@ class Bench:
         return batch
 
     @contextlib.asynccontextmanager
-    async def working(self, max_num_seqs: int = 8) -> AsyncIterator[None]:
+    async def working(self, max_num_seqs: int = 8, **others: int) -> AsyncIterator[None]:
+        """others: further models that lines name, each with so many rows."""
+        models: dict[str | None, Rows] = {name: Rows(num) for name, num in others.items()}
+        first = Rows(max_num_seqs)
+
+        async def read_counts() -> AdmissionCounts:
+            return AdmissionCounts(0, 0, 0, self.idle_s)
+
         one = BatchWorker(
-            *(self.app, self.files, self.config, self.drain, max_num_seqs),
+            *(self.app, self.files, self.config, self.drain, lambda name: models.get(name, first)),
             died=lambda: None,
-            last_call_s=lambda: self.last_call_s,
+            read_counts=read_counts,
         )
         task = asyncio.create_task(one.run())
         try:
@@ -124,7 +148,7 @@ def test_lines_in_flight_are_half_of_what_the_engine_runs_and_fewer_beside_other
         first, second = await bench.create(lines_of(60)), await bench.create(lines_of(60), "batch_b")
         async with bench.working(max_num_seqs=64):
             await bench.until(lambda: bench.num_running == 32)  # 16 of each
-            bench.last_call_s = time.monotonic() + 1000
+            bench.idle_s = 0.0
             bench.gate.set()
             await bench.until(lambda: bench.num_running <= 2)
             bench.most_running = 0
@@ -134,6 +158,78 @@ def test_lines_in_flight_are_half_of_what_the_engine_runs_and_fewer_beside_other
         assert {scope["batch"] for scope in bench.scopes} == {"batch_a", "batch_b"}
 
     asyncio.run(main())
+
+
+def test_lines_in_flight_are_counted_by_the_model_that_they_name(tmp_path: Path) -> None:
+    """A name that is not known counts for the first one."""
+
+    async def main() -> None:
+        bench = Bench(tmp_path / "files")
+        batch = await bench.create(lines_of(60, models=("wide", None, "unknown", "narrow")))
+        async with bench.working(max_num_seqs=16, wide=1000, narrow=4):
+            await bench.until(lambda: bench.num_running == 11)  # 2 are narrow: the third waits for them
+            await asyncio.sleep(0.05)
+            assert bench.most_running == 11
+            bench.gate.set()
+            assert (await bench.ended(batch)).status == "completed"
+
+    asyncio.run(main())
+
+
+def test_a_batch_tells_its_model_and_the_tokens_of_its_answers(tmp_path: Path) -> None:
+    """Those of an earlier run of it, too; errors and answers that tell nothing count for nothing."""
+    chat = {
+        "model": "m",
+        "usage": {
+            "prompt_tokens": 5,
+            "completion_tokens": 3,
+            "total_tokens": 8,
+            "prompt_tokens_details": {"cached_tokens": 2},
+            "completion_tokens_details": {"reasoning_tokens": 1},
+        },
+    }
+    response = {
+        "model": "m",
+        "usage": {
+            "input_tokens": 50,
+            "output_tokens": 30,
+            "total_tokens": 80,
+            "input_tokens_details": {"cached_tokens": 20},
+            "output_tokens_details": {"reasoning_tokens": 10},
+        },
+    }
+    pooled = {"model": "m", "usage": {"prompt_tokens": 500, "total_tokens": 500, "prompt_tokens_details": None}}
+    told = [(200, chat), (200, response), (200, pooled), (400, {"error": {"message": "no"}, **chat}), (200, [])]
+
+    async def main() -> None:
+        bench = Bench(tmp_path / "files")
+        bench.gate.set()
+        batch = await bench.create(lines_of(len(told)))
+        assert (batch.model, batch.usage) == (None, None)
+        work = await bench.files.ask(FileService.take)
+        assert work is not None
+        with Journal(journal_of(work)) as journal:
+            for number, (status, body) in enumerate(told, 1):
+                answer = Answer(status, "x", msgspec.Raw(json.dumps(body).encode()))
+                journal.write(OutputLine(f"batch_req_{number}", str(number - 1), answer, None))
+        await bench.files.ask(FileService.put_back, batch.id)
+        async with bench.working():
+            batch = await bench.ended(batch)
+        assert (batch.status, batch.model) == ("completed", "m")
+        usage = BatchUsage(555, CachedTokens(22), 33, ReasoningTokens(11), 588)
+        assert batch.usage == usage
+        bench.service.close()
+        again = Bench(tmp_path / "files")
+        assert (again.known(batch).model, again.known(batch).usage) == ("m", usage)
+
+    asyncio.run(main())
+
+
+def test_a_batch_of_several_models_names_none() -> None:
+    tally = Tally()
+    for model, expected in (("a", "a"), ("a", "a"), ("b", None), ("c", None), ("a", None)):
+        tally.add(msgspec.Raw(json.dumps({"model": model}).encode()))
+        assert tally.model == expected
 
 
 def test_a_batch_that_expires_has_an_error_for_each_line_without_an_answer(tmp_path: Path) -> None:
@@ -295,6 +391,37 @@ def test_files_and_batches_of_a_key_are_limited(tmp_path: Path) -> None:
         await bench.until(lambda: [path.name for path in bench.folder.glob("file-*")] == [])
 
     asyncio.run(main())
+
+
+def test_the_next_service_removes_the_folder_of_one_that_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not that of one that lives, nor a folder of another kind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "pagoda-files-mine").mkdir()
+    (tmp_path / "pagoda-other").mkdir()
+    mine = {path.name for path in tmp_path.iterdir()}
+    code = "from pagoda.server.batches.folder import TemporaryFolder as F; f = F(); print(f.path, flush=True); input()"
+    command = [sys.executable, "-c", code]
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ) as other:
+        assert other.stdout is not None
+        path = Path(other.stdout.readline().strip())
+        (path / "file-x").write_bytes(b"x")
+        remove_left_behind()
+        assert (path / "file-x").exists()
+        other.kill()
+    service = FileService()
+    assert {path.name for path in tmp_path.iterdir()} == mine
+
+    async def begin() -> str:
+        return (await service.begin_upload(0, "", 1)).path
+
+    folder = Path(asyncio.run(begin())).parent
+    FileService()
+    assert folder.exists()
+    service.close()
+    assert {path.name for path in tmp_path.iterdir()} == mine
 
 
 def _fields(batch: Batch) -> dict[str, Any]:

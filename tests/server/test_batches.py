@@ -91,6 +91,12 @@ def test_a_batch_is_answered(fake_server: LiveServer) -> None:
     assert batch.in_progress_at <= batch.completed_at
     done = {one["custom_id"]: one["response"] for one in answers(client, batch.output_file_id)}
     assert done.keys() == {f"id-{number}" for number in range(30) if number != 7}
+    usages = [one["body"]["usage"] for one in done.values()]
+    assert batch.usage is not None
+    assert batch.usage.total_tokens == sum(one["total_tokens"] for one in usages)
+    assert batch.usage.input_tokens == sum(one["prompt_tokens"] for one in usages)
+    assert batch.usage.output_tokens == sum(one["completion_tokens"] for one in usages) > 0
+    assert (batch.usage.output_tokens_details.reasoning_tokens, batch.model) == (0, "smollm2-135m")
     for number in (0, 29):
         expected = client.completions.create(model="smollm2-135m", **json.loads(lines[number])["body"])
         assert done[f"id-{number}"]["body"]["choices"] == [one.to_dict() for one in expected.choices]

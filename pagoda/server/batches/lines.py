@@ -13,6 +13,7 @@ from msgspec import UNSET
 
 from pagoda.base.abbreviate import shorten
 from pagoda.base.errors import ConfigError
+from pagoda.server.batches.usage import Tally
 
 PATHS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
@@ -75,7 +76,7 @@ class InputLine(msgspec.Struct, frozen=True):
     """One line of the input file.
 
     number: from 1.   error: why it cannot be sent; its other fields may be empty.
-    is_chat: it needs the chat template of the model.
+    is_chat: it needs the chat template of the model.   model: as its body names it.
     """
 
     number: int
@@ -84,6 +85,7 @@ class InputLine(msgspec.Struct, frozen=True):
     body: bytes = b""
     error: LineError | None = None
     is_chat: bool = False
+    model: str | None = None
 
     @property
     def id(self) -> str:
@@ -138,6 +140,7 @@ class _Asked(msgspec.Struct):
     stream: Any = None
     background: Any = None
     chat_template: Any = None
+    model: Any = None
 
 
 def _parse(number: int, data: bytes) -> InputLine:
@@ -153,7 +156,8 @@ def _parse(number: int, data: bytes) -> InputLine:
         return InputLine(number, custom_id, error=error)
     path = _path_of(fields.url)
     is_chat = path in _CHATS and asked.chat_template is None
-    return InputLine(number, custom_id, path, bytes(fields.body), is_chat=is_chat)
+    model = asked.model if isinstance(asked.model, str) else None
+    return InputLine(number, custom_id, path, bytes(fields.body), is_chat=is_chat, model=model)
 
 
 def _asked(body: msgspec.Raw) -> _Asked:
@@ -212,7 +216,8 @@ class Journal:
     """The output file. What is complete in it when a run begins is done; a torn last line is cut.
 
     One run has the file at a time. A line is passed to the system before `write` returns, so that the end of this
-    process, however it comes, loses none. The first failure is kept for the summary.
+    process, however it comes, loses none. The first failure is kept for the summary, and what the others tell is added
+    up in `tally`.
     Raises ConfigError for a file that cannot be written, that another run has, or that is no output of this kind.
     """
 
@@ -221,6 +226,7 @@ class Journal:
         self._done: dict[int, bytes] = {}
         self.num_bytes = self.num_failed = 0
         self.first_failure: str | None = None
+        self.tally = Tally()
         try:
             self._file = path.open("a+b")
         except OSError as error:
@@ -301,6 +307,8 @@ class Journal:
         if failure is not None:
             self.num_failed += 1
             self.first_failure = self.first_failure or f"line {number}: {failure}"
+        elif line.response is not None:
+            self.tally.add(line.response.body)
 
     def _foreign(self, number: int) -> ConfigError:
         return ConfigError(

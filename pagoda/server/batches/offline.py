@@ -63,7 +63,7 @@ async def answer_file(config: EngineConfig, path: Path, journal: Journal, on_lin
         lines = (line for line in read_lines(path, MAX_LINE_BYTES) if not journal.has(line))
         max_in_flight = 2 * config.scheduler.max_num_seqs  # those that run, and the next ones
         try:
-            await answer_lines(caller, lines, journal, lambda: max_in_flight, on_line)
+            await answer_lines(caller, lines, journal, lambda _, running: len(running) < max_in_flight, on_line)
         finally:
             state.model.llm.text.close()
             await asyncio.to_thread(state.peers.close)

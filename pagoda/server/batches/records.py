@@ -4,6 +4,8 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
+from pagoda.server.batches.usage import BatchUsage
+
 T = TypeVar("T")
 
 
@@ -28,6 +30,15 @@ class RequestCounts(Struct, kw_only=True):
     failed: int = 0
 
 
+class Progress(Struct, kw_only=True):
+    """How far a batch is.   model, usage: of its answers, see Tally.   num_bytes: of them."""
+
+    counts: RequestCounts
+    model: str | None = None
+    usage: BatchUsage | None = None
+    num_bytes: int = 0
+
+
 class BatchError(Struct, frozen=True):
     """Why a batch failed.   code: as of lines of the output.   line: of its input, from 1."""
 
@@ -47,6 +58,7 @@ class Batch(Struct, kw_only=True):
 
     status: validating, in_progress, finalizing, completed, failed, expired, cancelling or cancelled.
     output_file_id, error_file_id: the answers, and the lines that failed, once it has ended; null if there are none.
+    model: that gave the answers; null without any, or if several models did.   usage: tokens of the answers so far.
     """
 
     id: str
@@ -68,7 +80,13 @@ class Batch(Struct, kw_only=True):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: RequestCounts
+    model: str | None = None
+    usage: BatchUsage | None = None
     metadata: dict[str, str] | None = None
+
+    def note(self, progress: Progress) -> None:
+        """Take how far it is."""
+        self.request_counts, self.model, self.usage = progress.counts, progress.model, progress.usage
 
     @property
     def has_ended(self) -> bool:
@@ -126,10 +144,13 @@ class Work(Struct, frozen=True):
 
 
 class Ended(Struct, frozen=True):
-    """How a batch has ended.   output_bytes, error_bytes: of its files; 0: there is none."""
+    """How a batch has ended.
+
+    progress: how far it came; None: as was noted last.   output_bytes, error_bytes: of its files; 0: there is none.
+    """
 
     status: str
-    counts: RequestCounts
+    progress: Progress | None = None
     output_bytes: int = 0
     error_bytes: int = 0
     errors: list[BatchError] = []

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,14 +49,15 @@ async def answer_lines(
     caller: AppCaller,
     lines: Iterable[InputLine],
     journal: Journal,
-    max_in_flight: Callable[[], int],
+    has_room: Callable[[InputLine, Collection[InputLine]], bool],
     on_line: Callable[[], object],
 ) -> None:
-    """Write the answer of each line to the journal as it comes; read no further while enough lines are in flight.
+    """Write the answer of each line to the journal as it comes; read no further while there is no room for a line.
 
-    Files are read and written on threads: what that takes grows with a line.   on_line: called after each.
+    has_room: says so, from those in flight.   on_line: called after each.
+    Files are read and written on threads: what that takes grows with a line.
     """
-    running: dict[asyncio.Task[OutputLine], int] = {}
+    running: dict[asyncio.Task[OutputLine], InputLine] = {}
     asking, waiting = _Asking(caller), iter(lines)
 
     async def write_some() -> None:
@@ -70,15 +71,19 @@ async def answer_lines(
 
     try:
         while (line := await on_thread(lambda: next(waiting, None))) is not None:
-            while running and (len(running) >= max_in_flight() or sum(running.values()) > _MAX_IN_FLIGHT_BYTES):
+            while running and not (has_room(line, running.values()) and _num_bytes(running) <= _MAX_IN_FLIGHT_BYTES):
                 await write_some()
-            running[asyncio.create_task(asking.answer(line))] = len(line.body)
+            running[asyncio.create_task(asking.answer(line))] = line
         while running:
             await write_some()
     finally:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+def _num_bytes(running: Mapping[Any, InputLine]) -> int:
+    return sum(len(one.body) for one in running.values())
 
 
 class _Asking:

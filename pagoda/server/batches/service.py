@@ -6,9 +6,7 @@ Content is in a folder that all processes of the server reach; this one alone kn
 import asyncio
 import contextlib
 import logging
-import shutil
 import sqlite3
-import tempfile
 import time
 import uuid
 from collections import Counter
@@ -21,6 +19,7 @@ import msgspec
 
 from pagoda.engine.clients.calls import offered
 from pagoda.server.admission import Refusal
+from pagoda.server.batches.folder import TemporaryFolder, remove_left_behind
 from pagoda.server.batches.records import (
     Batch,
     BatchErrors,
@@ -28,7 +27,7 @@ from pagoda.server.batches.records import (
     FileFound,
     FileObject,
     Listed,
-    RequestCounts,
+    Progress,
     StoredBatch,
     StoredFile,
     Upload,
@@ -91,12 +90,15 @@ class FileService:
         """folder: that keeps them over restarts; None: a temporary one. Raises ConfigError if it cannot be used."""
         self._limits, self._now = limits or FileLimits(), now
         self._folder = None if folder is None else Path(folder).expanduser()
+        self._temporary: TemporaryFolder | None = None
         self._index: sqlite3.Connection | None = None
         self._files: dict[str, StoredFile] = {}
         self._batches: dict[str, StoredBatch] = {}
         self._uploads: dict[str, tuple[int, str, int]] = {}  # client, owner, bytes
         self._has_work = asyncio.Event()
-        if self._folder is not None:
+        if self._folder is None:
+            remove_left_behind()
+        else:
             with naming_file(_SETTING, folder):
                 self._folder.mkdir(exist_ok=True)
                 self._folder.chmod(0o700)
@@ -121,8 +123,8 @@ class FileService:
         """Close the index, or remove the folder if it is temporary."""
         if self._index is not None:
             self._index.close()
-        elif self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        elif self._temporary is not None:
+            self._temporary.close()
 
     def end_client(self, client: int) -> None:
         """A process has gone: others run its batches, and its uploads are dropped."""
@@ -223,7 +225,7 @@ class FileService:
         if not batch.has_ended and batch.cancelling_at is None:
             batch.status, batch.cancelling_at = "cancelling", int(self._now())
             if entry.client is None and batch.in_progress_at is None:
-                self._end(entry, Ended("cancelled", batch.request_counts))
+                self._end(entry, Ended("cancelled"))
             else:
                 self._keep(entry)
         return batch
@@ -245,11 +247,12 @@ class FileService:
         return None
 
     @offered
-    async def note(self, client: int, id: str, status: str, counts: RequestCounts, num_bytes: int) -> str:
+    async def note(self, client: int, id: str, status: str, progress: Progress) -> str:
         """Note how far a batch is. Return why it must stop: cancelled, expired or full; "" if it may go on."""
         entry = self._batches[id]
         batch, now_s = entry.batch, int(self._now())
-        batch.request_counts, entry.num_bytes = counts, num_bytes
+        batch.note(progress)
+        entry.num_bytes = progress.num_bytes
         if status != batch.status and batch.cancelling_at is None:
             batch.status = status
             if getattr(batch, f"{status}_at") is None:
@@ -278,7 +281,9 @@ class FileService:
 
     def _end(self, entry: StoredBatch, ended: Ended) -> None:
         batch, now_s = entry.batch, int(self._now())
-        batch.status, batch.request_counts = ended.status, ended.counts
+        batch.status = ended.status
+        if ended.progress is not None:
+            batch.note(ended.progress)
         setattr(batch, f"{ended.status}_at", now_s)
         batch.errors = BatchErrors(list(ended.errors)) if ended.errors else None
         sizes = (ended.output_bytes, ended.error_bytes)
@@ -364,7 +369,8 @@ class FileService:
 
     def _path(self, name: str) -> Path:
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="pagoda-files-"))
+            self._temporary = TemporaryFolder()
+            self._folder = self._temporary.path
             logger.info("files and batches are in %s, until the server ends", self._folder)
         return self._folder / name
 

@@ -3,17 +3,19 @@
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from starlette.types import ASGIApp
 
 from pagoda.base.errors import ConfigError, PagodaError
 from pagoda.base.server_config import ServerConfig
 from pagoda.engine.clients.calls import AnyCalls
+from pagoda.server.admission import AdmissionCounts
 from pagoda.server.batches.lines import InputLine, Journal, LineError, OutputLine, parse_output, read_lines
-from pagoda.server.batches.records import BatchError, Ended, RequestCounts, Work
+from pagoda.server.batches.records import BatchError, Ended, Progress, RequestCounts, Work
 from pagoda.server.batches.run import MAX_LINE_BYTES, AppCaller, Unanswered, answer_lines
 from pagoda.server.batches.service import FileService, journal_of, output_ids
 from pagoda.server.middleware import Drain, owner_name
@@ -42,6 +44,13 @@ class _Stopped(Exception):
     """The server drains: what has no answer is left for the next start."""
 
 
+class Rows(Protocol):
+    """A model, of which that counts.   max_num_seqs: that its engine runs at once."""
+
+    @property
+    def max_num_seqs(self) -> int: ...
+
+
 class BatchWorker:
     """Runs batches until the server drains."""
 
@@ -51,15 +60,17 @@ class BatchWorker:
         owned: AnyCalls,
         config: ServerConfig,
         drain: Drain,
-        max_num_seqs: int,
+        model_of: Callable[[str | None], Rows],
         died: Callable[[], Exception | None],
-        last_call_s: Callable[[], float],
+        read_counts: Callable[[], Awaitable[AdmissionCounts]],
     ) -> None:
-        """died: returns why the engine is gone for good, or None.   last_call_s: when the last request came that is no
-        line of a batch, by time.monotonic."""
+        """model_of: returns the model of a name.   died: returns why the engine is gone for good, or None.
+
+        read_counts: of all processes together.
+        """
         self._app, self._owned, self._config, self._drain, self._died = app, owned, config, drain, died
-        self._last_call_s = last_call_s
-        self._max_in_flight = max(max_num_seqs // 2 // config.api_server_count, 1)
+        self._model_of, self._read_counts = model_of, read_counts
+        self._is_alone = False
         self._running: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -95,9 +106,9 @@ class BatchWorker:
             return
         except Exception as error:
             logger.error("%s ended with an error", id, exc_info=error)
-            ended = Ended("failed", work.batch.request_counts, errors=[BatchError("server_error", "internal error")])
+            ended = Ended("failed", errors=[BatchError("server_error", "internal error")])
         await self._owned.ask(FileService.end, id, ended)
-        counts = ended.counts
+        counts = work.batch.request_counts if ended.progress is None else ended.progress.counts
         logger.info("%s: %s, %d answers and %d errors", id, ended.status, counts.completed, counts.failed)
 
     async def _ended(self, work: Work) -> Ended:
@@ -108,12 +119,12 @@ class BatchWorker:
         source = Path(work.folder, work.batch.input_file_id)
         num_lines, errors = await on_thread(lambda: check_input(source, work.batch.endpoint))
         if errors:
-            return Ended("failed", RequestCounts(), errors=errors)
+            return Ended("failed", errors=errors)
         with await on_thread(lambda: Journal(journal_of(work))) as journal:
             stop = await self._answer(work, source, journal, num_lines, headers)
             if stop == "expired":
                 await on_thread(lambda: _expire(source, journal))
-            counts = _counts(journal, num_lines)
+            progress = _progress(journal, num_lines)
             if not stop:
                 await self._note(work, journal, num_lines, "finalizing")
             sizes = await on_thread(lambda: _write_outputs(work))
@@ -121,8 +132,8 @@ class BatchWorker:
             text = (
                 "the answers of this key, or of the server, take too much room: delete files, and send the rest again"
             )
-            return Ended("failed", counts, *sizes, errors=[BatchError("storage_full", text)])
-        return Ended(stop or "completed", counts, *sizes)
+            return Ended("failed", progress, *sizes, errors=[BatchError("storage_full", text)])
+        return Ended(stop or "completed", progress, *sizes)
 
     def _headers_of(self, owner: str) -> tuple[tuple[bytes, bytes], ...] | None:
         """Return the headers of an owner's requests; None if its key is not known."""
@@ -140,7 +151,7 @@ class BatchWorker:
             return stop
         caller = AppCaller(self._app, self._raise_if_ending, headers, {BATCH: work.batch.id}, f"{work.batch.id}-")
         lines = self._lines(source, journal)
-        answering = asyncio.create_task(answer_lines(caller, lines, journal, self._share, lambda: None))
+        answering = asyncio.create_task(answer_lines(caller, lines, journal, self._has_room, lambda: None))
         try:
             while not answering.done():
                 await asyncio.wait((answering,), timeout=_LOOK_S)
@@ -163,11 +174,13 @@ class BatchWorker:
             if not journal.has(line):
                 yield line
 
-    def _share(self) -> int:
-        """Return how many lines of one batch may be in flight: fewer while this process gets other requests."""
-        is_alone = time.monotonic() - self._last_call_s() > _ALONE_S
-        most = self._max_in_flight if is_alone else self._max_in_flight // _ASIDE
-        return max(most // len(self._running), 1)
+    def _has_room(self, line: InputLine, running: Collection[InputLine]) -> bool:
+        """Return whether another line of a batch may be in flight: fewer of a model while there are other requests."""
+        model = self._model_of(line.model)
+        names = Counter(one.model for one in running)
+        num_running = sum(count for name, count in names.items() if self._model_of(name) is model)
+        most = max(model.max_num_seqs // 2 // self._config.api_server_count, 1)
+        return num_running < max((most if self._is_alone else most // _ASIDE) // len(self._running), 1)
 
     def _raise_if_ending(self) -> None:
         if self._drain.is_draining:
@@ -176,8 +189,9 @@ class BatchWorker:
             raise died
 
     async def _note(self, work: Work, journal: Journal, num_lines: int, status: str) -> str:
-        counts = _counts(journal, num_lines)
-        return await self._owned.ask(FileService.note, work.batch.id, status, counts, journal.num_bytes)
+        """Tell how far a batch is, and look whether there are other requests. Return why it must stop, or ""."""
+        self._is_alone = (await self._read_counts()).idle_s > _ALONE_S
+        return await self._owned.ask(FileService.note, work.batch.id, status, _progress(journal, num_lines))
 
 
 def check_input(path: Path, endpoint: str) -> tuple[int, list[BatchError]]:
@@ -204,11 +218,13 @@ def check_input(path: Path, endpoint: str) -> tuple[int, list[BatchError]]:
 
 
 def _failed(code: str, message: str) -> Ended:
-    return Ended("failed", RequestCounts(), errors=[BatchError(code, message)])
+    return Ended("failed", errors=[BatchError(code, message)])
 
 
-def _counts(journal: Journal, num_lines: int) -> RequestCounts:
-    return RequestCounts(total=num_lines, completed=journal.num_done - journal.num_failed, failed=journal.num_failed)
+def _progress(journal: Journal, num_lines: int) -> Progress:
+    counts = RequestCounts(total=num_lines, completed=journal.num_done - journal.num_failed, failed=journal.num_failed)
+    tally = journal.tally
+    return Progress(counts=counts, model=tally.model, usage=tally.usage, num_bytes=journal.num_bytes)
 
 
 def _expire(source: Path, journal: Journal) -> None:
