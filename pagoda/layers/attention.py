@@ -83,6 +83,9 @@ class Attention(Module):
             Part(k, kv_size, unit=dim, rotary=rope, replicated=True, has_bias=k_bias),
             Part(v, kv_size, unit=dim, replicated=True),
         )
+        for norm in (q_norm, k_norm):
+            if norm is not None and rope is not None:
+                norm.follow_heads(rope, dim)
         norms_all_heads = q_norm is not None and q_norm.size > dim
         self.qkv = Linear(hidden_size, self.stored_parts(parts), qkv_bias, None if norms_all_heads else Axis.OUT)
         self.o_proj: Linear | None = None

@@ -17,6 +17,7 @@ class Activation(Enum):
     GELU_TANH = "gelu_tanh"
     GELU = "gelu"  # with the error function
     RELU = "relu"
+    RELU_SQUARED = "relu_squared"
     TANH = "tanh"
     IDENTITY = "identity"
 
@@ -36,6 +37,9 @@ def activate(ops: ForwardOps, activation: Activation, x: Tensor) -> Tensor:
             return ops.gelu(x)
         case Activation.RELU:
             return ops.relu(x)
+        case Activation.RELU_SQUARED:
+            positive = ops.relu(x)
+            return ops.multiply(positive, positive)
         case Activation.TANH:
             return ops.tanh(x)
         case Activation.IDENTITY:

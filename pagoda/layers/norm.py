@@ -1,7 +1,10 @@
 """RMSNorm and LayerNorm."""
 
+from dataclasses import replace
+
 from pagoda.layers.module import Module
 from pagoda.layers.parameter import Parameter, Vector
+from pagoda.layers.rope_config import RopeConfig
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
@@ -17,6 +20,12 @@ class RMSNorm(Module):
         self.size = size
         self.eps = eps
         self.unit_offset = unit_offset
+
+    def follow_heads(self, rope: RopeConfig, head_dim: int) -> None:
+        """Have the weight in the order in which heads are in memory: it norms such as the embedding turns."""
+        declared = self.weight.declared
+        assert isinstance(declared, Vector)
+        self.weight = Parameter[Tensor](replace(declared, unit=head_dim, rotary=rope))
 
     def __call__(self, ops: ForwardOps, x: Tensor) -> Tensor:
         """x [..., size] -> the same shape."""

@@ -86,6 +86,7 @@ class Vector:
 
     unit_offset: the layer multiplies by 1 + value.   zeros: the checkpoint has none; all values are 0.
     is_float32: in float32, whatever the compute dtype.   is_number: it has one element, and is held as a Python float.
+    unit, rotary: its elements belong to rows of heads so large, in the order of those; see Part.
     """
 
     size: int
@@ -93,6 +94,8 @@ class Vector:
     zeros: bool = False
     is_float32: bool = False
     is_number: bool = False
+    unit: int = 1
+    rotary: RopeConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ class RopeConfig:
     proportion: the share of the pairs that have an angle, the first ones; the others have the angle 0 (proportional).
     rotated: the share of a head's elements that it turns, the first ones.   interleaved: the pairs that it turns are
     neighbours in the checkpoint (0 and 1, 2 and 3, ...), not one from each half of the turned elements.
+    backwards: the pairs turn the other way round.
     axes: the pairs are so many equal runs, each with the frequencies of a head of its size and a position of its own
     (the row and the column of a patch).
     """
@@ -46,6 +47,7 @@ class RopeConfig:
     proportion: float = 1.0  # proportional
     rotated: float = 1.0
     interleaved: bool = False
+    backwards: bool = False
     axes: int = 1
 
     def num_rotated(self, head_dim: int) -> int:

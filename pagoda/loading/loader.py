@@ -203,9 +203,13 @@ class Filler:
         dtype = torch.float32 if declared.is_float32 else self._dtype
         if declared.zeros:
             return torch.zeros(declared.size, dtype=dtype, device=self._device)
-        out = self._tensor(path, (declared.size,), torch.float32)
+        shape = self._naming.find(path).shape_of_vector(declared.size)
+        out = self._tensor(path, shape, torch.float32).view(declared.size)
         if declared.unit_offset and self._naming.unit_offset_stored:
             out -= 1.0  # in float32: 1 + weight has lost nothing yet
+        order = None if declared.rotary is None else declared.rotary.head_order(declared.unit)
+        if order is not None:
+            out = out.view(-1, declared.unit)[:, list(order)].flatten()
         return float(out.to(dtype)) if declared.is_number else out.to(dtype)
 
     def _rotary_tables(self, declared: RotaryTable) -> RotaryTables:

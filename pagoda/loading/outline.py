@@ -61,7 +61,8 @@ def _tensors(model: Model, naming: Naming) -> Iterator[tuple[str, tuple[int, ...
             case BiasTable(num_heads=num_heads, num_buckets=num_buckets):
                 yield naming.find(path).name, (num_buckets, num_heads)
             case Vector(size=size, zeros=False):
-                yield naming.find(path).name, (size,)
+                stored = naming.find(path)
+                yield stored.name, stored.shape_of_vector(size)
             case Matrix(tied=None) as matrix:
                 shard = whole_of(matrix)
                 for expert in range(max(matrix.num_experts, 1)):

@@ -29,6 +29,7 @@ def build_rotary_tables(
         frequencies = frequencies / freq_factors
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    sin = -sin if rope.backwards else sin
     kept = (num_positions, (head_dim - turned) // 2)
     return RotaryTables(
         torch.cat((cos, torch.ones(kept)), 1).to(device),

@@ -31,6 +31,7 @@ _ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
     "relu": Activation.RELU,
+    "relu2": Activation.RELU_SQUARED,
     "tanh": Activation.TANH,
 }
 
@@ -48,6 +49,7 @@ class Norm(Enum):
 
     RMS = "RMSNorm"
     RMS_UNIT_OFFSET = "RMSNorm that multiplies by 1 + weight"
+    RMS_WITHOUT_WEIGHT = "RMSNorm without a weight"
     LAYER = "LayerNorm"
     LAYER_WITHOUT_BIAS = "LayerNorm without a bias"
 
@@ -109,7 +111,8 @@ class DecoderConfig:
         size = size or self.spec.hidden_size
         if self.norm_kind in (Norm.LAYER, Norm.LAYER_WITHOUT_BIAS):
             return LayerNorm(size, self.norm_eps, self.norm_kind is Norm.LAYER)
-        return RMSNorm(size, self.norm_eps, self.norm_kind is Norm.RMS_UNIT_OFFSET)
+        without = self.norm_kind is Norm.RMS_WITHOUT_WEIGHT
+        return RMSNorm(size, self.norm_eps, without or self.norm_kind is Norm.RMS_UNIT_OFFSET, zeros=without)
 
 
 def read_decoder(

@@ -99,13 +99,14 @@ def _read(
         layer=DeepSeekLayer,
         attention_scale=(heads.plain + heads.rotated) ** -0.5 * _score_factor(config, decoder),
         attention_out_bias=config.flag("attention_bias", False),
-        experts=_experts(config, groups, renormalize),
+        experts=read_experts_in_groups(config, groups, renormalize),
         dense_layers=frozenset(layer for layer in range(decoder.spec.num_layers) if layer < num_dense),
     )
     return DeepSeekConfig(latent=heads, **{field.name: getattr(changed, field.name) for field in fields(changed)})
 
 
-def _experts(config: ConfigReader, groups: ExpertGroups, renormalize: bool) -> ExpertsConfig:
+def read_experts_in_groups(config: ConfigReader, groups: ExpertGroups, renormalize: bool) -> ExpertsConfig:
+    """Read experts of which a token takes those of its best groups, and a shared one. Raises ConfigError."""
     experts = read_experts(config, "moe_intermediate_size", renormalize)
     size, best = experts.num_experts // groups.count, groups.best
     if experts.num_experts % groups.count or size < best:
@@ -135,15 +136,15 @@ def _score_factor(config: ConfigReader, decoder: DecoderConfig) -> float:
     return (0.1 * weight * math.log(factor) + 1.0) ** 2 if weight and factor > 1 else 1.0
 
 
-_TENSORS = (
+TENSORS = (
     (r"\.mlp\.shared_expert\.", ".mlp.shared_experts."),
     (r"\.mlp\.choice_bias$", ".mlp.gate.e_score_correction_bias"),
 )
-_NAMINGS = (Naming(substitutions=_TENSORS), Naming(substitutions=(*_TENSORS, (r"^model\.", ""))))
+NAMINGS = (Naming(substitutions=TENSORS), Naming(substitutions=(*TENSORS, (r"^model\.", ""))))
 
 DEEPSEEK_V2 = Architecture(
-    name="deepseek_v2", hf_names=("DeepseekV2ForCausalLM",), model=Llama, read=_read_v2, hf=_NAMINGS
+    name="deepseek_v2", hf_names=("DeepseekV2ForCausalLM",), model=Llama, read=_read_v2, hf=NAMINGS
 )
 DEEPSEEK_V3 = Architecture(
-    name="deepseek_v3", hf_names=("DeepseekV3ForCausalLM",), model=Llama, read=_read_v3, hf=_NAMINGS
+    name="deepseek_v3", hf_names=("DeepseekV3ForCausalLM",), model=Llama, read=_read_v3, hf=NAMINGS
 )

@@ -28,21 +28,19 @@ def _read_mixtral(config: ConfigReader) -> DecoderConfig:
     return replace(read(config, "mixtral"), experts=experts)
 
 
+MIXTRAL_TENSORS = (
+    (r"\.mlp\.", ".block_sparse_moe."),
+    (r"\.gate_proj\.", ".w1."),
+    (r"\.up_proj\.", ".w3."),
+    (r"\.down_proj\.", ".w2."),
+)
+
 MIXTRAL = Architecture(
     name="mixtral",
     hf_names=("MixtralForCausalLM",),
     model=Llama,
     read=_read_mixtral,
-    hf=(
-        Naming(
-            substitutions=(
-                (r"\.mlp\.", ".block_sparse_moe."),
-                (r"\.gate_proj\.", ".w1."),
-                (r"\.up_proj\.", ".w3."),
-                (r"\.down_proj\.", ".w2."),
-            )
-        ),
-    ),
+    hf=(Naming(substitutions=MIXTRAL_TENSORS),),
     gguf_name="llama",
     experts=True,
     gguf=gguf_naming(interleaved_rotary=True),

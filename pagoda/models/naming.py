@@ -18,6 +18,10 @@ class StoredTensor:
     name: str
     index: int | None = None
 
+    def shape_of_vector(self, size: int) -> tuple[int, ...]:
+        """Return the tensor's shape, if it is a vector of so many elements, or the only row of a matrix."""
+        return (size,) if self.index is None else (1, size)
+
 
 @dataclass(frozen=True, slots=True)
 class Naming:
@@ -27,7 +31,8 @@ class Naming:
         `*`; a further one (an expert) counts the matrices stacked in the tensor. `.weight` and `.bias` are left out of
         both, except for a path that ends in another word.
     substitutions: regular expressions and replacements that turn paths into names, if there is no table. A number in
-        brackets in what they make is the place of the matrix (an expert) in a tensor of stacked ones.
+        brackets in what they make is the place of the matrix (an expert) in a tensor of stacked ones, [0] of a vector
+        that is stored as a matrix of one row.
     interleaved_rotary: rows that the rotary embedding turns are stored in llama.cpp's order, pairs (0, D/2),
         (1, D/2 + 1), ... next to each other in each head.
     by_part: parts of one tensor are stored one after the other, also where they alternate in transformers' checkpoints.

@@ -1,30 +1,36 @@
 """Which architectures there are: one line each."""
 
 from pagoda.base.registry import Registry
+from pagoda.models.arcee import ARCEE
 from pagoda.models.architecture import Architecture
 from pagoda.models.bart import BART
 from pagoda.models.bert import BERT, ROBERTA
 from pagoda.models.cohere import COHERE, COHERE2
 from pagoda.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from pagoda.models.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
 from pagoda.models.exaone4 import EXAONE4
 from pagoda.models.gemma2 import GEMMA2
 from pagoda.models.gemma3 import GEMMA3
 from pagoda.models.gemma4 import GEMMA4
-from pagoda.models.glm4 import GLM4
+from pagoda.models.glm4 import GLM4, GLM4_MOE
 from pagoda.models.gpt2 import GPT2
 from pagoda.models.gpt_neox import GPT_NEOX
 from pagoda.models.gpt_oss import GPT_OSS
 from pagoda.models.granite import GRANITE, GRANITEMOE
+from pagoda.models.hunyuan import HUNYUAN
 from pagoda.models.idefics3 import IDEFICS3
 from pagoda.models.llama import LLAMA
+from pagoda.models.minimax_m2 import MINIMAX_M2
 from pagoda.models.mistral import MISTRAL, MISTRAL3, MIXTRAL
 from pagoda.models.modernbert import MODERNBERT
-from pagoda.models.olmo2 import OLMO2
+from pagoda.models.nanochat import NANOCHAT
+from pagoda.models.olmo2 import OLMO2, OLMO3
 from pagoda.models.olmoe import OLMOE
 from pagoda.models.phi import PHI, PHI3
 from pagoda.models.pooled_decoder import pooled_variants
 from pagoda.models.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from pagoda.models.qwen2_5_vl import QWEN2_5_VL
+from pagoda.models.seed_oss import SEED_OSS
 from pagoda.models.smollm3 import SMOLLM3
 from pagoda.models.stablelm import STABLELM
 from pagoda.models.starcoder2 import STARCODER2
@@ -40,12 +46,14 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     GEMMA3,
     GEMMA4,
     OLMO2,
+    OLMO3,
     SMOLLM3,
     EXAONE4,
     GRANITE,
     GRANITEMOE,
     QWEN2_MOE,
     GLM4,
+    GLM4_MOE,
     GPT_OSS,
     MISTRAL3,
     MIXTRAL,
@@ -61,6 +69,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     STABLELM,
     COHERE,
     COHERE2,
+    SEED_OSS,
+    ARCEE,
+    ERNIE4_5,
+    ERNIE4_5_MOE,
+    HUNYUAN,
+    MINIMAX_M2,
+    NANOCHAT,
     IDEFICS3,
     QWEN2_5_VL,
     BERT,

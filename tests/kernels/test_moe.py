@@ -123,8 +123,6 @@ def test_limited_experts_with_biases_equal_the_reference(
 
 @pytest.mark.parametrize("is_v3", [False, True], ids=["v2", "v3"])
 def test_experts_of_the_best_groups_are_those_of_transformers(fast: Ops, reference: ReferenceOps, is_v3: bool) -> None:
-    if fast.name == "triton":
-        pytest.skip("there is no Triton kernel for latent attention: such models are refused when an engine starts")
     sizes = {"hidden_size": 24, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_routed_experts": 12}
     sizes["num_attention_heads"] = 4
     if is_v3:

@@ -32,7 +32,8 @@ def declared_tensors(model: Model, naming: Naming) -> dict[str, tuple[int, ...]]
         if isinstance(declared, Table):
             found[naming.find(path).name] = (declared.rows, declared.columns)
         elif isinstance(declared, Vector) and not declared.zeros:
-            found[naming.find(path).name] = (declared.size,)
+            vector = naming.find(path)
+            found[vector.name] = vector.shape_of_vector(declared.size)
         elif isinstance(declared, Matrix) and declared.tied is None:
             whole = shard_of(declared, 0, 1)
             for expert in range(max(1, declared.num_experts)):

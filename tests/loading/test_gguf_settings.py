@@ -133,7 +133,7 @@ def test_every_setting_of_llama_cpp(empty: GGUFFile) -> None:
     names = {name for name, _ in CASES}
     layer_norms = {"bert", "command-r", "gpt2", "gptneox", "phi2", "stablelm", "starcoder2"}
     same_window = {"phi3", "starcoder2"}
-    windows = {"exaone4", "gemma2", "gemma3", "gpt-oss", "olmo2"}  # olmo2's are refused
+    windows = {"exaone4", "gemma2", "gemma3", "gpt-oss", "olmo2"}
     optional = {"qwen2", "qwen3", "qwen3moe", "smollm3"}  # refused: there is no window
     assert ignored.pop("use_parallel_residual") == {"stablelm"}  # its norms show it
     assert ignored == {
@@ -183,7 +183,6 @@ def test_rope_scaling_is_read_as_llama_cpp_reads_it(
         ("bert", {"attention.causal": True}, "bert.attention.causal = True is not supported"),
         ("granite", {"rope.scaling.finetuned": False}, "rope.scaling.finetuned = false is not supported with Granite"),
         ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func = 2 is not supported"),
-        ("olmo2", {"attention.sliding_window": 7}, "sliding_window = 7 is not supported"),
         ("gemma3", {"rope.dimension_count": 12}, "gemma3.rope.dimension_count = 12 is not supported"),
         (
             "exaone4",

@@ -23,6 +23,11 @@ _ARCHITECTURES = {
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "olmo3": gguf.MODEL_ARCH.OLMO2,
+    "seed_oss": gguf.MODEL_ARCH.SEED_OSS,
+    "arcee": gguf.MODEL_ARCH.ARCEE,
+    "ernie4_5": gguf.MODEL_ARCH.ERNIE4_5,
+    "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "exaone4": gguf.MODEL_ARCH.EXAONE4,
     "glm4": gguf.MODEL_ARCH.GLM4,
@@ -38,7 +43,7 @@ _ARCHITECTURES = {
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 _FACTORS = {"factors": "rope_freqs", **{name: name for name in ("rope_factors_long", "rope_factors_short")}}
-_INTERLEAVED = ("llama", "smollm3", "granite", "granitemoe")
+_INTERLEAVED = ("llama", "arcee", "smollm3", "granite", "granitemoe")
 """Those whose rows of q and k llama.cpp reorders."""
 
 
@@ -139,7 +144,8 @@ def _add_settings(writer: gguf.GGUFWriter, config) -> None:
     writer.add_value_length(head_dim)
     rope = getattr(config, "rope_parameters", {})
     if rope:
-        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+        stretched = rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))  # Hunyuan's
+        writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"] * stretched)
     if config.model_type in ("gpt_neox", "phi", "phi3", "stablelm"):
         writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
     if config.model_type == "gpt_neox":
@@ -156,7 +162,7 @@ def _add_settings(writer: gguf.GGUFWriter, config) -> None:
             writer.add_expert_feed_forward_length(config.intermediate_size)
     if config.model_type == "glm4":
         writer.add_rope_dimension_count(head_dim // 2)
-    if config.model_type in ("gemma2", "gemma3_text", "starcoder2", "gpt_oss"):
+    if config.model_type in ("gemma2", "gemma3_text", "olmo3", "starcoder2", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)

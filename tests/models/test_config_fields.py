@@ -80,6 +80,9 @@ OF_FAMILY: dict[str, dict[str, str]] = {
     },
     "deepseek_v2": _LATENT,
     "deepseek_v3": {**_LATENT, "num_nextn_predict_layers": "of layers that are not loaded"},
+    "ernie4_5_moe": {"moe_norm_min": "the chosen experts' share is never as small"},
+    "glm4_moe": {"num_nextn_predict_layers": "of layers that are not loaded"},
+    "hunyuan": {"eod_token_id": _GENERATION, "rope_parameters.factor": "alpha says it"},
     "qwen2_moe": dict.fromkeys(("max_window_layers", "sliding_window"), "use_sliding_window is refused"),
     "gpt2": {
         "reorder_and_upcast_attn": "of the order of rounding",

@@ -60,6 +60,10 @@ CASES = [
     ("granite", Kind.Q8_0),
     ("glm4", Kind.Q8_0),
     ("granitemoe", Kind.Q8_0),
+    ("seed-oss", Kind.F16),
+    ("arcee", Kind.Q8_0),
+    ("ernie4.5", Kind.F16),
+    ("hunyuan", Kind.F16),
 ]
 
 
@@ -161,19 +165,20 @@ def test_llama3_rope_from_frequency_factors(tmp_path: Path, on: DeviceUnderTest)
     torch.testing.assert_close(logits(tmp_path / "model.gguf", on), logits(folder, on), rtol=1e-5, atol=1e-5)
 
 
+YARN = {
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 4.0,
+    "rope__scaling__original_context_length": 16,
+    "rope__scaling__yarn_beta_fast": 8.0,
+}
+
+
 @pytest.mark.parametrize(
     ("name", "metadata"),
     [
         ("llama-rope-linear", {"rope__scaling__type": "linear", "rope__scaling__factor": 2.0}),
-        (
-            "llama-rope-yarn",
-            {
-                "rope__scaling__type": "yarn",
-                "rope__scaling__factor": 4.0,
-                "rope__scaling__original_context_length": 16,
-                "rope__scaling__yarn_beta_fast": 8.0,
-            },
-        ),
+        ("llama-rope-yarn", YARN),
+        ("olmo3", YARN),  # of layers without a window
     ],
 )
 def test_rope_scaling_from_metadata(name: str, metadata: dict[str, Any], tmp_path: Path, on: DeviceUnderTest):

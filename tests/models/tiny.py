@@ -7,26 +7,34 @@ from typing import Any
 import torch
 import transformers
 from transformers import (
+    ArceeConfig,
     Cohere2Config,
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
     MixtralConfig,
+    NanoChatConfig,
     Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
     Phi3Config,
     PhiConfig,
@@ -36,6 +44,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
     Starcoder2Config,
@@ -72,6 +81,13 @@ _YARN_ROPE = {
     "original_max_position_embeddings": 16,
     "beta_fast": 8.0,
 }
+
+
+def _by_layer_type(of_full: dict[str, Any]) -> dict[str, Any]:
+    plain = {"rope_type": "default", "rope_theta": of_full["rope_theta"]}
+    return {"full_attention": of_full, "sliding_attention": plain}
+
+
 WIDE: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -217,6 +233,34 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma4": _gemma4,
     "gemma4-shared": lambda: _gemma4(**_GEMMA4_SHARED),
     "olmo2": lambda: Olmo2Config(**_SHAPE),
+    "olmo3": lambda: Olmo3Config(
+        **{**_SHAPE, "num_hidden_layers": 4}, sliding_window=7, rope_parameters=_by_layer_type(_YARN_ROPE)
+    ),
+    "seed-oss": lambda: SeedOssConfig(**_SHAPE, head_dim=48),
+    "arcee": lambda: ArceeConfig(**_SHAPE),
+    "ernie4.5": lambda: Ernie4_5Config(**_SHAPE, head_dim=48),
+    "ernie4.5-moe": lambda: Ernie4_5_MoeConfig(
+        **_SHAPE, moe_num_experts=6, moe_k=2, moe_intermediate_size=48, moe_num_shared_experts=2
+    ),
+    "hunyuan": lambda: HunYuanDenseV1Config(
+        **_SHAPE,
+        head_dim=48,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 50.0, "factor": 1.0},
+    ),
+    "nanochat": lambda: NanoChatConfig(**_SHAPE),
+    "glm4-moe": lambda: Glm4MoeConfig(
+        **_SHAPE,
+        **_IN_GROUPS,
+        head_dim=32,
+        moe_intermediate_size=48,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        use_qk_norm=True,
+        attention_bias=True,
+    ),
+    "minimax-m2": lambda: MiniMaxM2Config(
+        **_SHAPE, head_dim=32, num_local_experts=5, num_experts_per_tok=2, rotary_dim=16
+    ),
     "smollm3": lambda: SmolLM3Config(**{**_SHAPE, "num_hidden_layers": 4}),
     "exaone4": lambda: Exaone4Config(**_SHAPE, sliding_window=6, sliding_window_pattern=2),
     "exaone4-full": lambda: Exaone4Config(**_SHAPE, sliding_window=None, layer_types=["full_attention"] * 3),

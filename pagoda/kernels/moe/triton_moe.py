@@ -6,6 +6,8 @@ experts, token * top_k + rank. Tiles have one size, and an element is summed in 
 not depend on the batch.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,7 @@ from pagoda.kernels.activation.triton_activation import silu_mul
 from pagoda.kernels.linear.triton_forms import TiledLinear, step_size
 from pagoda.kernels.linear.triton_linear import rows_for
 from pagoda.kernels.linear.triton_product import product, scaled
+from pagoda.kernels.moe.reference import grouped_moe_by
 from pagoda.kernels.triton_support import jit
 
 _LAST_ID = tl.constexpr(2**31 - 1)
@@ -123,10 +126,11 @@ def _weighted_sum(parts, weights, out, size, TOP_K: tl.constexpr, BLOCK: tl.cons
 
 
 class TritonMoE:
-    """`moe` of the op table.   multiplies_fp8: see TritonLinear."""
+    """`moe` and `grouped_moe` of the op table, the latter routed by torch.   multiplies_fp8: see TritonLinear."""
 
     def __init__(self, multiplies_fp8: bool = True) -> None:
         self._multiplies_fp8 = multiplies_fp8
+        self.grouped_moe = partial(grouped_moe_by, self.sum_of_experts)
 
     def moe(
         self,
@@ -139,11 +143,23 @@ class TritonMoE:
         alpha: float = 1.0,
         limit: float = 0.0,
     ) -> torch.Tensor:
-        """See reference.moe. There is no kernel with a limit: `stack` refuses biases, which such experts have."""
+        """See reference.moe."""
+        return self.sum_of_experts(x, *route(router_logits, top_k, renormalize), gate_up, down, alpha, limit)
+
+    def sum_of_experts(
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: TiledLinear,
+        down: TiledLinear,
+        alpha: float,
+        limit: float,
+    ) -> torch.Tensor:
+        """See reference. There is no kernel with a limit: `stack` refuses biases, which such experts have."""
         if limit:
             raise NotImplementedError(f"moe has no Triton kernel with limit={limit}, alpha={alpha}")
-        tokens, hidden = x.shape
-        experts, weights = route(router_logits, top_k, renormalize)
+        (tokens, hidden), top_k = x.shape, experts.shape[1]
         of_pair = experts.flatten()
         pairs = of_pair.argsort(stable=True)
         counts = torch.zeros(gate_up.num_experts + 1, dtype=torch.int64, device=x.device)
@@ -152,7 +168,7 @@ class TritonMoE:
         parts = self._multiply(active, down, pairs, first_pairs, 1, torch.float32)
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         block = 512
-        _weighted_sum[(tokens, triton.cdiv(hidden, block))](parts, weights, out, hidden, top_k, block)
+        _weighted_sum[(tokens, triton.cdiv(hidden, block))](parts, weights.contiguous(), out, hidden, top_k, block)
         return out
 
     def _multiply(
