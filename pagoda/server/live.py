@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pagoda.metrics.observed_requests import Alike, RequestDetails, RequestRecord, num_cached_of
+from pagoda.metrics.observed_requests import RequestDetails, RequestRecord, num_cached_of
 from pagoda.metrics.prometheus import ServerMetrics
 from pagoda.server.errors import ApiError
 from pagoda.server.live_ids import prefix_of
@@ -24,6 +24,7 @@ from pagoda.server.routing import Router
 from pagoda.server.seen_requests import OtherRequests, RequestList, RequestTimeline, SeenRequests, Viewer
 from pagoda.server.sending import EventStream, event, json_response
 from pagoda.server.served_model import ServedModel
+from pagoda.server.served_models import ServedModels
 from pagoda.server.state import ServerState, state_of
 
 router = Router()
@@ -70,7 +71,7 @@ async def show_request(http: Request) -> Response:
     await asyncio.gather(*(one.looks.refresh() for one in state.models.all))
     details = None
     if viewer.prefix is not None:
-        found = await state.peers.ask("details", viewer.prefix + name, returns=RequestDetails | None)
+        found = await state.peers.ask(ServedModels.details, viewer.prefix + name)
         known = sorted((one for one in found if one is not None), key=lambda one: one.record.arrived_s)
         details = known[-1] if known else None
     if details is None:
@@ -86,11 +87,11 @@ async def miss_of(state: ServerState, viewer: Viewer, details: RequestDetails) -
     """Return why no more of a request's prompt was found in the prefix cache."""
     record, tokens = details.record, details.tokens
     num_cached = num_cached_of(details.events)
-    if tokens is None or num_cached is None:
+    if tokens is None or num_cached is None or viewer.prefix is None:
         return None
     model = state.models.of_record(record)
     about = record.model, viewer.prefix, record.arrived_s, tokens
-    alike = await state.peers.ask("most_alike", *about, returns=Alike | None)
+    alike = await state.peers.ask(ServedModels.most_alike, *about)
     last_first = sorted((one for one in alike if one is not None), key=lambda one: -one[0])
     earlier = [(viewer.name_of(request_id) or "", known) for _, request_id, known in last_first]
     tokenizer = model.llm.input_processor.tokenizer
@@ -106,7 +107,7 @@ async def _see(http: Request, model: ServedModel, with_ended: bool = False) -> S
     viewer, reply = viewer_of(http), model.looks.reply
     records: list[RequestRecord] = []
     if viewer.prefix is not None:
-        of_each = await state.peers.ask("requests", viewer.prefix, with_ended, returns=list[RequestRecord])
+        of_each = await state.peers.ask(ServedModels.requests, viewer.prefix, with_ended)
         records = [one for one in itertools.chain.from_iterable(of_each) if one.model == model.name]
         records.sort(key=lambda one: one.ended_s or one.arrived_s)
     is_up = model.engine_state in ("up", "stuck")

@@ -23,7 +23,8 @@ from pagoda.server.routing import ERRORS, Router, flag
 from pagoda.server.sending import cancel_on_disconnect, json_response
 from pagoda.server.served_adapters import AdapterChange
 from pagoda.server.served_model import ServedModel
-from pagoda.server.state import ServerState, state_of
+from pagoda.server.served_models import ServedModels
+from pagoda.server.state import ServerState, read_as_operator, state_of
 
 router = Router()
 
@@ -152,10 +153,7 @@ class ModelRequest(Body, kw_only=True, frozen=True):
 
 async def _model_of_operator(http: Request) -> tuple[ServerState, ServedModel]:
     """Return the model that an operator's request names. Raises ApiError (403, 404)."""
-    state = state_of(http)
-    if not state.is_operator(http):
-        raise ApiError(403, "this affects all users of the server: use the admin key (--admin-api-key)")
-    body = await state.bodies.read(http, ModelRequest)
+    state, body = await read_as_operator(http, ModelRequest)
     return state, state.pick(http, body.model).model
 
 
@@ -211,7 +209,7 @@ async def abort_requests(http: Request) -> Response:
         error = ApiError(400, "the request was aborted while it waited in line")
         state.admission.end_line(error, key)
         state.models.end_waits(error, key)
-    found = await state.peers.ask("abort", request_ids, key, returns=list[str])
+    found = await state.peers.ask(ServedModels.abort, request_ids, key)
     return json_response(AbortResponse(list(itertools.chain.from_iterable(found))))
 
 
@@ -272,7 +270,8 @@ async def load_lora_adapter(http: Request) -> Response:
     state, body = await _read_as_admin(http, LoadAdapterRequest)
     parents = [one for one in state.models.all if body.base_model_name in one.names]
     adapters = (parents or [state.model])[0].adapters
-    await _change(state, adapters.change_to(body.lora_name, body.lora_path, body.base_model_name, body.load_inplace))
+    change = adapters.change_to(body.lora_name, body.lora_path, body.base_model_name, body.load_inplace)
+    await state.peers.change_adapter(change)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -298,7 +297,7 @@ async def unload_lora_adapter(http: Request) -> Response:
     If the server has an admin key, this needs it.
     """
     state, body = await _read_as_admin(http, UnloadAdapterRequest)
-    await _change(state, AdapterChange(body.lora_name))
+    await state.peers.change_adapter(AdapterChange(body.lora_name))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
@@ -307,9 +306,3 @@ async def _read_as_admin(http: Request, kind: type[B]) -> tuple[ServerState, B]:
     state = state_of(http)
     state.check_admin(http)
     return state, await state.bodies.read(http, kind)
-
-
-async def _change(state: ServerState, change: AdapterChange) -> None:
-    """Change the adapters of all processes. Raises ApiError."""
-    if (error := await state.peers.change_adapter(change)) is not None:
-        raise ApiError(*error)

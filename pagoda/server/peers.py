@@ -5,15 +5,22 @@ import inspect
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from pagoda.base.server_config import ServerConfig
-from pagoda.engine.clients.calls import AnyCalls, Calls, OwnCalls, Services
+from pagoda.engine.clients.calls import AnyCalls, Calls, OwnCalls, Services, answer_of
 from pagoda.metrics.counts import ModelCounts
 from pagoda.server.admission import Admission
+from pagoda.server.errors import ApiError
 from pagoda.server.owned import Owned
 from pagoda.server.remote_admission import AnyAdmission, RemoteAdmission
-from pagoda.server.served_adapters import AdapterChange, Failure
+from pagoda.server.served_adapters import AdapterChange
+
+if TYPE_CHECKING:
+    from pagoda.server.served_models import ServedModels
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 CALL_S = 2.0
 """A process that does not answer for so long is left out."""
@@ -24,13 +31,13 @@ LOAD_S = 600.0
 class Peers:
     """A process that serves HTTP alone: all is its own.
 
-    own: functions that are called in each process; set before anything else is used.
+    own: the models of this process; set before anything else is used.
     calls: of functions of what all processes have once, see Owned.
     accept_from: set when the process serves; accepts connections from these sockets, next to its own, and from no
     others any more.
     """
 
-    own: Services
+    own: "ServedModels"
     calls: AnyCalls
     accept_from: Callable[[Sequence[socket.socket]], Awaitable[None]] | None = None
 
@@ -53,21 +60,21 @@ class Peers:
         if self._owned is not None:
             self._owned.close()
 
-    async def ask(self, name: str, *arguments: object, returns: Any = Any) -> list[Any]:
-        """Call a function of `own` in all processes; return what those answer that do.
-
-        returns: the type of an answer.
-        """
-        answer = self.own[name](*arguments)
+    async def ask(
+        self, method: Callable[Concatenate["ServedModels", P], T | Awaitable[T]], *args: P.args, **kw: P.kwargs
+    ) -> list[T]:
+        """Call a method of the models of all processes; return what those answer that do."""
+        answer: Any = method(self.own, *args, **kw)
         return [await answer if inspect.isawaitable(answer) else answer]
 
     async def read_counts(self) -> ModelCounts:
         """Return what all processes have counted of each model, those that have ended included."""
-        return self.own["counts"]()
+        return self.own.counts()
 
-    async def change_adapter(self, change: AdapterChange) -> Failure | None:
-        """Load or unload an adapter in all processes. Return the first error."""
-        return await self.own["change_adapter"](change)
+    async def change_adapter(self, change: AdapterChange) -> None:
+        """Load or unload an adapter in all processes. Raises ApiError, the first one."""
+        if (failure := await self.own.change_adapter(change)) is not None:
+            raise ApiError(*failure)
 
     async def wait_until_ending(self) -> None:
         """Wait until all processes drain together. One that is alone gets the signal itself."""
@@ -100,22 +107,27 @@ class RemotePeers(Peers):
     @property
     def services(self) -> Services:
         """What the parent may call."""
-        return {"drain": self._ending.set, "accept_for": self._accept_for, **self.own}
+        own = self.own
+        asked = (own.counts, own.oldest, own.requests, own.details, own.most_alike, own.abort, own.change_adapter)
+        return {"drain": self._ending.set, "accept_for": self._accept_for, **{one.__name__: one for one in asked}}
 
     async def _accept_for(self, numbers: list[int]) -> None:
         """Accept connections in place of these processes, and of no others any more."""
         if self.accept_from is not None:
             await self.accept_from([self._listeners[number - 1] for number in numbers])
 
-    async def ask(self, name: str, *arguments: object, returns: Any = Any) -> list[Any]:
-        return await self.calls.call("ask_all", name, list(arguments), returns=list[returns])
+    async def ask(
+        self, method: Callable[Concatenate["ServedModels", P], T | Awaitable[T]], *args: P.args, **kw: P.kwargs
+    ) -> list[T]:
+        answer: Any = answer_of(method)
+        return await self.calls.call("ask_all", method.__name__, list(args), returns=list[answer])
 
     async def read_counts(self) -> ModelCounts:
         total: ModelCounts = await self.calls.call("counts", returns=ModelCounts)
-        return {name: {**counts, **total.get(name, {})} for name, counts in self.own["counts"]().items()}
+        return {name: {**counts, **total.get(name, {})} for name, counts in self.own.counts().items()}
 
-    async def change_adapter(self, change: AdapterChange) -> Failure | None:
-        return await self.calls.call("change_adapter", change, returns=Failure | None)
+    async def change_adapter(self, change: AdapterChange) -> None:
+        await self.calls.call("change_adapter", change)
 
     async def wait_until_ending(self) -> None:
         await self._ending.wait()

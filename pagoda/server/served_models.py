@@ -6,7 +6,6 @@ from typing import TypeVar
 
 from pagoda.base.abbreviate import abbreviate, shorten
 from pagoda.base.errors import PagodaError
-from pagoda.engine.clients.calls import Services
 from pagoda.metrics.counts import ModelCounts
 from pagoda.metrics.known_tokens import KnownTokens
 from pagoda.metrics.observed_requests import Alike, RequestDetails, RequestRecord, oldest_of
@@ -75,19 +74,6 @@ class ServedModels:
             self.loader.end_waits(error, key)
 
     # ---- what processes ask each other, see Peers
-
-    @property
-    def services(self) -> Services:
-        """What is asked of the requests of this process, by name."""
-        return {
-            "counts": self.counts,
-            "oldest": self.oldest,
-            "requests": self.requests,
-            "details": self.details,
-            "most_alike": self.most_alike,
-            "abort": self.abort,
-            "change_adapter": self.change_adapter,
-        }
 
     def counts(self) -> ModelCounts:
         """Return what was counted of each model, by its name."""

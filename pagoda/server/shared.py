@@ -11,6 +11,7 @@ from pagoda.engine.clients.calls import Services, services_of
 from pagoda.engine.clients.client_server import ClientServer
 from pagoda.metrics.counts import ModelCounts, add_model_counts, tokens_per_step
 from pagoda.server.admission import Admission
+from pagoda.server.errors import ApiError
 from pagoda.server.owned import Owned
 from pagoda.server.peers import CALL_S, LOAD_S
 from pagoda.server.remote_admission import AdmissionService
@@ -93,15 +94,16 @@ class Shared:
         async with self._changing:
             return list(self._adapters.values())
 
-    async def _change_adapter(self, _: int, change: AdapterChange) -> Failure | None:
+    async def _change_adapter(self, _: int, change: AdapterChange) -> None:
         """Change the adapters of all processes, once all are there; one that starts later reads the changes.
 
-        Also if the process that asks dies meanwhile: the others may have made the change.
+        Also if the process that asks dies meanwhile: the others may have made the change. Raises ApiError.
         """
         task = asyncio.create_task(self._change_all(change))
         self._changes_begun.add(task)
         task.add_done_callback(self._changes_begun.discard)
-        return await asyncio.shield(task)
+        if (failure := await asyncio.shield(task)) is not None:
+            raise ApiError(*failure)
 
     async def _change_all(self, change: AdapterChange) -> Failure | None:
         until_s = time.monotonic() + _WAIT_S

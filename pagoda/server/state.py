@@ -5,6 +5,7 @@ import logging
 import time
 import uuid
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from starlette.requests import Request
 
@@ -20,6 +21,7 @@ from pagoda.engine.clients.calls import AnyCalls, OwnCalls
 from pagoda.engine.wire import EngineSizes
 from pagoda.loading.model_config import read_images, summarize_weights
 from pagoda.metrics.prometheus import CACHE_LABELS, ServerMetrics
+from pagoda.server.body import Body
 from pagoda.server.body_reader import BodyReader
 from pagoda.server.dialects.openai_body import SamplingBody
 from pagoda.server.errors import ApiError
@@ -40,6 +42,10 @@ from pagoda.server.served_models import ServedModels
 from pagoda.server.telemetry import Telemetry
 
 logger = logging.getLogger("pagoda.server")
+
+
+B = TypeVar("B", bound=Body)
+_ADMINS_ONLY = "this affects all users of the server: use the admin key (--admin-api-key)"
 
 
 @dataclass(slots=True)
@@ -69,7 +75,7 @@ class ServerState:
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.peers.own = self.models.services
+        self.peers.own = self.models
 
     @property
     def model(self) -> ServedModel:
@@ -85,7 +91,7 @@ class ServerState:
     def check_admin(self, http: Request) -> None:
         """Raise ApiError (403) if the server has an admin key and the caller did not send it."""
         if self.has_admin_key and not request_state(http).caller.is_admin:
-            raise ApiError(403, "this affects all users of the server: use the admin key (--admin-api-key)")
+            raise ApiError(403, _ADMINS_ONLY)
 
     def is_operator(self, http: Request) -> bool:
         """Return whether the caller has the admin key, or the server is one of this machine that has no keys."""
@@ -113,6 +119,14 @@ class ServerState:
 
 def state_of(http: Request) -> ServerState:
     return http.app.state.server  # type: ignore[no-any-return]
+
+
+async def read_as_operator(http: Request, kind: type[B]) -> tuple[ServerState, B]:
+    """Return the body of an operator's request. Raises ApiError (403) for other callers."""
+    state = state_of(http)
+    if not state.is_operator(http):
+        raise ApiError(403, _ADMINS_ONLY)
+    return state, await state.bodies.read(http, kind)
 
 
 async def build_state(loader: ModelLoader, peers: Peers | None = None) -> ServerState:

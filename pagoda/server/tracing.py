@@ -18,13 +18,13 @@ from starlette.routing import Route
 from pagoda.core.events import Events
 from pagoda.engine.chrome_trace import ChromeTrace, joined
 from pagoda.engine.clients.remote_client import EngineClient
-from pagoda.metrics.observed_requests import RequestRecord
 from pagoda.server.admission import Refusal
 from pagoda.server.errors import ApiError
 from pagoda.server.live import FRAME_S, viewer_of
 from pagoda.server.request_state import request_state
 from pagoda.server.sending import cancel_on_disconnect
 from pagoda.server.served_model import ServedModel
+from pagoda.server.served_models import ServedModels
 from pagoda.server.state import ServerState, state_of
 
 logger = logging.getLogger("pagoda.server")
@@ -107,7 +107,7 @@ async def _record(state: ServerState, models: Sequence[ServedModel], seconds: fl
     engines = [(model, model.engine) for model in models if model.engine is not None]
     if not engines:
         raise ApiError(503, "this server has no engine process to trace")
-    running = await state.peers.ask("requests", "", False, returns=list[RequestRecord])
+    running = await state.peers.ask(ServedModels.requests, "", False)
     if any(engine.on_events is not None for _, engine in engines):
         raise Refusal("requests", "a trace is made already; ask again when it has ended")
     began_s = time.perf_counter()

@@ -74,7 +74,7 @@ class AnyCalls(ABC):
     async def ask(self, method: Callable[Concatenate[Any, int, P], T], *args: P.args, **kw: P.kwargs) -> T: ...
     async def ask(self, method: Callable[..., Any], *args: Any, **kw: Any) -> Any:
         """Call an offered method of what is owned; return its result."""
-        return await self.call(method.__qualname__, *args, returns=_answer_of(method))
+        return await self.call(method.__qualname__, *args, returns=answer_of(method))
 
     def tell(self, method: Callable[Concatenate[Any, int, P], None], *args: P.args, **kw: P.kwargs) -> None:
         """Call an offered method without waiting for it; such calls run in their order."""
@@ -82,7 +82,7 @@ class AnyCalls(ABC):
 
 
 @cache
-def _answer_of(method: Callable[..., Any]) -> Any:
+def answer_of(method: Callable[..., Any]) -> Any:
     """Return the type of a method's answer."""
     return inspect.signature(method, eval_str=True).return_annotation
 

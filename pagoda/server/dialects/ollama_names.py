@@ -10,7 +10,6 @@ import re
 import signal
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
@@ -30,7 +29,7 @@ from pagoda.server.errors import ApiError
 from pagoda.server.routing import Router
 from pagoda.server.sending import EventStream, cancel_on_disconnect, json_response
 from pagoda.server.served_adapters import AdapterChange
-from pagoda.server.state import ServerState, state_of
+from pagoda.server.state import read_as_operator
 
 router = Router(error=OllamaError, error_form=ollama_error, stream_type=LINES)
 
@@ -117,28 +116,17 @@ def _named(model: str | None, name: str | None) -> str:
     return found
 
 
-B = TypeVar("B", bound=Body)
-
-
-async def _read(http: Request, kind: type[B]) -> tuple[ServerState, B]:
-    """Return the body of an operator's request. Raises ApiError (403) for other callers."""
-    state = state_of(http)
-    if not state.is_operator(http):
-        raise ApiError(403, "this affects all users of the server: use the admin key (--admin-api-key)")
-    return state, await state.bodies.read(http, kind)
-
-
 @router.post("/api/copy", body=OllamaCopyRequest)
 async def ollama_copy(http: Request) -> Response:
     """Give the model, or an adapter, another name, until the server ends.
 
     Needs the admin key, if the server has keys or other machines reach it.
     """
-    state, body = await _read(http, OllamaCopyRequest)
+    state, body = await read_as_operator(http, OllamaCopyRequest)
     source = state.pick(http, model_name(state, body.source)).name
     destination = model_name(state, body.destination) or ""
     if destination != source:
-        await _change(state, AdapterChange(destination, copy_of=source))
+        await state.peers.change_adapter(AdapterChange(destination, copy_of=source))
     return Response()
 
 
@@ -148,18 +136,13 @@ async def ollama_delete(http: Request) -> Response:
 
     Needs the admin key, if the server has keys or other machines reach it.
     """
-    state, body = await _read(http, OllamaDeleteRequest)
+    state, body = await read_as_operator(http, OllamaDeleteRequest)
     picked = state.pick(http, model_name(state, _named(body.model, body.name)))
     name = picked.name
     if name in picked.model.names:
         raise ApiError(400, f"model: {abbreviate(name)} is a model that this server serves; end the server", "model")
-    await _change(state, AdapterChange(name))
+    await state.peers.change_adapter(AdapterChange(name))
     return Response()
-
-
-async def _change(state: ServerState, change: AdapterChange) -> None:
-    if (error := await state.peers.change_adapter(change)) is not None:
-        raise ApiError(*error)
 
 
 @router.post("/api/pull", answer=OllamaStatus, chunk=OllamaStatus, body=OllamaPullRequest)
@@ -168,7 +151,7 @@ async def ollama_pull(http: Request) -> Response:
 
     Needs the admin key, if the server has keys or other machines reach it.
     """
-    state, body = await _read(http, OllamaPullRequest)
+    state, body = await read_as_operator(http, OllamaPullRequest)
     asked = _named(body.model, body.name)
     name = model_name(state, asked) or asked
     is_served = name in state.models.all_names

@@ -18,6 +18,7 @@ from pagoda.server.request_state import request_state
 from pagoda.server.respond import begin_turn, respond_with
 from pagoda.server.routing import Router, flag, integer
 from pagoda.server.sending import EventStream, Framing, cancel_on_disconnect, event, json_response
+from pagoda.server.served_models import ServedModels
 from pagoda.server.state import state_of
 from pagoda.server.stored.asking import NOT_FOUND, Deleted, not_found, owner_of
 from pagoda.server.stored.items import ItemList, given_items, page_answer, page_asked
@@ -149,7 +150,7 @@ async def cancel_response(http: Request) -> Response:
 
 async def _abort(http: Request) -> None:
     key = request_state(http).caller.key
-    await state_of(http).peers.ask("abort", {http.path_params["response_id"]}, key, returns=list[str])
+    await state_of(http).peers.ask(ServedModels.abort, {http.path_params["response_id"]}, key)
 
 
 @stored_router.delete(_PATH, answer=Deleted)
