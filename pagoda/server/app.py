@@ -72,11 +72,13 @@ def _error_form_of(has_ollama: bool) -> Callable[[Scope], ErrorForm]:
     has_ollama: the server has the routes of Ollama's API.
     """
     forms = {one.path: one.error_form for one in served_endpoints(has_ollama) if one.error_form is not error_body}
-    if has_ollama:
-        forms |= dict.fromkeys(ollama.UNSERVED, ollama.ollama_error)
+    known = {one.path for one in served_endpoints(has_ollama)}
 
     def error_form(scope: Scope) -> ErrorForm:
-        return forms.get(scope["path"]) or (messages.message_error if messages.is_client(scope) else error_body)
+        path = scope["path"]
+        if has_ollama and path.startswith("/api/") and path not in known:
+            return ollama.ollama_error
+        return forms.get(path) or (messages.message_error if messages.is_client(scope) else error_body)
 
     return error_form
 

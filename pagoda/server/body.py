@@ -89,6 +89,10 @@ class Body(Struct, kw_only=True, frozen=True):
     def check(self, limits: RequestLimits) -> None:
         """Raise RequestError for fields that contradict each other, and for counts and sizes beyond `limits`."""
 
+    def left_out(self) -> list[str]:
+        """Return names of entries of lists that are known, not served, and left out."""
+        return []
+
 
 class ModelBody(Body, kw_only=True, frozen=True):
     """A body that says which model is asked.

@@ -76,6 +76,8 @@ class BodyReader:
         body, unknown, num_unknown = await run_for_body(http, parse)
         if unknown:
             self.note_unknown(http, unknown, num_unknown)
+        if left_out := body.left_out():
+            self._note(http, left_out, len(left_out))
         return body
 
     async def find_field(self, http: Request, names: tuple[str, ...]) -> str | None:
@@ -102,13 +104,19 @@ class BodyReader:
         if self._is_strict:
             name = _clip(names[0], MAX_SHOWN_CHARS)
             raise RequestError(f"this server does not support the field {name!r}", name)
+        self._note(http, names, num_names)
+
+    def _note(self, http: Request, names: list[str], num_names: int) -> None:
+        """Name fields in the answer's header, and once in the log."""
         shown = [name for name in names if _HEADER_NAME.fullmatch(name)][:_MAX_HEADER_NAMES]
         rest = num_names - len(shown)
-        request_state(http).ignored_fields = ", ".join((*shown, f"+{rest}") if rest else shown)
+        known = request_state(http)
+        noted = ", ".join((*shown, f"+{rest}") if rest else shown)
+        known.ignored_fields = f"{known.ignored_fields}, {noted}" if known.ignored_fields else noted
         for name in shown:
             if name not in self._logged and len(self._logged) < _MAX_LOGGED_NAMES:
                 self._logged.add(name)
-                logger.warning("unknown field %s of %s is ignored (logged once)", name, http.scope["path"][:100])
+                logger.warning("%s of %s is not served here and ignored (logged once)", name, http.scope["path"][:100])
 
 
 HINTS = frozenset(

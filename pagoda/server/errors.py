@@ -139,7 +139,11 @@ def _in_words(request: Request, error: HTTPException) -> str:
         return f"there is no route {request.method} {path[:100]}; {_instead(request, path)}/docs lists them all"
     path = path[:100]
     if error.status_code == 405:
-        return f"{request.method} is not allowed on {path}; use {(error.headers or {}).get('Allow', 'another method')}"
+        allowed = (error.headers or {}).get("Allow", "other methods")
+        if path in (route.path for route in request.app.routes):
+            return f"{request.method} is not allowed on {path}; use {allowed}"
+        # The last part was taken for an id, which it may not be: /v1/responses/compact.
+        return f"there is no route {request.method} {path}, only {allowed}; /docs lists them all"
     return str(error.detail)
 
 
@@ -150,15 +154,19 @@ _ELSEWHERE = {
     "/v1/models": ("/api/tags", "/api/show", "/api/ps", "/props", "/slots", "/info"),
     "/v1/audio/transcriptions": ("/inference",),
     "/version": ("/api/version",),
+    "/v1/batches": ("/v1/messages/batches",),
+    "/v1/files": ("/v1/uploads",),
+    "`pagoda serve MODEL` with --chat-template and --override-generation-config": ("/api/create",),
 }
-"""Routes here -> those of other APIs and servers that ask for the same."""
+"""What serves it here -> routes of other APIs and servers."""
 
 
 def _instead(request: Request, path: str) -> str:
     """Return a hint at the route that answers what an unknown path asks for, or ""."""
     for known, others in _ELSEWHERE.items():
         if path in others:
-            return f"use {known}{', or start the server with --ollama' if path.startswith('/api/') else ''}; "
+            is_ollama = path.startswith("/api/") and known.startswith("/")
+            return f"use {known}{', or start the server with --ollama' if is_ollama else ''}; "
     routes: list[str] = [route.path for route in request.app.routes]
     found = (
         f"/v1{path}"

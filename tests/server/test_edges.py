@@ -486,6 +486,15 @@ def test_what_is_absent_is_a_404_that_says_so(fake_server: LiveServer) -> None:
         assert f"there is no route POST {path}" in answer["error"]["message"]
 
 
+def test_a_path_that_is_taken_for_an_id_is_said_to_be_no_route(fake_server: LiveServer) -> None:
+    status, answer = fake_server.post("/v1/responses/compact", {})
+    message = "there is no route POST /v1/responses/compact, only GET, HEAD; /docs lists them all"
+    assert (status, answer["error"]["message"]) == (405, message)
+    status, text = fake_server.get("/v1/completions")
+    assert status == 405
+    assert json.loads(text)["error"]["message"] == "GET is not allowed on /v1/completions; use POST"
+
+
 def logged(server: LiveServer, request_id: str) -> str:
     """Return the line of the access log of a request, which is written after its answer."""
     end = time.monotonic() + 10
@@ -561,6 +570,8 @@ def test_the_log_says_why_a_request_was_refused(fake_server: LiveServer, keyed_s
         ("/v1/v1/embeddings", "/v1/embeddings"),
         ("/completion", "/v1/completions"),
         ("/api/tags", "/v1/models, or start the server with --ollama"),
+        ("/v1/messages/batches", "/v1/batches"),
+        ("/api/create", "`pagoda serve MODEL` with --chat-template and --override-generation-config"),
         ("/nothing/like/it", ""),
     ],
 )

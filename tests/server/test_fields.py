@@ -326,6 +326,24 @@ def test_the_header_of_ignored_fields_is_bounded(fake_server: LiveServer) -> Non
     assert header == ", ".join([*(f"unknown_{i}" for i in range(20)), "+9"])
 
 
+def test_hosted_tools_are_left_out_and_named_in_the_header(fake_server: LiveServer) -> None:
+    model = json.loads(fake_server.get("/v1/models")[1])["data"][0]["id"]
+    own = {"type": "function", "name": "look", "parameters": {}}
+    bodies = {
+        "/v1/responses": {"input": "Hi", "max_output_tokens": 3, "tools": [own, {"type": "web_search"}]},
+        "/v1/messages": {
+            **{"model": model, "max_tokens": 3, "messages": CHAT["messages"]},
+            "tools": [
+                {"name": "look", "input_schema": {"type": "object"}},
+                {"type": "web_search_20250305", "name": "web_search"},
+            ],
+        },
+    }
+    for path, body in bodies.items():
+        assert asked(fake_server, path, body)[:2] == (200, "tools.web_search")
+        assert asked(fake_server, path, {**body, "odd": 1})[:2] == (200, "odd, tools.web_search")
+
+
 def test_hints_are_ignored_in_silence(fake_server: LiveServer) -> None:
     hints = {
         "prediction": {"type": "content", "content": "x"},

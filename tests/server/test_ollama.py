@@ -211,6 +211,20 @@ def test_a_server_for_ollamas_clients_says_that_it_is_running(thinking: LiveServ
     assert (status, "there is no route GET /; /docs lists" in text) == (404, True)
 
 
+def test_a_route_that_is_not_there_is_a_404_in_the_form_of_its_api(thinking: LiveServer) -> None:
+    for path in ("/api/create", "/api/blobs/sha256:00", "/api/nothing"):
+        status, answer = thinking.post(path, {})
+        assert (status, list(answer)) == (404, ["error"])
+        assert answer["error"].startswith(f"there is no route POST {path}; ")
+
+
+def test_a_schema_that_lists_properties_has_no_others() -> None:
+    """As with Ollama: what pydantic makes of a class says nothing of others, and small models add them without end."""
+    schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    params = body_of(messages=[{"role": "user", "content": "Hi"}], format=schema).params({})
+    assert params.structured_outputs.disable_additional_properties
+
+
 def test_an_error_during_a_stream_is_its_last_line() -> None:
     sent: list[bytes] = []
 

@@ -42,6 +42,17 @@ def client(thinking: LiveServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{thinking.url}/v1", api_key="none", max_retries=0)
 
 
+def test_the_tokens_of_a_prompt_are_counted_as_the_answer_counts_them(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
+    asked: dict[str, Any] = {"model": "smollm2-135m", "instructions": "Be short.", "tools": [tool]}
+    first = client.responses.create(**asked, input="Hi")
+    for more in ({"input": "Hi"}, {"input": "And now?", "previous_response_id": first.id}):
+        counted = client.responses.input_tokens.count(**asked, **more)
+        usage = client.responses.create(**asked, **more).usage
+        assert usage is not None
+        assert (counted.object, counted.input_tokens) == ("response.input_tokens", usage.input_tokens)
+
+
 def both(client: openai.OpenAI, seed: int, **more: Any) -> list[dict[str, Any]]:
     """The answer of a script, whole and streamed, without what differs from answer to answer."""
     asked: dict[str, Any] = {"model": "smollm2-135m", "input": "Hi", "extra_body": {"seed": seed}, **more}

@@ -153,6 +153,9 @@ class CountTokensRequest(ModelBody, kw_only=True, frozen=True):
         if choice is not None and choice.type == "tool":
             check_named("tool_choice.name", choice.name, made.tools)
 
+    def left_out(self) -> list[str]:
+        return [f"tools.{tool.name}" for tool in self.tools or () if tool.input_schema is None]
+
     @property
     def thinks(self) -> bool:
         return self.thinking is not None and self.thinking.type != "disabled"

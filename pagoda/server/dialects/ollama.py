@@ -38,8 +38,6 @@ from pagoda.server.state import ServerState, state_of
 from pagoda.server.turn import Answer, CallDelta, Dialect, Piece, Said, Turn, TurnEnd, TurnRequest, naming_fields
 
 LINES = "application/x-ndjson"
-UNSERVED = ("/api/push", "/api/create")
-"""Routes of Ollama that change models: their 404 has Ollama's form, too."""
 LATEST = ":latest"
 """What Ollama's clients add to a name without a tag, or leave out."""
 _encode = msgspec.json.Encoder().encode

@@ -114,7 +114,10 @@ class OllamaBody(ModelBody, kw_only=True, frozen=True):
         if self.format:
             schema = self.format if isinstance(self.format, dict) else None
             given["structured_outputs"] = StructuredOutputsParams(
-                json=schema, json_object=None if schema else True, source="format"
+                json=schema,
+                json_object=None if schema else True,
+                disable_additional_properties=schema is not None,  # as with Ollama, whose users leave it out
+                source="format",
             )
         known = {name: value for name, value in given.items() if value is not None}
         if options.num_predict is not None and options.num_predict <= 0:

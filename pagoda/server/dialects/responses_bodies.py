@@ -10,7 +10,7 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
 from pagoda.server.body import Body, Flag, ModelBody, Seed, TokenCount, UnservedField, one_of
 from pagoda.server.dialects.openai_body import CacheRetention
-from pagoda.server.dialects.responses_tools import ResponsesTool, ResponsesToolChoice
+from pagoda.server.dialects.responses_tools import ResponsesTool, ResponsesToolChoice, is_hosted
 
 
 class InputPart(Struct, frozen=True):
@@ -190,6 +190,9 @@ class ResponsesRequest(ModelBody, kw_only=True, frozen=True):
             raise RequestError(f"input: with a conversation, at most {MAX_ADDED} items are added at a time", "input")
         limits.check_values({"metadata": self.metadata})
         limits.check_values({"text": self.text and self.text.format}, "grammar_chars")
+
+    def left_out(self) -> list[str]:
+        return [f"tools.{tool.type}" for tool in self.tools or () if is_hosted(tool)]
 
     @property
     def conversation_id(self) -> str | None:

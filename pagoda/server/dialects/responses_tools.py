@@ -76,6 +76,11 @@ class ResponsesToolChoice(Body, frozen=True):
         return {"type": self.type, **{name: value for name, value in given.items() if value is not None}}
 
 
+def is_hosted(tool: ResponsesTool) -> bool:
+    """Return whether OpenAI's server would run a tool itself."""
+    return tool.type not in ("function", "custom", "namespace", "mcp")
+
+
 @dataclass(frozen=True, slots=True)
 class NamedTool:
     """A tool as the caller names it.   place: what errors call its form."""
@@ -107,10 +112,10 @@ class Tools:
             if tool.type == "namespace":
                 for at, inner in enumerate(tool.tools or ()):
                     self._add(inner, f"{place}.tools[{at}]", tool)
-            elif tool.type in ("function", "custom"):
-                self._add(tool, place, None)
-            else:
+            elif is_hosted(tool):
                 continue
+            else:
+                self._add(tool, place, None)
             self.kept.append(_shown(tool))
 
     def find(self, name: Any, namespace: Any = None) -> str | None:

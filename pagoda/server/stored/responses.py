@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
+from typing import Literal
 
 import msgspec
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,7 +15,10 @@ from pagoda.server.body_reader import run_for_body
 from pagoda.server.dialects.response_events import TOO_LONG, ResponseAnswer, ResponseEvent, error_code
 from pagoda.server.dialects.responses import ResponsesDialect, response_error
 from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
+from pagoda.server.dialects.responses_input import conversation_of
+from pagoda.server.dialects.responses_tools import Tools
 from pagoda.server.errors import ApiError, as_api_error
+from pagoda.server.render import count_prompt_tokens
 from pagoda.server.request_state import request_state
 from pagoda.server.respond import begin_turn, respond_with
 from pagoda.server.routing import Router, flag, integer
@@ -25,6 +30,7 @@ from pagoda.server.stored.items import ItemList, given_items, page_answer, page_
 from pagoda.server.stored.run import StoredTurn
 from pagoda.server.stored.service import Found, StoreService, page_of, unpack
 from pagoda.server.stored.store import Item
+from pagoda.server.turn import naming_fields
 
 router = Router(error_form=response_error)
 stored_router = Router(error_form=response_error, errors=NOT_FOUND)
@@ -67,6 +73,28 @@ async def create_response(http: Request) -> Response:
     if body.stream:
         return EventStream(_followed(http, entry.id, -1), _nothing, FRAMING)
     return Response(entry.body, media_type="application/json")
+
+
+class InputTokens(Struct, frozen=True):
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
+@router.post("/v1/responses/input_tokens", answer=InputTokens, body=ResponsesRequest)
+async def count_input_tokens(http: Request) -> Response:
+    """Return how many tokens the prompt of /v1/responses would have."""
+    state = state_of(http)
+    body = await state.bodies.read(http, ResponsesRequest)
+    earlier = await _earlier(http, body)
+    picked = state.pick(http, body.model)
+
+    tools = Tools(body.tools or ())
+    conversation, made = await run_for_body(
+        http, lambda: conversation_of(body, tools, [_decode(data) for _, data in earlier()])
+    )
+    async with picked.model.starter.admitted(http, 1, needs_engine=False):
+        with naming_fields(made.origin):
+            return json_response(InputTokens(await count_prompt_tokens(http, picked.model, conversation)))
 
 
 async def _earlier(http: Request, body: ResponsesRequest) -> Callable[[], list[Item]]:
