@@ -8,6 +8,7 @@ COMMANDS: Mapping[str, str] = {
     "complete": "pagoda generate",
     # Ollama
     "ls": "pagoda list",
+    "cp": "pagoda serve MODEL --served-model-name NAME",
     "stop": "end the server with Ctrl-C or SIGTERM",
     "create": "pagoda serve MODEL with --chat-template and --override-generation-config",
     # llama.cpp

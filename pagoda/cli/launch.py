@@ -72,6 +72,10 @@ def _aider(server: Server) -> Setup:
     return Setup(variables, ["--model", f"openai/{server.model}"])
 
 
+_LEAST_WINDOW = 100_000
+"""Claude Code takes less for this, and says so each time it starts."""
+
+
 def _claude(server: Server) -> Setup:
     """Name the model for all that Claude Code would use several models for. A key of Anthropic's must not be sent."""
     roles = (
@@ -81,7 +85,7 @@ def _claude(server: Server) -> Setup:
     )
     variables = {"ANTHROPIC_BASE_URL": server.url, "ANTHROPIC_AUTH_TOKEN": server.key, "ANTHROPIC_API_KEY": ""}
     variables |= dict.fromkeys(roles, server.model)
-    if server.context is not None:
+    if server.context is not None and server.context >= _LEAST_WINDOW:
         variables["CLAUDE_CODE_AUTO_COMPACT_WINDOW"] = str(server.context)
     return Setup(variables)
 

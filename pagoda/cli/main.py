@@ -108,7 +108,7 @@ def configure(
 def main(arguments: list[str] | None = None) -> None:
     """Run one command line and exit: 0 done, 2 wrong input, 1 anything else, 130 interrupted. An error is one line."""
     given = sys.argv[1:] if arguments is None else arguments
-    sys.exit(_run(_general_first(given)))
+    sys.exit(_run(_words_only(_general_first(given))))
 
 
 def _general_first(arguments: list[str]) -> list[str]:
@@ -116,6 +116,13 @@ def _general_first(arguments: list[str]) -> list[str]:
     end = arguments.index("--") if "--" in arguments else len(arguments)
     general = [word for word in arguments[:end] if word in ("--debug", "--verbose")]
     return [*general, *(word for word in arguments[:end] if word not in general), *arguments[end:]]
+
+
+def _words_only(arguments: list[str]) -> list[str]:
+    """Return a command line of pull, show or rm without llama.cpp's flags in front of a model, which is a word there."""
+    if {"pull", "show", "rm"}.isdisjoint(arguments[:2]):
+        return arguments
+    return [word for word in arguments if word not in ("-hf", "-hfr", "--hf-repo")]
 
 
 def _run(arguments: list[str]) -> int:

@@ -15,11 +15,16 @@ from pagoda.cli.session import Message, Piece
 _TIMEOUT_S = 600.0
 
 
+def without_v1(url: str) -> str:
+    """Return a server's address without the /v1 at its end, and with the http:// that may be left out."""
+    return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+
+
 class ServerConnection:
-    """Opens routes of a server.   url: with or without /v1 at its end."""
+    """Opens routes of a server.   url: see `without_v1`."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = without_v1(url)
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"

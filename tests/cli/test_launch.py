@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pagoda.cli.launch import CLIENTS
+from pagoda.cli.launch import CLIENTS, Server
 
 KEY = "se\"cret's"
 MODELS = [{"id": "my-model", "max_model_len": 40_000}, {"id": "other"}]
@@ -72,7 +72,7 @@ def variables_of(name: str, url: str, key: str) -> dict[str, str]:
     if name == "claude":
         roles = ("ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL", "ANTHROPIC_DEFAULT_HAIKU_MODEL")
         address = {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": key, "ANTHROPIC_API_KEY": ""}
-        return {**address, **dict.fromkeys(roles, model), "CLAUDE_CODE_AUTO_COMPACT_WINDOW": "40000"}
+        return {**address, **dict.fromkeys(roles, model)}
     goose = {"GOOSE_PROVIDER": "openai", "GOOSE_MODEL": model, "OPENAI_HOST": url, "OPENAI_API_KEY": key}
     goose |= {"OPENAI_BASE_PATH": "v1/chat/completions", "GOOSE_CONTEXT_LIMIT": "40000"}
     return {
@@ -132,6 +132,17 @@ def test_clients_are_listed_with_where_they_are(home: Path) -> None:
     listed = launch(home)
     assert f"claude    Claude Code  {home}/bin/claude\n" in listed.stdout
     assert "codex     Codex        npm install -g @openai/codex\n" in listed.stdout
+
+
+def test_the_address_needs_no_scheme(url: str, home: Path) -> None:
+    shown = launch(home, "qwen", "--url", url.removeprefix("http://"), "--show")
+    assert f"OPENAI_BASE_URL={url}/v1 " in shown.stdout
+
+
+@pytest.mark.parametrize(("context", "window"), [(40_000, None), (131_072, "131072")])
+def test_claude_code_gets_a_window_only_where_it_takes_it(context: int, window: str | None) -> None:
+    setup = CLIENTS["claude"].setup(Server("http://127.0.0.1:8000", "my-model", "none", context))
+    assert setup.environment.get("CLAUDE_CODE_AUTO_COMPACT_WINDOW") == window
 
 
 def test_what_cannot_be_started_says_why(url: str, home: Path) -> None:

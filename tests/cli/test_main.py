@@ -168,6 +168,10 @@ def test_an_app_for_one_command_has_that_command_alone() -> None:
         ("bench throughput --dataset-name random", "use --workload FILE"),
         ("serve x -dp 2", "--data-parallel-size of vLLM is not supported"),
         ("serve x -O3 -cc.mode=3 --no-such", "no such option: --no-such"),
+        ("pull -hf no-such-model", "unknown model 'no-such-model'"),
+        ("models show --hf-repo no-such-model", "unknown model 'no-such-model'"),
+        ("rm -hfr no-such-model", "unknown model 'no-such-model'"),
+        ("cp a b", "pagoda serve MODEL --served-model-name NAME"),
     ],
 )
 def test_commands_and_flags_of_other_programs_are_answered_with_the_way_that_works(

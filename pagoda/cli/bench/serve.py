@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from pagoda.cli.bench.workload import JsonLine, note, random_workload, read_workload, report
+from pagoda.cli.remote import without_v1
 
 
 def bench_serve(
@@ -47,7 +48,7 @@ def bench_serve(
         requests = random_workload(num_prompts, input_len, output_len, vocab, seed)
     if request_rate is not None:
         requests = load.poisson(requests, request_rate, seed)
-    base_url = base_url.rstrip("/").removesuffix("/v1")
+    base_url = without_v1(base_url)
     target = load.Target(
         base_url, model or RemoteSession(base_url, None, api_key).model_name, api_key, ignore_eos, timeout_s
     )
