@@ -332,7 +332,9 @@ def test_hosted_tools_are_left_out_and_named_in_the_header(fake_server: LiveServ
     bodies = {
         "/v1/responses": {"input": "Hi", "max_output_tokens": 3, "tools": [own, {"type": "web_search"}]},
         "/v1/messages": {
-            **{"model": model, "max_tokens": 3, "messages": CHAT["messages"]},
+            "model": model,
+            "max_tokens": 3,
+            "messages": CHAT["messages"],
             "tools": [
                 {"name": "look", "input_schema": {"type": "object"}},
                 {"type": "web_search_20250305", "name": "web_search"},
