@@ -119,7 +119,7 @@ def _general_first(arguments: list[str]) -> list[str]:
 
 
 def _words_only(arguments: list[str]) -> list[str]:
-    """Return a command line of pull, show or rm without llama.cpp's flags in front of a model, which is a word there."""
+    """Return a command line of pull, show or rm without llama.cpp's flags in front of a model: it is a word there."""
     if {"pull", "show", "rm"}.isdisjoint(arguments[:2]):
         return arguments
     return [word for word in arguments if word not in ("-hf", "-hfr", "--hf-repo")]

@@ -65,22 +65,32 @@ def _age_s(model: ServedModel) -> float:
 
 @router.get("/requests/{id:path}", answer=RequestTimeline)
 async def show_request(http: Request) -> Response:
-    """One of these requests, with what happened to it and when; 404 if it is none of the caller's, or long ended."""
-    state, name = state_of(http), http.path_params["id"]
-    viewer = viewer_of(http)
+    """One of these requests, with what happened to it and when; 404 if it is none of the caller's, or long ended.
+
+    The admin key's own are also found by the id that its answers have.
+    """
+    state, viewer, given = state_of(http), viewer_of(http), http.path_params["id"]
     await asyncio.gather(*(one.looks.refresh() for one in state.models.all))
-    details = None
-    if viewer.prefix is not None:
-        found = await state.peers.ask(ServedModels.details, viewer.prefix + name)
-        known = sorted((one for one in found if one is not None), key=lambda one: one.record.arrived_s)
-        details = known[-1] if known else None
-    if details is None:
+    own = prefix_of(request_state(http).caller.key)
+    for name in (given, own + given) if viewer.prefix == "" and own else (given,):
+        if (details := await _details(state, viewer, name)) is not None:
+            break
+    else:
         raise ApiError(404, "no such request: it is none of yours, or has ended and is forgotten", "id")
     model = state.models.of_record(details.record)
     timeline = (await _see(http, model, with_ended=True)).timeline(name, details, time.perf_counter())
     if (miss := await miss_of(state, viewer, details)) is not None:
         timeline.prefix_miss = miss
     return json_response(timeline)
+
+
+async def _details(state: ServerState, viewer: Viewer, name: str) -> RequestDetails | None:
+    """Return what is known of the last request that the viewer calls so, of all processes."""
+    if viewer.prefix is None:
+        return None
+    found = await state.peers.ask(ServedModels.details, viewer.prefix + name)
+    known = [one for one in found if one is not None]
+    return max(known, key=lambda one: one.record.arrived_s, default=None)
 
 
 async def miss_of(state: ServerState, viewer: Viewer, details: RequestDetails) -> PrefixMiss | None:
@@ -136,7 +146,8 @@ async def _frames(http: Request, model: ServedModel) -> AsyncGenerator[bytes, No
     sent: dict[str, list[Any]] = {}
     metrics, num_steps = model.starter.metrics, model.looks.num_steps
     bounds = {"ttft": metrics.ttft.bounds, "itl": metrics.itl.bounds}
-    yield event({"model": model.name, "bounds": bounds, "sees_all": viewer_of(http).prefix == ""})
+    names = [one.name for one in state.models.all]
+    yield event({"model": model.name, "models": names, "bounds": bounds, "sees_all": viewer_of(http).prefix == ""})
     while not (state.drain.is_draining and state.drain.num_held == 0):
         began_s = time.monotonic()
         await model.looks.refresh()
@@ -192,6 +203,7 @@ async def _counts(state: ServerState, model: ServedModel, metrics: ServerMetrics
     stats, tokens = metrics.stats(), counts["tokens"]
     return {
         "now": round(time.perf_counter(), 3),
+        "as_of_s": round(_age_s(model), 1),
         "engine": "draining" if engine == "up" and state.drain.is_draining else engine,
         "restarts": model.num_restarts,
         "prompt_tokens": tokens["prompt"],

@@ -1,6 +1,7 @@
 """Why the prefix cache had no more of a prompt: where the prompt begins to differ from the request it is most like."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -14,7 +15,8 @@ class PrefixMiss(Struct, kw_only=True):
 
     position: of the first token that differs, from 0.   block: which has it, from 0.   like: the other request.
     token_id, token: there, and its text; like_token_id, like_token: those of the other request. Missing where that has
-    no token.   before: the end of the text that both have in front of it.   what: why no more was cached, in words.
+    no token.   before: the end of the text that both have in front of it.   kind, what: why no more was cached, and the
+    same in words.
     """
 
     like: str
@@ -25,6 +27,7 @@ class PrefixMiss(Struct, kw_only=True):
     like_token_id: int | UnsetType = UNSET
     like_token: str | UnsetType = UNSET
     before: str | UnsetType = UNSET
+    kind: Literal["differs", "continues", "other_media", "not_kept"] = "differs"
     what: str
 
 
@@ -56,13 +59,16 @@ def explain_miss(
         miss.before = text_of(tokens.token_ids[max(0, position - _TOKENS_BEFORE) : position].tolist())
     could = min(position - is_end, num_prompt_tokens - 1) // block_size * block_size
     if could > num_cached:
+        miss.kind = "not_kept"
         miss.what = (
             f"its first {position} tokens are those of {like}, of which {num_cached} were cached: the blocks of the "
             "others were not computed yet, or hold something else by now"
         )
     elif is_end:
+        miss.kind = "continues"
         miss.what = f"it goes on where {like} ends, at token {position} (block {miss.block})"
     elif miss.token_id == miss.like_token_id:
+        miss.kind = "other_media"
         miss.what = f"at token {position} (block {miss.block}) it has another image or sound than {like}"
     else:
         miss.what = (

@@ -93,7 +93,7 @@ class Page:
         return self.run(f"document.querySelector({json.dumps(selector)}).textContent")
 
     def press(self, key: str, text: str = "") -> None:
-        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36}
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "Backspace": 8, "End": 35, "Home": 36}
         codes |= {"ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
         facts: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": codes.get(key, 0)}
         self.call("Input.dispatchKeyEvent", type="keyDown", text=text or ("\r" if key == "Enter" else ""), **facts)

@@ -3,13 +3,17 @@
 import hashlib
 import json
 import re
+import typing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from pagoda.core.request import Reason
+from pagoda.engine.outputs import output_processor
 from pagoda.server.pages.files import STATIC
+from pagoda.server.prefix_misses import PrefixMiss
 from tests.server.chromium import Page, browsing
 from tests.server.live import LiveServer
 from tests.server.test_requests import slowed
@@ -35,6 +39,13 @@ def test_both_languages_have_the_same_words() -> None:
     )
     assert english == chinese
     assert len(english) > 60
+
+
+def test_the_reasons_of_the_server_have_chinese_words() -> None:
+    text = (STATIC / "chat" / "words.js").read_text().partition("const zh =")[2]
+    words = set(re.findall(r'"([^"]+)": ["`]', text))
+    kinds = typing.get_args(typing.get_type_hints(PrefixMiss)["kind"])
+    assert words == {*(one.value for one in Reason), output_processor.ADMISSION, output_processor.SEEN, *kinds}
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +130,9 @@ def test_other_answers_and_edits_are_versions(page: Page, fake_server: LiveServe
             f"document.querySelector('.plain').textContent == 'The first of these questions. Edited.' && {IS_DONE}"
         )
         page.wait(f"/Why not more.*it differs from chatcmpl-.*Edited/.test({STATS})")
+        page.run("document.querySelector('.chats .link').click()")
+        page.wait(f"/准入与分词.*从第 \\d+ 个 token（第 \\d+ 块）起与 chatcmpl-.* 不同.*Edited/.test({STATS})")
+        page.run("document.querySelector('.chats .link').click()")
         click(page, "Previous version")
         page.wait("document.querySelectorAll('.versions').length == 2 && !document.body.innerText.includes('Edited')")
         nodes = json.loads(page.run("Object.values(localStorage).find((text) => text.includes('nodes'))"))["nodes"]
@@ -329,6 +343,26 @@ def test_chats_are_exported_deleted_and_imported(page: Page, fake_server: LiveSe
         assert page.run("document.querySelectorAll('.chats li').length") == 2
         page.run("document.querySelector('.chats .title').click()")
         page.wait("document.querySelectorAll('.message').length == 2")
+
+
+def test_a_chat_is_renamed(page: Page, fake_server: LiveServer) -> None:
+    title = "document.querySelector('.chats button.title').textContent.trim()"
+    with answering(page, {"content": "An answer."}), opened(page, fake_server):
+        write(page, "A question.")
+        page.wait(IS_DONE)
+        for text, key, then in (
+            ("Other", "Escape", "A question."),
+            ("A name", "Enter", "A name"),
+            ("", "Enter", "A name"),
+        ):
+            click(page, "Rename", ".chats")
+            page.wait("document.activeElement.matches('input.title')")
+            page.run("document.activeElement.select()")
+            page.call("Input.insertText", text=text) if text else page.press("Backspace")
+            page.press(key)
+            page.wait(f"{title} == {json.dumps(then)}")
+        page.call("Page.reload")
+        page.wait(f"{HAS_MODEL} && {title} == 'A name'")
 
 
 def test_a_full_storage_is_said_and_the_chat_goes_on(page: Page, fake_server: LiveServer) -> None:

@@ -13,8 +13,10 @@ from pagoda.server.pages.files import PAGE_PATHS, STATIC
 from pagoda.server.pages.rules import HEADERS
 from tests.server.chromium import Page, browsing
 from tests.server.live import FAKE_ENGINE, LiveServer, serving
+from tests.server.test_chat_page import HAS_MODEL, IS_DONE, STATS, write
 from tests.server.test_page_rules import ask
 from tests.server.test_requests import slowed, streaming
+from tests.server.test_several_models import TABLES
 
 
 def test_files_open_without_a_key_load_only_from_here_and_hold_no_data(keyed_server: LiveServer) -> None:
@@ -128,7 +130,7 @@ def test_it_says_why_a_request_waits_and_where_its_prompt_differs(page: Page, tm
 
 
 _MANY = """
-const frame = (at) => ({now: at, engine: "up", restarts: 0, prompt_tokens: 10 * at, output_tokens: 20 * at,
+const frame = (at) => ({now: at, as_of_s: 0, engine: "up", restarts: 0, prompt_tokens: 10 * at, output_tokens: 20 * at,
   ttft: [0, at], itl: [0, at], running: 64, waiting: 9936, swapped: 0, in_line: 0, blocks: 4096, free_blocks: 0,
   free_host_blocks: 0, preemptions: 0, prefix_queries: 0, prefix_hits: 0, steps: [], gone: [], cells: [0, 4096],
   host_cells: [], owners: [], others: {running: 0, waiting: 0},
@@ -137,7 +139,7 @@ const fetchReally = window.fetch;
 window.fetch = (path, ...rest) => path != "dashboard/stream" ? fetchReally(path, ...rest) : new Response(
   new ReadableStream({async start(to) {
     const send = (what) => to.enqueue(new TextEncoder().encode(`data: ${JSON.stringify(what)}\\n\\n`));
-    send({model: "m", bounds: {ttft: [1], itl: [1]}, sees_all: true});
+    send({model: "m", models: ["m"], bounds: {ttft: [1], itl: [1]}, sees_all: true});
     for (let at = 1; at < 1000; at++) { send(frame(at)); await new Promise((go) => setTimeout(go, 50)); }
   }}));
 """
@@ -159,6 +161,66 @@ def test_ten_thousand_requests_are_few_elements(page: Page, fake_server: LiveSer
     finally:
         page.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
     assert page.problems == []
+
+
+_SILENT = """
+window.fetch = () => window.cut ? Promise.reject(new TypeError("gone")) : Promise.resolve(new Response(
+  new ReadableStream({start(to) {
+    const frame = {now: 1, as_of_s: 0, engine: "up", restarts: 0, prompt_tokens: 0, output_tokens: 0, ttft: [0],
+      itl: [0], running: 0, waiting: 0, swapped: 0, in_line: 0, blocks: 9, free_blocks: 9, free_host_blocks: 0,
+      preemptions: 0, prefix_queries: 0, prefix_hits: 0, steps: [], gone: [], cells: [0, 9], host_cells: [],
+      owners: [], requests: [], others: {running: 0, waiting: 0}};
+    const first = {model: "m", models: ["m"], bounds: {ttft: [1], itl: [1]}, sees_all: true};
+    const text = [first, frame].map((one) => `data: ${JSON.stringify(one)}\\n\\n`).join("");
+    to.enqueue(new TextEncoder().encode(text));
+    window.cutOff = () => { window.cut = true; to.error(new TypeError("gone")); };
+  }})));
+"""
+
+
+def test_it_says_how_old_its_picture_is_when_nothing_comes(page: Page, fake_server: LiveServer) -> None:
+    page.problems.clear()
+    script = page.call("Page.addScriptToEvaluateOnNewDocument", source=_SILENT)["identifier"]
+    state = "document.querySelector('#engine').textContent"
+    try:
+        page.open(f"{fake_server.url}/dashboard")
+        page.wait(f"/^the server says nothing, as of [\\d.]+ s ago$/.test({state})")
+        page.run("cutOff()")
+        page.wait(f"/^the server cannot be reached, as of [\\d.]+ s ago$/.test({state})")
+        page.run("dispatchEvent(new Event('resize'))")
+        assert not page.run(IS_UP)
+    finally:
+        page.call("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
+    assert page.problems == []
+
+
+def test_with_the_admin_key_of_several_models_each_is_shown_and_the_chat_says_why(page: Page, tmp_path: Path) -> None:
+    page.problems.clear()
+    page.show(1280, 850)
+    (tmp_path / "models.toml").write_text(TABLES)
+    flags = ("--models", str(tmp_path / "models.toml"), "--api-key", "one", "--admin-api-key", "root")
+    with serving(tmp_path, *FAKE_ENGINE[:2], "--num-blocks", "512", *flags) as server:
+        page.open(server.url)
+        page.wait("document.activeElement.name == 'key'")
+        write(page, "root")
+        page.wait(HAS_MODEL)
+        page.run("localStorage.setItem('pagoda-chat-defaults', '{\"max_tokens\": 20}')")
+        for text in ("The first question about the weather.", "The other question about the weather."):
+            page.run("document.querySelector('.new').click()")
+            write(page, text)
+            page.wait(IS_DONE)
+        page.wait(f"/Why not more.*it differs from admin.chatcmpl-.*first/.test({STATS})")
+        page.problems.clear()  # of the key that was missing
+        page.open(f"{server.url}/dashboard")
+        page.wait(f"{IS_UP} && !document.querySelector('#models').hidden")
+        assert page.run("[...document.querySelector('#models').options].map((one) => one.value)") == ["chat", "embed"]
+        page.run("""{ const models = document.querySelector('#models');
+                      models.value = 'embed'; models.dispatchEvent(new Event('change')); }""")
+        chosen = f"{IS_UP} && document.querySelector('#model').textContent == 'embed'"
+        page.wait(chosen)
+        page.call("Page.reload")
+        page.wait(f"{chosen} && document.querySelector('#models').value == 'embed'")
+    assert [one for one in page.problems if "Failed to load" not in one] == []
 
 
 def test_it_goes_on_after_the_engine_was_killed(page: Page, real_server: LiveServer) -> None:

@@ -30,7 +30,7 @@ def test_the_request_that_is_most_like_it_is_named() -> None:
     assert miss is not None
     assert (miss.like, miss.position, miss.block) == ("r3", 9, 2)
     assert (miss.token_id, miss.token, miss.like_token_id, miss.like_token) == (109, "m", 66, "B")
-    assert miss.before == "defghijkl"
+    assert (miss.kind, miss.before) == ("differs", "defghijkl")
     assert miss.what == "it differs from r3 from token 9 on (block 2): 'm' here, 'B' there"
 
 

@@ -162,16 +162,23 @@ def test_it_says_where_a_prompt_differs_from_one_of_the_same_key_only(server: Li
     assert miss.pop("what") == f"it differs from cmpl-m0 from token 38 on {where}"
     assert miss.pop("token") != miss.pop("like_token")
     assert miss.pop("before")
-    assert miss == {"like": "cmpl-m0", "position": 38, "block": 2, "token_id": 1001, "like_token_id": 1000}
+    ids = {"token_id": 1001, "like_token_id": 1000}
+    assert miss == {"like": "cmpl-m0", "position": 38, "block": 2, "kind": "differs", **ids}
     # Equal tokens of another key are neither shared nor told; with the admin key, each key's are its own.
     assert ask("m2", "two", system + tuesday)[:2] == (None, 0)
     assert ask("m3", "one", system + tuesday)[:2] == (None, 48)
     assert get(server, "/requests/2/cmpl-m2", "root")[1].get("prefix_miss") is None
     assert get(server, "/requests/1/cmpl-m1", "root")[1]["prefix_miss"]["like"] == "1/cmpl-m0"
+    # Its own requests the admin key also finds by the id that their answers have.
+    ask("r0", "root", system + monday)
+    assert ask("r1", "root", system + tuesday)[0]["like"] == "admin/cmpl-r0"
+    assert get(server, "/requests/admin/cmpl-r1", "root")[1]["id"] == "admin/cmpl-r1"
+    assert get(server, "/requests/cmpl-m1", "root")[0] == 404
     # What a request has answered is part of what it is compared with; another cache salt is not.
     assert ask("m4", "one", system + monday, cache_salt="x")[:2] == (None, 0)
     miss, num_cached, _ = ask("m5", "one", system + monday + output + [7] * 20)
     assert (miss["what"], num_cached) == ("it goes on where cmpl-m0 ends, at token 73 (block 4)", 64)
+    assert miss["kind"] == "continues"
     assert server.post("/reset_prefix_cache", {}, Authorization="Bearer root")[0] == 200
     miss, _, _ = ask("m6", "one", system + monday)
     assert miss["what"].startswith("its first 53 tokens are those of cmpl-m5, of which 0 were cached")

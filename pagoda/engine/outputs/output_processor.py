@@ -23,8 +23,8 @@ logger = logging.getLogger("pagoda")
 PROMPT_LOGPROBS = "the log-probabilities of the prompt"
 _utf8 = codecs.getincrementaldecoder("utf-8")
 _CLOSED = (b"", 0)  # its state between characters
-_ADMISSION = "admission and tokenizing"
-_SEEN = "the engine to see it"
+ADMISSION = "admission and tokenizing"
+SEEN = "the engine to see it"
 _POSITIONS_AT_ONCE = 64
 """About 1 ms of work with 20 entries each."""
 
@@ -215,7 +215,7 @@ class _RequestState:
         ]
         self.metrics = RequestMetrics(arrival_time=request.arrival_time_s)
         self.scheduler_began_s = 0.0
-        self._waits_for, self._waits_since_s = _ADMISSION, request.arrival_time_s
+        self._waits_for, self._waits_since_s = ADMISSION, request.arrival_time_s
         self._preempted_s: float | None = None  # since when it waits to run again
         self.num_cached_tokens: int | None = None
         self.error: str | None = None
@@ -251,7 +251,7 @@ class _RequestState:
 
     def end_admission(self, now_s: float) -> None:
         self._end_wait(now_s)
-        self._waits_for = _SEEN
+        self._waits_for = SEEN
 
     def _end_wait(self, now_s: float) -> None:
         reasons = self.metrics.queue_reasons

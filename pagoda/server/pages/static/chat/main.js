@@ -19,6 +19,7 @@ const app = {
   running: new Map(),  // id of a conversation -> the controller that stops its answer
   editing: null,
   wanted: "",
+  naming: null,  // the id of the conversation whose title is changed
   showsChats: false,
   showsSettings: false,
   key: null,  // {isWrong, give}: it is asked for
@@ -197,6 +198,13 @@ Object.assign(app.actions, {
   },
   open,
   search: (wanted) => { app.wanted = wanted; draw(); },
+  name: (id) => { app.naming = id; draw(); },
+  rename: (conversation, title) => {
+    app.naming = null;
+    conversation.title = title.trim() || conversation.title;
+    save(conversation);
+    draw();
+  },
   remove: (conversation) => {
     app.running.get(conversation.id)?.abort();
     app.conversations = app.conversations.filter((one) => one !== conversation);

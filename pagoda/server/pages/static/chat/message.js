@@ -68,13 +68,14 @@ function Stats({ node: { stats, id }, words }) {
   const share = stats.prompt ? Math.round(100 * (stats.cached ?? 0) / stats.prompt) : null;
   const short = [words.firstToken(ms(stats.first)), stats.rate && words.rate(stats.rate.toFixed(1)),
     share !== null && words.cached(share)];
-  const reasons = Object.entries(stats.reasons ?? {}).map(([reason, value]) => `${reason} ${ms(value)}`).join(", ");
+  const reasons = Object.entries(stats.reasons ?? {})
+    .map(([reason, value]) => `${words.reasons[reason] ?? reason} ${ms(value)}`).join(", ");
   const { facts } = words, known = [
     [facts.first, ms(stats.first)],
     [facts.queue, stats.queue !== undefined && ms(stats.queue) + (reasons && ` (${reasons})`)],
     [facts.prompt, stats.prompt !== undefined && words.tokens(stats.prompt)],
     [facts.cached, share !== null && `${words.ofPrompt(stats.cached ?? 0, stats.prompt)} (${share} %)`],
-    [facts.why, stats.miss],
+    [facts.why, stats.miss?.what ? words.miss(stats.miss) : stats.miss],  // chats of earlier versions have its words
     [facts.prefill, stats.prefill !== undefined && ms(stats.prefill)],
     [facts.output, stats.output !== undefined && words.tokens(stats.output)],
     [facts.decode, stats.decode !== undefined && ms(stats.decode)],

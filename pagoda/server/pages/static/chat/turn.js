@@ -94,5 +94,5 @@ async function explain(node) {
   stats.prompt ??= known.prompt_tokens;
   stats.cached ??= known.cached_tokens;
   stats.output ??= known.output_tokens;
-  if (known.prefix_miss) stats.miss = known.prefix_miss.what;
+  if (known.prefix_miss) stats.miss = known.prefix_miss;
 }

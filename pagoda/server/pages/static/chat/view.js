@@ -39,9 +39,11 @@ function Chats({ app }) {
     ${conversations.length > 5 && html`<input type="search" placeholder=${words.search} aria-label=${words.search}
       value=${wanted} onInput=${(event) => actions.search(event.target.value)} />`}
     <ul>${shown.map((one) => html`<li key=${one.id} class=${one === current ? "current" : ""}>
-      <button type="button" class="title" aria-current=${one === current ? "page" : null} title=${one.title}
+      ${one.id === app.naming ? html`<${Title} app=${app} conversation=${one} />` : html`<button type="button"
+        class="title" aria-current=${one === current ? "page" : null} title=${one.title}
         onClick=${() => actions.open(one)}>${app.running.has(one.id) && html`<i class="busy"></i>`}
-        ${one.title || words.untitled}</button>
+        ${one.title || words.untitled}</button>`}
+      <${IconButton} name="edit" label=${words.rename} onClick=${() => actions.name(one.id)} />
       <${IconButton} name="save" label=${words.exportOne} onClick=${() => actions.exportFile([one])} />
       <${IconButton} name="remove" label=${words.remove} onClick=${() => actions.remove(one)} /></li>`)}</ul>
     <footer>
@@ -53,6 +55,21 @@ function Chats({ app }) {
         <button type="button" class="link" lang=${app.otherCode} onClick=${actions.switchLanguage}>
           ${words.other}</button></p>
     </footer></nav>`;
+}
+
+// The title of a conversation while it is changed: Enter and a click elsewhere keep it, Escape does not.
+class Title extends Component {
+  componentDidMount() { this.element.select(); }
+  render({ app: { words, actions }, conversation }) {
+    const press = (event) => {
+      if (event.key === "Escape") event.target.value = conversation.title;
+      if (!["Enter", "Escape"].includes(event.key) || event.isComposing) return;
+      event.stopPropagation();
+      event.target.blur();
+    };
+    return html`<input class="title" ref=${this.hold} aria-label=${words.rename} defaultValue=${conversation.title}
+      maxlength="80" onKeyDown=${press} onBlur=${(event) => actions.rename(conversation, event.target.value)} />`;
+  }
 }
 
 function Bar({ app }) {

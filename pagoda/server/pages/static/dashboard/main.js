@@ -8,6 +8,7 @@ import { VirtualList } from "./list.js";
 const POINTS = 240;  // two minutes, two per second
 const WINDOW = 6;  // frames over which rates and times are taken
 const STRIP_S = 4;
+const OLD_S = 3;  // the server says something twice per second
 const byId = (id) => document.getElementById(id);
 const count = new Intl.NumberFormat("en").format;
 const rate = (value) => (value === null ? "–" : count(Math.round(value)));
@@ -21,7 +22,7 @@ const age = (value) => {
 };
 
 const requests = new Map();
-let frames = [], steps = [], series = {}, bounds = {}, seesAll = false, last = null;
+let frames = [], steps = [], series = {}, bounds = {}, seesAll = false, last = null, lastMs = 0, lost = "";
 
 const list = new VirtualList(byId("list"), byId("space"), fillRow, showDetail);
 
@@ -46,6 +47,9 @@ function onFirst(first) {
   bounds = first.bounds;
   seesAll = first.sees_all;
   byId("model").textContent = byId("model").title = first.model;
+  byId("model").hidden = first.models.length > 1;
+  byId("models").hidden = first.models.length < 2;
+  byId("models").replaceChildren(...first.models.map((name) => new Option(name, name, false, name === first.model)));
   byId("ask").hidden = true;
   requests.clear();
   frames = [];
@@ -61,6 +65,8 @@ function onFrame(frame) {
   steps = [...steps, ...frame.steps].slice(-1024);
   frames = [...frames, frame].slice(-WINDOW);
   last = frame;
+  lastMs = performance.now();
+  lost = "";
   addPoints(frames[0], frame);
   draw();
 }
@@ -101,7 +107,7 @@ function quantile(counts, limits, share) {
 function draw() {
   if (!last || document.hidden) return;
   const frame = last, newest = (name) => series[name].at(-1) ?? null;
-  showEngine(frame.engine, frame.restarts ? `${frame.engine}, ${frame.restarts} restarts` : frame.engine);
+  showState();
   byId("now-output").textContent = rate(newest("output"));
   byId("now-prompt").textContent = rate(newest("prompt"));
   for (const name of ["ttft", "itl"]) {
@@ -132,6 +138,15 @@ function draw() {
   const wanted = byId("filter").value.trim().toLowerCase(), all = [...requests.values()];
   list.set(wanted ? all.filter((item) => item.id.toLowerCase().includes(wanted) || item.state.includes(wanted) ||
     item.why.toLowerCase().includes(wanted)) : all);
+}
+
+// What the engine does, and how old that is, if it is not new.
+function showState() {
+  if (!last || !byId("ask").hidden) return;
+  const silent = (performance.now() - lastMs) / 1e3, isOld = lost || silent > OLD_S;
+  const restarts = last.restarts ? `, ${last.restarts} restarts` : "";
+  const seconds = isOld ? silent : last.as_of_s, ago = isOld || seconds > OLD_S ? `, as of ${age(seconds)} ago` : "";
+  showEngine(isOld ? "gone" : last.engine, (isOld ? lost || "the server says nothing" : last.engine + restarts) + ago);
 }
 
 function showEngine(state, text) {
@@ -178,11 +193,17 @@ document.addEventListener("keydown", (event) => {
 document.addEventListener("visibilitychange", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 addEventListener("resize", draw);
+setInterval(showState, 1000);
 
-follow("dashboard/stream", {
+// The address names the model, so that a reload and a link lead to it.
+const again = follow(() => `dashboard/stream${location.hash && `?model=${location.hash.slice(1)}`}`, {
   first: onFirst,
   frame: onFrame,
-  lost: (reason) => showEngine("gone", reason),
+  lost: (reason) => {
+    lost = reason;
+    showEngine("gone", reason);
+    showState();
+  },
   key: (isWrong) => new Promise((resolve) => {
     showEngine("starting", "needs a key");
     byId("wrong").textContent = isWrong ? "The server does not know this key." : "";
@@ -196,3 +217,6 @@ follow("dashboard/stream", {
     };
   }),
 });
+
+byId("models").addEventListener("change", (event) => { location.hash = encodeURIComponent(event.target.value); });
+addEventListener("hashchange", again);

@@ -5,11 +5,20 @@ import { forgetKey, hasKey, headers } from "../common/key.js";
 const RETRY_MS = 1000;
 
 // Calls on.first, on.frame for what the server sends, on.key when it wants a key (and waits for the promise that this
-// returns), on.lost(reason) when it cannot be reached. Connects again until the page is closed.
-export async function follow(path, on) {
+// returns), on.lost(reason) when it cannot be reached. Connects again until the page is closed. Returns what connects
+// at once, to the `address()` of then.
+export function follow(address, on) {
+  let current = null;
+  keepConnected(address, on, (controller) => { current = controller; });
+  return () => current.abort();
+}
+
+async function keepConnected(address, on, onConnect) {
   for (;;) {
+    const controller = new AbortController(), { signal } = controller;
+    onConnect(controller);
     try {
-      const response = await fetch(path, { headers: headers(), cache: "no-store" });
+      const response = await fetch(address(), { headers: headers(), cache: "no-store", signal });
       if (response.status === 401) {
         const isWrong = hasKey();
         forgetKey();
@@ -20,6 +29,7 @@ export async function follow(path, on) {
       await readEvents(response.body, on);
       on.lost("the server has ended its stream");
     } catch (error) {
+      if (signal.aborted) continue;
       on.lost(error instanceof TypeError ? "the server cannot be reached" : error.message);
     }
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
