@@ -178,12 +178,12 @@ def busy_server(server: Server) -> dict[str, Any]:
 
 
 def small_pool(server: Server, name: str) -> dict[str, Any]:
-    """Two requests that do not fit together, under a trace."""
+    """Two requests that do not fit together, under a trace; the first goes on for long enough to be seen."""
     trace: list[Any] = []
     answers: list[Any] = []
     with at_once(
         lambda: trace.append(server.get("/trace?seconds=20", ADMIN)),
-        lambda: server.complete("first", tokens(200), max_tokens=450),
+        lambda: server.complete("first", tokens(200), max_tokens=780),
         lambda: answers.append(server.complete("second", tokens(200, 2000), max_tokens=450, return_timings=True)),
     ):
         waits = server.row("cmpl-second", lambda row: row["state"] == "preempted" and "held by" in row["reason"])
@@ -240,7 +240,7 @@ def run(folder: Path) -> dict[str, Any]:
     for seed, name in enumerate(("poet", "clerk")):
         make_adapter(folder / name, resolve_model(ModelConfig(model=MODEL)), rank=64, seed=seed)
     keys = ("--api-key", ONE, "--api-key", TWO, "--admin-api-key", ADMIN)
-    pool = ("--num-blocks", "64", "--max-model-len", "900", *keys)
+    pool = ("--num-blocks", "64", "--max-model-len", "1000", *keys)
     modules = [word for name in ("poet", "clerk") for word in ("--lora-modules", f"{name}={folder / name}")]
     lora = ("--enable-lora", "--max-lora-rank", "64", "--max-loras", "1", "--max-cpu-loras", "1", *modules)
     limits = ("--max-num-seqs", "3", "--max-num-batched-tokens", "256", "--server-limits.max-requests-per-key", "3")
