@@ -94,7 +94,7 @@ FLAGS: Mapping[str, str] = {
     "--headless": "a server on several machines is started on one of them: --distributed-executor-backend ray",
     # Ollama
     "--format": _IN_REQUEST,
-    "--keepalive": "a server keeps its model until it ends; leave it out",
+    "--keepalive": "leave it out: a server keeps its only model, and of several those that fit in --max-models-memory",
     "--think": "chat_template_kwargs of a request; --default-chat-template-kwargs of pagoda serve",
 }
 """Flags -> the flag here, or the way that works."""

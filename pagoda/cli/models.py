@@ -215,7 +215,11 @@ def _loaded(server: Any) -> list[dict[str, Any]]:
     found = _answer(server, "/api/ps")
     if found is not None and "models" in found:
         return found["models"]
-    return [{"name": one["id"], "context_length": one.get("max_model_len")} for one in served_models(server)]
+    return [
+        {"name": one["id"], "context_length": one.get("max_model_len")}
+        for one in served_models(server)
+        if one.get("status", {}).get("value", "loaded") == "loaded"
+    ]
 
 
 def _answer(server: Any, path: str) -> dict[str, Any] | None:

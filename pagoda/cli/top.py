@@ -73,8 +73,9 @@ def look_at(server: ServerConnection) -> Look:
         raise ConfigError(f"{server.url}/metrics: {error}") from None
     values: dict[str, float] = {}
     for name, value in _SAMPLE.findall(text):
-        name = name.removeprefix("vllm:")
-        values[name] = values.get(name, 0.0) + float(value)
+        name, had = name.removeprefix("vllm:"), values.get(name.removeprefix("vllm:"), 0.0)
+        # Of several models, or engines: what they do together, and the fullest cache.
+        values[name] = max(had, float(value)) if name.endswith("_perc") else had + float(value)
     if not values:
         raise ConfigError(f"{server.url}/metrics has no metrics of vLLM's names (vllm:...)")
     try:

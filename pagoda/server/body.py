@@ -28,12 +28,13 @@ NumTop = Annotated[int, Meta(ge=-1, le=1000)]
 """Log-probabilities per token; -1: as many as the server allows."""
 
 if TYPE_CHECKING:
-    Flag = bool
-    Priority = int
+    T = typing.TypeVar("T")
+    OrDefault = Annotated[T, ""]
 else:
     # null means the default: Body replaces it, so that readers never see None.
-    Flag = bool | None
-    Priority = Int32 | None
+    OrDefault = typing.Optional
+Flag = OrDefault[bool]
+Priority = OrDefault[Int32]
 
 _WORDS = "words"
 _LONGEST_WORD = 64

@@ -11,7 +11,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.answers.chat_answers import text_of_content
 from pagoda.engine.images.source import take_images
-from pagoda.server.body import Body, Name, items_of, one_of
+from pagoda.server.body import Body, Name, OrDefault, items_of, one_of
 from pagoda.server.thinking import Thinking
 
 
@@ -97,7 +97,7 @@ class Tool(Body, kw_only=True, frozen=True):
     """
 
     function: ToolFunction
-    type: Annotated[str, one_of("function")] = "function"
+    type: OrDefault[Annotated[str, one_of("function")]] = "function"
 
 
 Tools = Annotated[list[dict[str, Any]], items_of(Tool)]

@@ -14,7 +14,7 @@ from pagoda.base.pooling import TASKS, PoolingParams, PoolingTask
 from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.inputs.pooling_inputs import instruction_of, with_instruction
 from pagoda.engine.inputs.prompts import Prompt
-from pagoda.server.body import Flag, TokenId, UnservedField, as_list, check_alike, one_of
+from pagoda.server.body import Flag, OrDefault, TokenId, UnservedField, as_list, check_alike, one_of
 from pagoda.server.conversation import Conversation, Messages, check_chat
 from pagoda.server.pooling import Pooled, PooledList, PoolingBody, PoolingCall, call_of, read_call
 from pagoda.server.render import render_chat
@@ -109,9 +109,9 @@ class VectorBody(InputBody, kw_only=True, frozen=True):
     """
 
     unserved = _TYPE_OF_VECTORS
-    encoding_format: Annotated[str, one_of("float", "base64")] = "float"
-    embed_dtype: Annotated[str, one_of("float32", "float16", "bfloat16")] = "float32"
-    endianness: Annotated[str, one_of("native", "little", "big")] = "native"
+    encoding_format: OrDefault[Annotated[str, one_of("float", "base64")]] = "float"
+    embed_dtype: OrDefault[Annotated[str, one_of("float32", "float16", "bfloat16")]] = "float32"
+    endianness: OrDefault[Annotated[str, one_of("native", "little", "big")]] = "native"
     dimensions: Count | None = None
     normalize: bool | None = None
     use_activation: bool | None = None

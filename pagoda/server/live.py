@@ -49,7 +49,9 @@ async def list_requests(http: Request) -> Response:
     models = state.models.all
     await asyncio.gather(*(one.looks.refresh() for one in models))
     each, now_s = [await _see(http, one, with_ended=True) for one in models], time.perf_counter()
-    data = [one for seen in each for one in seen.live(now_s)] + [one for seen in each for one in seen.ended(now_s)]
+    live = sorted((one for seen in each for one in seen.live(now_s)), key=lambda one: -one.age_s)
+    ended = sorted((pair for seen in each for pair in seen.ended(now_s)), key=lambda pair: -pair[0])
+    data = [*live, *(one for _, one in ended)]
     others = [seen.others for seen in each]
     hidden = OtherRequests(sum(one.running for one in others), sum(one.waiting for one in others))
     in_line = (await state.admission.read_counts()).num_in_line

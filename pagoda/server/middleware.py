@@ -24,6 +24,7 @@ from pagoda.base.server_config import MAX_HELD_BODY_BYTES, MAX_UPLOAD_BYTES, Ser
 from pagoda.process.logs import FIELDS
 from pagoda.server.admission import Refusal
 from pagoda.server.errors import CLIENT_CLOSED, ErrorForm, error_body, error_response
+from pagoda.server.request_starter import BATCH
 from pagoda.server.request_state import ADMIN, Caller, RequestState, request_state
 from pagoda.server.routing import HEALTH_PATHS, OPEN_PATHS
 from pagoda.server.server_timing import HEADER, REQUEST_HEADER, server_timing
@@ -354,7 +355,8 @@ def _timing(state: RequestState) -> bytes:
 
 
 def _log(scope: Scope, state: RequestState, method: str, status: int, duration_s: float) -> None:
-    level = logging.DEBUG if status < 400 and scope["path"] in _PROBED else logging.INFO
+    is_quiet = status < 400 and (scope["path"] in _PROBED or BATCH in scope)  # a batch may have 100,000 lines
+    level = logging.DEBUG if is_quiet else logging.INFO
     if not access_log.isEnabledFor(level):
         return
     fields = {

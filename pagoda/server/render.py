@@ -22,7 +22,7 @@ from pagoda.server.request_state import request_state
 from pagoda.server.sending import cancel_on_disconnect
 from pagoda.server.served_model import ServedModel
 from pagoda.server.tool_choice import ToolUse
-from pagoda.server.turn import TurnRequest
+from pagoda.server.turn import TurnRequest, naming_conversation
 
 
 async def render_chat(
@@ -89,8 +89,13 @@ async def render(http: Request, model: ServedModel, request: TurnRequest) -> lis
     """Return the prompts of a turn. Raises ApiError, RequestError for what the model or the server lacks."""
     if request.conversation is None:
         return [Rendered(prompt, request.params) for prompt in request.prompts]
-    conversations = (request.conversation, *request.more_conversations)
-    return [await _render(http, model, conversation, request.params) for conversation in conversations]
+    if not request.more_conversations:
+        return [await _render(http, model, request.conversation, request.params)]
+    rendered: list[Rendered] = []
+    for at, conversation in enumerate((request.conversation, *request.more_conversations)):
+        with naming_conversation(at):
+            rendered.append(await _render(http, model, conversation, request.params))
+    return rendered
 
 
 async def _render(http: Request, model: ServedModel, conversation: Conversation, plain: SamplingParams) -> Rendered:

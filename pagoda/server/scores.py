@@ -11,7 +11,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.pooling import PoolingTask
 from pagoda.base.request_limits import RequestLimits
 from pagoda.engine.inputs.scoring import PairOptions, Scoring
-from pagoda.server.body import Body, Flag, as_list
+from pagoda.server.body import Body, Flag, OrDefault, as_list
 from pagoda.server.pooling import Pooled, PooledList, PoolingBody, PoolingCall, PoolingUsage, read_call
 from pagoda.server.routing import Router
 from pagoda.server.sending import cancel_on_disconnect
@@ -159,7 +159,7 @@ class RerankRequest(PairBody, kw_only=True, frozen=True):
     documents: list[str | RerankDocument]
     top_n: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     return_documents: Flag = True
-    max_tokens_per_doc: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
+    max_tokens_per_doc: OrDefault[Annotated[int, Meta(ge=0, le=2**31 - 1)]] = 0
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)

@@ -154,10 +154,10 @@ class SeenRequests:
         for name, record, place in self._live:
             yield self._seen(name, record, place, now_s)
 
-    def ended(self, now_s: float) -> Iterator[SeenRequest]:
-        """Iterate over those that have ended, the last first."""
+    def ended(self, now_s: float) -> Iterator[tuple[float, SeenRequest]]:
+        """Iterate over those that have ended, the last first, and when each did."""
         for name, record in reversed(self._ended):
-            yield SeenRequest(**_of_ended(name, record, now_s))
+            yield record.ended_s or 0.0, SeenRequest(**_of_ended(name, record, now_s))
 
     def timeline(self, name: str, details: RequestDetails, now_s: float) -> RequestTimeline:
         """Return the timeline of one of the viewer's requests, which calls it `name`."""

@@ -17,7 +17,7 @@ from pagoda.engine.transcription.formats import as_object, as_srt, as_vtt
 from pagoda.engine.transcription.piece import Decoding
 from pagoda.engine.transcription.sound import claimed_bytes, read_sound
 from pagoda.engine.transcription.transcriber import Transcription, TranscriptionOptions
-from pagoda.server.body import Body, Flag, one_of
+from pagoda.server.body import Body, Flag, OrDefault, one_of
 from pagoda.server.errors import ApiError
 from pagoda.server.forms import read_form
 from pagoda.server.generation import Generation
@@ -50,8 +50,8 @@ class _SoundForm(Body, kw_only=True, frozen=True):
     file: Annotated[str, Meta(extra_json_schema={"format": "binary"})]
     model: Annotated[str, Meta(max_length=256)] | None = None
     prompt: Text | None = None
-    response_format: Format = "json"
-    temperature: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    response_format: OrDefault[Format] = "json"
+    temperature: OrDefault[Annotated[float, Meta(ge=0, le=1)]] = 0.0
 
 
 class TranslationRequest(_SoundForm, kw_only=True, frozen=True):
@@ -73,10 +73,10 @@ class TranscriptionRequest(_SoundForm, kw_only=True, frozen=True):
     stream: Flag = False
     chunking_strategy: Annotated[str, one_of("auto")] | None = None
     vad: Annotated[str, Meta(max_length=64)] | None = field(default=None, name="chunking_strategy[type]")
-    granularities: list[Annotated[str, Meta(max_length=64)]] = field(
-        default_factory=list, name="timestamp_granularities[]"
+    granularities: OrDefault[tuple[Annotated[str, Meta(max_length=64)], ...]] = field(
+        default=(), name="timestamp_granularities[]"
     )
-    include: list[Annotated[str, Meta(max_length=64)]] = field(default_factory=list, name="include[]")
+    include: OrDefault[tuple[Annotated[str, Meta(max_length=64)], ...]] = field(default=(), name="include[]")
 
     def check(self, limits: RequestLimits) -> None:
         if self.vad not in (None, "server_vad"):

@@ -5,11 +5,12 @@ the turn in between.
 """
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, ValidationError
 
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import CompletionOutput, RequestOutput
@@ -76,6 +77,16 @@ def naming_fields(origin: Callable[[str], str]) -> Iterator[None]:
         if message == known.message:
             raise
         raise ApiError(known.status, message, param, known.retry_after_s) from None
+
+
+@contextlib.contextmanager
+def naming_conversation(at: int) -> Iterator[None]:
+    """Have errors about messages say in which conversation of several they are."""
+    try:
+        with naming_fields(lambda param: re.sub("^messages", f"messages[{at}]", param)):
+            yield
+    except ValidationError as error:
+        raise ValidationError(str(error).replace("$.messages", f"$.messages[{at}]", 1)) from None
 
 
 class ReasoningDelta(Struct):

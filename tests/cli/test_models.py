@@ -179,12 +179,17 @@ def test_rm_of_a_wheel_and_of_what_is_not_in_the_cache(tmp_path: Path, capsys: p
 
 
 def test_ps_of_a_server_with_openais_routes_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    models = (
+        b'{"data": [{"id": "some-model", "max_model_len": 4096}, {"id": "not-loaded", "status": {"value": "unloaded"}},'
+        b' {"id": "loaded", "status": {"value": "loaded"}}]}'
+    )
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             is_known = self.path == "/v1/models"
             self.send_response(200 if is_known else 404)
             self.end_headers()
-            self.wfile.write(b'{"data": [{"id": "some-model", "max_model_len": 4096}]}' if is_known else b"{}")
+            self.wfile.write(models if is_known else b"{}")
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -193,5 +198,6 @@ def test_ps_of_a_server_with_openais_routes_alone(capsys: pytest.CaptureFixture[
         threading.Thread(target=server.serve_forever, daemon=True).start()
         printed = run(capsys, "ps", "--url", f"http://127.0.0.1:{server.server_port}")
         server.shutdown()
-    assert printed.splitlines()[1].split() == ["some-model", "?", "4,096"]
+    names = [line.split() for line in printed.splitlines()[1:]]
+    assert names == [["some-model", "?", "4,096"], ["loaded", "?", "?"]]
     assert "is the server running?" in fails(capsys, "ps", "--url", "http://127.0.0.1:1")

@@ -33,8 +33,9 @@ def test_each_conversation_has_the_answer_that_it_has_alone(real_server: LiveSer
     [
         ({"messages": []}, "messages"),
         ({"messages": CONVERSATIONS[0]}, "messages[0]"),
-        ({"messages": [[{"content": "x"}]]}, "messages[0].role"),
-        ({"messages": [CONVERSATIONS[0], []]}, "messages"),
+        ({"messages": [[{"content": "x"}]]}, "messages[0][0].role"),
+        ({"messages": [CONVERSATIONS[0], [{"content": "x"}]]}, "messages[1][0].role"),
+        ({"messages": [CONVERSATIONS[0], []]}, "messages[1]"),
         ({"messages": [CONVERSATIONS[0]] * 5000}, "messages"),
         ({"messages": [[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]]}, "messages"),
         ({"stream": True}, "stream"),

@@ -114,7 +114,7 @@ def test_a_line_that_cannot_be_sent_is_an_error_line(
 
 def test_bodies_are_sent_as_they_are_written(tmp_path: Path) -> None:
     """Also after a mark of UTF-8, blank lines, with ends of lines of Windows, and without an end of the last one."""
-    odd = '{"body": { "a" : 1e2,  "b":"\\u00e9" } , "custom_id":"x","method":"POST","url":"https://host/v1/score/"}'
+    odd = '{"body": { "a" : 1e2,  "b":"\\u00e9" } , "custom_id":"x","method":"POST","url":"http://host:1/v1/score/"}'
     path = write_input(tmp_path, b"\xef\xbb\xbf" + odd.encode() + b"\r\n", b"\r\n", "", line_of("last").encode())
     seen: dict[int, bytes] = {}
 

@@ -4,12 +4,14 @@ import asyncio
 import base64
 import json
 import random
+import typing
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
-from msgspec import Struct
+from msgspec import UNSET, Struct
 from starlette.requests import Request
 
 from pagoda.base.errors import RequestError
@@ -22,6 +24,7 @@ from pagoda.server.body import Body, words_of
 from pagoda.server.body_reader import BodyReader, parse_body
 from pagoda.server.dialects.chat import ChatCompletionRequest
 from pagoda.server.dialects.completions import CompletionRequest
+from pagoda.server.embeddings import EmbeddingRequest
 from pagoda.server.operations import AbortRequest
 from pagoda.server.request_state import RequestState
 from pagoda.server.routing import json_schemas, parts_of
@@ -172,6 +175,23 @@ BODIES = dict.fromkeys(one.body for one in ENDPOINTS if one.body is not None)
 def test_every_field_of_a_body_is_explained(kind: type[Body]) -> None:
     fields = json_schemas(ENDPOINTS)[kind.__name__]["properties"]
     assert [name for name, described in fields.items() if not described.get("description")] == []
+
+
+@pytest.mark.parametrize("kind", [*BODIES, *parts_of(BODIES)])
+def test_null_is_as_if_a_field_was_not_given(kind: type[Body]) -> None:
+    for field in msgspec.structs.fields(kind):
+        if not field.required and field.default is not UNSET:
+            hint = typing.get_type_hints(kind, include_extras=True)[field.name]
+            assert msgspec.convert(None, hint) is None, field.name
+            assert field.default is None or issubclass(kind, Body), field.name  # a Body puts the default in its place
+            assert field.default_factory is msgspec.NODEFAULT, field.name
+
+
+def test_null_becomes_the_default() -> None:
+    fields: dict[str, Any] = {"input": "x", "encoding_format": None, "embed_dtype": None, "endianness": None}
+    body = parse_body(json.dumps(fields).encode(), EmbeddingRequest, LIMITS)
+    assert (body.encoding_format, body.embed_dtype, body.endianness) == ("float", "float32", "native")
+    assert "got 'x'" in str(refused(EmbeddingRequest, {"input": "x", "encoding_format": "x"}))
 
 
 def test_a_body_that_would_be_slow_to_decode_is_refused() -> None:

@@ -6,9 +6,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
+from pagoda.server.dialects.cache_diagnosis import digest
+from pagoda.server.dialects.messages_bodies import InputMessage, ToolParam
 from tests.engine.inputs.test_sampled_messages import TEMPLATE
 from tests.server.live import LiveServer
 from tests.server.test_tools import TOOLS, scripted_server
@@ -114,6 +117,23 @@ def test_what_responses_encrypt_is_what_was_sampled(server: LiveServer) -> None:
     assert usage is not None
     assert second is not None
     assert second.input_tokens_details.cached_tokens >= least(usage.input_tokens, usage.output_tokens)
+
+
+def test_a_mark_that_moves_is_no_change_of_a_message() -> None:
+    """Clients put `cache_control` at another block in each turn; it changes no token."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    block = {"type": "text", "text": "Why?"}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "4"}
+    alike: list[tuple[type, list[dict[str, Any]]]] = [
+        (InputMessage, [{"role": "user", "content": content} for content in ("Why?", [block], [block | mark])]),
+        (InputMessage, [{"role": "user", "content": [one]} for one in (result, result | mark | {"content": [block]})]),
+        (ToolParam, [{"name": "weather", "input_schema": {}}, {"name": "weather", "input_schema": {}, **mark}]),
+    ]
+    alike[1][1][1]["content"][0]["content"][0] = {"type": "text", "text": "4", **mark}
+    for kind, written in alike:
+        assert len({digest(msgspec.convert(one, kind)) for one in written}) == 1
+    tools = [{"name": "x", "input_schema": {"properties": properties}} for properties in ({}, mark)]
+    assert len({digest(msgspec.convert(tool, ToolParam)) for tool in tools}) == 2  # an argument of this name
 
 
 def test_anthropics_diagnostics_say_what_has_changed(server: LiveServer) -> None:

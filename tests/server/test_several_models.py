@@ -127,6 +127,10 @@ def test_requests_tell_their_model(server: LiveServer) -> None:
     assert (seen["chatcmpl-told"], seen["embd-embedded"]) == ("chat", "embed")
     for name, model in seen.items():
         assert json.loads(server.get(f"/requests/{name}")[1])["model"] == model
+    server.post("/v1/chat/completions", chat("chat", request_id="last"))
+    server.wait_idle()
+    ended = [one["id"] for one in json.loads(server.get("/requests")[1])["data"][:3]]
+    assert ended == ["chatcmpl-last", "embd-embedded", "chatcmpl-told"]  # the last first, of whichever model
 
 
 def test_an_abort_finds_the_requests_of_each_model(server: LiveServer) -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ PATHS = (
 )
 """Routes that a line may ask for."""
 _CHATS = ("/v1/chat/completions", "/v1/responses")
-_HOST = "https://"
+_HOST = re.compile(r"^https?://[^/]*")
 _MARK = b"\xef\xbb\xbf"  # begins UTF-8 files of some editors
 _ID = "batch_req_"
 _BEGIN = b'{"id":"' + _ID.encode()
@@ -190,8 +191,7 @@ def _error_of(fields: _Fields, asked: _Asked) -> LineError | None:
 
 def _path_of(url: str) -> str:
     """Return the path of a URL, which may begin with any server's address."""
-    path = f"/{url.removeprefix(_HOST).partition('/')[2]}" if url.startswith(_HOST) else url
-    return path.rstrip("/")
+    return _HOST.sub("", url).rstrip("/")
 
 
 def _show(value: object) -> str:

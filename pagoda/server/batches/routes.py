@@ -15,7 +15,7 @@ from pagoda.server.batches.files import AgeSeconds, as_json, ends_of
 from pagoda.server.batches.lines import PATHS
 from pagoda.server.batches.records import Batch, RequestCounts
 from pagoda.server.batches.service import FileLimits, FileService
-from pagoda.server.body import Body, one_of
+from pagoda.server.body import Body, OrDefault, one_of
 from pagoda.server.routing import Router
 from pagoda.server.state import state_of
 from pagoda.server.stored.asking import NOT_FOUND, not_found, owner_of
@@ -36,7 +36,7 @@ class OutputAge(Body, kw_only=True, frozen=True):
     """
 
     seconds: AgeSeconds
-    anchor: Annotated[str, one_of("created_at")] = "created_at"
+    anchor: OrDefault[Annotated[str, one_of("created_at")]] = "created_at"
 
 
 class BatchRequest(Body, kw_only=True, frozen=True):
@@ -51,7 +51,7 @@ class BatchRequest(Body, kw_only=True, frozen=True):
 
     input_file_id: Annotated[str, Meta(max_length=256)]
     endpoint: Annotated[str, one_of(*PATHS)]
-    completion_window: Annotated[str, Meta(max_length=16)] = "24h"
+    completion_window: OrDefault[Annotated[str, Meta(max_length=16)]] = "24h"
     metadata: Metadata | None = None
     output_expires_after: OutputAge | None = None
 

@@ -56,8 +56,22 @@ class Fingerprint(Struct, frozen=True, array_like=True):
     num_output_tokens: int = 0
 
 
-def digest(value: Any) -> bytes:
-    return hashlib.blake2b(_encode(value), digest_size=8).digest()
+def digest(part: Any) -> bytes:
+    """Return a digest of a part of a body, equal for parts that are read as the same prompt."""
+    return hashlib.blake2b(_encode(_bare(msgspec.to_builtins(part))), digest_size=8).digest()
+
+
+def _bare(part: Any) -> Any:
+    """Return a part without what says how long to cache it, and a text as the block that it stands for."""
+    if isinstance(part, list):
+        return [_bare(one) for one in part]
+    if not isinstance(part, dict):
+        return part
+    bare = {name: value for name, value in part.items() if value is not None and name != "cache_control"}
+    if "content" in bare:
+        content = bare["content"]
+        bare["content"] = [{"type": "text", "text": content}] if isinstance(content, str) else _bare(content)
+    return bare
 
 
 class Diagnosis:

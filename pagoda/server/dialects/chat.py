@@ -11,8 +11,9 @@ from starlette.responses import Response
 from pagoda.base.errors import RequestError
 from pagoda.base.outputs import CompletionOutput, Logprob
 from pagoda.base.request_limits import RequestLimits
+from pagoda.engine.answers.chat_answers import text_of_content
 from pagoda.engine.images.source import take_images
-from pagoda.server.body import Body, Flag, NumTop, TokenCount, one_of
+from pagoda.server.body import Body, Flag, NumTop, OrDefault, TokenCount, one_of
 from pagoda.server.conversation import Conversation, Messages, Tools, check_chat, check_named
 from pagoda.server.dialects.openai import (
     ChunkedAnswer,
@@ -33,7 +34,7 @@ from pagoda.server.routing import Router
 from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState
 from pagoda.server.thinking import Thinking
-from pagoda.server.turn import CallDelta, Piece, Turn, TurnRequest
+from pagoda.server.turn import CallDelta, Piece, Turn, TurnRequest, naming_conversation
 
 router = Router()
 
@@ -48,7 +49,7 @@ class NamedTool(Body, kw_only=True, frozen=True):
     """
 
     function: dict[str, str]
-    type: Annotated[str, one_of("function")] = "function"
+    type: OrDefault[Annotated[str, one_of("function")]] = "function"
 
 
 class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
@@ -151,9 +152,12 @@ class BatchChatRequest(ChatCompletionRequest, kw_only=True, frozen=True):
         for name, values in {**neutral, "prompt_logprobs": (None,)}.items():
             if getattr(self, name) not in values:
                 raise RequestError(f"{name}: is not for batches; send each conversation on its own", name)
-        self.each[0].check(limits)
-        for messages in self.messages[1:]:
-            check_chat(limits, messages, None, None, None)
+        for at, messages in enumerate(self.messages):
+            with naming_conversation(at):
+                if at == 0:  # what they have in common is checked once
+                    self.each[0].check(limits)
+                else:
+                    check_chat(limits, messages, None, None, None)
 
     @property
     def num_prompts(self) -> int:
@@ -313,8 +317,7 @@ class ChatAnswer(ChunkedAnswer[ChatCompletionChunk, ChatCompletionResponse]):
     def __init__(self, body: ChatCompletionRequest, turn: Turn, state: ServerState) -> None:
         super().__init__(body, turn, state, ChatCompletionChunk, ChatCompletionResponse)
         self._body = body
-        last = body.messages[-1].get("content")
-        self._echoed = last if body.echo and isinstance(last, str) else ""
+        self._echoed = text_of_content(body.messages[-1].get("content")) if body.echo else ""
 
     def opening_choices(self) -> Iterable[ChatChunkChoice]:
         if self._body.return_token_ids:

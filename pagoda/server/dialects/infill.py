@@ -13,7 +13,7 @@ from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.engine.inputs.infill import Infill
 from pagoda.engine.inputs.prompts import InfillPrompt
-from pagoda.server.body import Flag, Int32, ModelBody, Seed
+from pagoda.server.body import Body, Flag, Int32, ModelBody, OrDefault, Seed
 from pagoda.server.dialects.openai import Timings, timings_of
 from pagoda.server.respond import respond
 from pagoda.server.routing import Router
@@ -37,7 +37,7 @@ def end_ids(model: ServedModel, param: str) -> tuple[int, ...]:
     return writer.end_ids
 
 
-class InfillExtra(Struct, frozen=True):
+class InfillExtra(Body, kw_only=True, frozen=True):
     """Another file.
 
     text: Of the file, or a piece of it.
@@ -45,7 +45,7 @@ class InfillExtra(Struct, frozen=True):
     """
 
     text: str
-    filename: str = "file"
+    filename: OrDefault[str] = "file"
 
 
 class InfillRequest(ModelBody, kw_only=True, frozen=True):
@@ -69,11 +69,11 @@ class InfillRequest(ModelBody, kw_only=True, frozen=True):
     cache_prompt, id_slot, samplers, t_max_prompt_ms, t_max_predict_ms: Have no effect.
     """
 
-    input_prefix: str = ""
-    input_suffix: str = ""
+    input_prefix: OrDefault[str] = ""
+    input_suffix: OrDefault[str] = ""
     input_extra: list[InfillExtra] | None = None
-    prompt: str = ""
-    n_predict: Int32 = -1
+    prompt: OrDefault[str] = ""
+    n_predict: OrDefault[Int32] = -1
     stream: Flag = False
     temperature: float | None = None
     top_k: Int32 | None = None

@@ -5,12 +5,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from msgspec import Meta, Struct, ValidationError, convert, field
+from msgspec import Meta, Struct, ValidationError, convert
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.server.body import Body, Flag, Int32, ModelBody, Name, Seed, TokenCount, UnservedField, one_of
+from pagoda.server.body import Body, Flag, Int32, ModelBody, Name, OrDefault, Seed, TokenCount, UnservedField, one_of
 from pagoda.server.conversation import Conversation, check_chat, check_named
 from pagoda.server.dialects.transcript import Transcript, function_tool
 from pagoda.server.thinking import Thinking
@@ -23,7 +23,7 @@ class CacheControl(Body, frozen=True):
     ttl: For so long after its last use.
     """
 
-    ttl: Annotated[str, one_of("5m", "1h")] = "5m"
+    ttl: OrDefault[Annotated[str, one_of("5m", "1h")]] = "5m"
 
     @property
     def seconds(self) -> int:
@@ -162,7 +162,7 @@ class CountTokensRequest(ModelBody, kw_only=True, frozen=True):
 
     @property
     def thinking_asked(self) -> Thinking:
-        """How much it thinks; as the template has it where nothing is said."""
+        """How much it thinks. A request that does not say gets no budget, and enable_thinking is false: see the end."""
         if self.thinking is None or not self.thinks:
             return Thinking(is_on=None if self.thinking is None else False)
         effort = (self.output_config or {}).get("effort")
@@ -197,13 +197,13 @@ class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int32 | None = None
-    stop_sequences: list[str] = field(default_factory=list)
+    stop_sequences: list[str] | None = None
     seed: Seed | None = None
     diagnostics: DiagnosticsParam | None = None
 
     def check(self, limits: RequestLimits) -> None:
         super().check(limits)
-        limits.check("stop_strings", len(self.stop_sequences), "stop_sequences")
+        limits.check("stop_strings", len(self.stop_sequences or ()), "stop_sequences")
         if self.diagnostics is not None:
             limits.check_names(**{"diagnostics.previous_message_id": self.diagnostics.previous_message_id})
 

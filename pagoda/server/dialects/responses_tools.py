@@ -12,7 +12,7 @@ from msgspec import Struct
 from pagoda.base.errors import RequestError
 from pagoda.base.text import encodable, is_encodable
 from pagoda.engine.grammars.lark_regex import regex_of_lark
-from pagoda.server.body import Body, Name, one_of
+from pagoda.server.body import Body, Name, OrDefault, one_of
 from pagoda.server.dialects.transcript import function_tool
 
 _LONGEST_NAME = 64
@@ -65,7 +65,7 @@ class ResponsesToolChoice(Body, frozen=True):
     type: Annotated[str, one_of("function", "custom", "allowed_tools")]
     name: str | None = None
     namespace: str | None = None
-    mode: Annotated[str, one_of("auto", "required")] = "auto"
+    mode: OrDefault[Annotated[str, one_of("auto", "required")]] = "auto"
     tools: list[dict[str, Any]] | None = None
 
     @property
