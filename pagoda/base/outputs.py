@@ -95,7 +95,26 @@ class RequestMetrics:
     @property
     def time_in_queue(self) -> float | None:
         """Seconds from its arrival to its first step."""
-        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+        return _seconds(self.arrival_time, self.first_scheduled_time)
+
+    @property
+    def time_in_prefill(self) -> float | None:
+        """Seconds from its first step to its first token."""
+        return _seconds(self.first_scheduled_time, self.first_token_time)
+
+    @property
+    def time_in_decode(self) -> float | None:
+        """Seconds from its first token to its last output so far: also of one that was aborted."""
+        return _seconds(self.first_token_time, self.last_token_time)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from its arrival to its first token."""
+        return _seconds(self.arrival_time, self.first_token_time)
+
+
+def _seconds(begin_s: float | None, end_s: float | None) -> float | None:
+    return None if begin_s is None or end_s is None else end_s - begin_s
 
 
 @dataclass(slots=True)

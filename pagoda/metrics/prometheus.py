@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -125,8 +125,8 @@ class ServerMetrics:
         self._e2e = Histogram("e2e_request_latency_seconds", "Arrival to end.", _SECONDS)
         self._queue = Histogram("request_queue_time_seconds", "Arrival to first step.", _SECONDS)
         self._prefill = Histogram("request_prefill_time_seconds", "First step to first token.", _SECONDS)
-        self._decode = Histogram("request_decode_time_seconds", "First token to end.", _SECONDS)
-        self._inference = Histogram("request_inference_time_seconds", "First step to end.", _SECONDS)
+        self._decode = Histogram("request_decode_time_seconds", "First token to last token.", _SECONDS)
+        self._inference = Histogram("request_inference_time_seconds", "First step to last token.", _SECONDS)
         self._prompt_len = Histogram("request_prompt_tokens", "Prompt tokens per request.", _TOKENS)
         self._output_len = Histogram("request_generation_tokens", "Output tokens per request.", _TOKENS)
         self._params_n = Histogram("request_params_n", "n per request.", _COUNTS)
@@ -176,15 +176,15 @@ class ServerMetrics:
         if times is None:
             return
         self._preemptions.observe(times.num_preemptions)
-        first_s = times.first_token_time
-        if first_s is not None:
-            self._decode.observe(now_s - first_s)
-        elif not request.wants_output:
-            first_s = times.finished_time  # its prompt is all that is computed
-        if first_s is not None and times.first_scheduled_time is not None:
-            self._queue.observe(times.first_scheduled_time - times.arrival_time)
-            self._prefill.observe(first_s - times.first_scheduled_time)
-            self._inference.observe(now_s - times.first_scheduled_time)
+        if not request.wants_output and times.finished_time is not None:  # its prompt is all that is computed
+            times = replace(times, first_token_time=times.finished_time)
+        prefill, decode = times.time_in_prefill, times.time_in_decode
+        if decode is not None:
+            self._decode.observe(decode)
+        if times.time_in_queue is not None and prefill is not None:
+            self._queue.observe(times.time_in_queue)
+            self._prefill.observe(prefill)
+            self._inference.observe(prefill + (decode or 0.0))
 
     def counts(self) -> Counts:
         """Return all that this process has counted."""

@@ -174,13 +174,8 @@ class Generation:
         if times.num_draft_tokens:
             noted.draft_tokens = times.num_draft_tokens
             noted.accepted_draft_tokens = times.num_accepted_tokens
-        if times.time_in_queue is not None:
-            noted.queue_ms = as_ms(times.time_in_queue)
-        first = times.first_token_time
-        if first is not None and times.first_scheduled_time is not None:
-            noted.prefill_ms = as_ms(first - times.first_scheduled_time)
-        if first is not None and (last := times.finished_time or times.last_token_time) is not None:
-            noted.decode_ms = as_ms(last - first)
+        phases = (times.time_in_queue, times.time_in_prefill, times.time_in_decode)
+        noted.queue_ms, noted.prefill_ms, noted.decode_ms = (UNSET if one is None else as_ms(one) for one in phases)
         noted.scheduler_ms = round(times.scheduler_time * 1e3, 3)
         return noted
 

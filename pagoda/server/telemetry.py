@@ -167,11 +167,10 @@ class Telemetry:
         self._duration.record(duration_s, common)
 
     def _measure(self, common: dict[str, Any], generation: Generation, times: RequestMetrics) -> None:
-        first, last = times.first_token_time, times.last_token_time
-        if first is not None and last is not None:
-            self._first_token.record(first - times.arrival_time, common)
+        if times.time_to_first_token is not None and times.time_in_decode is not None:
+            self._first_token.record(times.time_to_first_token, common)
             if generation.num_output_tokens > 1:
-                self._per_token.record((last - first) / (generation.num_output_tokens - 1), common)
+                self._per_token.record(times.time_in_decode / (generation.num_output_tokens - 1), common)
 
     def close(self) -> None:
         """Send what is left, for a short time."""
@@ -227,14 +226,11 @@ def _request_attributes(generation: Generation) -> dict[str, Any]:
 
 def _answer_attributes(generation: Generation, times: RequestMetrics) -> dict[str, Any]:
     """Return what came of it: the names of the conventions, and those that vLLM and SGLang share."""
-    scheduled, first, last = times.first_scheduled_time, times.first_token_time, times.last_token_time
-    to_first = None if first is None else first - times.arrival_time
-    prefill = None if first is None or scheduled is None else first - scheduled
-    decode = None if first is None or last is None else last - first
+    prefill, decode = times.time_in_prefill, times.time_in_decode
     found = {
         "response.id": generation.request_id,
         "response.finish_reasons": list(generation.finish_reasons),
-        "response.time_to_first_chunk": to_first,
+        "response.time_to_first_chunk": times.time_to_first_token,
         "usage.input_tokens": generation.num_prompt_tokens,
         "usage.output_tokens": generation.num_output_tokens,
         "usage.cache_read.input_tokens": generation.num_cached_tokens,
@@ -243,7 +239,7 @@ def _answer_attributes(generation: Generation, times: RequestMetrics) -> dict[st
         "usage.prompt_tokens": generation.num_prompt_tokens,
         "usage.completion_tokens": generation.num_output_tokens,
         "latency.time_in_queue": times.time_in_queue,
-        "latency.time_to_first_token": to_first,
+        "latency.time_to_first_token": times.time_to_first_token,
         "latency.time_in_scheduler": times.scheduler_time,
         "latency.time_in_model_prefill": prefill,
         "latency.time_in_model_decode": decode,

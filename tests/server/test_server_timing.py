@@ -4,9 +4,14 @@ import json
 import re
 import urllib.request
 
+import numpy as np
 import pytest
 
 from pagoda.base.outputs import RequestMetrics
+from pagoda.base.sampling_params import SamplingParams
+from pagoda.core.request import Request
+from pagoda.engine.wire import EngineStats
+from pagoda.metrics.prometheus import ServerMetrics, write_metrics
 from pagoda.server.generation import RequestFigures, _together
 from pagoda.server.server_timing import server_timing
 from tests.server.live import LiveServer
@@ -56,6 +61,16 @@ def test_the_header_says_what_preemptions_and_drafts_came_to() -> None:
         'decode;dur=3.0;desc="5 tokens, 6 of 8 drafts accepted", '
         'preempted;dur=7.5;desc="preempted 2 times, 30 tokens lost", scheduler;dur=0.5'
     )
+
+
+def test_the_time_of_decoding_ends_with_the_last_token_in_metrics_as_in_the_log() -> None:
+    aborted = RequestMetrics(1.0, 2.0, 4.0, 9.0)
+    assert (aborted.time_to_first_token, aborted.time_in_prefill, aborted.time_in_decode) == (3.0, 2.0, 5.0)
+    metrics = ServerMetrics("m", EngineStats, {})
+    metrics.on_end(Request("r", np.zeros(3, np.int32), sampling=SamplingParams(), arrival_time_s=1.0), 6, aborted, 20.0)
+    shown = write_metrics([(metrics, metrics.counts())], 0).decode()
+    sums = re.findall(r"vllm:request_(decode|inference)_time_seconds_sum\S* (\S+)", shown)
+    assert sums == [("decode", "5.0"), ("inference", "7.0")]
 
 
 def test_times_of_several_prompts_are_those_of_all_together() -> None:
