@@ -30,6 +30,7 @@ from pagoda.server.pages.files import PAGE_ROUTES
 from pagoda.server.pages.rules import PageRules
 from pagoda.server.request_state import request_state
 from pagoda.server.routing import Endpoint, Router, describe_api, docs_page
+from pagoda.server.sending import json_response
 from pagoda.server.state import ServerState, state_of
 from pagoda.server.stored import conversations, responses
 from pagoda.server.tracing import TRACE, write_trace
@@ -144,7 +145,7 @@ def create_api(has_keys: bool, has_ollama: bool) -> Starlette:
     as_json, page = msgspec.json.encode(described), docs_page(described)
 
     async def openapi(http: Request) -> Response:
-        return Response(as_json, media_type="application/json")
+        return json_response(as_json)
 
     async def docs(http: Request) -> Response:
         return HTMLResponse(page)

@@ -216,7 +216,7 @@ async def list_slots(http: Request) -> Response:
     model = state_of(http).pick(http, http.query_params.get("model")).model
     num_running = model.starter.metrics.stats().num_running
     slots = [Slot(index, model.max_model_len, index < num_running) for index in range(model.max_num_seqs)]
-    return Response(json.encode(slots), media_type="application/json")
+    return json_response(json.encode(slots))
 
 
 # ---- LM Studio

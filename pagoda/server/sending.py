@@ -48,16 +48,18 @@ async def on_thread(work: Callable[[], T]) -> T:
     return running.result()
 
 
-def json_response(answer: Struct) -> Response:
-    """Return a struct as a JSON response.
+def json_response(answer: Struct | bytes) -> Response:
+    """Return a struct, or what was encoded before, as a JSON response.
 
     The entries of its lists are encoded one by one: encoding holds the GIL, and so would keep the event loop waiting
     even on a thread.
     """
-    for name in _LISTS:
-        if len(entries := getattr(answer, name, ())) > 1:
-            msgspec.structs.force_setattr(answer, name, [msgspec.Raw(_encode(entry)) for entry in entries])
-    return Response(_encode(answer), media_type="application/json")
+    if isinstance(answer, Struct):
+        for name in _LISTS:
+            if len(entries := getattr(answer, name, ())) > 1:
+                msgspec.structs.force_setattr(answer, name, [msgspec.Raw(_encode(entry)) for entry in entries])
+        answer = _encode(answer)
+    return Response(answer, media_type="application/json")
 
 
 def event(answer: object, name: str | None = None) -> bytes:
@@ -82,6 +84,10 @@ class Framing:
 OPENAI_FRAMING = Framing(lambda error, request_id: event(error_body(error, request_id)), DONE)
 
 
+def _nothing() -> None:
+    pass
+
+
 class EventStream(Response):
     """A stream of an API's frames: ready-made bytes from an async generator, then what ends a stream of the API.
 
@@ -91,7 +97,10 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None], framing: Framing = OPENAI_FRAMING
+        self,
+        events: AsyncGenerator[bytes, None],
+        on_end: Callable[[], None] = _nothing,
+        framing: Framing = OPENAI_FRAMING,
     ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers=headers, media_type=framing.media_type)
@@ -128,10 +137,6 @@ class EventStream(Response):
         await self._events.aclose()
         on_end, self._on_end = self._on_end, _nothing
         on_end()
-
-
-def _nothing() -> None:
-    pass
 
 
 async def _wait_until_gone(receive: Receive) -> None:

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Annotated, Any, BinaryIO
 
-import msgspec
 from msgspec import Meta, Struct, field
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
@@ -21,14 +20,13 @@ from pagoda.server.errors import ApiError
 from pagoda.server.forms import read_form
 from pagoda.server.request_state import request_state
 from pagoda.server.routing import Router
-from pagoda.server.sending import on_thread
+from pagoda.server.sending import json_response, on_thread
 from pagoda.server.state import state_of
 from pagoda.server.stored.asking import NOT_FOUND, Deleted, not_found, owner_of
 from pagoda.server.stored.items import page_asked
 
 router = Router(errors=NOT_FOUND)
 _PATH = "/v1/files/{file_id}"
-_encode = msgspec.json.Encoder().encode
 _CHUNK_BYTES = 256 * 2**10
 _LONGEST_PAGE = 10_000
 _LONGEST_NAME = 256
@@ -65,10 +63,6 @@ def ends_of(data: list[Any]) -> tuple[str | None, str | None]:
     return (data[0].id, data[-1].id) if data else (None, None)
 
 
-def as_json(answer: Struct) -> Response:
-    return Response(_encode(answer), media_type="application/json")
-
-
 @router.post("/v1/files", body=FileRequest, answer=FileObject, is_form=True)
 async def create_file(http: Request) -> Response:
     """Upload a file, which belongs to the key that is used: a form with the file and the fields below."""
@@ -97,7 +91,7 @@ async def create_file(http: Request) -> Response:
         finally:
             if not is_kept:
                 state.owned.tell(FileService.drop_upload, upload.id)
-    return as_json(answer)
+    return json_response(answer)
 
 
 def _write(file: UploadFile, path: str) -> int:
@@ -123,7 +117,7 @@ async def list_files(http: Request) -> Response:
     page = await state_of(http).owned.ask(FileService.files, owner_of(http), purpose, after, limit, is_ascending)
     if page is None:
         raise RequestError(f"after: there is no file {after[:100]!r}", "after")
-    return await asyncio.to_thread(as_json, FileList(page.data, *ends_of(page.data), page.has_more))
+    return await asyncio.to_thread(json_response, FileList(page.data, *ends_of(page.data), page.has_more))
 
 
 async def _found(http: Request) -> FileFound:
@@ -138,7 +132,7 @@ async def _found(http: Request) -> FileFound:
 @router.get(_PATH, answer=FileObject)
 async def get_file(http: Request) -> Response:
     """Return what is known of a file."""
-    return as_json((await _found(http)).file)
+    return json_response((await _found(http)).file)
 
 
 @router.get(f"{_PATH}/content", answer="application/octet-stream")
@@ -168,4 +162,4 @@ async def delete_file(http: Request) -> Response:
         raise not_found("file", id, "file_id")
     if reader:
         raise RequestError(f"file_id: {reader} still reads it; cancel that, or wait until it has ended", "file_id")
-    return as_json(Deleted(id, "file"))
+    return json_response(Deleted(id, "file"))

@@ -11,12 +11,13 @@ from starlette.responses import Response
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
-from pagoda.server.batches.files import AgeSeconds, as_json, ends_of
+from pagoda.server.batches.files import AgeSeconds, ends_of
 from pagoda.server.batches.lines import PATHS
 from pagoda.server.batches.records import Batch, RequestCounts
 from pagoda.server.batches.service import FileLimits, FileService
 from pagoda.server.body import Body, OrDefault, one_of
 from pagoda.server.routing import Router
+from pagoda.server.sending import json_response
 from pagoda.server.state import state_of
 from pagoda.server.stored.asking import NOT_FOUND, not_found, owner_of
 from pagoda.server.stored.conversations import Metadata
@@ -102,7 +103,7 @@ async def create_batch(http: Request) -> Response:
     asked = body.output_expires_after
     age_s = FileLimits().age_s if asked is None else asked.seconds
     await state.owned.ask(FileService.create, owner_of(http), batch, age_s)
-    return as_json(batch)
+    return json_response(batch)
 
 
 @router.get("/v1/batches", answer=BatchList, query=("after", "limit"))
@@ -112,7 +113,7 @@ async def list_batches(http: Request) -> Response:
     page = await state_of(http).owned.ask(FileService.batches, owner_of(http), after, limit)
     if page is None:
         raise RequestError(f"after: there is no batch {after[:100]!r}", "after")
-    return as_json(BatchList(page.data, *ends_of(page.data), page.has_more))
+    return json_response(BatchList(page.data, *ends_of(page.data), page.has_more))
 
 
 @router.get(_PATH, answer=Batch)
@@ -134,4 +135,4 @@ def _id_of(http: Request) -> str:
 def _known(http: Request, batch: Batch | None) -> Response:
     if batch is None:
         raise not_found("batch", _id_of(http), "batch_id")
-    return as_json(batch)
+    return json_response(batch)

@@ -20,7 +20,6 @@ from pagoda.server.state import ServerState, state_of
 from pagoda.server.turn import Turn
 
 logger = logging.getLogger("pagoda.server")
-_encode = msgspec.json.Encoder().encode
 
 
 class CacheMissReason(Struct, frozen=True):
@@ -58,7 +57,7 @@ class Fingerprint(Struct, frozen=True, array_like=True):
 
 def digest(part: Any) -> bytes:
     """Return a digest of a part of a body, equal for parts that are read as the same prompt."""
-    return hashlib.blake2b(_encode(_bare(msgspec.to_builtins(part))), digest_size=8).digest()
+    return hashlib.blake2b(msgspec.json.encode(_bare(msgspec.to_builtins(part))), digest_size=8).digest()
 
 
 def _bare(part: Any) -> Any:

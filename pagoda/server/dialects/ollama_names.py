@@ -162,7 +162,7 @@ async def ollama_pull(http: Request) -> Response:
             raise ApiError(404, f"unknown model {abbreviate(name)}: {reason}", "model")
     steps = _fetch(name, None if is_served else state.pull_flags)
     if body.stream:
-        return EventStream(steps, lambda: None, OllamaWriter.framing)
+        return EventStream(steps, framing=OllamaWriter.framing)
     return await cancel_on_disconnect(http, _last(steps))
 
 

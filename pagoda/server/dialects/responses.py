@@ -10,8 +10,8 @@ import uuid
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
-import msgspec
 from msgspec import Raw
+from msgspec.json import encode
 from starlette.responses import Response
 
 from pagoda.base.sampling_params import SamplingParams
@@ -35,8 +35,6 @@ from pagoda.server.sending import EventStream, Framing, event
 from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState
 from pagoda.server.turn import Piece, Turn, TurnEnd, TurnRequest, naming_fields
-
-_encode = msgspec.json.Encoder().encode
 
 
 def response_error(error: ApiError, request_id: str) -> ErrorResponse:
@@ -101,7 +99,7 @@ class ResponsesDialect:
             raise error
 
         framing = Framing(lambda error, _: b"".join(_encoded(self._writer.fail(error))), b"")
-        return EventStream(events(), lambda: None, framing)
+        return EventStream(events(), framing=framing)
 
 
 def _new_response(
@@ -113,11 +111,11 @@ def _new_response(
         id=response_id,
         created_at=int(time.time()),
         model=model,
-        instructions=Raw(_encode(body.instructions)),
-        tools=Raw(_encode(tools.kept)),
-        tool_choice=Raw(_encode(choice.shown if isinstance(choice, ResponsesToolChoice) else choice or "auto")),
-        text=Raw(_encode(_shown_text(body.text or TextParam()))),
-        metadata=Raw(_encode(body.metadata or {})),
+        instructions=Raw(encode(body.instructions)),
+        tools=Raw(encode(tools.kept)),
+        tool_choice=Raw(encode(choice.shown if isinstance(choice, ResponsesToolChoice) else choice or "auto")),
+        text=Raw(encode(_shown_text(body.text or TextParam()))),
+        metadata=Raw(encode(body.metadata or {})),
         reasoning=ResponseReasoning(asked.effort, asked.summary),
         max_output_tokens=body.max_output_tokens,
         max_tool_calls=body.max_tool_calls,

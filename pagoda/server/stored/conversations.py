@@ -27,7 +27,6 @@ from pagoda.server.stored.store import StoredConversation
 
 router = Router(errors=NOT_FOUND)
 _PATH = "/v1/conversations/{conversation_id}"
-_encode = msgspec.json.Encoder().encode
 Items = Annotated[list[InputItem], Meta(max_length=MAX_ADDED)]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
@@ -97,10 +96,6 @@ async def _body_of(http: Request) -> bytes:
     return found
 
 
-def _as_json(data: bytes) -> Response:
-    return Response(data, media_type="application/json")
-
-
 @router.post("/v1/conversations", body=ConversationRequest, answer=ConversationAnswer)
 async def create_conversation(http: Request) -> Response:
     """Begin a conversation, which belongs to the key that is used."""
@@ -108,15 +103,15 @@ async def create_conversation(http: Request) -> Response:
     body = await state.bodies.read(http, ConversationRequest)
     items = dict(await given_items(http, "items"))
     answer = ConversationAnswer(f"conv_{uuid.uuid4().hex}", int(time.time()), body.metadata or {})
-    entry = StoredConversation(owner=owner_of(http), id=answer.id, body=_encode(answer), items=items)
+    entry = StoredConversation(owner=owner_of(http), id=answer.id, body=msgspec.json.encode(answer), items=items)
     await state.owned.ask(StoreService.add, entry)
-    return _as_json(entry.body)
+    return json_response(entry.body)
 
 
 @router.get(_PATH, answer=ConversationAnswer)
 async def get_conversation(http: Request) -> Response:
     """Return a conversation, without its items."""
-    return _as_json(await _body_of(http))
+    return json_response(await _body_of(http))
 
 
 @router.post(_PATH, body=ConversationUpdate, answer=ConversationAnswer)
@@ -125,9 +120,9 @@ async def update_conversation(http: Request) -> Response:
     state = state_of(http)
     body = await state.bodies.read(http, ConversationUpdate)
     former = msgspec.json.decode(await _body_of(http), type=ConversationAnswer)
-    answer = _encode(msgspec.structs.replace(former, metadata=body.metadata or {}))
+    answer = msgspec.json.encode(msgspec.structs.replace(former, metadata=body.metadata or {}))
     await state.owned.ask(StoreService.change_conversation, owner_of(http), former.id, answer)
-    return _as_json(answer)
+    return json_response(answer)
 
 
 @router.delete(_PATH, answer=Deleted)
@@ -162,7 +157,7 @@ async def create_conversation_items(http: Request) -> Response:
 async def get_conversation_item(http: Request) -> Response:
     """Return an item of a conversation."""
     await _body_of(http)
-    return _as_json(await _item_of(http))
+    return json_response(await _item_of(http))
 
 
 @router.delete(f"{_PATH}/items/{{item_id}}", answer=ConversationAnswer)
@@ -171,7 +166,7 @@ async def delete_conversation_item(http: Request) -> Response:
     body = await _body_of(http)
     await _item_of(http)
     await state_of(http).owned.ask(StoreService.delete_item, owner_of(http), _id_of(http), http.path_params["item_id"])
-    return _as_json(body)
+    return json_response(body)
 
 
 async def _item_of(http: Request) -> bytes:

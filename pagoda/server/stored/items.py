@@ -28,7 +28,6 @@ _PREFIXES = {
 }
 """Of ids, by the type of an item."""
 _ID = re.compile(r"[\w-]{1,128}", re.ASCII)
-_encode = msgspec.json.Encoder().encode
 
 
 async def given_items(http: Request, name: str) -> list[Item]:
@@ -66,7 +65,7 @@ def _whole(kind: str, given: dict[str, Any]) -> Item:
         is_output = item.get("role") == "assistant"
         part = {"type": "output_text", "text": text, "annotations": []} if is_output else {}
         item["content"] = [part or {"type": "input_text", "text": text}]
-    return item["id"], _encode(item)
+    return item["id"], msgspec.json.encode(item)
 
 
 class ItemList(Struct, frozen=True):

@@ -71,8 +71,8 @@ async def create_response(http: Request) -> Response:
     known = request_state(http)
     known.work = state.drain.run(turn.run(known), turn.close)
     if body.stream:
-        return EventStream(_followed(http, entry.id, -1), _nothing, FRAMING)
-    return Response(entry.body, media_type="application/json")
+        return EventStream(_followed(http, entry.id, -1), framing=FRAMING)
+    return json_response(entry.body)
 
 
 class InputTokens(Struct, frozen=True):
@@ -133,10 +133,6 @@ async def _followed(http: Request, id: str, after: int) -> AsyncGenerator[bytes,
             return
 
 
-def _nothing() -> None:
-    pass
-
-
 async def _find(http: Request, when_ended: bool = False) -> Found:
     """Return the response that is asked for. Raises ApiError (404)."""
     id = http.path_params["response_id"]
@@ -155,11 +151,11 @@ async def get_response(http: Request) -> Response:
     is_stream, after = flag(http, "stream"), integer(http, "starting_after", -1, -1, 10**9)
     found = await _find(http)
     if not is_stream:
-        return Response(found.body, media_type="application/json")
+        return json_response(found.body)
     if not found.has_events:
         text = "stream: only events of responses in the background are kept, unless they take too much room"
         raise ApiError(400, f"{text}; get it without `stream`", "stream")
-    return EventStream(_followed(http, http.path_params["response_id"], after), _nothing, FRAMING)
+    return EventStream(_followed(http, http.path_params["response_id"], after), framing=FRAMING)
 
 
 @stored_router.post(f"{_PATH}/cancel", answer=ResponseAnswer)
@@ -173,7 +169,7 @@ async def cancel_response(http: Request) -> Response:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ABORT_S):
                 found = await cancel_on_disconnect(http, _find(http, when_ended=True))
-    return Response(found.body, media_type="application/json")
+    return json_response(found.body)
 
 
 async def _abort(http: Request) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
 
-import msgspec
+from msgspec.json import encode
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +20,6 @@ from pagoda.server.stored.service import StoreService, pack
 from pagoda.server.stored.store import Item, StoredResponse
 
 logger = logging.getLogger("pagoda.server")
-_encode = msgspec.json.Encoder().encode
 
 
 class StoredTurn:
@@ -48,7 +47,7 @@ class StoredTurn:
         return StoredResponse(
             owner=owner,
             id=response.id,
-            body=_encode(replace(response, status="queued") if response.background else response),
+            body=encode(replace(response, status="queued") if response.background else response),
             items=pack([*earlier, *own]),
             own=list(own) if conversation else [],
             events=[] if response.background else None,
@@ -73,7 +72,7 @@ class StoredTurn:
                 async for data in frames:
                     num_frames += 1
                     is_queued = response.background and num_frames == 2  # until now: the first comes at once
-                    self._keep(_encode(response) if is_queued else b"")
+                    self._keep(encode(response) if is_queued else b"")
                     if response.status != "in_progress":
                         await self._end()
                     yield data
@@ -123,10 +122,10 @@ class StoredTurn:
         """Return how it has ended, as cancelled unless it has: the answer, and its items for later turns."""
         if self._writer.response.status == "in_progress":
             self._running.answer.cancelled()
-        return _encode(self._writer.response), self._items()
+        return encode(self._writer.response), self._items()
 
     def _items(self) -> list[Item]:
-        return [(item.id, _encode(_without_logprobs(item))) for item in self._writer.response.output]
+        return [(item.id, encode(_without_logprobs(item))) for item in self._writer.response.output]
 
     def _finish(self, body: bytes, items: list[Item]) -> None:
         """Store the end of its events, the answer and its items."""

@@ -59,7 +59,6 @@ class Context(msgspec.Struct, frozen=True):
         return len(self.items) + sum(len(data) for _, data in self.output)
 
 
-_encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _FAILED = msgspec.Raw(b'"failed"')
 _LOST = msgspec.Raw(
@@ -124,7 +123,7 @@ class StoreService:
             self._lose(entry)
 
     def _lose(self, entry: StoredResponse) -> None:
-        body = _encode(_decode(entry.body) | {"status": _FAILED, "error": _LOST})
+        body = msgspec.json.encode(_decode(entry.body) | {"status": _FAILED, "error": _LOST})
         self.append(0, *entry.key, [failed_event(len(entry.events or ()), body)])
         self.finish(0, *entry.key, body, [])
 
