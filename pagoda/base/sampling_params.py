@@ -322,12 +322,15 @@ class SamplingParams:
 
     @classmethod
     def of_model(cls, defaults: Mapping[str, object], **given: Any) -> "SamplingParams":
-        """Return the given parameters, and a model's defaults for others. Its min_tokens is at most max_tokens."""
-        values: dict[str, Any] = {**defaults, **given}
+        """Return the given parameters, and a model's defaults for those that are not given, or are None.
+
+        Its min_tokens is at most max_tokens.
+        """
+        values: dict[str, Any] = {**defaults, **{name: value for name, value in given.items() if value is not None}}
         least = values.pop("min_tokens", 0)
         params = cls(**values)
         params.min_tokens = least
-        if "min_tokens" not in given and params.max_tokens is not None:
+        if given.get("min_tokens") is None and params.max_tokens is not None:
             params.min_tokens = min(params.min_tokens, params.max_tokens)
         params.check_together()
         return params

@@ -35,9 +35,6 @@ class InputBody(PoolingBody, kw_only=True, frozen=True):
     input: A text, token ids, or a list of either.
     messages: A conversation.
     add_special_tokens: By default true of `input`; chat templates write their own.
-    chat_template: Goes before the model's own template.
-    chat_template_kwargs: Further variables of the template.
-    add_generation_prompt: End the prompt with the opening of the assistant's turn.
     continue_final_message: Leave the last message open.
     """
 

@@ -193,11 +193,30 @@ def parts_of(bodies: Iterable[type[Struct]]) -> list[type[Struct]]:
 _MEANING = re.compile(r"^(\w+(?:, \w+)*): (.+)", re.MULTILINE)
 
 
+_COMMON = {
+    "add_generation_prompt": "End the prompt with the opening of the assistant's turn.",
+    "chat_template": "Goes before the model's own template.",
+    "chat_template_kwargs": "Further variables of the template.",
+    "frequency_penalty": "In [-2, 2]: makes tokens less likely by how often the output has them.",
+    "min_p": "Sample from tokens with at least this share of the most likely one's probability.",
+    "presence_penalty": "In [-2, 2]: makes tokens that the output has less likely.",
+    "repeat_penalty": "Above 1, makes tokens that the prompt or the output has less likely.",
+    "stop": "Texts that end the output; they are cut off.",
+    "temperature": "How random the output is: 0 takes the most likely token.",
+    "tool_choice": "Whether it calls a tool, and which.",
+    "tools": "What the model may call.",
+    "top_k": "Sample from so many most likely tokens.",
+    "top_p": "Sample from the most likely tokens that have this probability together.",
+}
+"""What fields of these names mean, where the body says nothing else."""
+
+
 def _meanings(kind: type[Struct]) -> dict[str, str]:
-    """Return what the docstrings of a body and its bases say of its fields: a line each."""
+    """Return what the docstrings of a body and its bases say of its fields, a line each, or else _COMMON."""
     texts = [inspect.cleandoc(base.__dict__.get("__doc__") or "") for base in reversed(kind.__mro__)]
     found = [(names, text) for doc in texts for names, text in _MEANING.findall(doc)]
-    return {name: text for names, text in found for name in names.split(", ") if name in kind.__struct_fields__}
+    meanings = _COMMON | {name: text for names, text in found for name in names.split(", ")}
+    return {name: text for name, text in meanings.items() if name in kind.__struct_fields__}
 
 
 def _describe(endpoint: Endpoint, path: str) -> dict[str, Any]:

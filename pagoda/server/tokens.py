@@ -25,12 +25,8 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
     prompt: A text.
     messages: A conversation.
     add_special_tokens: Add the tokenizer's own: by default to `prompt`, but not to `messages`.
-    add_generation_prompt: End the prompt with the opening of the assistant's turn.
     continue_final_message: Leave the last message open.
     return_token_strs: Tell each token as the vocabulary writes it.
-    chat_template: Goes before the model's own template.
-    chat_template_kwargs: Further variables of the template.
-    tools: What the model may call.
     """
 
     model: str | None = None

@@ -156,6 +156,9 @@ def test_a_models_defaults_give_way_to_what_is_given() -> None:
     defaults = {"max_tokens": 100, "min_tokens": 40, "top_k": 5}
     assert SamplingParams.of_model(defaults) == SamplingParams(max_tokens=100, min_tokens=40, top_k=5)
     assert SamplingParams.of_model(defaults, max_tokens=10).min_tokens == 10
+    assert SamplingParams.of_model(defaults, max_tokens=10, min_tokens=None, top_k=None) == SamplingParams(
+        max_tokens=10, min_tokens=10, top_k=5
+    )
     assert SamplingParams.of_model({"min_tokens": 40}).min_tokens == 16
     assert SamplingParams.of_model(defaults, max_tokens=None, min_tokens=50).min_tokens == 50
     with pytest.raises(RequestError, match="min_tokens=50"):

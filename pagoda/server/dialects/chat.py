@@ -60,12 +60,7 @@ class ChatCompletionRequest(SamplingBody, kw_only=True, frozen=True):
     max_completion_tokens: The same; goes before `max_tokens`.
     logprobs: Tell the log-probability of each token.
     top_logprobs: And so many of the most likely tokens; -1: as many as the server allows.
-    tools: What the model may call.
-    tool_choice: Whether it calls a tool, and which.
     parallel_tool_calls: False: at most one call.
-    chat_template: Goes before the model's own template.
-    chat_template_kwargs: Further variables of the template.
-    add_generation_prompt: End the prompt with the opening of the assistant's turn.
     continue_final_message: Go on with the last message, instead of answering it.
     echo: Begin the answer with the text of the last message.
     include_reasoning: Tell the model's reasoning.

@@ -57,15 +57,7 @@ class InfillRequest(ModelBody, kw_only=True, frozen=True):
     prompt: What the text begins with: it comes after `input_prefix`.
     n_predict: Most tokens of the text; -1: as many as the model's context has left; 0: only read the prompt.
     stream: Send the answer in pieces, as it is generated.
-    temperature: How random the output is: 0 takes the most likely token.
-    top_k: Sample from so many most likely tokens.
-    top_p: Sample from the most likely tokens that have this probability together.
-    min_p: Sample from tokens with at least this share of the most likely one's probability.
-    repeat_penalty: Above 1, makes tokens that the prompt or the output has less likely.
-    presence_penalty: In [-2, 2]: makes tokens that the output has less likely.
-    frequency_penalty: In [-2, 2]: makes tokens less likely by how often the output has them.
     seed: Makes the output repeatable; -1: another one each time.
-    stop: Texts that end the output; they are cut off.
     cache_prompt, id_slot, samplers, t_max_prompt_ms, t_max_predict_ms: Have no effect.
     """
 
@@ -175,8 +167,7 @@ class InfillDialect:
         given |= {"repetition_penalty": body.repeat_penalty, "seed": None if body.seed == -1 else body.seed}
         given["max_tokens"] = None if body.n_predict < 0 else body.n_predict
         with naming_fields(_origin):
-            known = {name: value for name, value in given.items() if value is not None}
-            params = SamplingParams.of_model({**model.default_sampling, "max_tokens": None}, **known)
+            params = SamplingParams.of_model({**model.default_sampling, "max_tokens": None}, **given)
         reserved = model.max_model_len // 4 if body.n_predict < 0 else body.n_predict
         params.stop_token_ids = (*params.stop_token_ids, *end_ids(model, "input_suffix"))
         prompt: InfillPrompt = {"infill": replace(body.gap, num_reserved=reserved)}

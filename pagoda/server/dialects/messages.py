@@ -216,19 +216,17 @@ class MessagesDialect:
 
     def request(self, body: MessagesRequest, model: ServedModel) -> TurnRequest:
         conversation, made = conversation_of(body)
-        given = {
-            # Claude Code asks for 32,000 tokens of any model.
-            "max_tokens": min(body.max_tokens, model.max_model_len),
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "top_k": body.top_k,
-            "stop": body.stop_sequences or None,
-            "seed": body.seed,
-            "structured_outputs": body.structure,
-        }
+        structure = body.structure
         with naming_fields(made.origin):
             params = SamplingParams.of_model(
-                model.default_sampling, **{name: one for name, one in given.items() if one is not None}
+                model.default_sampling,
+                max_tokens=min(body.max_tokens, model.max_model_len),  # Claude Code asks for 32,000 of any model
+                temperature=body.temperature,
+                top_p=body.top_p,
+                top_k=body.top_k,
+                stop=body.stop_sequences or None,
+                seed=body.seed,
+                structured_outputs=structure,
             )
         return TurnRequest(
             params, conversation, is_stream=body.stream, cache_ttl_s=cache_ttl_s(body), origin=made.origin

@@ -120,8 +120,6 @@ class CountTokensRequest(ModelBody, kw_only=True, frozen=True):
 
     messages: The conversation; the answer continues a last message of the assistant.
     system: The system prompt, a text or a list of text blocks.
-    tools: What the model may call.
-    tool_choice: Whether it calls a tool, and which.
     thinking: Whether it thinks first.
     output_config: `format`: of type json_schema, with a `schema` that the text follows; `effort`: how much it thinks.
     cache_control: Keep the prefix in the cache rather than others; the longest time of any part counts.
@@ -184,9 +182,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True, frozen=True):
 
     max_tokens: Most tokens of the answer.
     stream: Send the answer as events, as it is generated.
-    temperature: How random the output is: 0 takes the most likely token.
-    top_p: Sample from the most likely tokens that have this probability together.
-    top_k: Sample from so many most likely tokens.
     stop_sequences: Texts that end the output; they are cut off.
     seed: Makes the output repeatable; not a field of Anthropic's.
     diagnostics: Tell why no more of the prompt was cached, compared with that of `previous_message_id`.

@@ -22,15 +22,7 @@ class OllamaOptions(Body, kw_only=True, frozen=True):
     """How text is generated; what is not given is as the model was made for.
 
     num_predict: Most tokens of the answer; 0 and below: as many as the model's context has left.
-    temperature: How random the output is: 0 takes the most likely token.
-    top_k: Sample from so many most likely tokens.
-    top_p: Sample from the most likely tokens that have this probability together.
-    min_p: Sample from tokens with at least this share of the most likely one's probability.
-    repeat_penalty: Above 1, makes tokens that the prompt or the output has less likely.
-    presence_penalty: In [-2, 2]: makes tokens that the output has less likely.
-    frequency_penalty: In [-2, 2]: makes tokens less likely by how often the output has them.
     seed: Makes the output repeatable; -1: another one each time.
-    stop: Texts that end the output; they are cut off.
     num_ctx: Has no effect: the context is the server's, and what does not fit into it is an error.
     num_keep, num_batch, num_gpu, main_gpu, num_thread, use_mmap, numa: Have no effect.
     """
@@ -119,10 +111,9 @@ class OllamaBody(ModelBody, kw_only=True, frozen=True):
                 disable_additional_properties=schema is not None,  # as with Ollama, whose users leave it out
                 source="format",
             )
-        known = {name: value for name, value in given.items() if value is not None}
         if options.num_predict is not None and options.num_predict <= 0:
-            known["max_tokens"] = None
-        return SamplingParams.of_model({"max_tokens": None, **defaults}, **known)
+            given["max_tokens"], defaults = None, {**defaults, "max_tokens": None}
+        return SamplingParams.of_model({"max_tokens": None, **defaults}, **given)
 
     def conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Conversation:
         last = messages[-1]
@@ -186,7 +177,6 @@ class OllamaChatRequest(OllamaBody, kw_only=True, frozen=True):
     """POST /api/chat
 
     messages: The conversation; the answer continues a last message of the assistant. Without any, nothing is generated.
-    tools: What the model may call.
     """
 
     messages: list[OllamaMessage] | None = None

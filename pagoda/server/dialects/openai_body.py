@@ -115,19 +115,13 @@ class ResponseFormat(Body, kw_only=True, frozen=True):
 class SamplingBody(ModelBody, kw_only=True, frozen=True):
     """The fields common to chat and text completions.
 
-    frequency_penalty: In [-2, 2]: makes tokens less likely by how often the output has them.
     logit_bias: By token id: added to its logit, in [-100, 100].
     n: Outputs per prompt.
-    presence_penalty: In [-2, 2]: makes tokens that the output has less likely.
     seed: Makes the output repeatable.
-    stop: Texts that end the output; they are cut off.
     stream: Send the answer in chunks, as it is generated.
     stream_options: What a stream contains besides.
-    temperature: How random the output is: 0 takes the most likely token.
-    top_p: Sample from the most likely tokens that have this probability together.
     user: Has no effect.
     top_k: Sample from so many most likely tokens; 0 or -1 is off.
-    min_p: Sample from tokens with at least this share of the most likely one's probability.
     repetition_penalty: Above 1, makes tokens that the prompt or the output has less likely.
     no_repeat_ngram_size: No sequence of so many tokens, of prompt and output, occurs twice; 0 is off, at most 64.
     min_tokens: Least tokens of an output, unless the context ends it.
@@ -263,8 +257,7 @@ class SamplingBody(ModelBody, kw_only=True, frozen=True):
 
         defaults: of fields that are not set; a beam search has none.
         """
-        given: dict[str, Any] = {
-            **{name: getattr(self, name) for name in _SHARED},
+        given: dict[str, Any] = {name: getattr(self, name) for name in _SHARED} | {
             "n": self.num_outputs,
             "max_tokens": max_tokens,
             "logprobs": logprobs,
@@ -273,10 +266,7 @@ class SamplingBody(ModelBody, kw_only=True, frozen=True):
             "structured_outputs": _structure_of(self),
             "beam_search": self._beam_search,
         }
-        return SamplingParams.of_model(
-            {"max_tokens": None, **({} if self.use_beam_search else defaults)},
-            **{name: value for name, value in given.items() if value is not None},
-        )
+        return SamplingParams.of_model({"max_tokens": None, **({} if self.use_beam_search else defaults)}, **given)
 
     @property
     def _beam_search(self) -> BeamSearchOptions | None:

@@ -56,22 +56,20 @@ class ResponsesDialect:
     def request(self, body: ResponsesRequest, model: ServedModel) -> TurnRequest:
         tools = Tools(body.tools or ())
         conversation, made = conversation_of(body, tools, self._earlier)
-        given = {
-            "max_tokens": body.max_output_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "presence_penalty": body.presence_penalty,
-            "frequency_penalty": body.frequency_penalty,
-            "seed": body.seed,
-            "logprobs": body.num_logprobs,
-            "structured_outputs": body.structure,
-        }
+        structure = body.structure
         with naming_fields(made.origin):
             limits = model.llm.input_processor.limits.of_request
             check_chat(limits, conversation.messages, conversation.tools, None, None)
             params = SamplingParams.of_model(
                 {"max_tokens": None, **model.default_sampling},
-                **{name: one for name, one in given.items() if one is not None},
+                max_tokens=body.max_output_tokens,
+                temperature=body.temperature,
+                top_p=body.top_p,
+                presence_penalty=body.presence_penalty,
+                frequency_penalty=body.frequency_penalty,
+                seed=body.seed,
+                logprobs=body.num_logprobs,
+                structured_outputs=structure,
             )
         request_id = uuid.uuid4().hex  # a response may be asked for later, so its id is not that of a header
         is_summary = body.reasoning is not None and body.reasoning.summary not in (None, "none")

@@ -117,15 +117,9 @@ class ResponsesRequest(ModelBody, kw_only=True, frozen=True):
     instructions: The system prompt.
     max_output_tokens: Most tokens of the answer; if not given, as many as the model's context has left.
     stream: Send the answer as events, as it is generated.
-    temperature: How random the output is: 0 takes the most likely token.
-    top_p: Sample from the most likely tokens that have this probability together.
-    presence_penalty: In [-2, 2]: makes tokens that the output has less likely.
-    frequency_penalty: In [-2, 2]: makes tokens less likely by how often the output has them.
     top_logprobs: Tell the log-probability of each token, and so many of the most likely ones.
     reasoning: How the model thinks.
     text: The form of the texts.
-    tools: What the model may call.
-    tool_choice: Whether it calls a tool, and which.
     max_tool_calls: Comes back in the answer: it is about hosted tools.
     parallel_tool_calls: False: at most one call.
     include: `message.output_text.logprobs` and `reasoning.encrypted_content` are known; others have no effect.
