@@ -18,6 +18,7 @@ from pagoda.base.config import PARTS, EngineConfig
 from pagoda.base.config_options import option_names
 from pagoda.base.config_rules import check_settings
 from pagoda.cli import main as cli_main
+from pagoda.loading.catalog import CATALOG
 from tests.cached_models import cached_model
 from tests.server.live import serving
 
@@ -31,10 +32,7 @@ NOT_HERE = {
     ("images.md", 1): "a server of a model of the hub",
     ("infill.md", 0): "a server of a model of the hub",
     ("lora.md", 0): "an adapter of the reader's; tests/engine/test_lora.py loads some",
-    (
-        "prompt-embeddings.md",
-        0,
-    ): "a model of the hub; examples/prompt_embeddings.py does the same with the default model",
+    ("prompt-embeddings.md", 1): "a model of the hub",
     ("python.md", 4): "a model of the hub",
 }
 """Python snippets, by page and number on it, that do not run in this test: what they need."""
@@ -63,6 +61,24 @@ class Snippet(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.page}-{self.number}"
+
+
+_NAMES_A_MODEL = re.compile(
+    r'LLM\(\s*(?:model=)?"([^"]+)"|"?\bmodel"?\s*[:=] "([^"]+)"|(?:--model|-m)[ =]([^\s`"]+)'
+    r"|pagoda (?:serve|chat|plan|pull|show|run|generate) ([^-\s][^\s`]*)"
+)
+_PLACEHOLDERS = {"MODEL", "...", "pytest"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_begins_with_a_model_of_the_catalog_or_says_that_it_has_none(page: Path) -> None:
+    """What is pasted first then works without an account, and mostly without a download."""
+    text = page.read_text()
+    blocks = [found.span(1) for found in re.finditer(r"^ *```\w*\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)]
+    named = (match for span in blocks for match in _NAMES_A_MODEL.finditer(text, *span))
+    known = ((next(filter(None, match.groups())), match.start()) for match in named)
+    first, at = next(((name, at) for name, at in known if name not in _PLACEHOLDERS), ("smollm2-135m", 0))
+    assert first in CATALOG or "of the catalog" in text[:at]
 
 
 def _snippets(*kinds: str) -> list[Snippet]:
