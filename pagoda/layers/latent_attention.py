@@ -114,6 +114,8 @@ class LatentAttention(Module):
         if self.q_a_proj is not None and self.q_a_layernorm is not None:
             x = self.q_a_layernorm(ops, self.q_a_proj(ops, x))
         q = self.q(ops, x)
+        if self.rotary.query_factors is not None:
+            q = ops.scale_rows(q, ops.embedding(batch.positions, self.rotary.query_factors))
         turned = ops.select_heads(q, num_heads * heads.plain, num_heads, heads.rotated)
         cos, sin = self.rotary.cos, self.rotary.sin
         turned = ops.rotary_write_kv(turned, k, latent, batch.positions, cos, sin, cache, metadata)

@@ -36,29 +36,29 @@ class DeepSeekLayer(LlamaLayer):
 
 
 def _read_v2(config: ConfigReader) -> DecoderConfig:
-    config = _with_defaults(config, {"n_shared_experts": 2, "first_k_dense_replace": 0})
+    config = with_names_of_others(config.with_defaults({"n_shared_experts": 2, "first_k_dense_replace": 0}))
     config.choice("scoring_func", ("softmax",), "softmax")
     config.refuse("norm_topk_prob")
     config.refuse("mlp_bias")
     groups = ExpertGroups()
     if config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") == "group_limited_greedy":
         groups = ExpertGroups(config.integer("n_group"), config.integer("topk_group"))
-    return _read(config, "deepseek_v2", groups, renormalize=False, interleaved=True)
+    return read_latent(config, "deepseek_v2", groups, renormalize=False, interleaved=True)
 
 
 def _read_v3(config: ConfigReader) -> DecoderConfig:
     defaults = {"num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8}
-    config = _with_defaults(config, {**defaults, "topk_group": 4, "routed_scaling_factor": 2.5})
+    config = config.with_defaults({**defaults, "topk_group": 4, "routed_scaling_factor": 2.5})
+    config = with_names_of_others(config)
     config.choice("scoring_func", ("sigmoid",), "sigmoid")
     config.choice("topk_method", ("noaux_tc",), "noaux_tc")
     groups = ExpertGroups(config.integer("n_group"), config.integer("topk_group"), best=2, sigmoid=True, has_bias=True)
     renormalize, interleaved = config.flag("norm_topk_prob", True), config.flag("rope_interleave", True)
-    return _read(config, "deepseek_v3", groups, renormalize, interleaved)
+    return read_latent(config, "deepseek_v3", groups, renormalize, interleaved)
 
 
-def _with_defaults(config: ConfigReader, defaults: dict[str, object]) -> ConfigReader:
-    """Return the settings with their defaults, and with the names that other models have for them."""
-    config = config.with_defaults(defaults)
+def with_names_of_others(config: ConfigReader) -> ConfigReader:
+    """Return the settings with the names that other models have for them, also."""
     # `head_dim`, where it is stated, is the size of the part that is turned.
     own = {
         "head_dim": config.integer("qk_rope_head_dim", 64),
@@ -68,9 +68,10 @@ def _with_defaults(config: ConfigReader, defaults: dict[str, object]) -> ConfigR
     return config.changed(own)
 
 
-def _read(
+def read_latent(
     config: ConfigReader, architecture: str, groups: ExpertGroups, renormalize: bool, interleaved: bool
 ) -> DecoderConfig:
+    """Read a model with latent attention and experts in groups. Raises ConfigError."""
     config.refuse("moe_layer_freq", 1)
     decoder = read_decoder(config, architecture, interleaved=interleaved)
     heads = LatentHeads(

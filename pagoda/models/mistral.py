@@ -1,17 +1,18 @@
 """Mistral: a Llama with a sliding window in every layer, if the checkpoint sets one. Mixtral: with experts in place of
-every MLP. Ministral 3: queries are scaled by their position. Its checkpoints, and those of Mistral Small 3.1, have a
-vision tower, which is not loaded.
+every MLP. Ministral 3: queries are scaled by their position. Its checkpoints, and those of Mistral Small 3.1 and of
+Mistral 4, have a vision tower, which is not loaded.
 
 A GGUF names the architecture of both "llama": a Mistral is loaded as a Llama, and a Mixtral is one with experts.
 """
 
 from dataclasses import replace
 
+from pagoda.models import mistral4
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
 from pagoda.models.decoder_config import DecoderConfig, read_decoder, read_experts
 from pagoda.models.llama import Llama
-from pagoda.models.naming import MULTIMODAL, Naming, gguf_naming
+from pagoda.models.naming import Naming, gguf_naming
 
 
 def read(config: ConfigReader, architecture: str = "mistral") -> DecoderConfig:
@@ -46,10 +47,17 @@ MIXTRAL = Architecture(
     gguf=gguf_naming(interleaved_rotary=True),
 )
 
+
+def _read_mistral3(config: ConfigReader) -> DecoderConfig:
+    text = config.text_settings()
+    kind = text.choice("model_type", ("mistral", "ministral3", "mistral4"), "mistral")
+    return mistral4.read(text) if kind == "mistral4" else read(text, "mistral3")
+
+
 MISTRAL3 = Architecture(
     name="mistral3",
     hf_names=("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
     model=Llama,
-    read=lambda config: read(config.text_settings(), "mistral3"),
-    hf=MULTIMODAL,
+    read=_read_mistral3,
+    hf=mistral4.NAMINGS,
 )

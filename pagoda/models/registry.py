@@ -22,6 +22,7 @@ from pagoda.models.idefics3 import IDEFICS3
 from pagoda.models.llama import LLAMA
 from pagoda.models.minimax_m2 import MINIMAX_M2
 from pagoda.models.mistral import MISTRAL, MISTRAL3, MIXTRAL
+from pagoda.models.mistral4 import MISTRAL4
 from pagoda.models.modernbert import MODERNBERT
 from pagoda.models.nanochat import NANOCHAT
 from pagoda.models.olmo2 import OLMO2, OLMO3
@@ -56,6 +57,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     GLM4_MOE,
     GPT_OSS,
     MISTRAL3,
+    MISTRAL4,
     MIXTRAL,
     QWEN3_MOE,
     DEEPSEEK_V2,

@@ -71,6 +71,11 @@ OF_FAMILY: dict[str, dict[str, str]] = {
         **{f"text_config.{key}": _NO_EXPERTS for key in ("num_experts", "top_k_experts", "moe_intermediate_size")},
         **dict.fromkeys(("audio_config", "vision_config"), _TOWER),
     },
+    "mistral4": {
+        **_LATENT,
+        "rope_parameters.type": "an older name of rope_type",
+        "rope_parameters.max_position_embeddings": "that of the model counts",
+    },
     "mistral3": {
         "rope_parameters.type": "an older name of rope_type",
         "rope_parameters.max_position_embeddings": "that of the model counts",

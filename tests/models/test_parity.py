@@ -121,6 +121,22 @@ def test_gemma_4_is_read_from_a_checkpoint_with_towers(tmp_path: Path, on: Devic
     torch.testing.assert_close(ours, theirs(torch.tensor([prompts()[2]])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
+def test_mistral_4_is_read_from_a_checkpoint_with_a_tower(tmp_path: Path, on: DeviceUnderTest):
+    """Its weights are left out. The tower's model is the one that Mistral Small 3.1 and Ministral 3 have."""
+    on.must_compute("mistral4")
+    config = transformers.Mistral3Config(
+        text_config=CONFIGS["mistral4"]().to_dict(),
+        vision_config={"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                       "num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14},
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.Mistral3ForConditionalGeneration(config).float().eval()
+    runner = PagedRunner(load(save(theirs, tmp_path), on), 1, 40, torch.float32, device=on.device)
+    ours = runner.logits([(0, 0, prompts()[2])])[0]
+    torch.testing.assert_close(ours, theirs(torch.tensor([prompts()[2]])).logits[0, -1], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -30,6 +30,7 @@ from transformers import (
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     NanoChatConfig,
@@ -181,6 +182,7 @@ _LATENT: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "rope_parameters": {**_YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 0.9},
 }
+_MISTRAL4_ROPE = {**_YARN_ROPE, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5, "mscale": 0.7}
 _IN_GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 
 
@@ -261,6 +263,9 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "minimax-m2": lambda: MiniMaxM2Config(
         **_SHAPE, head_dim=32, num_local_experts=5, num_experts_per_tok=2, rotary_dim=16
     ),
+    "mistral4": lambda: Mistral4Config(
+        **{**_LATENT, **_IN_GROUPS, "q_lora_rank": 40, "rope_parameters": _MISTRAL4_ROPE}, n_shared_experts=2
+    ),
     "smollm3": lambda: SmolLM3Config(**{**_SHAPE, "num_hidden_layers": 4}),
     "exaone4": lambda: Exaone4Config(**_SHAPE, sliding_window=6, sliding_window_pattern=2),
     "exaone4-full": lambda: Exaone4Config(**_SHAPE, sliding_window=None, layer_types=["full_attention"] * 3),
@@ -301,9 +306,11 @@ def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = CONFIGS[name]()
     config.update(changes)
-    kind = getattr(transformers, "Gemma3ForConditionalGeneration", None) if name == "gemma3-multimodal" else None
-    kind = kind or transformers.AutoModelForCausalLM
-    model = kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
+    kind = {
+        "gemma3-multimodal": transformers.Gemma3ForConditionalGeneration,
+        "mistral4": transformers.Mistral4ForCausalLM,  # not one of the automatic ones
+    }.get(name)
+    model = transformers.AutoModelForCausalLM.from_config(config) if kind is None else kind(config)
     model = model.float().eval()
     around = 0.0 if name.startswith(("gemma2", "gemma3")) else 1.0
     with torch.no_grad():
