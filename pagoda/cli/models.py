@@ -104,6 +104,24 @@ def _listed(
     return ListedModel(name, facts.kind, facts.reads, num_bytes, facts.memory_bytes, license, summary, path)
 
 
+@app.command("families")
+def families(as_json: JsonObject = False) -> None:
+    """List the families of models that run: what a config.json and a GGUF file call them."""
+    from pagoda.cli.console import print_table
+    from pagoda.models.registry import FAMILIES
+
+    rows = [
+        (one.title or one.name, kind, one.gguf_name or "", ", ".join(one.hf_names))
+        for kind, architectures in FAMILIES.items()
+        for one in architectures
+    ]
+    headings = ("family", "kind", "gguf", "config.json")
+    if as_json:
+        print(json.dumps({"families": [dict(zip(headings, row, strict=True)) for row in rows]}))
+    else:
+        print_table(rows, headings)
+
+
 @app.command("show")
 def show(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model of the catalog or the cache.")],

@@ -19,6 +19,7 @@ def read(config: ConfigReader) -> DecoderConfig:
 
 ARCEE = Architecture(
     name="arcee",
+    title="Arcee AFM",
     hf_names=("ArceeForCausalLM",),
     model=Llama,
     read=read,

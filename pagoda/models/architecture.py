@@ -30,6 +30,7 @@ def _nothing(config: ConfigReader) -> dict[str, object]:
 class Architecture(Generic[ConfigT]):
     """One kind of model.
 
+    title: what lists for people call it, `name` if it is empty.
     hf_names: values of `architectures` in config.json.   model: builds the tree.
     read: settings with the names of config.json -> what `model` takes.
     hf: the possible namings of a safetensors checkpoint; the first whose tables and norms all exist is used.
@@ -51,3 +52,4 @@ class Architecture(Generic[ConfigT]):
     experts: bool = False
     gguf: Naming = field(default_factory=gguf_naming)
     gguf_settings: Callable[[ConfigReader], dict[str, object]] = _nothing
+    title: str = ""

@@ -127,5 +127,10 @@ def read(config: ConfigReader) -> BartConfig:
 
 
 BART = Architecture(
-    name="bart", hf_names=("BartForConditionalGeneration",), model=Bart, read=read, zeros=("final_logits_bias",)
+    name="bart",
+    title="BART",
+    hf_names=("BartForConditionalGeneration",),
+    model=Bart,
+    read=read,
+    zeros=("final_logits_bias",),
 )

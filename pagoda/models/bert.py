@@ -174,6 +174,7 @@ _GGUF_NAMES = {
 
 BERT = Architecture(
     name="bert",
+    title="BERT",
     hf_names=(
         "BertModel",
         "BertForMaskedLM",
@@ -214,6 +215,7 @@ def _read_roberta(config: ConfigReader) -> EncoderConfig:
 
 ROBERTA = Architecture(
     name="roberta",
+    title="RoBERTa",
     hf_names=(
         "RobertaModel",
         "RobertaForMaskedLM",

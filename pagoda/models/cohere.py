@@ -55,6 +55,13 @@ def _read_cohere2(config: ConfigReader) -> DecoderConfig:
 
 
 COHERE = Architecture(
-    name="cohere", hf_names=("CohereForCausalLM",), model=Llama, read=_read_cohere, gguf_name="command-r"
+    name="cohere",
+    title="Command-R",
+    hf_names=("CohereForCausalLM",),
+    model=Llama,
+    read=_read_cohere,
+    gguf_name="command-r",
 )
-COHERE2 = Architecture(name="cohere2", hf_names=("Cohere2ForCausalLM",), model=Llama, read=_read_cohere2)
+COHERE2 = Architecture(
+    name="cohere2", title="Command R7B", hf_names=("Cohere2ForCausalLM",), model=Llama, read=_read_cohere2
+)

@@ -144,8 +144,8 @@ TENSORS = (
 NAMINGS = (Naming(substitutions=TENSORS), Naming(substitutions=(*TENSORS, (r"^model\.", ""))))
 
 DEEPSEEK_V2 = Architecture(
-    name="deepseek_v2", hf_names=("DeepseekV2ForCausalLM",), model=Llama, read=_read_v2, hf=NAMINGS
+    name="deepseek_v2", title="DeepSeek-V2", hf_names=("DeepseekV2ForCausalLM",), model=Llama, read=_read_v2, hf=NAMINGS
 )
 DEEPSEEK_V3 = Architecture(
-    name="deepseek_v3", hf_names=("DeepseekV3ForCausalLM",), model=Llama, read=_read_v3, hf=NAMINGS
+    name="deepseek_v3", title="DeepSeek-V3", hf_names=("DeepseekV3ForCausalLM",), model=Llama, read=_read_v3, hf=NAMINGS
 )

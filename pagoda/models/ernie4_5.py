@@ -46,6 +46,7 @@ def _read_moe(config: ConfigReader) -> DecoderConfig:
 
 ERNIE4_5 = Architecture(
     name="ernie4_5",
+    title="ERNIE 4.5",
     hf_names=("Ernie4_5ForCausalLM",),
     model=Llama,
     read=_read_dense,
@@ -57,6 +58,7 @@ _TENSORS = (
 )
 ERNIE4_5_MOE = Architecture(
     name="ernie4_5_moe",
+    title="ERNIE 4.5 MoE",
     hf_names=("Ernie4_5_MoeForCausalLM",),
     model=Llama,
     read=_read_moe,

@@ -32,6 +32,7 @@ def read(config: ConfigReader) -> DecoderConfig:
 
 EXAONE4 = Architecture(
     name="exaone4",
+    title="EXAONE 4",
     hf_names=("Exaone4ForCausalLM",),
     model=Llama,
     read=read,

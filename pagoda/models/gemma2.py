@@ -77,6 +77,7 @@ def _gguf_settings(config: ConfigReader) -> dict[str, object]:
 
 GEMMA2 = Architecture(
     name="gemma2",
+    title="Gemma 2",
     hf_names=("Gemma2ForCausalLM",),
     model=Llama,
     read=read,

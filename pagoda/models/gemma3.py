@@ -202,6 +202,7 @@ def _gguf_settings(config: ConfigReader) -> dict[str, object]:
 
 GEMMA3 = Architecture(
     name="gemma3",
+    title="Gemma 3",
     hf_names=("Gemma3ForCausalLM", _WITH_VISION),
     model=_model,
     read=_read,

@@ -317,6 +317,7 @@ def _read_full_rope(config: ConfigReader) -> RopeConfig:
 
 GEMMA4 = Architecture(
     name="gemma4",
+    title="Gemma 4 (dense)",
     hf_names=("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     model=Gemma4,
     read=read,

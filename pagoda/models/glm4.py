@@ -44,6 +44,7 @@ _TENSORS = (
 
 GLM4 = Architecture(
     name="glm4",
+    title="GLM-4",
     hf_names=("Glm4ForCausalLM",),
     model=Llama,
     read=read,
@@ -59,4 +60,6 @@ GLM4 = Architecture(
     ),
 )
 
-GLM4_MOE = Architecture(name="glm4_moe", hf_names=("Glm4MoeForCausalLM",), model=Llama, read=_read_moe, hf=NAMINGS)
+GLM4_MOE = Architecture(
+    name="glm4_moe", title="GLM-4.5", hf_names=("Glm4MoeForCausalLM",), model=Llama, read=_read_moe, hf=NAMINGS
+)

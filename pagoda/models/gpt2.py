@@ -90,6 +90,7 @@ _TRANSPOSED = r"\.c_(attn|proj|fc)\.weight$"  # transformers' Conv1D
 
 GPT2 = Architecture(
     name="gpt2",
+    title="GPT-2",
     hf_names=("GPT2LMHeadModel",),
     model=GPT2LMHead,
     read=read,

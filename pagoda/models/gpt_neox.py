@@ -63,6 +63,7 @@ _TENSORS = (
 
 GPT_NEOX = Architecture(
     name="gpt_neox",
+    title="GPT-NeoX",
     hf_names=("GPTNeoXForCausalLM",),
     model=Llama,
     read=read,

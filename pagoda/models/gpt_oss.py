@@ -72,6 +72,7 @@ def _gguf_settings(config: ConfigReader) -> dict[str, object]:
 
 GPT_OSS = Architecture(
     name="gpt_oss",
+    title="GPT-OSS",
     hf_names=("GptOssForCausalLM",),
     model=Llama,
     read=read,

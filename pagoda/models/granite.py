@@ -41,6 +41,7 @@ def _gguf_settings(config: ConfigReader) -> dict[str, object]:
 
 GRANITE = Architecture(
     name="granite",
+    title="Granite 3",
     hf_names=("GraniteForCausalLM",),
     model=llama.Llama,
     read=read,
@@ -51,6 +52,7 @@ GRANITE = Architecture(
 
 GRANITEMOE = Architecture(
     name="granitemoe",
+    title="Granite 3 MoE",
     hf_names=("GraniteMoeForCausalLM",),
     model=llama.Llama,
     read=_read_moe,

@@ -54,6 +54,7 @@ def _with_stretched_base(config: ConfigReader) -> ConfigReader:
 
 HUNYUAN = Architecture(
     name="hunyuan",
+    title="Hunyuan (dense)",
     hf_names=("HunYuanDenseV1ForCausalLM",),
     model=llama.Llama,
     read=read,

@@ -83,6 +83,7 @@ def _read(config: ConfigReader) -> Idefics3Config:
 
 IDEFICS3 = Architecture(
     name="idefics3",
+    title="SmolVLM and Idefics3",
     hf_names=("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
     model=Idefics3,
     read=_read,

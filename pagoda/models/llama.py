@@ -130,6 +130,7 @@ def read(
 
 LLAMA = Architecture(
     name="llama",
+    title="Llama",
     hf_names=("LlamaForCausalLM",),
     model=Llama,
     read=read,

@@ -35,6 +35,7 @@ _TENSORS = ((r"\.mlp\.choice_bias$", ".mlp.e_score_correction_bias"), *MIXTRAL_T
 
 MINIMAX_M2 = Architecture(
     name="minimax_m2",
+    title="MiniMax-M2",
     hf_names=("MiniMaxM2ForCausalLM",),
     model=Llama,
     read=read,

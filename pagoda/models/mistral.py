@@ -21,7 +21,9 @@ def read(config: ConfigReader, architecture: str = "mistral") -> DecoderConfig:
     return read_decoder(config, architecture, windows=(window,) * config.num_layers())
 
 
-MISTRAL = Architecture(name="mistral", hf_names=("MistralForCausalLM",), model=Llama, read=read)
+MISTRAL = Architecture(
+    name="mistral", title="Mistral", hf_names=("MistralForCausalLM",), model=Llama, read=read, gguf_name="llama"
+)
 
 
 def _read_mixtral(config: ConfigReader) -> DecoderConfig:
@@ -38,6 +40,7 @@ MIXTRAL_TENSORS = (
 
 MIXTRAL = Architecture(
     name="mixtral",
+    title="Mixtral",
     hf_names=("MixtralForCausalLM",),
     model=Llama,
     read=_read_mixtral,
@@ -56,6 +59,7 @@ def _read_mistral3(config: ConfigReader) -> DecoderConfig:
 
 MISTRAL3 = Architecture(
     name="mistral3",
+    title="Ministral 3",
     hf_names=("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
     model=Llama,
     read=_read_mistral3,

@@ -51,6 +51,7 @@ NAMINGS = tuple(Naming(substitutions=(*TENSORS, *_STACKED, *of_all.substitutions
 
 MISTRAL4 = Architecture(
     name="mistral4",
+    title="Mistral 4",
     hf_names=("Mistral4ForCausalLM",),
     model=Llama,
     read=read,

@@ -174,6 +174,7 @@ def _read_rope(config: ConfigReader, layer_type: str, theta_key: str, default_th
 
 MODERNBERT = Architecture(
     name="modernbert",
+    title="ModernBERT",
     hf_names=(
         "ModernBertModel",
         "ModernBertForMaskedLM",

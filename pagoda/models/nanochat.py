@@ -53,6 +53,7 @@ _TENSORS = ((r"\.mlp\.up_proj\.", ".mlp.fc1."), (r"\.mlp\.down_proj\.", ".mlp.fc
 
 NANOCHAT = Architecture(
     name="nanochat",
+    title="nanochat",
     hf_names=("NanoChatForCausalLM",),
     model=NanoChat,
     read=read,

@@ -56,10 +56,13 @@ def _read(
 
 OLMO2 = Architecture(
     name="olmo2",
+    title="OLMo 2",
     hf_names=("Olmo2ForCausalLM",),
     model=llama.Llama,
     read=_read_olmo2,
     gguf_name="olmo2",
     gguf=POST_NORM_GGUF,
 )
-OLMO3 = Architecture(name="olmo3", hf_names=("Olmo3ForCausalLM",), model=llama.Llama, read=_read_olmo3)
+OLMO3 = Architecture(
+    name="olmo3", title="OLMo 3", hf_names=("Olmo3ForCausalLM",), model=llama.Llama, read=_read_olmo3, gguf_name="olmo2"
+)

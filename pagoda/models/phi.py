@@ -37,6 +37,7 @@ _TENSORS = (
 
 PHI = Architecture(
     name="phi",
+    title="Phi-2",
     hf_names=("PhiForCausalLM",),
     model=Llama,
     read=_read_phi,
@@ -56,6 +57,7 @@ def _read_phi3(config: ConfigReader) -> DecoderConfig:
 
 PHI3 = Architecture(
     name="phi3",
+    title="Phi-4",
     hf_names=("Phi3ForCausalLM",),
     model=Llama,
     read=_read_phi3,

@@ -35,7 +35,9 @@ def _layer_windows(config: ConfigReader) -> tuple[int, ...]:
     return windows_by_layer_types(config, config.texts("layer_types") or by_index, config.integer("sliding_window"))
 
 
-QWEN2 = Architecture(name="qwen2", hf_names=("Qwen2ForCausalLM",), model=Llama, read=read_qwen2, gguf_name="qwen2")
+QWEN2 = Architecture(
+    name="qwen2", title="Qwen2", hf_names=("Qwen2ForCausalLM",), model=Llama, read=read_qwen2, gguf_name="qwen2"
+)
 
 
 def _read_qwen3(config: ConfigReader, architecture: str = "qwen3") -> DecoderConfig:
@@ -48,7 +50,9 @@ def _read_qwen3(config: ConfigReader, architecture: str = "qwen3") -> DecoderCon
     )
 
 
-QWEN3 = Architecture(name="qwen3", hf_names=("Qwen3ForCausalLM",), model=Llama, read=_read_qwen3, gguf_name="qwen3")
+QWEN3 = Architecture(
+    name="qwen3", title="Qwen3", hf_names=("Qwen3ForCausalLM",), model=Llama, read=_read_qwen3, gguf_name="qwen3"
+)
 
 
 def _read_qwen3_moe(config: ConfigReader) -> DecoderConfig:
@@ -74,10 +78,13 @@ def _gguf_settings(config: ConfigReader) -> dict[str, object]:
     return {"norm_topk_prob": config.flag("norm_topk_prob", True)}
 
 
-QWEN2_MOE = Architecture(name="qwen2_moe", hf_names=("Qwen2MoeForCausalLM",), model=Llama, read=_read_qwen2_moe)
+QWEN2_MOE = Architecture(
+    name="qwen2_moe", title="Qwen2-MoE", hf_names=("Qwen2MoeForCausalLM",), model=Llama, read=_read_qwen2_moe
+)
 
 QWEN3_MOE = Architecture(
     name="qwen3_moe",
+    title="Qwen3-MoE",
     hf_names=("Qwen3MoeForCausalLM",),
     model=Llama,
     read=_read_qwen3_moe,

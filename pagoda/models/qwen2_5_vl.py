@@ -275,6 +275,7 @@ def _read_tower(config: ConfigReader) -> TowerConfig:
 
 QWEN2_5_VL = Architecture(
     name="qwen2_5_vl",
+    title="Qwen2.5-VL",
     hf_names=("Qwen2_5_VLForConditionalGeneration",),
     model=Qwen25VL,
     read=_read,

@@ -15,6 +15,7 @@ def read(config: ConfigReader) -> DecoderConfig:
 
 SEED_OSS = Architecture(
     name="seed_oss",
+    title="Seed-OSS",
     hf_names=("SeedOssForCausalLM",),
     model=llama.Llama,
     read=read,

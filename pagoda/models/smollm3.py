@@ -33,6 +33,7 @@ def _rotates(config: ConfigReader) -> tuple[int, ...]:
 
 SMOLLM3 = Architecture(
     name="smollm3",
+    title="SmolLM3",
     hf_names=("SmolLM3ForCausalLM",),
     model=llama.Llama,
     read=read,

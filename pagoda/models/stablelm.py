@@ -25,6 +25,7 @@ def _gguf_settings(config: ConfigReader) -> dict[str, object]:
 
 STABLELM = Architecture(
     name="stablelm",
+    title="StableLM",
     hf_names=("StableLmForCausalLM",),
     model=Llama,
     read=read,

@@ -32,6 +32,7 @@ _TENSORS = ((r"\.mlp\.up_proj\.", ".mlp.c_fc."), (r"\.mlp\.down_proj\.", ".mlp.c
 
 STARCODER2 = Architecture(
     name="starcoder2",
+    title="StarCoder 2",
     hf_names=("Starcoder2ForCausalLM",),
     model=Llama,
     read=read,

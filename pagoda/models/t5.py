@@ -215,5 +215,7 @@ _TENSORS = (
 )
 _HF = (Naming(substitutions=_TENSORS),)
 
-T5 = Architecture(name="t5", hf_names=("T5ForConditionalGeneration",), model=T5Model, read=read, hf=_HF)
-MT5 = Architecture(name="mt5", hf_names=("MT5ForConditionalGeneration",), model=T5Model, read=read_mt5, hf=_HF)
+T5 = Architecture(name="t5", title="T5", hf_names=("T5ForConditionalGeneration",), model=T5Model, read=read, hf=_HF)
+MT5 = Architecture(
+    name="mt5", title="mT5", hf_names=("MT5ForConditionalGeneration",), model=T5Model, read=read_mt5, hf=_HF
+)

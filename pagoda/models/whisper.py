@@ -174,4 +174,6 @@ def read(config: ConfigReader) -> WhisperConfig:
     )
 
 
-WHISPER = Architecture(name="whisper", hf_names=("WhisperForConditionalGeneration",), model=Whisper, read=read)
+WHISPER = Architecture(
+    name="whisper", title="Whisper", hf_names=("WhisperForConditionalGeneration",), model=Whisper, read=read
+)

@@ -11,6 +11,7 @@ from pagoda.cli.model_facts import facts_of
 from pagoda.cli.models import cached_folders
 from pagoda.loading.catalog import CATALOG
 from pagoda.loading.hub_cache import cached_hub_models
+from pagoda.models.registry import ARCHITECTURES, BY_GGUF_NAME
 from tests.cached_models import cached_model
 from tests.loading.test_resolve import hub_snapshot
 from tests.loading.wheels import GGUF_BYTES, write_wheel
@@ -111,6 +112,17 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_a_command_of_the_group_is_one_by_itself(capsys: pytest.CaptureFixture[str], command: str) -> None:
     alone, grouped = run(capsys, command, "--help"), run(capsys, "models", command, "--help")
     assert alone.replace(f"pagoda {command}", f"pagoda models {command}") == grouped
+
+
+def test_families_are_those_of_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = json.loads(run(capsys, "models", "families", "--json"))["families"]
+    assert {name for one in listed for name in one["config.json"].split(", ")} == {
+        name for architecture in ARCHITECTURES for name in architecture.hf_names
+    }
+    assert {one["gguf"] for one in listed} - {""} == set(BY_GGUF_NAME)
+    olmo3 = {"family": "OLMo 3", "kind": "text", "gguf": "olmo2", "config.json": "Olmo3ForCausalLM"}
+    assert olmo3 in listed
+    assert "OLMo 3" in run(capsys, "models", "families")
 
 
 def test_list_says_what_models_are_for_and_need(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
