@@ -111,7 +111,7 @@ def move_to_running(state: SchedulerState, request: RequestState) -> AdmitKind:
     elif request.admission < 0:
         kind = AdmitKind.NEW
     queue.remove(request)
-    request.held_for = None
+    request.held_for, request.num_adapter_skips = None, 0
     state.num_admissions += 1
     request.admission = state.num_admissions
     request.status = RequestStatus.RUNNING

@@ -262,7 +262,7 @@ class RequestState:
         over; None if it was not considered yet, or runs.
     has_output: its first token is there.
     num_prompt_logprobs_sent: prompt positions whose logprobs were sent; a resumed request computes them again.
-    num_adapter_skips: steps in which requests after it could enter, because its adapter had no room.
+    num_adapter_skips: steps since it last ran in which requests after it could enter, because its adapter had no room.
     """
 
     spec: Request

@@ -26,7 +26,7 @@ class RequestTable:
     is_active: bool [rows], rows of running sequences.
     is_pooled: bool [rows], samples nothing.   is_beam: bool [rows], its next token depends on its siblings'.
     length_limit: int32 [rows], num_tokens at which the row ends.
-    running_order: int64 [rows], the running order.   handle, index, client: what outputs are labelled with.
+    handle, index, client: what outputs are labelled with.
     """
 
     def __init__(

@@ -267,3 +267,16 @@ def test_steady_traffic_for_one_adapter_does_not_hold_back_another() -> None:
     assert entered[-1] == "b"
     assert 64 < number < 64 + 2 * 8, "newcomers pass it for 64 steps; then those that run go to their ends"
     assert all(name.startswith("a") for name in rig.run(limit=1000)), "and the others follow"
+
+
+def test_a_request_that_has_run_does_not_close_the_batch_for_what_it_waited_before() -> None:
+    rig = Rig(num_blocks=64, max_loras=1, max_num_seqs=2, scheduling_policy=SchedulingPolicy.PRIORITY)
+    rig.add("a", 4, max_tokens=70, ignore_eos=True, lora=LoraRef("a"))
+    rig.step()
+    rig.add("b", 4, max_tokens=9, ignore_eos=True, lora=LoraRef("b"))
+    while "b" not in rig.running:
+        rig.step()
+    rig.scheduler.reset_prefix_cache(preempt_running=True)
+    rig.add("first", 4, priority=-1, lora=LoraRef("a"))
+    rig.add("last", 4, priority=1, lora=LoraRef("a"))
+    assert list(rig.step().kinds) == ["first", "last"], "b waits for the first time since it ran"
