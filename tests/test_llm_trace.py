@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from pagoda import LLM, AsyncLLM, SamplingParams, UsageError
-from pagoda.engine.step_strip import StepStrip
 from pagoda.engine.text_engine import TextEngine
 from tests.chrome_format import check_trace
 from tests.fake_engine import byte_inputs, fake_core
@@ -38,7 +37,7 @@ def test_a_block_is_traced_and_nothing_outside_of_it(tmp_path: Path) -> None:
             with llm.trace(tmp_path / name):
                 traced = llm.generate(prompts, SHORT)
             llm.generate(prompts, SHORT)
-            assert not isinstance(llm.llm_engine.core._executor, StepStrip)
+            assert llm.llm_engine.core.strip.on_step is None
             assert [output.outputs[0].text for output in traced] == expected
             entries = read(tmp_path / name)
             tracks = {one["args"]["name"] for one in entries if one["name"] == "thread_name" and one["pid"] == 2}

@@ -23,6 +23,7 @@ from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_interface import SchedulerInterface
 from pagoda.core.state import Preparations
 from pagoda.engine.engine_core import EngineCore
+from pagoda.engine.flight_recorder import FlightRecorder
 from pagoda.engine.preparations import ExecutorPreparations
 from pagoda.engine.recording.files import open_files
 from pagoda.engine.recording.format import RecordedSettings
@@ -47,6 +48,7 @@ def build_engine_core(
     pin_threads: bool = False,
     on_death: Callable[[WorkerDied], object] = lambda _: None,
     ray_group: object = None,
+    recorder: FlightRecorder | None = None,
 ) -> EngineCore:
     """Load the model and return an engine that is ready for requests.
 
@@ -54,7 +56,7 @@ def build_engine_core(
     wrap_executor: called with the executor and the number of the scheduler's rows; returns the executor to use.
     pin_threads: keep each compute thread on a core, if there are as many threads as cores; only for a process that runs
     nothing else.   on_death: called, in any thread, if an executor of several processes dies once it has started.
-    ray_group: the placement group for ranks that are actors of Ray; None: a new one.
+    ray_group: the placement group for ranks that are actors of Ray; None: a new one.   recorder: see EngineCore.
     Raises ConfigError for invalid settings, CapacityError for too little memory, WorkerDied if the executor dies.
     """
     begin_s = time.perf_counter()
@@ -100,6 +102,7 @@ def build_engine_core(
         embeds_size=setup.embeds_size,
         encoder=setup.encoder,
         crosses=setup.crosses,
+        recorder=recorder,
     )
 
 

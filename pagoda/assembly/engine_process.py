@@ -20,13 +20,10 @@ from pagoda.assembly.assemble import build_engine_core
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import CapacityError, ConfigError, InvariantBroken, PagodaError, RequestError, WorkerDied
-from pagoda.core.executor import Executor
 from pagoda.core.request import LoraRef, RequestStatus
 from pagoda.engine import wire
 from pagoda.engine.clients.engine_link import SOCKET, open_recorder
 from pagoda.engine.engine_core import EngineCore
-from pagoda.engine.flight_recorder import RecordedExecutor
-from pagoda.engine.step_strip import StepStrip
 from pagoda.executors.multi_process import RankDied
 from pagoda.process.allocator import keep_objects, return_freed_memory
 from pagoda.process.child_process import RendezvousDir, end_with_parent, read_start
@@ -44,12 +41,8 @@ LOOK_AT_LOADS_MS = 5
 class EngineServer:
     """Serves the clients of the parent process over one socket until that exits."""
 
-    def __init__(
-        self, core: EngineCore, executor: RecordedExecutor, strip: StepStrip, socket: "zmq.Socket[bytes]"
-    ) -> None:
+    def __init__(self, core: EngineCore, socket: "zmq.Socket[bytes]") -> None:
         self._core = core
-        self._executor = executor
-        self._strip = strip
         self._socket = socket
         self._codec = wire.Codec(wire.ToEngine)
         self._stats_at = 0.0
@@ -78,9 +71,9 @@ class EngineServer:
             self._num_steps += 1
             for client_index, outputs in of_step.items():
                 stats = self._make_stats() if outputs.ends or self._is_time_for_stats() else None
-                self._send(wire.StepOutputs(client_index, outputs, self._executor.take_step_tokens(), stats))
+                self._send(wire.StepOutputs(client_index, outputs, core.strip.take_step_tokens(), stats))
             if not of_step and self._is_time_for_stats():
-                self._send(wire.StepReport(self._executor.take_step_tokens(), self._make_stats()))
+                self._send(wire.StepReport(core.strip.take_step_tokens(), self._make_stats()))
 
     def _drain(self) -> None:
         with contextlib.suppress(zmq.Again):
@@ -103,7 +96,7 @@ class EngineServer:
             case wire.UnloadAdapter(lora):
                 self._core.unload_adapter(lora)
             case wire.Look(call_id, steps_after_s):
-                steps = self._strip.after(steps_after_s) if steps_after_s is not None else ()
+                steps = self._core.strip.after(steps_after_s) if steps_after_s is not None else ()
                 self._send(wire.LookReply(call_id, self._core.view(), steps, self._make_stats()))
             case message:
                 raise AssertionError(f"no such message: {message}")
@@ -181,7 +174,9 @@ def main() -> None:
     config = msgspec.msgpack.decode(data, type=EngineConfig)
     configure_logging("engine", config.server.logs.log_level, config.server.logs.log_format)
     try:
-        core, executor, strip = _build(config, place)
+        # The process runs no other threads, so pinning is safe.
+        recorder = open_recorder(place, config)
+        core = build_engine_core(config, pin_threads=True, on_death=_end_like, recorder=recorder)
     except Exception as error:
         known = isinstance(error, PagodaError | OSError | MemoryError) or is_out_of_memory(error)
         if not known:
@@ -192,21 +187,7 @@ def main() -> None:
         sys.exit(1)
     keep_objects()
     socket.send(codec.encode(wire.Ready(core.sizes)))
-    EngineServer(core, executor, strip, socket).run()
-
-
-def _build(config: EngineConfig, place: RendezvousDir) -> tuple[EngineCore, RecordedExecutor, StepStrip]:
-    recorder = open_recorder(place, config)
-    made: list[tuple[RecordedExecutor, StepStrip]] = []
-
-    def record(executor: Executor, max_rows: int) -> Executor:
-        strip = StepStrip(executor)
-        made.append((RecordedExecutor(strip, recorder, max_rows), strip))
-        return made[0][0]
-
-    # The process runs no other threads, so pinning is safe.
-    core = build_engine_core(config, wrap_executor=record, pin_threads=True, on_death=_end_like)
-    return core, *made[0]
+    EngineServer(core, socket).run()
 
 
 def _end_like(error: WorkerDied) -> None:

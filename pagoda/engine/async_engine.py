@@ -35,7 +35,7 @@ class EngineCoreClient(Protocol):
         ...
 
     def abort(self, handles: Sequence[int]) -> None:
-        """Abort requests; ignore unknown ones. An aborted request produces no further output, not even a Finish."""
+        """Abort requests; ignore unknown ones. The only further output of an aborted request is its Ended event."""
         ...
 
     def finish_sequence(self, handle: int, sequence: int, status: RequestStatus) -> None:

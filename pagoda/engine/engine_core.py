@@ -20,6 +20,7 @@ from pagoda.core.scheduler_interface import SchedulerInterface
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.stats import SchedulerStats
 from pagoda.core.view import SchedulerView
+from pagoda.engine.flight_recorder import FlightRecorder
 from pagoda.engine.preparations import ExecutorPreparations
 from pagoda.engine.step_strip import StepNote, StepStrip
 from pagoda.engine.wire import EngineSizes
@@ -56,6 +57,7 @@ class EngineCore:
         embeds_size: int = 0,
         encoder: Encoder | None = None,
         crosses: bool = False,
+        recorder: FlightRecorder | None = None,
     ) -> None:
         """pipeline_depth: most steps in flight at once.   executor: already started.
 
@@ -65,8 +67,10 @@ class EngineCore:
         embeds_size: elements of a prompt embedding; 0 if prompts cannot be given as embeddings.
         encoder: of the model, which knows the media items that it reads; None if it reads none.
         crosses: it is of an encoder-decoder model.
+        recorder: what records which requests are in a step, None without one.
         """
         self.sizes = sizes
+        self.strip = StepStrip(executor, recorder)
         self._scheduler = scheduler
         self._executor = executor
         self.scheduler_s = 0.0
@@ -145,7 +149,7 @@ class EngineCore:
             output = self._scheduler.schedule()
             self.scheduler_s += self._clock.now() - began_s
             if not output.is_empty or output.has_events:
-                in_flight.append(_InFlight(output, self._executor.submit(output)))
+                in_flight.append(_InFlight(output, self.strip.submit(output)))
             elif not in_flight:
                 outputs = self._scheduler.update_from_output(output, None)
                 if not outputs and self._preparations is not None:
@@ -209,7 +213,9 @@ class EngineCore:
     def _release_rows(self) -> None:
         """Let the worker forget the rows of ended requests, if there is no next step that will tell it to."""
         if not self.has_unfinished_requests():
-            self.step()  # its outputs can only be events of requests that were aborted
+            output = self._scheduler.schedule()
+            if output.has_events:  # `step` collects it, with the events of requests that were aborted
+                self._in_flight.append(_InFlight(output, self.strip.submit(output)))
 
     def _require_adapters(self) -> ExecutorPreparations:
         if self._preparations is None or not self._preparations.takes_adapters:
@@ -238,11 +244,10 @@ class EngineCore:
 
     def note_steps(self, on_step: Callable[[StepNote], object]) -> Callable[[], None]:
         """Give `on_step` each step that ends from now on, maybe on another thread. Return what ends that."""
-        inner = self._executor
-        self._executor = StepStrip(inner, on_step)
+        self.strip.on_step = on_step
 
         def end() -> None:
-            self._executor = inner
+            self.strip.on_step = None
 
         return end
 

@@ -7,15 +7,12 @@ crash.
 
 import mmap
 import struct
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from pagoda.core.executor import Executor
 from pagoda.core.request import RequestKey
-from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 _HEADER = struct.Struct("<qq")  # steps begun, steps ended
 _SLOTS_AT = _HEADER.size  # of each slot: the number of its keys; then the keys of each
@@ -85,40 +82,3 @@ class FlightRecorder:
     def close(self) -> None:
         del self._keys, self._counts
         self._map.close()
-
-
-class RecordedExecutor:
-    """Records which requests are in a step when it is submitted to `inner`, and when it has ended.
-
-    max_rows: rows of the scheduler's table.
-    """
-
-    def __init__(self, inner: Executor, recorder: FlightRecorder, max_rows: int) -> None:
-        self._inner = inner
-        self.start, self.set_pools, self.call, self.shutdown = inner.start, inner.set_pools, inner.call, inner.shutdown
-        self._recorder = recorder
-        self._key_of_row = np.zeros(max_rows, np.int64)
-        self._prompt_end_of_row = np.zeros(max_rows, np.int64)
-        self._step_tokens: list[int] = []
-
-    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
-        for init in output.admitted:
-            self._key_of_row[init.row] = packed_key(init.key)
-            self._prompt_end_of_row[init.row] = len(init.token_ids)
-        for fork in output.forks:
-            self._key_of_row[fork.dst] = self._key_of_row[fork.src]
-        if not output.is_empty:
-            # A row that ends its prompt also gets a token, of which nothing is computed before the next step.
-            ends = output.start + output.num_new == self._prompt_end_of_row[output.rows]
-            num_first = int(np.count_nonzero(ends[output.sample_index]))
-            self._step_tokens.append(output.total_num_scheduled_tokens + num_first)
-        self._recorder.begin_step(self._key_of_row[output.rows])
-        future = self._inner.submit(output)
-        future.add_done_callback(lambda _: self._recorder.end_step())
-        return future
-
-    def take_step_tokens(self) -> tuple[int, ...]:
-        """Return the number of tokens of each step since the last call: those of prompts, and those sampled."""
-        taken = tuple(self._step_tokens)
-        self._step_tokens.clear()
-        return taken

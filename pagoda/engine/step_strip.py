@@ -10,6 +10,7 @@ import numpy as np
 
 from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.flight_recorder import FlightRecorder, packed_key
 
 _MOST_STEPS = 512
 LOOK_S = 3.0
@@ -35,17 +36,40 @@ class StepNote:
     num_preempted: int
 
 
-class StepStrip:
-    """An executor over `inner` that notes its steps.
+class _Rows:
+    """What is known of each row that steps compute, from the steps themselves.
 
-    on_step: gets each step that has ended, maybe on another thread; without it, steps are noted while somebody looks.
+    keys: int64, `packed_key` of its request.   prompt_ends: int64, tokens of its prompt.   lengths: int64, tokens with
+    which it was admitted.
     """
 
-    def __init__(self, inner: Executor, on_step: Callable[[StepNote], object] | None = None) -> None:
-        self._inner = inner
-        self.start, self.set_pools, self.call, self.shutdown = inner.start, inner.set_pools, inner.call, inner.shutdown
-        self._on_step = on_step
-        self._prompt_end_of_row = np.zeros(64, np.int64)
+    def __init__(self) -> None:
+        self._columns = np.zeros((3, 64), np.int64)
+
+    def follow(self, output: SchedulerOutput) -> None:
+        last = max([*(init.row for init in output.admitted), *(fork.dst for fork in output.forks)], default=0)
+        if last >= self._columns.shape[1]:
+            self._columns = np.pad(self._columns, ((0, 0), (0, last + 1)))
+        for init in output.admitted:
+            self._columns[:, init.row] = packed_key(init.key), init.num_prompt_tokens, len(init.token_ids)
+        for fork in output.forks:
+            self._columns[:, fork.dst] = self._columns[:, fork.src]
+        self.keys, self.prompt_ends, self.lengths = self._columns
+
+
+class StepStrip:
+    """Submits steps to `executor`, and notes them while somebody looks, or `on_step` is set.
+
+    on_step: gets each step that has ended, maybe on another thread.
+    recorder: gets the requests of each step; its reader is also told the steps' tokens, by `take_step_tokens`.
+    """
+
+    def __init__(self, executor: Executor, recorder: FlightRecorder | None = None) -> None:
+        self.on_step: Callable[[StepNote], object] | None = None
+        self._executor = executor
+        self._recorder = recorder
+        self._rows = _Rows()
+        self._step_tokens: list[int] = []
         self._notes = deque[StepNote](maxlen=_MOST_STEPS)
         self._until_s = 0.0
         self._num_steps = 0
@@ -56,31 +80,36 @@ class StepStrip:
         return tuple(note for note in list(self._notes) if note.ended_s > time_s)
 
     def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
-        ends = self._ends_for(output)
-        for init in output.admitted:
-            ends[init.row] = init.num_prompt_tokens
-        for fork in output.forks:
-            ends[fork.dst] = ends[fork.src]
+        self._rows.follow(output)
+        if self._recorder is not None:
+            self._record(self._recorder, output)
         began_s = time.monotonic()
-        future = self._inner.submit(output)
+        future = self._executor.submit(output)
+        if (recorder := self._recorder) is not None:
+            future.add_done_callback(lambda _: recorder.end_step())
         if output.is_empty:
             return future
         number = self._num_steps = self._num_steps + 1
-        if self._on_step is not None or began_s < self._until_s:
-            computed = np.minimum(output.num_new, ends[output.rows] - output.start)
+        if self.on_step is not None or began_s < self._until_s:
+            computed = np.minimum(output.num_new, self._rows.prompt_ends[output.rows] - output.start)
             num_prompt = int(np.maximum(computed, 0).sum())
             sizes = (num_prompt, len(output.sample_rows), len(output.preempted))
             future.add_done_callback(lambda _: self._end(output.step, number, began_s, *sizes))
         return future
 
-    def _ends_for(self, output: SchedulerOutput) -> np.ndarray:
-        """Return the prompts' ends by row, with room for the rows of a step."""
-        new = [*(init.row for init in output.admitted), *(fork.dst for fork in output.forks)]
-        num_rows = 1 + max(int(output.rows.max(initial=-1)), *new, -1)
-        if num_rows > len(self._prompt_end_of_row):
-            more = np.zeros(2 * num_rows - len(self._prompt_end_of_row), np.int64)
-            self._prompt_end_of_row = np.concatenate((self._prompt_end_of_row, more))
-        return self._prompt_end_of_row
+    def take_step_tokens(self) -> tuple[int, ...]:
+        """Return the number of tokens of each step since the last call: those of prompts, and those sampled."""
+        taken = tuple(self._step_tokens)
+        self._step_tokens.clear()
+        return taken
+
+    def _record(self, recorder: FlightRecorder, output: SchedulerOutput) -> None:
+        if not output.is_empty:
+            # A row that ends its prompt also gets a token, of which nothing is computed before the next step.
+            ends = output.start + output.num_new == self._rows.lengths[output.rows]
+            num_first = int(np.count_nonzero(ends[output.sample_index]))
+            self._step_tokens.append(output.total_num_scheduled_tokens + num_first)
+        recorder.begin_step(self._rows.keys[output.rows])
 
     def _end(
         self, step: int, number: int, began_s: float, num_prompt: int, num_sampled: int, num_preempted: int
@@ -91,5 +120,5 @@ class StepStrip:
         if (step_s := note.ended_s - begun_s) > _LONG_S:
             self._until_s += step_s
         self._notes.append(note)
-        if self._on_step is not None:
-            self._on_step(note)
+        if (on_step := self.on_step) is not None:
+            on_step(note)

@@ -10,8 +10,10 @@ from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode
 from pagoda.base.errors import PagodaError, RequestError, WorkerDied
 from pagoda.base.sampling_params import SamplingParams, SpeechRules
 from pagoda.core.events import Admitted, Ended, FirstToken, Queued
-from pagoda.core.request import RequestStatus
+from pagoda.core.request import LoraRef, RequestStatus
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.preparations import ExecutorPreparations
+from pagoda.engine.step_strip import StepNote
 from pagoda.executors.fake import FakeExecutor, fake_token
 from tests.engine.driver import Answers, drive, make_core, request
 
@@ -335,3 +337,46 @@ def test_the_decision_log_can_be_read_when_it_is_enabled() -> None:
     without_log = make_core(fake)
     drive(without_log, [request(0, [5, 6, 7], SamplingParams(max_tokens=2, temperature=0))])
     assert list(without_log.explain) == []
+
+
+def test_the_decision_log_tells_requests_apart_that_had_the_same_handle() -> None:
+    core = make_core(fake, decision_log_steps=3)
+    greedy = SamplingParams(max_tokens=2, temperature=0)
+    for name in ("first", "second"):
+        core.add_request(replace(request(7, [5, 6, 7], greedy), request_id=name))
+        while core.has_unfinished_requests():
+            core.step()
+    assert [type(event) for event in core.explain.of_request("first")] == [Ended]
+    assert [type(event) for event in core.explain.of_request("second")] == [Queued, Admitted, FirstToken, Ended]
+    core.add_request(request(1, [5, 6, 7], SamplingParams(max_tokens=9)))
+    while core.has_unfinished_requests():
+        core.step()
+    assert not core.explain.of_request("second")
+
+
+def test_steps_are_noted_with_the_prompt_tokens_of_requests_that_ran_before() -> None:
+    core, notes = make_core(fake, max_num_seqs=4, max_num_batched_tokens=8), list[StepNote]()
+    core.add_request(request(0, list(range(20)), SamplingParams(max_tokens=3, n=2, ignore_eos=True)))
+    core.step()
+    end = core.note_steps(notes.append)
+    core.step()
+    core.step()
+    core.step()
+    end()
+    core.step()
+    assert [(note.num_prompt_tokens, note.num_sampled) for note in notes] == [(8, 0), (4, 2), (0, 2)]
+
+
+@pytest.mark.parametrize("call", ["load", "unload"])
+def test_an_adapter_that_is_loaded_or_unloaded_takes_no_events_from_clients(call: str) -> None:
+    core = make_core(fake)
+    core._preparations = ExecutorPreparations(core._executor, 4, 2)
+    lora = LoraRef("a", "/a", "a")
+    core.add_request(request(0, [5, 6, 7], SamplingParams(max_tokens=9)))
+    core.step()
+    core.abort([(0, 0)])
+    (core.load_adapter if call == "load" else core.unload_adapter)(lora)
+    assert core.has_unfinished_requests(), "its client does not know yet"
+    (ended,) = core.step()[0].ends
+    assert (ended.request_id, ended.status) == ("r0", RequestStatus.FINISHED_ABORTED)
+    assert not core.has_unfinished_requests()

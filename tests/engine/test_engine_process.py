@@ -1,7 +1,6 @@
 """The engine process's loop: an idle engine returns memory once nothing has come for a while."""
 
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,10 +46,9 @@ def test_memory_is_returned_after_a_while_without_work(
     returned: list[None] = []
     monkeypatch.setattr(engine_process, "return_freed_memory", lambda: returned.append(None))
     core: EngineCore = fake_core()
-    executor: Any = SimpleNamespace(take_step_tokens=tuple)
     socket: Any = Silence(waits_ms)
     with pytest.raises(Ended):
-        EngineServer(core, executor, executor, socket).run()
+        EngineServer(core, socket).run()
     assert len(returned) == most
 
 
@@ -78,10 +76,9 @@ def test_an_adapter_that_is_being_read_delays_no_other_message(error: Exception 
                 raise engine_process.zmq.Again if flags else Ended
             return messages.pop(0)
 
-    executor: Any = SimpleNamespace(take_step_tokens=tuple)
     socket: Any = Socket()
     with pytest.raises(Ended):
-        EngineServer(core, executor, executor, socket).run()
+        EngineServer(core, socket).run()
     why = f"the adapter 'a' could not be loaded: KeyError: {error}" if isinstance(error, KeyError) else str(error)
     reply, idle, loaded = sent[-3:]
     assert reply == wire.ResetReply(2, True)

@@ -1,21 +1,25 @@
 """Steps are noted while somebody looks: none is lost because a step took long, and none is noted for nobody."""
 
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pagoda.base.config import CacheConfig
+from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine import step_strip
+from pagoda.engine.flight_recorder import FlightRecorder, packed_key
 from pagoda.engine.step_strip import LOOK_S, StepStrip
+from pagoda.executors.fake import FakeExecutor
+from tests.engine.driver import make_core, request
 
 
 class Executed:
     """An executor whose steps take as long as the test says."""
-
-    start = set_pools = call = shutdown = None
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
@@ -53,3 +57,24 @@ def test_steps_are_no_longer_noted_when_nobody_looks_any_more(monkeypatch: pytes
     noted = strip.after(0.0)
     assert [(note.step, note.number) for note in noted][:3] == [(1, 1), (3, 2), (5, 3)]  # of no rows: none, not counted
     assert 10 < len(noted) < 20
+
+
+def test_the_tokens_of_steps_are_those_of_prompts_and_those_sampled(tmp_path: Path) -> None:
+    """Also in a forked row whose last request ended its prompt where this one is now."""
+    recorder = FlightRecorder(tmp_path / "flight", 8, 2, create=True)
+    core = make_core(
+        lambda rows: FakeExecutor(rows, 257, 4, vocab_size=1000),
+        cache=CacheConfig(block_size=4, enable_prefix_caching=False),
+    )
+    core.strip = StepStrip(core.strip._executor, recorder)
+    for number, (num_prompt, num_seqs, max_tokens) in enumerate([(12, 1, 2), (12, 1, 2), (5, 2, 20)]):
+        params = SamplingParams(n=num_seqs, max_tokens=max_tokens, ignore_eos=True)
+        core.add_request(request(number, list(range(num_prompt)), params))
+        if number != 0:
+            while core.has_unfinished_requests():
+                core.step()
+    assert sum(core.strip.take_step_tokens()) == 2 * (12 + 2) + (5 + 2 * 20)
+    assert core.strip.take_step_tokens() == ()
+    record = recorder.read()
+    assert record.keys.tolist() == [packed_key((0, 2))]
+    assert 0 < record.steps_begun == record.steps_ended

@@ -4,14 +4,17 @@ from collections.abc import Callable
 
 from pagoda.assembly import engine_process
 from pagoda.core.executor import Executor
-from pagoda.engine.flight_recorder import RecordedExecutor
+from pagoda.engine.engine_core import EngineCore
 
 
 def wrap_executor(wrap: Callable[[Executor], Executor]) -> None:
     """Have steps run by what `wrap` returns for an executor. May be called several times."""
-    inner = engine_process.RecordedExecutor
+    build = engine_process.build_engine_core
 
-    def wrapped(executor: Executor, *rest: object) -> RecordedExecutor:
-        return inner(wrap(executor), *rest)  # type: ignore[arg-type]
+    def wrapped(
+        *given: object, wrap_executor: Callable[[Executor, int], Executor] = lambda one, _: one, **settings: object
+    ) -> EngineCore:
+        wrappers = {"wrap_executor": lambda executor, max_rows: wrap(wrap_executor(executor, max_rows))}
+        return build(*given, **wrappers, **settings)  # type: ignore[arg-type]
 
-    engine_process.RecordedExecutor = wrapped  # type: ignore[assignment,misc]
+    engine_process.build_engine_core = wrapped  # type: ignore[assignment]
