@@ -134,7 +134,18 @@ def test_python_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     cached_model("smollm2-135m")
-    flags = ("--model", "smollm2-135m", "--enable-prompt-embeds", "--max-model-len", "1024", "--max-num-seqs", "8")
+    names = ("smollm2-135m", "minilm-l6")  # of both, one is enough to see that a client's code works
+    flags = (
+        "--model",
+        "smollm2-135m",
+        "--served-model-name",
+        *names,
+        "--enable-prompt-embeds",
+        "--max-model-len",
+        "1024",
+        "--max-num-seqs",
+        "8",
+    )
     with serving(tmp_path_factory.mktemp("server"), *flags) as server:
         yield server.url
 

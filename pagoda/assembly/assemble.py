@@ -286,7 +286,7 @@ def _lookup_speculator(setup: EngineSetup, max_rows: int) -> Speculator | None:
 
 def _log(setup: EngineSetup, capacity: KVCapacity, load_s: float) -> None:
     """Log what has started, one fact per line."""
-    scheduler, num_tokens = setup.config.scheduler, capacity.num_blocks * capacity.block_size
+    scheduler = setup.config.scheduler
     dtype = resolve_quantization(setup.files, setup.config.model.quantization) or setup.dtype
     logger.info(
         "model: %s (%s), weights in %s, computed in %s by %s kernels on %s, loaded in %.1f s",
@@ -298,6 +298,22 @@ def _log(setup: EngineSetup, capacity: KVCapacity, load_s: float) -> None:
         setup.device.name,
         load_s,
     )
+    if not setup.groups:
+        logger.info("KV cache: none, prompts are computed in one step")
+    else:
+        _log_cache(setup, capacity)
+    logger.info(
+        "scheduler: %s, %s, up to %d sequences and %d tokens per step, prefix caching %s",
+        scheduler.scheduling_mode.value,
+        scheduler.scheduling_policy.value,
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        "on" if setup.config.cache.enable_prefix_caching else "off",
+    )
+
+
+def _log_cache(setup: EngineSetup, capacity: KVCapacity) -> None:
+    num_tokens = capacity.num_blocks * capacity.block_size
     logger.info(
         "KV cache: %d tokens (%d blocks of %d, %.2f GiB, %s; %d blocks in host memory), room for %.1f requests of %d "
         "tokens (max_model_len)",
@@ -309,12 +325,4 @@ def _log(setup: EngineSetup, capacity: KVCapacity, load_s: float) -> None:
         capacity.num_host_blocks,
         num_tokens / setup.max_model_len,
         setup.max_model_len,
-    )
-    logger.info(
-        "scheduler: %s, %s, up to %d sequences and %d tokens per step, prefix caching %s",
-        scheduler.scheduling_mode.value,
-        scheduler.scheduling_policy.value,
-        scheduler.max_num_seqs,
-        scheduler.max_num_batched_tokens,
-        "on" if setup.config.cache.enable_prefix_caching else "off",
     )

@@ -72,6 +72,12 @@ def test_each_request_gets_the_model_that_it_names(server: LiveServer) -> None:
     assert (status, answer["model"]) == (200, "embed")
 
 
+def test_a_model_without_a_kv_cache_is_not_said_to_have_a_tiny_one(server: LiveServer) -> None:
+    log = server.log.read_text()
+    assert log.count("KV cache: none, prompts are computed in one step") == log.count("model: minilm-l6 ") > 0
+    assert "KV cache: 8192 tokens (512 blocks of 16" in log
+
+
 def test_only_listed_models_can_be_named(server: LiveServer) -> None:
     for path, body in (("/v1/chat/completions", chat("smollm2-135m")), ("/v1/embeddings", embed("minilm-l6"))):
         status, answer = server.post(path, body)
