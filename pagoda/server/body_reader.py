@@ -42,6 +42,7 @@ _PLACE_CHARS = 4_096
 """A place is among so many characters at the end of msgspec's messages, which may repeat megabytes of the input."""
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`$", re.DOTALL)
 _WRONG_WORD = re.compile(r"`(\w+)`: (expected .*)$", re.DOTALL)  # of Body.__post_init__
+_IS_REQUIRED = ": is required"
 _TYPE_LIST = re.compile(r"`([a-z]+(?: \| [a-z]+)*)`")
 _TYPE_NAMES = {
     "str": "a string",
@@ -70,7 +71,13 @@ class BodyReader:
         data = await self._bytes_of(http)
 
         def parse() -> tuple[B, list[str], int]:
-            body, unknown = parse_body(data, kind, self._limits), unknown_fields(data, kind)
+            try:
+                body = parse_body(data, kind, self._limits)
+            except RequestError as error:
+                if str(error).endswith(_IS_REQUIRED):
+                    unknown_fields(data, kind)  # a field that is not served may be given in place of the missing one
+                raise
+            unknown = unknown_fields(data, kind)
             return body, unknown[:_MAX_LOOKED_AT], len(unknown)
 
         body, unknown, num_unknown = await run_for_body(http, parse)
@@ -268,7 +275,7 @@ def _explained(message: str) -> RequestError:
         where, message = _clip(match["path"].removeprefix(".")), message[: match.start()]
     if match := _MISSING_FIELD.match(message):
         where = f"{where}.{match[1]}" if where else match[1]
-        return RequestError(f"{where}: is required", where)
+        return RequestError(f"{where}{_IS_REQUIRED}", where)
     if match := _WRONG_WORD.match(message):
         where = f"{where}.{match[1]}" if where else match[1]
         return RequestError(f"{where}: {_clip(match[2])}", where)

@@ -53,6 +53,13 @@ def test_the_tokens_of_a_prompt_are_counted_as_the_answer_counts_them(client: op
         assert (counted.object, counted.input_tokens) == ("response.input_tokens", usage.input_tokens)
 
 
+def test_what_is_given_in_place_of_the_input_is_refused_rather_than_that_there_is_none(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="prompt: this server does not support stored prompts"):
+        client.responses.create(model="smollm2-135m", prompt={"id": "pmpt_1"})
+    with pytest.raises(openai.BadRequestError, match="input: is required"):
+        client.responses.create(model="smollm2-135m")
+
+
 def both(client: openai.OpenAI, seed: int, **more: Any) -> list[dict[str, Any]]:
     """The answer of a script, whole and streamed, without what differs from answer to answer."""
     asked: dict[str, Any] = {"model": "smollm2-135m", "input": "Hi", "extra_body": {"seed": seed}, **more}

@@ -220,7 +220,9 @@ class ChatPrompts:
             raise RequestError(f"this model generates no text; it supports {', '.join(tasks.names)}", "model")
         if template is None:
             raise RequestError(
-                "this model has no chat template: pass one (chat_template), or use plain prompts", "messages"
+                "this model has no chat template, so it can only continue a text: use plain prompts (/v1/completions), "
+                "or give it a template (chat_template; of a server --chat-template FILE)",
+                "messages",
             )
         if "tool_use" not in template.sources and lacks_tools(template.source):
             messages, tools = with_generic_tools(messages, tools, template.source), None
