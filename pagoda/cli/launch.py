@@ -166,7 +166,8 @@ def launch(
         str | None, typer.Option(help="Its API key; of several the first.", envvar=_KEY_VARIABLE)
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Name of a model or adapter that it serves (default: its first).")
+        str | None,
+        typer.Option(help="Name of a model or adapter that it serves (default: its first that writes text)."),
     ] = None,
     show: Annotated[bool, typer.Option("--show", help="Show what would be done, and start nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Change a client's file without a question.")] = False,

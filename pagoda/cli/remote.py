@@ -58,10 +58,15 @@ def served_models(server: ServerConnection) -> list[dict[str, Any]]:
 
 
 def model_card(server: ServerConnection, model: str | None) -> dict[str, Any]:
-    """Return what a server lists about a model; without one, about its first. Raises ConfigError."""
+    """Return what a server lists about a model; without one, about the first that writes text, as far as it says so.
+
+    Raises ConfigError.
+    """
     served = served_models(server)
+    if model is None and served:
+        return next((one for one in served if "completion" in (one.get("capabilities") or ["completion"])), served[0])
     for one in served:
-        if model in (None, one["id"]):
+        if one["id"] == model:
             return one
     names = ", ".join(one["id"] for one in served)
     raise ConfigError(f"{server.url} does not serve {model!r:.80}; it has {names}")

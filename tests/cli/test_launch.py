@@ -17,7 +17,11 @@ import pytest
 from pagoda.cli.launch import CLIENTS, Server
 
 KEY = "se\"cret's"
-MODELS = [{"id": "my-model", "max_model_len": 40_000}, {"id": "other"}]
+MODELS: list[dict[str, Any]] = [
+    {"id": "embed", "capabilities": ["embedding"]},
+    {"id": "my-model", "max_model_len": 40_000},
+    {"id": "other"},
+]
 FAKE_CLIENT = f"""#!{sys.executable}
 import json, os, sys
 print(json.dumps({{"arguments": sys.argv[1:], "variables": dict(os.environ)}}))
@@ -151,7 +155,7 @@ def test_what_cannot_be_started_says_why(url: str, home: Path) -> None:
         ("claude", "--url", url): (1, "Claude Code is not installed: there is no claude in PATH; install it: npm"),
         ("claud", "--url", url): (2, "unknown client 'claud'; did you mean 'claude'?"),
         ("claude", "-p", "Hi"): (2, "No such option: -p; a client's arguments come after --"),
-        ("codex", "--url", url, "--model", "third"): (2, "does not serve 'third'; it has my-model, other"),
+        ("codex", "--url", url, "--model", "third"): (2, "does not serve 'third'; it has embed, my-model, other"),
         ("codex", "--url", f"{url}/keyed"): (2, "cannot list its models (the server answered 401"),
         ("codex", "--url", "http://127.0.0.1:9"): (2, "is the server running?"),
     }
