@@ -91,9 +91,7 @@ def converse(
         if others:
             raise ConfigError(f"{', '.join(others)}: the server of --url has its own; leave them out")
         model = options.get("model")
-        session = RemoteSession(
-            url, str(model) if model is not None else None, next(iter((api_key or "").split()), None)
-        )
+        session = RemoteSession(url, str(model) if model is not None else None, api_key)
     else:
         ask_before_fetching(engine_config(options).model)
         with console.status("loading") if console.is_terminal else nullcontext():

@@ -12,6 +12,9 @@ from pagoda.cli.options import MOST_USED, PANELS, PROMPT, SAMPLING_FIELDS
 
 JsonObject = Annotated[bool, typer.Option("--json", help="Print a single JSON object.")]
 CacheDir = Annotated[str | None, typer.Option("--cache-dir", help="Folder where downloaded models are kept.")]
+Url = Annotated[str, typer.Option(help="The server.")]
+LOCAL_SERVER = "http://127.0.0.1:8000"
+ApiKey = Annotated[str | None, typer.Option(help="Its API key; of several the first.", envvar="PAGODA_API_KEY")]
 
 _ANY_LENGTH = 10_000
 _IN_GROUP = re.compile(r", --[\w-]+\.[\w.-]+")  # the longer spelling of a flag that has a short one

@@ -22,6 +22,7 @@ import typer
 from pagoda.base.errors import ConfigError, PagodaError
 from pagoda.base.registry import nearest
 from pagoda.cli.console import print_table
+from pagoda.cli.help_format import LOCAL_SERVER, ApiKey, Url
 from pagoda.cli.remote import ServerConnection, model_card, require_chat
 
 _KEY_VARIABLE = "PAGODA_API_KEY"
@@ -161,10 +162,8 @@ def launch(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="-- ARGUMENT", help="Arguments of the client, after --.")
     ] = None,
-    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None, typer.Option(help="Its API key; of several the first.", envvar=_KEY_VARIABLE)
-    ] = None,
+    url: Url = LOCAL_SERVER,
+    api_key: ApiKey = None,
     model: Annotated[
         str | None,
         typer.Option(help="Name of a model or adapter that it serves (default: its first that writes text)."),
@@ -183,8 +182,8 @@ def launch(
         return
     if client not in CLIENTS:
         raise ConfigError(f"client: unknown client {client!r:.80}{nearest(client, list(CLIENTS))}")
-    key = next(iter((api_key or "").split()), None)
-    connection = ServerConnection(url, key)
+    connection = ServerConnection(url, api_key)
+    key = connection.key
     card = model_card(connection, model)
     require_chat(connection, str(card["id"]))
     server = Server(connection.url, str(card["id"]), "none" if key is None else _KEY, card.get("max_model_len"))

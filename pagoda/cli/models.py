@@ -10,7 +10,7 @@ import typer
 
 from pagoda.base.abbreviate import human_bytes, shorten
 from pagoda.base.errors import PagodaError, RequestError
-from pagoda.cli.help_format import CacheDir, Group, JsonObject
+from pagoda.cli.help_format import LOCAL_SERVER, ApiKey, CacheDir, Group, JsonObject, Url
 
 app = typer.Typer(cls=Group, help="List, show, fetch and remove models.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -200,16 +200,14 @@ def remove(
 
 @app.command("ps")
 def ps(
-    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None, typer.Option(help="Its API key; of several the first.", envvar="PAGODA_API_KEY")
-    ] = None,
+    url: Url = LOCAL_SERVER,
+    api_key: ApiKey = None,
     as_json: JsonObject = False,
 ) -> None:
     """List the models that a running server has loaded, and its requests. Another server than pagoda's will do."""
     from pagoda.cli.remote import ServerConnection
 
-    server = ServerConnection(url, next(iter((api_key or "").split()), None))
+    server = ServerConnection(url, api_key)
     models, load = _loaded(server), _answer(server, "/load")
     if as_json:
         print(json.dumps({"models": models, "load": load}))

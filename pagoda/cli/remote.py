@@ -21,13 +21,14 @@ def without_v1(url: str) -> str:
 
 
 class ServerConnection:
-    """Opens routes of a server.   url: see `without_v1`."""
+    """Opens routes of a server.   url: see `without_v1`.   key: None: none is sent."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self.url = without_v1(url)
+        """api_key: of several, with spaces between them, the first is taken."""
+        self.url, self.key = without_v1(url), next(iter((api_key or "").split()), None)
         self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        if self.key is not None:
+            self._headers["Authorization"] = f"Bearer {self.key}"
 
     @contextmanager
     def open(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[Any]:

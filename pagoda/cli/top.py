@@ -11,6 +11,7 @@ import typer
 
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.cli.console import for_stream, human_count
+from pagoda.cli.help_format import LOCAL_SERVER, ApiKey, Url
 from pagoda.cli.remote import ServerConnection
 
 _MOST_ROWS = 1000
@@ -33,10 +34,8 @@ class Look:
 
 
 def top(
-    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None, typer.Option(help="Its API key; of several the first.", envvar="PAGODA_API_KEY")
-    ] = None,
+    url: Url = LOCAL_SERVER,
+    api_key: ApiKey = None,
     interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2)] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print it once: two looks, an interval apart.")] = False,
 ) -> None:
@@ -44,7 +43,7 @@ def top(
 
     Any server with vLLM's metric names works; requests are shown of a pagoda server. Until Ctrl-C.
     """
-    server = ServerConnection(url, next(iter((api_key or "").split()), None))
+    server = ServerConnection(url, api_key)
     before = look_at(server)
     if once or not sys.stdout.isatty():
         time.sleep(interval)
