@@ -1,4 +1,4 @@
-"""ResponseWriter: the events and the answer of one turn, in the form of OpenAI's Responses. Knows nothing of HTTP.
+"""ResponseWriter: the events and the answer of one turn, in the form of OpenAI's Responses.
 
 An answer is a list of items: messages, thoughts and calls. Each is announced, told in pieces, and told as a whole.
 """
@@ -12,11 +12,12 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import replace
 
-from pagoda.server.dialects.chat import ChatLogprob
+from pagoda.server.dialects.chat import ChatLogprob, chat_logprobs
 from pagoda.server.dialects.responses_tools import CustomInput, NamedTool
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
-from pagoda.server.turn import CallDelta, ReasoningDelta, TextDelta, TurnEnd, TurnEvent
+from pagoda.server.sending import Framing, event
+from pagoda.server.turn import CallDelta, Piece, ReasoningDelta, TextDelta, Turn, TurnEnd
 
 _encode = msgspec.json.Encoder().encode
 
@@ -193,59 +194,98 @@ class _OpenItem:
 
 
 class ResponseWriter:
-    """Makes events, with their numbers, of the events of a turn.   response: as it is now; whole after the last event.
+    """Writes an answer as events with their numbers.   response: as it is now; whole after the last event.
 
+    turn: set before anything is written of what it generates.
     seal: returns what thoughts have as `encrypted_content`; "": nothing.
-
-    `begin`, then `add` as often as there is something, then `end` or `fail`. Items that events have are not changed
-    later, so that events can be kept.
+    kept: the events that were sent, if it is a list; who keeps them takes them out.
     """
+
+    turn: Turn
 
     def __init__(self, response: ResponseAnswer, tools: Mapping[str, NamedTool], is_summary: bool = False) -> None:
         """response: without output.   tools: by the names in calls.   is_summary: thoughts are sent as summaries."""
         self.response = response
+        self.framing = Framing(self._failed, b"", retells=True)
+        self.kept: list[bytes] | None = None
         self.seal: Callable[[], str] = str
         self._tools = tools
         self._thought = _SUMMARY if is_summary else _THOUGHT
+        self._events: list[ResponseEvent] = []  # that are not sent yet
         self._num_events = 0
         self._num_items = 0
         self._open: _OpenItem | None = None
         self._end: TurnEnd | None = None
 
-    def begin(self) -> list[ResponseEvent]:
-        return [
-            self._event(f"response.{name}", response=replace(self.response, output=[]))
-            for name in ("created", "in_progress")
-        ]
+    def opening(self) -> bytes:
+        for name in ("created", "in_progress"):
+            self._tell(f"response.{name}", response=replace(self.response, output=[]))
+        return self._sent()
 
-    def add(self, said: Sequence[TurnEvent], logprobs: Sequence[ChatLogprob] = ()) -> list[ResponseEvent]:
-        """Return what tells some events of the turn.   logprobs: of their tokens."""
-        events: list[ResponseEvent] = []
-        for one in said:
+    def frames(self, piece: Piece) -> bytes:
+        self._add(piece)
+        return self._sent()
+
+    def closing(self) -> bytes:
+        self._finish()
+        return self._sent()
+
+    def whole(self, pieces: Sequence[Piece]) -> ResponseAnswer:
+        for piece in pieces:
+            self._add(piece)
+        self._finish()
+        return self.response
+
+    def cancelled(self) -> bytes:
+        """Return the last frames if its client has left."""
+        self._end = TurnEnd("abort", None)
+        return self.closing()
+
+    def _failed(self, error: ApiError, request_id: str) -> bytes:
+        self.response.status, self.response.error = "failed", failure_of(error)
+        self._tell("response.failed", response=self.response)
+        return self._sent()
+
+    def _sent(self) -> bytes:
+        """Return the events that were told since the last call, as they are sent."""
+        made, self._events = [event(one, one.type) for one in self._events], []
+        if self.kept is not None:
+            self.kept += made
+        return b"".join(made)
+
+    def _add(self, piece: Piece) -> None:
+        """Tell what a piece says."""
+        logprobs = self._logprobs(piece)
+        for one in piece.events:
             match one:
                 case ReasoningDelta(text):
-                    self._into(events, self._thought)
-                    self._add_delta(events, text)
+                    self._into(self._thought)
+                    self._add_delta(text)
                 case TextDelta(text):
-                    self._into(events, _MESSAGE)
-                    self._add_delta(events, text, logprobs)
+                    self._into(_MESSAGE)
+                    self._add_delta(text, logprobs)
                     logprobs = ()
                 case CallDelta(_, arguments, call_id, name):
                     if name is not None:
-                        self._begin_call(events, call_id or "", name)
-                    self._add_arguments(events, arguments)
+                        self._begin_call(call_id or "", name)
+                    self._add_arguments(arguments)
                 case TurnEnd():
                     self._end = one
-        return events
 
-    def end(self, usage: ResponseUsage) -> list[ResponseEvent]:
-        """Return the last events."""
+    def _logprobs(self, piece: Piece) -> Sequence[ChatLogprob]:
+        output, num_top = piece.output, self.turn.request.params.logprobs
+        if output.logprobs is None or num_top is None:
+            return ()
+        first = piece.num_reasoning_tokens
+        return chat_logprobs(output.token_ids[first:], output.logprobs[first:], num_top).content
+
+    def _finish(self) -> None:
+        """Tell the end."""
         reason = "stop" if self._end is None else self._end.reason
         is_whole = reason in ("stop", "tool_calls")
-        events: list[ResponseEvent] = []
-        self._close(events, "completed" if is_whole else "incomplete")
+        self._close("completed" if is_whole else "incomplete")
         response = self.response
-        response.usage = usage
+        response.usage = ResponseUsage.of(self.turn.generation)
         response.completed_at = int(time.time()) if is_whole else None
         if is_whole:
             response.status = "completed"
@@ -253,88 +293,83 @@ class ResponseWriter:
             response.status, response.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
         else:
             response.status = "cancelled"  # there is no event of this name
-        events.append(self._event(f"response.{'completed' if is_whole else 'incomplete'}", response=response))
-        return events
-
-    def fail(self, error: ApiError) -> list[ResponseEvent]:
-        """Return the last event of a response that failed."""
-        self.response.status, self.response.error = "failed", failure_of(error)
-        return [self._event("response.failed", response=self.response)]
+        self._tell(f"response.{'completed' if is_whole else 'incomplete'}", response=response)
 
     # ---- items, of which one is open at a time
 
-    def _into(self, events: list[ResponseEvent], form: _Form) -> None:
+    def _into(self, form: _Form) -> None:
         """Begin an item, unless one of this form is open."""
         if self._open is not None and self._open.form is form:
             return
         fields: dict[str, Any] = {"role": "assistant"} if form is _MESSAGE else {"summary": []}
-        self._begin_item(events, form, **fields, content=UNSET if form is _SUMMARY else [])
+        self._begin_item(form, **fields, content=UNSET if form is _SUMMARY else [])
 
-    def _begin_call(self, events: list[ResponseEvent], call_id: str, name: str) -> None:
+    def _begin_call(self, call_id: str, name: str) -> None:
         tool = self._tools.get(name, NamedTool(name, None, False, ""))
         form = _CUSTOM if tool.is_custom else _FUNCTION
         named = {"name": tool.name} if tool.namespace is None else {"name": tool.name, "namespace": tool.namespace}
-        opened = self._begin_item(events, form, call_id=call_id, **named, **{form.whole: ""})
+        opened = self._begin_item(form, call_id=call_id, **named, **{form.whole: ""})
         if tool.is_custom:
             opened.custom = CustomInput()
 
-    def _add_arguments(self, events: list[ResponseEvent], arguments: str) -> None:
+    def _add_arguments(self, arguments: str) -> None:
         assert self._open is not None
         custom = self._open.custom
         if text := arguments if custom is None else custom.feed(arguments):
-            self._add_delta(events, text)
+            self._add_delta(text)
 
-    def _begin_item(self, events: list[ResponseEvent], form: _Form, **fields: Any) -> _OpenItem:
-        self._close(events, "completed")
+    def _begin_item(self, form: _Form, **fields: Any) -> _OpenItem:
+        self._close("completed")
         number = self._num_items
         self._num_items += 1
         item_id = f"{form.id}_{self.response.id.removeprefix('resp_')}_{number}"
         item = OutputItem(id=item_id, type=form.type, status="in_progress", **fields)
         place = {"item_id": item_id, "output_index": number}
-        events.append(self._event("response.output_item.added", output_index=number, item=item))
+        self._tell("response.output_item.added", output_index=number, item=item)
         if form.part is not None:
             place[form.index] = 0
-            events.append(self._event(f"{form.part_event}.added", **place, part=_part(form.part, "", [])))
+            self._tell(f"{form.part_event}.added", **place, part=_part(form.part, "", []))
         self._open = opened = _OpenItem(form, item, place)
         return opened
 
-    def _add_delta(self, events: list[ResponseEvent], text: str, logprobs: Sequence[ChatLogprob] = ()) -> None:
+    def _add_delta(self, text: str, logprobs: Sequence[ChatLogprob] = ()) -> None:
         assert self._open is not None
         self._open.pieces.append(text)
         given: Any = UNSET
         if self._open.form is _MESSAGE:
             given = [Raw(_encode(one)) for one in logprobs]  # they are told up to five times, and encoded once
             self._open.logprobs += given
-        events.append(self._event(f"{self._open.form.event}.delta", **self._open.place, delta=text, logprobs=given))
+        self._tell(f"{self._open.form.event}.delta", **self._open.place, delta=text, logprobs=given)
 
-    def _close(self, events: list[ResponseEvent], status: Literal["completed", "incomplete"]) -> None:
+    def _close(self, status: Literal["completed", "incomplete"]) -> None:
         """End the open item, if there is one."""
         if self._open is None:
             return
         if self._open.custom is not None and (rest := self._open.custom.end()):
-            self._add_delta(events, rest)
+            self._add_delta(rest)
         form, place, text = self._open.form, self._open.place, "".join(self._open.pieces)
         done: dict[str, Any] = {form.whole: text}
         if form is _MESSAGE:
             done["logprobs"] = self._open.logprobs
         if form is _FUNCTION:
             done["name"] = self._open.item.name
-        events.append(self._event(f"{form.event}.done", **place, **done))
+        self._tell(f"{form.event}.done", **place, **done)
         if form.part is None:
             item = replace(self._open.item, status=status, **{form.whole: text})
         else:
             part = _part(form.part, text, self._open.logprobs)
-            events.append(self._event(f"{form.part_event}.done", **place, part=part))
+            self._tell(f"{form.part_event}.done", **place, part=part)
             item = replace(self._open.item, status=status, **{form.index.removesuffix("_index"): [part]})
         if form is self._thought and (sealed := self.seal()):
             item.encrypted_content = sealed
         self.response.output.append(item)
-        events.append(self._event("response.output_item.done", output_index=place["output_index"], item=item))
+        self._tell("response.output_item.done", output_index=place["output_index"], item=item)
         self._open = None
 
-    def _event(self, kind: str, **fields: Any) -> ResponseEvent:
+    def _tell(self, kind: str, **fields: Any) -> None:
+        """Add an event. An item that it has is not changed later."""
+        self._events.append(ResponseEvent(type=kind, sequence_number=self._num_events, **fields))
         self._num_events += 1
-        return ResponseEvent(type=kind, sequence_number=self._num_events - 1, **fields)
 
 
 def _part(kind: Literal["output_text", "reasoning_text", "summary_text"], text: str, logprobs: Any) -> ResponsePart:

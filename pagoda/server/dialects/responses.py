@@ -7,7 +7,7 @@ goes around the two: it gives `ResponsesDialect` the earlier items, and keeps th
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from msgspec import Raw
@@ -16,14 +16,11 @@ from starlette.responses import Response
 
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.server.conversation import check_chat
-from pagoda.server.dialects.chat import ChatLogprob, chat_logprobs
 from pagoda.server.dialects.openai_body import cache_ttl_s
 from pagoda.server.dialects.response_events import (
     ResponseAnswer,
     ResponseConversation,
-    ResponseEvent,
     ResponseReasoning,
-    ResponseUsage,
     ResponseWriter,
     error_code,
 )
@@ -31,10 +28,10 @@ from pagoda.server.dialects.responses_bodies import InputItem, ReasoningParam, R
 from pagoda.server.dialects.responses_input import conversation_of
 from pagoda.server.dialects.responses_tools import ResponsesToolChoice, Tools
 from pagoda.server.errors import ApiError, ErrorDetail, ErrorResponse, error_type
-from pagoda.server.sending import EventStream, Framing, event
+from pagoda.server.sending import EventStream
 from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState
-from pagoda.server.turn import Piece, Turn, TurnEnd, TurnRequest, naming_fields
+from pagoda.server.turn import Turn, TurnRequest, naming_fields
 
 
 def response_error(error: ApiError, request_id: str) -> ErrorResponse:
@@ -84,20 +81,20 @@ class ResponsesDialect:
             origin=made.origin,
         )
 
-    def answer(self, body: ResponsesRequest, turn: Turn, state: ServerState) -> "ResponseFrames":
+    def answer(self, body: ResponsesRequest, turn: Turn, state: ServerState) -> ResponseWriter:
+        self._writer.turn = turn
         if body.includes("reasoning.encrypted_content"):
             self._writer.seal = turn.seal
-        return ResponseFrames(self._writer, turn)
+        return self._writer
 
     def failed(self, error: ApiError) -> Response:
         """Return the stream of a response that fails before anything is generated."""
 
         async def events() -> AsyncGenerator[bytes, None]:
-            yield b"".join(_encoded(self._writer.begin()))
+            yield self._writer.opening()
             raise error
 
-        framing = Framing(lambda error, _: b"".join(_encoded(self._writer.fail(error))), b"")
-        return EventStream(events(), framing=framing)
+        return EventStream(events(), framing=self._writer.framing)
 
 
 def _new_response(
@@ -136,53 +133,3 @@ def _new_response(
 def _shown_text(text: TextParam) -> dict[str, Any]:
     verbosity = {} if text.verbosity is None else {"verbosity": text.verbosity}
     return {"format": text.format or {"type": "text"}, **verbosity}
-
-
-class ResponseFrames:
-    """Sends the events of a response.   kept: those that were made, if it is a list; who keeps them takes them out."""
-
-    def __init__(self, writer: ResponseWriter, turn: Turn) -> None:
-        self.writer = writer
-        self._turn = turn
-        self.framing = Framing(self._failed, b"", retells=True)
-        self.kept: list[bytes] | None = None
-
-    def opening(self) -> bytes:
-        return self._encoded(self.writer.begin())
-
-    def frames(self, piece: Piece) -> bytes:
-        return self._encoded(self.writer.add(piece.events, self._logprobs(piece)))
-
-    def closing(self) -> bytes:
-        return self._encoded(self.writer.end(ResponseUsage.of(self._turn.generation)))
-
-    def whole(self, pieces: Sequence[Piece]) -> ResponseAnswer:
-        for piece in pieces:
-            self.writer.add(piece.events, self._logprobs(piece))
-        self.writer.end(ResponseUsage.of(self._turn.generation))
-        return self.writer.response
-
-    def cancelled(self) -> bytes:
-        """Return the last frames if its client has left."""
-        self.writer.add([TurnEnd("abort", None)])
-        return self.closing()
-
-    def _failed(self, error: ApiError, request_id: str) -> bytes:
-        return self._encoded(self.writer.fail(error))
-
-    def _encoded(self, events: Iterable[ResponseEvent]) -> bytes:
-        made = _encoded(events)
-        if self.kept is not None:
-            self.kept += made
-        return b"".join(made)
-
-    def _logprobs(self, piece: Piece) -> Sequence[ChatLogprob]:
-        output, num_top = piece.output, self._turn.request.params.logprobs
-        if output.logprobs is None or num_top is None:
-            return ()
-        first = piece.num_reasoning_tokens
-        return chat_logprobs(output.token_ids[first:], output.logprobs[first:], num_top).content
-
-
-def _encoded(events: Iterable[ResponseEvent]) -> list[bytes]:
-    return [event(one, one.type) for one in events]

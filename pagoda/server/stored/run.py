@@ -10,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pagoda.engine.clients.calls import AnyCalls
-from pagoda.server.dialects.response_events import OutputItem
-from pagoda.server.dialects.responses import ResponseFrames
+from pagoda.server.dialects.response_events import OutputItem, ResponseWriter
 from pagoda.server.errors import as_api_error, shortened
 from pagoda.server.request_state import RequestState
 from pagoda.server.respond import RunningTurn
@@ -25,12 +24,12 @@ logger = logging.getLogger("pagoda.server")
 class StoredTurn:
     """A turn of Responses that is stored, until it ends as completed, incomplete, failed or cancelled."""
 
-    def __init__(self, owned: AnyCalls, running: RunningTurn[ResponseFrames]) -> None:
+    def __init__(self, owned: AnyCalls, running: RunningTurn[ResponseWriter]) -> None:
         self._owned = owned
         self._running = running
-        self._writer = running.answer.writer
+        self._writer = running.answer
         if self._writer.response.background:
-            running.answer.kept = []
+            self._writer.kept = []
         self._key = ("", "")
         self._is_finished = False
         self._failure = b""
@@ -77,7 +76,7 @@ class StoredTurn:
                         await self._end()
                     yield data
         except Exception as error:
-            self._failure = self._running.answer.framing.error(shortened(as_api_error(error)), "")
+            self._failure = self._writer.framing.error(shortened(as_api_error(error)), "")
             raise
         finally:
             if not self._is_finished:  # it has failed, its client has left, or the server ends
@@ -111,8 +110,8 @@ class StoredTurn:
 
     def _keep(self, body: bytes = b"") -> None:
         """Store the events that were made, if they are kept, and the answer as it is now if it is given."""
-        if events := self._running.answer.kept:
-            self._running.answer.kept = []
+        if events := self._writer.kept:
+            self._writer.kept = []
             self._owned.tell(StoreService.append, *self._key, events, body)
 
     async def _end(self) -> None:
@@ -121,7 +120,7 @@ class StoredTurn:
     def _ending(self) -> tuple[bytes, list[Item]]:
         """Return how it has ended, as cancelled unless it has: the answer, and its items for later turns."""
         if self._writer.response.status == "in_progress":
-            self._running.answer.cancelled()
+            self._writer.cancelled()
         return encode(self._writer.response), self._items()
 
     def _items(self) -> list[Item]:
