@@ -53,19 +53,15 @@ class ServerState:
     """The state that all routes share.
 
     admission: of the requests to all models.
-    bodies: reads those of requests.   forces_usage: all streams tell it.
+    bodies: reads those of requests.
     owned: what the processes of the server have once, see Owned.
     pull_flags: of `pagoda models pull`, so that it fetches into this server's cache.
     telemetry: exports each request, if there is somewhere to.
-    returns_token_ids: log-probabilities have ids of tokens, where a request does not say.
     """
 
     models: ServedModels
     admission: AnyAdmission
-    has_admin_key: bool = False
     pull_flags: tuple[str, ...] = ()
-    forces_usage: bool = False
-    returns_token_ids: bool = False
     bodies: BodyReader = field(default_factory=lambda: BodyReader(RequestLimits()))
     config: ServerConfig = field(default_factory=ServerConfig)
     drain: Drain = field(default_factory=Drain)
@@ -90,7 +86,7 @@ class ServerState:
 
     def check_admin(self, http: Request) -> None:
         """Raise ApiError (403) if the server has an admin key and the caller did not send it."""
-        if self.has_admin_key and not request_state(http).caller.is_admin:
+        if self.config.admin_api_key is not None and not request_state(http).caller.is_admin:
             raise ApiError(403, _ADMINS_ONLY)
 
     def is_operator(self, http: Request) -> bool:
@@ -102,7 +98,7 @@ class ServerState:
     def writes_ids(self, body: SamplingBody) -> bool:
         """Return whether tokens of log-probabilities are written as "token_id:ID"."""
         asked = body.return_tokens_as_token_ids
-        return self.returns_token_ids if asked is None else asked
+        return self.config.answer_defaults.return_tokens_as_token_ids if asked is None else asked
 
     def request_id(self, http: Request, asked: str | None, prefix: str, num_prompts: int) -> str:
         """Return the id of this request and its response: from the body, or else the access log's.
@@ -147,9 +143,6 @@ async def build_state(loader: ModelLoader, peers: Peers | None = None) -> Server
         models=ServedModels(models, loader),
         admission=serving.admission,
         bodies=BodyReader(config.model.request_limits, server.strict_fields),
-        forces_usage=server.answer_defaults.enable_force_include_usage,
-        returns_token_ids=server.answer_defaults.return_tokens_as_token_ids,
-        has_admin_key=server.admin_api_key is not None,
         pull_flags=("--source", config.model.source, *_cache_flag(config.model.cache_dir)),
         config=server,
         peers=peers,

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.server_config import AnswerDefaults, ServerConfig
 from pagoda.loading.generation_config import DEFAULTS
 from pagoda.server import body_reader
 from pagoda.server.app import ENDPOINTS
@@ -246,7 +247,8 @@ def test_a_request_says_whether_tokens_are_written_as_ids_or_the_server_does(
     asked: bool | None, of_server: bool, written: bool
 ) -> None:
     data = json.dumps({"prompt": "x", "return_tokens_as_token_ids": asked}).encode()
-    state: Any = SimpleNamespace(returns_token_ids=of_server)
+    defaults = AnswerDefaults(return_tokens_as_token_ids=of_server)
+    state: Any = SimpleNamespace(config=ServerConfig(answer_defaults=defaults))
     assert ServerState.writes_ids(state, parse_body(data, CompletionRequest, LIMITS)) is written
 
 

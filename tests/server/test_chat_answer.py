@@ -11,6 +11,7 @@ import pytest
 
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.server_config import ServerConfig
 from pagoda.server.dialects import chat
 from pagoda.server.dialects.chat import ChatCompletionRequest
 from pagoda.server.render import Rendered
@@ -47,7 +48,7 @@ def test_log_probabilities_of_the_prompt_are_converted_once(monkeypatch: pytest.
     )
     body = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], prompt_logprobs=1)
     turn: Any = SimpleNamespace(id="id", created=0, model="m", generation=generation)
-    state: Any = SimpleNamespace(writes_ids=lambda body: False, forces_usage=False)
+    state: Any = SimpleNamespace(writes_ids=lambda body: False, config=ServerConfig())
     running = RunningTurn(generation, [Rendered([1], SamplingParams())], chat.CHAT.answer(body, turn, state), False)
     answer = msgspec.json.decode(asyncio.run(running.whole()).body)
     assert num_converted == 1

@@ -12,6 +12,7 @@ import numpy as np
 
 from pagoda.base.outputs import CompletionOutput, Logprob, RequestOutput
 from pagoda.base.sampling_params import SamplingParams
+from pagoda.base.server_config import ServerConfig
 from pagoda.server.dialects.completions import COMPLETIONS, CompletionRequest, completion_logprobs
 from pagoda.server.render import Rendered
 from pagoda.server.respond import RunningTurn
@@ -42,7 +43,7 @@ def test_a_long_echoed_prompt_is_decoded_once_and_on_a_thread() -> None:
     )
     body = CompletionRequest(prompt="x", echo=True)
     turn: Any = SimpleNamespace(id="id", created=0, model="m", generation=generation, text=Texts())
-    state: Any = SimpleNamespace(writes_ids=lambda body: False, forces_usage=False)
+    state: Any = SimpleNamespace(writes_ids=lambda body: False, config=ServerConfig())
     running = RunningTurn(generation, [Rendered([1], SamplingParams())], COMPLETIONS.answer(body, turn, state), False)
     answer = msgspec.json.decode(asyncio.run(running.whole()).body)
     assert answer["choices"][0]["text"] == "the prompt, aa"

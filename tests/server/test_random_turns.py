@@ -14,6 +14,7 @@ import msgspec
 from msgspec import UNSET
 
 from pagoda.base.request_limits import RequestLimits
+from pagoda.base.server_config import ServerConfig
 from pagoda.server.body_reader import parse_body
 from pagoda.server.dialects.chat import CHAT
 from pagoda.server.dialects.completions import COMPLETIONS
@@ -23,7 +24,7 @@ from tests.server.random_turns import Events, random_text, random_turn, turn_of
 from tests.server.turn_apis import BODIES, Turn, asked, events_of
 
 NUM_TURNS = 200
-STATE: Any = SimpleNamespace(writes_ids=lambda _: False, forces_usage=False)
+STATE: Any = SimpleNamespace(writes_ids=lambda _: False, config=ServerConfig())
 
 
 def turns(

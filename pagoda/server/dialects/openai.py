@@ -125,10 +125,9 @@ class ChunkedAnswer(ABC, Generic[C, W]):
         self.writes_ids = state.writes_ids(body)  # tokens of log-probabilities
         self._timings = (body.wants_timings, body.timings_per_token)
         options = body.stream_options
-        self._has_usage = state.forces_usage or (options is not None and options.include_usage)
-        self._is_continuous = self._has_usage and (
-            state.forces_usage if options is None else options.continuous_usage_stats
-        )
+        forces_usage = state.config.answer_defaults.enable_force_include_usage
+        self._has_usage = forces_usage or (options is not None and options.include_usage)
+        self._is_continuous = self._has_usage and (forces_usage if options is None else options.continuous_usage_stats)
         self._head = {"id": turn.id, "created": turn.created, "model": turn.model}
         self._whole = whole
         self.chunk = chunk(**self._head, choices=[])
