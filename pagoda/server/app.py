@@ -24,8 +24,8 @@ from pagoda.server import discovery, embeddings, errors, live, operations, score
 from pagoda.server.batches import files, routes
 from pagoda.server.batches.worker import BatchWorker
 from pagoda.server.dialects import chat, completions, infill, messages, ollama, ollama_models, ollama_names
-from pagoda.server.errors import ApiError, ErrorForm, error_body
-from pagoda.server.middleware import RETRY_AFTER_S, AccessLog, Gate
+from pagoda.server.errors import RETRY_AFTER_S, ApiError, ErrorForm, error_body
+from pagoda.server.middleware import AccessLog, Gate
 from pagoda.server.pages.files import PAGE_ROUTES
 from pagoda.server.pages.rules import PageRules
 from pagoda.server.request_state import request_state

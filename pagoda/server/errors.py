@@ -25,6 +25,8 @@ MAX_PARAM_CHARACTERS = 100
 
 CLIENT_CLOSED = 499
 """The status of a request whose client has left, for the log and the metrics."""
+RETRY_AFTER_S = 5
+"""Retry-After: by then, this server may have been restarted, or a load balancer has switched to another."""
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -119,7 +121,7 @@ def as_api_error(error: Exception) -> ApiError:
         case CapacityError():
             return ApiError(400, str(error))
         case WorkerDied():
-            return ApiError(503, str(error), retry_after_s=5)
+            return ApiError(503, str(error), retry_after_s=RETRY_AFTER_S)
         case _:
             return ApiError(500, f"internal error: {type(error).__name__}")
 

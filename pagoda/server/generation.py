@@ -180,7 +180,7 @@ class Generation:
         return noted
 
     @property
-    def told(self) -> dict[str, Any]:
+    def log_fields(self) -> dict[str, Any]:
         """What the access log tells of it."""
         return msgspec.to_builtins(self.figures) | {"finish_reason": "+".join(dict.fromkeys(self.finish_reasons))}
 

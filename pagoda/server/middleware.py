@@ -23,14 +23,11 @@ from pagoda.base.abbreviate import quoted, shorten
 from pagoda.base.server_config import MAX_HELD_BODY_BYTES, MAX_UPLOAD_BYTES, ServerConfig
 from pagoda.process.logs import FIELDS
 from pagoda.server.admission import Refusal
-from pagoda.server.errors import CLIENT_CLOSED, ErrorForm, error_body, error_response
+from pagoda.server.errors import CLIENT_CLOSED, RETRY_AFTER_S, ErrorForm, error_body, error_response
 from pagoda.server.request_starter import BATCH
 from pagoda.server.request_state import ADMIN, Caller, RequestState, request_state
 from pagoda.server.routing import HEALTH_PATHS, OPEN_PATHS
 from pagoda.server.server_timing import HEADER, REQUEST_HEADER, server_timing
-
-RETRY_AFTER_S = 5
-"""Retry-After: by then, this server may have been restarted, or a load balancer has switched to another."""
 
 OPEN_WHILE_DRAINING = HEALTH_PATHS | {
     "/metrics",
@@ -366,7 +363,7 @@ def _log(scope: Scope, state: RequestState, method: str, status: int, duration_s
         "duration_ms": round(duration_s * 1e3, 1),
         **({} if state.model is None else {"model": state.model}),
         **({} if state.audio_s is None else {"audio_s": state.audio_s}),
-        **({} if state.generation is None else state.generation.told),
+        **({} if state.generation is None else state.generation.log_fields),
         "request_id": state.request_id,
         "client": _address((scope.get("client") or ("",))[0]),
         "key": state.caller.key,

@@ -20,7 +20,7 @@ from pagoda.base.errors import CapacityError, ConfigError, WorkerDied, fresh
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.engine.wire import EngineSizes
 from pagoda.server.admission import Refusal
-from pagoda.server.errors import ApiError
+from pagoda.server.errors import RETRY_AFTER_S, ApiError
 from pagoda.server.model_engine import LoadState, ModelEngine, Waiter
 
 logger = logging.getLogger("pagoda.server")
@@ -29,7 +29,6 @@ LOADS_AT_ONCE = 10
 """So many loads may follow one another without a pause."""
 SECONDS_PER_LOAD = 6.0
 """In the long run, one load may begin in so many seconds."""
-_RETRY_AFTER_S = 5
 
 
 class LoadRate:
@@ -114,7 +113,7 @@ class ModelLoader:
         if self.try_to_hold(engine, at_end):
             return
         if self._is_closed:
-            raise ApiError(503, "the server is shutting down", retry_after_s=_RETRY_AFTER_S)
+            raise ApiError(503, "the server is shutting down", retry_after_s=RETRY_AFTER_S)
         waiter = Waiter(key)
         engine.waiters.append(waiter)
         self._want(engine)
@@ -166,7 +165,7 @@ class ModelLoader:
         in_use = [one.name for one in self.engines if one is not engine and one.num_users]
         why = f"next to those that requests use ({', '.join(in_use)})" if in_use else "now"
         text = f"{engine.name} takes {human_bytes(engine.num_bytes)} of the {human_bytes(int(self.budget))} for models"
-        return Refusal("load", f"the model cannot be loaded {why}: {text}; try again", _RETRY_AFTER_S)
+        return Refusal("load", f"the model cannot be loaded {why}: {text}; try again", RETRY_AFTER_S)
 
     # ---- operators
 
@@ -242,7 +241,7 @@ class ModelLoader:
             await engine.stop()
             logger.error("%s could not be loaded: %s", engine.name, error)
             engine.note_failure(str(error))
-            engine.end_waits(ApiError(503, f"{engine.name} could not be loaded: {error}", retry_after_s=_RETRY_AFTER_S))
+            engine.end_waits(ApiError(503, f"{engine.name} could not be loaded: {error}", retry_after_s=RETRY_AFTER_S))
         else:
             self._on_loaded(engine, sizes)
             logger.info("%s is loaded after %.1f s", engine.name, engine.load_s)

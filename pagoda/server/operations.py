@@ -16,8 +16,7 @@ from pagoda.metrics.prometheus import write_metrics
 from pagoda.server.body import Body, Flag
 from pagoda.server.dialects.messages import is_client, model_card, model_list
 from pagoda.server.discovery import ModelCard, ModelList, card_of
-from pagoda.server.errors import ApiError, error_response
-from pagoda.server.middleware import RETRY_AFTER_S
+from pagoda.server.errors import RETRY_AFTER_S, ApiError, error_response
 from pagoda.server.request_state import request_state
 from pagoda.server.routing import ERRORS, Router, flag
 from pagoda.server.sending import cancel_on_disconnect, json_response
@@ -55,7 +54,7 @@ async def readiness(http: Request) -> Response:
     if engines <= {"starting", "gone"}:
         return error_response(503, "the engine process is starting", retry_after_s=2)
     if engines <= {"starting", "gone", "stuck"}:
-        return error_response(503, "the engine has made no progress for too long", retry_after_s=5)
+        return error_response(503, "the engine has made no progress for too long", retry_after_s=RETRY_AFTER_S)
     if state.drain.is_draining:
         return error_response(503, "the server is shutting down", retry_after_s=RETRY_AFTER_S)
     return json_response(Health())

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
-from pagoda.server.body import Body, Flag, TokenId
+from pagoda.server.body import Flag, ModelBody, TokenId
 from pagoda.server.conversation import Conversation, Messages, Tools, check_chat
 from pagoda.server.render import render_chat
 from pagoda.server.routing import Router
@@ -18,7 +18,7 @@ from pagoda.server.state import state_of
 router = Router()
 
 
-class TokenizeRequest(Body, kw_only=True, frozen=True):
+class TokenizeRequest(ModelBody, kw_only=True, frozen=True):
     """POST /tokenize: `prompt`, or `messages` through the chat template.
 
     model: A name of the model.
@@ -29,7 +29,6 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
     return_token_strs: Tell each token as the vocabulary writes it.
     """
 
-    model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool | None = None
@@ -80,14 +79,13 @@ async def tokenize(http: Request) -> Response:
     return await run_sized(len(token_ids), lambda: json_response(answer))
 
 
-class DetokenizeRequest(Body, kw_only=True, frozen=True):
+class DetokenizeRequest(ModelBody, kw_only=True, frozen=True):
     """POST /detokenize
 
     model: A name of the model.
     tokens: Ids of tokens.
     """
 
-    model: str | None = None
     tokens: list[TokenId]
 
     def check(self, limits: RequestLimits) -> None:

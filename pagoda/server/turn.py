@@ -119,6 +119,15 @@ class TurnEnd(Struct):
     stop_reason: int | str | None
 
 
+def add_call(calls: list[CallDelta], piece: CallDelta) -> None:
+    """Add a piece of a call to calls: to the last one, or as the first of the next."""
+    if calls and calls[-1].index == piece.index:
+        last = calls[-1]
+        calls[-1] = CallDelta(last.index, last.arguments + piece.arguments, last.id, last.name)
+    else:
+        calls.append(piece)
+
+
 TurnEvent = ReasoningDelta | TextDelta | CallDelta | TurnEnd
 
 
@@ -155,11 +164,8 @@ class Piece(Struct):
                 said.reasoning += event.text
             elif isinstance(event, TurnEnd):
                 said.end = event
-            elif said.calls and said.calls[-1].index == event.index:
-                last = said.calls[-1]
-                said.calls[-1] = CallDelta(last.index, last.arguments + event.arguments, last.id, last.name)
             else:
-                said.calls.append(event)
+                add_call(said.calls, event)
         return said
 
 

@@ -35,7 +35,18 @@ from pagoda.server.routing import Router
 from pagoda.server.sending import Framing, cancel_on_disconnect, json_response
 from pagoda.server.served_model import ServedModel
 from pagoda.server.state import ServerState, state_of
-from pagoda.server.turn import Answer, CallDelta, Dialect, Piece, Said, Turn, TurnEnd, TurnRequest, naming_fields
+from pagoda.server.turn import (
+    Answer,
+    CallDelta,
+    Dialect,
+    Piece,
+    Said,
+    Turn,
+    TurnEnd,
+    TurnRequest,
+    add_call,
+    naming_fields,
+)
 
 LINES = "application/x-ndjson"
 LATEST = ":latest"
@@ -127,11 +138,7 @@ class OllamaWriter:
             said.reasoning = ""
         self._end = said.end or self._end
         for call in said.calls:
-            if call.index < len(self._calls):
-                known = self._calls[call.index]
-                self._calls[call.index] = CallDelta(call.index, known.arguments + call.arguments, known.id, known.name)
-            else:
-                self._calls.append(call)
+            add_call(self._calls, call)
         return said
 
     def _whole_calls(self) -> list[OllamaCall]:
