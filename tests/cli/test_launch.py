@@ -166,10 +166,10 @@ def test_what_cannot_be_started_says_why(url: str, home: Path) -> None:
 
 
 def test_a_context_that_is_small_or_not_known_is_said_or_left_out(url: str, home: Path) -> None:
-    MODELS[1]["max_model_len"] = 8192
+    MODELS[2]["max_model_len"] = 8192
     shown = launch(home, "opencode", "--url", url, "--model", "other", "--show").stdout
     assert "a context of 8192 tokens\n# That is little" in shown
-    del MODELS[1]["max_model_len"]
+    del MODELS[2]["max_model_len"]
     for name in ("claude", "codex", "opencode"):
         shown = launch(home, name, "--url", url, "--model", "other", "--show").stdout
         assert not {"context", "COMPACT_WINDOW", "limit"} & set(shown.replace("_", " ").split())
