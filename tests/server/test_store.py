@@ -12,17 +12,17 @@ import pytest
 
 from pagoda.base.errors import ConfigError, RequestError
 from pagoda.engine.clients.calls import OwnCalls, services_of
+from pagoda.server.listing import Listed, page_of
 from pagoda.server.stored import service as service_module
 from pagoda.server.stored import store as store_module
 from pagoda.server.stored.file import StoreFile
-from pagoda.server.stored.service import Events, StoreService, page_of, unpack
+from pagoda.server.stored.service import Events, StoreService, unpack
 from pagoda.server.stored.store import (
     ENTRY_BYTES,
     MAX_CONTEXT_BYTES,
     NO_ROOM,
     PART_BYTES,
     Entry,
-    Item,
     Store,
     StoredConversation,
     StoredResponse,
@@ -348,12 +348,18 @@ def test_what_nothing_happens_to_is_answered_after_a_while(monkeypatch: pytest.M
 def test_pages_of_items_follow_one_another_in_both_orders() -> None:
     items = {f"i{n}": b"%d" % n for n in range(7)}
     for is_ascending in (True, False):
-        got: list[Item] = []
+        got: list[bytes] = []
+        last_id = ""
         while True:
-            page = page_of(items, got[-1][0] if got else "", 3, is_ascending)
-            assert page is not None
-            got += page.items
+            page = page_of(items, "item", last_id, 3, is_ascending)
+            got += page.data
+            assert page.first_id is not None
+            assert page.last_id is not None
+            assert [items[page.first_id], items[page.last_id]] == [page.data[0], page.data[-1]]
+            last_id = page.last_id
             if not page.has_more:
                 break
-        assert got == (list(items.items()) if is_ascending else list(items.items())[::-1])
-    assert page_of(items, "x", 3, True) is None
+        assert got == list(items.values())[:: 1 if is_ascending else -1]
+    assert page_of({}, "item", "", 3, True) == Listed([], None, None, has_more=False)
+    with pytest.raises(RequestError, match="after: there is no item 'x'"):
+        page_of(items, "item", "x", 3, True)

@@ -4,9 +4,9 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, BinaryIO
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -18,12 +18,12 @@ from pagoda.server.batches.service import FileService
 from pagoda.server.body import Body, one_of
 from pagoda.server.errors import ApiError
 from pagoda.server.forms import read_form
+from pagoda.server.listing import Listed, page_asked
 from pagoda.server.request_state import request_state
 from pagoda.server.routing import Router
 from pagoda.server.sending import json_response, on_thread
 from pagoda.server.state import state_of
 from pagoda.server.stored.asking import NOT_FOUND, Deleted, not_found, owner_of
-from pagoda.server.stored.items import page_asked
 
 router = Router(errors=NOT_FOUND)
 _PATH = "/v1/files/{file_id}"
@@ -48,19 +48,8 @@ class FileRequest(Body, kw_only=True, frozen=True):
     seconds: AgeSeconds | None = field(default=None, name="expires_after[seconds]")
 
 
-class FileList(Struct, frozen=True):
+class FileList(Listed[FileObject], frozen=True):
     """Files of a key."""
-
-    data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: str = "list"
-
-
-def ends_of(data: list[Any]) -> tuple[str | None, str | None]:
-    """Return the ids of the first and of the last entry of a list."""
-    return (data[0].id, data[-1].id) if data else (None, None)
 
 
 @router.post("/v1/files", body=FileRequest, answer=FileObject, is_form=True)
@@ -115,9 +104,7 @@ async def list_files(http: Request) -> Response:
     after, limit, is_ascending = page_asked(http, _LONGEST_PAGE, _LONGEST_PAGE)
     purpose = http.query_params.get("purpose", "")
     page = await state_of(http).owned.ask(FileService.files, owner_of(http), purpose, after, limit, is_ascending)
-    if page is None:
-        raise RequestError(f"after: there is no file {after[:100]!r}", "after")
-    return await asyncio.to_thread(json_response, FileList(page.data, *ends_of(page.data), page.has_more))
+    return await asyncio.to_thread(json_response, page)
 
 
 async def _found(http: Request) -> FileFound:

@@ -1,12 +1,8 @@
 """What is known of files and batches: as answers show it, and with what only the server needs."""
 
-from typing import Generic, TypeVar
-
 from msgspec import Struct
 
 from pagoda.server.batches.usage import BatchUsage
-
-T = TypeVar("T")
 
 
 class FileObject(Struct, kw_only=True):
@@ -126,13 +122,6 @@ class FileFound(Struct, frozen=True):
 
     file: FileObject
     path: str
-
-
-class Listed(Struct, Generic[T], frozen=True):
-    """Some of a list.   has_more: others follow the last one."""
-
-    data: list[T]
-    has_more: bool
 
 
 class Work(Struct, frozen=True):

@@ -5,23 +5,23 @@ import time
 import uuid
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
-from pagoda.server.batches.files import AgeSeconds, ends_of
+from pagoda.server.batches.files import AgeSeconds
 from pagoda.server.batches.lines import PATHS
 from pagoda.server.batches.records import Batch, RequestCounts
 from pagoda.server.batches.service import FileLimits, FileService
 from pagoda.server.body import Body, OrDefault, one_of
+from pagoda.server.listing import Listed, page_asked
 from pagoda.server.routing import Router
 from pagoda.server.sending import json_response
 from pagoda.server.state import state_of
 from pagoda.server.stored.asking import NOT_FOUND, not_found, owner_of
 from pagoda.server.stored.conversations import Metadata
-from pagoda.server.stored.items import page_asked
 
 router = Router(errors=NOT_FOUND)
 _PATH = "/v1/batches/{batch_id}"
@@ -68,14 +68,8 @@ class BatchRequest(Body, kw_only=True, frozen=True):
         return 0 if given is None else int(given[1]) * (3_600 if given[2] == "h" else 86_400)
 
 
-class BatchList(Struct, frozen=True):
+class BatchList(Listed[Batch], frozen=True):
     """Batches of a key."""
-
-    data: list[Batch]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: str = "list"
 
 
 @router.post("/v1/batches", body=BatchRequest, answer=Batch)
@@ -110,10 +104,7 @@ async def create_batch(http: Request) -> Response:
 async def list_batches(http: Request) -> Response:
     """List the batches of the key that is used: the last ones first."""
     after, limit, _ = page_asked(http)
-    page = await state_of(http).owned.ask(FileService.batches, owner_of(http), after, limit)
-    if page is None:
-        raise RequestError(f"after: there is no batch {after[:100]!r}", "after")
-    return json_response(BatchList(page.data, *ends_of(page.data), page.has_more))
+    return json_response(await state_of(http).owned.ask(FileService.batches, owner_of(http), after, limit))
 
 
 @router.get(_PATH, answer=Batch)

@@ -10,10 +10,10 @@ import sqlite3
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -26,7 +26,6 @@ from pagoda.server.batches.records import (
     Ended,
     FileFound,
     FileObject,
-    Listed,
     Progress,
     StoredBatch,
     StoredFile,
@@ -34,10 +33,10 @@ from pagoda.server.batches.records import (
     Work,
 )
 from pagoda.server.database import naming_file, open_database
+from pagoda.server.listing import Listed, page_of
 
 logger = logging.getLogger("pagoda.server")
 
-E = TypeVar("E", FileObject, Batch)
 _SETTING = "responses_file"
 _INDEX = "index"
 _VERSION = 1
@@ -170,11 +169,12 @@ class FileService:
     @offered
     async def files(
         self, client: int, owner: str, purpose: str, after: str, limit: int, is_ascending: bool
-    ) -> Listed[FileObject] | None:
-        """Return some files of a key, in the order in which they came; None if there is no file of the id `after`."""
+    ) -> Listed[FileObject]:
+        """Return some files of a key, in the order in which they came. Raises RequestError, see page_of."""
         self._drop_old()
-        own = (one.file for one in self._files.values() if one.owner == owner)
-        return _page([one for one in own if purpose in ("", one.purpose)], after, limit, is_ascending)
+        own = {id: one.file for id, one in self._files.items() if one.owner == owner}
+        asked = {id: file for id, file in own.items() if purpose in ("", file.purpose)}
+        return page_of(asked, "file", after, limit, is_ascending)
 
     @offered
     async def delete_file(self, client: int, owner: str, id: str) -> str | None:
@@ -211,10 +211,11 @@ class FileService:
         return entry.batch if entry is not None and entry.owner == owner else None
 
     @offered
-    async def batches(self, client: int, owner: str, after: str, limit: int) -> Listed[Batch] | None:
-        """Return some batches of a key, the last ones first; None if there is no batch of the id `after`."""
+    async def batches(self, client: int, owner: str, after: str, limit: int) -> Listed[Batch]:
+        """Return some batches of a key, the last ones first. Raises RequestError, see page_of."""
         self._drop_old()
-        return _page([one.batch for one in self._batches.values() if one.owner == owner], after, limit, False)
+        own = {id: one.batch for id, one in self._batches.items() if one.owner == owner}
+        return page_of(own, "batch", after, limit, False)
 
     @offered
     async def cancel(self, client: int, owner: str, id: str) -> Batch | None:
@@ -378,15 +379,3 @@ class FileService:
         """Remove a file of the folder: on a thread, as a large one takes long."""
         path = self._path(name)
         asyncio.get_running_loop().run_in_executor(None, lambda: path.unlink(missing_ok=True))
-
-
-def _page(entries: Sequence[E], after: str, limit: int, is_ascending: bool) -> Listed[E] | None:
-    """Return some entries after the one of an id ("": from the first on), of a list in ascending order."""
-    ordered = list(entries if is_ascending else reversed(entries))
-    begin = 0
-    if after:
-        found = next((at for at, one in enumerate(ordered) if one.id == after), None)
-        if found is None:
-            return None
-        begin = found + 1
-    return Listed(ordered[begin : begin + limit], begin + limit < len(ordered))

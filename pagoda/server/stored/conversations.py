@@ -17,11 +17,12 @@ from pagoda.server.body_reader import run_for_body
 from pagoda.server.dialects.responses_bodies import MAX_ADDED, InputItem
 from pagoda.server.dialects.responses_input import check_items
 from pagoda.server.errors import ApiError
+from pagoda.server.listing import page_asked
 from pagoda.server.routing import Router
 from pagoda.server.sending import json_response
 from pagoda.server.state import state_of
 from pagoda.server.stored.asking import NOT_FOUND, Deleted, not_found, owner_of
-from pagoda.server.stored.items import ItemList, given_items, page_answer, page_asked
+from pagoda.server.stored.items import ItemList, all_of, given_items
 from pagoda.server.stored.service import StoreService
 from pagoda.server.stored.store import StoredConversation
 
@@ -139,7 +140,7 @@ async def list_conversation_items(http: Request) -> Response:
     asked = page_asked(http)
     await _body_of(http)
     page = await state_of(http).owned.ask(StoreService.page, owner_of(http), _id_of(http), *asked)
-    return page_answer(page, asked[0])
+    return json_response(ItemList.of(page))
 
 
 @router.post(f"{_PATH}/items", body=ItemsRequest, answer=ItemList)
@@ -150,7 +151,7 @@ async def create_conversation_items(http: Request) -> Response:
     await _body_of(http)
     items = await given_items(http, "items")
     await state.owned.ask(StoreService.add_items, owner_of(http), _id_of(http), items)
-    return await run_for_body(http, lambda: json_response(ItemList.of(items)))
+    return await run_for_body(http, lambda: json_response(ItemList.of(all_of(items))))
 
 
 @router.get(f"{_PATH}/items/{{item_id}}", answer="application/json")

@@ -7,15 +7,11 @@ from functools import cache, partial
 from typing import Any
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw
 from starlette.requests import Request
-from starlette.responses import Response
 
-from pagoda.base.errors import RequestError
 from pagoda.server.body_reader import run_for_body
-from pagoda.server.routing import integer
-from pagoda.server.sending import json_response
-from pagoda.server.stored.service import Page
+from pagoda.server.listing import Listed, page_of
 from pagoda.server.stored.store import Item
 
 _PREFIXES = {
@@ -68,36 +64,14 @@ def _whole(kind: str, given: dict[str, Any]) -> Item:
     return item["id"], msgspec.json.encode(item)
 
 
-class ItemList(Struct, frozen=True):
-    """Items of a conversation, of those that were asked for.   has_more: others follow the last one."""
-
-    data: list[Raw]
-    first_id: str
-    last_id: str
-    has_more: bool
-    object: str = "list"
+class ItemList(Listed[Raw], frozen=True):
+    """Items of a conversation, of those that were asked for."""
 
     @classmethod
-    def of(cls, items: Sequence[Item], has_more: bool = False) -> "ItemList":
-        first, last = (items[0][0], items[-1][0]) if items else ("", "")
-        return cls([Raw(data) for _, data in items], first, last, has_more)
+    def of(cls, page: Listed[bytes]) -> "ItemList":
+        return cls([*map(Raw, page.data)], page.first_id or "", page.last_id or "", page.has_more)
 
 
-MAX_LIMIT = 100
-
-
-def page_asked(http: Request, usual: int = 20, most: int = MAX_LIMIT) -> tuple[str, int, bool]:
-    """Return `after`, `limit`, and whether the order is ascending, of the URL of a list. Raises RequestError."""
-    asked = http.query_params
-    after, order = asked.get("after", ""), asked.get("order", "desc")
-    limit = integer(http, "limit", usual, 1, most)
-    if order not in ("asc", "desc"):
-        raise RequestError(f"order: expected asc or desc, got {order!r:.80}", "order")
-    return after, limit, order == "asc"
-
-
-def page_answer(page: Page | None, after: str) -> Response:
-    """Return a page as the answer. Raises RequestError if there is none."""
-    if page is None:
-        raise RequestError(f"after: there is no item {after[:100]!r}", "after")
-    return json_response(ItemList.of(page.items, page.has_more))
+def all_of(items: Sequence[Item]) -> Listed[bytes]:
+    """Return items as a list."""
+    return page_of(dict(items), "item", "", len(items), True)

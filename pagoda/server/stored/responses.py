@@ -18,6 +18,7 @@ from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
 from pagoda.server.dialects.responses_input import conversation_of
 from pagoda.server.dialects.responses_tools import Tools
 from pagoda.server.errors import ApiError, as_api_error
+from pagoda.server.listing import page_asked, page_of
 from pagoda.server.render import count_prompt_tokens
 from pagoda.server.request_state import request_state
 from pagoda.server.respond import begin_turn, respond_with
@@ -26,9 +27,9 @@ from pagoda.server.sending import EventStream, Framing, cancel_on_disconnect, ev
 from pagoda.server.served_models import ServedModels
 from pagoda.server.state import state_of
 from pagoda.server.stored.asking import NOT_FOUND, Deleted, not_found, owner_of
-from pagoda.server.stored.items import ItemList, given_items, page_answer, page_asked
+from pagoda.server.stored.items import ItemList, given_items
 from pagoda.server.stored.run import StoredTurn
-from pagoda.server.stored.service import Found, StoreService, page_of, unpack
+from pagoda.server.stored.service import Found, StoreService, unpack
 from pagoda.server.stored.store import Item
 from pagoda.server.turn import naming_fields
 
@@ -192,10 +193,10 @@ async def delete_response(http: Request) -> Response:
 async def list_input_items(http: Request) -> Response:
     """List the items that a response was given, with those before its input; the last ones first, unless `order` is
     asc."""
-    after, limit, is_ascending = page_asked(http)
+    asked = page_asked(http)
     await _find(http)
     id = http.path_params["response_id"]
     context = await state_of(http).owned.ask(StoreService.context, owner_of(http), id, True)
     packed = b"\x90" if context is None else context.items
-    page = await asyncio.to_thread(lambda: page_of(dict(unpack(packed)), after, limit, is_ascending))
-    return page_answer(page, after)
+    page = await asyncio.to_thread(lambda: page_of(dict(unpack(packed)), "item", *asked))
+    return json_response(ItemList.of(page))

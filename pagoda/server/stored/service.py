@@ -7,6 +7,7 @@ import logging
 import msgspec
 
 from pagoda.engine.clients.calls import offered
+from pagoda.server.listing import Listed, page_of
 from pagoda.server.stored.file import StoreFile
 from pagoda.server.stored.store import (
     MAX_CONTEXT_BYTES,
@@ -36,13 +37,6 @@ class Found(msgspec.Struct, frozen=True):
     has_events: bool
 
 
-class Page(msgspec.Struct, frozen=True):
-    """Some of a list of items.   has_more: others follow."""
-
-    items: list[Item]
-    has_more: bool
-
-
 class Context(msgspec.Struct, frozen=True):
     """The items of a response or a conversation.
 
@@ -67,15 +61,6 @@ _LOST = msgspec.Raw(
 )
 pack = msgspec.msgpack.Encoder().encode
 unpack = msgspec.msgpack.Decoder(list[Item]).decode
-
-
-def page_of(items: dict[str, bytes], after: str, limit: int, is_ascending: bool) -> Page | None:
-    """Return some items after the one of an id ("": from the first on); None if there is no such item."""
-    if after and after not in items:
-        return None
-    ids = list(items if is_ascending else reversed(items))
-    begin = ids.index(after) + 1 if after else 0
-    return Page([(one, items[one]) for one in ids[begin : begin + limit]], begin + limit < len(ids))
 
 
 class Events(msgspec.Struct, frozen=True):
@@ -216,10 +201,10 @@ class StoreService:
         return None if entry is None else entry.body
 
     @offered
-    async def page(self, client: int, owner: str, id: str, after: str, limit: int, is_ascending: bool) -> Page | None:
-        """Return some items of a conversation, see page_of; None also if there is no conversation."""
+    async def page(self, client: int, owner: str, id: str, after: str, limit: int, is_ascending: bool) -> Listed[bytes]:
+        """Return some items of a conversation, see page_of; of one that is gone, none."""
         entry = self._store.conversation(owner, id)
-        return None if entry is None else page_of(entry.items, after, limit, is_ascending)
+        return page_of({} if entry is None else entry.items, "item", after, limit, is_ascending)
 
     @offered
     async def item(self, client: int, owner: str, id: str, item: str) -> bytes | None:
