@@ -196,7 +196,7 @@ class ServerConfig:
         str,
         Setting(
             "How tool calls are read: auto (by the chat template), none, hermes, llama_json, pythonic, mistral, "
-            "granite, deepseek_v3, deepseek_v31, mistral3, kimi, qwen3_coder, glm or harmony."
+            "granite, deepseek_v3, deepseek_v31, mistral3, kimi, qwen3_coder, seed, minimax, glm or harmony."
         ),
     ] = "auto"
     strict_fields: Annotated[

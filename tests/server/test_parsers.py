@@ -176,6 +176,14 @@ PIECES: dict[str, list[str]] = {
         "</parameter>",
         "7",
     ],
+    "seed": [
+        *("<seed:tool_call>", "</seed:tool_call>", "<seed:", "<function=f>", "</function>", "<parameter=s>"),
+        *("<parameter=n>", "</parameter>", "7"),
+    ],
+    "minimax": [
+        *("<minimax:tool_call>", "</minimax:tool_call>", "<minimax:", '<invoke name="f">', "</invoke>"),
+        *('<parameter name="s">', '<parameter name="n">', "</parameter>", "7"),
+    ],
     "glm": [*TAGS, "f\n", "<arg_key>s</arg_key>", "<arg_key>n</arg_key>", "<arg_value>", "</arg_value>", "7", '"'],
 }
 
@@ -229,6 +237,20 @@ WRITTEN: dict[str, str] = {
         '<parameter=o>\n{"k": [1, null]}\n</parameter>\n</function>\n</tool_call>\n'
     )
     * 2,
+    "seed": (
+        f"<seed:tool_call>\n<function=f>\n<parameter=s>{ARGUMENTS['s']}</parameter>\n<parameter=n>7</parameter>\n"
+        '<parameter=o>{"k": [1, null]}</parameter>\n</function>\n</seed:tool_call>\n'
+    )
+    * 2,
+    "minimax": (
+        "<minimax:tool_call>\n"
+        + (
+            f'<invoke name="f">\n<parameter name="s">{ARGUMENTS["s"]}</parameter>\n<parameter name="n">7</parameter>\n'
+            '<parameter name="o">{"k": [1, null]}</parameter>\n</invoke>\n'
+        )
+        * 2
+        + "</minimax:tool_call>\n"
+    ),
     "glm": (
         f"<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>{ARGUMENTS['s']}</arg_value>\n<arg_key>n</arg_key>\n"
         '<arg_value>7</arg_value>\n<arg_key>o</arg_key>\n<arg_value>{"k": [1, null]}</arg_value>\n</tool_call>\n'
@@ -251,6 +273,8 @@ def test_calls_in_every_format(name: str, data: st.DataObject) -> None:
         ("glm", "</tool_call>"),
         ("qwen3_coder", "</tool_call>"),
         ("qwen3_coder", "</function>"),
+        ("seed", "</seed:tool_call>"),
+        ("minimax", "</invoke>"),
         ("kimi", "<|tool_call_end|>"),
         ("deepseek_v31", "<｜tool▁call▁end｜>"),
     ],
@@ -284,7 +308,8 @@ def test_a_call_that_is_cut_off_leaves_no_text(name: str) -> None:
     for size in range(begins, begins + 40):
         content, calls = read(made(name), list(text[:size]))
         # but for the beginning of the next argument
-        assert re.fullmatch(r"[\s<,]*(parameter=|arg_key>)?\w?=?(</arg_key>)?\s*(<arg_v\w*)?", content), content
+        begins = r"[\s<,]*(parameter=|parameter name=\x22|arg_key>)?\w?[=\x22]?(</arg_key>)?\s*(<arg_v\w*)?"
+        assert re.fullmatch(begins, content), content
         assert [called for called, _ in calls] == ["f"]
 
 
@@ -418,6 +443,8 @@ def test_the_parser_follows_from_the_template() -> None:
     )
     assert parser_for_template(tool) is None, "it shows tools, not calls"
     assert parser_for_template('{"properties": {"parameters": {}}}') is None
+    assert parser_for_template("'<seed:tool_call>\n<function=' ~ name ~ '>\n<parameter='") == "seed"
+    assert parser_for_template("{%- set opens = '<minimax:tool_call>' -%}'<invoke name='") == "minimax"
     assert parser_for_template("{{ messages }}") is None
     assert parser_for_template(None) is None
 

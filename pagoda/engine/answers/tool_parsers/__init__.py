@@ -16,11 +16,13 @@ from pagoda.engine.answers.tool_parsers.formats import (
     MistralParser,
 )
 from pagoda.engine.answers.tool_parsers.pythonic import PythonicParser
-from pagoda.engine.answers.tool_parsers.tagged import GLMParser, Qwen3CoderParser
+from pagoda.engine.answers.tool_parsers.tagged import GLMParser, MiniMaxParser, Qwen3CoderParser, SeedParser
 
 TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
     "tool call parser",
     {
+        "seed": SeedParser,
+        "minimax": MiniMaxParser,
         "qwen3_coder": Qwen3CoderParser,
         "glm": GLMParser,
         "harmony": HarmonyParser,

@@ -114,6 +114,28 @@ class Qwen3CoderParser(TaggedArgumentsParser):
     VLLMS_NAMES = ("qwen3_xml",)
 
 
+class SeedParser(Qwen3CoderParser):
+    """Seed-OSS: Qwen3-Coder's format with a tag of its own around each call, and values without lines of their own."""
+
+    OPEN, CLOSE, PADDING = "<seed:tool_call>", "</seed:tool_call>", ""
+    MARKS = (OPEN,)
+    VLLMS_NAMES = ("seed_oss",)
+
+
+class MiniMaxParser(TaggedArgumentsParser):
+    """MiniMax-M2: <minimax:tool_call>, then <invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke> for
+    each call, </minimax:tool_call>.
+    """
+
+    OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
+    CALL_OPEN, CALL_END = '<invoke name="', "</invoke>"
+    CALL = re.compile(r'(?P<name>[^">\n]+)">')
+    ARGUMENT_OPEN, END = '<parameter name="', "</parameter>"
+    ARGUMENT = re.compile(r'(?P<name>[^">\n]+)">')
+    MARKS = (OPEN,)
+    VLLMS_NAMES = ("minimax_m2",)
+
+
 class GLMParser(TaggedArgumentsParser):
     """GLM 4.5 and later: <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>."""
 
