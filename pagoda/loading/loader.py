@@ -203,7 +203,10 @@ class Filler:
         dtype = torch.float32 if declared.is_float32 else self._dtype
         if declared.zeros:
             return torch.zeros(declared.size, dtype=dtype, device=self._device)
-        shape = self._naming.find(path).shape_of_vector(declared.size)
+        stored = self._naming.find(path)
+        shape = stored.shape_of_vector(declared.size)
+        if declared.is_number and self._weights.shape(stored.name) == ():
+            shape = ()
         out = self._tensor(path, shape, torch.float32).view(declared.size)
         if declared.unit_offset and self._naming.unit_offset_stored:
             out -= 1.0  # in float32: 1 + weight has lost nothing yet

@@ -1,6 +1,7 @@
 """Which architectures there are: one line each."""
 
 from pagoda.base.registry import Registry
+from pagoda.models.apertus import APERTUS
 from pagoda.models.arcee import ARCEE
 from pagoda.models.architecture import Architecture
 from pagoda.models.bart import BART
@@ -74,6 +75,7 @@ FAMILIES: dict[str, tuple[Architecture, ...]] = {
         COHERE2,
         SEED_OSS,
         ARCEE,
+        APERTUS,
         ERNIE4_5,
         ERNIE4_5_MOE,
         HUNYUAN,

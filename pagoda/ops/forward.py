@@ -381,6 +381,19 @@ class ForwardOps(Protocol):
         """max(x, 0)."""
         ...
 
+    @op(
+        "activation",
+        x=Rows(contiguous=True),
+        above=Scalar.F32,
+        below=Scalar.F32,
+        linear=Scalar.F32,
+        limit=Scalar.F32,
+        out=like("x"),
+    )
+    def xielu(self, x: Tensor, above: float, below: float, linear: float, limit: float) -> Tensor:
+        """above x^2 + linear x for x above 0, below (exp(min(x, limit)) - 1 - x) + linear x elsewhere."""
+        ...
+
     @op("activation", x=Rows(contiguous=True), out=like("x"))
     def sigmoid(self, x: Tensor) -> Tensor:
         """1 / (1 + exp(-x))."""

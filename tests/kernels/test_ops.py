@@ -94,6 +94,14 @@ def test_plain_activations(fast: Ops, reference: ReferenceOps, name: str, dtype:
 
 
 @DTYPES
+def test_xielu(fast: Ops, reference: ReferenceOps, dtype: torch.dtype) -> None:
+    for x in (torch.linspace(-20, 20, 9001), torch.linspace(-1e-2, 1e-2, 77)):
+        given = x.to(dtype).view(1, -1)
+        close(fast.xielu(given, 0.9, 0.7, 0.5, -1e-6), reference.xielu(given, 0.9, 0.7, 0.5, -1e-6))
+    assert fast.xielu(torch.full((1, 3), torch.nan, dtype=dtype), 0.9, 0.7, 0.5, -1e-6).isnan().all()
+
+
+@DTYPES
 def test_activations_at_their_ends(fast: Ops, dtype: torch.dtype) -> None:
     gate = torch.tensor([-1e4, -90.0, -1e-3, 0.0, 1e-3, 90.0, 1e4], dtype=dtype)
     ones = torch.ones_like(gate)
@@ -308,6 +316,7 @@ def test_bits_depend_on_the_row_alone(native: NativeOps, dtype: torch.dtype) -> 
         lambda o, rows: o.layer_norm(x[rows], weight, weight, 1e-5),
         lambda o, rows: o.add_layer_norm(x[rows], residual[rows], weight, weight, 1e-5)[0],
         lambda o, rows: o.softcap(x[rows], 20.0),
+        lambda o, rows: o.xielu(x[rows], 0.9, 0.7, 0.5, -1e-6),
     ):
         whole = run(ops[1], slice(None))
         assert torch.equal(whole, run(ops[3], slice(None)))

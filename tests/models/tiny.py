@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import (
+    ApertusConfig,
     ArceeConfig,
     Cohere2Config,
     CohereConfig,
@@ -239,6 +240,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **{**_SHAPE, "num_hidden_layers": 4}, sliding_window=7, rope_parameters=_by_layer_type(_YARN_ROPE)
     ),
     "seed-oss": lambda: SeedOssConfig(**_SHAPE, head_dim=48),
+    "apertus": lambda: ApertusConfig(**_SHAPE, rope_parameters=_LLAMA3_ROPE),
     "arcee": lambda: ArceeConfig(**_SHAPE),
     "ernie4.5": lambda: Ernie4_5Config(**_SHAPE, head_dim=48),
     "ernie4.5-moe": lambda: Ernie4_5_MoeConfig(

@@ -52,6 +52,25 @@ PAGODA_EXPORT void pagoda_relu(const ReluArgs* a, int32_t threads) { plain<Relu>
 PAGODA_EXPORT void pagoda_sigmoid(const SigmoidArgs* a, int32_t threads) { plain<Sigmoid>(a->x, a->out, threads); }
 PAGODA_EXPORT void pagoda_tanh(const TanhArgs* a, int32_t threads) { plain<Tanh>(a->x, a->out, threads); }
 
+PAGODA_EXPORT void pagoda_xielu(const XieluArgs* a, int32_t threads) {
+    by_dtype(a->x.dtype, [&](auto element) {
+        using T = decltype(element);
+        const T* from = elements_of<T>(a->x);
+        each_element(elements_of<T>(a->out), num_elements(a->x), threads, [&](int64_t i, int n) {
+            f32x16 x = load_lanes(from + i, n);
+            f32x16 z = select(x < a->limit, x, splat(a->limit));
+            // exp(z) - 1 - z: near 0 its series, as the difference would cancel.
+            f32x16 series = fma(z, splat(1.0f / 5040.0f), splat(1.0f / 720.0f));
+            series = fma(z, series, splat(1.0f / 120.0f));
+            series = fma(z, series, splat(1.0f / 24.0f));
+            series = fma(z, series, splat(1.0f / 6.0f));
+            series = fma(z, series, splat(0.5f)) * (z * z);
+            f32x16 bend = select(z > -0.5f, series, exp(z) - 1.0f - z) + (z - x);
+            return select(x > 0.0f, a->above * (x * x), a->below * bend) + a->linear * x;
+        });
+    });
+}
+
 PAGODA_EXPORT void pagoda_softcap(const SoftcapArgs* a, int32_t threads) {
     by_dtype(a->x.dtype, [&](auto element) {
         using T = decltype(element);

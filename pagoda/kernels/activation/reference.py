@@ -47,6 +47,13 @@ def relu(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x)
 
 
+def xielu(x: torch.Tensor, above: float, below: float, linear: float, limit: float) -> torch.Tensor:
+    """above x^2 + linear x for x above 0, below (exp(min(x, limit)) - 1 - x) + linear x elsewhere."""
+    y = x.float()
+    curve = torch.where(y > 0, above * y * y, below * (torch.expm1(y.clamp(max=limit)) - y))
+    return (curve + linear * y).to(x.dtype)
+
+
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """1 / (1 + exp(-x))."""
     return torch.sigmoid(x.float()).to(x.dtype)
