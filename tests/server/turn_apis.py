@@ -51,10 +51,12 @@ ASKS: Mapping[str, Callable[[Turn], dict[str, Any]]] = {
 """By the name of the body: what asks for a turn, whole."""
 
 _OTHER_STREAMS = ("OllamaPullRequest", "TranscriptionRequest", "InfillRequest")  # its model has tokens for gaps
+_COUNTS_ONLY = "/v1/responses/input_tokens"
 BODIES: Mapping[str, type[Body]] = {
     one.path: one.body
     for one in ENDPOINTS
     if one.body is not None and "stream" in one.body.__struct_fields__ and one.body.__name__ not in _OTHER_STREAMS
+    if one.path != _COUNTS_ONLY
 }
 """Paths of all routes that generate text, with their bodies."""
 STREAMED = tuple(one.path for one in ENDPOINTS if one.path in BODIES and one.chunk is not None)
