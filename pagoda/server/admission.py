@@ -115,12 +115,36 @@ class Place:
         self._admission.count(num_logprobs=count)
 
     async def wait_for_turn(self) -> None:
-        """Return once it is admitted, see Admission."""
-        await self._admission.wait_for_turn(self)
+        """Return once it is admitted. It must be closed if this raises.
+
+        Raises Refusal if that takes too long, and the error of `end_line`.
+        """
+        assert self.turn is not None
+        # After equal times, the same clients would always be served: they are in line again before those refused.
+        timeout_s = self._admission.queue_timeout_s * random.uniform(0.5, 1.5)
+        await asyncio.wait((self.turn,), timeout=timeout_s)
+        if not self.turn.done():
+            raise self._admission.why_full()
+        if (error := self.turn.result()) is not None:
+            raise fresh(error)
 
     async def wait_to_hold(self, num_media_bytes: int) -> None:
-        """Hold what encoders read once there is room, see Admission."""
-        await self._admission.wait_to_hold(self, num_media_bytes)
+        """Hold what encoders read for it, once there is room.
+
+        Raises Refusal if there is none when the queue's timeout has passed since it came.
+        """
+        until_s = self.arrived_s + self._admission.queue_timeout_s
+        while True:
+            try:
+                return self.hold(num_media_bytes)
+            except Refusal:
+                left_s = until_s - time.perf_counter()
+                if left_s <= 0:
+                    raise
+            self._admission.media_freed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._admission.media_freed.wait()
 
     async def keep(self, num_media_bytes: int, num_logprobs: int = 0) -> None:
         """Count both, see `hold` and `hold_logprobs`."""
@@ -160,14 +184,14 @@ class Admission:
 
     def __init__(self, limits: ServerLimits, queue_timeout_s: float) -> None:
         self._limits = limits
-        self._queue_timeout_s = queue_timeout_s
+        self.queue_timeout_s = queue_timeout_s
         self._line: OrderedDict[Place, None] = OrderedDict()
         self.num_requests = 0
         self.num_waiting = 0
         self.num_tokens = 0
         self.num_media_bytes = 0
         self.num_logprobs = 0
-        self._media_freed = asyncio.Event()
+        self.media_freed = asyncio.Event()
         self.mean_output = float(PRIOR_OUTPUT_TOKENS)
         self._num_outputs = _PRIOR_WEIGHT
         self._of_key: Counter[str] = Counter()
@@ -218,7 +242,7 @@ class Admission:
             place.close()
             text = f"about {num_tokens} tokens are more than this server's {most}: it takes them when it has no other"
             raise Refusal("tokens", text)
-        elif refusal is not None and not self._queue_timeout_s:
+        elif refusal is not None and not self.queue_timeout_s:
             place.close()
             raise refusal
         else:
@@ -226,37 +250,9 @@ class Admission:
             self._line[place] = None
         return place
 
-    async def wait_for_turn(self, place: Place) -> None:
-        """Return once a place is admitted. It must be closed if this raises.
-
-        Raises Refusal if that takes too long, and the error of `end_line`.
-        """
-        assert place.turn is not None
-        # After equal times, the same clients would always be served: they are in line again before those refused.
-        timeout_s = self._queue_timeout_s * random.uniform(0.5, 1.5)
-        await asyncio.wait((place.turn,), timeout=timeout_s)
-        if not place.turn.done():
-            raise self._refusal(next(iter(self._line))) or Refusal("requests", "the server is full")
-        if (error := place.turn.result()) is not None:
-            raise fresh(error)
-
-    async def wait_to_hold(self, place: Place, num_media_bytes: int) -> None:
-        """Have a place hold what encoders read for it, once there is room.
-
-        Raises Refusal if there is none when the queue's timeout has passed since it came.
-        """
-        until_s = place.arrived_s + self._queue_timeout_s
-        while True:
-            try:
-                return place.hold(num_media_bytes)
-            except Refusal:
-                left_s = until_s - time.perf_counter()
-                if left_s <= 0:
-                    raise
-            self._media_freed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await self._media_freed.wait()
+    def why_full(self) -> Refusal:
+        """Return why the first in line is not admitted. For Place."""
+        return self._refusal(next(iter(self._line))) or Refusal("requests", "the server is full")
 
     def end_line(self, error: Exception, key: str | None = None) -> None:
         """End the wait of all in line with an error.   key: only of those of this key."""
@@ -297,7 +293,7 @@ class Admission:
         self.num_media_bytes += num_media_bytes
         self.num_logprobs += num_logprobs
         if num_media_bytes < 0:
-            self._media_freed.set()
+            self.media_freed.set()
         if num_waiting < 0 or num_tokens < 0:
             self._call_next()
 

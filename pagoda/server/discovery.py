@@ -26,7 +26,7 @@ def capabilities_of(model: ServedModel) -> list[str]:
         "embedding": _embeds(model),
         "tools": is_chat and model.tool_parser_for(template) is not None,
         "vision": model.facts.reads_images,
-        "audio": _hears(model),
+        "audio": model.hears,
         "thinking": is_chat and reasoning_of(template) is not None,
     }
     return [name for name, has in can.items() if has]
@@ -35,10 +35,6 @@ def capabilities_of(model: ServedModel) -> list[str]:
 def _embeds(model: ServedModel) -> bool:
     """Return whether a model is for embeddings: any that generates text can make some, too."""
     return model.tasks.plan.embeds and (model.tasks.plan.is_declared or not model.tasks.generates)
-
-
-def _hears(model: ServedModel) -> bool:
-    return model.llm.input_processor.speech is not None
 
 
 # ---- /v1/models
@@ -125,7 +121,7 @@ def card_of(model: ServedModel, name: str, created: int) -> ModelCard:
     adapter = model.adapters.by_name.get(name)
     lora = None if adapter is None else adapter.lora
     facts, longest = model.facts, model.max_model_len
-    inputs = {"text": not _hears(model), "image": facts.reads_images, "audio": _hears(model)}
+    inputs = {"text": not model.hears, "image": facts.reads_images, "audio": model.hears}
     return ModelCard(
         id=name,
         created=created,
@@ -190,7 +186,7 @@ async def show_properties(http: Request) -> Response:
             total_slots=model.max_num_seqs,
             model_alias=picked.name,
             model_path=picked.name,
-            modalities=Modalities(vision=model.facts.reads_images, audio=_hears(model)),
+            modalities=Modalities(vision=model.facts.reads_images, audio=model.hears),
             chat_template=model.template_for(None, False) or "",
             bos_token=special.get("bos_token", ""),
             eos_token=special.get("eos_token", ""),

@@ -154,6 +154,11 @@ class ServedModel:
         """What the model can be asked for."""
         return self.llm.input_processor.limits.tasks
 
+    @property
+    def hears(self) -> bool:
+        """Whether it transcribes."""
+        return self.llm.input_processor.speech is not None
+
     def warn_of_untrained(self, http: Request) -> None:
         """Say, once in the log and in a header of each answer, that embeddings and scores of this model mean little."""
         tasks = self.tasks

@@ -182,11 +182,11 @@ def _admitted(http: Request) -> contextlib.AbstractAsyncContextManager[AnyPlace]
 def _default_model(http: Request) -> ServedModel:
     """Return the model of requests that name none: the first that transcribes."""
     models = state_of(http).models
-    return next((one for one in models.all if one.llm.input_processor.speech is not None), models.first)
+    return next((one for one in models.all if one.hears), models.first)
 
 
 def _form(http: Request, kind: type[F]) -> contextlib.AbstractAsyncContextManager[tuple[F, UploadFile]]:
-    if _default_model(http).llm.input_processor.speech is None:
+    if not _default_model(http).hears:
         raise RequestError("this model does not transcribe: serve a Whisper model", "model")
     return read_form(http, kind, "a sound file", _LISTS, _REFUSED)
 
@@ -210,7 +210,7 @@ async def _answer(
     starter = picked.model.starter
     if picked.lora is not None:
         raise ApiError(400, "model: adapters do not transcribe", "model")
-    if starter.llm.input_processor.speech is None:
+    if not picked.model.hears:
         raise ApiError(400, f"model: {abbreviate(picked.name)} does not transcribe", "model")
     name, request_id = file.filename or "upload", state.request_id(http, None, "audio-", 1)
     await starter.hold_engine(http, place)

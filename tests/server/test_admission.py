@@ -138,9 +138,9 @@ def test_who_waits_to_hold_bytes_gets_those_that_are_freed_or_is_refused(monkeyp
         admission = Admission(ServerLimits(), timeout_s)
         first, second, third = (admission.enter(1, 1, "") for _ in range(3))
         first.hold(80)
-        await admission.wait_to_hold(second, 10)
-        waiting = asyncio.create_task(admission.wait_to_hold(second, 60))
-        also = asyncio.create_task(admission.wait_to_hold(third, 40))
+        await second.wait_to_hold(10)
+        waiting = asyncio.create_task(second.wait_to_hold(60))
+        also = asyncio.create_task(third.wait_to_hold(40))
         await asyncio.sleep(0.01)
         assert waiting.done() == also.done() == (timeout_s < 1)
         first.close()
@@ -357,7 +357,7 @@ def test_nobody_overtakes_those_who_wait_in_line() -> None:
         assert (first.turn, admission.num_in_line, admission.num_requests) == (None, 2, 1)
         assert large.turn is not None
         assert small.turn is not None
-        waiting = [asyncio.create_task(admission.wait_for_turn(one)) for one in (small, large)]
+        waiting = [asyncio.create_task(one.wait_for_turn()) for one in (small, large)]
         first.correct(70)
         assert not small.turn.done(), "it would fit, but the one before it does not"
         first.close()
@@ -391,7 +391,7 @@ def test_who_waits_too_long_is_refused_and_leaves_nothing_behind() -> None:
         admission = Admission(ServerLimits(max_queued_requests=1), 1e-6)
         first, second = admission.enter(1, 1, ""), admission.enter(1, 1, "")
         with contextlib.closing(second), pytest.raises(Refusal, match="1 requests wait, of 1"):
-            await admission.wait_for_turn(second)
+            await second.wait_for_turn()
         assert (admission.num_in_line, admission.num_requests) == (0, 1)
         first.close()
         assert admission.enter(1, 1, "").turn is None
@@ -408,9 +408,9 @@ def test_the_wait_in_line_can_be_ended_with_an_error(key: str | None, num_left: 
         assert admission.num_in_line == num_left
         first.close()
         with contextlib.closing(mine), pytest.raises(ApiError, match="it ends"):
-            await admission.wait_for_turn(mine)
+            await mine.wait_for_turn()
         with contextlib.closing(other), contextlib.nullcontext() if num_left else pytest.raises(ApiError):
-            await admission.wait_for_turn(other)
+            await other.wait_for_turn()
         assert (admission.num_in_line, admission.num_requests, admission.num_tokens) == (0, 0, 0)
 
     asyncio.run(main())
@@ -467,7 +467,7 @@ def test_a_storm_beyond_the_line_serves_each_client() -> None:
                 place = admission.enter(1, 1, "")
                 with contextlib.closing(place), contextlib.suppress(Refusal):
                     if place.turn is not None:
-                        await admission.wait_for_turn(place)
+                        await place.wait_for_turn()
                     await asyncio.sleep(0.002)
                     num_served[client] += 1
 
