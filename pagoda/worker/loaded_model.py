@@ -107,6 +107,12 @@ def load(config: WorkerConfig, ranks: RankGroup = ALONE) -> LoadedModel:
     ops = device.make_ops(parallel.kernels, max_len, parallel.batch_invariant)
     if ops.name == "reference":
         logger.warning("running on the reference kernels, which define results and take minutes for a long answer")
+    if isinstance(ops, NativeOps):
+        # The native kernels have their own threads. torch's threads, started for a small op in between, would
+        # busy-wait for milliseconds on the same cores.
+        torch.set_num_threads(1)
+        if config.pin_threads:
+            _pin_threads(ops)  # before they write the weights, whose memory is where they then are
     model = load_model(
         config.files,
         ops,
@@ -132,19 +138,19 @@ def load(config: WorkerConfig, ranks: RankGroup = ALONE) -> LoadedModel:
     if config.drafting is not None and config.place.samples:
         draft = load_draft(config.drafting, ops, dtype, device, max_rows, max_len, config.block_size)
     if isinstance(ops, NativeOps):
-        # The native kernels have their own threads. torch's threads, started for a small op in between, would
-        # busy-wait for milliseconds on the same cores.
-        torch.set_num_threads(1)
-        _settle_threads(ops, config.pin_threads)
+        _warn_of_openmp()
     logger.info("weights loaded in %.2f s", time.perf_counter() - begin_s)
     return LoadedModel(device, ops, model, forward, store, dtype, max_len, draft, encoder)
 
 
-def _settle_threads(ops: NativeOps, pin_threads: bool) -> None:
-    """Pin this thread and the kernels' threads if configured; warn about thread settings that cost speed."""
-    cores = cores_to_pin(ops.threads) if pin_threads else []
+def _pin_threads(ops: NativeOps) -> None:
+    """Pin this thread and the kernels' threads, if they take every core."""
+    cores = cores_to_pin(ops.threads)
     if cores and not ops.pin_threads(cores):
         logger.warning("compute threads could not be pinned to cores")
+
+
+def _warn_of_openmp() -> None:
     runtimes = openmp_runtimes()
     if len(runtimes) > 1:
         logger.warning(

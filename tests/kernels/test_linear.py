@@ -1,5 +1,6 @@
 """Packed linear layers against their definition, and each row's bits in different batches."""
 
+from ctypes import addressof, c_int64
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from pagoda.kernels.linear.quantize import (
     scales_of,
 )
 from pagoda.kernels.linear.reference import sum_by_segments
+from pagoda.kernels.native.abi import PackedLinear
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.ops.tensor import LinearWeight
@@ -49,6 +51,12 @@ def quantized(kind: str, out_features: int, in_features: int) -> QuantizedWeight
     elif form.offset is Offset.ZERO_POINT:
         offsets = torch.randint(0, (1 << form.bits) + 1, (out_features, groups), dtype=torch.int16)
     return QuantizedWeight(form, codes, scales, offsets, in_features, group)
+
+
+def planned(native: Any, record: Any, threads: int) -> tuple[int, ...]:
+    plan = (c_int64 * 3)()
+    native.library["linear_plan"](addressof(record), threads, addressof(plan))
+    return tuple(plan)
 
 
 def any_weight(native: Any, kind: torch.dtype | str, out_features: int, in_features: int) -> LinearWeight:
@@ -144,6 +152,41 @@ def test_bits_depend_on_nothing_but_the_row_on_1_to_64_threads(native: Any, kind
                 end = begin + drawn(1, min(len(x) - begin, 1 << drawn(1, 8)) + 1)
                 assert torch.equal(ops.logits(x[begin:end], weight), expected[begin:end]), (threads, begin, end)
             assert torch.equal(ops.logits(x, weight), expected), threads
+
+
+@pytest.mark.parametrize("kind", [*DTYPES, *QUANTIZED], ids=str)
+def test_a_few_rows_of_few_panels_are_divided_along_k_with_the_same_bits(native: Any, kind: torch.dtype | str) -> None:
+    """Alone and with a gate, on more threads than there are panels, and on as many as there are segments."""
+    torch.manual_seed(0)
+    dtype = kind if isinstance(kind, torch.dtype) else torch.bfloat16
+    weight = any_weight(native, kind, 2 * 64, 2 * K_SEGMENT + 100)
+    assert planned(native, weight.record, 3) == (4, 3, 3)
+    assert planned(native, weight.record, 4) == (4, 1, 4)  # nothing to gain
+    assert planned(native, weight.record, 64) == (4, 3, 12)
+    x = torch.randn(17, 2 * K_SEGMENT + 100).to(dtype) / 40
+    expected, gated = native.logits(x, weight), native.linear_silu_mul(x, weight)
+    for threads, numbers in ((2, (1, 2, 15, 16)), (3, range(1, 18)), (5, (1, 7, 13)), (11, (1, 6)), (64, (1, 15))):
+        ops = with_threads(native, threads)
+        for rows in numbers:
+            assert torch.equal(ops.logits(x[:rows], weight), expected[:rows]), (threads, rows)
+            assert torch.equal(ops.linear_silu_mul(x[:rows], weight), gated[:rows]), (threads, rows)
+
+
+def test_threads_of_a_plan_are_no_more_than_there_is_work_for(native: Any) -> None:
+    """The layers of people's models on many cores: panels (or segments of them) per thread."""
+    for out_features, in_features, threads, expected in (
+        (4096, 4096, 64, (128, 1, 64)),  # two panels each
+        (4096, 4096, 48, (128, 1, 48)),  # three for the busiest, as with segments
+        (4096, 14336, 48, (128, 7, 48)),
+        (2048, 8192, 48, (64, 4, 48)),
+        (2048, 8192, 128, (64, 4, 128)),
+        (2048, 2048, 128, (64, 1, 64)),
+        (32, 2048, 64, (1, 1, 1)),
+        (128, 64, 64, (4, 1, 1)),  # too little to wake a thread for
+        (576, 576, 2, (18, 1, 2)),
+    ):
+        record = PackedLinear(None, None, out_features, in_features)
+        assert planned(native, record, threads) == expected, (out_features, in_features, threads)
 
 
 def test_a_fused_gate_has_the_bits_of_its_parts(native: Any) -> None:

@@ -5,6 +5,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdio>
 #include <vector>
 
@@ -44,7 +46,15 @@ void* call_pool(void*) {
 void pool() {
     for (int threads = 1; threads <= 7; threads++)
         for (int i = 0; i < 200; i++) expect(pagoda_shares_done(threads) == (uint64_t(1) << threads) - 1, "shares");
-    for (int delay : {0, 100}) expect(pagoda_unfinished_regions(3, 3000, delay) == 0, "a region ended before its shares");
+    for (int threads : {17, 18, 33, 63})  // a tree of shares, in turn with regions that most threads are not in
+        for (int i = 0; i < 20; i++) {
+            expect(pagoda_shares_done(threads) == (uint64_t(1) << threads) - 1, "shares in a tree");
+            expect(pagoda_shares_done(1 + i % 5) == (uint64_t(1) << (1 + i % 5)) - 1, "shares of few threads");
+        }
+    for (int delay : {0, 100}) {
+        expect(pagoda_unfinished_regions(3, 3000, delay) == 0, "a region ended before its shares");
+        expect(pagoda_unfinished_regions(64, 100, delay) == 0, "a region of 64 threads ended before its shares");
+    }
     pthread_t callers[3];
     for (pthread_t& caller : callers) pthread_create(&caller, nullptr, call_pool, nullptr);
     for (pthread_t& caller : callers) {
@@ -59,8 +69,9 @@ void pool() {
 PackedLinear packed(std::vector<float>& panels, int64_t out_features, int64_t in_features, uint32_t seed) {
     std::vector<float> weight = drawn(out_features * in_features, seed);
     panels.resize(static_cast<size_t>((out_features + PANEL - 1) / PANEL * PANEL * in_features));
-    pagoda_pack_words(4, weight.data(), panels.data(), out_features, in_features, 3);
-    return {panels.data(), nullptr, out_features, in_features, KIND_F32, 0, nullptr, nullptr};
+    PackedLinear packed{panels.data(), nullptr, out_features, in_features, KIND_F32, 0, nullptr, nullptr, 0, 0};
+    pagoda_pack_words(&packed, weight.data(), 0, out_features, 3);
+    return packed;
 }
 
 void packing() {
@@ -70,7 +81,7 @@ void packing() {
     for (std::vector<uint8_t>* bytes : {&blocks, &codes, &scales})
         for (uint8_t& byte : *bytes) byte = last = static_cast<uint8_t>(last * 5 + 3);
     for (uint8_t& code : codes) code &= 15;
-    PackedLinear weight{nullptr, nullptr, OUT, IN, KIND_Q4, 32, nullptr, nullptr};
+    PackedLinear weight{nullptr, nullptr, OUT, IN, KIND_Q4, 32, nullptr, nullptr, 1, 0};
     BlockRows piece{blocks.data(), ROW_BYTES, OUT, nullptr, 2, 0, nullptr, 0};  // of Q4_0
     // Rows of words of 8 codes along the inputs, as compressed-tensors has them.
     std::vector<int32_t> groups(IN / 32);
@@ -93,14 +104,21 @@ void packing() {
         expect(panels_of(source, 3) == panels_of(source, 1), "packing on three threads");
 }
 
+// Rows that threads claim pieces of, and a few rows of a weight whose panels they divide along K.
 void linear() {
-    std::vector<float> panels, x = drawn(200 * 96, 1), one(200 * 300), many(200 * 300);
-    PackedLinear weight = packed(panels, 300, 96, 2);
-    LinearArgs args{rows(x.data(), 200, 1, 96), &weight, rows(one.data(), 200, 1, 300)};
-    pagoda_linear(&args, 1);
-    args.out.data = many.data();
-    for (int i = 0; i < 20; i++) pagoda_linear(&args, 4);
-    expect(one == many, "linear on four threads");
+    for (auto [rows_of_x, out, in] : {std::array<int64_t, 3>{200, 300, 96}, {5, 100, 2 * K_SEGMENT + 100}}) {
+        std::vector<float> panels, x = drawn(rows_of_x * in, 1), one(static_cast<size_t>(rows_of_x * out)), many(one.size());
+        PackedLinear weight = packed(panels, out, in, 2);
+        LinearArgs args{rows(x.data(), rows_of_x, 1, in), &weight, rows(one.data(), rows_of_x, 1, out)};
+        pagoda_linear(&args, 1);
+        args.out.data = many.data();
+        for (int32_t threads : {4, 64})
+            for (int i = 0; i < 20; i++) {
+                std::fill(many.begin(), many.end(), 0.0f);
+                pagoda_linear(&args, threads);
+                expect(one == many, "linear on several threads");
+            }
+    }
 }
 
 void moe() {

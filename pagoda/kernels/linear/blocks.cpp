@@ -1,7 +1,7 @@
 // Packs the blocks of tensors straight from the mapped file. What those of a GGUF type mean is in
 // loading/gguf_blocks.py, those of GPT-OSS in loading/mxfp4.py; how their codes are held in linear/forms.py.
 #include "packed.h"
-#include "parallel.h"
+#include "plan.h"
 #include "simd.h"
 
 namespace {
@@ -203,9 +203,8 @@ PAGODA_EXPORT void pagoda_pack_blocks(const PackedLinear* weight, const BlockRow
     bool has_exponents = WEIGHT_FORMS[w.kind].scale_bits == 8;
     int64_t step = w.in_features % MOST_VALUES == 0 ? MOST_VALUES : 32;
     auto* to = static_cast<uint8_t*>(const_cast<void*>(w.panels));
-    parallel(threads, [&](int thread, int num_threads) {
-        Range mine = share_of(panels, thread, num_threads);
-        for (int64_t p = mine.begin; p < mine.end; p++) {
+    on_owners(w, threads, 0, panels, [&](int64_t p, int64_t end) {
+        for (; p < end; p++) {
             int columns = static_cast<int>(w.out_features - p * PANEL < PANEL ? w.out_features - p * PANEL : PANEL);
             Row rows[PANEL];
             for (int c = 0; c < columns; c++) rows[c] = row_of(pieces, p * PANEL + c);

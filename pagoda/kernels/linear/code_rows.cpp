@@ -1,7 +1,7 @@
 // Packs the codes of AWQ, GPTQ and compressed-tensors straight from the mapped file. What they mean is in
 // loading/packed_codes.py.
 #include "packed.h"
-#include "parallel.h"
+#include "plan.h"
 
 namespace {
 
@@ -114,11 +114,10 @@ void pack(const PackedLinear& w, const CodeRows* pieces, int threads) {
     int64_t record = quantized_record_bytes(w.kind, w.group);
     int in_shift = __builtin_ctz(static_cast<unsigned>(pieces->codes.in_codes));
     auto* to = static_cast<uint8_t*>(const_cast<void*>(w.panels));
-    parallel(threads, [&](int thread, int num_threads) {
-        Range mine = share_of(panels, thread, num_threads);
+    on_owners(w, threads, 0, panels, [&](int64_t p, int64_t end) {
         Panel together[TOGETHER];
-        for (int64_t p = mine.begin; p < mine.end; p += TOGETHER) {
-            int64_t count = mine.end - p < TOGETHER ? mine.end - p : TOGETHER;
+        for (; p < end; p += TOGETHER) {
+            int64_t count = end - p < TOGETHER ? end - p : TOGETHER;
             for (int64_t k = 0; k < count; k++) together[k] = panel_of(w, pieces, p + k);
             for (int64_t g = 0; g < groups; g++)
                 for (int64_t k = 0; k < count; k++)

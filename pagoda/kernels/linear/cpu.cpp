@@ -59,7 +59,10 @@ PAGODA_EXPORT void pagoda_linear_by_head(const LinearByHeadArgs* a, int32_t thre
         if (scratch != nullptr)
             parallel(threads_for(heads * rows * a->x.dim, threads), [&](int thread, int num_threads) {
                 Range mine = share_of(heads, thread, num_threads);
-                for (int64_t head = mine.begin; head < mine.end; head++) linear_convert(with_scratch(head), 0, rows);
+                for (int64_t head = mine.begin; head < mine.end; head++) {
+                    LinearJob job = with_scratch(head);
+                    linear_convert(job, 0, linear_pieces_of_x(job));
+                }
             });
         std::atomic<int64_t> next{0};
         parallel(threads_for(a->weight->out_features * a->x.dim, threads), [&](int, int) {
@@ -69,21 +72,28 @@ PAGODA_EXPORT void pagoda_linear_by_head(const LinearByHeadArgs* a, int32_t thre
     }
 }
 
+// Write a weight's plan: panels (or pairs), the segments that they may be divided at, and threads.
+PAGODA_EXPORT void pagoda_linear_plan(const PackedLinear* weight, int32_t threads, int64_t* plan) {
+    LinearPlan of = plan_of(*weight, weight->in_pairs, threads);
+    plan[0] = of.panels, plan[1] = of.segments, plan[2] = of.threads;
+}
+
 PAGODA_EXPORT int64_t pagoda_linear_bytes(const PackedLinear* weight) {
     return panel_bytes(*weight) * ((weight->out_features + PANEL - 1) / PANEL);
 }
 
-// Weights [out, steps] of 2- or 4-byte words to panels [steps][32]. Rows are read a cache line at a time: 32 of them are
-// more streams than the processor fetches ahead by itself.
+// Rows [rows, steps] of 2- or 4-byte words to panels [steps][32] of a weight, from row `first` on, which begins a panel.
+// Rows are read a cache line at a time: 32 of them are more streams than the processor fetches ahead by itself.
 template <class Word>
-static void pack_words(const Word* from, Word* to, int64_t out_features, int64_t steps, int threads) {
+static void pack_words(const PackedLinear& w, const Word* from, int64_t first, int64_t rows, int threads) {
     constexpr int64_t LINE = 64 / sizeof(Word), AHEAD = 4 * LINE;
-    int64_t panels = (out_features + PANEL - 1) / PANEL;
-    parallel(threads, [&](int thread, int num_threads) {
-        Range mine = share_of(panels, thread, num_threads);
+    int64_t begin_panel = first / PANEL, end_panel = begin_panel + (rows + PANEL - 1) / PANEL;
+    int64_t steps = panel_bytes(w) / static_cast<int64_t>(PANEL * sizeof(Word));
+    auto* to = static_cast<Word*>(const_cast<void*>(w.panels)) + begin_panel * steps * PANEL;
+    on_owners(w, threads, begin_panel, end_panel, [&](int64_t p, int64_t last) {
         alignas(64) Word tile[LINE * PANEL];
-        for (int64_t p = mine.begin; p < mine.end; p++) {
-            int64_t columns = out_features - p * PANEL < PANEL ? out_features - p * PANEL : PANEL;
+        for (p -= begin_panel, last -= begin_panel; p < last; p++) {
+            int64_t columns = rows - p * PANEL < PANEL ? rows - p * PANEL : PANEL;
             if (columns < PANEL) memset(tile, 0, sizeof(tile));
             auto pack_tile = [&](int64_t begin, auto count) {
                 for (int64_t c = 0; c < columns; c++) {
@@ -100,12 +110,12 @@ static void pack_words(const Word* from, Word* to, int64_t out_features, int64_t
         end_stores_past_caches();
     });
 }
-PAGODA_EXPORT void pagoda_pack_words(int32_t word_bytes, const void* from, void* to, int64_t out_features,
-                                     int64_t steps, int32_t threads) {
-    if (word_bytes == 4)
-        pack_words(static_cast<const uint32_t*>(from), static_cast<uint32_t*>(to), out_features, steps, threads);
+PAGODA_EXPORT void pagoda_pack_words(const PackedLinear* weight, const void* from, int64_t first_row, int64_t rows,
+                                     int32_t threads) {
+    if (weight->kind == KIND_F16)
+        pack_words(*weight, static_cast<const uint16_t*>(from), first_row, rows, threads);
     else
-        pack_words(static_cast<const uint16_t*>(from), static_cast<uint16_t*>(to), out_features, steps, threads);
+        pack_words(*weight, static_cast<const uint32_t*>(from), first_row, rows, threads);
 }
 
 // Of columns that pad a panel.
@@ -120,9 +130,8 @@ PAGODA_EXPORT void pagoda_pack_codes(const PackedLinear* weight, const uint8_t* 
     int64_t record = quantized_record_bytes(w.kind, w.group), header = header_bytes(w.kind);
     int64_t second = scales_bytes(w.kind), each = second / PANEL;
     auto* to = static_cast<uint8_t*>(const_cast<void*>(w.panels));
-    parallel(threads, [&](int thread, int num_threads) {
-        Range mine = share_of(panels, thread, num_threads);
-        for (int64_t p = mine.begin; p < mine.end; p++) {
+    on_owners(w, threads, 0, panels, [&](int64_t p, int64_t end) {
+        for (; p < end; p++) {
             int64_t columns = w.out_features - p * PANEL < PANEL ? w.out_features - p * PANEL : PANEL;
             for (int64_t g = 0; g < groups; g++) {
                 uint8_t* at = to + (p * groups + g) * record;

@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "packed.h"
+#include "plan.h"
 #include "parallel.h"
 #include "simd.h"
 
@@ -26,13 +27,12 @@ struct LinearJob {
 
 // Bytes needed to convert x before the multiplication (quantised, widened, padded); often 0.
 __attribute__((visibility("hidden"))) size_t linear_scratch_bytes(const LinearJob& job);
-// Convert rows begin .. end - 1; all rows must be converted before any thread multiplies.
+// Convert pieces begin .. end - 1 of x: the segments of its rows, row by row. All must be converted before any thread
+// multiplies.
 __attribute__((visibility("hidden"))) void linear_convert(const LinearJob& job, int64_t begin, int64_t end);
 // Convert all rows on `threads` threads, into the calling thread's memory of the number `scratch`.
 __attribute__((visibility("hidden"))) void linear_convert_all(LinearJob& job, int scratch, int threads);
-// Compute this thread's share of the product. `claims` starts at 0 and is shared by the threads.
-__attribute__((visibility("hidden"))) void linear_multiply(const LinearJob& job, int thread, int num_threads,
-                                                           std::atomic<int64_t>& claims);
+__attribute__((visibility("hidden"))) int64_t linear_pieces_of_x(const LinearJob& job);
 // Number of units that the output's columns are divided into: panels, or pairs of panels with a gate.
 __attribute__((visibility("hidden"))) int64_t linear_panels(const LinearJob& job);
 // Compute rows [row, row_end) of panels [panel, panel_end) on the calling thread alone.

@@ -257,13 +257,13 @@ __attribute__((noinline)) Prefetch int_segment(const QuantizedRows& x, int64_t g
     return prefetch;
 }
 
-// out [ROWS][PANELS * 32] = x (rows `groups` scales and sums apart) times PANELS panels
-// (panel_stride bytes apart).
+// out [ROWS][PANELS * 32] = the first `count` groups of x (rows `groups` scales and sums apart) times those of PANELS
+// panels (panel_stride bytes apart).
 template <int32_t KIND, int GROUP, int ROWS, int PANELS>
-inline void int_tile(const QuantizedRows& x, int64_t groups, const uint8_t* panel, int64_t panel_stride, float* out,
-                     Prefetch prefetch) {
+inline void int_tile(const QuantizedRows& x, int64_t groups, int64_t count, const uint8_t* panel, int64_t panel_stride,
+                     float* out, Prefetch prefetch) {
     static_assert(K_SEGMENT % GROUP == 0, "a segment is whole groups");
-    for (int64_t g = 0; g < groups; g += K_SEGMENT / GROUP)
-        prefetch = int_segment<KIND, GROUP, ROWS, PANELS>(x, groups, g, std::min(groups, g + K_SEGMENT / GROUP), panel,
+    for (int64_t g = 0; g < count; g += K_SEGMENT / GROUP)
+        prefetch = int_segment<KIND, GROUP, ROWS, PANELS>(x, groups, g, std::min(count, g + K_SEGMENT / GROUP), panel,
                                                           panel_stride, out, g > 0, prefetch);
 }

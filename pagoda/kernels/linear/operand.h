@@ -109,9 +109,11 @@ void quantize_rows(const LinearJob& job, int64_t begin, int64_t end) {
     int64_t groups = groups_of(w);
     constexpr const WeightForm& FORM = WEIGHT_FORMS[KIND];
     constexpr int BELOW_ZERO = begins_below_zero(FORM, GROUP) ? FORM.middle : 0;
-    for (int64_t r = begin; r < end; r++) {
+    int64_t segments = num_segments(w);
+    for (int64_t piece = begin; piece < end; piece++) {
+        int64_t r = piece / segments, first = piece % segments * (K_SEGMENT / GROUP);
         const T* x = static_cast<const T*>(job.x) + r * job.x_stride;
-        for (int64_t g = 0; g < groups; g++) {
+        for (int64_t g = first; g < std::min(groups, first + K_SEGMENT / GROUP); g++) {
             int64_t left = w.in_features - g * GROUP;
             T ordered[GROUP];
             if (w.order != nullptr) gather_group<GROUP>(x, w.order + g * GROUP, ordered);

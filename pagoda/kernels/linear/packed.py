@@ -151,15 +151,13 @@ class PackedLinears:
         packed = self._empty(sum(map(len, parts)), in_features, dtype, form, 0, bias, dtype)
         if any(len(part) % PANEL for part in parts[:-1]):  # a panel has rows of two parts
             parts = [torch.cat([*parts])]
-        word_bytes = 2 if dtype == torch.float16 else 4
-        panels, pack = packed.panels.data_ptr(), self._library["pack_words"]
+        first_row, pack = 0, self._library["pack_words"]
         for part in parts:
             if dtype == torch.bfloat16 and in_features % 2:
                 part = torch.nn.functional.pad(part, (0, 1))
             part = part.contiguous()
-            row_bytes = part.shape[1] * part.element_size()
-            pack(word_bytes, part.data_ptr(), panels, len(part), row_bytes // word_bytes, self._threads)
-            panels += len(part) * row_bytes
+            pack(packed.address, part.data_ptr(), first_row, len(part), self._threads)
+            first_row += len(part)
         return packed
 
     def prepare_quantized_linear(
@@ -268,7 +266,7 @@ class PackedLinears:
         if bias is not None:
             bias = torch.nn.functional.pad(bias.float(), (0, -out_features % PANEL)).contiguous()
         bias_pointer = None if bias is None else bias.data_ptr()
-        record = PackedLinear(None, bias_pointer, out_features, in_features, form.kind, group, None, None)
+        record = PackedLinear(None, bias_pointer, out_features, in_features, form.kind, group)
         panels = self._arena.allocate(self._library["linear_bytes"](addressof(record)))
         record.panels = panels.data_ptr()
         return PackedWeight(out_features, in_features, dtype, table_dtype, record, panels, bias)

@@ -86,7 +86,7 @@ void multiply(LinearJob job, int64_t panel, int64_t panel_end) {
     size_t bytes = linear_scratch_bytes(job);
     if (bytes > 0) {
         job.scratch = thread_scratch(bytes, 2);
-        linear_convert(job, 0, job.rows);
+        linear_convert(job, 0, linear_pieces_of_x(job));
     }
     linear_multiply_part(job, 0, job.rows, panel, panel_end);
 }

@@ -136,9 +136,10 @@ PackedLinear = struct(
     "PackedLinear",
     "A packed weight. bias: [out padded to a panel] or null. group: elements along `in` that share a scale, or 0. "
     "next: the weight of the outputs that follow, in another form, or null. order: of codes, which element of x each "
-    "of the in_features is multiplied with, or -1 for none; null where it is their own.",
+    "of the in_features is multiplied with, or -1 for none; null where it is their own. in_pairs: the first half "
+    "of the outputs are gates of the second, each whole panels.",
     panels="const void*", bias="const float*", out_features="int64_t", in_features="int64_t", kind="int32_t",
-    group="int32_t", next="const PackedLinear*", order="const int32_t*",
+    group="int32_t", next="const PackedLinear*", order="const int32_t*", in_pairs="int32_t", unused="int32_t",
 )  # fmt: skip
 BlockRows = struct(
     "BlockRows",
@@ -300,12 +301,14 @@ FUNCTIONS: dict[str, Function] = {
     "pagoda_compiler": _function("const char*"),
     "pagoda_shares_done": _function("uint64_t", threads="int32_t"),
     "pagoda_pin_thread": _function("bool", thread="int32_t", cpus="const int32_t*", count="int32_t"),
+    "pagoda_pool_counts": _function("void", counts="int64_t*"),
     "pagoda_empty_region_ns": _function("double", threads="int32_t", repeats="int32_t"),
     "pagoda_unfinished_regions": _function("int64_t", threads="int32_t", repeats="int64_t", delay="int32_t"),
     # Preparing weights.
+    "pagoda_linear_plan": _function("void", weight="const PackedLinear*", threads="int32_t", plan="int64_t*"),
     "pagoda_linear_bytes": _function("int64_t", weight="const PackedLinear*"),
     "pagoda_pack_words": _function(
-        "void", word_bytes="int32_t", source="const void*", panels="void*", out_features="int64_t", steps="int64_t",
+        "void", weight="const PackedLinear*", source="const void*", first_row="int64_t", rows="int64_t",
         threads="int32_t",
     ),
     "pagoda_pack_codes": _function(

@@ -4,7 +4,7 @@
 // many threads as get a core, and returns when all calls are done. One thread may run several shares, so a
 // body must not wait for another one.
 //
-// The pool is our own (pool.cpp): between regions its threads spin for some tens of microseconds, which covers the
+// The pool is our own (pool.cpp): between regions its threads spin for about as long as waking them takes, which covers the
 // gap between one op and the next, and then sleep. torch's OpenMP threads spin for milliseconds: fine alone on a
 // machine, but next to a second busy process each region then takes a time slice of the system's scheduler, 28 ms instead
 // of the 2 microseconds of this pool (two threads on two cores, load 10).
@@ -12,6 +12,7 @@
 
 #include <time.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -62,14 +63,16 @@ inline Range share_of(int64_t count, int thread, int num_threads, int64_t grain 
     return {begin < count ? begin : count, end < count ? end : count};
 }
 
-// A parallel region costs a microsecond or two: below this many elements one thread is faster.
-constexpr int64_t PARALLEL_MIN_ELEMENTS = 16384;
-inline int threads_for(int64_t elements, int threads) { return elements < PARALLEL_MIN_ELEMENTS ? 1 : threads; }
+// A parallel region costs microseconds, and more with each thread: a thread is worth it for so many elements.
+constexpr int64_t ELEMENTS_PER_THREAD = 8192;
+inline int threads_for(int64_t elements, int threads) {
+    return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, elements / ELEMENTS_PER_THREAD)));
+}
 
 // A thread's buffers, freed when it ends.
 struct Scratch {
-    void* buffer[6] = {};
-    size_t capacity[6] = {};
+    void* buffer[8] = {};
+    size_t capacity[8] = {};
     ~Scratch() {
         for (void* one : buffer) free(one);
     }

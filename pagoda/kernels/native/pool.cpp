@@ -1,96 +1,156 @@
 // The kernels' thread pool. It grows to the largest number of threads requested and exists until the process ends.
 //
-// A thread that is waiting for a core does not delay the region: once the caller has finished its own share,
-// it takes over the shares that have not started. A busy machine therefore costs the threads it takes away, and no more.
+// One word begins a region for all threads, and a tree ends it: a share ends when its children have ended, share 0, the
+// caller's, last. A thread that is waiting for a core does not delay the region: once a thread has finished its own share,
+// it takes over its children that have not begun, with all that is below them. A busy machine therefore costs the threads
+// it takes away, and no more.
 #include <pthread.h>
+#if defined(__linux__)
+#include <sched.h>
+#endif
+#include <unistd.h>
+
+#include <algorithm>
 
 #include "parallel.h"
 
 namespace {
 
-constexpr int MAX_WORKERS = 511;
-constexpr int64_t AWAKE_NS = 50000;  // how long a thread spins before it sleeps
+constexpr int MAX_THREADS = 512;
+constexpr int CHILDREN = 16;  // of a share, in the tree: up to 17 threads it is flat, 64 have three below each of 16
+// How long a thread spins before it sleeps, per thread of its region that has a core: about as long as waking them takes.
+// So the threads of a large region stay awake between the steps of a server, and those of a small one do not.
+constexpr int64_t AWAKE_NS = 50000, MOST_AWAKE_NS = 2000000;
 
-// A value that one thread sets and another one waits for.
-struct alignas(64) Signal {
-    std::atomic<int> value{0};
+// Where one thread waits: it spins, then sleeps until it is woken.
+struct alignas(64) Waiting {
     std::atomic<bool> asleep{false};
     pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
     pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
 
-    void wait_for(int wanted) {
-        int64_t until = now_ns() + AWAKE_NS;
+    template <class Ready>
+    void wait(int64_t awake_ns, Ready&& ready) {
+        if (ready()) return;
+        int64_t until = now_ns() + awake_ns;
         do {
             for (int i = 0; i < 64; i++) {
-                if (value.load(std::memory_order_acquire) == wanted) return;
                 spin_pause();
+                if (ready()) return;
             }
         } while (now_ns() < until);
         pthread_mutex_lock(&mutex);
-        // This thread announces that it sleeps before it reads the value again; set() writes the value before it checks for
-        // sleepers. So at least one of them sees the other.
+        // This thread announces that it sleeps before it looks again; what it waits for is written before wake() checks
+        // for sleepers. So at least one of them sees the other.
         asleep.store(true);
-        while (value.load() != wanted) pthread_cond_wait(&changed, &mutex);
+        while (!ready()) pthread_cond_wait(&changed, &mutex);
         asleep.store(false);
         pthread_mutex_unlock(&mutex);
     }
-    void set(int to) {
-        value.store(to);
-        if (!asleep.load()) return;
+    bool wake() {
+        if (!asleep.load()) return false;
         pthread_mutex_lock(&mutex);
         pthread_cond_signal(&changed);
         pthread_mutex_unlock(&mutex);
+        return true;
     }
 };
 
-enum Share { NONE, OFFERED, TAKEN };  // values of Pool::share
-enum { RUNNING, FINISHED };           // values of Pool::state
+// A share of every region. begun: the last region in which it was; ended: in which its own thread has computed it, and all
+// below it were done.
+struct alignas(64) Share {
+    std::atomic<uint64_t> begun{0}, ended{0};
+    Waiting region;    // its own thread, for the next region
+    Waiting children;  // the thread that computes it, for its children
+
+    // Return whether the calling thread is the first to begin it.
+    bool begin(uint64_t number) {
+        uint64_t last = begun.load();
+        return last < number && begun.compare_exchange_strong(last, number);
+    }
+};
+
+// The number of a region and of its threads, in one word: a thread that comes late never joins a later region by mistake.
+struct Region {
+    uint64_t word;
+    static Region of(uint64_t number, int threads) { return {number * (2 * MAX_THREADS) + static_cast<uint64_t>(threads)}; }
+    uint64_t number() const { return word / (2 * MAX_THREADS); }
+    int threads() const { return static_cast<int>(word % (2 * MAX_THREADS)); }
+};
 
 struct Pool {
     pthread_mutex_t one_region_at_a_time = PTHREAD_MUTEX_INITIALIZER;
     int num_workers = 0;
-    pthread_t threads[MAX_WORKERS];
-    Signal share[MAX_WORKERS];
-    Signal state;
-    // The current region.
+    int num_cpus = 1;
+    pthread_t threads[MAX_THREADS];
+    Share shares[MAX_THREADS];
+    // The current region. body and data: valid for a thread that has begun one of its shares.
+    alignas(64) std::atomic<uint64_t> region{0};
     void (*body)(void*, int, int) = nullptr;
     void* data = nullptr;
-    int num_threads = 0;
-    std::atomic<int> unfinished{0};
-    std::atomic<int> test_delay{0};  // tests: pauses before the end of the last share is reported, as if its thread were descheduled
+    // What pagoda_pool_counts() returns.
+    alignas(64) std::atomic<int64_t> num_regions{0}, num_shares{0}, num_wakes{0}, num_taken_over{0};
+    std::atomic<int> test_delay{0};  // tests: pauses before the end of a share is reported, as if its thread were descheduled
+
+    int64_t awake_ns(int of_threads) const {
+        return std::min(MOST_AWAKE_NS, AWAKE_NS * std::max(1, std::min(of_threads, num_cpus) - 1));
+    }
 };
 
 Pool* pool = nullptr;
 thread_local bool inside_region = false;
 
+// Compute a share and wait for all below it, which are then done, too.
+void compute(Pool& p, Region region, int share) {
+    int first = share * CHILDREN + 1, end = std::min(first + CHILDREN, region.threads());
+    for (int child = first; child < end; child++)
+        if (p.shares[child].region.wake()) p.num_wakes.fetch_add(1, std::memory_order_relaxed);
+    p.body(p.data, share, region.threads());
+    bool is_mine[CHILDREN];
+    for (int child = first; child < end; child++) {
+        is_mine[child - first] = p.shares[child].begin(region.number());
+        if (!is_mine[child - first]) continue;
+        p.num_taken_over.fetch_add(1, std::memory_order_relaxed);
+        compute(p, region, child);
+    }
+    for (int child = first; child < end; child++) {
+        auto has_ended = [&] { return p.shares[child].ended.load() == region.number(); };
+        if (!is_mine[child - first]) p.shares[share].children.wait(p.awake_ns(region.threads()), has_ended);
+    }
+}
+
 struct Worker {
     Pool* pool;
-    int index;
+    int share;
 };
 
 void* work(void* argument) {
-    Worker me = *static_cast<Worker*>(argument);
+    auto [pool, share] = *static_cast<Worker*>(argument);
     delete static_cast<Worker*>(argument);
     inside_region = true;
-    Signal& share = me.pool->share[me.index];
+    Share& own = pool->shares[share];
+    Region region{0};
     for (;;) {
-        share.wait_for(OFFERED);
-        int offered = OFFERED;
-        if (!share.value.compare_exchange_strong(offered, TAKEN)) continue;
-        me.pool->body(me.pool->data, me.index + 1, me.pool->num_threads);
-        share.value.store(NONE);
-        if (me.pool->unfinished.fetch_sub(1) != 1) continue;
-        for (int wait = me.pool->test_delay.load(std::memory_order_relaxed); wait > 0; wait--) spin_pause();
-        me.pool->state.set(FINISHED);
+        uint64_t last = region.word;
+        // A thread that is not in the current region stays awake, but nobody wakes it.
+        auto has_next = [&] {
+            region.word = pool->region.load();
+            return region.word != last && (!own.region.asleep.load(std::memory_order_relaxed) || share < region.threads());
+        };
+        own.region.wait(pool->awake_ns(std::max(region.threads(), share + 1)), has_next);
+        if (share >= region.threads() || !own.begin(region.number())) continue;
+        compute(*pool, region, share);
+        for (int wait = pool->test_delay.load(std::memory_order_relaxed); wait > 0; wait--) spin_pause();
+        own.ended.store(region.number());
+        pool->shares[(share - 1) / CHILDREN].children.wake();
     }
     return nullptr;
 }
 
 // Start as many workers as possible; if the process may not start more threads, it computes with the existing ones.
 int grow(Pool& p, int wanted) {
-    while (p.num_workers < wanted && p.num_workers < MAX_WORKERS) {
+    while (p.num_workers < wanted && p.num_workers < MAX_THREADS - 1) {
         pthread_t& thread = p.threads[p.num_workers];
-        auto* worker = new Worker{&p, p.num_workers};
+        auto* worker = new Worker{&p, p.num_workers + 1};
         if (pthread_create(&thread, nullptr, work, worker) != 0) {
             delete worker;
             break;
@@ -102,11 +162,18 @@ int grow(Pool& p, int wanted) {
 }
 
 // A forked child has none of the threads, so it starts a new pool.
-void forget_pool() { pool = new Pool; }
-
-__attribute__((constructor)) void make_pool() {
+void make_pool() {
     pool = new Pool;
-    pthread_atfork(nullptr, nullptr, forget_pool);
+    pool->num_cpus = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
+#if defined(__linux__)
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0) pool->num_cpus = CPU_COUNT(&allowed);
+#endif
+}
+
+__attribute__((constructor)) void make_first_pool() {
+    make_pool();
+    pthread_atfork(nullptr, nullptr, make_pool);
 }
 
 }  // namespace
@@ -119,27 +186,24 @@ void run_on_pool(void (*body)(void*, int, int), void* data, int threads) {
     Pool& p = *pool;
     pthread_mutex_lock(&p.one_region_at_a_time);
     inside_region = true;
-    int helpers = grow(p, threads - 1);
+    threads = grow(p, threads - 1) + 1;
     p.body = body;
     p.data = data;
-    p.num_threads = helpers + 1;
-    p.unfinished.store(helpers);
-    p.state.value.store(RUNNING);
-    for (int i = 0; i < helpers; i++) p.share[i].set(OFFERED);
-    body(data, 0, helpers + 1);
-    int taken_back = 0;
-    for (int i = 0; i < helpers; i++) {
-        int offered = OFFERED;
-        if (!p.share[i].value.compare_exchange_strong(offered, NONE)) continue;
-        body(data, i + 1, helpers + 1);
-        taken_back++;
-    }
-    // The thread that ends the last share signals it, and the caller waits for that signal even if the count is already
-    // zero: a late signal must not end the next region before its shares are done.
-    bool ended_here = helpers == 0 || (taken_back > 0 && p.unfinished.fetch_sub(taken_back) == taken_back);
-    if (!ended_here) p.state.wait_for(FINISHED);
+    p.num_regions.store(p.num_regions.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    p.num_shares.store(p.num_shares.load(std::memory_order_relaxed) + threads, std::memory_order_relaxed);
+    Region region = Region::of(Region{p.region.load()}.number() + 1, threads);
+    p.region.store(region.word);
+    compute(p, region, 0);
     inside_region = false;
     pthread_mutex_unlock(&p.one_region_at_a_time);
+}
+
+// Since the library was loaded: regions, their shares, threads that were woken for one, and shares that another thread
+// took over.
+PAGODA_EXPORT void pagoda_pool_counts(int64_t* counts) {
+    Pool& p = *pool;
+    for (std::atomic<int64_t>* count : {&p.num_regions, &p.num_shares, &p.num_wakes, &p.num_taken_over})
+        *counts++ = count->load(std::memory_order_relaxed);
 }
 
 // Pin the worker of share `thread` (not 0, which is the caller) to these CPUs; return false if that is not possible.

@@ -33,7 +33,8 @@ def cores_to_pin(threads: int, root: Path = Path("/")) -> list[tuple[int, ...]]:
 def bind_to_cores(number: int, count: int, root: Path = Path("/")) -> int:
     """Keep this process, the `number`-th of `count` that compute at the same time, on its share of the cores.
 
-    With fewer cores than processes, or with a quota of time on shared cores, the system places them.
+    Cores are shared out by memory node: as many processes as nodes have a node each, if those are equally large. With
+    fewer cores than processes, or with a quota of time on shared cores, the system places them.
     Return how many threads it should use.
     """
     cores, threads = _allowed_cores(root), available_cpus(root)
@@ -51,7 +52,9 @@ def describe_cpus(root: Path = Path("/")) -> str:
         return f"{os.cpu_count()} CPUs"
     quota = _cgroup_cpus(root)
     limit = "no cgroup quota" if quota is None else f"cgroup quota of {quota:g}"
-    return f"{len(cores)} cores of {sum(map(len, cores))} CPUs by affinity, {limit}"
+    nodes = len({_memory_nodes(root).get(core[0], 0) for core in cores})
+    where = f" on {nodes} memory nodes" if nodes > 1 else ""
+    return f"{len(cores)} cores of {sum(map(len, cores))} CPUs{where} by affinity, {limit}"
 
 
 def openmp_runtimes(root: Path = Path("/")) -> list[str]:
@@ -67,9 +70,13 @@ def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
 
 
 def _allowed_cores(root: Path) -> list[tuple[int, ...]]:
-    """Return the CPUs that the affinity mask allows, by physical core; empty on systems other than Linux."""
+    """Return the CPUs that the affinity mask allows, by physical core; empty on systems other than Linux.
+
+    Cores of one memory node are adjacent: so are the parts of a weight that its threads hold.
+    """
+    nodes = _memory_nodes(root)
     try:
-        allowed = sorted(os.sched_getaffinity(0))
+        allowed = sorted(os.sched_getaffinity(0), key=lambda cpu: (nodes.get(cpu, 0), cpu))
     except AttributeError:
         return []
     cores: dict[str, list[int]] = {}
@@ -77,6 +84,17 @@ def _allowed_cores(root: Path) -> list[tuple[int, ...]]:
         siblings = _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         cores.setdefault((siblings or str(cpu)).strip(), []).append(cpu)
     return [tuple(cpus) for cpus in cores.values()]
+
+
+def _memory_nodes(root: Path) -> dict[int, int]:
+    """Return the memory node of each CPU, as far as the system says."""
+    nodes: dict[int, int] = {}
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        for part in (_read(folder / "cpulist") or "").strip().split(","):
+            first, _, last = part.partition("-")
+            if first:  # a node may have memory only
+                nodes |= dict.fromkeys(range(int(first), int(last or first) + 1), int(folder.name[4:]))
+    return nodes
 
 
 def _cgroup_cpus(root: Path) -> float | None:
