@@ -34,14 +34,20 @@ class PrepareOps(Protocol):
         """Pack weight [out, in] in compute dtype, bias [out] or None. May keep or drop the original."""
         ...
 
-    def prepare_stacked(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> LinearWeight:
-        """As `prepare_linear` of the parts, stacked row-wise; kernels that pack do not need them to be adjacent."""
+    def prepare_stacked(
+        self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None, in_pairs: bool = False
+    ) -> LinearWeight:
+        """As `prepare_linear` of the parts, stacked row-wise; kernels that pack do not need them to be adjacent.
+
+        in_pairs: the first half of the outputs are gates of the second; the native kernels put the memory of both where
+        they are multiplied.
+        """
         ...
 
     def prepare_quantized_linear(
-        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None, in_pairs: bool = False
     ) -> LinearWeight:
-        """Pack codes and scales.
+        """Pack codes and scales. in_pairs: see prepare_stacked.
 
         The native kernels multiply codes with an input that they quantise by the same groups, Triton's turn them into
         floats tile by tile, and the others into a matrix of `dtype`, the compute dtype; Triton's do so with codes that

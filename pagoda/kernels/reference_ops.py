@@ -87,11 +87,13 @@ class ReferenceOps:
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
         return linear.PlainLinear(weight, bias)
 
-    def prepare_stacked(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> LinearWeight:
+    def prepare_stacked(
+        self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None, in_pairs: bool = False
+    ) -> LinearWeight:
         return self.prepare_linear(parts[0] if len(parts) == 1 else torch.cat([*parts]), bias)
 
     def prepare_quantized_linear(
-        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None, in_pairs: bool = False
     ) -> LinearWeight:
         return linear.prepare_quantized(weight, dtype, bias)
 

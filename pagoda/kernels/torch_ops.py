@@ -41,7 +41,7 @@ class TorchOps(ReferenceOps):
         return linear.prepare(weight, bias)
 
     def prepare_quantized_linear(
-        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None, in_pairs: bool = False
     ) -> LinearWeight:
         return linear.prepare(values_of(weight).to(dtype), bias)
 

@@ -82,7 +82,7 @@ class TritonOps(TorchOps):
         return LibraryLinear(weight, bias, *weight.shape, packed=False)
 
     def prepare_quantized_linear(
-        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None, in_pairs: bool = False
     ) -> LinearWeight:
         if isinstance(weight, Fp8Weight):
             return triton_forms.prepare(weight, bias)

@@ -58,8 +58,8 @@ class Linear(Module):
     """x @ weight.T + bias.
 
     outputs: their number, or the parts that are fused and that the checkpoint stores separately.
-    shard, unit, kernel, channels_last: see `Matrix`.   quantizable: False for small layers that are sensitive, as a
-    router.
+    shard, unit, kernel, channels_last, in_pairs: see `Matrix`.
+    quantizable: False for small layers that are sensitive, as a router.
     """
 
     def __init__(
@@ -72,11 +72,20 @@ class Linear(Module):
         quantizable: bool = True,
         kernel: tuple[int, ...] = (),
         channels_last: bool = False,
+        in_pairs: bool = False,
     ) -> None:
         parts = (Part("", outputs),) if isinstance(outputs, int) else tuple(outputs)
         self.shard = shard
         declared = Matrix(
-            parts, inputs, bias, shard, unit, quantizable=quantizable, kernel=kernel, channels_last=channels_last
+            parts,
+            inputs,
+            bias,
+            shard,
+            unit,
+            quantizable=quantizable,
+            kernel=kernel,
+            channels_last=channels_last,
+            in_pairs=in_pairs,
         )
         self.weight = Parameter[LinearWeight](declared)
         self.ranks: RankGroup | None = None

@@ -75,7 +75,7 @@ class GatedMLP(Module):
     ) -> None:
         gate_name, up_name, down_name = names
         parts = (Part(gate_name, inner_size), Part(up_name, inner_size))
-        self.gate_up = Linear(hidden_size, parts, bias, Axis.OUT)
+        self.gate_up = Linear(hidden_size, parts, bias, Axis.OUT, in_pairs=True)
         self.down_proj = Linear(inner_size, (Part(down_name, hidden_size),), bias, Axis.IN)
         self.activation = activation
 

@@ -120,6 +120,7 @@ class Matrix:
     whose values it shares.   picked: the rows are made from rows of another stored matrix.
     kernel: the shape of a row in the checkpoint, where that is a convolution whose inputs are laid out so; its elements
     are the columns.   channels_last: the inputs are laid out with the kernel's first dimension as their last.
+    in_pairs: there are two parts, gates and what they multiply.
     """
 
     parts: tuple[Part, ...]
@@ -133,6 +134,7 @@ class Matrix:
     picked: PickedRows | None = None
     kernel: tuple[int, ...] = ()
     channels_last: bool = False
+    in_pairs: bool = False
 
     @property
     def rows(self) -> int:

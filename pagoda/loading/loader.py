@@ -294,14 +294,15 @@ class Filler:
         if codes is not None:
             if matrix.num_experts and isinstance(codes, StackedWeight):
                 codes = codes_of(codes)  # the experts of a layer are in one form
-            return self._ops.prepare_quantized_linear(codes, self._dtype, bias)
+            return self._ops.prepare_quantized_linear(codes, self._dtype, bias, matrix.in_pairs)
         return self._prepare(matrix, self._parts(pieces), bias)
 
     def _prepare(self, matrix: Matrix, parts: Sequence[torch.Tensor], bias: torch.Tensor | None) -> LinearWeight:
         if self._made is not None and matrix.quantizable:
             weight = parts[0] if len(parts) == 1 else torch.cat([*parts])
-            return self._ops.prepare_quantized_linear(quantize_to(self._made, weight), self._dtype, bias)
-        return self._ops.prepare_stacked(parts, bias)
+            made = quantize_to(self._made, weight)
+            return self._ops.prepare_quantized_linear(made, self._dtype, bias, matrix.in_pairs)
+        return self._ops.prepare_stacked(parts, bias, matrix.in_pairs)
 
     def _parts(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
         """Return the pieces in the compute dtype: views of the mapped file where that is enough, else stacked."""

@@ -63,7 +63,8 @@ MACHINES = {
     ),
     "2 x 64 without SMT": Machine((tuple((i,) for i in range(64)), tuple((i,) for i in range(64, 128)))),
     "2 x 16, holes": Machine(
-        (tuple((i, i + 32) for i in range(16)), tuple((i, i + 32) for i in range(16, 32))), frozenset({0, 5, 37, 20, 52})
+        (tuple((i, i + 32) for i in range(16)), tuple((i, i + 32) for i in range(16, 32))),
+        frozenset({0, 5, 37, 20, 52}),
     ),
     "a container of 6 CPUs of 16": Machine((tuple((i, i + 16) for i in range(16)),), quota=6.0),
 }
@@ -81,7 +82,8 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 def test_a_thread_for_every_core_is_pinned_node_after_node(machine: Machine, tmp_path: Path) -> None:
     threads = available_cpus(tmp_path)
     if machine.quota is not None:
-        assert threads == machine.quota and cores_to_pin(threads, tmp_path) == []
+        assert threads == machine.quota
+        assert cores_to_pin(threads, tmp_path) == []
         return
     assert [(core, node) for core, node in sorted(machine.cores(), key=lambda of: (of[1], of[0]))] == [
         (core, node_of(machine, core)) for core in cores_to_pin(threads, tmp_path)
@@ -102,13 +104,16 @@ def test_two_ranks_have_a_node_each(machine: Machine, tmp_path: Path, monkeypatc
         assert bound == []
         return
     first, second = bound
-    assert not first & second and first | second == {cpu for core, _ in machine.cores() for cpu in core}
+    assert not first & second
+    assert first | second == {cpu for core, _ in machine.cores() for cpu in core}
     if len(machine.nodes) == 2 and not machine.excluded:
         for number, cpus in enumerate(bound):
             assert cpus == {cpu for core in machine.nodes[number] for cpu in core}
 
 
-@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2048, 8192), (49152, 576)])
+@pytest.mark.parametrize(
+    "shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (2048, 8192), (49152, 576)]
+)
 @pytest.mark.parametrize("in_pairs", [False, True])
 def test_all_of_a_weight_has_an_owner_and_nodes_have_adjacent_parts(
     native: Any, machine: Machine, tmp_path: Path, shape: tuple[int, int], in_pairs: bool
@@ -119,7 +124,8 @@ def test_all_of_a_weight_has_an_owner_and_nodes_have_adjacent_parts(
     record, plan = PackedLinear(None, None, *shape, in_pairs=in_pairs), (c_int64 * 3)()
     native.library["linear_plan"](addressof(record), threads, addressof(plan))
     panels, segments, used = plan
-    assert panels == shape[0] // 32 // (2 if in_pairs else 1) and segments in (1, -(-shape[1] // 2048))
+    assert panels == shape[0] // 32 // (2 if in_pairs else 1)
+    assert segments in (1, -(-shape[1] // 2048))
     assert used == min(threads, panels * segments)
     parts = [range(panels * segments * i // used, panels * segments * (i + 1) // used) for i in range(used)]
     assert [unit for part in parts for unit in part] == list(range(panels * segments))

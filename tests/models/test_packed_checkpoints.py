@@ -172,7 +172,7 @@ class RoundedInputs(PlainLinear):
 
 class RoundedInputOps(ReferenceOps):
     def prepare_quantized_linear(
-        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None, in_pairs: bool = False
     ) -> PlainLinear:
         assert not isinstance(weight, Fp8Weight)
         codes = codes_of(weight)

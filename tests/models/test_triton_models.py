@@ -127,7 +127,7 @@ class SameCodes(TorchOps):
     """Torch's kernels with the values of the codes that Triton's hold: of parts of different forms, 8 bits."""
 
     def prepare_quantized_linear(
-        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None, in_pairs: bool = False
     ) -> LinearWeight:
         held = weight if isinstance(weight, Fp8Weight) else codes_of(weight)
         return super().prepare_quantized_linear(held, dtype, bias)

@@ -76,7 +76,7 @@ void attend_by_units(const Attention<Stored>& work, const Tile* tiles, int count
         for (int head = 0; head < p.num_kv_heads; head += heads) units[num_units++] = {&tiles[i], {head, heads}};
     }
     std::atomic<int> next{0};
-    parallel(threads, [&](int, int) {
+    parallel(std::min(threads, num_units), [&](int, int) {
         int upcoming = next.fetch_add(1);  // claimed in advance, so that its memory is prefetched during the current one
         while (upcoming < num_units) {
             const Unit& unit = units[upcoming];

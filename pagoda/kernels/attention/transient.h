@@ -38,7 +38,7 @@ Problem with_transient_pages(const BidirectionalAttentionArgs& a, int threads) {
     for (int64_t row = 0; row < rows.num_rows; row++)
         for (int64_t i = 0; i < blocks_of(row); i++) tables[row * width + i] = next++;
 
-    parallel(threads_for(2 * num_elements(a.k), threads), [&](int thread, int num_threads) {
+    parallel(threads_for(2 * num_elements(a.k), threads, a.k.rows), [&](int thread, int num_threads) {
         Range mine = share_of(a.k.rows, thread, num_threads);
         T wide_k[WIDEST_HEAD], wide_v[WIDEST_HEAD];
         int64_t row = std::upper_bound(rows.query_start, rows.query_start + rows.num_rows, mine.begin) - rows.query_start - 1;

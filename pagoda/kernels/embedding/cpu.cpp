@@ -62,7 +62,7 @@ void gather(const Args& a, int64_t first, int threads) {
     int64_t tokens = a.token_ids.rows, hidden = a.table.dim;
     const int32_t* ids = elements_of<int32_t>(a.token_ids);
     f32x16 scale = rounded<T>(splat(a.scale));
-    parallel(threads_for(tokens * hidden, threads), [&](int thread, int num_threads) {
+    parallel(threads_for(tokens * hidden, threads, tokens), [&](int thread, int num_threads) {
         Range mine = share_of(tokens, thread, num_threads);
         for (int64_t t = mine.begin; t < mine.end; t++) {
             T* to = elements_of<T>(a.out) + t * hidden;

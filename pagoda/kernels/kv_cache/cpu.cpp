@@ -68,7 +68,7 @@ void write_tokens(const Write& w, int threads) {
     by_dtype(w.k.dtype, [&](auto element) {
         using T = decltype(element);
         auto write = w.cache.dtype == I8 ? write_token<T, int8_t> : write_token<T, T>;
-        parallel(threads_for(2 * num_elements(w.k), threads), [&](int thread, int num_threads) {
+        parallel(threads_for(2 * num_elements(w.k), threads, w.k.rows), [&](int thread, int num_threads) {
             Range mine = share_of(w.k.rows, thread, num_threads);
             for (int64_t t = mine.begin; t < mine.end; t++) {
                 if (w.angles == nullptr) write(w, t, nullptr, nullptr);

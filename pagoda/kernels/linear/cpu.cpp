@@ -57,7 +57,7 @@ PAGODA_EXPORT void pagoda_linear_by_head(const LinearByHeadArgs* a, int32_t thre
             return job;
         };
         if (scratch != nullptr)
-            parallel(threads_for(heads * rows * a->x.dim, threads), [&](int thread, int num_threads) {
+            parallel(threads_for(heads * rows * a->x.dim, threads, heads), [&](int thread, int num_threads) {
                 Range mine = share_of(heads, thread, num_threads);
                 for (int64_t head = mine.begin; head < mine.end; head++) {
                     LinearJob job = with_scratch(head);

@@ -407,8 +407,9 @@ void linear_convert_all(LinearJob& job, int scratch, int threads) {
     size_t bytes = linear_scratch_bytes(job);
     if (bytes == 0) return;
     job.scratch = thread_scratch(bytes, scratch);
-    parallel(threads_for(job.rows * job.weight->in_features, threads), [&](int thread, int num_threads) {
-        Range mine = share_of(linear_pieces_of_x(job), thread, num_threads);
+    int64_t pieces = linear_pieces_of_x(job);
+    parallel(threads_for(job.rows * job.weight->in_features, threads, pieces), [&](int thread, int num_threads) {
+        Range mine = share_of(pieces, thread, num_threads);
         linear_convert(job, mine.begin, mine.end);
     });
 }

@@ -144,11 +144,13 @@ class PackedLinears:
         """Return a copy of weight [out, in], float32, bfloat16 or float16, in panels; the original is not kept."""
         return self.prepare_stacked([weight], bias)
 
-    def prepare_stacked(self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> PackedWeight:
+    def prepare_stacked(
+        self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None, in_pairs: bool = False
+    ) -> PackedWeight:
         """As `prepare`, of parts that are stacked row-wise."""
         dtype, in_features = parts[0].dtype, parts[0].shape[1]
         form = FLOATS[str(dtype).removeprefix("torch.")]
-        packed = self._empty(sum(map(len, parts)), in_features, dtype, form, 0, bias, dtype)
+        packed = self._empty(sum(map(len, parts)), in_features, dtype, form, 0, bias, dtype, in_pairs)
         if any(len(part) % PANEL for part in parts[:-1]):  # a panel has rows of two parts
             parts = [torch.cat([*parts])]
         first_row, pack = 0, self._library["pack_words"]
@@ -161,7 +163,7 @@ class PackedLinears:
         return packed
 
     def prepare_quantized_linear(
-        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, weight: CodedWeight, dtype: torch.dtype, bias: torch.Tensor | None = None, in_pairs: bool = False
     ) -> PackedWeight:
         """See PrepareOps. Inputs are quantised in the same groups; those are as WeightFormat.native says.
 
@@ -171,16 +173,16 @@ class PackedLinears:
             case Fp8Weight():
                 raise ConfigError("quantization='fp8' has no native kernel; take 'int8', or kernels='torch' on a CPU")
             case QuantizedWeight() | BlockWeight():
-                return self._prepare_coded(weight, dtype, bias)
+                return self._prepare_coded(weight, dtype, bias, in_pairs)
             case StackedWeight():
                 return self._prepare_stacked(weight, dtype, bias)
 
     def _prepare_coded(
-        self, weight: QuantizedWeight | BlockWeight, dtype: torch.dtype, bias: torch.Tensor | None
+        self, weight: QuantizedWeight | BlockWeight, dtype: torch.dtype, bias: torch.Tensor | None, in_pairs: bool
     ) -> PackedWeight:
         held, order = weight.held_as.native(), weight.order
         in_features = weight.in_features if order is None else len(order)
-        packed = self._empty(weight.out_features, in_features, None, held.form, held.group, bias, dtype)
+        packed = self._empty(weight.out_features, in_features, None, held.form, held.group, bias, dtype, in_pairs)
         if order is not None:
             packed.record.order = order.data_ptr()
             packed = replace(packed, in_features=weight.in_features, order=order)
@@ -262,11 +264,13 @@ class PackedLinears:
         group: int,
         bias: torch.Tensor | None,
         table_dtype: torch.dtype,
+        in_pairs: bool,
     ) -> PackedWeight:
         if bias is not None:
             bias = torch.nn.functional.pad(bias.float(), (0, -out_features % PANEL)).contiguous()
         bias_pointer = None if bias is None else bias.data_ptr()
         record = PackedLinear(None, bias_pointer, out_features, in_features, form.kind, group)
+        record.in_pairs = in_pairs and out_features % (2 * PANEL) == 0
         panels = self._arena.allocate(self._library["linear_bytes"](addressof(record)))
         record.panels = panels.data_ptr()
         return PackedWeight(out_features, in_features, dtype, table_dtype, record, panels, bias)

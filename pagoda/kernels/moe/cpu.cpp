@@ -129,7 +129,7 @@ void route(const MoeArgs& a, const Groups* groups, int64_t first, int64_t tokens
     int64_t count = a.router_logits.dim;
     by_dtype(a.router_logits.dtype, [&](auto element) {
         using T = decltype(element);
-        parallel(threads_for(tokens * count * a.top_k, threads), [&](int thread, int num_threads) {
+        parallel(threads_for(tokens * count * a.top_k, threads, tokens), [&](int thread, int num_threads) {
             Range mine = share_of(tokens, thread, num_threads);
             auto* logits = static_cast<float*>(thread_scratch(sizeof(float) * 3 * count, 1));
             for (int64_t t = mine.begin; t < mine.end; t++) {
@@ -213,7 +213,7 @@ void run_block(const MoeArgs& a, const Groups* groups, int64_t first, int64_t to
     auto* results = memory.take<float>(pairs * hidden);
     route(a, groups, first, tokens, routing, threads);
     const T* x = elements_of<const T>(a.x) + first * a.x.stride;
-    parallel(threads_for(pairs * hidden, threads), [&](int thread, int num_threads) {
+    parallel(threads_for(pairs * hidden, threads, pairs), [&](int thread, int num_threads) {
         Range mine = share_of(pairs, thread, num_threads);
         for (int64_t i = mine.begin; i < mine.end; i++)
             memcpy(static_cast<void*>(sorted + i * hidden), x + routing.token[i] * a.x.stride, sizeof(T) * hidden);
@@ -223,7 +223,7 @@ void run_block(const MoeArgs& a, const Groups* groups, int64_t first, int64_t to
     multiply_experts({a.gate_up->experts[0], sorted, pairs, hidden, dtype, dtype, up, up_width, gate, nullptr},
                      *a.gate_up, routing, threads);
     if (!fused)
-        parallel(threads_for(pairs * inner * 2, threads), [&](int thread, int num_threads) {
+        parallel(threads_for(pairs * inner * 2, threads, pairs), [&](int thread, int num_threads) {
             Range mine = share_of(pairs, thread, num_threads);
             for (int64_t i = mine.begin; i < mine.end; i++) {
                 if (a.limit == 0.0f)
@@ -234,7 +234,7 @@ void run_block(const MoeArgs& a, const Groups* groups, int64_t first, int64_t to
         });
     multiply_experts({a.down->experts[0], active, pairs, inner, dtype, F32, results, hidden, GATE_NONE, nullptr}, *a.down,
                      routing, threads);
-    parallel(threads_for(pairs * hidden, threads), [&](int thread, int num_threads) {
+    parallel(threads_for(pairs * hidden, threads, tokens), [&](int thread, int num_threads) {
         Range mine = share_of(tokens, thread, num_threads);
         for (int64_t t = mine.begin; t < mine.end; t++) {
             const int32_t* place = routing.place + t * a.top_k;

@@ -65,8 +65,10 @@ inline Range share_of(int64_t count, int thread, int num_threads, int64_t grain 
 
 // A parallel region costs microseconds, and more with each thread: a thread is worth it for so many elements.
 constexpr int64_t ELEMENTS_PER_THREAD = 8192;
-inline int threads_for(int64_t elements, int threads) {
-    return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, elements / ELEMENTS_PER_THREAD)));
+// pieces: that the work can be divided into.
+inline int threads_for(int64_t elements, int threads, int64_t pieces = INT64_MAX) {
+    int64_t most = std::min(std::min<int64_t>(threads, pieces), elements / ELEMENTS_PER_THREAD);
+    return static_cast<int>(std::max<int64_t>(most, 1));
 }
 
 // A thread's buffers, freed when it ends.

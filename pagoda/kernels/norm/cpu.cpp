@@ -37,7 +37,7 @@ template <class T>
 void norm(const Tensor& x, const Tensor* residual, const Tensor& weight, float eps, bool unit_offset, const Tensor& out,
           const Tensor* total, int threads) {
     int64_t dim = weight.dim, per_row = x.heads * x.dim / dim, vectors = x.rows * per_row;
-    parallel(threads_for(vectors * dim, threads), [&](int thread, int num_threads) {
+    parallel(threads_for(vectors * dim, threads, vectors), [&](int thread, int num_threads) {
         Range mine = share_of(vectors, thread, num_threads);
         for (int64_t i = mine.begin; i < mine.end; i++) {
             int64_t at = i / per_row * x.stride + i % per_row * dim;
@@ -82,7 +82,7 @@ template <class T>
 void layer_norm(const Tensor& x, const Tensor* residual, const Tensor& weight, const Tensor& bias, float eps,
                 const Tensor& out, const Tensor* total, int threads) {
     int64_t dim = x.dim;
-    parallel(threads_for(x.rows * dim, threads), [&](int thread, int num_threads) {
+    parallel(threads_for(x.rows * dim, threads, x.rows), [&](int thread, int num_threads) {
         Range mine = share_of(x.rows, thread, num_threads);
         for (int64_t row = mine.begin; row < mine.end; row++) {
             const T* source = elements_of<const T>(x) + row * dim;

@@ -23,7 +23,7 @@ PAGODA_EXPORT void pagoda_multiply(const MultiplyArgs* a, int32_t threads) {
     int64_t width = a->x.heads * a->x.dim;
     by_dtype(a->x.dtype, [&](auto element) {
         using T = decltype(element);
-        parallel(threads_for(num_elements(a->x), threads), [&](int thread, int num_threads) {
+        parallel(threads_for(num_elements(a->x), threads, a->x.rows), [&](int thread, int num_threads) {
             Range mine = share_of(a->x.rows, thread, num_threads);
             for (int64_t row = mine.begin; row < mine.end; row++) {
                 const T* x = elements_of<const T>(a->x) + row * a->x.stride;
@@ -43,7 +43,7 @@ PAGODA_EXPORT void pagoda_scale_rows(const ScaleRowsArgs* a, int32_t threads) {
         const auto* factors = elements_of<const decltype(of_factors)>(a->factors);
         by_dtype(a->x.dtype, [&](auto element) {
             using T = decltype(element);
-            parallel(threads_for(num_elements(a->x), threads), [&](int thread, int num_threads) {
+            parallel(threads_for(num_elements(a->x), threads, a->x.rows), [&](int thread, int num_threads) {
                 Range mine = share_of(a->x.rows, thread, num_threads);
                 for (int64_t row = mine.begin; row < mine.end; row++) {
                     const T* from = elements_of<const T>(a->x) + row * a->x.stride;
@@ -69,7 +69,7 @@ PAGODA_EXPORT void pagoda_mean_rows(const MeanRowsArgs* a, int32_t threads) {
     by_dtype(a->x.dtype, [&](auto element) {
         using T = decltype(element);
         const int64_t *index = elements_of<int64_t>(a->index), count = a->index.dim, dim = a->x.dim;
-        parallel(threads_for(num_elements(a->index) * dim, threads), [&](int thread, int num_threads) {
+        parallel(threads_for(num_elements(a->index) * dim, threads, a->index.rows), [&](int thread, int num_threads) {
             Range mine = share_of(a->index.rows, thread, num_threads);
             for (int64_t row = mine.begin; row < mine.end; row++)
                 for_lanes(dim, [&](int64_t i, int n) {

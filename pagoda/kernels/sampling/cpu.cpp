@@ -364,7 +364,7 @@ float largest_of(const Row& row) {
 PAGODA_EXPORT void pagoda_best_tokens(const float* logits, int64_t stride, int64_t rows, int64_t vocab, float* values,
                                       int64_t* ids, int threads) {
     std::atomic<int64_t> next{0};
-    parallel(rows > 1 ? threads_for(rows * vocab, threads) : 1, [&](int, int) {
+    parallel(threads_for(rows * vocab, threads, rows), [&](int, int) {
         for (int64_t r; (r = next.fetch_add(1)) < rows;) {
             Row row{logits + r * stride, vocab, 0, 0, 0, 0};
             values[r] = largest_of(row);
@@ -381,7 +381,7 @@ PAGODA_EXPORT void pagoda_mask_logits(float* logits, int64_t stride, int64_t row
     constexpr float FORBIDDEN = -std::numeric_limits<float>::infinity();
     int64_t words = (vocab + 31) / 32;
     std::atomic<int64_t> next{0};
-    parallel(count > 1 ? threads_for(count * vocab, threads) : 1, [&](int, int) {
+    parallel(threads_for(count * vocab, threads, count), [&](int, int) {
         for (int64_t d; (d = next.fetch_add(1)) < count;) {
             float* row = logits + draws[d] * stride;
             const uint32_t* mask = bits + d * words;
@@ -405,7 +405,7 @@ PAGODA_EXPORT void pagoda_sample(const float* logits, int64_t stride, int64_t ro
                                  const int32_t* top_k, const float* top_p, const float* min_p, const double* uniform,
                                  int64_t* tokens, int threads) {
     std::atomic<int64_t> next{0};
-    parallel(rows > 1 ? threads_for(rows * vocab, threads) : 1, [&](int, int) {
+    parallel(threads_for(rows * vocab, threads, rows), [&](int, int) {
         RowScratch scratch(vocab);
         for (int64_t r; (r = next.fetch_add(1)) < rows;) {
             Row row{logits + r * stride, vocab, best_values[r], 1.0 / temperature[r], min_p[r], uniform[r]};
@@ -430,7 +430,7 @@ PAGODA_EXPORT void pagoda_process_logits(float* logits, int64_t stride, int64_t 
                                          const float* top_p, const float* min_p, int threads) {
     constexpr float DROPPED = -std::numeric_limits<float>::infinity();
     std::atomic<int64_t> next{0};
-    parallel(rows > 1 ? threads_for(rows * vocab, threads) : 1, [&](int, int) {
+    parallel(threads_for(rows * vocab, threads, rows), [&](int, int) {
         RowScratch scratch(vocab);
         for (int64_t r; (r = next.fetch_add(1)) < rows;) {
             float* to = logits + r * stride;
@@ -464,7 +464,7 @@ PAGODA_EXPORT void pagoda_top_logprobs(const float* logits, int64_t stride, int6
                                        const int64_t* chosen, int64_t k, int32_t* ids, float* logprobs, int32_t* ranks,
                                        int threads) {
     std::atomic<int64_t> next{0};
-    parallel(rows > 1 ? threads_for(rows * vocab, threads) : 1, [&](int, int) {
+    parallel(threads_for(rows * vocab, threads, rows), [&](int, int) {
         RowScratch scratch(vocab);
         for (int64_t r; (r = next.fetch_add(1)) < rows;) {
             Row row{logits + r * stride, vocab, 0, 1.0, 0.0, 0};
