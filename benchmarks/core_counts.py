@@ -1,9 +1,9 @@
-"""What one decode step costs on many cores, counted: regions, threads that they start, lines written, panels per thread.
+"""What one decode step costs on many cores, counted: parallel regions, their shares, and panels per thread.
 
     core_counts.py [--shapes 1B 8B] [--rows 1 8] [--cores 8 16 32 64 128] [--converts]
 
-A model, not a measurement: it follows from shapes alone, and `tests/kernels/test_core_counts.py` holds it to what the thread pool
-counts on the machine at hand, on any number of threads.
+A model, not a measurement: it follows from shapes alone, and `tests/kernels/test_core_counts.py` holds it to what the
+thread pool counts on the machine at hand, on any number of threads.
 """
 
 import argparse
@@ -85,14 +85,15 @@ def of_linear(layer: Layer, rows: int, inputs: int, converts: bool, threads: int
 
 def of_layer(shape: Shape, rows: int, context: int, threads: int, converts: bool) -> list[Region]:
     """Return the regions of one decoder layer in a decode step of rows that all have `context` tokens."""
-    hidden, dim, heads, kv_heads = shape.hidden_size, shape.head_dim, shape.num_attention_heads, shape.num_key_value_heads
+    hidden, dim, heads = shape.hidden_size, shape.head_dim, shape.num_attention_heads
+    kv_heads = shape.num_key_value_heads
     plans = {layer.name: layer for layer in layers(shape, threads)}
     inputs = {name: sizes[1] for name, sizes in linear_sizes(shape).items()}
 
     def linear(name: str) -> Iterator[Region]:
         return of_linear(plans[name], rows, inputs[name], converts, threads)
 
-    # A row's positions, each multiplied with q and once more with its weight, in every head; a fourth of an element each.
+    # A row's positions are multiplied with q, and with their weights, in every head: a fourth of an element each.
     attended = threads_for(rows * 2 * context * heads * dim // 4, threads, rows * kv_heads * -(-context // _SEGMENT))
     return [
         Region("norm", threads_for(rows * hidden, threads, rows)),
@@ -111,19 +112,18 @@ def of_layer(shape: Shape, rows: int, context: int, threads: int, converts: bool
 class StepCounts:
     """What a step costs. regions: with more than one thread.   shares: of all regions, the caller's included.
 
-    wakes: if every thread sleeps when the step begins.   lines: written for the regions themselves, one per share.
+    A share is one cache line that is written for the region itself: the caller's begins it, each other's is its end.
+    wakes: if every thread sleeps when the step begins.
     """
 
     regions: int
     shares: int
     wakes: int
-    lines: int
 
 
 def count(regions: list[Region]) -> StepCounts:
     parallel = [region.threads for region in regions if region.threads > 1]
-    shares = sum(parallel)
-    return StepCounts(len(parallel), shares, max(parallel, default=1) - 1, shares)
+    return StepCounts(len(parallel), sum(parallel), max(parallel, default=1) - 1)
 
 
 def of_step(shape: Shape, rows: int, context: int, threads: int, converts: bool) -> StepCounts:
@@ -141,21 +141,20 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--cores", nargs="+", type=int, default=[8, 16, 32, 64, 128])
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--converts", action="store_true", help="x is quantised or widened: codes, or bf16 without vdpbf16ps")
+    parser.add_argument("--converts", action="store_true", help="x is quantised or widened, as for codes")
     args = parser.parse_args()
-    print("| shape | cores | rows | regions | shares | shares per region | " + " | ".join(linear_sizes(SHAPES[NAMES["8B"]])) + " |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    names = list(linear_sizes(SHAPES[NAMES["8B"]]))
+    print("| shape | cores | rows | regions | shares | shares per region | " + " | ".join(names) + " |")
+    print("|---" * (6 + len(names)) + "|")
     for name in args.shapes:
         shape = SHAPES[NAMES[name]]
         for cores in args.cores:
             panels = [f"{of.busiest:.4g} ({of.balance:.0%} of {of.threads})" for of in layers(shape, cores)]
             for rows in args.rows:
                 step = of_step(shape, rows, args.context, cores, args.converts)
-                print(
-                    f"| {name} | {cores} | {rows} | {step.regions} | {step.shares} | {step.shares / step.regions:.0f} | "
-                    + " | ".join(panels if rows == args.rows[0] else [""] * len(panels))
-                    + " |"
-                )
+                about = [name, cores, rows, step.regions, step.shares, round(step.shares / step.regions)]
+                columns = [*map(str, about), *(panels if rows == args.rows[0] else [""] * len(panels))]
+                print("| " + " | ".join(columns) + " |")
 
 
 if __name__ == "__main__":
