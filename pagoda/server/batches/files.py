@@ -11,7 +11,6 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from pagoda.base.errors import RequestError
 from pagoda.base.server_config import MAX_UPLOAD_BYTES
 from pagoda.server.batches.records import FileFound, FileObject
 from pagoda.server.batches.service import FileService
@@ -109,11 +108,7 @@ async def list_files(http: Request) -> Response:
 
 async def _found(http: Request) -> FileFound:
     """Return the file that is asked for. Raises ApiError (404)."""
-    id = http.path_params["file_id"]
-    found = await state_of(http).owned.ask(FileService.file, owner_of(http), id)
-    if found is None:
-        raise not_found("file", id, "file_id")
-    return found
+    return await state_of(http).owned.ask(FileService.file, owner_of(http), http.path_params["file_id"])
 
 
 @router.get(_PATH, answer=FileObject)
@@ -144,9 +139,5 @@ async def _content(file: BinaryIO) -> AsyncGenerator[bytes, None]:
 async def delete_file(http: Request) -> Response:
     """Delete a file. One that a batch still reads is a 400."""
     id = http.path_params["file_id"]
-    reader = await state_of(http).owned.ask(FileService.delete_file, owner_of(http), id)
-    if reader is None:
-        raise not_found("file", id, "file_id")
-    if reader:
-        raise RequestError(f"file_id: {reader} still reads it; cancel that, or wait until it has ended", "file_id")
+    await state_of(http).owned.ask(FileService.delete_file, owner_of(http), id)
     return json_response(Deleted(id, "file"))

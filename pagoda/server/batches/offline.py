@@ -10,7 +10,7 @@ from pagoda.base.errors import ConfigError
 from pagoda.engine.clients.process_client import ProcessClient
 from pagoda.server.app import create_app
 from pagoda.server.batches.lines import Journal, read_lines
-from pagoda.server.batches.run import LIMITS, MAX_LINE_BYTES, AppCaller, answer_lines
+from pagoda.server.batches.run import LIMITS, MAX_LINE_BYTES, AppCaller, answer_lines, unanswered
 from pagoda.server.model_engine import ModelEngine
 from pagoda.server.model_loader import ModelLoader
 from pagoda.server.state import build_state
@@ -60,7 +60,7 @@ async def answer_file(config: EngineConfig, path: Path, journal: Journal, on_lin
                 raise died
 
         caller = AppCaller(create_app(state, config.server), raise_if_dead)
-        lines = (line for line in read_lines(path, MAX_LINE_BYTES) if not journal.has(line))
+        lines = unanswered(path, journal)
         max_in_flight = 2 * config.scheduler.max_num_seqs  # those that run, and the next ones
         try:
             await answer_lines(caller, lines, journal, lambda _, running: len(running) < max_in_flight, on_line)

@@ -20,7 +20,7 @@ from pagoda.server.listing import Listed, page_asked
 from pagoda.server.routing import Router
 from pagoda.server.sending import json_response
 from pagoda.server.state import state_of
-from pagoda.server.stored.asking import NOT_FOUND, not_found, owner_of
+from pagoda.server.stored.asking import NOT_FOUND, owner_of
 from pagoda.server.stored.conversations import Metadata
 
 router = Router(errors=NOT_FOUND)
@@ -77,12 +77,6 @@ async def create_batch(http: Request) -> Response:
     """Begin a batch, which belongs to the key that is used: the answers to the lines of a file."""
     state = state_of(http)
     body = await state.bodies.read(http, BatchRequest)
-    found = await state.owned.ask(FileService.file, owner_of(http), body.input_file_id)
-    if found is None:
-        raise not_found("file", body.input_file_id, "input_file_id")
-    if found.file.purpose != "batch":
-        text = f"input_file_id: its purpose is {found.file.purpose}; upload it with the purpose batch"
-        raise RequestError(text, "input_file_id")
     now_s = int(time.time())
     batch = Batch(
         id=f"batch_{uuid.uuid4().hex}",
@@ -110,20 +104,12 @@ async def list_batches(http: Request) -> Response:
 @router.get(_PATH, answer=Batch)
 async def get_batch(http: Request) -> Response:
     """Return how far a batch is, and its files."""
-    return _known(http, await state_of(http).owned.ask(FileService.batch, owner_of(http), _id_of(http)))
+    batch = await state_of(http).owned.ask(FileService.batch, owner_of(http), http.path_params["batch_id"])
+    return json_response(batch)
 
 
 @router.post(f"{_PATH}/cancel", answer=Batch)
 async def cancel_batch(http: Request) -> Response:
     """Cancel a batch. The answers so far are its output; one that has ended stays as it is."""
-    return _known(http, await state_of(http).owned.ask(FileService.cancel, owner_of(http), _id_of(http)))
-
-
-def _id_of(http: Request) -> str:
-    return http.path_params["batch_id"]
-
-
-def _known(http: Request, batch: Batch | None) -> Response:
-    if batch is None:
-        raise not_found("batch", _id_of(http), "batch_id")
+    batch = await state_of(http).owned.ask(FileService.cancel, owner_of(http), http.path_params["batch_id"])
     return json_response(batch)

@@ -3,15 +3,16 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from starlette.types import ASGIApp, Message
 
 from pagoda.base.server_config import MAX_HELD_BODY_BYTES, ServerLimits
-from pagoda.server.batches.lines import Answer, InputLine, Journal, LineError, OutputLine
+from pagoda.server.batches.lines import Answer, InputLine, Journal, LineError, OutputLine, read_lines
 from pagoda.server.sending import on_thread
 
 logger = logging.getLogger("pagoda.server")
@@ -80,6 +81,11 @@ async def answer_lines(
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+
+
+def unanswered(path: Path, journal: Journal) -> Iterator[InputLine]:
+    """Iterate over the lines of an input file that have no answer yet."""
+    return (line for line in read_lines(path, MAX_LINE_BYTES) if not journal.has(line))
 
 
 def _num_bytes(running: Mapping[Any, InputLine]) -> int:

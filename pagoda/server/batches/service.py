@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from pagoda.base.errors import RequestError
 from pagoda.engine.clients.calls import offered
 from pagoda.server.admission import Refusal
 from pagoda.server.batches.folder import TemporaryFolder, remove_left_behind
@@ -34,6 +35,7 @@ from pagoda.server.batches.records import (
 )
 from pagoda.server.database import naming_file, open_database
 from pagoda.server.listing import Listed, page_of
+from pagoda.server.stored.asking import not_found
 
 logger = logging.getLogger("pagoda.server")
 
@@ -161,10 +163,9 @@ class FileService:
             self._unlink(id)
 
     @offered
-    async def file(self, client: int, owner: str, id: str) -> FileFound | None:
-        self._drop_old()
-        entry = self._files.get(id)
-        return FileFound(entry.file, str(self._path(id))) if entry is not None and entry.owner == owner else None
+    async def file(self, client: int, owner: str, id: str) -> FileFound:
+        """Return a file. Raises ApiError (404)."""
+        return FileFound(self._file_of(owner, id, "file_id"), str(self._path(id)))
 
     @offered
     async def files(
@@ -177,23 +178,29 @@ class FileService:
         return page_of(asked, "file", after, limit, is_ascending)
 
     @offered
-    async def delete_file(self, client: int, owner: str, id: str) -> str | None:
-        """Delete a file. Return the id of a batch that still reads it, "" if it is deleted, None if there is none."""
+    async def delete_file(self, client: int, owner: str, id: str) -> None:
+        """Delete a file. Raises ApiError (404), and RequestError if a batch still reads it."""
+        self._file_of(owner, id, "file_id")
+        reader = next((one.batch.id for one in self._unfinished(owner) if one.batch.input_file_id == id), None)
+        if reader is not None:
+            raise RequestError(f"file_id: {reader} still reads it; cancel that, or wait until it has ended", "file_id")
+        self._remove_file(id)
+
+    def _file_of(self, owner: str, id: str, param: str) -> FileObject:
         self._drop_old()
         if (entry := self._files.get(id)) is None or entry.owner != owner:
-            return None
-        reader = next((one.batch for one in self._unfinished(owner) if one.batch.input_file_id == id), None)
-        if reader is not None:
-            return reader.id
-        self._remove_file(id)
-        return ""
+            raise not_found("file", id, param)
+        return entry.file
 
     # ---- batches
 
     @offered
     async def create(self, client: int, owner: str, batch: Batch, output_age_s: int) -> None:
-        """Begin a batch. Raises Refusal if its key has too many."""
-        self._drop_old()
+        """Begin a batch. Raises Refusal if its key has too many, ApiError (404) or RequestError for its input."""
+        file = self._file_of(owner, batch.input_file_id, "input_file_id")
+        if file.purpose != "batch":
+            text = f"input_file_id: its purpose is {file.purpose}; upload it with the purpose batch"
+            raise RequestError(text, "input_file_id")
         num, most = len(self._unfinished(owner)), self._limits.key_unfinished
         if num >= most:
             text = f"this key has {num} batches that have not ended, of {most}; wait for one, or cancel it"
@@ -205,10 +212,15 @@ class FileService:
         self._put_back(StoredBatch(owner, batch, output_age_s))
 
     @offered
-    async def batch(self, client: int, owner: str, id: str) -> Batch | None:
+    async def batch(self, client: int, owner: str, id: str) -> Batch:
+        """Return a batch. Raises ApiError (404)."""
+        return self._entry_of(owner, id).batch
+
+    def _entry_of(self, owner: str, id: str) -> StoredBatch:
         self._drop_old()
-        entry = self._batches.get(id)
-        return entry.batch if entry is not None and entry.owner == owner else None
+        if (entry := self._batches.get(id)) is None or entry.owner != owner:
+            raise not_found("batch", id, "batch_id")
+        return entry
 
     @offered
     async def batches(self, client: int, owner: str, after: str, limit: int) -> Listed[Batch]:
@@ -218,10 +230,9 @@ class FileService:
         return page_of(own, "batch", after, limit, False)
 
     @offered
-    async def cancel(self, client: int, owner: str, id: str) -> Batch | None:
-        """Cancel a batch that has not ended: at once if none of it has run."""
-        if (entry := self._batches.get(id)) is None or entry.owner != owner:
-            return None
+    async def cancel(self, client: int, owner: str, id: str) -> Batch:
+        """Cancel a batch that has not ended: at once if none of it has run. Raises ApiError (404)."""
+        entry = self._entry_of(owner, id)
         batch = entry.batch
         if not batch.has_ended and batch.cancelling_at is None:
             batch.status, batch.cancelling_at = "cancelling", int(self._now())

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection
+from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from pagoda.engine.clients.calls import AnyCalls
 from pagoda.server.admission import AdmissionCounts
 from pagoda.server.batches.lines import InputLine, Journal, LineError, OutputLine, parse_output, read_lines
 from pagoda.server.batches.records import BatchError, Ended, Progress, RequestCounts, Work
-from pagoda.server.batches.run import MAX_LINE_BYTES, AppCaller, Unanswered, answer_lines
+from pagoda.server.batches.run import MAX_LINE_BYTES, AppCaller, Unanswered, answer_lines, unanswered
 from pagoda.server.batches.service import FileService, journal_of, output_ids
 from pagoda.server.middleware import Drain, owner_name
 from pagoda.server.request_starter import BATCH
@@ -150,7 +151,7 @@ class BatchWorker:
         if stop := await self._note(work, journal, num_lines, "in_progress"):
             return stop
         caller = AppCaller(self._app, self._raise_if_ending, headers, {BATCH: work.batch.id}, f"{work.batch.id}-")
-        lines = self._lines(source, journal)
+        lines = takewhile(lambda _: not self._drain.is_draining, unanswered(source, journal))
         answering = asyncio.create_task(answer_lines(caller, lines, journal, self._has_room, lambda: None))
         try:
             while not answering.done():
@@ -166,13 +167,6 @@ class BatchWorker:
         if journal.num_done < num_lines:
             raise _Stopped
         return ""
-
-    def _lines(self, source: Path, journal: Journal) -> Iterator[InputLine]:
-        for line in read_lines(source, MAX_LINE_BYTES):
-            if self._drain.is_draining:
-                return
-            if not journal.has(line):
-                yield line
 
     def _has_room(self, line: InputLine, running: Collection[InputLine]) -> bool:
         """Return whether another line of a batch may be in flight: fewer of a model while there are other requests."""
@@ -229,9 +223,8 @@ def _progress(journal: Journal, num_lines: int) -> Progress:
 
 def _expire(source: Path, journal: Journal) -> None:
     """Write an error for each line that has no answer."""
-    for line in read_lines(source, MAX_LINE_BYTES):
-        if not journal.has(line):
-            journal.write(OutputLine(line.id, line.custom_id, None, _EXPIRED))
+    for line in unanswered(source, journal):
+        journal.write(OutputLine(line.id, line.custom_id, None, _EXPIRED))
 
 
 def _write_outputs(work: Work) -> tuple[int, int]:
