@@ -20,7 +20,6 @@ from pagoda.base.config import CacheConfig
 from pagoda.base.model_spec import ModelSpec
 from pagoda.base.pooling import PoolingPlan
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.executor import Capacity, StepSize
 from pagoda.core.kv import KVGroupSpec, KVShape
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
@@ -32,6 +31,7 @@ from pagoda.executors.in_process import InProcessExecutor
 from pagoda.kernels.batch import ForwardBatch
 from pagoda.kernels.torch_ops import TorchOps
 from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.calls import Capacity, StepSize
 from pagoda.worker.devices.cpu import CpuDevice
 from pagoda.worker.forward_runner import Computed, ForwardRunner
 from pagoda.worker.launched_steps import LaunchedStep

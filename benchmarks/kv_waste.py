@@ -46,7 +46,7 @@ def shares(items: list[WorkItem], block_size: int, num_blocks: int, max_num_seqs
         for row, start, num_new in zip(output.rows.tolist(), output.start, output.num_new, strict=True):
             filled[owner[row]] = int(start + num_new)
         if scheduler.get_request_counts()[1]:
-            slots = (num_blocks - scheduler.num_free_blocks) * block_size
+            slots = (num_blocks - scheduler.make_stats().num_free_blocks) * block_size
             held.append(slots / pool_slots)
             unfilled.append((slots - sum(filled[name] for name in scheduler.running_ids())) / pool_slots)
         count = len(output.sample_rows)

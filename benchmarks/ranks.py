@@ -36,10 +36,10 @@ from pagoda.assembly.assemble import build_engine_core
 from pagoda.base.config import EngineConfig
 from pagoda.base.ranks import RankPlace
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.executor import Executor
 from pagoda.core.request import Request
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
+from pagoda.engine.executor import Executor
 from pagoda.engine.wire import make_encoder
 from pagoda.executors.messages import Reply, Step
 from pagoda.kernels.collectives.shared_memory import SharedGroup, create_segment

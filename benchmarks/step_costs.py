@@ -27,8 +27,9 @@ from pagoda.base.outputs import RequestOutputKind
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.options import engine_options
 from pagoda.core.cost_model import TERMS, Chunks, CostModel
-from pagoda.core.executor import Capacity, Executor, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.executor import Executor
+from pagoda.worker.calls import Capacity, StepSize
 
 if TYPE_CHECKING:
     from pagoda.engine.text_engine import TextEngine

@@ -35,7 +35,7 @@ def drive(scheduler: Scheduler, prompts: Iterable[int]) -> None:
         print(f"step {output.step}: rows {output.rows.tolist()} compute {output.num_new.tolist()} tokens", end="; ")
         outputs = scheduler.update_from_output(output, sample(output))
         ended = [end.request_id for one in outputs.values() for end in one.ends]
-        print(f"{scheduler.num_free_blocks} blocks free; ended: {', '.join(ended) or 'none'}")
+        print(f"{scheduler.make_stats().num_free_blocks} blocks free; ended: {', '.join(ended) or 'none'}")
 
 
 class Narrated(Scheduler):

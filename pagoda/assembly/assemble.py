@@ -18,11 +18,11 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.config_rules import settings_without_effect
 from pagoda.base.errors import CapacityError, ConfigError, StepTooLarge, WorkerDied
 from pagoda.base.redact import settings_without_secrets
-from pagoda.core.executor import Executor
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_interface import SchedulerInterface
 from pagoda.core.state import Preparations
 from pagoda.engine.engine_core import EngineCore
+from pagoda.engine.executor import Executor
 from pagoda.engine.flight_recorder import FlightRecorder
 from pagoda.engine.preparations import ExecutorPreparations
 from pagoda.engine.recording.files import open_files

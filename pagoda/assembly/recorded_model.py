@@ -12,7 +12,7 @@ from pagoda.assembly.sizing import fit_cache
 from pagoda.base.config import PARTS, EngineConfig
 from pagoda.base.errors import ConfigError
 from pagoda.base.redact import HIDDEN
-from pagoda.core.executor import Executor
+from pagoda.engine.executor import Executor
 from pagoda.engine.recording.format import RecordedSettings
 
 

@@ -8,10 +8,10 @@ from pagoda.assembly.engine_setup import EngineSetup, largest_ranks, options_of
 from pagoda.base.abbreviate import human_bytes
 from pagoda.base.errors import CapacityError, StepTooLarge
 from pagoda.base.ranks import RankPlace
-from pagoda.core.executor import Capacity, StepSize
 from pagoda.loading.quantization import resolve_quantization
 from pagoda.loading.shares import read_share
 from pagoda.loading.weight_memory import PreparedAs, adapter_memory, weight_memory
+from pagoda.worker.calls import Capacity, StepSize
 from pagoda.worker.memory import (
     EmbedsMemory,
     EncoderMemory,

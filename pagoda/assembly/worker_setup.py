@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from pagoda.assembly.engine_setup import EngineSetup, options_of
 from pagoda.base.ranks import WHOLE, RankPlace
-from pagoda.core.grammar import GrammarBackend
 from pagoda.layers.sharding import ALONE
 from pagoda.ops.tensor import RankGroup
+from pagoda.worker.grammar import GrammarBackend
 
 if TYPE_CHECKING:
     from pagoda.worker.worker import Worker

@@ -16,5 +16,4 @@ step_plan.py         StepPlan: a step while it is planned; scheduler_output.py: 
 in_flight.py         steps whose results are not back, and what depends on one that fails
 events.py            what happens, as a stream; stats.py: totals of it for metrics; decision_log.py: why each step was
                      planned as it was; cost_model.py: measured costs
-executor.py          where steps run, and grammar.py: what masks tokens, as the engine and the workers implement them
 """

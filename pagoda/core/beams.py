@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda.core.grammar import MASKED_LOGPROB
 from pagoda.core.request import Request, RequestStatus
-from pagoda.core.scheduler_output import LogprobColumns
+from pagoda.core.scheduler_output import MASKED_LOGPROB, LogprobColumns
 
 
 @dataclass(frozen=True, slots=True, eq=False)

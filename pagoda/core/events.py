@@ -267,10 +267,7 @@ class EventStream:
         self._pending: list[ClientEvent] = []
 
     def subscribe(self, fold: Fold, *, cache: bool = False) -> Callable[[], None]:
-        """Give `fold` every event from now on, with `cache` those of the cache, too. Return what ends that.
-
-        It is called while a step is planned or applied: it must neither raise, take long, nor call the scheduler.
-        """
+        """See SchedulerInterface.subscribe."""
         lists = (self._folds, self.cache_folds) if cache else (self._folds,)
 
         def end() -> None:

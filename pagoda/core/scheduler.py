@@ -201,14 +201,6 @@ class Scheduler(SchedulerInterface):
     def explain(self) -> DecisionLog:
         return self._state.log
 
-    @property
-    def num_free_blocks(self) -> int:
-        return self._state.kv.pool.num_free
-
-    @property
-    def num_free_host_blocks(self) -> int:
-        return self._state.kv.host.pool.num_free
-
     def running_ids(self) -> list[str]:
         """Return ids in order of admission."""
         return [request.spec.request_id for request in self._state.batch.requests.values()]

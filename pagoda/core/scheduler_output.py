@@ -4,8 +4,8 @@ SchedulerOutput carries arrays for what every step has (rows that run) and tuple
 that applied every earlier SchedulerOutput needs nothing else: rows that it knows are named by number.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -18,6 +18,8 @@ NO_INTS = np.empty(0, np.int32)
 NO_HANDLES = np.empty(0, np.int64)
 NO_PAIRS = np.empty((0, 2), np.int32)
 NO_EVENTS = Events()
+MASKED_LOGPROB = -9999.0
+"""The log-probability of a token that a grammar forbids; JSON has no -Infinity."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -291,32 +293,6 @@ class EngineCoreOutputs:
 def only_events(events: Iterable[ClientEvent]) -> EngineCoreOutputs:
     """Return outputs without tokens."""
     return EngineCoreOutputs(NO_HANDLES, NO_INTS, NO_INTS, NO_INTS, Events(events))
-
-
-def split_outputs(outputs: EngineCoreOutputs, most_logprobs: int) -> Iterator[EngineCoreOutputs]:
-    """Yield the outputs of one step as several, with at most so many log-probabilities each.
-
-    The tokens of a sequence stay together, and with its end; all other events come first.
-    """
-    logprobs = outputs.logprobs
-    if logprobs is None or logprobs.token_ids.size <= most_logprobs:
-        yield outputs
-        return
-    most_tokens = max(1, most_logprobs // logprobs.token_ids.shape[1])
-    first = np.concatenate(([0], np.cumsum(outputs.counts)))  # token of each sequence
-    begin, left, places = 0, outputs.ends, np.arange(len(outputs.handles))
-    others = Events(event for event in outputs.events if not isinstance(event, Ended))
-    rest = replace(outputs, handles=NO_HANDLES, sequences=NO_INTS, counts=NO_INTS, token_ids=NO_INTS)
-    yield replace(rest, events=others, logprobs=None)
-    while begin < len(places):
-        end = max(begin + 1, int(np.searchsorted(first, first[begin] + most_tokens, "right")) - 1)
-        part = outputs.entries((begin <= places) & (places < end))
-        pairs = set(zip(part.handles.tolist(), part.sequences.tolist(), strict=True))
-        yield replace(part, events=Events(end for end in left if (end.handle, end.sequence) in pairs))
-        left = [end for end in left if (end.handle, end.sequence) not in pairs]
-        begin = end
-    if left:
-        yield only_events(left)
 
 
 def join_outputs(parts: Iterable[EngineCoreOutputs]) -> EngineCoreOutputs:

@@ -26,8 +26,6 @@ class SchedulerStats:
 
     prefix_queries: int = 0
     prefix_hits: int = 0
-    prefix_queries_resumed: int = 0
-    prefix_hits_resumed: int = 0
     encoder_queries: int = 0
     encoder_hits: int = 0
     preemptions: int = 0
@@ -61,9 +59,6 @@ class SchedulerStats:
             case Admitted(num_cached=int(num_cached)) if event.kind is AdmitKind.NEW:
                 self.prefix_queries += event.num_tokens
                 self.prefix_hits += num_cached
-            case Admitted(num_cached=int(num_cached)):
-                self.prefix_queries_resumed += event.num_tokens
-                self.prefix_hits_resumed += num_cached
             case FirstToken():
                 self.prompt_tokens += event.num_prompt_tokens
             case Preempted():

@@ -13,12 +13,13 @@ from pagoda.base.errors import PagodaError, RequestError, WorkerDied, fresh
 from pagoda.base.outputs import RequestOutput
 from pagoda.core.events import ClientEvent
 from pagoda.core.request import LoraRef, Request, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs, split_outputs
+from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine.async_text import AsyncText
 from pagoda.engine.inputs.adapters import Adapter, AdapterUses
 from pagoda.engine.inputs.input_processor import InputProcessor
 from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import PROMPT_LOGPROBS, OutputKind, OutputProcessor, PromptLogprobs
+from pagoda.engine.outputs.split_outputs import split_outputs
 from pagoda.engine.transcription.piece import Job, Question
 
 logger = logging.getLogger("pagoda")

@@ -14,17 +14,18 @@ from pagoda.base.clock import Clock
 from pagoda.base.errors import InvariantBroken, PagodaError, RequestError, WorkerDied
 from pagoda.core.decision_log import DecisionLog
 from pagoda.core.events import Fold
-from pagoda.core.executor import Executor, StepProfile
 from pagoda.core.request import LoraRef, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_interface import SchedulerInterface
 from pagoda.core.scheduler_output import EngineCoreOutputs, ModelRunnerOutput, SchedulerOutput
 from pagoda.core.stats import SchedulerStats
 from pagoda.core.view import SchedulerView
+from pagoda.engine.executor import Executor
 from pagoda.engine.flight_recorder import FlightRecorder
 from pagoda.engine.preparations import ExecutorPreparations
 from pagoda.engine.step_strip import StepNote, StepStrip
 from pagoda.engine.wire import EngineSizes
 from pagoda.models.base import Encoder, check_media
+from pagoda.worker.calls import StepProfile
 
 logger = logging.getLogger("pagoda")
 

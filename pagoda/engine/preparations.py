@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 
 from pagoda.base.errors import RequestError, WorkerDied
 from pagoda.core.events import Reason
-from pagoda.core.executor import Executor
 from pagoda.core.request import LoraRef, Request, RequestKey
+from pagoda.engine.executor import Executor
 
 logger = logging.getLogger("pagoda")
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.executor import Executor
 from pagoda.engine.flight_recorder import FlightRecorder, packed_key
 
 _MOST_STEPS = 512

@@ -1,4 +1,4 @@
-"""Where steps run: executors behind one protocol (core/executor.py), over one worker or many.
+"""Where steps run: executors behind one protocol (engine/executor.py), over one worker or many.
 
 in_process.py      one rank in this process
 multi_process.py   a process for each rank: what is sent to them, what they reply, what ends them all

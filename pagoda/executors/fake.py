@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from pagoda.base.errors import WorkerDied
-from pagoda.core.executor import Capacity, StepProfile, StepSize
-from pagoda.core.grammar import GrammarBackend
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.worker.calls import Capacity, StepProfile, StepSize
+from pagoda.worker.grammar import GrammarBackend
 from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.speculation.speculator import Speculator
 from pagoda.worker.table_mirror import TableMirror

@@ -6,8 +6,8 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from pagoda.base.errors import WorkerDied
-from pagoda.core.executor import Capacity, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.worker.calls import Capacity, StepSize
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class RankWorker(Protocol):
 
 
 class InProcessExecutor:
-    """See core.executor.Executor: one rank, in this process.
+    """See engine.executor.Executor: one rank, in this process.
 
     overlap: run steps on a separate thread, in order, so that the caller can schedule the next step meanwhile. If the
         device computes on its own, that thread launches the next step before it has the results of this one; another

@@ -19,9 +19,9 @@ from pagoda.base.errors import (
     WorkerDied,
 )
 from pagoda.base.ranks import RankPlace
-from pagoda.core.executor import StepSize
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.process.out_of_memory import is_out_of_memory
+from pagoda.worker.calls import StepSize
 
 
 class Curve(msgspec.Struct, frozen=True):

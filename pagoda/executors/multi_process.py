@@ -23,7 +23,6 @@ from zmq.auth.thread import ThreadAuthenticator
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError, WorkerDied, fresh
 from pagoda.base.ranks import RankPlace
-from pagoda.core.executor import CALLS, Capacity, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.wire import make_decoder, make_encoder
 from pagoda.executors.messages import (
@@ -44,6 +43,7 @@ from pagoda.kernels.native import build, library
 from pagoda.process.child_process import RendezvousDir, cpu_s_of, end_child, start_child
 from pagoda.process.out_of_memory import describe_exit, hint_of_exit
 from pagoda.process.watchdog import Watchdog, longest_recent
+from pagoda.worker.calls import CALLS, Capacity, StepSize
 
 logger = logging.getLogger("pagoda")
 
@@ -114,7 +114,7 @@ def load_timeout_s(num_bytes: int) -> float:
 
 
 class MultiProcessExecutor:
-    """See core.executor.Executor.
+    """See engine.executor.Executor.
 
     One thread calls it; a thread of its own receives the replies and watches the ranks.
     """

@@ -15,7 +15,6 @@ import msgspec
 import zmq
 
 from pagoda.base.errors import PagodaError
-from pagoda.core.executor import CALLS, Capacity, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.wire import make_decoder, make_encoder
 from pagoda.executors.messages import (
@@ -32,12 +31,13 @@ from pagoda.executors.messages import (
 )
 from pagoda.process.child_process import RendezvousDir, be_killed_with_parent, end_with_parent, read_start
 from pagoda.process.logs import configure_logging
+from pagoda.worker.calls import CALLS, Capacity, StepSize
 
 logger = logging.getLogger("pagoda")
 
 
 class RankExecutor(Protocol):
-    """What a rank runs: InProcessExecutor over its worker, or a fake. See core.executor.Executor."""
+    """What a rank runs: InProcessExecutor over its worker, or a fake. See engine.executor.Executor."""
 
     def load(self) -> None:
         """Load this rank's weights."""

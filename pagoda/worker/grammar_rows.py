@@ -8,9 +8,9 @@ import numpy as np
 
 from pagoda.base.abbreviate import shorten
 from pagoda.base.sampling_params import OutputRule
-from pagoda.core.grammar import GrammarBackend, GrammarMatcher, MaskWork, num_mask_words
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.process.host_threads import host_pool
+from pagoda.worker.grammar import GrammarBackend, GrammarMatcher, MaskWork, num_mask_words
 from pagoda.worker.table_mirror import TableMirror
 
 

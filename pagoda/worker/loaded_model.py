@@ -9,7 +9,6 @@ import torch
 from pagoda.base.config import LogprobsMode, ParallelConfig
 from pagoda.base.pooling import PoolingPlan
 from pagoda.base.ranks import WHOLE, RankPlace
-from pagoda.core.grammar import GrammarBackend
 from pagoda.kernels.native.threads import cores_to_pin, openmp_runtimes
 from pagoda.kernels.native_ops import NativeOps
 from pagoda.kernels.ops import Ops
@@ -23,6 +22,7 @@ from pagoda.ops.tensor import RankGroup
 from pagoda.worker.adapters import AdapterLimits, AdapterStore
 from pagoda.worker.devices import Device, select_device
 from pagoda.worker.forward_runner import ForwardRunner, make_forward
+from pagoda.worker.grammar import GrammarBackend
 from pagoda.worker.speculation.loaded_draft import LoadedDraft, load_draft
 from pagoda.worker.speculation.setup import DraftSetup
 

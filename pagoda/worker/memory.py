@@ -13,7 +13,7 @@ from pagoda.base.config import CacheConfig, DebugConfig
 from pagoda.base.dtypes import DTYPE_BYTES, WITH_SCALES
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.server_config import MAX_HELD_BODY_BYTES, MAX_HELD_MEDIA_BYTES, ServerLimits
-from pagoda.core.kv import KVGroupSpec, KVSizing, layers_per_block, longest_request
+from pagoda.core.kv import KVGroupSpec, KVSizing, layers_per_block
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Matrix, Vector
@@ -149,7 +149,7 @@ def plan_capacity(
         sizing = KVSizing.of(groups, cache.block_size, max_model_len, scheduler)
         needed = sizing.blocks_for_request(max_model_len, scheduler.max_encoder_len)
         if num_blocks < needed:
-            fits = longest_request(groups, cache.block_size, num_blocks, scheduler)
+            fits = _longest_request(groups, cache.block_size, num_blocks, scheduler)
             raise CapacityError(_too_little(cache, max_model_len, budget, (needed + 1) * block_bytes, fits))
     host_blocks = debug.num_host_blocks
     if host_blocks is None:
@@ -157,8 +157,24 @@ def plan_capacity(
     for count, what in ((num_blocks, "kv_cache_memory"), (host_blocks, "swap_space")):
         if count > _MAX_BLOCKS:
             raise CapacityError(f"{what} would make {count} blocks; at most {_MAX_BLOCKS} are possible: set it lower")
-    fits = longest_request(groups, cache.block_size, num_blocks, scheduler)
+    fits = _longest_request(groups, cache.block_size, num_blocks, scheduler)
     return KVCapacity(num_blocks, host_blocks, cache.block_size, block_bytes, fits)
+
+
+def _longest_request(
+    specs: tuple[KVGroupSpec, ...], block_size: int, num_blocks: int, scheduler: SchedulerOptions
+) -> int:
+    """The largest max_model_len (a multiple of block_size) of which one sequence fits `num_blocks` blocks."""
+    low, high = 0, num_blocks  # in blocks of one group
+    while low < high:
+        middle = (low + high + 1) // 2
+        length = middle * block_size
+        sizing = KVSizing.of(specs, block_size, length, scheduler)
+        if sizing.blocks_for_request(length, scheduler.max_encoder_len) <= num_blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low * block_size
 
 
 def require_host_memory(

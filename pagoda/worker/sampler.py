@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from pagoda.core.grammar import MASKED_LOGPROB
-from pagoda.core.scheduler_output import LogprobColumns
+from pagoda.core.scheduler_output import MASKED_LOGPROB, LogprobColumns
 from pagoda.kernels.constraints.batch import BatchConstraints, TokenLists
 from pagoda.kernels.constraints.timestamps import TimestampRow, constrain_timestamps
 from pagoda.kernels.ops import SamplingOps

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import torch
 
 from pagoda.base.errors import CapacityError, ConfigError, RequestError, StepTooLarge, WorkerDied
-from pagoda.core.executor import Capacity, StepProfile, StepSize
 from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.layers.sharding import ALONE
@@ -21,6 +20,7 @@ from pagoda.process.host_threads import host_pool
 from pagoda.process.out_of_memory import is_out_of_memory
 from pagoda.worker.adapters import AdapterPieces, Adapters, AdapterStore
 from pagoda.worker.cache_engine import CacheEngine
+from pagoda.worker.calls import Capacity, StepProfile, StepSize
 from pagoda.worker.dry_runs import DryRuns, LargestSteps, largest_graphs
 from pagoda.worker.encoders import EncoderOutputs
 from pagoda.worker.forward_runner import ForwardRunner
@@ -227,7 +227,7 @@ class Worker:
         return self._runner.launch(output)
 
     def call(self, name: str, args: Sequence[object]) -> object:
-        """Run one of core.executor.CALLS between steps; return its result, or a future of it. Raises its errors."""
+        """Run one of worker.calls.CALLS between steps; return its result, or a future of it. Raises its errors."""
         if self._runner is None:
             raise WorkerDied("the worker is not running")
         return self._calls[name](*args)

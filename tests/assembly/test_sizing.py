@@ -9,7 +9,7 @@ import pytest
 from pagoda.assembly.engine_setup import options_of, resolve_engine
 from pagoda.assembly.sizing import encoder_in_memory, fit_cache, fit_measured, size_cache, weights_in_memory
 from pagoda.base.config import EngineConfig
-from pagoda.core.executor import Capacity, StepSize
+from pagoda.worker.calls import Capacity, StepSize
 from pagoda.worker.memory import KVCapacity, kv_block_bytes, smallest
 from tests.engine.driver import write_tiny_llama
 from tests.models.tiny import save

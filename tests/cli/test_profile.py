@@ -3,7 +3,7 @@
 import pytest
 
 from pagoda.cli.bench.throughput import breakdown
-from pagoda.core.executor import StepProfile
+from pagoda.worker.calls import StepProfile
 
 PARTS = {"events": 0.1, "inputs": 0.2, "forward": 7.0, "sampling": 0.5}
 

@@ -113,7 +113,7 @@ class PagodaSubject:
         scheduler = self.scheduler
         blocks = {name: scheduler.num_blocks_held(self.key_of[name]) for name in scheduler.running_ids()}
         return {
-            "free_blocks": scheduler.num_free_blocks,
+            "free_blocks": scheduler.make_stats().num_free_blocks,
             "running": scheduler.running_ids(),
             "waiting": scheduler.waiting_ids(),
             "blocks": {key: counts[0] if self.num_groups == 1 else list(counts) for key, counts in blocks.items()},

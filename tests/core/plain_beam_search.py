@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.grammar import MASKED_LOGPROB
+from pagoda.core.scheduler_output import MASKED_LOGPROB
 
 Scored = tuple[float, list[int]]  # (score, generated tokens)
 

@@ -168,7 +168,7 @@ class Rig:
 
     @property
     def free(self) -> int:
-        return self.scheduler.num_free_blocks
+        return self.scheduler.make_stats().num_free_blocks
 
     @property
     def waiting(self) -> list[str]:

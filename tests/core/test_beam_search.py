@@ -10,10 +10,10 @@ from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import BeamSearchOptions, BeamSearchParams, SamplingParams
 from pagoda.core.beams import BeamSearch, Candidates, columns_of
 from pagoda.core.events import Event, Pinned
-from pagoda.core.grammar import MASKED_LOGPROB
 from pagoda.core.kv import KVGroupSpec
 from pagoda.core.request import Pin, Request, RequestStatus, num_beam_candidates
 from pagoda.core.scheduler_options import SchedulerOptions
+from pagoda.core.scheduler_output import MASKED_LOGPROB
 from tests.core.plain_beam_search import plain_beam_search
 from tests.core.traffic import Failure, Setting, Traffic, make_request
 

@@ -196,7 +196,7 @@ def test_abort_in_every_queue() -> None:
     rig.abort("a", "b", "c", "unknown", "a")
     assert (rig.running, rig.swapped, rig.waiting) == ([], [], [])
     assert rig.free == 5
-    assert rig.scheduler.num_free_host_blocks == 8
+    assert rig.scheduler.make_stats().num_free_host_blocks == 8
 
 
 def test_finished_requests_are_sent_once() -> None:

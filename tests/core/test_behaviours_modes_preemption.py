@@ -357,7 +357,7 @@ def test_swap_moves_each_block_once_in_table_order() -> None:
     pairs = step.output.swap_out.tolist()
     assert len(pairs) == len({source for source, _ in pairs}) == 4
     assert [target for _, target in pairs] == sorted(target for _, target in pairs)
-    assert rig.scheduler.num_free_host_blocks == 4
+    assert rig.scheduler.make_stats().num_free_host_blocks == 4
     assert rig.blocks("b") == [0]
 
 
@@ -407,9 +407,9 @@ def test_the_adapter_limit_applies_to_swapped_requests() -> None:
 
 def test_abort_while_swapped_frees_the_host() -> None:
     rig = swapped_out()
-    assert rig.scheduler.num_free_host_blocks == 6
+    assert rig.scheduler.make_stats().num_free_host_blocks == 6
     rig.abort("b")
-    assert rig.scheduler.num_free_host_blocks == 8
+    assert rig.scheduler.make_stats().num_free_host_blocks == 8
     assert rig.swapped == []
 
 

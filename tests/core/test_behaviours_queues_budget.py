@@ -305,7 +305,7 @@ def test_after_everything_ends_the_pool_is_full(policy: SchedulingPolicy, preemp
         rig.add(name, 6 + number, n=1 + number % 2, priority=number % 3)
     rig.run()
     assert rig.free == 14
-    assert rig.scheduler.num_free_host_blocks == 6
+    assert rig.scheduler.make_stats().num_free_host_blocks == 6
 
 
 def test_a_request_that_can_never_run_delays_no_other() -> None:

@@ -198,7 +198,7 @@ def test_a_request_swapped_out_after_its_step_failed_is_computed_again() -> None
     assert fail(rig, steps.pop(0)) == {"a": RequestStatus.FINISHED_ERROR, "b": RequestStatus.FINISHED_ERROR}
     for step in steps:
         rig.deliver(step)
-    assert rig.scheduler.num_free_host_blocks == 16
+    assert rig.scheduler.make_stats().num_free_host_blocks == 16
     rig.plan()
     assert rig.free == 7
 
@@ -214,7 +214,7 @@ def test_a_sibling_swapped_out_before_it_computed_on_blocks_of_a_failed_step_is_
     second = rig.plan()
     assert (second.scheduled, rig.swapped) == ({"a": 1}, ["q"])
     assert fail(rig, first) == {"a": RequestStatus.FINISHED_ERROR, "q/0": RequestStatus.FINISHED_ERROR}
-    assert (rig.swapped, rig.waiting, rig.scheduler.num_free_host_blocks) == ([], ["q"], 8)
+    assert (rig.swapped, rig.waiting, rig.scheduler.make_stats().num_free_host_blocks) == ([], ["q"], 8)
     assert rig.deliver(second).emitted == {}
     assert rig.plan().cached == {"q/1": 0}
 

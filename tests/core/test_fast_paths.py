@@ -62,7 +62,7 @@ def drive(one: Scheduler, seed: int) -> list[object]:
         record.append(
             [(init.row, init.num_computed, [ids.tolist() for ids in init.block_ids]) for init in output.admitted]
         )
-        record.append((output.preempted, one.num_free_blocks))
+        record.append((output.preempted, one.make_stats().num_free_blocks))
         if not output.is_empty:
             in_flight.append(output)
         if in_flight and (output.is_empty or len(in_flight) == one.config.pipeline_depth):

@@ -53,7 +53,7 @@ def test_blocks_in_host_memory_are_of_the_requests_that_are_swapped_out() -> Non
         rig.step()
     view = rig.scheduler.view()
     assert (view.num_running, view.handles.tolist()) == (1, [1, 2])
-    num_held = 8 - rig.scheduler.num_free_host_blocks
+    num_held = 8 - rig.scheduler.make_stats().num_free_host_blocks
     assert view.num_blocks.tolist() == [rig.blocks("a")[0], num_held]
     assert view.num_computed[1] > 0
     assert np.bincount(view.host_cells).tolist() == [8 - num_held, 0, 0, 0, num_held]

@@ -403,14 +403,14 @@ class Traffic:
             }
             raise AssertionError(
                 f"not done after {limit} steps: {self.scheduler.get_request_counts()}, computed {places}, "
-                f"{self.scheduler.num_free_blocks} blocks free"
+                f"{self.scheduler.make_stats().num_free_blocks} blocks free"
             )
         while self.in_flight:
             self.deliver()
         self.plan()  # the worker is notified of the last ends
         self.deliver()
-        assert self.scheduler.num_free_blocks == self.setting.num_blocks
-        assert self.scheduler.num_free_host_blocks == self.setting.num_host_blocks
+        assert self.scheduler.make_stats().num_free_blocks == self.setting.num_blocks
+        assert self.scheduler.make_stats().num_free_host_blocks == self.setting.num_host_blocks
         assert not self.worker.rows
         assert self.scheduler.get_request_counts() == (0, 0)
         assert self.finished == Counter(self.requests.keys()), "the worker is notified of every request's end once"
@@ -543,7 +543,7 @@ class Traffic:
                 # A worker keeps entries that a window has left, and a fork's copy of its source's reserved slots.
                 assert len(entries) <= len(mirrored)
                 assert all(mine in (0, theirs) for mine, theirs in zip(entries, mirrored, strict=False))
-        assert self.scheduler.num_free_blocks == self.setting.num_blocks - len(named)
+        assert self.scheduler.make_stats().num_free_blocks == self.setting.num_blocks - len(named)
         counts = kv.pool.ref_count
         for block in range(1, self.setting.num_blocks + 1):
             assert int(counts[block]) == named[block], (
@@ -578,12 +578,12 @@ class Traffic:
             self.cache_events.check(self.twin.pool.contents)
             twin = self.twin.state()
             assert (running, waiting, swapped) == (twin["running"], twin["waiting"], twin["swapped"])
-            assert (self.scheduler.num_free_blocks, "free") == (twin["free_blocks"], "free")
-            assert self.scheduler.num_free_host_blocks == twin["free_host_blocks"]
+            assert (self.scheduler.make_stats().num_free_blocks, "free") == (twin["free_blocks"], "free")
+            assert self.scheduler.make_stats().num_free_host_blocks == twin["free_host_blocks"]
         self.events.clear()
         assert len(set(everywhere)) == len(everywhere), "a request is in one queue"
         assert not set(everywhere) & (self.aborted | self.ended_ids())
-        assert 0 <= self.scheduler.num_free_blocks <= self.setting.num_blocks
+        assert 0 <= self.scheduler.make_stats().num_free_blocks <= self.setting.num_blocks
 
 
 def _in_order(output: SchedulerOutput, rows: Set[int]) -> list[int]:

@@ -12,13 +12,13 @@ from pagoda.base.config import CacheConfig
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.events import DraftsVerified, Ended
-from pagoda.core.executor import Executor
 from pagoda.core.kv import KVGroupSpec
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import EngineCoreOutputs
 from pagoda.engine.engine_core import EngineCore
+from pagoda.engine.executor import Executor
 from pagoda.engine.wire import EngineSizes
 
 MAX_STEPS = 20_000

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from pagoda.assembly.engine_process import main
-from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.executor import Executor
 from tests.engine.stepped_engine import limit_steps
 from tests.engine.wrapped_executor import wrap_executor
 

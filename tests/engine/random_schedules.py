@@ -15,10 +15,10 @@ from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.base.config import EngineConfig
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.executor import Executor
 from pagoda.core.request import LoraRef, MediaItem
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
+from pagoda.engine.executor import Executor
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.kernels.sampling.draw_params import DrawParams
 from pagoda.loading.model_files import ModelFiles

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from pagoda.assembly.engine_process import main
-from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.executor import Executor
 from tests.engine.wrapped_executor import wrap_executor
 
 

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from pagoda.assembly.engine_process import main
-from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.executor import Executor
 from tests.engine.steps import ALLOWED, DONE
 from tests.engine.wrapped_executor import wrap_executor
 from tests.server.shared_numbers import SharedNumbers

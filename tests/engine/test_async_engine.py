@@ -12,10 +12,10 @@ import pytest
 
 from pagoda import RequestError, RequestOutput, SamplingParams, WorkerDied
 from pagoda.base.outputs import Logprob
-from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.thread_client import ThreadClient
+from pagoda.engine.executor import Executor
 from pagoda.engine.outputs import output_processor
 from pagoda.engine.outputs.mailbox import Mailbox
 from pagoda.engine.outputs.output_processor import OutputKind, PromptLogprobs

@@ -19,7 +19,6 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import BeamSearchOptions, OutputRule, PromptReasoning, SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.core.grammar import MaskWork
 from pagoda.core.request import AdmitKind, RequestStatus
 from pagoda.core.scheduler_output import RowInit, SchedulerOutput
 from pagoda.engine.engine_core import EngineCore
@@ -27,6 +26,7 @@ from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
 from pagoda.engine.tokenizers.load_tokenizer import load_folder_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.worker.grammar import MaskWork
 from pagoda.worker.grammar_rows import GrammarRows
 from pagoda.worker.table_mirror import TableMirror
 from tests.device_under_test import DeviceUnderTest

@@ -8,11 +8,11 @@ import pytest
 
 from pagoda.base.sampling_params import OutputRule, PromptReasoning, SamplingParams
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.core.grammar import GrammarMatcher, MaskWork, num_mask_words
 from pagoda.engine.answers.reasoning import REASONING_FORMATS, ReasoningSplitter, new_splitter
 from pagoda.engine.answers.thinking import ThinkingBackend
 from pagoda.engine.grammars.grammar_text import grammar_text
 from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
+from pagoda.worker.grammar import GrammarMatcher, MaskWork, num_mask_words
 from tests.engine.grammars.matching import VOCAB, allowed, ready
 
 CLOSING = b"\n</think>\n\n"

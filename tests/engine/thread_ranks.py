@@ -9,16 +9,16 @@ from pagoda.assembly.engine_setup import EngineSetup
 from pagoda.assembly.worker_setup import make_worker
 from pagoda.base.errors import InvariantBroken
 from pagoda.base.ranks import RankPlace
-from pagoda.core.executor import Capacity, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.executors.in_process import InProcessExecutor
 from pagoda.kernels.collectives.shared_memory import shared_groups
 from pagoda.kernels.native import library
+from pagoda.worker.calls import Capacity, StepSize
 from pagoda.worker.worker import Worker
 
 
 class ThreadRanks:
-    """See core.executor.Executor. Every rank is an executor of its own; a step is done when all ranks have done it.
+    """See engine.executor.Executor. Every rank is an executor of its own; a step is done when all ranks have done it.
 
     workers: of all ranks.   sampling: the one that samples.
     """

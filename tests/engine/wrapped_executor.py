@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from pagoda.assembly import engine_process
-from pagoda.core.executor import Executor
 from pagoda.engine.engine_core import EngineCore
+from pagoda.engine.executor import Executor
 
 
 def wrap_executor(wrap: Callable[[Executor], Executor]) -> None:

@@ -16,12 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 from pagoda.base.errors import ConfigError, RequestError
-from pagoda.core.executor import Capacity, StepSize
 from pagoda.core.request import LoraRef
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.executors.fake import FakeExecutor
 from pagoda.executors.messages import Identity, RankStart
 from pagoda.executors.rank import main
+from pagoda.worker.calls import Capacity, StepSize
 
 MAX_ROWS, MAX_LEN, BLOCK_SIZE, VOCAB_SIZE = 8, 256, 16, 258
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from pagoda.base.errors import WorkerDied
-from pagoda.core.executor import Capacity, StepSize
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.executors.in_process import InProcessExecutor
+from pagoda.worker.calls import Capacity, StepSize
 from tests.worker.hand_made import step
 
 

@@ -20,7 +20,6 @@ from pagoda.assembly.rank_process import kernels_of
 from pagoda.base.config import EngineConfig, ModelConfig, ParallelConfig
 from pagoda.base.errors import ConfigError, RequestError, WorkerDied
 from pagoda.base.server_config import ServerConfig
-from pagoda.core.executor import Capacity, StepSize
 from pagoda.core.request import LoraRef
 from pagoda.engine.wire import make_encoder
 from pagoda.executors.fake import FakeExecutor
@@ -28,6 +27,7 @@ from pagoda.executors.messages import RankStart
 from pagoda.executors.multi_process import LocalRanks, MultiProcessExecutor, RankDied
 from pagoda.kernels.native import library
 from pagoda.process.child_process import children_of
+from pagoda.worker.calls import Capacity, StepSize
 from tests.cached_models import cached_model
 from tests.executors.fake_rank import BLOCK_SIZE, MAX_LEN, MAX_ROWS, VOCAB_SIZE
 from tests.worker.hand_made import i32, row_init, step

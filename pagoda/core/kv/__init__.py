@@ -14,14 +14,7 @@ Nothing else in this folder is imported from outside.
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.manager import KVCacheManager
 from pagoda.core.kv.prefix_cache import CachedPrefix
-from pagoda.core.kv.sizing import (
-    KVGroupKind,
-    KVGroupSpec,
-    KVShape,
-    KVSizing,
-    layers_per_block,
-    longest_request,
-)
+from pagoda.core.kv.sizing import KVGroupKind, KVGroupSpec, KVShape, KVSizing, layers_per_block
 
 __all__ = [
     "BlockTables",
@@ -32,5 +25,4 @@ __all__ = [
     "KVShape",
     "KVSizing",
     "layers_per_block",
-    "longest_request",
 ]

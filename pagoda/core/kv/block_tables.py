@@ -158,7 +158,7 @@ class BlockTables:
             for nth, group in enumerate(self.growing):
                 block_ids = allocated[nth * total : (nth + 1) * total]
                 self.entries[group.index][where, index] = block_ids
-                self._note_entries(where, group.index, index, block_ids)
+                self._changed.append((where, group.index, index, block_ids))
             self.num_blocks[rows] = have + missing
         self._reserve(rows)
         return count
@@ -277,7 +277,8 @@ class BlockTables:
         self.entries[group][row, index] = target
         self.pool.free(np.array([source], np.int32))
         self.copies.append((row, source, target))
-        self._note_entries(np.array([row], np.int32), group, np.array([index], np.int32), np.array([target], np.int32))
+        where, at, block_ids = np.array([[row], [index], [target]], np.int32)
+        self._changed.append((where, group, at, block_ids))
 
     def free_row(self, row: int) -> None:
         """Free every block of the row, tail first."""
@@ -286,10 +287,6 @@ class BlockTables:
         self._shared_tails.discard(row)
 
     # The step being planned
-
-    def _note_entries(self, rows: np.ndarray, group: int, index: np.ndarray, block_ids: np.ndarray) -> None:
-        """table[group][rows, index] = block_ids."""
-        self._changed.append((rows, group, index, block_ids))
 
     def remove_row(self, row: int) -> None:
         """The row left the table while the step was planned: nothing is set or copied for it any more."""

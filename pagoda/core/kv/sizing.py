@@ -137,19 +137,3 @@ class KVSizing:
         shared = num_prompt_tokens // self.block_size * self.block_size
         growing = [group for group in self.groups if group.grows]
         return sum(group.most_held(length - shared) for group in growing for length in lengths)
-
-
-def longest_request(
-    specs: tuple[KVGroupSpec, ...], block_size: int, num_blocks: int, scheduler: SchedulerOptions
-) -> int:
-    """The largest max_model_len (a multiple of block_size) of which one sequence fits `num_blocks` blocks."""
-    low, high = 0, num_blocks  # in blocks of one group
-    while low < high:
-        middle = (low + high + 1) // 2
-        length = middle * block_size
-        sizing = KVSizing.of(specs, block_size, length, scheduler)
-        if sizing.blocks_for_request(length, scheduler.max_encoder_len) <= num_blocks:
-            low = middle
-        else:
-            high = middle - 1
-    return low * block_size

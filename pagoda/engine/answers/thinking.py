@@ -8,10 +8,10 @@ import numpy as np
 from pagoda.base.errors import PagodaError
 from pagoda.base.param_values import MAX_COUNT
 from pagoda.base.sampling_params import OutputRule, PromptReasoning
-from pagoda.core.grammar import GrammarMatcher, MaskWork
 from pagoda.engine.answers.reasoning import REASONING_FORMATS, new_splitter
 from pagoda.engine.grammars.llguidance_backend import FailedGrammar, LlguidanceBackend
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.worker.grammar import GrammarMatcher, MaskWork
 
 _MOST_UNREAD = 256
 """Tokens that are read at once, at most, while a thought goes on: with thousands, other rows would wait."""
@@ -36,7 +36,7 @@ class _Thought:
 
     @property
     def num_free(self) -> int:
-        """See core.grammar.GrammarMatcher."""
+        """See worker.grammar.GrammarMatcher."""
         if self.forced:
             return 0
         if self._splitter.is_over:
@@ -100,7 +100,7 @@ class AnyOutput:
 
 
 class ThinkingMatcher:
-    """See core.grammar.GrammarMatcher. Forbids nothing but what would exceed the budget, and what `grammar` forbids.
+    """See worker.grammar.GrammarMatcher. Forbids nothing but what would exceed the budget, and what `grammar` forbids.
 
     Where that forbids a token of the closing, as inside a character, it goes on, and the closing is tried again.
     """
@@ -156,7 +156,7 @@ class ThinkingMatcher:
 
 
 class ThinkingBackend(LlguidanceBackend):
-    """See core.grammar.GrammarBackend. A budget is counted over the matcher of its rule's grammar."""
+    """See worker.grammar.GrammarBackend. A budget is counted over the matcher of its rule's grammar."""
 
     def compile(self, grammar: str) -> GrammarMatcher:
         if grammar:

@@ -8,7 +8,7 @@
    (`dead_ends.py`).
 3. `tool_grammar.py` writes the grammar of tool calls in a model's format.
 4. `preparer.py` compiles a grammar (`compiling.py`) before its request is accepted: a refusal is a RequestError.
-5. `llguidance_backend.py` compiles it for the engine, on threads, and fills masks (`core/grammar.py` is the interface);
+5. `llguidance_backend.py` compiles it for the engine, on threads, and fills masks (the interface: `worker/grammar.py`);
    `vocabulary.py` has a tokenizer in the form of the library.
 A caller's schema or grammar is bounded by size before any work on it, and compiled without the GIL.
 """

@@ -8,18 +8,18 @@ from llguidance import LLExecutor, LLMatcher
 
 from pagoda.base.errors import PagodaError
 from pagoda.base.sampling_params import OutputRule
-from pagoda.core.grammar import GrammarMatcher, MaskWork
 from pagoda.engine.grammars.compiling import compile_grammar, library_error
 from pagoda.engine.grammars.vocabulary import GrammarVocabulary
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
 from pagoda.process.host_threads import host_pool
+from pagoda.worker.grammar import GrammarMatcher, MaskWork
 
 _NUM_COMPILERS = 2
 _WRONG_TOKEN = "doesn't satisfy the grammar"  # what the library says of a token that its masks forbid
 
 
 class LlguidanceMatcher:
-    """See core.grammar.GrammarMatcher. The library reports errors by `get_error`, but it may also panic.
+    """See worker.grammar.GrammarMatcher. The library reports errors by `get_error`, but it may also panic.
 
     has_ended: an end token was taken; only end tokens may follow it.
     """
@@ -120,7 +120,7 @@ _Work = tuple[LlguidanceMatcher, int] | tuple[LlguidanceMatcher, int, list[int]]
 
 
 class LlguidanceBackend:
-    """See core.grammar.GrammarBackend. The tokenizer is loaded with the first grammar, on the thread that compiles it.
+    """See worker.grammar.GrammarBackend. The tokenizer is loaded with the first grammar, on its thread.
 
     load_tokenizer: returns the model's tokenizer.   vocab_size: of the model's logits.
     threads: that fill masks.

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pagoda.base.errors import ConfigError
-from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from pagoda.engine.executor import Executor
 from pagoda.engine.recording.format import Line
 from pagoda.engine.recording.selection import Selection
 

@@ -11,10 +11,9 @@ from pagoda.base.clock import VirtualClock
 from pagoda.base.errors import ConfigError
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.grammar import MASKED_LOGPROB
 from pagoda.core.request import LoraRef, MediaItem, Pin, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler import Scheduler
-from pagoda.core.scheduler_output import LogprobColumns, ModelRunnerOutput, SchedulerOutput
+from pagoda.core.scheduler_output import MASKED_LOGPROB, LogprobColumns, ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.recording.compare import StepComparison
 from pagoda.engine.recording.format import VERSION, Line, RecordedSettings, described, digest_of
 from pagoda.engine.recording.preparations import ReplayedPreparations

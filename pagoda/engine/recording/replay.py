@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from pagoda.base.errors import ConfigError, PagodaError
-from pagoda.core.executor import Executor
+from pagoda.engine.executor import Executor
 from pagoda.engine.recording.compare import SlowStep, StepComparison, StepTimes, TokenDifference
 from pagoda.engine.recording.format import Line, RecordedSettings, read_recording
 from pagoda.engine.recording.player import Player

@@ -3,9 +3,9 @@
 import numpy as np
 
 from pagoda.base.sampling_params import OutputRule
-from pagoda.core.grammar import GrammarMatcher, MaskWork, num_mask_words
 from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.worker.grammar import GrammarMatcher, MaskWork, num_mask_words
 
 VOCAB = 258  # of the byte tokenizer
 

@@ -10,7 +10,6 @@ import pytest
 from pagoda.base.errors import RequestError
 from pagoda.base.sampling_params import OutputRule
 from pagoda.base.structured_outputs import StructuredOutputsParams
-from pagoda.core.grammar import MaskWork, num_mask_words
 from pagoda.engine.grammars import llguidance_backend
 from pagoda.engine.grammars.compiling import error_of_grammar
 from pagoda.engine.grammars.grammar_text import grammar_text
@@ -18,6 +17,7 @@ from pagoda.engine.grammars.llguidance_backend import LlguidanceBackend, Llguida
 from pagoda.engine.tokenizers.byte_tokenizer import BOS, EOS, ByteTokenizer
 from pagoda.engine.tokenizers.load_tokenizer import load_tokenizer
 from pagoda.engine.tokenizers.tokenizer import Tokenizer
+from pagoda.worker.grammar import MaskWork, num_mask_words
 from tests.cached_models import cached_model
 from tests.engine.grammars.matching import accepts, allowed, ready
 

@@ -7,10 +7,11 @@ from pagoda.base.outputs import RequestOutput
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.events import Admitted, ClientEvent, Ended, Events, Held, Preempted, Queued
 from pagoda.core.request import AdmitKind, Reason, Request, RequestStatus
-from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns, split_outputs
+from pagoda.core.scheduler_output import EngineCoreOutputs, LogprobColumns
 from pagoda.engine.outputs import output_processor
 from pagoda.engine.outputs.detokenizer import StopStrings
 from pagoda.engine.outputs.output_processor import OutputKind, OutputProcessor, ProcessedOutputs
+from pagoda.engine.outputs.split_outputs import split_outputs
 from pagoda.engine.tokenizers.byte_tokenizer import EOS, ByteTokenizer
 
 STOPPED, LENGTH = RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED

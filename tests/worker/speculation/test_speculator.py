@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pagoda.base.sampling_params import SamplingParams
-from pagoda.core.executor import Executor
 from pagoda.core.scheduler_output import SchedulerOutput
+from pagoda.engine.executor import Executor
 from pagoda.executors.fake import FakeExecutor
 from pagoda.worker.drafters.drafter import GRADE_OF_MODEL, Draft, Drafter
 from pagoda.worker.drafters.lookup import NgramDrafter, SuffixDrafter

@@ -9,9 +9,6 @@ import numpy as np
 
 from pagoda.base.sampling_params import OutputRule
 
-MASKED_LOGPROB = -9999.0
-"""The log-probability of a token that a grammar forbids; JSON has no -Infinity."""
-
 
 class GrammarMatcher(Protocol):
     """The state of one sequence in its grammar: which tokens may follow those that it was given.

@@ -1,16 +1,9 @@
-"""Executor: where steps run. The engine core knows nothing else of devices, processes or nodes.
+"""What is asked of a rank besides steps: the calls, and the records of sizes, of memory and of time."""
 
-Whatever crosses it is a value that a codec can carry. The life of an executor: `start`, `set_pools`, then steps and
-calls in the order in which they were submitted, then `shutdown`.
-"""
-
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from pagoda.core.request import LoraRef
-from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,41 +62,3 @@ load_adapter: read a LoRA adapter; on a CPU, steps go on meanwhile. Raises Pagod
 unload_adapter: free its memory once no row uses it; ignore one that is not loaded. Steps use only what was loaded.
 begin_profile, profile: measure the steps in between.
 """
-
-
-class Executor(Protocol):
-    """Executes steps and calls in the order in which they are submitted, on every rank.
-
-    Futures complete by themselves, in any thread; all of them fail with WorkerDied when a rank is gone.
-    """
-
-    def start(self, sizes: Sequence[StepSize] = ()) -> Sequence[Capacity]:
-        """Load the weights; return what each rank has for KV pools; nothing if that does not limit them.
-
-        sizes: of steps, the largest first: each rank tries steps of these sizes until one fits in its memory.
-        Raises StepTooLarge if none does, ConfigError if a device does not support the settings.
-        """
-        ...
-
-    def set_pools(self, num_blocks: int, num_host_blocks: int) -> None:
-        """Allocate the KV pools and prepare for steps, which can be submitted from now on. Called once.
-
-        Raises CapacityError if a rank does not have the memory.
-        """
-        ...
-
-    def submit(self, output: SchedulerOutput) -> "Future[ModelRunnerOutput]":
-        """Run one step. The future resolves in submission order."""
-        ...
-
-    def call(self, name: str, *args: object) -> "Future[Any]":
-        """Run one of CALLS after the steps submitted so far and before those submitted later.
-
-        The result is that of the rank that samples; the future fails if the call fails on any rank. Steps do not wait
-        for what a call does on other threads.
-        """
-        ...
-
-    def shutdown(self) -> None:
-        """Release everything; idempotent. Futures still open fail with WorkerDied."""
-        ...
