@@ -157,7 +157,7 @@ def test_random_operations_leave_what_a_slow_model_holds(seed: int, tmp_path: Pa
                 more = items()
                 if known is not None and not is_response:
                     slow.grow(known, more, now)
-                with contextlib.suppress(NO_ROOM):
+                with contextlib.suppress(*NO_ROOM):
                     store.add_items(owner, id, list(more.items()))
             case "shrink" if known is not None and not is_response and known["items"]:
                 item = draw.choice(list(known["items"]))

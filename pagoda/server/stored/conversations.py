@@ -16,12 +16,11 @@ from pagoda.server.body import Body
 from pagoda.server.body_reader import run_for_body
 from pagoda.server.dialects.responses_bodies import MAX_ADDED, InputItem
 from pagoda.server.dialects.responses_input import check_items
-from pagoda.server.errors import ApiError
 from pagoda.server.listing import page_asked
 from pagoda.server.routing import Router
 from pagoda.server.sending import json_response
 from pagoda.server.state import state_of
-from pagoda.server.stored.asking import NOT_FOUND, Deleted, not_found, owner_of
+from pagoda.server.stored.asking import NOT_FOUND, Deleted, owner_of
 from pagoda.server.stored.items import ItemList, all_of, given_items
 from pagoda.server.stored.service import StoreService
 from pagoda.server.stored.store import StoredConversation
@@ -91,10 +90,7 @@ def _id_of(http: Request) -> str:
 
 async def _body_of(http: Request) -> bytes:
     """Return the body of the conversation that is asked for. Raises ApiError (404)."""
-    found = await state_of(http).owned.ask(StoreService.conversation, owner_of(http), _id_of(http))
-    if found is None:
-        raise not_found("conversation", _id_of(http), "conversation_id")
-    return found
+    return await state_of(http).owned.ask(StoreService.conversation, owner_of(http), _id_of(http))
 
 
 @router.post("/v1/conversations", body=ConversationRequest, answer=ConversationAnswer)
@@ -129,8 +125,7 @@ async def update_conversation(http: Request) -> Response:
 @router.delete(_PATH, answer=Deleted)
 async def delete_conversation(http: Request) -> Response:
     """Delete a conversation and its items. Responses that used it keep what they were given."""
-    if not await state_of(http).owned.ask(StoreService.delete, owner_of(http), _id_of(http), False):
-        raise not_found("conversation", _id_of(http), "conversation_id")
+    await state_of(http).owned.ask(StoreService.delete, owner_of(http), _id_of(http), False)
     return json_response(Deleted(_id_of(http), "conversation.deleted"))
 
 
@@ -138,7 +133,6 @@ async def delete_conversation(http: Request) -> Response:
 async def list_conversation_items(http: Request) -> Response:
     """List items of a conversation: the last ones first, unless `order` is asc."""
     asked = page_asked(http)
-    await _body_of(http)
     page = await state_of(http).owned.ask(StoreService.page, owner_of(http), _id_of(http), *asked)
     return json_response(ItemList.of(page))
 
@@ -148,7 +142,6 @@ async def create_conversation_items(http: Request) -> Response:
     """Add items to a conversation, and return them."""
     state = state_of(http)
     await state.bodies.read(http, ItemsRequest)
-    await _body_of(http)
     items = await given_items(http, "items")
     await state.owned.ask(StoreService.add_items, owner_of(http), _id_of(http), items)
     return await run_for_body(http, lambda: json_response(ItemList.of(all_of(items))))
@@ -157,23 +150,12 @@ async def create_conversation_items(http: Request) -> Response:
 @router.get(f"{_PATH}/items/{{item_id}}", answer="application/json")
 async def get_conversation_item(http: Request) -> Response:
     """Return an item of a conversation."""
-    await _body_of(http)
-    return json_response(await _item_of(http))
+    item = http.path_params["item_id"]
+    return json_response(await state_of(http).owned.ask(StoreService.item, owner_of(http), _id_of(http), item))
 
 
 @router.delete(f"{_PATH}/items/{{item_id}}", answer=ConversationAnswer)
 async def delete_conversation_item(http: Request) -> Response:
     """Delete an item of a conversation, which is returned without its items."""
-    body = await _body_of(http)
-    await _item_of(http)
-    await state_of(http).owned.ask(StoreService.delete_item, owner_of(http), _id_of(http), http.path_params["item_id"])
-    return json_response(body)
-
-
-async def _item_of(http: Request) -> bytes:
-    """Return the item that is asked for. Raises ApiError (404)."""
     item = http.path_params["item_id"]
-    found = await state_of(http).owned.ask(StoreService.item, owner_of(http), _id_of(http), item)
-    if found is None:
-        raise ApiError(404, f"item_id: the conversation has no item {item[:100]!r}", "item_id")
-    return found
+    return json_response(await state_of(http).owned.ask(StoreService.delete_item, owner_of(http), _id_of(http), item))

@@ -26,7 +26,7 @@ from pagoda.server.routing import Router, flag, integer
 from pagoda.server.sending import EventStream, Framing, cancel_on_disconnect, event, json_response
 from pagoda.server.served_models import ServedModels
 from pagoda.server.state import state_of
-from pagoda.server.stored.asking import NOT_FOUND, Deleted, not_found, owner_of
+from pagoda.server.stored.asking import NOT_FOUND, Deleted, owner_of
 from pagoda.server.stored.items import ItemList, given_items
 from pagoda.server.stored.run import StoredTurn
 from pagoda.server.stored.service import Found, StoreService, unpack
@@ -109,9 +109,7 @@ async def _earlier(http: Request, body: ResponsesRequest) -> Callable[[], list[I
         name, id, is_response = "conversation", body.conversation_id, False
     else:
         return list
-    context = await state_of(http).owned.ask(StoreService.context, owner_of(http), id, is_response)
-    if context is None:
-        raise not_found("response" if is_response else "conversation", id, name)
+    context = await state_of(http).owned.ask(StoreService.context, owner_of(http), id, is_response, name)
     if context.problem:
         raise RequestError(f"{name}: {id[:100]!r} {context.problem}", name)
     known = request_state(http)
@@ -137,10 +135,7 @@ async def _followed(http: Request, id: str, after: int) -> AsyncGenerator[bytes,
 async def _find(http: Request, when_ended: bool = False) -> Found:
     """Return the response that is asked for. Raises ApiError (404)."""
     id = http.path_params["response_id"]
-    found = await state_of(http).owned.ask(StoreService.response, owner_of(http), id, when_ended)
-    if found is None:
-        raise not_found("response", id, "response_id")
-    return found
+    return await state_of(http).owned.ask(StoreService.response, owner_of(http), id, when_ended)
 
 
 @stored_router.get(_PATH, answer=ResponseAnswer, chunk=ResponseEvent, flags=("stream",), query=("starting_after",))
@@ -182,8 +177,7 @@ async def _abort(http: Request) -> None:
 async def delete_response(http: Request) -> Response:
     """Delete a stored response; one that runs in the background is cancelled. Those that follow it keep its items."""
     found, id = await _find(http), http.path_params["response_id"]
-    if not await state_of(http).owned.ask(StoreService.delete, owner_of(http), id, True):
-        raise not_found("response", id, "response_id")
+    await state_of(http).owned.ask(StoreService.delete, owner_of(http), id, True)
     if found.is_running and found.is_background:
         await _abort(http)
     return json_response(Deleted(id, "response"))
@@ -194,9 +188,8 @@ async def list_input_items(http: Request) -> Response:
     """List the items that a response was given, with those before its input; the last ones first, unless `order` is
     asc."""
     asked = page_asked(http)
-    await _find(http)
-    id = http.path_params["response_id"]
-    context = await state_of(http).owned.ask(StoreService.context, owner_of(http), id, True)
-    packed = b"\x90" if context is None else context.items
-    page = await asyncio.to_thread(lambda: page_of(dict(unpack(packed)), "item", *asked))
+    context = await state_of(http).owned.ask(
+        StoreService.context, owner_of(http), http.path_params["response_id"], True
+    )
+    page = await asyncio.to_thread(lambda: page_of(dict(unpack(context.items)), "item", *asked))
     return json_response(ItemList.of(page))

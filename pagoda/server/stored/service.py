@@ -7,7 +7,9 @@ import logging
 import msgspec
 
 from pagoda.engine.clients.calls import offered
+from pagoda.server.errors import ApiError
 from pagoda.server.listing import Listed, page_of
+from pagoda.server.stored.asking import not_found
 from pagoda.server.stored.file import StoreFile
 from pagoda.server.stored.store import (
     MAX_CONTEXT_BYTES,
@@ -140,13 +142,16 @@ class StoreService:
         self._wake((owner, id))
 
     @offered
-    async def response(self, client: int, owner: str, id: str, when_ended: bool) -> Found | None:
-        """Return what is known of a response.   when_ended: once it has ended, or after a while."""
+    async def response(self, client: int, owner: str, id: str, when_ended: bool) -> Found:
+        """Return what is known of a response.   when_ended: once it has ended, or after a while.
+
+        Raises ApiError (404).
+        """
         until_s = _now() + _WAIT_S
-        while (entry := self._store.response(owner, id)) is not None:
-            if not (entry.is_running and when_ended and await self._has_changed((owner, id), until_s)):
-                return Found(entry.body, entry.is_running, entry.is_background, entry.events is not None)
-        return None
+        while (entry := self._response(owner, id)).is_running and when_ended:
+            if not await self._has_changed((owner, id), until_s):
+                break
+        return Found(entry.body, entry.is_running, entry.is_background, entry.events is not None)
 
     @offered
     async def events(self, client: int, owner: str, id: str, after: int) -> Events | None:
@@ -163,13 +168,10 @@ class StoreService:
         return None
 
     @offered
-    async def delete(self, client: int, owner: str, id: str, is_response: bool) -> bool:
-        """Delete an entry. Return False if there is none."""
-        find = self._store.response if is_response else self._store.conversation
-        if find(owner, id) is None:
-            return False
+    async def delete(self, client: int, owner: str, id: str, is_response: bool) -> None:
+        """Delete an entry. Raises ApiError (404)."""
+        (self._response if is_response else self._conversation)(owner, id)
         self.drop(client, owner, id)
-        return True
 
     @offered
     def drop(self, client: int, owner: str, id: str) -> None:
@@ -179,37 +181,35 @@ class StoreService:
     # ---- items
 
     @offered
-    async def context(self, client: int, owner: str, id: str, is_response: bool) -> Context | None:
-        """Return the items of a response or a conversation."""
+    async def context(self, client: int, owner: str, id: str, is_response: bool, param: str = "response_id") -> Context:
+        """Return the items of a response or a conversation. Raises ApiError (404).   param: that names it."""
         if is_response:
-            if (response := self._store.response(owner, id)) is None:
-                return None
+            response = self._response(owner, id, param)
             problem = "has not ended yet; wait for it" if response.is_running else ""
             context = Context(response.items, response.output, problem)
             return _too_large(context.num_bytes) or context
-        if (conversation := self._store.conversation(owner, id)) is None:
-            return None
+        conversation = self._conversation(owner, id, param)
         items = list(conversation.items.items())
         return _too_large(conversation.num_bytes) or Context(await asyncio.to_thread(pack, items))
 
     # ---- conversations
 
     @offered
-    async def conversation(self, client: int, owner: str, id: str) -> bytes | None:
-        """Return the body of a conversation."""
-        entry = self._store.conversation(owner, id)
-        return None if entry is None else entry.body
+    async def conversation(self, client: int, owner: str, id: str) -> bytes:
+        """Return the body of a conversation. Raises ApiError (404)."""
+        return self._conversation(owner, id).body
 
     @offered
     async def page(self, client: int, owner: str, id: str, after: str, limit: int, is_ascending: bool) -> Listed[bytes]:
-        """Return some items of a conversation, see page_of; of one that is gone, none."""
-        entry = self._store.conversation(owner, id)
-        return page_of({} if entry is None else entry.items, "item", after, limit, is_ascending)
+        """Return some items of a conversation, see page_of. Raises ApiError (404)."""
+        return page_of(self._conversation(owner, id).items, "item", after, limit, is_ascending)
 
     @offered
-    async def item(self, client: int, owner: str, id: str, item: str) -> bytes | None:
-        entry = self._store.conversation(owner, id)
-        return None if entry is None else entry.items.get(item)
+    async def item(self, client: int, owner: str, id: str, item: str) -> bytes:
+        """Return an item of a conversation. Raises ApiError (404)."""
+        if (found := self._conversation(owner, id).items.get(item)) is None:
+            raise ApiError(404, f"item_id: the conversation has no item {item[:100]!r}", "item_id")
+        return found
 
     @offered
     async def change_conversation(self, client: int, owner: str, id: str, body: bytes) -> None:
@@ -217,12 +217,30 @@ class StoreService:
 
     @offered
     async def add_items(self, client: int, owner: str, id: str, items: list[Item]) -> None:
+        """Add items to a conversation. Raises ApiError (404), NO_ROOM."""
+        self._conversation(owner, id)
         self._store.check_room(owner, id, items)
         self._store.add_items(owner, id, items)
 
     @offered
-    async def delete_item(self, client: int, owner: str, id: str, item: str) -> None:
+    async def delete_item(self, client: int, owner: str, id: str, item: str) -> bytes:
+        """Delete an item of a conversation, and return the conversation's body. Raises ApiError (404)."""
+        await self.item(client, owner, id, item)
         self._store.delete_item(owner, id, item)
+        return self._conversation(owner, id).body
+
+    # ---- what is found
+
+    def _response(self, owner: str, id: str, param: str = "response_id") -> StoredResponse:
+        """Return a response. Raises ApiError (404).   param: that names it."""
+        if (entry := self._store.response(owner, id)) is None:
+            raise not_found("response", id, param)
+        return entry
+
+    def _conversation(self, owner: str, id: str, param: str = "conversation_id") -> StoredConversation:
+        if (entry := self._store.conversation(owner, id)) is None:
+            raise not_found("conversation", id, param)
+        return entry
 
     # ---- who waits
 
