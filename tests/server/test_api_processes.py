@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -32,7 +33,7 @@ from pagoda.engine.wire import EngineStats
 from pagoda.process.child_process import RendezvousDir
 from pagoda.server import api_group
 from pagoda.server import shared as shared_module
-from pagoda.server.admission import Admission
+from pagoda.server.admission import Admission, batch_key
 from pagoda.server.api_group import ApiGroup
 from pagoda.server.errors import ApiError
 from pagoda.server.listening import listen_together
@@ -599,6 +600,17 @@ def test_a_place_that_is_closed_before_its_wait_begins_is_no_error() -> None:
             await asyncio.wait_for(waiting, 5)
 
     asyncio.run(main())
+
+
+def test_each_process_sees_whether_another_has_requests_besides_batches() -> None:
+    """So that a batch steps aside for them."""
+    service = AdmissionService(Admission(ServerLimits(), 60.0))
+    service.enter(1, 1, 1, 1, batch_key("a"))
+    assert service.counts(2).idle_s == math.inf
+    service.enter(1, 2, 1, 1, "a")
+    assert service.counts(2).idle_s == 0.0
+    service.end_client(1)
+    assert 0 <= service.counts(2).idle_s < math.inf
 
 
 def test_a_process_that_hangs_is_replaced_and_gives_its_places_back(tmp_path: Path) -> None:
