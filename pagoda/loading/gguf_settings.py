@@ -31,6 +31,12 @@ _INTEGERS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "interleave_moe_layer_step": "moe_layer_interval",
+    "nextn_predict_layers": "num_nextn_predict_layers",
 }
 _NUMBERS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
@@ -43,6 +49,7 @@ _NUMBERS = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logit_scale",
+    "expert_weights_scale": "routed_scaling_factor",
 }
 _FLAGS = {
     "use_parallel_residual": "use_parallel_residual",
@@ -61,6 +68,7 @@ _WORDS = {
     **dict.fromkeys(_ROPE_SCALING, "rope_scaling"),
     **dict.fromkeys(("attention.key_length", "attention.value_length"), "head_dim"),
     "rope.dimension_count": "partial_rotary_factor",
+    "expert_gating_func": "scoring_func",
     "attention.sliding_window_pattern": "layer_types",
 }
 """What a key becomes: the setting that an architecture reads, or does not."""
@@ -71,6 +79,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "vocab_size": "the embedding's rows are counted",
     "tensor_data_layout": "a name; what is stored follows from the architecture",
     "pooling_type": "read by read_gguf_pooling",
+    "expert_shared_feed_forward_length": "the shape of the tensors is compared with what the other settings say",
     "attention.causal": "compared with what the architecture is",
     "attention.sliding_window": _NO_WINDOW,
     "attention.sliding_window_pattern": _NO_WINDOW,
@@ -169,6 +178,8 @@ def _hf_words(file: GGUFFile, name: str) -> dict[str, object]:
     values |= {ours: file.get(f"{name}.{key}", float) for key, ours in _NUMBERS.items()}
     values |= {ours: file.get(f"{name}.{key}", bool) for key, ours in _FLAGS.items()}
     values["sliding_window"] = values["sliding_window"] or None  # Phi-4 files have 0
+    gating = file.get(f"{name}.expert_gating_func", int)
+    values["scoring_func"] = _GATING_FUNCTIONS.get(gating, str(gating)) if gating else None
     if values["rope_theta"] is None:
         values["rope_theta"] = 10_000.0  # llama.cpp's, where the publisher's may be another
     values["head_dim"] = head_dim = _head_dim(file, name)
@@ -183,6 +194,7 @@ def _hf_words(file: GGUFFile, name: str) -> dict[str, object]:
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     values["attention_bias"] = bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & file.tensors.keys())
     values["attention_out_bias"] = "blk.0.attn_output.bias" in file.tensors
+    values["qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
     values["mlp_bias"] = "blk.0.ffn_down.bias" in file.tensors
     values["eos_token_id"] = list(end_token_ids(file))
     values["bos_token_id"] = file.get("tokenizer.ggml.bos_token_id", int)
@@ -191,6 +203,9 @@ def _hf_words(file: GGUFFile, name: str) -> dict[str, object]:
     values["layer_types"] = _layer_types(file, name)
     values["rope_scaling"] = _longrope(file, f"{name}.rope.scaling") or _rope_scaling(file, f"{name}.rope")
     return values
+
+
+_GATING_FUNCTIONS = {1: "softmax", 2: "sigmoid"}
 
 
 def _layer_types(file: GGUFFile, name: str) -> list[str] | None:

@@ -57,8 +57,17 @@ def check_all_used(stored: Iterable[str], files: ModelFiles, naming: Naming, mod
                 used.add(naming.find(path).name)
             case _:
                 pass
-    layers = re.compile(r"blk\.\d+\..*\.(weight|bias)")
-    unread = [name for name in stored if name not in used and layers.fullmatch(name) and not re.search(_UNREAD, name)]
+    names = list(stored)
+    layers = re.compile(r"(blk\.\d+)\..*\.(weight|bias)")
+    drafters = {name.partition(".nextn.")[0] for name in names if ".nextn." in name}  # layers of draft heads
+    unread = [
+        name
+        for name in names
+        if name not in used
+        and (layer := layers.fullmatch(name)) is not None
+        and layer[1] not in drafters
+        and not re.search(_UNREAD, name)
+    ]
     if unread:
         raise ConfigError(
             f"{files.path}: {len(unread)} tensors of its layers, such as {unread[0]!r}, are not part of a "

@@ -25,6 +25,7 @@ def _read_dense(config: ConfigReader) -> DecoderConfig:
 
 def _read_moe(config: ConfigReader) -> DecoderConfig:
     config.refuse("use_bias")
+    config.choice("scoring_func", ("softmax",), "softmax")
     decoder = _read(config, "ernie4_5_moe")
     names = {
         "num_local_experts": config.integer("moe_num_experts", 64),
@@ -42,6 +43,15 @@ def _read_moe(config: ConfigReader) -> DecoderConfig:
             at for at in range(decoder.spec.num_layers) if not first <= at <= last or (at + 1) % every
         ),
     )
+
+
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
+    return {
+        "moe_num_experts": config.get("num_experts"),
+        "moe_k": config.get("num_experts_per_tok"),
+        "moe_num_shared_experts": config.get("n_shared_experts") or 0,
+        "moe_layer_start_index": config.get("first_k_dense_replace") or 0,
+    }
 
 
 ERNIE4_5 = Architecture(
@@ -62,5 +72,8 @@ ERNIE4_5_MOE = Architecture(
     hf_names=("Ernie4_5_MoeForCausalLM",),
     model=Llama,
     read=_read_moe,
+    gguf_name="ernie4_5-moe",
+    experts=True,
+    gguf_settings=_gguf_settings,
     hf=(Naming(substitutions=_TENSORS), Naming(substitutions=(*_TENSORS, (r"^model\.", "")))),
 )

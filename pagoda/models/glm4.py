@@ -24,6 +24,7 @@ def read(config: ConfigReader) -> DecoderConfig:
 def _read_moe(config: ConfigReader) -> DecoderConfig:
     config = config.with_defaults({"rms_norm_eps": 1e-5, "n_group": 1, "topk_group": 1, "n_shared_experts": 1})
     config = config.changed({"num_local_experts": config.get("n_routed_experts")})
+    config.choice("scoring_func", ("sigmoid",), "sigmoid")
     decoder = read_decoder(config, "glm4_moe", rotated=0.5)
     groups = ExpertGroups(config.integer("n_group"), config.integer("topk_group"), best=2, sigmoid=True, has_bias=True)
     num_dense = config.not_negative("first_k_dense_replace", 1)
@@ -60,6 +61,24 @@ GLM4 = Architecture(
     ),
 )
 
+
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
+    """Leave out the layers of the draft heads, which llama.cpp counts."""
+    num_drafters = config.get("num_nextn_predict_layers")
+    left = config.num_layers() - (num_drafters if isinstance(num_drafters, int) else 0)
+    names = {"n_routed_experts": "num_experts", "use_qk_norm": "qk_norm"}
+    return {"num_hidden_layers": left, **{ours: config.get(theirs) for ours, theirs in names.items()}}
+
+
 GLM4_MOE = Architecture(
-    name="glm4_moe", title="GLM-4.5", hf_names=("Glm4MoeForCausalLM",), model=Llama, read=_read_moe, hf=NAMINGS
+    name="glm4_moe",
+    title="GLM-4.5",
+    hf_names=("Glm4MoeForCausalLM",),
+    model=Llama,
+    read=_read_moe,
+    hf=NAMINGS,
+    gguf_name="glm4moe",
+    experts=True,
+    gguf=gguf_naming({"post_attention_layernorm": "post_attention_norm"}),
+    gguf_settings=_gguf_settings,
 )

@@ -53,8 +53,8 @@ MIXTRAL = Architecture(
 
 def _read_mistral3(config: ConfigReader) -> DecoderConfig:
     text = config.text_settings()
-    kind = text.choice("model_type", ("mistral", "ministral3", "mistral4"), "mistral")
-    return mistral4.read(text) if kind == "mistral4" else read(text, "mistral3")
+    is_fourth = text.text("model_type", "") == "mistral4"
+    return mistral4.read(text) if is_fourth else read(text, "mistral3")
 
 
 MISTRAL3 = Architecture(

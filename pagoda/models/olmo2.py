@@ -21,11 +21,14 @@ from pagoda.models.gemma3 import read_layer_rope
 from pagoda.models.naming import POST_NORM_GGUF
 
 _FULL_EVERY = 4
+_IS_OLMO3 = "is_olmo3"
+"""Not in config.json: of a GGUF file."""
 
 
 def _read_olmo2(config: ConfigReader) -> DecoderConfig:
-    if config.has("sliding_window"):
+    if config.flag(_IS_OLMO3, False):
         return _read_windows(config, "olmo2", 10_000.0)
+    config.refuse("sliding_window")
     config.refuse("layer_types")
     return _read(config, "olmo2", None, 10_000.0)
 
@@ -54,6 +57,10 @@ def _read(
     return replace(decoder, layer=PostNormLayer, qk_norm=QKNorm.ALL_HEADS)
 
 
+def _gguf_settings(config: ConfigReader) -> dict[str, object]:
+    return {_IS_OLMO3: config.has("sliding_window")}
+
+
 OLMO2 = Architecture(
     name="olmo2",
     title="OLMo 2",
@@ -62,6 +69,7 @@ OLMO2 = Architecture(
     read=_read_olmo2,
     gguf_name="olmo2",
     gguf=POST_NORM_GGUF,
+    gguf_settings=_gguf_settings,
 )
 OLMO3 = Architecture(
     name="olmo3", title="OLMo 3", hf_names=("Olmo3ForCausalLM",), model=llama.Llama, read=_read_olmo3, gguf_name="olmo2"

@@ -139,6 +139,7 @@ def test_every_setting_of_llama_cpp(empty: GGUFFile) -> None:
     assert ignored == {
         "vocab_size": names,
         "tensor_data_layout": names,
+        "expert_shared_feed_forward_length": names,
         "pooling_type": names,
         "attention.layer_norm_epsilon": names - layer_norms,
         "attention.layer_norm_rms_epsilon": layer_norms,
@@ -170,6 +171,12 @@ def test_rope_scaling_is_read_as_llama_cpp_reads_it(
     config = read(empty, "llama", settings_of("llama", CASES[0][1]) | stated)
     assert (config.rope_full.rope_type, config.rope_full.factor) == (kind, factor)
     assert config.rope_full == config.rope_window
+
+
+def test_layers_of_draft_heads_are_left_out(empty: GGUFFile) -> None:
+    settings = settings_of("glm4moe", BY_GGUF_NAME["glm4moe"][0])
+    whole, less = (read(empty, "glm4moe", settings | {"nextn_predict_layers": count}) for count in (0, 1))
+    assert less.spec.num_layers == whole.spec.num_layers - 1
 
 
 @pytest.mark.parametrize(

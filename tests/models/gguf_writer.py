@@ -28,6 +28,9 @@ _ARCHITECTURES = {
     "arcee": gguf.MODEL_ARCH.ARCEE,
     "ernie4_5": gguf.MODEL_ARCH.ERNIE4_5,
     "hunyuan_v1_dense": gguf.MODEL_ARCH.HUNYUAN_DENSE,
+    "ernie4_5_moe": gguf.MODEL_ARCH.ERNIE4_5_MOE,
+    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "exaone4": gguf.MODEL_ARCH.EXAONE4,
     "glm4": gguf.MODEL_ARCH.GLM4,
@@ -85,6 +88,9 @@ def write_gguf(
     for key, tensor in state.items():
         is_router = key.endswith(("mlp.gate.weight", ".router.weight"))
         stored_as = GGMLQuantizationType.F32
+        if key.endswith("e_score_correction_bias"):
+            writer.add_tensor(f"blk.{key.split('.')[2]}.exp_probs_b.bias", tensor.flatten().numpy())
+            continue
         if tensor.dim() > 1 and not is_router and not key.endswith("_bias"):
             stored_as = kind(key) if callable(kind) else kind
         transposed = name == "gpt2" and tensor.dim() > 1 and ".c_" in key
@@ -160,8 +166,26 @@ def _add_settings(writer: gguf.GGUFWriter, config) -> None:
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if config.model_type == "gpt_oss":
             writer.add_expert_feed_forward_length(config.intermediate_size)
-    if config.model_type == "glm4":
+    if config.model_type in ("glm4", "glm4_moe", "minimax_m2"):
         writer.add_rope_dimension_count(head_dim // 2)
+    if config.model_type == "ernie4_5_moe":
+        writer.add_expert_count(config.moe_num_experts)
+        writer.add_expert_used_count(config.moe_k)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+    if config.model_type == "glm4_moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+    if config.model_type in ("glm4_moe", "minimax_m2"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config.model_type == "minimax_m2":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
     if config.model_type in ("gemma2", "gemma3_text", "olmo3", "starcoder2", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "gemma2":

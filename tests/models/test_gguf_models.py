@@ -64,6 +64,9 @@ CASES = [
     ("arcee", Kind.Q8_0),
     ("ernie4.5", Kind.F16),
     ("hunyuan", Kind.F16),
+    ("ernie4.5-moe", Kind.F16),
+    ("glm4-moe", Kind.F16),
+    ("minimax-m2", Kind.F16),
 ]
 
 
@@ -230,6 +233,16 @@ def test_weights_of_a_layer_that_the_model_would_not_read_are_refused(tmp_path: 
     stored = [*open_gguf(path).tensors, "blk.0.attn_q_norm.weight", "blk.0.attn_rot_embd.weight"]
     with pytest.raises(ConfigError, match=r"1 tensors of its layers, such as 'blk.0.attn_q_norm.weight', are not"):
         check_all_used(stored, files, architecture.gguf, read_model(files))
+
+
+def test_weights_of_draft_heads_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(make_model("glm4-moe"), path, Kind.F32)
+    files = identify(path)
+    stored = [*open_gguf(path).tensors, "blk.3.attn_q.weight", "blk.3.nextn.eh_proj.weight"]
+    check_all_used(stored, files, read_architecture(files)[0].gguf, read_model(files))
+    with pytest.raises(ConfigError, match=r"such as 'blk.3.attn_q.weight'"):
+        check_all_used(stored[:-1], files, read_architecture(files)[0].gguf, read_model(files))
 
 
 @pytest.fixture(scope="module")
