@@ -73,18 +73,19 @@ def model_card(server: ServerConnection, model: str | None) -> dict[str, Any]:
     raise ConfigError(f"{server.url} does not serve {model!r:.80}; it has {names}")
 
 
+_NOT_FOR_CHATS = ("chat template", "generates no text", "writes down what is said")
+"""What a server says of a model that only continues texts, of one for embeddings, and of one for speech."""
+
+
 def require_chat(server: ServerConnection, model: str) -> None:
-    """Raise ConfigError if a server says that a model has no chat template; what it does not answer passes."""
+    """Raise ConfigError if a server says that a model is not for chats; what it does not answer passes."""
     body = {"model": model, "messages": [{"role": "user", "content": "Hello"}]}
     try:
         with server.open("/tokenize", body):
             pass
     except RequestError as error:
-        if "chat template" in str(error):
-            raise ConfigError(
-                f"{model} at {server.url} cannot chat: {error}; serve a model for chats, or give the server "
-                "--chat-template FILE"
-            ) from None
+        if any(words in str(error) for words in _NOT_FOR_CHATS):
+            raise ConfigError(f"{model} at {server.url} cannot chat: {error}; serve a model for chats") from None
 
 
 class RemoteSession:

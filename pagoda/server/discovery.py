@@ -22,7 +22,7 @@ def capabilities_of(model: ServedModel) -> list[str]:
     template = model.template_for(None, True)
     is_chat = model.tasks.generates and template is not None
     can = {
-        "completion": model.tasks.generates,
+        "completion": model.tasks.generates and not model.hears,  # its prompt alone is refused
         "embedding": _embeds(model),
         "tools": is_chat and model.tool_parser_for(template) is not None,
         "vision": model.facts.reads_images,

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pagoda.base.errors import ConfigError
+from pagoda.cli.remote import RemoteSession
 from tests.chrome_format import check_trace
 from tests.server.live import LiveServer, children, serving
 
@@ -76,6 +78,12 @@ def test_a_model_without_a_kv_cache_is_not_said_to_have_a_tiny_one(server: LiveS
     log = server.log.read_text()
     assert log.count("KV cache: none, prompts are computed in one step") == log.count("model: minilm-l6 ") > 0
     assert "KV cache: 8192 tokens (512 blocks of 16" in log
+
+
+def test_a_model_for_embeddings_is_refused_for_chats(server: LiveServer) -> None:
+    with pytest.raises(ConfigError, match=r"embed at .* cannot chat: .* this model generates no text"):
+        RemoteSession(server.url, "embed")
+    assert RemoteSession(server.url).model_name == "chat"
 
 
 def test_only_listed_models_can_be_named(server: LiveServer) -> None:

@@ -16,6 +16,8 @@ import numpy as np
 import openai
 import pytest
 
+from pagoda.base.errors import ConfigError
+from pagoda.cli.remote import ServerConnection, require_chat
 from tests.engine.transcription.speech_model import write_checkpoint
 from tests.engine.transcription.test_transcriber import noise
 from tests.server.live import LiveServer, serving
@@ -55,6 +57,16 @@ def asked(client: openai.OpenAI, form: str, sound: bytes = SOUND, **more: Any) -
     return client.audio.transcriptions.create(
         model=client.models.list().data[0].id, file=("noise.wav", sound), response_format=form, language="en", **more
     )  # type: ignore[call-overload]
+
+
+def test_a_model_for_speech_is_not_listed_or_asked_as_one_for_texts(server: LiveServer) -> None:
+    model = json.loads(server.get("/v1/models")[1])["data"][0]
+    assert model["capabilities"] == ["audio"]
+    status, answer = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
+    message = "this model writes down what is said: use /v1/audio/transcriptions"
+    assert (status, answer["error"]["message"]) == (400, message)
+    with pytest.raises(ConfigError, match=message):
+        require_chat(ServerConnection(server.url, "x"), model["id"])
 
 
 def test_all_formats_tell_the_same(client: openai.OpenAI) -> None:

@@ -120,10 +120,12 @@ class ChatPrompts:
         parses_special_tokens: bool = False,
         images: ImagePrompts | None = None,
         model_name: str = "this model",
+        hears: bool = False,
     ) -> None:
         """parses_special_tokens: parse special tokens inside messages, instead of treating them as ordinary text.
 
         images: puts images into prompts, None for a model that takes text only.   model_name: for errors.
+        hears: the model is for speech.
         """
         self._tokenizer = tokenizer
         self._prompts = prompts
@@ -131,6 +133,7 @@ class ChatPrompts:
         self._parses_special_tokens = parses_special_tokens
         self._images = images
         self._model_name = model_name
+        self._hears = hears
         self.places = MessagePlaces(tokenizer, None if images is None else images.image_token_id)
         self._compiled = functools.lru_cache(_NUM_KEPT)(functools.partial(_callers_template, tokenizer.facts))
 
@@ -218,6 +221,8 @@ class ChatPrompts:
         tasks = self._limits.tasks
         if template is None and not tasks.generates:
             raise RequestError(f"this model generates no text; it supports {', '.join(tasks.names)}", "model")
+        if template is None and self._hears:
+            raise RequestError("this model writes down what is said: use /v1/audio/transcriptions", "model")
         if template is None:
             raise RequestError(
                 "this model has no chat template, so it can only continue a text: use plain prompts (/v1/completions), "

@@ -69,7 +69,9 @@ class InputProcessor:
         self.grammars = GrammarPreparer(tokenizer, limits.vocab_size, limits.of_request)
         self.prompts = PromptEncoder(tokenizer, limits, images)
         self.params = ParamsPreparer(self.prompts, self.grammars, limits, tokenizer, self._eos_token_ids)
-        self.chats = ChatPrompts(tokenizer, self.prompts, limits, parses_special_tokens_in_chat, images, model_name)
+        self.chats = ChatPrompts(
+            tokenizer, self.prompts, limits, parses_special_tokens_in_chat, images, model_name, speech is not None
+        )
         self._engine_seed = engine_seed
         self._handles = itertools.count(1)  # threads share it
         self.client_index = 0
