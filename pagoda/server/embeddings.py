@@ -197,10 +197,7 @@ async def create_pooling(http: Request) -> Response:
 
 
 class ClassificationRequest(InputBody, kw_only=True, frozen=True):
-    """POST /classify
-
-    use_activation: False: the outputs of the classification head as they are.
-    """
+    """POST /classify"""
 
     task: ClassVar[PoolingTask] = "classify"
     use_activation: bool | None = None

@@ -32,11 +32,7 @@ from pagoda.server.state import ServerState, state_of
 class PoolingBody(ModelBody, kw_only=True, frozen=True):
     """The fields that all of them have.
 
-    user: Has no effect.
     truncate_prompt_tokens: Keep so many tokens from the start of each prompt; -1: as many as fit.
-    priority: Smaller is sooner, where requests are scheduled by priority.
-    cache_salt: Share cached prefixes only with requests that have the same salt.
-    request_id: The id of the answer, without its prefix.
     """
 
     user: str | None = None

@@ -49,8 +49,8 @@ class RawPrompts:
 
     prompts: Sequence[Prompt]
     params: Sequence[Params]
-    names: Sequence[str]
-    lora: Adapter | None
+    names: Sequence[str] = ()
+    lora: Adapter | None = None
     add_special_tokens: bool = True
     priority: int = 0
     cache_salt: str | None = None

@@ -69,13 +69,12 @@ async def begin_turn(http: Request, dialect: Dialect[B, A], body: B) -> "Running
             asked = RawPrompts(
                 [one.prompt for one in rendered],
                 [one.params for one in rendered],
-                (),
-                picked.lora,
-                request.add_special_tokens,
-                request.priority,
-                request.cache_salt,
-                request.is_stream,
-                request.cache_ttl_s,
+                lora=picked.lora,
+                add_special_tokens=request.add_special_tokens,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                is_stream=request.is_stream,
+                cache_ttl_s=request.cache_ttl_s,
             )
             generation = await picked.model.starter.begin(http, place, asked, request_id)
     with contextlib.ExitStack() as at_error:

@@ -195,18 +195,24 @@ _MEANING = re.compile(r"^(\w+(?:, \w+)*): (.+)", re.MULTILINE)
 
 _COMMON = {
     "add_generation_prompt": "End the prompt with the opening of the assistant's turn.",
+    "cache_salt": "Share cached prefixes only with requests that have the same salt.",
     "chat_template": "Goes before the model's own template.",
     "chat_template_kwargs": "Further variables of the template.",
     "frequency_penalty": "In [-2, 2]: makes tokens less likely by how often the output has them.",
+    "metadata": "Comes back in the answer.",
     "min_p": "Sample from tokens with at least this share of the most likely one's probability.",
     "presence_penalty": "In [-2, 2]: makes tokens that the output has less likely.",
+    "priority": "Smaller is sooner, where requests are scheduled by priority.",
     "repeat_penalty": "Above 1, makes tokens that the prompt or the output has less likely.",
+    "request_id": "The id of the answer, without its prefix.",
     "stop": "Texts that end the output; they are cut off.",
     "temperature": "How random the output is: 0 takes the most likely token.",
     "tool_choice": "Whether it calls a tool, and which.",
     "tools": "What the model may call.",
     "top_k": "Sample from so many most likely tokens.",
     "top_p": "Sample from the most likely tokens that have this probability together.",
+    "use_activation": "False: the outputs of the classification head as they are.",
+    "user": "Has no effect.",
 }
 """What fields of these names mean, where the body says nothing else."""
 

@@ -28,7 +28,6 @@ Texts = str | list[str]
 class PairBody(PoolingBody, kw_only=True, frozen=True):
     """The fields of those that compare texts.
 
-    use_activation: False: the outputs of the classification head as they are.
     chat_template: Of models that get a pair as one prompt: goes before the model's own template.
     instruction: Of models that get a pair as one prompt: what the template says to do.
     """

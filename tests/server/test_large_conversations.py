@@ -20,7 +20,7 @@ from pagoda.server.dialects.messages_bodies import Conversion, MessagesRequest
 from pagoda.server.dialects.ollama_bodies import OllamaMessage, template_messages
 from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
 from pagoda.server.dialects.responses_input import conversation_of
-from pagoda.server.dialects.responses_tools import ResponsesTool, ResponsesToolChoice, Tools, chosen
+from pagoda.server.dialects.responses_tools import ResponsesTool, ResponsesToolChoice, ResponsesTools, chosen
 from tests.server.turn_apis import BODIES, Turn, asked
 
 LIMITS = RequestLimits()
@@ -77,7 +77,7 @@ def test_too_many_messages_or_tools_are_refused_by_their_number_before_any_is_re
 
 def of_items(*items: Mapping[str, Any], tools: int = 0) -> Callable[[int], Callable[[], object]]:
     def work(size: int) -> Callable[[], object]:
-        made = Tools([ResponsesTool("function", f"tool{at}") for at in range(size if tools else 0)])
+        made = ResponsesTools([ResponsesTool("function", f"tool{at}") for at in range(size if tools else 0)])
         earlier = [msgspec.convert(one, InputItem) for one in items] * (size // len(items))
         return lambda: conversation_of(ResponsesRequest(input="Hi"), made, earlier)
 
@@ -94,7 +94,7 @@ def of_messages(*messages: Mapping[str, Any]) -> Callable[[int], Callable[[], ob
 
 
 def of_allowed_tools(size: int) -> Callable[[], object]:
-    tools = Tools([ResponsesTool("function", f"tool{at}") for at in range(size)])
+    tools = ResponsesTools([ResponsesTool("function", f"tool{at}") for at in range(size)])
     choice = ResponsesToolChoice(
         type="allowed_tools", tools=[{"type": "function", "name": f"tool{size - at - 1}"} for at in range(size)]
     )

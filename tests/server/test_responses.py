@@ -21,7 +21,7 @@ from pagoda.server.conversation import Conversation
 from pagoda.server.dialects import responses_input
 from pagoda.server.dialects.responses import ResponsesDialect
 from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
-from pagoda.server.dialects.responses_tools import CustomInput, Tools
+from pagoda.server.dialects.responses_tools import CustomInput, ResponsesTools
 from pagoda.server.errors import ApiError
 from pagoda.server.turn import Piece, ReasoningDelta, TextDelta
 from tests.server.live import LiveServer
@@ -133,7 +133,7 @@ def body_of(**fields: Any) -> ResponsesRequest:
 
 
 def conversation_of(body: ResponsesRequest, earlier: Sequence[InputItem] = ()) -> Conversation:
-    return responses_input.conversation_of(body, Tools(body.tools or ()), earlier)[0]
+    return responses_input.conversation_of(body, ResponsesTools(body.tools or ()), earlier)[0]
 
 
 def messages_of(*items: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:

@@ -46,7 +46,6 @@ class BatchRequest(Body, kw_only=True, frozen=True):
     input_file_id: A file of this key, of the purpose batch: a request per line, all of them to `endpoint`.
     endpoint: The route that answers them.
     completion_window: After this time, what has no answer fails: hours (24h) or days (7d), up to 30d.
-    metadata: Comes back in the answer.
     output_expires_after: How old the output gets; 30 days, if not given.
     """
 

@@ -120,7 +120,6 @@ class SamplingBody(ModelBody, kw_only=True, frozen=True):
     seed: Makes the output repeatable.
     stream: Send the answer in chunks, as it is generated.
     stream_options: What a stream contains besides.
-    user: Has no effect.
     top_k: Sample from so many most likely tokens; 0 or -1 is off.
     repetition_penalty: Above 1, makes tokens that the prompt or the output has less likely.
     no_repeat_ngram_size: No sequence of so many tokens, of prompt and output, occurs twice; 0 is off, at most 64.
@@ -136,11 +135,8 @@ class SamplingBody(ModelBody, kw_only=True, frozen=True):
     spaces_between_special_tokens: Has no effect.
     truncate_prompt_tokens: Keep so many tokens from the end of the prompt (for encoders: its start); -1: all that fit.
     truncation_side: Where they are cut off instead.
-    priority: Smaller is sooner, where requests are scheduled by priority.
-    cache_salt: Share cached prefixes only with requests that have the same salt.
     prompt_cache_key: Keep this request's prefix in the cache rather than others, for five minutes after its last use.
     prompt_cache_retention: The same; 24h: for a day.
-    request_id: The id of the answer, without its prefix.
     return_token_ids: Tell the ids of the prompt's and the output's tokens.
     return_tokens_as_token_ids: Write tokens in log-probabilities as "token_id:ID"; by default as the server is set.
     response_format: The form of the output: text, JSON, or JSON by a schema.

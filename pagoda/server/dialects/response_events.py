@@ -13,7 +13,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import replace
 
 from pagoda.server.dialects.chat import ChatLogprob, chat_logprobs
-from pagoda.server.dialects.responses_tools import CustomInput, NamedTool
+from pagoda.server.dialects.responses_tools import CallerTool, CustomInput
 from pagoda.server.errors import ApiError
 from pagoda.server.generation import Generation
 from pagoda.server.sending import Framing, event
@@ -203,7 +203,7 @@ class ResponseWriter:
 
     turn: Turn
 
-    def __init__(self, response: ResponseAnswer, tools: Mapping[str, NamedTool], is_summary: bool = False) -> None:
+    def __init__(self, response: ResponseAnswer, tools: Mapping[str, CallerTool], is_summary: bool = False) -> None:
         """response: without output.   tools: by the names in calls.   is_summary: thoughts are sent as summaries."""
         self.response = response
         self.framing = Framing(self._failed, b"", retells=True)
@@ -305,7 +305,7 @@ class ResponseWriter:
         self._begin_item(form, **fields, content=UNSET if form is _SUMMARY else [])
 
     def _begin_call(self, call_id: str, name: str) -> None:
-        tool = self._tools.get(name, NamedTool(name, None, False, ""))
+        tool = self._tools.get(name, CallerTool(name, None, False, ""))
         form = _CUSTOM if tool.is_custom else _FUNCTION
         named = {"name": tool.name} if tool.namespace is None else {"name": tool.name, "namespace": tool.namespace}
         opened = self._begin_item(form, call_id=call_id, **named, **{form.whole: ""})

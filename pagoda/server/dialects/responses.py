@@ -26,7 +26,7 @@ from pagoda.server.dialects.response_events import (
 )
 from pagoda.server.dialects.responses_bodies import InputItem, ReasoningParam, ResponsesRequest, TextParam
 from pagoda.server.dialects.responses_input import conversation_of
-from pagoda.server.dialects.responses_tools import ResponsesToolChoice, Tools
+from pagoda.server.dialects.responses_tools import ResponsesToolChoice, ResponsesTools
 from pagoda.server.errors import ApiError, ErrorDetail, ErrorResponse, error_type
 from pagoda.server.sending import EventStream
 from pagoda.server.served_model import ServedModel
@@ -51,7 +51,7 @@ class ResponsesDialect:
         self._writer: ResponseWriter  # made with the request, because that may run on a thread
 
     def request(self, body: ResponsesRequest, model: ServedModel) -> TurnRequest:
-        tools = Tools(body.tools or ())
+        tools = ResponsesTools(body.tools or ())
         conversation, made = conversation_of(body, tools, self._earlier)
         structure = body.structure
         with naming_fields(made.origin):
@@ -98,7 +98,7 @@ class ResponsesDialect:
 
 
 def _new_response(
-    body: ResponsesRequest, params: SamplingParams, tools: Tools, response_id: str, model: str
+    body: ResponsesRequest, params: SamplingParams, tools: ResponsesTools, response_id: str, model: str
 ) -> ResponseAnswer:
     """Return a response without output."""
     asked, choice = body.reasoning or ReasoningParam(), body.tool_choice

@@ -123,7 +123,6 @@ class ResponsesRequest(ModelBody, kw_only=True, frozen=True):
     max_tool_calls: Comes back in the answer: it is about hosted tools.
     parallel_tool_calls: False: at most one call.
     include: `message.output_text.logprobs` and `reasoning.encrypted_content` are known; others have no effect.
-    metadata: Comes back in the answer.
     truncation: Has no effect: what does not fit into the context is an error.
     store: Keep the response, so that it can be asked for and followed.
     background: Answer at once, and go on without the client.

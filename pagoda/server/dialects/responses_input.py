@@ -8,7 +8,7 @@ from pagoda.base.errors import RequestError
 from pagoda.base.request_limits import RequestLimits
 from pagoda.server.conversation import Conversation, check_chat
 from pagoda.server.dialects.responses_bodies import InputItem, InputPart, ResponsesRequest, check_ids
-from pagoda.server.dialects.responses_tools import Tools, arguments_of, chosen
+from pagoda.server.dialects.responses_tools import ResponsesTools, arguments_of, chosen
 from pagoda.server.dialects.transcript import Transcript
 from pagoda.server.errors import ApiError
 from pagoda.server.thinking import Thinking
@@ -33,7 +33,7 @@ _HOSTED = frozenset(
 class ItemsTranscript(Transcript):
     """The messages of a conversation. Items of the assistant that follow each other are one message."""
 
-    def __init__(self, tools: Tools) -> None:
+    def __init__(self, tools: ResponsesTools) -> None:
         super().__init__()
         self.seals: list[str] = []
         self._tools = tools
@@ -135,7 +135,7 @@ class ItemsTranscript(Transcript):
 
 
 def conversation_of(
-    body: ResponsesRequest, tools: Tools, earlier: Sequence[InputItem] = ()
+    body: ResponsesRequest, tools: ResponsesTools, earlier: Sequence[InputItem] = ()
 ) -> tuple[Conversation, ItemsTranscript]:
     """Return the conversation of a body, and what knows its fields.   earlier: items before those of the body."""
     made, given = ItemsTranscript(tools), body.input
@@ -152,7 +152,7 @@ def conversation_of(
 def check_items(name: str, items: Sequence[InputItem], limits: RequestLimits) -> None:
     """Raise RequestError for items of a field that no response could read."""
     check_ids(name, items)
-    made = ItemsTranscript(Tools(()))
+    made = ItemsTranscript(ResponsesTools(()))
     made.add_last(name, items)
     with naming_fields(made.origin):
         check_chat(limits, made.messages, None, None, None)

@@ -82,7 +82,7 @@ def is_hosted(tool: ResponsesTool) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedTool:
+class CallerTool:
     """A tool as the caller names it.   place: what errors call its form."""
 
     name: str
@@ -91,7 +91,7 @@ class NamedTool:
     place: str
 
 
-class Tools:
+class ResponsesTools:
     """The tools of a request.
 
     functions: as templates read them. A custom tool is a function with one argument, `input`; the name of a tool in a
@@ -102,7 +102,7 @@ class Tools:
     def __init__(self, given: Sequence[ResponsesTool]) -> None:
         """Raises RequestError for tools that neither are served nor may be left out."""
         self.functions: list[dict[str, Any]] = []
-        self.named: dict[str, NamedTool] = {}
+        self.named: dict[str, CallerTool] = {}
         self._own_names: dict[tuple[str, str | None], str] = {}  # by the caller's name and namespace
         self.kept: list[dict[str, Any]] = []
         for index, tool in enumerate(given):
@@ -140,7 +140,7 @@ class Tools:
         if name in self.named:
             raise RequestError(f"{place}.name: {name!r} is the name of another tool, too", f"{place}.name")
         self._own_names.setdefault((tool.name, namespace), name)
-        self.named[name] = NamedTool(
+        self.named[name] = CallerTool(
             tool.name, namespace, is_custom, place + (".format" if is_custom else ".parameters")
         )
         if is_custom:
@@ -236,7 +236,7 @@ def arguments_of(text: str) -> str:
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
-def chosen(choice: str | ResponsesToolChoice | None, tools: Tools) -> Mapping[str, Any]:
+def chosen(choice: str | ResponsesToolChoice | None, tools: ResponsesTools) -> Mapping[str, Any]:
     """Return the fields of a conversation that say which tools may or must be called. Raises RequestError."""
     if choice is None or isinstance(choice, str):
         is_forced, only = choice == "required", None
@@ -257,7 +257,7 @@ def chosen(choice: str | ResponsesToolChoice | None, tools: Tools) -> Mapping[st
     return {"tools": functions, "is_forced": is_forced, "only_tool": only}
 
 
-def _found(tools: Tools, name: Any, namespace: Any, place: str) -> str:
+def _found(tools: ResponsesTools, name: Any, namespace: Any, place: str) -> str:
     if (found := tools.find(name, namespace)) is None:
         raise RequestError(f"{place}.name: there is no tool {name!r:.80}", f"{place}.name")
     return found

@@ -37,7 +37,6 @@ class ConversationRequest(Body, kw_only=True, frozen=True):
     """POST /v1/conversations
 
     items: What it begins with.
-    metadata: Comes back in the answer.
     """
 
     items: Items | None = None

@@ -16,7 +16,7 @@ from pagoda.server.dialects.response_events import TOO_LONG, ResponseAnswer, Res
 from pagoda.server.dialects.responses import ResponsesDialect, response_error
 from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
 from pagoda.server.dialects.responses_input import conversation_of
-from pagoda.server.dialects.responses_tools import Tools
+from pagoda.server.dialects.responses_tools import ResponsesTools
 from pagoda.server.errors import ApiError, as_api_error
 from pagoda.server.listing import page_asked, page_of
 from pagoda.server.render import count_prompt_tokens
@@ -89,7 +89,7 @@ async def count_input_tokens(http: Request) -> Response:
     earlier = await _earlier(http, body)
     picked = state.pick(http, body.model)
 
-    tools = Tools(body.tools or ())
+    tools = ResponsesTools(body.tools or ())
     conversation, made = await run_for_body(
         http, lambda: conversation_of(body, tools, [_decode(data) for _, data in earlier()])
     )
