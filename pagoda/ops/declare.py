@@ -108,9 +108,13 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """A KVLayer, which the op reads, or also writes. Its shape is [num_blocks, K, block_size, D of K, D of V]."""
+    """A KVLayer, which the op reads, or also writes. Its shape is [num_blocks, K, block_size, D of K, D of V].
+
+    states: its blocks hold states of the dtype of the op's rows rather than pages, in `k` alone, as plain rows.
+    """
 
     writes: bool
+    states: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ from pagoda.ops.shape_rules import (
     check_product,
     check_put_rows,
     check_rotary_write,
+    check_short_conv,
     check_sinks,
     check_tables,
     check_text,
@@ -343,6 +344,30 @@ class ForwardOps(Protocol):
 
         Reads no cache: all tokens of a request must be in the batch, one request after the other without padding.
         window: only tokens less than `window` positions away (0: all).   softcap, bias, first: as in `attention`.
+        """
+        ...
+
+    @op(
+        "short_conv",
+        check_short_conv,
+        x=Rows(),
+        weight=Table("x"),
+        bias=Table("x", optional=True),
+        states=Cache(writes=True, states=True),
+        metadata=Group(Slots.QUERIES, "states"),
+        out=Out("x", lambda s: s["weight"][1:]),
+    )
+    def short_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: KVLayer, metadata: AttentionMetadata
+    ) -> Tensor:
+        """Causal depthwise convolution over each row's tokens, x [T, D] or [T, 1, D] -> [T, D].
+
+        out[t] = bias + weight[0] * x[t - L + 1] + ... + weight[L - 1] * x[t], summed in float32 in this order; what is
+        before a row's first token is 0.   weight: [L, D].   bias: [D] or None.
+        states: x of the L - 1 tokens before a position, oldest first, [L - 1, 1, D] per block. A row that goes on at
+        position p reads the block of p - 1; each block that it computes tokens of then has the state after the last of
+        them. Rows are computed in order: one may go on from a state that a row before it leaves in the same step. The
+        null block is read as zeros and not written.
         """
         ...
 

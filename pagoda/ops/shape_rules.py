@@ -110,6 +110,15 @@ def check_rotary_write(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     check_written(shapes, arguments)
 
 
+def check_short_conv(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    """Weight and bias must be of x's channels, and a state of as many rows as the weight has before its last."""
+    x, weight, bias, (_, rows, per_block, dim, _) = (shapes[name] for name in ("x", "weight", "bias", "states"))
+    if len(weight) != 2 or prod(x[1:]) != weight[1] or (bias and bias != weight[1:]):
+        raise ValueError(f"weight {weight} and bias {bias} do not fit x {x}")
+    if (rows, per_block, dim) != (weight[0] - 1, 1, weight[1]):
+        raise ValueError(f"states of {rows} rows of {dim} elements do not fit a weight {weight}")
+
+
 def check_sinks(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     """There must be a sink for each head."""
     check_cache_heads(shapes, arguments)

@@ -89,7 +89,7 @@ def prepare_call(
             case LowRank():
                 _set_low_rank(call, name, value)
             case Cache():
-                _set_cache(call, name, value)
+                _set_cache(call, name, value, declared.states)
             case Group():
                 if not isinstance(value, AnyMetadata):
                     raise _wrong(op, name, "AttentionMetadata", value)
@@ -244,7 +244,7 @@ def _set_low_rank(call: Call, name: str, value: object) -> None:
     call.kept.append(value)
 
 
-def _set_cache(call: Call, name: str, value: object) -> None:
+def _set_cache(call: Call, name: str, value: object, states: bool) -> None:
     if not isinstance(value, AnyKVLayer):
         raise _wrong(call.op, name, "a KVLayer", value)
     cache: KVLayer = value  # of torch tensors: nothing else reaches these kernels
@@ -252,7 +252,8 @@ def _set_cache(call: Call, name: str, value: object) -> None:
     value_dim = cache.v.shape[3]
     record = getattr(call.record, name)
     for pages in (cache.k, cache.v):
-        check_page_shape(pages.shape[3], block_size)
+        if not states:
+            check_page_shape(pages.shape[3], block_size)
         if pages.shape[:3] != cache.k.shape[:3] or not pages[0].is_contiguous():
             raise ValueError(f"{call.op.name}: k and v of a cache must have as many slots and blocks without gaps")
     record.k, record.v = cache.k.data_ptr(), cache.v.data_ptr()
@@ -264,7 +265,11 @@ def _set_cache(call: Call, name: str, value: object) -> None:
         record.k_scale, record.v_scale = cache.k_scale.data_ptr(), cache.v_scale.data_ptr()
         record.scale_stride = cache.k_scale.stride(0)
     for heads, shape in call.shapes.items():
-        if len(shape) == 3 and dtype is not DType.I8 and call.dtypes[heads] != dtype:
+        if (
+            heads in call.dtypes
+            and (states or (len(shape) == 3 and dtype is not DType.I8))
+            and call.dtypes[heads] != dtype
+        ):
             raise ValueError(f"{call.op.name}: {heads} is {call.dtypes[heads].name}, its cache {dtype.name}")
     record.num_blocks, record.kv_heads, record.block_size = num_blocks, kv_heads, block_size
     record.head_dim, record.value_dim, record.dtype = head_dim, value_dim, dtype

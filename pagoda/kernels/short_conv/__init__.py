@@ -1,0 +1,1 @@
+"""Causal depthwise convolutions over a few tokens, with their state in the cache."""
