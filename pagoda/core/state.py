@@ -84,7 +84,7 @@ class SchedulerState:
         if num_blocks < 1:
             raise ConfigError("the KV cache has no blocks; raise kv_cache_memory or num_blocks")
         if kv_groups and all(group.kind is KVGroupKind.CROSS for group in kv_groups):
-            raise ConfigError("a model with KV needs at least one full or window KV group")
+            raise ConfigError("a model with KV needs at least one KV group besides cross attention")
         self.config = config
         self.clock = clock
         self.preparations = preparations

@@ -262,18 +262,39 @@ class ExactWorker:
                 if spec.kind is KVGroupKind.CROSS:
                     self._write_cross(row, group)
                     continue
+                if spec.kind is KVGroupKind.STATE and start:
+                    self._read_state(number, row, group, row.name_at(start - 1, tokens))
                 for position in range(start, start + new):
-                    block = self._block(row, group, position)
-                    slot = position % self.block_size
-                    if (block, slot) in written:
+                    block, slot = self._block(row, group, position), self._slot(group, position)
+                    if written.get((block, slot), number) != number:
                         raise WrongMemory(
                             f"rows {written[block, slot]} and {number} both write slot {slot} of block {block}"
                         )
                     written[block, slot] = number
-                    self.device[block][slot] = (group, row.name_at(position, tokens))
+                    name: Name = (group, row.name_at(position, tokens))
+                    if spec.kind is KVGroupKind.STATE:  # it is all that the block holds
+                        self.device[block] = [None] * self.block_size
+                        name = SPOILED if number in self.spoiled_rows else name
+                    self.device[block][slot] = name
         for number in self.spoiled_rows:
             self._spoil(output, number, raises=raises)
         return fed
+
+    def _slot(self, group: int, position: int) -> int:
+        """Where a block holds what `position` leaves: the states of its positions overwrite each other."""
+        return 0 if self.groups[group].kind is KVGroupKind.STATE else position % self.block_size
+
+    def _read_state(self, number: int, row: Row, group: int, name: Name) -> None:
+        """Read the state in front of a row's chunk, in the order of the rows: a row before it may have just left it."""
+        block = self._block(row, group, len(row.names) - 1)
+        held = self.device[block][0]
+        if held == SPOILED:
+            self.spoiled_rows.add(number)
+        elif held != (group, name):
+            raise WrongMemory(
+                f"{row.request_id} (row {number}) goes on from position {len(row.names) - 1} of group {group}, but "
+                f"block {block} has the state {held}"
+            )
 
     def _spoil(self, output: SchedulerOutput, number: int, *, raises: bool = False) -> None:
         """What the row writes in this step is wrong."""
@@ -286,7 +307,7 @@ class ExactWorker:
                 else:
                     positions = range(start, start + int(output.num_new[at]))
                 for position in positions:
-                    self.device[self._block(row, group, position)][position % self.block_size] = SPOILED
+                    self.device[self._block(row, group, position)][self._slot(group, position)] = SPOILED
 
     def _write_cross(self, row: Row, group: int) -> None:
         if not row.cross_written:
@@ -337,8 +358,10 @@ class ExactWorker:
     def _reads_spoiled(self, step: int, number: int, start: int, new: int) -> bool:
         row = self.rows[number]
         for group, spec in enumerate(self.groups):
+            if spec.kind is KVGroupKind.STATE:
+                continue  # it was read before it was overwritten
             is_cross = spec.kind is KVGroupKind.CROSS
-            first = max(0, start - spec.window + 1) if spec.kind is KVGroupKind.WINDOW else 0
+            first = max(0, start - spec.window + 1) if spec.window else 0
             for position in range(row.encoder_len) if is_cross else range(first, start + new):
                 block = self._block(row, group, position)
                 held = self.device[block][position % self.block_size]

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode, SchedulingPolicy
 from pagoda.base.pooling import PoolingParams
 from pagoda.base.sampling_params import BeamSearchOptions, SamplingParams
-from pagoda.core.kv import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec
 from pagoda.core.request import PLACEHOLDER_ID, LoraRef, MediaItem, Pin, Reason
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import SchedulerOutput
@@ -32,6 +32,11 @@ def window(size: int, layer: int = 1) -> KVGroupSpec:
 
 CROSS = KVGroupSpec(KVGroupKind.CROSS, layers=(1,))
 
+
+def state(layer: int = 1) -> KVGroupSpec:
+    return KVGroupSpec(KVGroupKind.STATE, window=STATE_WINDOW, layers=(layer,))
+
+
 GROUPS = st.sampled_from(
     [
         (FULL,),
@@ -40,6 +45,9 @@ GROUPS = st.sampled_from(
         (window(5, 0),),
         (FULL, window(8)),
         (FULL, window(6), window(3, 2)),
+        (state(0),),
+        (FULL, state()),
+        (FULL, window(6), state(2)),
     ]
 )
 
@@ -109,7 +117,7 @@ def setting_of(draw: st.DrawFn, mode: SchedulingMode) -> Setting:
         max_model_len=max_model_len,
         encoder_decoder=encoder_decoder,
         beams=draw(st.integers(0, 2)) == 0,
-        drafts=draw(st.booleans()),
+        drafts=draw(st.booleans()) and all(group.kind is not KVGroupKind.STATE for group in groups),
     )
 
 

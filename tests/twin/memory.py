@@ -55,7 +55,7 @@ class Memory:
 
     @property
     def has_windows(self) -> bool:
-        return any(spec.kind is KVGroupKind.WINDOW for spec in self.groups)
+        return any(spec.window for spec in self.groups)
 
     def in_order(self, sequence: TwinSequence) -> list[int]:
         """The blocks by their place in the tables, those of all groups at a place before those of the next."""
@@ -86,7 +86,7 @@ class Memory:
         if spec.kind is KVGroupKind.CROSS:
             return []
         first = 0
-        if spec.kind is KVGroupKind.WINDOW:
+        if spec.window:
             first = max(0, length - blocks_for(spec.window - 1, self.block_size))
         table = [NULL] * first
         for index in range(first, length):
@@ -119,7 +119,7 @@ class Memory:
     def behind_window(self, group: int, processed: int) -> int:
         """Leading blocks that no later token of this group attends to."""
         spec = self.groups[group]
-        if spec.kind is not KVGroupKind.WINDOW:
+        if not spec.window:
             return 0
         return max(0, processed - spec.window + 1) // self.block_size
 
@@ -143,7 +143,7 @@ class Memory:
                 continue
             want = max(blocks_for(tokens, self.block_size) - len(hits[group]), 0)
             want += len({block for block in hits[group] if block != NULL and self.pool.is_free(block)})
-            if capped and spec.kind is KVGroupKind.WINDOW:
+            if capped and spec.window:
                 want = min(want, self._most_held(spec))
             need += want
         return need
@@ -223,7 +223,7 @@ class Memory:
         for sequence in state.alive[1:]:
             own = blocks_for(len(sequence.tokens), self.block_size) - shared
             for spec in self.groups:
-                if spec.kind is KVGroupKind.WINDOW:
+                if spec.window:
                     need += min(own, self._most_held(spec))
                 elif spec.kind is not KVGroupKind.CROSS:
                     need += own

@@ -14,9 +14,10 @@ Nothing else in this folder is imported from outside.
 from pagoda.core.kv.block_tables import BlockTables
 from pagoda.core.kv.manager import KVCacheManager
 from pagoda.core.kv.prefix_cache import CachedPrefix
-from pagoda.core.kv.sizing import KVGroupKind, KVGroupSpec, KVShape, KVSizing, layers_per_block
+from pagoda.core.kv.sizing import STATE_WINDOW, KVGroupKind, KVGroupSpec, KVShape, KVSizing, layers_per_block
 
 __all__ = [
+    "STATE_WINDOW",
     "BlockTables",
     "CachedPrefix",
     "KVCacheManager",

@@ -14,11 +14,19 @@ class KVGroupKind(Enum):
     FULL = "full"  # attends to every earlier token
     WINDOW = "window"  # attends to the last `window` tokens, itself included
     CROSS = "cross"  # attends to the encoder's output; filled once, never grows
+    STATE = "state"  # recurrent: reads the state that the token before left
+
+
+STATE_WINDOW = 2
+"""Window of STATE: a token reads what the one before it left. A full block is a snapshot, from which hits resume."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one token keeps in one layer: K [num_heads, key_dim] and V [num_heads, value_dim]."""
+    """What one token keeps in one layer: K [num_heads, key_dim] and V [num_heads, value_dim].
+
+    Of a recurrent layer: its state, K alone, which a block holds once.
+    """
 
     num_heads: int = 1
     key_dim: int = 1
@@ -31,10 +39,14 @@ class KVGroupSpec:
 
     All groups draw block ids from one pool. A block of any group holds `block_size` tokens of as many layers as the
     largest group has (`layers_per_block`), so blocks are interchangeable: the i-th layer of each group lives in
-    the i-th KV tensor, at the block ids of its own group's table. A tensor has room for the largest shape.
+    the i-th KV tensor, at the block ids of its own group's table. A tensor has room for the largest shape. The states
+    of a STATE group are dealt out to the tensors in turn, one after the other in each.
 
-    kind: what the layers attend to.   window: tokens, for WINDOW (0 otherwise).
-    layers: indices of the attentions that keep KV, ascending; a model's layer may have several.
+    A block of a STATE group holds the state after the last computed token among its own. The row overwrites it until
+    the block is full; then the row goes on in the next block, and frees this one as a window of two tokens would.
+
+    kind: what the layers attend to.   window: tokens, for WINDOW and STATE (STATE_WINDOW); 0 otherwise.
+    layers: indices of the layers that keep KV, ascending; a model's layer may have several attentions.
     shape: of their K and V.
     """
 
@@ -45,8 +57,12 @@ class KVGroupSpec:
 
 
 def layers_per_block(groups: tuple[KVGroupSpec, ...]) -> int:
-    """How many layers' KV one pool block carries: the size of the largest group; 0 without groups."""
-    return max((len(group.layers) for group in groups), default=0)
+    """How many layers' KV one pool block carries: the size of the largest group; 0 without groups.
+
+    States do not count where others keep KV: several of them share a tensor.
+    """
+    num_states = max((len(group.layers) for group in groups if group.kind is KVGroupKind.STATE), default=0)
+    return max((len(group.layers) for group in groups if group.kind is not KVGroupKind.STATE), default=0) or num_states
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -60,6 +76,7 @@ class KVGroup:
 
     max_held: the most blocks that a row holds in this group (those before a sliding window are freed); 0: no limit.
     grows: whether its table grows with the sequence (all groups except cross attention).
+    is_window: whether it frees blocks that no later token reads (sliding windows and states).
     """
 
     index: int
@@ -71,7 +88,7 @@ class KVGroup:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grows", self.spec.kind is not KVGroupKind.CROSS)
-        object.__setattr__(self, "is_window", self.spec.kind is KVGroupKind.WINDOW)
+        object.__setattr__(self, "is_window", self.spec.window > 0)
 
     @property
     def num_hit_blocks(self) -> int:
@@ -112,7 +129,7 @@ class KVSizing:
         groups: list[KVGroup] = []
         for index, spec in enumerate(specs):
             max_held = 0
-            if spec.kind is KVGroupKind.WINDOW:
+            if spec.window:
                 # One more, since the window need not start at a block's first slot.
                 max_held = blocks_for(min(spec.window - 1 + in_flight, max_model_len), block_size) + 1
             groups.append(KVGroup(index, spec, block_size, max_held))
