@@ -144,6 +144,7 @@ def resolve_engine(config: EngineConfig, files: ModelFiles | None = None) -> Eng
     drafting = resolve_drafting(config, spec, dtype, kernels, max_model_len)
     _check_encoder(config, model, device.is_host, drafting is not None)
     _check_latent(config, model, device.is_host, kernels)
+    _check_states(config, model, device.is_host and kernels != "triton", drafting is not None)
     if drafting is not None and not tasks.generates:
         raise ConfigError(f"speculative_config: {files.name!r} does not generate text, so nothing can be drafted")
     return EngineSetup(
@@ -199,7 +200,8 @@ def _check_encoder(config: EngineConfig, model: Model, is_on_host: bool, drafts:
 
 def _check_latent(config: EngineConfig, model: Model, is_on_host: bool, kernels: str) -> None:
     """Raise ConfigError for what does not go with latent attention."""
-    if all(group.shape.key_dim == group.shape.value_dim for group in model.kv_groups):
+    pages = [group.shape for group in model.kv_groups if group.kind is not KVGroupKind.STATE]
+    if all(shape.key_dim == shape.value_dim for shape in pages):
         return
     if not is_on_host or kernels == "triton":
         raise ConfigError(
@@ -210,6 +212,22 @@ def _check_latent(config: EngineConfig, model: Model, is_on_host: bool, kernels:
         raise ConfigError(
             f"kv_cache_dtype='int8': models of architecture {model.spec.architecture!r} have latent attention, whose "
             "cache the native kernels hold in the compute dtype; take 'auto', or kernels='torch'"
+        )
+
+
+def _check_states(config: EngineConfig, model: Model, has_kernels: bool, drafts: bool) -> None:
+    """Raise ConfigError for what does not go with recurrent layers."""
+    if not model.has_states:
+        return
+    what = f"models of architecture {model.spec.architecture!r} have recurrent layers"
+    if not has_kernels:
+        raise ConfigError(f"{what}, which do not run on a GPU or in Triton yet; take device='cpu'")
+    if drafts:
+        raise ConfigError(f"speculative_config: {what}, whose states do not go back to a rejected draft; leave it out")
+    if config.cache.kv_cache_dtype != config.model.dtype:
+        raise ConfigError(
+            f"kv_cache_dtype={config.cache.kv_cache_dtype!r}: {what}, whose states are kept in the compute dtype, "
+            f"{config.model.dtype!r}; take 'auto'"
         )
 
 

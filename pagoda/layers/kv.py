@@ -14,8 +14,8 @@ _MAX_GROUPS = 8  # each group costs a block table; beyond this, unused places in
 class KVDeclaration:
     """The KV of one attention.
 
-    kind: full, window or cross; an attention without KV declares None instead.
-    window: tokens, 0 unless the kind is window.   shape: of K and V.
+    kind: an attention without KV declares None instead.
+    window: tokens, 0 for full and cross.   shape: of K and V, or of a state.
     """
 
     kind: KVGroupKind
@@ -32,7 +32,7 @@ class KVPlace:
 
 
 class KeepsKV(Protocol):
-    """An attention: declares its KV and receives its place."""
+    """An attention or a recurrent layer: declares its KV and receives its place."""
 
     kv: KVDeclaration | None
     place: KVPlace
@@ -87,7 +87,7 @@ def _set_places(keepers: Sequence[KeepsKV], groups: Sequence[KVGroupSpec]) -> No
 
 
 def group_kv(declared: Sequence[KVDeclaration]) -> tuple[KVGroupSpec, ...]:
-    """Group KV layers with equal declarations, into groups of equal size if possible.
+    """Group KV layers with equal declarations, into groups of equal size if possible; all equal states are one group.
 
     A block has room for as many layers as the largest group has, so a smaller group wastes the difference. Of all sizes
     that give at most 8 groups, take the one with the least waste, and of those the largest. Attentions without KV are
@@ -98,15 +98,18 @@ def group_kv(declared: Sequence[KVDeclaration]) -> tuple[KVGroupSpec, ...]:
     kinds: dict[KVDeclaration, list[int]] = {}
     for layer, kind in enumerate(declared):
         kinds.setdefault(kind, []).append(layer)
-    smallest = min(len(layers) for layers in kinds.values())
-    if len(kinds) == 1:
+    divided = {kind: layers for kind, layers in kinds.items() if kind.kind is not KVGroupKind.STATE}
+    smallest = min(map(len, divided.values()), default=0)
+    if len(divided) <= 1:
         size = smallest
     else:
-        size = min(range(1, smallest + 1), key=lambda s: (_num_groups(kinds, s) > _MAX_GROUPS, _waste(kinds, s), -s))
+        most = _MAX_GROUPS - len(kinds) + len(divided)
+        size = min(range(1, smallest + 1), key=lambda s: (_num_groups(divided, s) > most, _waste(divided, s), -s))
     return tuple(
-        KVGroupSpec(kind.kind, kind.window, tuple(layers[at : at + size]), kind.shape)
+        KVGroupSpec(kind.kind, kind.window, tuple(layers[at : at + step]), kind.shape)
         for kind, layers in kinds.items()
-        for at in range(0, len(layers), size)
+        for step in [size if kind in divided else len(layers)]
+        for at in range(0, len(layers), step)
     )
 
 

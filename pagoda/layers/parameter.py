@@ -189,7 +189,18 @@ class BiasTable:
     buckets: np.ndarray
 
 
-Declaration = Table | Vector | Matrix | RotaryTable | BiasTable
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Weights of a convolution over tokens in each channel by itself, in the compute dtype.
+
+    Stored [channels, 1, taps], the newest token last; held as [taps, channels].
+    """
+
+    channels: int
+    taps: int
+
+
+Declaration = Table | Vector | Matrix | RotaryTable | BiasTable | Taps
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from pagoda.layers.parameter import (
     PickedRows,
     RotaryTable,
     Table,
+    Taps,
     Vector,
 )
 from pagoda.layers.rotary import RotaryTables
@@ -156,6 +157,9 @@ class Filler:
                 )
             case Vector():
                 return self._vector(path, declared)
+            case Taps(channels, taps):
+                stored = self._tensor(path, (channels, 1, taps), torch.float32)
+                return stored.squeeze(1).T.to(self._dtype).contiguous()
             case RotaryTable():
                 return self._rotary_tables(declared)
             case BiasTable(num_heads, num_buckets, buckets):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pagoda.base.errors import ConfigError
 from pagoda.layers.module import parameters
-from pagoda.layers.parameter import BiasTable, Matrix, Table, Vector, whole_of
+from pagoda.layers.parameter import BiasTable, Matrix, Table, Taps, Vector, whole_of
 from pagoda.loading.model_config import build_tree, read_architecture
 from pagoda.loading.model_files import ModelFiles
 from pagoda.loading.pieces import bias_pieces, weight_pieces
@@ -63,6 +63,8 @@ def _tensors(model: Model, naming: Naming) -> Iterator[tuple[str, tuple[int, ...
             case Vector(size=size, zeros=False):
                 stored = naming.find(path)
                 yield stored.name, stored.shape_of_vector(size)
+            case Taps(channels, taps):
+                yield naming.find(path).name, (channels, 1, taps)
             case Matrix(tied=None) as matrix:
                 shard = whole_of(matrix)
                 for expert in range(max(matrix.num_experts, 1)):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from pagoda.base.errors import ConfigError
 from pagoda.layers.module import parameters
-from pagoda.layers.parameter import Declaration, Matrix, MatrixShard, Part, StoredBlock, Table, Vector, whole_of
+from pagoda.layers.parameter import Declaration, Matrix, MatrixShard, Part, StoredBlock, Table, Taps, Vector, whole_of
 from pagoda.loading.model_files import ModelFiles
 from pagoda.models.architecture import Architecture
 from pagoda.models.base import Model
@@ -53,7 +53,7 @@ def check_all_used(stored: Iterable[str], files: ModelFiles, naming: Naming, mod
                 for expert in range(max(1, matrix.num_experts)):
                     used.update(piece.name for piece in weight_pieces(naming, path, matrix, shard, expert))
                 used.update(piece.name for piece in bias_pieces(naming, path, matrix, shard) if matrix.bias)
-            case Table() | Vector(zeros=False):
+            case Table() | Taps() | Vector(zeros=False):
                 used.add(naming.find(path).name)
             case _:
                 pass
@@ -77,7 +77,7 @@ def check_all_used(stored: Iterable[str], files: ModelFiles, naming: Naming, mod
 
 def _is_named(declared: Declaration) -> bool:
     """Whether the checkpoint has one tensor for the parameter, named as its path."""
-    return isinstance(declared, Table) or (isinstance(declared, Vector) and not declared.zeros)
+    return isinstance(declared, Table | Taps) or (isinstance(declared, Vector) and not declared.zeros)
 
 
 @dataclass(frozen=True, slots=True)

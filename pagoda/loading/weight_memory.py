@@ -11,7 +11,7 @@ from pagoda.base.ranks import WHOLE, RankPlace
 from pagoda.kernels.linear.forms import FLOATS, GGUF_TYPES, NOT_TILED, ONLINE_FORMS, Q8, WeightFormat, packed_bias_bytes
 from pagoda.layers.lora_targets import lora_targets
 from pagoda.layers.module import parameters
-from pagoda.layers.parameter import BiasTable, Matrix, Parameter, RotaryTable, Table, Vector, whole_of
+from pagoda.layers.parameter import BiasTable, Matrix, Parameter, RotaryTable, Table, Taps, Vector, whole_of
 from pagoda.layers.sharding import RankNumber
 from pagoda.loading.gguf_file import open_gguf
 from pagoda.loading.model_config import build_tree, read_architecture
@@ -138,6 +138,8 @@ def _bytes(
             return 0
         case Vector(size, is_float32=is_float32):
             return size * (4 if is_float32 else element)
+        case Taps(channels, taps):
+            return channels * taps * element
         case BiasTable(num_heads=num_heads, buckets=buckets):
             return num_heads * len(buckets) * 4
         case RotaryTable(rope, head_dim, _, num_positions):

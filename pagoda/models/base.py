@@ -98,6 +98,11 @@ class Model(Module):
         return tuple(index for index, group in enumerate(self.kv_groups) if group.kind is KVGroupKind.CROSS)
 
     @property
+    def has_states(self) -> bool:
+        """Whether it has recurrent layers, whose states are in the KV cache."""
+        return any(group.kind is KVGroupKind.STATE for group in self.kv_groups)
+
+    @property
     def tasks(self) -> ModelTasks:
         """What the model can be asked for."""
         size = self.dense[-1].size if self.dense else self.spec.hidden_size

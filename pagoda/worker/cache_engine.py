@@ -9,18 +9,18 @@ import numpy as np
 import torch
 
 from pagoda.base.errors import ConfigError
-from pagoda.core.kv import KVGroupSpec, KVShape
+from pagoda.core.kv import KVGroupKind, KVGroupSpec, KVShape
 from pagoda.core.scheduler_output import SchedulerOutput
 from pagoda.kernels.batch import KVLayer
 from pagoda.kernels.kv_cache.device_blocks import DeviceBlocks
 from pagoda.worker.devices import Device
-from pagoda.worker.memory import KVSlot, kv_slots
+from pagoda.worker.memory import KVSlot, kv_slots, state_size
 
 
 class CacheEngine:
     """Owns the pools. The scheduler decides what each block contains.
 
-    layers: the KVLayer of each attention layer with a KV cache. The i-th layers of all groups share the i-th slot (see
+    layers: the KVLayer of each layer with a KV cache. The i-th layers of all groups share the i-th slot (see
         KVGroupSpec), so with several groups some of these share memory.
     swap_s: seconds that the host spent on the swaps of the last step.
     """
@@ -49,11 +49,14 @@ class CacheEngine:
         if num_host_blocks > 0 and slots:
             # Host block ids start at 1, like the device's, so the host pool also has a block 0.
             self._host = HostBlocks(self._blocks, num_host_blocks + 1, device)
-        layers = {
-            layer: planes[slot].seen_as(group.shape, block_size)
-            for group in groups
-            for slot, layer in enumerate(group.layers)
-        }
+        layers: dict[int, KVLayer] = {}
+        for group in groups:
+            for number, layer in enumerate(group.layers):
+                turn, slot = divmod(number, len(slots))
+                if group.kind is KVGroupKind.STATE:
+                    layers[layer] = planes[slot].state(group.shape, turn * state_size(group))
+                else:
+                    layers[layer] = planes[slot].seen_as(group.shape, block_size)
         if sorted(layers) != list(range(len(layers))):
             raise ConfigError(f"KV groups must name every layer once, got layers {sorted(layers)}")
         self.layers = [layers[layer] for layer in sorted(layers)]
@@ -98,7 +101,7 @@ class _Planes:
     v_scale: torch.Tensor | None
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return (plane for plane in (self.k, self.v, self.k_scale, self.v_scale) if plane is not None)
+        return (plane for plane in (self.k, self.v, self.k_scale, self.v_scale) if plane is not None and plane.numel())
 
     def seen_as(self, shape: KVShape, block_size: int) -> KVLayer:
         """Return a view of the beginning of each block as a KVLayer of this shape."""
@@ -110,6 +113,12 @@ class _Planes:
             None if self.v_scale is None else _begin(self.v_scale, (heads, block_size)),
         )
 
+    def state(self, shape: KVShape, first: int) -> KVLayer:
+        """Return a view of the state in each block that begins at element `first`."""
+        size = shape.num_heads * shape.key_dim
+        k = self.k[:, first : first + size].unflatten(1, (shape.num_heads, 1, shape.key_dim))
+        return KVLayer(k, k[..., :0])
+
 
 def _begin(plane: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return plane[:, : math.prod(shape)].unflatten(1, shape)
@@ -118,12 +127,13 @@ def _begin(plane: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 def _new_planes(slot: KVSlot, num_blocks: int, block_size: int, dtype: torch.dtype, device: Device) -> _Planes:
     def plane(elements: int, of: torch.dtype = dtype) -> torch.Tensor:
         # Zeros, not garbage, because a kernel may multiply slots past a row's end by 0, and 0 times NaN is NaN.
-        return device.zeros((num_blocks, elements * block_size), of)
+        return device.zeros((num_blocks, elements), of)
 
+    k = plane(slot.keys_per_block(block_size))
+    v = plane(slot.values * block_size) if slot.values else k[:, :0]  # a slot of states alone
     if dtype.itemsize > 1:
-        return _Planes(plane(slot.keys), plane(slot.values), None, None)
-    scales = (plane(slot.scales, torch.float32) for _ in range(2))
-    return _Planes(plane(slot.keys), plane(slot.values), *scales)
+        return _Planes(k, v, None, None)
+    return _Planes(k, v, *(plane(slot.scales * block_size, torch.float32) for _ in range(2)))
 
 
 class HostBlocks:

@@ -13,7 +13,7 @@ from pagoda.base.config import CacheConfig, DebugConfig
 from pagoda.base.dtypes import DTYPE_BYTES, WITH_SCALES
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.server_config import MAX_HELD_BODY_BYTES, MAX_HELD_MEDIA_BYTES, ServerLimits
-from pagoda.core.kv import KVGroupSpec, KVSizing, layers_per_block
+from pagoda.core.kv import KVGroupKind, KVGroupSpec, KVSizing, layers_per_block
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.layers.module import parameters
 from pagoda.layers.parameter import Matrix, Vector
@@ -241,37 +241,57 @@ class KVSlot:
     """One K and one V tensor, shared by the i-th layers of all groups and as large as the largest of them needs.
 
     keys, values: elements per token.   scales: per token and tensor, in a cache of 8 bits.
+    states: elements per block of the states that share the K tensor; it is as large as they are at least.
     """
 
     keys: int
     values: int
     scales: int
+    states: int = 0
+
+    def keys_per_block(self, block_size: int) -> int:
+        return max(self.keys * block_size, self.states)
 
 
 def kv_slots(groups: tuple[KVGroupSpec, ...]) -> tuple[KVSlot, ...]:
     """Return the slots of a block: as many as the largest group has layers."""
-    return tuple(
-        KVSlot(
-            keys=max(shape.num_heads * shape.key_dim for shape in shapes),
-            values=max(shape.num_heads * shape.value_dim for shape in shapes),
-            scales=max(shape.num_heads for shape in shapes),
+    num_slots = layers_per_block(groups)
+    attention = [group for group in groups if group.kind is not KVGroupKind.STATE]
+    states = [group for group in groups if group.kind is KVGroupKind.STATE]
+    slots: list[KVSlot] = []
+    for slot in range(num_slots):
+        shapes = [group.shape for group in attention if len(group.layers) > slot]
+        slots.append(
+            KVSlot(
+                keys=max((shape.num_heads * shape.key_dim for shape in shapes), default=0),
+                values=max((shape.num_heads * shape.value_dim for shape in shapes), default=0),
+                scales=max((shape.num_heads for shape in shapes), default=0),
+                states=max((len(group.layers[slot::num_slots]) * state_size(group) for group in states), default=0),
+            )
         )
-        for shapes in (
-            [group.shape for group in groups if len(group.layers) > slot] for slot in range(layers_per_block(groups))
-        )
-    )
+    return tuple(slots)
+
+
+def state_size(group: KVGroupSpec) -> int:
+    """Return the elements of a layer's state."""
+    return group.shape.num_heads * group.shape.key_dim
 
 
 def kv_bytes_per_token(groups: tuple[KVGroupSpec, ...], kv_dtype: str) -> int:
-    """Return the bytes of a token's K and V in all layers, without padding between unequal groups."""
-    return sum(kv_block_bytes((group,), kv_dtype, 1) for group in groups)
+    """Return the bytes of a token's K and V in all layers, without padding between unequal groups, and without states,
+    of which a sequence has as many as blocks.
+    """
+    return sum(kv_block_bytes((group,), kv_dtype, 1) for group in groups if group.kind is not KVGroupKind.STATE)
 
 
 def kv_block_bytes(groups: tuple[KVGroupSpec, ...], kv_dtype: str, block_size: int) -> int:
     """Return the bytes per block, in all slots: K and V, and the scales of a cache of 8 bits."""
     slots, scale_bytes = kv_slots(groups), _SCALE_BYTES if kv_dtype in WITH_SCALES else 0
-    of_token = ((slot.keys + slot.values) * DTYPE_BYTES[kv_dtype] + 2 * slot.scales * scale_bytes for slot in slots)
-    return block_size * sum(of_token)
+    return sum(
+        (slot.keys_per_block(block_size) + slot.values * block_size) * DTYPE_BYTES[kv_dtype]
+        + 2 * slot.scales * block_size * scale_bytes
+        for slot in slots
+    )
 
 
 _HOST_BYTES = 2 * DTYPE_BYTES["float32"]

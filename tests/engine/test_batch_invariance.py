@@ -283,9 +283,9 @@ def check_family(name: str, num_groups: int, watched: list[Watched], seeds: rang
     return check(model, watched, expected, options, seeds, VOCAB, most_watched=most, num_groups=num_groups)
 
 
-@pytest.mark.parametrize(("name", "num_groups"), [("deepseek-v3", 1), ("gemma4-shared", 3)])
+@pytest.mark.parametrize(("name", "num_groups"), [("deepseek-v3", 1), ("gemma4-shared", 3), ("lfm2", 2)])
 def test_other_ways_to_attend(name: str, num_groups: int, tmp_path: Path, on_the_device: DeviceUnderTest) -> None:
-    """Latent attention and groups of experts; heads of two sizes, and layers that share K and V."""
+    """Latent attention and groups of experts; heads of two sizes, and layers that share K and V; states."""
     on_the_device.must_compute(name)
     counts = check_family(name, num_groups, tiny_watched(), range(11, 15), tmp_path)
     missing = {"chunks", "swapped", "preempted", "prefix hits", "forks"} - set(+counts)

@@ -10,7 +10,7 @@ from pagoda.kernels.linear.reference import PlainLinear
 from pagoda.kernels.select import select_ops
 from pagoda.layers.lora_targets import lora_targets
 from pagoda.layers.module import Module, parameters, walk
-from pagoda.layers.parameter import Matrix, Parameter, RotaryTable, Table, Vector
+from pagoda.layers.parameter import Matrix, Parameter, RotaryTable, Table, Taps, Vector
 from pagoda.layers.sharding import shard_of
 from pagoda.loading.loader import load_model
 from pagoda.loading.model_config import read_architecture, read_model
@@ -34,6 +34,8 @@ def declared_tensors(model: Model, naming: Naming) -> dict[str, tuple[int, ...]]
         elif isinstance(declared, Vector) and not declared.zeros:
             vector = naming.find(path)
             found[vector.name] = vector.shape_of_vector(declared.size)
+        elif isinstance(declared, Taps):
+            found[naming.find(path).name] = (declared.channels, 1, declared.taps)
         elif isinstance(declared, Matrix) and declared.tied is None:
             whole = shard_of(declared, 0, 1)
             for expert in range(max(1, declared.num_experts)):

@@ -2,12 +2,15 @@
 
 import pytest
 
-from pagoda.core.kv import KVGroupKind, KVShape, layers_per_block
+from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVShape, layers_per_block
 from pagoda.layers.kv import KVDeclaration, group_kv
 
 
 def declared(window: int) -> KVDeclaration:
     return KVDeclaration(KVGroupKind.WINDOW if window else KVGroupKind.FULL, window, KVShape(2, 16, 16))
+
+
+STATE = KVDeclaration(KVGroupKind.STATE, STATE_WINDOW, KVShape(2, 96, 0))
 
 
 def pattern(num_layers: int, period: int, window: int = 512) -> tuple[int, ...]:
@@ -36,3 +39,14 @@ def test_sizes(windows: tuple[int, ...], sizes: list[int]):
     for group in groups:
         assert {windows[layer] for layer in group.layers} == {group.window}
         assert group.kind is (KVGroupKind.WINDOW if group.window else KVGroupKind.FULL)
+
+
+def test_all_equal_states_are_one_group():
+    """They do not make the groups of attention smaller, and several of them share a tensor: LFM2-1.2B."""
+    attention = {2, 5, 8, 10, 12, 14}
+    groups = group_kv([declared(0) if layer in attention else STATE for layer in range(16)])
+    assert {group.kind: len(group.layers) for group in groups} == {KVGroupKind.STATE: 10, KVGroupKind.FULL: 6}
+    assert layers_per_block(groups) == 6
+    windows = group_kv([STATE, *map(declared, pattern(18, 6)), STATE])
+    assert sorted(len(group.layers) for group in windows) == [2, *[3] * 6]
+    assert layers_per_block(group_kv([STATE] * 5)) == 5

@@ -69,8 +69,8 @@ def test_greedy_tokens_equal(name: str, folders, on: DeviceUnderTest):
     assert generate(runner, prompts(), NUM_TOKENS, 7) == expected(name)
 
 
-QUICK = {"llama", "mixtral-window", "gpt2", "gemma3", "gemma4-shared", "gpt-oss", "deepseek-v3"}
-"""Ways to attend: in windows, to sinks, to K and V of other layers or of latents."""
+QUICK = {"llama", "mixtral-window", "gpt2", "gemma3", "gemma4-shared", "gpt-oss", "deepseek-v3", "lfm2"}
+"""Ways to attend: in windows, to sinks, to K and V of other layers or of latents; and to go on from a state."""
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,8 @@ def test_greedy_tokens_equal_in_every_chunking(name: str, folders, on: DeviceUnd
 
 @pytest.mark.parametrize("kernels", ["reference", "native"])
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "gemma3-softcap-scaled", "gemma4-shared", "deepseek-v2-groups", "deepseek-v3"]
+    "name",
+    ["llama", "qwen3", "gemma3-softcap-scaled", "gemma4-shared", "deepseek-v2-groups", "deepseek-v3", "lfm2-biased"],
 )
 def test_greedy_tokens_equal_on_other_kernels(name: str, kernels: str, folders, on: DeviceUnderTest):
     if kernels != "reference":
@@ -186,7 +187,7 @@ def test_longrope_follows_the_longest_sequence_that_may_come(
     torch.testing.assert_close(ours, theirs(torch.tensor([prompts()[prompt]])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "gemma4-shared"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3", "gemma4-shared", "lfm2"])
 def test_bf16_stays_near_fp32(name: str, folders, on: DeviceUnderTest):
     """As near as transformers' own bfloat16, times two."""
     prompt = prompts()[2]

@@ -14,7 +14,7 @@ from pagoda.base.config import EngineConfig
 from pagoda.base.errors import ConfigError
 from pagoda.layers.attention import Heads
 from pagoda.loading.model_config import read_architecture, read_model
-from pagoda.loading.model_files import ModelFiles
+from pagoda.loading.model_files import ModelFiles, identify
 from pagoda.models.decoder_config import DecoderConfig
 from pagoda.worker.memory import kv_bytes_per_token
 from tests.models.tiny import CONFIGS, make_model, save
@@ -225,6 +225,59 @@ def test_what_does_not_go_with_latent_attention_is_refused_at_start(options: dic
     resolve(kernels="torch", kv_cache_dtype="int8")
     with pytest.raises(ConfigError, match=said):
         resolve(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kernels": "triton"}, "recurrent layers, which do not run on a GPU or in Triton yet"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype='int8': models of architecture 'lfm2' have recurrent layers"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "do not go back to a rejected draft",
+        ),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 does not go with short convolutions yet"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_states_is_refused_at_start(options: dict[str, Any], said: str, tmp_path: Path):
+    save(make_model("lfm2", num_attention_heads=4, num_key_value_heads=2), tmp_path)
+
+    def resolve(**more: Any) -> None:
+        resolve_engine(EngineConfig.from_options(model=str(tmp_path), device="cpu", **more))
+
+    resolve(pipeline_parallel_size=2)
+    with pytest.raises(ConfigError, match=said):
+        resolve(**options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_types": ["conv", "full_attention", "conv", "mamba"]}, "layer_types"),
+        ({"layer_types": ["conv", "full_attention"]}, "4 times full_attention or conv"),
+        ({"conv_L_cache": 1}, "conv_L_cache = 1"),
+        ({"block_ffn_dim_multiplier": 0.0001}, "leaves MLPs without elements"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_of_lfm2(changes: dict[str, object], said: str, tmp_path: Path):
+    save(make_model("lfm2"), tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=said):
+        read_model(identify(tmp_path))
+
+
+def test_older_spellings_of_lfm2(tmp_path: Path):
+    save(make_model("lfm2"), tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings["layer_types"]
+    settings |= {"full_attn_idxs": [1], "block_ff_dim": settings.pop("intermediate_size"), "tie_embedding": False}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    spec = read_model(identify(tmp_path)).spec
+    assert (spec.intermediate_size, spec.tie_embeddings) == (128, False)
+    assert len(read_model(identify(tmp_path)).kv_groups) == 2
 
 
 def test_embeddings_in_place_of_tokens_are_refused_where_layers_look_up_tokens(tmp_path: Path):

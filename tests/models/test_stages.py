@@ -107,7 +107,19 @@ def on_ranks(files: ModelFiles, kernels: str, size: int, stages: int, steps: lis
 @pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize(
     "name",
-    ["llama", "llama-tied-biased", "qwen3", "gemma3", "qwen3-moe", "olmoe", "gpt2", "olmo2", "granite", "gemma4"],
+    [
+        "llama",
+        "llama-tied-biased",
+        "qwen3",
+        "gemma3",
+        "qwen3-moe",
+        "olmoe",
+        "gpt2",
+        "olmo2",
+        "granite",
+        "gemma4",
+        "lfm2",
+    ],
 )
 def test_stages_compute_the_bits_of_one_rank(name: str, kernels: str, folder: Folder) -> None:
     files = identify(folder(name))

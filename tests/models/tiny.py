@@ -28,6 +28,7 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     HunYuanDenseV1Config,
+    Lfm2Config,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -168,6 +169,12 @@ def _gemma3_multimodal() -> PretrainedConfig:
     return Gemma3Config(text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4, eos_token_id=2)
 
 
+def _lfm2(**more: object) -> PretrainedConfig:
+    layer_types = ["conv", "full_attention", "conv", "conv"]
+    shape = {**_SHAPE, "num_hidden_layers": 4, "layer_types": layer_types, "block_multiple_of": 32}
+    return Lfm2Config(**{**shape, **more})
+
+
 _LATENT: dict[str, Any] = {
     **_SHAPE,
     "num_attention_heads": 4,
@@ -295,6 +302,9 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "deepseek-v3": _deepseek_v3,
     "deepseek-v3-halves": lambda: _deepseek_v3(rope_interleave=False, norm_topk_prob=False, q_lora_rank=None),
+    "lfm2": _lfm2,
+    "lfm2-biased": lambda: _lfm2(conv_bias=True, conv_L_cache=4, block_auto_adjust_ff_dim=False),
+    "lfm2-attention-last": lambda: _lfm2(num_hidden_layers=3, layer_types=["conv", "conv", "full_attention"]),
     "granite": lambda: GraniteConfig(**_SHAPE, **_GRANITE, rms_norm_eps=1e-3),
     "granitemoe": lambda: GraniteMoeConfig(**_SHAPE, **_GRANITE, num_local_experts=5, num_experts_per_tok=2),
 }

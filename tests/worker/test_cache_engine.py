@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from pagoda.base.errors import ConfigError
-from pagoda.core.kv import KVGroupKind, KVGroupSpec, KVShape
+from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec, KVShape
 from pagoda.worker.cache_engine import CacheEngine, HostBlocks
 from pagoda.worker.devices import Device
 from pagoda.worker.devices.cpu import CpuDevice
@@ -96,6 +96,23 @@ def test_groups_of_different_shapes_share_memory_block_by_block(on: DeviceUnderT
     cache.apply(step(1, [], swap_out=pairs((4, 1)), swap_in=pairs((1, 5)), copies=pairs((3, 1))))
     assert bool((first.k[5] == 4).all())
     assert bool((second.k[1] == 3).all())
+
+
+def test_states_share_tensors_with_pages_block_by_block(on: DeviceUnderTest) -> None:
+    """Three states in two tensors: whole blocks move, and no state overlaps another one of its block."""
+    pages = KVGroupSpec(layers=(0, 2), shape=KVShape(2, 2, 2))
+    states = KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW, (1, 3, 4), KVShape(2, 5, 0))
+    cache = CacheEngine((pages, states), 4, 5, 5, torch.float32, on.made, on.ops().make_device_blocks)
+    of_states = [cache.layers[layer] for layer in states.layers]
+    assert {(layer.k.shape, layer.v.numel()) for layer in of_states} == {((6, 2, 1, 5), 0)}
+    for number, layer in enumerate(of_states):
+        layer.k[4] = number + 1.0
+    cache.layers[0].k[3] = 9.0
+    assert [float(layer.k[4].mean()) for layer in of_states] == [1, 2, 3]
+    cache.apply(step(1, [], swap_out=pairs((4, 1)), swap_in=pairs((1, 5)), copies=pairs((4, 2))))
+    for block in (2, 5):
+        assert [float(layer.k[block].mean()) for layer in of_states] == [1, 2, 3]
+    assert [float(layer.k[1].sum()) for layer in of_states] == [0, 0, 0]
 
 
 def test_blocks_that_go_out_may_be_written_at_once(on: DeviceUnderTest) -> None:

@@ -11,7 +11,7 @@ from pagoda.base.config import CacheConfig, DebugConfig
 from pagoda.base.errors import CapacityError, ConfigError
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.base.server_config import ServerLimits
-from pagoda.core.kv import KVGroupKind, KVGroupSpec, KVShape, KVSizing
+from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec, KVShape, KVSizing
 from pagoda.core.request import Request
 from pagoda.core.scheduler import Scheduler
 from pagoda.core.scheduler_options import SchedulerOptions
@@ -110,6 +110,18 @@ def test_a_slot_has_room_for_the_largest_shape() -> None:
     assert kv_block_bytes(groups, "bfloat16", 4) == 4 * 2 * (2 * (256 + 128) + 128 + 128)
     assert kv_block_bytes(groups, "int8", 4) == 4 * (2 * (256 + 128) + 128 + 128 + 3 * 2 * 8 * 4)
     assert kv_bytes_per_token(groups, "bfloat16") == 2 * (2 * (256 + 128) + 3 * (128 + 128))
+
+
+def test_states_share_the_tensors_of_attention() -> None:
+    """Ten states of 8,192 elements next to six layers of attention, LFM2-1.2B: they fit without more memory."""
+    state, attention = KVShape(2, 2048, 0), KVShape(8, 64, 64)
+    states = KVGroupSpec(KVGroupKind.STATE, STATE_WINDOW, tuple(range(6, 16)), state)
+    groups = (KVGroupSpec(layers=tuple(range(6)), shape=attention), states)
+    assert kv_slots(groups) == (*[KVSlot(512, 512, 8, 8192)] * 4, *[KVSlot(512, 512, 8, 4096)] * 2)
+    assert kv_block_bytes(groups, "bfloat16", 16) == 6 * 2 * 2 * 512 * 16
+    assert kv_block_bytes(groups, "bfloat16", 8) == 4 * 2 * (8192 + 4096) + 2 * 2 * 2 * 4096
+    assert kv_block_bytes((states,), "float32", 16) == 10 * 4 * 4096
+    assert kv_bytes_per_token(groups, "bfloat16") == 6 * 2 * 2 * 512
 
 
 def test_pool_from_bytes_share_or_count() -> None:

@@ -88,11 +88,17 @@ def _with_draft_model(
     if files.format == "gguf" and speculative.quantization is None and own.quantization == "none":
         speculative = replace(speculative, quantization="none")
     model = read_model(files)
-    if not model.generates or model.media_encoder is not None:  # drafts are made of token ids alone
-        wrong = "has an encoder" if model.generates else "does not generate text"
+    wrong = None
+    if not model.generates:
+        wrong = "does not generate text"
+    elif model.media_encoder is not None:  # drafts are made of token ids alone
+        wrong = "has an encoder"
+    elif model.has_states:  # they do not go back to a rejected draft
+        wrong = "has recurrent layers"
+    if wrong is not None:
         raise ConfigError(
             f"speculative_config.model={speculative.model!r} ({model.spec.architecture}) {wrong}: take a decoder of "
-            "text alone, with the same vocabulary"
+            "text alone with attention in all layers, with the same vocabulary"
         )
     if model.spec.vocab_size != spec.vocab_size:
         raise ConfigError(
