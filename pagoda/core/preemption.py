@@ -42,11 +42,15 @@ def preempt(state: SchedulerState, victim: RequestState, plan: StepPlan, for_req
 
 
 def _swaps(state: SchedulerState, victim: RequestState) -> bool:
-    """Whether to swap. Not what would lose encoder outputs, nor a request whose sequences do not all have rows."""
-    rows = victim.rows
+    """Whether to swap. Not what would lose encoder outputs, nor a request whose sequences do not all have rows.
+
+    Nor beams with states: one that is swapped while in flight computes its last token again, and states do not go back.
+    """
+    rows, is_search = victim.rows, victim.spec.is_beam_search
     if (
         any(row in state.batch.leaders for row in rows)
-        or (victim.spec.is_beam_search and victim not in state.searches)  # its rows may share the slot they write
+        or (is_search and victim not in state.searches)  # its rows may share the slot they write
+        or (is_search and state.kv.sizing.has_states)
         or any(state.encoder.has_media_ahead(row) for row in rows)
         or not state.kv.sizing.groups
     ):

@@ -11,12 +11,14 @@ from pagoda.layers.mlp import GatedMLP, MoE, PlainMLP
 from pagoda.layers.module import Module
 from pagoda.layers.norm import RMSNorm
 from pagoda.layers.rotary import Rotary
+from pagoda.layers.short_conv import ShortConv
 from pagoda.models.decoder_config import DecoderConfig, QKNorm
 from pagoda.ops.batch import ForwardBatch, KVLayer
 from pagoda.ops.forward import ForwardOps
 from pagoda.ops.tensor import Tensor
 
-AnyAttention: TypeAlias = Attention | LatentAttention | SharedKVAttention
+AnyAttention: TypeAlias = Attention | LatentAttention | SharedKVAttention | ShortConv
+"""What mixes a layer's tokens."""
 
 
 class DecoderAttention(Attention):

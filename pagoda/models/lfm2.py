@@ -1,84 +1,76 @@
-"""LFM2: short convolutions in most layers, attention in the others."""
+"""LFM2, and LFM2-MoE: short convolutions in most layers, attention in the others."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from pagoda.base.errors import ConfigError
 from pagoda.base.model_spec import ModelSpec
+from pagoda.layers.mlp import ExpertGroups
 from pagoda.layers.rotary import Rotary
 from pagoda.layers.short_conv import ShortConv
 from pagoda.models.architecture import Architecture
 from pagoda.models.config_reader import ConfigReader
-from pagoda.models.decoder_config import FULL, DecoderConfig, QKNorm, read_decoder
-from pagoda.models.decoder_layers import LlamaLayer, mlp_of
-from pagoda.models.llama import Llama, LlamaModel
+from pagoda.models.decoder_config import FULL, DecoderConfig, QKNorm, read_decoder, read_experts
+from pagoda.models.decoder_layers import AnyAttention, LlamaLayer
+from pagoda.models.llama import Llama
 from pagoda.models.naming import Naming
-from pagoda.ops.batch import ForwardBatch, KVLayer
-from pagoda.ops.forward import ForwardOps
-from pagoda.ops.tensor import Tensor
 
 _CONV = "conv"
 _MOST_TAPS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lfm2Config(DecoderConfig):
     """conv_layers: indices of the layers with a convolution.   num_taps, conv_bias: see ShortConv."""
 
-    conv_layers: frozenset[int] = frozenset()
-    num_taps: int = 3
-    conv_bias: bool = False
+    conv_layers: frozenset[int]
+    num_taps: int
+    conv_bias: bool
 
 
-class ConvLayer(LlamaLayer):
-    """LlamaLayer with a short convolution in place of attention."""
+class Lfm2Layer(LlamaLayer):
+    """LlamaLayer that may have a short convolution in place of attention."""
 
-    def __init__(self, config: Lfm2Config, index: int) -> None:
-        self.input_layernorm = config.norm()
-        self.conv = ShortConv(config.spec.hidden_size, config.num_taps, config.conv_bias)
-        self.post_attention_layernorm = config.norm()
-        self.mlp = mlp_of(config, index)
-
-    def __call__(
-        self,
-        ops: ForwardOps,
-        x: Tensor,
-        residual: Tensor | None,
-        batch: ForwardBatch,
-        kv: Sequence[KVLayer],
-        last: bool,
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm.add(ops, x, residual)
-        x, residual = self.conv(ops, x, residual, batch, kv, last)
-        x, residual = self.post_attention_layernorm.add(ops, x, residual)
-        return self.mlp(ops, x), residual
-
-
-class Lfm2Model(LlamaModel):
-    def make_layer(self, config: DecoderConfig, index: int, rotary: Rotary) -> LlamaLayer:
+    def make_attention(self, config: DecoderConfig, index: int, rotary: Rotary) -> AnyAttention:
         assert isinstance(config, Lfm2Config)
-        return ConvLayer(config, index) if index in config.conv_layers else super().make_layer(config, index, rotary)
-
-
-class Lfm2(Llama):
-    body = Lfm2Model
+        if index in config.conv_layers:
+            return ShortConv(config.spec.hidden_size, config.num_taps, config.conv_bias)
+        return super().make_attention(config, index, rotary)
 
 
 def read(config: ConfigReader) -> Lfm2Config:
+    if config.has("block_ff_dim"):  # in transformers, too, it goes first
+        config = config.changed({"intermediate_size": config.get("block_ff_dim")})
+    decoder = _read(config, "lfm2")
+    return replace(decoder, spec=replace(decoder.spec, intermediate_size=_intermediate_size(config, decoder.spec)))
+
+
+def _read_moe(config: ConfigReader) -> Lfm2Config:
+    decoder, num_dense = _read(config, "lfm2_moe"), config.number("num_dense_layers", 2)
+    groups = ExpertGroups(
+        sigmoid=True,
+        has_bias=config.flag("use_expert_bias", True),
+        factor=config.positive("routed_scaling_factor", 1.0),
+    )
+    experts = read_experts(config, "moe_intermediate_size", config.flag("norm_topk_prob", True))
+    return replace(
+        decoder,
+        experts=replace(experts, groups=groups),
+        dense_layers=frozenset(layer for layer in range(decoder.spec.num_layers) if layer < num_dense),
+    )
+
+
+def _read(config: ConfigReader, architecture: str) -> Lfm2Config:
     config = config.with_defaults({"rms_norm_eps": config.not_negative("norm_eps", 1e-5)})
-    for name, alias in (("tie_word_embeddings", "tie_embedding"), ("intermediate_size", "block_ff_dim")):
-        if config.has(alias):  # in transformers, too, it goes first
-            config = config.changed({name: config.get(alias)})
-    decoder = read_decoder(config, "lfm2", default_theta=1_000_000.0, tie_embeddings=True)
+    if config.has("tie_embedding"):  # in transformers, too, it goes first
+        config = config.changed({"tie_word_embeddings": config.get("tie_embedding")})
+    decoder = read_decoder(config, architecture, default_theta=1_000_000.0, tie_embeddings=True)
     num_taps = config.integer("conv_L_cache", 3, most=_MOST_TAPS)
     if num_taps < 2:
         raise config.wrong("conv_L_cache", "at least 2")
     layer_types = _layer_types(config, decoder.spec.num_layers)
-    values = {name: getattr(decoder, name) for name in DecoderConfig.__dataclass_fields__}
-    return replace(
-        Lfm2Config(**values),
-        spec=replace(decoder.spec, intermediate_size=_intermediate_size(config, decoder.spec)),
-        qk_norm=QKNorm.HEAD,
+    changed = replace(decoder, layer=Lfm2Layer, qk_norm=QKNorm.HEAD)
+    return Lfm2Config(
+        **{field.name: getattr(changed, field.name) for field in fields(changed)},
         conv_layers=frozenset(index for index, kind in enumerate(layer_types) if kind == _CONV),
         num_taps=num_taps,
         conv_bias=config.flag("conv_bias", False),
@@ -107,25 +99,35 @@ def _intermediate_size(config: ConfigReader, spec: ModelSpec) -> int:
     return -(-size // unit) * unit
 
 
+_NAMES = (
+    (r"^model\.norm\.", "model.embedding_norm."),
+    (r"\.input_layernorm\.", ".operator_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.self_attn\.(in|out)_proj\.", r".conv.\1_proj."),
+    (r"\.self_attn\.taps$", ".conv.conv.weight"),
+    (r"\.self_attn\.bias$", ".conv.conv.bias"),
+    (r"\.self_attn\.o_proj\.", ".self_attn.out_proj."),
+    (r"\.self_attn\.([qk])_norm\.", r".self_attn.\1_layernorm."),
+    (r"\.mlp\.", ".feed_forward."),
+    (r"\.gate_proj\.", ".w1."),
+    (r"\.up_proj\.", ".w3."),
+    (r"\.down_proj\.", ".w2."),
+    (r"\.choice_bias$", ".expert_bias"),
+)
+_HF = (Naming(substitutions=_NAMES), Naming(substitutions=(*_NAMES, (r"^model\.", ""))))
+
 LFM2 = Architecture(
     name="lfm2",
     hf_names=("Lfm2ForCausalLM",),
-    model=Lfm2,
+    model=Llama,
     read=read,
-    hf=(
-        Naming(
-            substitutions=(
-                (r"^model\.norm\.", "model.embedding_norm."),
-                (r"\.input_layernorm\.", ".operator_norm."),
-                (r"\.post_attention_layernorm\.", ".ffn_norm."),
-                (r"\.self_attn\.o_proj\.", ".self_attn.out_proj."),
-                (r"\.self_attn\.([qk])_norm\.", r".self_attn.\1_layernorm."),
-                (r"\.conv\.taps$", ".conv.conv.weight"),
-                (r"\.conv\.bias$", ".conv.conv.bias"),
-                (r"\.mlp\.gate_proj\.", ".feed_forward.w1."),
-                (r"\.mlp\.up_proj\.", ".feed_forward.w3."),
-                (r"\.mlp\.down_proj\.", ".feed_forward.w2."),
-            )
-        ),
-    ),
+    hf=_HF,
+)
+LFM2_MOE = Architecture(
+    name="lfm2_moe",
+    hf_names=("Lfm2MoeForCausalLM",),
+    model=Llama,
+    read=_read_moe,
+    hf=_HF,
+    experts=True,
 )

@@ -20,7 +20,7 @@ from pagoda.models.gpt_oss import GPT_OSS
 from pagoda.models.granite import GRANITE, GRANITEMOE
 from pagoda.models.hunyuan import HUNYUAN
 from pagoda.models.idefics3 import IDEFICS3
-from pagoda.models.lfm2 import LFM2
+from pagoda.models.lfm2 import LFM2, LFM2_MOE
 from pagoda.models.llama import LLAMA
 from pagoda.models.minimax_m2 import MINIMAX_M2
 from pagoda.models.mistral import MISTRAL, MISTRAL3, MIXTRAL
@@ -75,6 +75,7 @@ FAMILIES: dict[str, tuple[Architecture, ...]] = {
         COHERE,
         COHERE2,
         LFM2,
+        LFM2_MOE,
         SEED_OSS,
         ARCEE,
         APERTUS,

@@ -505,6 +505,38 @@ def test_a_prompt_that_the_budget_cuts_leaves_its_share_to_the_next() -> None:
     traffic.drain()
 
 
+def test_beams_in_flight_do_not_go_back_one_state() -> None:
+    """Beams that are swapped out with their tokens in flight compute the last ones again: a state cannot."""
+    setting = Setting(
+        SchedulerOptions(
+            max_num_seqs=3,
+            max_num_batched_tokens=24,
+            scheduling_policy=SchedulingPolicy.PRIORITY,
+            preemption_mode=PreemptionMode.SWAP,
+            async_scheduling=True,
+            pipeline_depth=2,
+            evict_for_priority=True,
+        ),
+        CacheConfig(block_size=4, watermark=0.0),
+        groups=(state(0),),
+        num_blocks=6,
+        num_host_blocks=20,
+        max_model_len=40,
+        beams=True,
+    )
+    traffic = Traffic(setting)
+    beams = SamplingParams(n=2, max_tokens=9, beam_search=BeamSearchOptions())
+    traffic.add(make_request(1, [1] * 5, beams, priority=2))
+    for _ in range(3):
+        traffic.step()
+    assert traffic.in_flight
+    traffic.add(make_request(2, [2] * 20, SamplingParams(max_tokens=2), priority=0))
+    assert traffic.plan().preempted
+    while traffic.in_flight:
+        traffic.deliver()
+    traffic.drain()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [SchedulerMachine, PhasedMachine])
 def test_invariants_at_length(machine: type[SchedulerMachine]) -> None:

@@ -29,6 +29,7 @@ from transformers import (
     GraniteMoeConfig,
     HunYuanDenseV1Config,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -175,6 +176,12 @@ def _lfm2(**more: object) -> PretrainedConfig:
     return Lfm2Config(**{**shape, **more})
 
 
+def _lfm2_moe(**more: object) -> PretrainedConfig:
+    experts = {"moe_intermediate_size": 64, "num_experts": 6, "num_experts_per_tok": 2, "num_dense_layers": 1}
+    layer_types = ["conv", "conv", "full_attention"]
+    return Lfm2MoeConfig(**{**_SHAPE, **experts, "layer_types": layer_types, "routed_scaling_factor": 1.5, **more})
+
+
 _LATENT: dict[str, Any] = {
     **_SHAPE,
     "num_attention_heads": 4,
@@ -305,6 +312,8 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "lfm2": _lfm2,
     "lfm2-biased": lambda: _lfm2(conv_bias=True, conv_L_cache=4, block_auto_adjust_ff_dim=False),
     "lfm2-attention-last": lambda: _lfm2(num_hidden_layers=3, layer_types=["conv", "conv", "full_attention"]),
+    "lfm2-moe": _lfm2_moe,
+    "lfm2-moe-without-bias": lambda: _lfm2_moe(use_expert_bias=False, norm_topk_prob=False),
     "granite": lambda: GraniteConfig(**_SHAPE, **_GRANITE, rms_norm_eps=1e-3),
     "granitemoe": lambda: GraniteMoeConfig(**_SHAPE, **_GRANITE, num_local_experts=5, num_experts_per_tok=2),
 }
@@ -335,7 +344,7 @@ def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
             else:
                 parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
         for key, buffer in model.named_buffers():
-            if key.endswith("e_score_correction_bias"):
+            if key.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0, 0.2)
             elif key.endswith("layer_scalar"):
                 buffer.uniform_(0.6, 1.4)

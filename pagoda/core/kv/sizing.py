@@ -135,6 +135,10 @@ class KVSizing:
             groups.append(KVGroup(index, spec, block_size, max_held))
         return cls(tuple(groups), block_size, max_model_len, scheduler.num_lookahead_slots)
 
+    @property
+    def has_states(self) -> bool:
+        return any(group.spec.kind is KVGroupKind.STATE for group in self.groups)
+
     def slots_up_to(self, end: int) -> int:
         """Positions that need a slot when a row computes up to `end`: the lookahead included, within the model."""
         return min(end + self.num_lookahead_slots, self.max_model_len)
