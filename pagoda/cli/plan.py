@@ -34,6 +34,7 @@ class Plan:
         output; 0 for a model of text.
     is_largest_known: of images, whether a file of the model says how large they get; else largest_item is what the
         encoder can read.
+    state_bytes: what recurrent layers keep of a sequence, and in each of its cached blocks.
     device: "cpu", or the GPU's name and memory.   memory_available: free on the device, before anything is loaded.
     is_measured: the worker makes kv_cache smaller by what the largest step takes of a GPU, measured at its start.
     requests_by_length: prompt + output tokens of a request -> how many such requests the KV cache holds at once; empty
@@ -61,6 +62,7 @@ class Plan:
     device: str
     memory_available: int
     kv_bytes_per_token: int
+    state_bytes: int
     has_windows: bool
     kv_cache: int
     is_measured: bool
@@ -165,7 +167,7 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
     from pagoda.kernels.linear.forms import GGUF_TYPES
     from pagoda.loading.model_config import read_images, summarize_weights
     from pagoda.loading.quantization import resolve_quantization
-    from pagoda.worker.memory import kv_bytes_per_token
+    from pagoda.worker.memory import kv_bytes_per_token, state_bytes
 
     setup, capacity = fit_cache(resolve_engine(config, files))
     layouts = layouts_of(config, files)
@@ -197,6 +199,7 @@ def make_plan(config: EngineConfig, files: "ModelFiles | None" = None) -> Plan:
         device=setup.device.summary(),
         memory_available=setup.device.free_bytes(),
         kv_bytes_per_token=kv_bytes_per_token(setup.groups, setup.kv_dtype),
+        state_bytes=state_bytes(setup.groups, setup.kv_dtype),
         has_windows=any(setup.spec.layer_windows),
         kv_cache=capacity.pool_bytes,
         is_measured=not setup.device.is_host and config.cache.kv_cache_memory is None,
@@ -243,11 +246,14 @@ def _print(made: Plan) -> None:
     if made.device != "cpu":
         rows.append(("device", made.device))
     rows.append(("memory", f"{human_bytes(made.memory_available)} available"))
-    if made.kv_bytes_per_token == 0:
+    if made.kv_bytes_per_token == made.state_bytes == 0:
         rows.append(("KV", "none: all tokens of a text are computed in one step"))
         rows.append(("longest text", f"{human_count(made.max_model_len)} tokens"))
     else:
         rows.append(("KV per token", f"{human_count(made.kv_bytes_per_token)} B as {made.kv_dtype}{window}"))
+        if made.state_bytes:
+            held = "per running request, and per cached block of its prompt"
+            rows.append(("state", f"{human_bytes(made.state_bytes)} as {made.kv_dtype} {held}"))
         rows.append(
             (
                 "KV cache",

@@ -118,6 +118,7 @@ _HF = (Naming(substitutions=_NAMES), Naming(substitutions=(*_NAMES, (r"^model\."
 
 LFM2 = Architecture(
     name="lfm2",
+    title="LFM2",
     hf_names=("Lfm2ForCausalLM",),
     model=Llama,
     read=read,
@@ -125,6 +126,7 @@ LFM2 = Architecture(
 )
 LFM2_MOE = Architecture(
     name="lfm2_moe",
+    title="LFM2-MoE",
     hf_names=("Lfm2MoeForCausalLM",),
     model=Llama,
     read=_read_moe,

@@ -294,6 +294,12 @@ def kv_block_bytes(groups: tuple[KVGroupSpec, ...], kv_dtype: str, block_size: i
     )
 
 
+def state_bytes(groups: tuple[KVGroupSpec, ...], kv_dtype: str) -> int:
+    """Return the bytes of the states of one sequence, in all recurrent layers; 0 without any."""
+    sizes = (len(group.layers) * state_size(group) for group in groups if group.kind is KVGroupKind.STATE)
+    return DTYPE_BYTES[kv_dtype] * sum(sizes)
+
+
 _HOST_BYTES = 2 * DTYPE_BYTES["float32"]
 """Per element: the API process and the engine process both keep it until its request ends."""
 

@@ -15,7 +15,7 @@ from pagoda.cli.plan import make_plan
 from tests.cached_models import cached_model
 from tests.engine.images.families import write_model
 from tests.models.gguf_writer import write_gguf
-from tests.models.tiny import make_model
+from tests.models.tiny import make_model, save
 
 SMALL = {"max_model_len": 256, "kv_cache_memory": "64MiB"}
 FLAGS = ("--max-model-len", "256", "--kv-cache-memory", "64MiB", "--json")
@@ -146,6 +146,15 @@ def test_a_folder_without_weights_has_images_of_the_size_that_it_says(
     with pytest.raises(SystemExit):
         main(["plan", str(tmp_path), *FLAGS[:-1]])
     assert "tokens, the encoder's most: there is no preprocessor_config.json\n" in capsys.readouterr().out
+
+
+def test_states_are_shown_next_to_the_kv_of_attention(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    made = plan(capsys, str(save(make_model("lfm2", max_position_embeddings=256), tmp_path)), "--dtype", "float32")
+    assert made["kv_bytes_per_token"] == 2 * 32 * 4  # of one layer
+    assert made["state_bytes"] == 3 * 2 * 96 * 4
+    with pytest.raises(SystemExit):
+        main(["plan", str(tmp_path), "--dtype", "float32", *FLAGS[:-1]])
+    assert "2.2 KiB as float32 per running request" in capsys.readouterr().out
 
 
 def test_piped_output_is_neither_wrapped_nor_padded(capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,10 @@ ADAPTERS: dict[str, list[dict[str, object]]] = {
     "deepseek-v3": [{"r": 8, "target_modules": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]}],
     "glm4": [{"r": 8, "target_modules": ["q_proj", "k_proj", "gate_up_proj"]}],
     "granite": [{"r": 8, "target_modules": EVERYTHING}],
+    "lfm2": [
+        {"r": 8, "target_modules": ["in_proj", "out_proj", "w1", "w3"]},
+        {"r": 4, "target_modules": ["k_proj", "w2"]},
+    ],
     "gemma3-multimodal": [{"r": 8, "target_modules": r".*language_model.*(q_proj|down_proj)"}],
 }
 

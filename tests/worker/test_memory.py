@@ -29,6 +29,7 @@ from pagoda.worker.memory import (
     memory_limit,
     plan_capacity,
     require_host_memory,
+    state_bytes,
 )
 
 GIB = 1024**3
@@ -122,6 +123,8 @@ def test_states_share_the_tensors_of_attention() -> None:
     assert kv_block_bytes(groups, "bfloat16", 8) == 4 * 2 * (8192 + 4096) + 2 * 2 * 2 * 4096
     assert kv_block_bytes((states,), "float32", 16) == 10 * 4 * 4096
     assert kv_bytes_per_token(groups, "bfloat16") == 6 * 2 * 2 * 512
+    assert state_bytes(groups, "bfloat16") == 10 * 2 * 4096
+    assert state_bytes(groups[:1], "bfloat16") == 0
 
 
 def test_pool_from_bytes_share_or_count() -> None:
