@@ -195,8 +195,8 @@ class ServerConfig:
     tool_call_parser: Annotated[
         str,
         Setting(
-            "How tool calls are read: auto (by the chat template), none, hermes, llama_json, pythonic, mistral, "
-            "granite, deepseek_v3, deepseek_v31, mistral3, kimi, qwen3_coder, seed, minimax, glm or harmony."
+            "How calls are read: auto (by the template), none, hermes, llama_json, pythonic, mistral, granite, "
+            "deepseek_v3, deepseek_v31, mistral3, kimi, qwen3_coder, seed, minimax, glm, harmony."
         ),
     ] = "auto"
     strict_fields: Annotated[

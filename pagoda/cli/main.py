@@ -70,7 +70,7 @@ def make_app(only: str | None = None) -> typer.Typer:
     if only in (None, *OF_MODELS):
         models = importlib.import_module(GROUPS["models"])
         for one in models.app.registered_commands:
-            if only in (None, one.name):
+            if one.name in OF_MODELS and only in (None, one.name):
                 app.command(one.name)(one.callback)
     if only is None:
         app.command("completion")(completion)
