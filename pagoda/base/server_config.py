@@ -195,7 +195,7 @@ class ServerConfig:
     tool_call_parser: Annotated[
         str,
         Setting(
-            "How calls are read: auto (by the template), none, hermes, llama_json, pythonic, mistral, granite, "
+            "How calls are read: auto (by template), none, hermes, llama_json, pythonic, mistral, granite, "
             "deepseek_v3, deepseek_v31, mistral3, kimi, qwen3_coder, seed, minimax, glm, harmony."
         ),
     ] = "auto"
