@@ -26,7 +26,7 @@ import typer
 from pagoda.base.outputs import RequestOutputKind
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.cli.options import engine_options
-from pagoda.core.cost_model import TERMS, Chunks, CostModel
+from pagoda.core.cost_model import TERMS, CostModel, RowWork
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.executor import Executor
 from pagoda.worker.calls import Capacity, StepSize
@@ -140,7 +140,7 @@ def predict(steps: list[Step]) -> tuple[CostModel, np.ndarray]:
     costs, terms = CostModel(), np.zeros((len(steps), len(TERMS)))
     for number, (output, result) in enumerate(steps):
         if number >= _WARM_UP:
-            terms[number] = costs.terms_s([Chunks(output.start, output.num_new)])[0]
+            terms[number] = costs.terms_s([RowWork(output.start, output.num_new)])[0]
         costs.observe(output, result)
     return costs, terms
 
@@ -215,7 +215,7 @@ def print_cases(options: dict[str, object], costs: CostModel, *, cpu_time: bool)
     print(f"{'tokens':>6} {'shared':>6} {'compute':>9} {'predicted':>9} {'copies':>9} {'predicted':>9}  in ms")
     for (num_tokens, num_shared), computed_s in computed.items():
         copied_s, num_blocks = fastest["swap"][num_tokens][1:]
-        lost = Chunks(np.array([num_shared], np.int32), np.array([num_tokens + 2 - num_shared], np.int32))
+        lost = RowWork(np.array([num_shared], np.int32), np.array([num_tokens + 2 - num_shared], np.int32))
         figures = (computed_s, costs.added_s(lost), copied_s, 2 * num_blocks * costs.copy_s_per_block)
         says = "swap" if costs.swap_is_cheaper(lost, num_blocks) else "recompute"
         print(f"{num_tokens:6} {num_shared:6}", *(f"{1e3 * seconds:9.2f}" for seconds in figures), says)

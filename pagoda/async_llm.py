@@ -32,7 +32,7 @@ from pagoda.base.outputs import (
 )
 from pagoda.base.pooling import PoolingParams, PoolingTask
 from pagoda.base.sampling_params import BeamSearchParams, SamplingParams
-from pagoda.core.scheduler import SchedulerStats
+from pagoda.core.stats import SchedulerStats
 from pagoda.engine.async_engine import AsyncEngine
 from pagoda.engine.clients.thread_client import ThreadClient
 from pagoda.engine.inputs.adapters import Adapter

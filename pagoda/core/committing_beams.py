@@ -104,7 +104,7 @@ def _extend_search(state: SchedulerState, request: RequestState, search: BeamSea
 
 def _copy_beam(state: SchedulerState, source: Sequence, sequence: Sequence) -> None:
     """The beam of one row continues in another one too."""
-    state.kv.free(sequence.row, pins=False)  # nobody asks again for what a search has dropped
+    state.kv.free(sequence.row, pins=False)  # dropped beams are never looked up again
     state.kv.remove_sequence(sequence)
     state.table.overwrite(source.row, sequence.row)
     state.kv.tables.fork(source.row, sequence.row, int(state.table.num_computed[source.row]))

@@ -28,7 +28,7 @@ _SMALL_ERROR = 0.05
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chunks:
+class RowWork:
     """What rows compute: num_new[i] tokens after the first start[i] of row i. int32 [num_rows].
 
     num_encoded: tokens of the media items that the encoder computes for them.
@@ -57,7 +57,7 @@ class CostModel:
 
     def forget(self) -> None:
         """Forget all measurements."""
-        self._steps: dict[int, deque[tuple[Chunks, float]]] = {}
+        self._steps: dict[int, deque[tuple[RowWork, float]]] = {}
         self._num_seen = 0
         self._copies: deque[tuple[int, float]] = deque(maxlen=_NUM_COPIES)
         self._coefficients = np.zeros(len(TERMS))  # seconds per unit of each term
@@ -70,15 +70,15 @@ class CostModel:
             self.observe_copies(num_copied, result.swap_s)
         if result.duration_s > result.swap_s and not output.is_empty:
             num_encoded = sum(item.length for item in output.encoder_inputs)
-            chunks = Chunks(output.start, output.num_new, num_encoded)
+            chunks = RowWork(output.start, output.num_new, num_encoded)
             self.observe_step(chunks, result.duration_s - result.swap_s, output.total_num_scheduled_tokens)
 
     def observe_copies(self, num_blocks: int, seconds: float) -> None:
-        """Copying so many blocks, in or out, took so long."""
+        """Record the duration of a copy of `num_blocks` blocks, in or out."""
         self._copies.append((num_blocks, seconds))
 
-    def observe_step(self, chunks: Chunks, seconds: float, num_tokens: int | None = None) -> None:
-        """A step that computed this took so long, without copies.   num_tokens: of the chunks, where it is known."""
+    def observe_step(self, chunks: RowWork, seconds: float, num_tokens: int | None = None) -> None:
+        """Record the duration of a step without its copies.   num_tokens: of the chunks, where it is known."""
         size = (chunks.num_tokens if num_tokens is None else num_tokens).bit_length()
         steps = self._steps.get(size)
         if steps is None:
@@ -92,20 +92,20 @@ class CostModel:
         num_blocks = sum(num for num, _ in self._copies)
         return sum(seconds for _, seconds in self._copies) / num_blocks if num_blocks else 0.0
 
-    def terms_s(self, steps: Sequence[Chunks]) -> np.ndarray:
+    def terms_s(self, steps: Sequence[RowWork]) -> np.ndarray:
         """Return the seconds of each term (`TERMS`) in steps that compute this: float64 [num_steps, num_terms]."""
         self._update()
         return self._units(steps) * self._coefficients
 
-    def added_s(self, chunks: Chunks) -> float:
-        """Return the seconds that steps take longer when they compute this too. None is made for it alone."""
+    def added_s(self, chunks: RowWork) -> float:
+        """Return the seconds by which this lengthens a step; the constant per step is not included."""
         return float(self.terms_s([chunks])[0, 1:].sum())
 
-    def swap_is_cheaper(self, lost: Chunks, num_blocks: int) -> bool:
+    def swap_is_cheaper(self, lost: RowWork, num_blocks: int) -> bool:
         """Whether copying `num_blocks` out and in beats computing `lost` again. Unmeasured copies are tried."""
         return 2 * num_blocks * self.copy_s_per_block < self.added_s(lost)
 
-    def _units(self, steps: Sequence[Chunks]) -> np.ndarray:
+    def _units(self, steps: Sequence[RowWork]) -> np.ndarray:
         """Return how much of each term the steps have: float64 [num_steps, num_terms]."""
         first = np.cumsum([0] + [len(step.start) for step in steps[:-1]])
         before = np.concatenate([step.start for step in steps]).astype(np.float64)

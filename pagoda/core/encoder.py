@@ -88,7 +88,7 @@ class EncoderCache:
         """Drop items that end at or before `num_computed`: their KV is in the cache now."""
         for item in sorted(self._items_held.get(request, ())):
             media = request.spec.media[item]
-            if media.offset + media.length <= num_computed:
+            if media.end <= num_computed:
                 self.drop_item(request, item)
 
     def drop_all(self, request: RequestState) -> None:
@@ -207,10 +207,10 @@ class EncoderInputs:
                     break  # the cross-attention table was filled in the first step
             elif at.offset >= start + num_new:
                 break
-            elif at.offset + at.length <= start:
+            elif at.end <= start:
                 continue
             if not self.encoder_decoder:
-                if self._whole_items and start + num_new < at.offset + at.length:
+                if self._whole_items and start + num_new < at.end:
                     chunk.num_new = max(0, at.offset - start)
                     break
                 if at.content_hash in hashes:
@@ -250,7 +250,7 @@ class EncoderInputs:
             else:
                 siblings = (other for other, of in self._rows.items() if of is request)
                 self.cache.drop_passed(request, min(self._num_done(other) for other in siblings))
-            if self.encoder_decoder or done >= max(item.offset + item.length for item in request.spec.media):
+            if self.encoder_decoder or done >= max(item.end for item in request.spec.media):
                 del self._rows[row]  # it needs no encoder any more: like all others, it is planned by numpy
 
     def _num_done(self, row: int) -> int:
@@ -261,9 +261,9 @@ class EncoderInputs:
         request = self._rows.get(row)
         if request is None or self.encoder_decoder:
             return False
-        return any(item.offset + item.length > self._table.num_computed[row] for item in request.spec.media)
+        return any(item.end > self._table.num_computed[row] for item in request.spec.media)
 
-    def take_out(self, plan: StepPlan, sequence: Sequence) -> None:
+    def unplan_runs(self, plan: StepPlan, sequence: Sequence) -> None:
         """The row does not run in this step: its encoder runs go to the next request that waits for them, if any."""
         for run in plan.encoder_runs.pop(sequence.row, ()):
             holder = self.cache.release_planned_run(sequence.request, run.content_hash)
@@ -295,7 +295,7 @@ class EncoderInputs:
                     reads = row in filled
                 else:
                     items = [item for item in sequence.request.spec.media if item.content_hash in hashes]
-                    reads = any(item.offset < end and start < item.offset + item.length for item in items)
+                    reads = any(item.overlaps(start, end) for item in items)
                 if reads:
                     readers.setdefault(step.step, set()).add(row)
         return readers
@@ -305,7 +305,7 @@ class EncoderInputs:
         needed = {
             item.content_hash: item.length
             for item in request.media
-            if self.encoder_decoder or (item.offset < end and start < item.offset + item.length)
+            if self.encoder_decoder or item.overlaps(start, end)
         }
         return sum(length for content_hash, length in needed.items() if content_hash not in self.cache)
 

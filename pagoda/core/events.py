@@ -1,4 +1,4 @@
-"""Events: what happens in the core. The owner of a fact writes it once; whoever wants to know folds over the stream.
+"""Events: what happens in the core. The owner of a fact writes it once; readers fold over the stream.
 
 No event says that a row decoded one more token. `step` is the number of the step that is planned, or whose result is
 applied, when the event is written; between steps, the last such step. `time_s` is on the engine's clock. A request is
@@ -145,7 +145,7 @@ class DraftsVerified:
 class Pinned(RequestEvent):
     """One of its sequences leaves its blocks: other free blocks lose their content before `num_blocks` of these do.
 
-    ttl_s: for so many seconds.
+    ttl_s: for this many seconds.
     """
 
     sequence: int

@@ -9,7 +9,7 @@ import numpy as np
 
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.errors import RequestError
-from pagoda.core.cost_model import Chunks
+from pagoda.core.cost_model import RowWork
 from pagoda.core.events import Ended, FirstToken, Held, Preempted, Queued, Swapped
 from pagoda.core.policy import RequestQueue
 from pagoda.core.request import AdmitKind, Reason, Request, RequestState, RequestStatus, Sequence
@@ -82,7 +82,7 @@ def hold(
 
 
 def end_reasons(state: SchedulerState) -> None:
-    """The step is planned: those that were held before, or were woken, and were not considered wait for their turn."""
+    """The step is planned: requests that were held or woken before, and not considered in it, get Reason.TURN."""
     for queue in (state.swapped, state.waiting):
         for request in queue.take_passed_over(state.num_steps):
             lora = request.spec.lora
@@ -202,14 +202,14 @@ def swap_out(state: SchedulerState, request: RequestState, cause: RequestState) 
     _note_preempted(state, request, cause, "swap", 0, free_before)
 
 
-def lost_with(state: SchedulerState, request: RequestState) -> Chunks:
+def lost_with(state: SchedulerState, request: RequestState) -> RowWork:
     """Return what is lost with its KV, by row. Full prompt blocks, which its sequences share, are computed once."""
     rows = [int(state.table.num_computed[row]) for row in request.rows]
     counts = np.array(rows or [sequence.num_computed for sequence in request.unfinished], np.int32)
     shared = min([request.spec.num_prompt_tokens, *counts.tolist()]) // state.kv.block_size * state.kv.block_size
     start = np.full(len(counts), shared, np.int32)
     start[:1] = 0
-    return Chunks(start, counts - start)
+    return RowWork(start, counts - start)
 
 
 def _note_preempted(

@@ -103,10 +103,10 @@ def _end_outgrown(state: SchedulerState, plan: StepPlan, sequence: Sequence) -> 
     message = f"the KV cache has {state.kv.num_blocks} blocks: too few for this request to continue"
     for other in request.unfinished if request.spec.is_beam_search else [sequence]:
         if other.row >= 0:
-            state.encoder.take_out(plan, other)
+            state.encoder.unplan_runs(plan, other)
     finish_one(state, sequence, RequestStatus.FINISHED_LENGTH_CAPPED, message)
     for row in rows.difference(request.rows):
-        plan.take_out(row)
+        plan.unplan_row(row)
 
 
 def _has_outgrown_pool(state: SchedulerState, request: RequestState, end: int) -> bool:

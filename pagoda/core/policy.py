@@ -24,7 +24,7 @@ class RequestQueue:
     all its requests are passed over at once and keep their places. Requests that were set aside keep theirs, too, and
     are not considered before they are woken. So a step never walks the queue. What leaves is removed at once.
 
-    Of those with a reason that are not set aside, it knows in which step that was true: `note_held`.
+    For each held request that is not set aside, it keeps the last step in which its reason was true: `note_held`.
     """
 
     def __init__(self) -> None:
@@ -66,11 +66,11 @@ class RequestQueue:
         if request.key in self._aside:
             self._aside.remove(request.key)
         else:
-            self._take_out(entry)
+            self._unlink(entry)
 
     def set_aside(self, request: RequestState) -> None:
         """Do not consider `request` before `wake`."""
-        self._take_out(self._entries[request.key])
+        self._unlink(self._entries[request.key])
         self._held.pop(request.key, None)
         self._aside.add(request.key)
 
@@ -103,7 +103,7 @@ class RequestQueue:
             insort(self._heads, entry)
         return at
 
-    def _take_out(self, entry: _Entry) -> None:
+    def _unlink(self, entry: _Entry) -> None:
         key = key_of(entry[2])
         entries = self._lists[key]
         at = bisect_left(entries, entry)
@@ -116,7 +116,7 @@ class RequestQueue:
                 del self._lists[key]
 
     def peek(self, num_skipped: int = 0) -> RequestState | None:
-        """Return the first request, of all keys but the `num_skipped` whose requests come first; or None."""
+        """Return the first request, ignoring the first `num_skipped` keys (see `key_of`); None if there is none."""
         return self._heads[num_skipped][2] if num_skipped < len(self._heads) else None
 
     def position(self, request: RequestState) -> int:

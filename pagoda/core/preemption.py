@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from pagoda.base.config import PreemptionMode
-from pagoda.core.cost_model import Chunks, CostModel
+from pagoda.core.cost_model import CostModel, RowWork
 from pagoda.core.lifecycle import lost_with, requeue, swap_out
 from pagoda.core.request import Reason, RequestState, RequestStatus
 from pagoda.core.rules import find_prefix
@@ -13,8 +13,8 @@ from pagoda.core.step_plan import StepPlan
 _NO_ROOM = (Reason.NUM_SEQS, Reason.BLOCKS, Reason.WATERMARK)
 """What a preemption can mend."""
 
-PreemptionRule = Callable[[RequestState, Chunks, int, CostModel], bool]
-"""Whether to swap a request, which would have to compute this again, and has so many blocks, if the host has room."""
+PreemptionRule = Callable[[RequestState, RowWork, int, CostModel], bool]
+"""(request, work to compute again without a swap, blocks to swap, costs) -> whether to swap, if the host has room."""
 
 PREEMPTION_RULES: dict[PreemptionMode, PreemptionRule] = {
     # While more than one sequence is unfinished: recomputing would compute each of them.
@@ -33,8 +33,8 @@ def next_victim(state: SchedulerState) -> RequestState:
 def preempt(state: SchedulerState, victim: RequestState, plan: StepPlan, for_request: RequestState) -> None:
     """Take `victim` out of the batch and out of the step; its KV is dropped or swapped out."""
     for sequence in [sequence for sequence in victim.sequences if sequence.row >= 0]:
-        plan.take_out(sequence.row)
-        state.encoder.take_out(plan, sequence)
+        plan.unplan_row(sequence.row)
+        state.encoder.unplan_runs(plan, sequence)
         state.kv.prefix_cache.uncache_uncomputed(sequence.row)
     leave = swap_out if _swaps(state, victim) else requeue
     leave(state, victim, for_request)
@@ -61,7 +61,7 @@ def _swaps(state: SchedulerState, victim: RequestState) -> bool:
     return has_room and prefers_swap(victim, _computed_again(state, victim), num_blocks, state.costs)
 
 
-def _computed_again(state: SchedulerState, victim: RequestState) -> Chunks:
+def _computed_again(state: SchedulerState, victim: RequestState) -> RowWork:
     """Return what it would have to compute: what it loses, but for leading blocks that others keep in the cache."""
     lost, start = lost_with(state, victim), 0
     if victim.spec.reads_prefix_cache:
@@ -69,13 +69,13 @@ def _computed_again(state: SchedulerState, victim: RequestState) -> Chunks:
     first, end = lost.start.copy(), int(lost.num_new[0])
     first[0] = start
     num_encoded = state.encoder.num_not_cached(victim.spec, start, end)
-    return Chunks(first, lost.start + lost.num_new - first, num_encoded)
+    return RowWork(first, lost.start + lost.num_new - first, num_encoded)
 
 
 def preempt_for(state: SchedulerState, head: RequestState, plan: StepPlan, reason: Reason) -> bool:
     """Preempt the policy's victim if `head`, held back for `reason`, outranks it. Return whether it was done.
 
-    Nobody is preempted if `head` could not enter even without all that it outranks.
+    Preempt nothing if `head` would not fit even without every request it outranks.
     """
     if not state.config.evict_for_priority or plan.entering or not state.batch.requests:
         return False  # a request that entered in this step may use blocks that a running row fills in it

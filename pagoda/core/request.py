@@ -111,6 +111,15 @@ class MediaItem:
     features: np.ndarray | None = None
     grid: tuple[int, ...] = ()
 
+    @property
+    def end(self) -> int:
+        """The position after its last token."""
+        return self.offset + self.length
+
+    def overlaps(self, start: int, end: int) -> bool:
+        """Whether one of its tokens is at the positions `start` .. `end` - 1."""
+        return self.offset < end and start < self.end
+
 
 def without_features(item: MediaItem) -> MediaItem:
     """Return the item as rows know it."""

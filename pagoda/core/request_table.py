@@ -40,7 +40,7 @@ class RequestTable:
         self._num_computed, self.num_computed = _column(max_rows, np.int32)
         self._num_pending, self.num_pending = _column(max_rows, np.int32)
         self._num_in_flight, self.num_in_flight = _column(max_rows, np.int32)
-        self._num_reported = np.zeros(max_rows, np.int32)  # tokens that workers were told of
+        self._num_reported = np.zeros(max_rows, np.int32)  # tokens that are already reported to workers
         self._is_pooled, self.is_pooled = _column(max_rows, np.bool_)
         self._is_beam, self.is_beam = _column(max_rows, np.bool_)
         self._num_beams = 0  # rows that are marked, also given back ones until they are given out again
@@ -55,7 +55,7 @@ class RequestTable:
         self._track_in_flight = track_in_flight
         self._expect_tokens = expect_tokens
         self._free_rows = list(range(max_rows - 1, -1, -1))
-        self._released: list[int] = []  # of which workers were not told
+        self._released: list[int] = []  # not yet reported to workers
         self._pinned: list[tuple[int, int]] = []  # (row, step after which it is free): a late result may name it
         self._late: set[Sequence] = set()  # that left a row which is pinned, and whose late result counts
 

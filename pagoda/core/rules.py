@@ -239,7 +239,7 @@ def place_chunks(
 def _longest_item(state: SchedulerState, request: RequestState, start: int) -> int:
     """Return the tokens of the longest media item from `start` on that must stay whole; 0 if there is none."""
     media = request.spec.media if state.whole_items else ()
-    return max((item.length for item in media if item.offset + item.length > start), default=0)
+    return max((item.length for item in media if item.end > start), default=0)
 
 
 def _may_cut(state: SchedulerState, num_tokens: int) -> bool:

@@ -84,7 +84,7 @@ class StepPlan:
         if self.prompt_budget is not None:
             self.prompt_budget -= num_tokens
 
-    def take_out(self, row: int) -> None:
+    def unplan_row(self, row: int) -> None:
         """The row does not run in this step after all; its share of the budget is returned."""
         self.is_steady = False
         rows, start, num_new = self.arrays()

@@ -7,7 +7,7 @@ import numpy as np
 from pagoda.core.state import SchedulerState
 
 MAX_CELLS = 4096
-"""Blocks of larger pools are shown as so many cells at most."""
+"""Blocks of larger pools are shown as at most this many cells."""
 FREE, CACHED, SHARED, FIRST_OWNER = 0, 1, 2, 3
 """Values of cells: a block without content, a free one that can be found by its hash, one that several requests have;
 from FIRST_OWNER on, one that only the request at this place of the columns has."""
@@ -20,7 +20,7 @@ class SchedulerView:
     num_running: how many of them run.
     clients: int32 [n].   handles: int64 [n].   num_computed: int32 [n], tokens of its first sequence that have KV.
     num_blocks: int32 [n], distinct blocks, of the host for those in host memory.
-    blocks_per_cell: so many blocks are a cell, which shows the one of the highest value.   cells: int16.
+    blocks_per_cell: of a cell, which shows the highest of their values.   cells: int16.
     host_cells: the same of the host's blocks.
     next_clients, next_handles: of the requests that wait and are not set aside, in the order in which they are
         considered, int32 and int64.

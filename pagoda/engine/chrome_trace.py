@@ -44,10 +44,10 @@ class _Track:
 
 
 class ChromeTrace:
-    """A trace that begins now, of events and steps as they are told.
+    """A trace that begins now, of events and steps as they are reported.
 
     began_s: on the engine's clock.   number, name: of the engine, of several whose traces are joined.
-    At most MAX_ENTRIES; what comes later is counted and left out, as are steps that nobody has told.
+    At most MAX_ENTRIES; what comes later is counted and left out, as are unreported steps.
     """
 
     def __init__(self, began_s: float, number: int = 0, name: str = "") -> None:
@@ -69,7 +69,7 @@ class ChromeTrace:
         self._track(client, handle, name, "runs" if is_running else "waits")
 
     def add_step(self, note: StepNote) -> None:
-        """Add a step that has ended. One that ended before the trace began, and is told later, is none of it."""
+        """Add a step that has ended. One that ended before the trace began is ignored."""
         if note.ended_s <= self._began_s:
             return
         if self._last_number:  # with what was not noted, or not read in time

@@ -182,7 +182,7 @@ class _PreparedItems(Generic[T]):
     def pin(self, key: Hashable) -> None:
         self.pins[key] += 1
         waiting = self._waiting.pop(key, ())
-        if key in self._unfinished:  # it has come since `take_woken`, which has not told them
+        if key in self._unfinished:  # prepared after the last `take_woken`; its waiters are still to be woken
             self._woken += waiting
 
     def load(self, item: T) -> "Future[Any]":
@@ -215,8 +215,8 @@ class _PreparedItems(Generic[T]):
     def _make_room(self, key: Hashable, droppable: Collection[Hashable] = ()) -> bool:
         """Drop what is not needed until an item has room, which the ranks may have; return whether it has.
 
-        droppable: keys that may be dropped although requests wait with them: else two that are both there, and of which
-        only one can be used at a time, would wait for each other.
+        droppable: keys that may be dropped although requests wait with them: otherwise two loaded items could block
+        each other.
         """
         if len(self._known) + len(self.pins) < self._limit:
             return True

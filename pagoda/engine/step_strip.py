@@ -1,4 +1,4 @@
-"""StepStrip: the sizes and times of the last steps, noted while somebody looks or a trace is made."""
+"""StepStrip: the sizes and times of the last steps, noted after a look or while a trace is made."""
 
 import time
 from collections import deque
@@ -14,7 +14,7 @@ from pagoda.engine.flight_recorder import FlightRecorder, packed_key
 
 _MOST_STEPS = 512
 LOOK_S = 3.0
-"""Steps are noted for so long after somebody has looked, besides the time in long ones."""
+"""Steps are noted for this long after a look, besides the time in long steps."""
 _LONG_S = 1.0
 """Looks come more often; what comes during a step is answered when that has ended."""
 
@@ -58,7 +58,7 @@ class _Rows:
 
 
 class StepStrip:
-    """Submits steps to `executor`, and notes them while somebody looks, or `on_step` is set.
+    """Submits steps to `executor`, and notes them after a look (`after`), or while `on_step` is set.
 
     on_step: gets each step that has ended, maybe on another thread.
     recorder: gets the requests of each step; its reader is also told the steps' tokens, by `take_step_tokens`.

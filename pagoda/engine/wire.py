@@ -16,8 +16,8 @@ import numpy as np
 from pagoda.base.config import EngineConfig
 from pagoda.core.events import ClientEvent, Events
 from pagoda.core.request import LoraRef, Request, RequestKey, RequestStatus
-from pagoda.core.scheduler import SchedulerStats
 from pagoda.core.scheduler_output import EngineCoreOutputs
+from pagoda.core.stats import SchedulerStats
 from pagoda.core.view import SchedulerView
 from pagoda.engine.step_strip import StepNote
 
@@ -62,9 +62,9 @@ class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter"):
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
-    """Somebody looks at the engine.
+    """Ask for what the engine runs now.
 
-    steps_after_s: it tells its steps that ended after this time, and notes them for a while from then on; None: no.
+    steps_after_s: also for its steps that ended after this time; steps are noted for a while from then on. None: no.
     """
 
     call_id: int
@@ -158,8 +158,8 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
 class EngineStats(SchedulerStats):
     """A snapshot of the scheduler's gauges and counters; counters start at 0 with each engine process.
 
-    num_steps, step_s: steps, and the time that the engine spent in them.   scheduler_s: that of it which the scheduler
-    took.   at_s: when it was so, on the system's monotonic clock.
+    num_steps, step_s: steps, and the time that the engine spent in them.   scheduler_s: the scheduler's share
+    of it.   at_s: time of the snapshot, on the system's monotonic clock.
     """
 
     num_steps: int = 0
@@ -169,7 +169,7 @@ class EngineStats(SchedulerStats):
 
     @property
     def age_s(self) -> float:
-        """Return how long ago it was so: as long as the step that runs. 0 while there is no request."""
+        """Return the age of the snapshot: as long as the step that runs. 0 while there is no request."""
         num_requests = self.num_running + self.num_waiting + self.num_swapped
         return max(0.0, time.monotonic() - self.at_s) if num_requests else 0.0
 

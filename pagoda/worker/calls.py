@@ -8,7 +8,7 @@ from pagoda.core.request import LoraRef
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The largest steps: so many sequences, and so many tokens, at most."""
+    """Upper bounds of a step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -90,11 +90,11 @@ class EncoderOutputs:
             row, start, num_new = int(output.rows[i]), int(output.start[i]), int(output.num_new[i])
             items, begin = self._items[row], int(ends[i]) - num_new
             for item in items:
-                first, last = max(start, item.offset), min(start + num_new, item.offset + item.length)
+                first, last = max(start, item.offset), min(start + num_new, item.end)
                 if first < last:
                     values.append(self._kept(item)[first - item.offset : last - item.offset])
                     index.append(np.arange(begin + first - start, begin + last - start, dtype=np.int64))
-                    seen.append(np.full(last - first, item.offset + item.length - 1, np.int32))
+                    seen.append(np.full(last - first, item.end - 1, np.int32))
             if start + num_new >= _end(items):
                 del self._items[row]
         if not values:
@@ -187,4 +187,4 @@ def _joined(items: Sequence[EncoderItem], name: str) -> np.ndarray:
 
 def _end(media: Sequence[MediaItem]) -> int:
     """Return the position after the last item."""
-    return max(item.offset + item.length for item in media)
+    return max(item.end for item in media)

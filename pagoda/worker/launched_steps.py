@@ -26,7 +26,7 @@ _NO_COUNTS = np.empty(0, np.int32)
 _NOT_FINITE = "the model's logits are not finite"
 
 
-class StepTimes:
+class StepParts:
     """Seconds by part of a step, summed over steps. Reading the clock takes about 0.05 us, so it is always on."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class LaunchedSteps:
     def __init__(self, table: TableMirror, speculator: Speculator | None, device: Device) -> None:
         max_rows = len(table.num_tokens)
         self.last_tokens = LastTokens(max_rows, device.device)
-        self.times = StepTimes()
+        self.times = StepParts()
         self._table = table
         self._speculator = speculator
         self._device = device

@@ -11,22 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pagoda.core.cost_model import TERMS, Chunks, CostModel
+from pagoda.core.cost_model import TERMS, CostModel, RowWork
 from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 
 
-def chunks(start: list[int], num_new: list[int]) -> Chunks:
-    return Chunks(np.array(start, np.int32), np.array(num_new, np.int32))
+def chunks(start: list[int], num_new: list[int]) -> RowWork:
+    return RowWork(np.array(start, np.int32), np.array(num_new, np.int32))
 
 
-def recorded() -> list[tuple[Chunks, float]]:
+def recorded() -> list[tuple[RowWork, float]]:
     lines = (Path(__file__).parent / "data" / "step_times.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     return [(chunks(step["start"], step["num_new"]), step["compute_us"] / 1e6) for step in steps]
 
 
-def true_s(step: Chunks) -> float:
+def true_s(step: RowWork) -> float:
     start, new = step.start.astype(float), step.num_new.astype(float)
     pairs, read = (new * (start + new / 2)).sum(), (start + new).sum()
     return float(0.01 + 0.0002 * len(start) + 0.0005 * new.sum() + 1e-6 * pairs + 2e-6 * read)
@@ -56,7 +56,7 @@ def fitted(groups: tuple[KVGroupSpec, ...] = ()) -> CostModel:
     ],
     ids=["decode", "decodes", "prompt", "long-prefix", "mixed"],
 )
-def test_steps_that_follow_the_terms_are_predicted(step: Chunks) -> None:
+def test_steps_that_follow_the_terms_are_predicted(step: RowWork) -> None:
     predicted = fitted().terms_s([step]).sum()
     assert predicted == pytest.approx(true_s(step), rel=0.03)
 

@@ -9,7 +9,7 @@ import pytest
 from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingPolicy
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core import preemption
-from pagoda.core.cost_model import Chunks, CostModel
+from pagoda.core.cost_model import CostModel, RowWork
 from pagoda.core.events import Preempted
 from pagoda.core.policy import MostUrgentFirst
 from pagoda.core.preemption import PREEMPTION_RULES, _computed_again, _swaps
@@ -26,8 +26,8 @@ def state(num_seqs: int) -> RequestState:
     return one
 
 
-def chunk(num_tokens: int, start: int = 0, num_rows: int = 1) -> Chunks:
-    return Chunks(np.full(num_rows, start, np.int32), np.full(num_rows, num_tokens, np.int32))
+def chunk(num_tokens: int, start: int = 0, num_rows: int = 1) -> RowWork:
+    return RowWork(np.full(num_rows, start, np.int32), np.full(num_rows, num_tokens, np.int32))
 
 
 def test_auto_swaps_while_more_than_one_sequence_is_left() -> None:
@@ -128,7 +128,7 @@ def test_what_others_keep_in_the_prefix_cache_is_not_counted_as_lost(shares: boo
     traffic = Traffic(Setting(options, CacheConfig(block_size=4, watermark=0.0), num_blocks=16, num_host_blocks=32))
     costs = traffic.scheduler._state.costs
     for number in range(1, 40):  # a token takes 1 ms, a block 2 ms there and back
-        costs.observe_step(Chunks(np.zeros(1, np.int32), np.array([number], np.int32)), 0.001 * number)
+        costs.observe_step(RowWork(np.zeros(1, np.int32), np.array([number], np.int32)), 0.001 * number)
     costs.observe_copies(10, 0.01)
     traffic.twin = None
     prompt = [n % 7 for n in range(28)]
@@ -150,7 +150,7 @@ def test_the_twin_swaps_the_same_requests_when_prefixes_are_shared_and_encoders_
 ) -> None:
     seen: Counter[str] = Counter()
 
-    def counted(*args: object) -> Chunks:
+    def counted(*args: object) -> RowWork:
         again = _computed_again(*args)  # type: ignore[arg-type]
         seen.update(kept=int(again.start[0] > 0), encoded=int(again.num_encoded > 0))
         return again

@@ -8,7 +8,7 @@ import numpy as np
 from pagoda.base.clock import Clock, VirtualClock
 from pagoda.base.config import CacheConfig, PreemptionMode, SchedulingMode, SchedulingPolicy
 from pagoda.base.errors import RequestError
-from pagoda.core.cost_model import Chunks, CostModel
+from pagoda.core.cost_model import CostModel, RowWork
 from pagoda.core.events import (
     Admitted,
     ClientEvent,
@@ -447,20 +447,20 @@ class TwinScheduler:
             if self.encoder_decoder or (item.offset < end and kept < item.offset + item.length)
         }
         lost = self._lost(state, whole)
-        again = Chunks(
+        again = RowWork(
             np.array([kept, *lost.start[1:]], np.int32),
             np.array([end - kept, *lost.num_new[1:]], np.int32),
             sum(length for content, length in items.items() if content not in self.encoder.cache.size),
         )
         return self.costs.swap_is_cheaper(again, self.memory.host_need(whole))
 
-    def _lost(self, state: TwinRequest, whole: list[TwinSequence]) -> Chunks:
+    def _lost(self, state: TwinRequest, whole: list[TwinSequence]) -> RowWork:
         """What must be computed again without their KV: by the first sequence, what all share, too."""
         full_blocks = min([state.request.num_prompt_tokens, *(sequence.computed for sequence in whole)])
         shared = full_blocks // self.memory.block_size * self.memory.block_size
         start = [0] + [shared] * (len(whole) - 1)
         new = [sequence.computed - first for sequence, first in zip(whole, start, strict=True)]
-        return Chunks(np.array(start, np.int32), np.array(new, np.int32))
+        return RowWork(np.array(start, np.int32), np.array(new, np.int32))
 
     def measure(self, step: Step, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
         """Take the times of a step: what it computed is what the twin planned."""
@@ -469,7 +469,7 @@ class TwinScheduler:
         if step.planned:
             num_encoded = sum(item.length for item in output.encoder_inputs)
             start, new = np.array([[entry.start, entry.new] for entry in step.planned], np.int32).T
-            self.costs.observe_step(Chunks(start, new, num_encoded), result.duration_s - result.swap_s)
+            self.costs.observe_step(RowWork(start, new, num_encoded), result.duration_s - result.swap_s)
 
     def _drop(self, state: TwinRequest) -> None:
         for sequence in state.sequences:

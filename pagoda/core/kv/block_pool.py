@@ -202,7 +202,7 @@ class BlockPool:
     def pin(self, blocks: np.ndarray, pin: Pin, *, partly: bool) -> int:
         """Pin those of `blocks` (distinct ids, referenced) that have content. Return how many of them are pinned.
 
-        If that is more than its owner may have, the free blocks that it has not used for longest lose their pins.
+        If that is more than its owner may have, its least recently used free blocks lose their pins.
         partly: if it is more even so, pin the first ones; else none, and no block loses its pin.
         """
         until, blocks = self._second + pin.ttl_s, blocks[self.has_content[blocks]]
@@ -225,8 +225,8 @@ class BlockPool:
         return len(blocks)
 
     def end_pins(self, now_s: float) -> None:
-        """It is `now_s` on the engine's clock: end the pins whose time has passed. Those of free blocks become the
-        youngest that are not pinned."""
+        """It is `now_s` on the engine's clock: end the pins whose time has passed. Free blocks that lose theirs
+        move to the end of the unpinned log."""
         second, before = int(now_s), self._second
         self._second = second
         if self.has_pins and second != before:

@@ -12,7 +12,7 @@ from pagoda.core.request import Sequence
 from pagoda.core.request_table import RequestTable
 from pagoda.core.scheduler_output import NO_PAIRS
 
-_Swapped = tuple[np.ndarray, np.ndarray]  # of one KV group, int32 each: table indices, the blocks there
+_HostEntries = tuple[np.ndarray, np.ndarray]  # of one KV group, int32 each: table indices, the blocks there
 
 
 class HostTier:
@@ -28,11 +28,11 @@ class HostTier:
         self._tables = tables
         self._sizing = sizing
         self._moves_out = self._moves_in = NO_PAIRS  # of the step being planned
-        self._swapped: dict[Sequence, tuple[_Swapped, ...]] = {}
+        self._swapped: dict[Sequence, tuple[_HostEntries, ...]] = {}
 
-    def _in_use(self, row: int) -> list[_Swapped]:
+    def _in_use(self, row: int) -> list[_HostEntries]:
         """Per KV group: (table indices, device blocks) that hold computed tokens of the row."""
-        tables, used = self._tables, list[_Swapped]()
+        tables, used = self._tables, list[_HostEntries]()
         computed = blocks_for(int(self._table.num_computed[row]), self._sizing.block_size)
         for group, entries in zip(tables.groups, tables.entries, strict=True):
             count = computed if group.grows else int(tables.num_cross_blocks[row])
@@ -49,14 +49,13 @@ class HostTier:
         rows = [sequence.row for sequence in sequences]
         used = [self._in_use(row) for row in rows]
         device = np.concatenate([blocks for row_used in used for _, blocks in row_used])
-        unique, first, inverse, counts = np.unique(device, return_index=True, return_inverse=True, return_counts=True)
+        unique, order, inverse, counts = _distinct(device)
         host, _ = self.pool.allocate(len(unique))
-        host[np.argsort(first)] = np.sort(host)  # table order
+        host[order] = np.sort(host)
         self.pool.add_references(host, counts - 1)
         # A copy-on-write of this very step has not happened when swap-outs run: its source still has the content.
         copied_from = self._tables.sources_of(set(rows))
         sources = np.array([copied_from.get(block, block) for block in unique.tolist()], np.int32)
-        order = np.argsort(first)
         self._moves_out = np.concatenate((self._moves_out, np.stack((sources[order], host[order]), axis=1)))
         for sequence, swapped in zip(sequences, _replaced(used, host[inverse]), strict=True):
             self._swapped[sequence] = swapped
@@ -89,11 +88,9 @@ class HostTier:
 
         Return how many blocks move.
         """
-        host = self.blocks_of(sequences)
-        unique, first, inverse, counts = np.unique(host, return_index=True, return_inverse=True, return_counts=True)
+        unique, order, inverse, counts = _distinct(self.blocks_of(sequences))
         device = self._tables.allocate(len(unique))
         self._tables.pool.add_references(device, counts - 1)
-        order = np.argsort(first)
         self._moves_in = np.concatenate((self._moves_in, np.stack((unique[order], device[order]), axis=1)))
         swapped = [self._swapped[sequence] for sequence in sequences]
         for sequence, parts in zip(sequences, _replaced(swapped, device[inverse]), strict=True):
@@ -127,7 +124,13 @@ class HostTier:
             raise InvariantBroken("a host block's reference count is not that of the swapped sequences")
 
 
-def _replaced(tables: Iterable[Iterable[_Swapped]], blocks: np.ndarray) -> list[tuple[_Swapped, ...]]:
+def _distinct(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the distinct blocks, what sorts them in table order, each block's place among them, and their counts."""
+    unique, first, inverse, counts = np.unique(blocks, return_index=True, return_inverse=True, return_counts=True)
+    return unique, np.argsort(first), inverse, counts
+
+
+def _replaced(tables: Iterable[Iterable[_HostEntries]], blocks: np.ndarray) -> list[tuple[_HostEntries, ...]]:
     """Return the tables with `blocks` in place of their own, one after the other."""
     rest = iter(np.split(blocks, np.cumsum([len(own) for table in tables for _, own in table])))
     return [tuple((index, next(rest)) for index, _ in table) for table in tables]

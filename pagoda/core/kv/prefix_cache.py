@@ -91,7 +91,7 @@ class HashChain:
             items = [
                 _sized(item.content_hash.encode(), str(item.offset - begin).encode())
                 for item in self._media
-                if item.offset < end and item.offset + item.length > begin
+                if item.overlaps(begin, end)
             ]
             if items:
                 self._hasher = hashlib.sha256(b"media" + _sized(self._hasher.digest(), *items))

@@ -43,7 +43,7 @@ class RemoteClient(ClientOutputs):
         self.died: WorkerDied | None = None
         """Set once no engine can be started any more, or the other process has ended."""
         self.on_step: Callable[[int], object] = lambda _: None
-        """Called with the number of tokens of each step, whosever they are."""
+        """Called with the number of tokens of each step, of any client."""
 
     async def start(self) -> wire.EngineSizes:
         """Connect, and wait until the engine has started; return its sizes.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pagoda.base.abbreviate import shown_id
 from pagoda.base.errors import InvariantBroken, PagodaError, UsageError, WorkerDied
 from pagoda.core.request import LoraRef, Request, RequestStatus
-from pagoda.core.scheduler import SchedulerStats
+from pagoda.core.stats import SchedulerStats
 from pagoda.engine.clients.client_outputs import ClientOutputs
 from pagoda.engine.clients.journal import error_outputs
 from pagoda.engine.engine_thread import EngineThread

@@ -51,8 +51,8 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer, is_lazy: bool = False) -> None:
         self._tokenizer = tokenizer
         self._is_lazy = is_lazy
-        self._by_handle: dict[int, _RequestState] = {}
-        self._by_id: dict[str, _RequestState] = {}
+        self._by_handle: dict[int, _OpenRequest] = {}
+        self._by_id: dict[str, _OpenRequest] = {}
         self._scheduler_s = 0.0  # of all engines so far
         self._engine_scheduler_s = 0.0  # of the last one: the next begins at 0
         # Prompts of one request have the same stop strings, and so have most requests of one program.
@@ -83,7 +83,7 @@ class OutputProcessor:
         """
         assert request.request_id not in self._by_id
         assert request.handle not in self._by_handle
-        state = _RequestState(request, kind, prompt, self._tokenizer, self._stops_of(request))
+        state = _OpenRequest(request, kind, prompt, self._tokenizer, self._stops_of(request))
         state.scheduler_began_s = self._scheduler_s
         if sent_s is not None:
             state.end_admission(sent_s)
@@ -101,7 +101,7 @@ class OutputProcessor:
         """Process one step's outputs. Ignore tokens of requests and sequences that have finished meanwhile."""
         done = ProcessedOutputs()
         self._note_time(outputs.scheduler_s)
-        touched: dict[int, _RequestState] = {}
+        touched: dict[int, _OpenRequest] = {}
         ends = {(end.handle, end.sequence): end for end in outputs.ends}
         for event in outputs.events:
             self._note(event)
@@ -185,7 +185,7 @@ class OutputProcessor:
     def live_ids(self) -> list[str]:
         return list(self._by_id)
 
-    def _emit(self, state: "_RequestState", now_s: float, into: list[RequestOutput]) -> None:
+    def _emit(self, state: "_OpenRequest", now_s: float, into: list[RequestOutput]) -> None:
         if state.metrics.first_token_time is None and any(sequence.token_ids for sequence in state.sequences):
             state.metrics.first_token_time = now_s
         if state.metrics.first_token_time is not None:
@@ -199,7 +199,7 @@ class OutputProcessor:
             into.append(state.output(finished))
 
 
-class _RequestState:
+class _OpenRequest:
     """One request: its sequences, and what they share."""
 
     def __init__(

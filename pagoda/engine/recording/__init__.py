@@ -1,4 +1,4 @@
-"""Recordings: what a scheduler was asked, decided and was told, written down, run again and compared.
+"""Recordings: the calls, decisions and results of a scheduler, written down, run again and compared.
 
 format.py        what a line is, and when two decisions are equal
 files.py         the files of a recording, of which the oldest are removed

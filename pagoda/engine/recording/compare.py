@@ -26,7 +26,7 @@ class TokenDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class MedianTimes:
     """Medians of the steps of one kind, in seconds.   kind: prompt, decode, or mixed."""
 
     kind: str
@@ -150,9 +150,9 @@ class StepComparison:
                 pair = (one[at] if at < len(one) else None for one in (expected, got))
                 self.token = TokenDifference(output.step, label, sequence, place, *pair)
 
-    def times(self) -> list[StepTimes]:
+    def times(self) -> list[MedianTimes]:
         """Return the medians by kind of step."""
         return [
-            StepTimes(kind, len(pairs), *(statistics.median(side) for side in zip(*pairs, strict=True)))
+            MedianTimes(kind, len(pairs), *(statistics.median(side) for side in zip(*pairs, strict=True)))
             for kind, pairs in sorted(self._times.items())
         ]

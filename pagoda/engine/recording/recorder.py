@@ -1,4 +1,4 @@
-"""RecordingScheduler: write down what a scheduler is asked, decides and is told, so that it can be run again."""
+"""RecordingScheduler: write down the calls, decisions and results of a scheduler, so that it can be run again."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

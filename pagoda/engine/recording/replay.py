@@ -11,7 +11,7 @@ import msgspec
 
 from pagoda.base.errors import ConfigError, PagodaError
 from pagoda.engine.executor import Executor
-from pagoda.engine.recording.compare import SlowStep, StepComparison, StepTimes, TokenDifference
+from pagoda.engine.recording.compare import MedianTimes, SlowStep, StepComparison, TokenDifference
 from pagoda.engine.recording.format import Line, RecordedSettings, read_recording
 from pagoda.engine.recording.player import Player
 from pagoda.engine.recording.selection import Selection
@@ -45,7 +45,7 @@ class Replay:
     difference: Difference | None
     num_tokens: int = 0
     token: TokenDifference | None = None
-    times: list[StepTimes] = field(default_factory=list[StepTimes])
+    times: list[MedianTimes] = field(default_factory=list[MedianTimes])
     slow: SlowStep | None = None
 
 

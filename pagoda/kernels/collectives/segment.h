@@ -8,7 +8,7 @@
 // has come to the next meeting has read everything of the last one, so the half before may be written again.
 //
 // Waiting spins as long as the segment says and then sleeps on a futex. It ends, too, when another rank has failed,
-// when the process of the rank that is waited for is gone, and after a deadline: a rank that has failed hangs nobody.
+// when the process of the rank that is waited for is gone, and after a deadline: a rank that has failed blocks no other rank.
 #pragma once
 
 #include <errno.h>
