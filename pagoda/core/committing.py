@@ -54,7 +54,6 @@ def commit(
             state.waiting.wake(request.key)
     for client, parts in texts.items():
         by_client[client] = join_outputs([by_client[client], *parts] if client in by_client else parts)
-    state.stats.generation_tokens += sum([len(outputs.token_ids) for outputs in by_client.values()])
     return with_events(state, by_client)
 
 
@@ -108,6 +107,7 @@ def _commit_plain(
         limits = table.length_limit[at]
     table.settle_expected(at, output.drafts)
     ends = table.append_each(at, tokens)
+    state.stats.generation_tokens += len(at)
     may_end = state.stops.among(tokens) | (ends >= limits)
     outputs = EngineCoreOutputs(handles, indices, counts, tokens, logprobs=result.logprobs)
     by_client = {running.client: outputs} if running.client is not None else _by_client(outputs, table.client[at])
@@ -172,6 +172,7 @@ def _commit_any(
             note_first_output(state, sequence.request)
         finish_sequence(state, sequence, RequestStatus.FINISHED_STOPPED)
         pooled.setdefault(spec.client_index, {})[spec.handle] = vector
+    state.stats.generation_tokens += int(num_kept.sum())
     outputs = _kept_outputs(table, rows, result, num_kept)
     by_client = _by_client(outputs, clients[num_kept > 0])
     for client, by_handle in prompt_logprobs.items():

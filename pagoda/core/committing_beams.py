@@ -116,6 +116,7 @@ def _end_search(state: SchedulerState, request: RequestState, search: BeamSearch
     parts: list[EngineCoreOutputs] = []
     for sequence, hypothesis in zip(request.sequences, search.finished, strict=False):
         ids, columns = columns_of(hypothesis)
+        state.stats.generation_tokens += len(ids)
         handle, index = np.array([request.spec.handle], np.int64), np.array([sequence.index], np.int32)
         parts.append(EngineCoreOutputs(handle, index, np.array([len(ids)], np.int32), ids, logprobs=columns))
         finish_sequence(state, sequence, hypothesis.status, hypothesis.stop_token)
