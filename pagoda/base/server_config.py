@@ -195,8 +195,8 @@ class ServerConfig:
     tool_call_parser: Annotated[
         str,
         Setting(
-            "How calls are read: auto (by template), none, hermes, llama_json, pythonic, mistral, granite, "
-            "deepseek_v3, deepseek_v31, mistral3, kimi, qwen3_coder, seed, minimax, glm, harmony."
+            "Tool calls: auto (by template), none, hermes, llama_json, pythonic, mistral, granite, deepseek_v3, "
+            "deepseek_v31, mistral3, kimi, qwen3_coder, seed, minimax, apertus, glm, harmony."
         ),
     ] = "auto"
     strict_fields: Annotated[

@@ -176,6 +176,7 @@ PIECES: dict[str, list[str]] = {
         "</parameter>",
         "7",
     ],
+    "apertus": ["<|tools_prefix|>", "<|tools_suffix|>", "<|tools_", '[{"f": {"n": 7}}', ', {"f": {}}', "]"],
     "seed": [
         *("<seed:tool_call>", "</seed:tool_call>", "<seed:", "<function=f>", "</function>", "<parameter=s>"),
         *("<parameter=n>", "</parameter>", "7"),
@@ -237,6 +238,7 @@ WRITTEN: dict[str, str] = {
         '<parameter=o>\n{"k": [1, null]}\n</parameter>\n</function>\n</tool_call>\n'
     )
     * 2,
+    "apertus": f"<|tools_prefix|>[{', '.join([json.dumps({'f': ARGUMENTS})] * 2)}]<|tools_suffix|>",
     "seed": (
         f"<seed:tool_call>\n<function=f>\n<parameter=s>{ARGUMENTS['s']}</parameter>\n<parameter=n>7</parameter>\n"
         '<parameter=o>{"k": [1, null]}</parameter>\n</function>\n</seed:tool_call>\n'
@@ -274,6 +276,7 @@ def test_calls_in_every_format(name: str, data: st.DataObject) -> None:
         ("qwen3_coder", "</tool_call>"),
         ("qwen3_coder", "</function>"),
         ("seed", "</seed:tool_call>"),
+        ("apertus", "<|tools_suffix|>"),
         ("minimax", "</invoke>"),
         ("kimi", "<|tool_call_end|>"),
         ("deepseek_v31", "<｜tool▁call▁end｜>"),

@@ -34,6 +34,7 @@ _OPENING = "<|start|>assistant"  # of a message in harmony
 _FORMATS = (
     ReasoningTags("think", "<think>", "</think>", ("\n</think>\n\n",)),
     ReasoningTags("mistral", "[THINK]", "[/THINK]", ("[/THINK]",)),
+    ReasoningTags("apertus", "<|inner_prefix|>", "<|inner_suffix|>", ("<|inner_suffix|>",)),
     ReasoningTags("seed", "<seed:think>", "</seed:think>", ("</seed:think>",)),
     ReasoningTags(
         "harmony",

@@ -175,7 +175,13 @@ def test_prompts_are_those_of_transformers(
 
 @pytest.mark.parametrize(
     ("template", "parser"),
-    [("ByteDance-Seed-OSS", "seed"), ("MiniMax-M2", "minimax"), ("GLM-4.6", "glm"), ("Qwen3-Coder", "qwen3_coder")],
+    [
+        ("ByteDance-Seed-OSS", "seed"),
+        ("MiniMax-M2", "minimax"),
+        ("Apertus-8B-Instruct", "apertus"),
+        ("GLM-4.6", "glm"),
+        ("Qwen3-Coder", "qwen3_coder"),
+    ],
 )
 def test_a_call_that_a_template_writes_is_read(
     templates: dict[str, str], chats: ChatPrompts, template: str, parser: str

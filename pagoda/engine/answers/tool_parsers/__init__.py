@@ -5,6 +5,7 @@ To add a format, write a subclass of ToolParser, with its grammar if it has one,
 from pagoda.base.registry import Registry
 from pagoda.engine.answers.tool_parsers.base import ToolParser
 from pagoda.engine.answers.tool_parsers.formats import (
+    ApertusParser,
     DeepSeekV3Parser,
     DeepSeekV31Parser,
     GraniteParser,
@@ -21,6 +22,7 @@ from pagoda.engine.answers.tool_parsers.tagged import GLMParser, MiniMaxParser, 
 TOOL_PARSERS: Registry[type[ToolParser]] = Registry(
     "tool call parser",
     {
+        "apertus": ApertusParser,
         "seed": SeedParser,
         "minimax": MiniMaxParser,
         "qwen3_coder": Qwen3CoderParser,

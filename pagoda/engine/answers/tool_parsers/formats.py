@@ -116,6 +116,30 @@ class GraniteParser(MistralParser):
     GRAMMAR = bracketed(JsonCall("arguments"), "<|tool_call|>")
 
 
+class ApertusParser(ToolParser):
+    """Apertus: <|tools_prefix|>[{NAME: {...}}, ...]<|tools_suffix|>."""
+
+    OPEN, CLOSE = "<|tools_prefix|>", "<|tools_suffix|>"
+    CALL = re.compile(r'\s*[\[,]\s*\{\s*"(?P<name>[^"\\\n]+)"\s*:\s*(?=\{)')
+    MARKS = (OPEN,)
+    keeps_special_tokens = True
+
+    def read(self) -> Reading[None]:
+        while mark := (yield from self.text_until(self.OPEN)):
+            before = self.space + mark
+            while not (yield from self.comes("]")) and (found := (yield from self.head(self.CALL))) is not None:
+                self.begin(found["name"])
+                before = ""
+                if not (yield from self.arguments()):
+                    break
+                yield from self.take("}")
+            if before:
+                self.parsed.add(before)
+            else:
+                yield from self.take("]")
+                yield from self.take(self.CLOSE)
+
+
 class NamedCallParser(ToolParser):
     """A mark, the name, another mark or nothing, and the arguments as JSON, or none.
 
