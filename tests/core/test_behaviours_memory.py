@@ -1,9 +1,10 @@
 """Sequences, prefix caching, windows, cross-attention and images, with small numbers."""
 
+import numpy as np
 import pytest
 
 from pagoda.base.config import PreemptionMode
-from pagoda.core.kv import KVGroupKind, KVGroupSpec
+from pagoda.core.kv import STATE_WINDOW, KVGroupKind, KVGroupSpec
 from pagoda.core.request import LoraRef, MediaItem
 from tests.core.rig import Rig
 
@@ -384,6 +385,53 @@ def test_mixed_groups_agree_on_a_length() -> None:
     assert rig.step().cached == {"b": 16}
     assert rig.blocks("b") == [5, 3]
     assert before - rig.free == 8
+
+
+STATE = KVGroupSpec(KVGroupKind.STATE, window=STATE_WINDOW, layers=(1,))
+
+
+def test_a_state_is_left_in_its_block_and_goes_on_in_the_next() -> None:
+    rig = Rig(groups=(STATE,))
+    rig.add("a", 3, max_tokens=9)
+    held = [rig.step() and rig.blocks("a")[0] for _ in range(7)]
+    assert held == [1, 1, 2, 1, 1, 1, 2]  # computed after the step: 3 to 9; blocks of 4
+
+
+def test_a_state_that_is_partly_filled_is_copied_at_a_fork() -> None:
+    rig = Rig(groups=(STATE,))
+    for name, num_tokens, num_copies in (("a", 6, 1), ("b", 8, 0)):
+        rig.add(name, num_tokens, max_tokens=2, n=2)
+        rig.step()
+        assert len(rig.step().output.copies) == num_copies
+        rig.run()
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, STATE), (STATE,)], ids=str)
+def test_a_growing_conversation_finds_as_much_with_states(groups: tuple[KVGroupSpec, ...]) -> None:
+    """Each turn adds five tokens and gets three; the share that is found is that of attention alone."""
+    rig, conversation, found = Rig(groups=groups, enable_prefix_caching=True, num_blocks=64), tokens(0, 6), list[int]()
+    for turn in range(6):
+        rig.add(f"turn {turn}", conversation, max_tokens=3)
+        found.append(rig.step().cached[f"turn {turn}"])
+        [answer] = rig.run().values()
+        conversation = [*conversation, *([7] * 3), *tokens(100 * turn, 5)]
+        assert len(answer) == 2
+    assert found == [0, 8, 16, 24, 32, 40]
+
+
+def test_a_hit_goes_back_to_the_last_state_that_is_left() -> None:
+    """Where prompts part within a block, and where the pool has taken the last snapshot for another request."""
+    rig = Rig(groups=(FULL, STATE), enable_prefix_caching=True, num_blocks=64)
+    rig.add("a", tokens(0, 18), max_tokens=1)
+    rig.run()
+    rig.add("b", [*tokens(0, 14), 99, 98, 97, 96, 95], max_tokens=1)
+    assert rig.step().cached == {"b": 12}
+    rig.run()
+    cache = rig.scheduler._state.kv.prefix_cache
+    hashes = list(cache._blocks[1])
+    cache.uncache_blocks(np.array([cache._blocks[1][hashes[2]]], np.int32))
+    rig.add("c", [*tokens(0, 14), 1], max_tokens=1)
+    assert rig.step().cached == {"c": 8}
 
 
 def test_a_batch_hashes_nothing_while_a_request_waits_for_a_sequence_and_all_once_it_looks() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -433,6 +433,18 @@ def test_steps_that_run_out_of_memory_end_their_own_sequences_only(
     )
     missing = {"failed", "not failed", "depth 2" if not has_drafts else "depth 1"} - set(+counts)
     assert not missing, counts
+
+
+def test_failures_leave_no_wrong_state(tmp_path: Path, on_the_device: DeviceUnderTest) -> None:
+    """Rows that go on, fork or find blocks on top of a failed step start again from a state that it did not write."""
+    on_the_device.must_compute("lfm2")
+    shape = {"vocab_size": VOCAB, "max_position_embeddings": MAX_MODEL_LEN, "eos_token_id": 2}
+    model, options = save(make_model("lfm2", **shape), tmp_path), {"dtype": "bfloat16"}
+    watched = [each for i, each in enumerate(tiny_watched()) if i % 2]
+    expected = reference(model, watched, {**options, "num_blocks": 200})
+    most: dict[str, Any] = {"most_watched": len(watched), "most_fillers": 16, "num_groups": 2}
+    counts = check(model, watched, expected, options, range(684, 690), VOCAB, **most, num_failures=4, ahead=True)
+    assert not {"failed", "not failed", "depth 2", "prefix hits"} - set(+counts), counts
 
 
 @pytest.mark.parametrize("has_drafts", [False, True])
