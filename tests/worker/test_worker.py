@@ -7,6 +7,7 @@ import pytest
 from pagoda.base.config import ParallelConfig
 from pagoda.base.errors import CapacityError, ConfigError, WorkerDied
 from pagoda.kernels.native_ops import NativeOps
+from pagoda.loading.loader import load_model
 from pagoda.loading.model_files import identify
 from pagoda.worker.loaded_model import WorkerConfig
 from pagoda.worker.worker import Worker
@@ -68,7 +69,10 @@ def test_a_pool_that_cannot_be_allocated_is_an_error_with_a_remedy(tmp_path: Pat
 def test_only_an_engine_told_to_pins_its_threads(
     pin: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Before weights are written: their memory is near the thread that does."""
     asked: list[object] = []
+    loaded = "pagoda.worker.loaded_model.load_model"
+    monkeypatch.setattr(loaded, lambda *args: asked.append("load") or load_model(*args))
     monkeypatch.setattr("pagoda.worker.loaded_model.cores_to_pin", lambda threads: [(0,)] * threads)
     monkeypatch.setattr(NativeOps, "pin_threads", lambda self, cores: asked.append(cores))  # None: it did not work
     monkeypatch.setattr("pagoda.worker.loaded_model.openmp_runtimes", lambda: ["/a/libgomp.so.1", "/b/libiomp5.so"])
@@ -76,6 +80,6 @@ def test_only_an_engine_told_to_pins_its_threads(
         Worker(
             config(write_tiny_llama(tmp_path), parallel=ParallelConfig(device="cpu", threads=2), pin_threads=pin)
         ).load()
-    assert asked == ([[(0,), (0,)]] if pin else [])
+    assert asked == ([[(0,), (0,)], "load"] if pin else ["load"])
     assert ("could not be pinned" in caplog.text) == bool(pin)
     assert "/b/libiomp5.so" in caplog.text

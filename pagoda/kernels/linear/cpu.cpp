@@ -65,7 +65,7 @@ PAGODA_EXPORT void pagoda_linear_by_head(const LinearByHeadArgs* a, int32_t thre
                 }
             });
         std::atomic<int64_t> next{0};
-        parallel(threads_for(a->weight->out_features * a->x.dim, threads), [&](int, int) {
+        parallel(threads_for(a->weight->out_features * a->x.dim, threads, heads), [&](int, int) {
             for (int64_t head; (head = next.fetch_add(1)) < heads;)
                 linear_multiply_part(with_scratch(head), 0, rows, panels * head / heads, panels * (head + 1) / heads);
         });

@@ -165,7 +165,7 @@ void multiply_experts(LinearJob job, const ExpertStack& stack, const Routing& ro
         if (routing.begin[e + 1] > routing.begin[e]) active[count++] = static_cast<int32_t>(e);
     linear_convert_all(job, 2, threads);
     int64_t panels = linear_panels(job), all = count * panels;
-    threads = threads_for(count * job.weight->out_features * job.weight->in_features, threads);
+    threads = threads_for(count * job.weight->out_features * job.weight->in_features, threads, all);
     int64_t pieces = threads == 1 ? 1 : job.rows < FEW_ROWS * count ? threads : std::min<int64_t>(8 * threads, all);
     std::atomic<int64_t> next{0};
     parallel(threads, [&](int, int) {
