@@ -12,6 +12,7 @@ from pagoda.server.body import Body
 from pagoda.server.body_reader import parse_body
 from pagoda.server.dialects.responses_bodies import ResponsesRequest
 from pagoda.server.errors import ApiError
+from pagoda.server.stored import service
 from pagoda.server.stored.conversations import ConversationRequest, ItemsRequest
 from tests.server.in_process import served
 from tests.server.turn_apis import events_of
@@ -37,6 +38,19 @@ def test_only_the_field_that_a_route_reads_is_stored(other: Any) -> None:
         own = {"role": "user", "content": "own"}
         added = await http.post(path, json={"items": [own], "input": other})
         assert texts(added) == texts(await http.get(path)) == ["own"]
+
+    served(test)
+
+
+def test_what_is_too_large_to_be_continued_can_be_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "MAX_CONTEXT_BYTES", 10)
+
+    async def test(http: httpx.AsyncClient) -> None:
+        events = events_of((await http.post("/v1/responses", json={"input": "hello", "stream": True})).content)
+        id = events[0]["response"]["id"]
+        refused = await http.post("/v1/responses", json={"input": "more", "previous_response_id": id})
+        assert (refused.status_code, "more than 10" in refused.text) == (400, True)
+        assert texts(await http.get(f"/v1/responses/{id}/input_items")) == ["hello"]
 
     served(test)
 

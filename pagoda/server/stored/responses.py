@@ -18,7 +18,7 @@ from pagoda.server.dialects.responses_bodies import InputItem, ResponsesRequest
 from pagoda.server.dialects.responses_input import conversation_of
 from pagoda.server.dialects.responses_tools import ResponsesTools
 from pagoda.server.errors import ApiError, as_api_error
-from pagoda.server.listing import page_asked, page_of
+from pagoda.server.listing import page_asked
 from pagoda.server.render import count_prompt_tokens
 from pagoda.server.request_state import request_state
 from pagoda.server.respond import begin_turn, respond_with
@@ -188,8 +188,5 @@ async def list_input_items(http: Request) -> Response:
     """List the items that a response was given, with those before its input; the last ones first, unless `order` is
     asc."""
     asked = page_asked(http)
-    context = await state_of(http).owned.ask(
-        StoreService.context, owner_of(http), http.path_params["response_id"], True
-    )
-    page = await asyncio.to_thread(lambda: page_of(dict(unpack(context.items)), "item", *asked))
-    return json_response(ItemList.of(page))
+    owned, id = state_of(http).owned, http.path_params["response_id"]
+    return json_response(ItemList.of(await owned.ask(StoreService.input_page, owner_of(http), id, *asked)))

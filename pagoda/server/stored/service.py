@@ -192,6 +192,14 @@ class StoreService:
         items = list(conversation.items.items())
         return _too_large(conversation.num_bytes) or Context(await asyncio.to_thread(pack, items))
 
+    @offered
+    async def input_page(
+        self, client: int, owner: str, id: str, after: str, limit: int, is_ascending: bool
+    ) -> Listed[bytes]:
+        """Return some of the items that a response was given, see page_of. Raises ApiError (404)."""
+        packed = self._response(owner, id).items
+        return await asyncio.to_thread(lambda: page_of(dict(unpack(packed)), "item", after, limit, is_ascending))
+
     # ---- conversations
 
     @offered
