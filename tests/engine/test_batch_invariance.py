@@ -439,7 +439,7 @@ def test_failures_leave_no_wrong_state(tmp_path: Path, on_the_device: DeviceUnde
     """Rows that go on, fork or find blocks on top of a failed step start again from a state that it did not write."""
     on_the_device.must_compute("lfm2")
     shape = {"vocab_size": VOCAB, "max_position_embeddings": MAX_MODEL_LEN, "eos_token_id": 2}
-    model, options = save(make_model("lfm2", **shape), tmp_path), {"dtype": "bfloat16"}
+    model, options = save(make_model("lfm2", **shape), tmp_path), MODES["bf16"]
     watched = [each for i, each in enumerate(tiny_watched()) if i % 2]
     expected = reference(model, watched, {**options, "num_blocks": 200})
     most: dict[str, Any] = {"most_watched": len(watched), "most_fillers": 16, "num_groups": 2}
