@@ -141,7 +141,7 @@ def _in_words(request: Request, error: HTTPException) -> str:
         return f"there is no route {request.method} {path[:100]}; {_instead(request, path)}/docs lists them all"
     path = path[:100]
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "other methods")
+        allowed = ", ".join(sorted((error.headers or {}).get("Allow", "other methods").split(", ")))  # of a set
         if path in (route.path for route in request.app.routes):
             return f"{request.method} is not allowed on {path}; use {allowed}"
         # The last part was taken for an id, which it may not be: /v1/responses/compact.

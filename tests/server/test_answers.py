@@ -81,6 +81,7 @@ REQUESTS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("POST", "/v1/responses", {"input": "Hello" * 100_000}),
     ("POST", "/v1/responses", {"input": "Hello", "max_output_tokens": 8, "background": True}),
     ("POST", "/v1/responses", {"input": "Hello", "previous_response_id": "resp_1"}),
+    ("POST", "/v1/responses/input_tokens", {"input": "Hello"}),
     ("GET", "/v1/responses/{response_id}", None),
     ("POST", "/v1/responses/{response_id}/cancel", {}),
     ("GET", "/v1/responses/{response_id}/input_items", None),

@@ -327,7 +327,8 @@ def test_what_is_encoded_on_the_loop_does_not_grow_with_the_answer(
 
     monkeypatch.setattr(AsyncEngine, "stream", stream)
     monkeypatch.setattr(respond, "render", rendered)
-    for module in (sending, ollama, response_events, responses, run):
-        monkeypatch.setattr(module, "_encode", counting(module._encode))
+    encoders = [(module, "_encode") for module in (sending, ollama, response_events)]
+    for module, encoder in (*encoders, (responses, "encode"), (run, "encode")):
+        monkeypatch.setattr(module, encoder, counting(getattr(module, encoder)))
     served(test, ServerConfig(ollama=True))
     assert 0 < max(encoded) < MOST_BYTES_ON_LOOP
