@@ -77,18 +77,21 @@ constexpr Tiles float_tiles() {
                 {},
                 {}};
 }
+// Of codes that take long to unpack, a core keeps too few reads under way: tiles of one panel prefetch the next.
+constexpr bool reads_ahead(int32_t kind) { return WEIGHT_FORMS[kind].bits >= 4 && WEIGHT_FORMS[kind].bits <= 6; }
 template <int32_t KIND, int GROUP>
 constexpr Tiles int_tiles() {
-    if constexpr (MANY_REGISTERS)
-        return {{run_int_tile<KIND, GROUP, 1, 1>, run_int_tile<KIND, GROUP, 2, 1>, run_int_tile<KIND, GROUP, 3, 1>,
-                 run_int_tile<KIND, GROUP, 4, 1>, run_int_tile<KIND, GROUP, 5, 1>, run_int_tile<KIND, GROUP, 6, 1>},
-                {run_int_tile<KIND, GROUP, 1, 2>, run_int_tile<KIND, GROUP, 2, 2>, run_int_tile<KIND, GROUP, 3, 2>},
-                {run_int_tile<KIND, GROUP, 1, 4>}};
-    else
-        return {{run_int_tile<KIND, GROUP, 1, 1>, run_int_tile<KIND, GROUP, 2, 1>, run_int_tile<KIND, GROUP, 3, 1>,
+    Tiles tiles{{run_int_tile<KIND, GROUP, 1, 1>, run_int_tile<KIND, GROUP, 2, 1>, run_int_tile<KIND, GROUP, 3, 1>,
                  run_int_tile<KIND, GROUP, 4, 1>, run_int_tile<KIND, GROUP, 5, 1>, run_int_tile<KIND, GROUP, 6, 1>},
                 {},
                 {}};
+    if constexpr (MANY_REGISTERS && !reads_ahead(KIND)) {
+        tiles.wide[0] = run_int_tile<KIND, GROUP, 1, 2>;
+        tiles.wide[1] = run_int_tile<KIND, GROUP, 2, 2>;
+        tiles.wide[2] = run_int_tile<KIND, GROUP, 3, 2>;
+        tiles.widest[0] = run_int_tile<KIND, GROUP, 1, 4>;
+    }
+    return tiles;
 }
 
 const Tiles& tiles_of(const PackedLinear& w) {
@@ -185,8 +188,8 @@ void multiply(const LinearJob& job, const Operand& x, int64_t row, int64_t row_e
             int64_t next_count = std::min(w.in_features - next_k, elements_at_once(w));
             int64_t each = (in_segments ? 1 : width) * panel_bytes(w, next_count) / (calls * steps) + 1;
             int64_t second = gated ? partner : in_segments && width > 1 ? bytes : each > 64 ? 64 : 0;
-            // With AVX-512, a single tile already reads the weights at the speed of memory: nothing to gain.
-            bool prefetches = next >= 0 && (count > 1 || !MANY_REGISTERS);
+            // With AVX-512, a single tile already reads other weights at the speed of memory: nothing to gain.
+            bool prefetches = next >= 0 && (count > 1 || !MANY_REGISTERS || reads_ahead(w.kind));
             for (int64_t i = 0; i < count; i++) {
                 int64_t begin = row + (row_end - row) * i / count;
                 int64_t rows = row + (row_end - row) * (i + 1) / count - begin;
