@@ -36,7 +36,7 @@ _MOST_OUTPUT = 32_000  # tokens of one answer
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What a client is told.   url: without /v1.   key: _KEY, or "none" of a server without keys.
+    """What a client needs to know.   url: without /v1.   key: _KEY, or "none" of a server without keys.
 
     context: the longest prompt plus output, in tokens; None: the server does not say.
     """

@@ -27,7 +27,7 @@ class Drafts:
     def offer(self, row: int, tokens: abc.Sequence[int] | np.ndarray) -> None:
         """Replace the drafts of `row`. Unless it lacks exactly one token they would not fit, and are dropped.
 
-        A beam gets none: a token only tells with its siblings' whether it is right.
+        A beam gets none: whether a token is right depends on its siblings'.
         """
         self.remove_row(row)
         if (

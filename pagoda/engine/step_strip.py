@@ -61,7 +61,7 @@ class StepStrip:
     """Submits steps to `executor`, and notes them after a look (`after`), or while `on_step` is set.
 
     on_step: gets each step that has ended, maybe on another thread.
-    recorder: gets the requests of each step; its reader is also told the steps' tokens, by `take_step_tokens`.
+    recorder: gets the requests of each step; its reader also gets the steps' tokens, by `take_step_tokens`.
     """
 
     def __init__(self, executor: Executor, recorder: FlightRecorder | None = None) -> None:

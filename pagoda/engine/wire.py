@@ -198,7 +198,7 @@ class StepReport(msgspec.Struct, frozen=True, tag="report"):
 
 
 class EngineReport(msgspec.Struct, frozen=True, tag="engine_report"):
-    """What a ClientServer tells all clients of the engine, whenever that has changed.
+    """What a ClientServer sends to all clients when the engine's state has changed.
 
     step_tokens: tokens computed in each step since the last report.
     """

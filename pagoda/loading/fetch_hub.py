@@ -156,7 +156,7 @@ def missing_bytes(model: HubModel, cache_dir: Path | None) -> int:
 
     try:
         files = _snapshot(model, cache_dir, dry_run=True)
-    except (OSError, ValueError, httpx.HTTPError):  # what is wrong is told when it is fetched
+    except (OSError, ValueError, httpx.HTTPError):  # the fetch says what is wrong
         return 0
     return 0 if isinstance(files, str) else sum(file.file_size or 0 for file in files if file.will_download)
 

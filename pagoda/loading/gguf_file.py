@@ -270,7 +270,7 @@ def open_gguf(path: Path) -> GGUFFile:
 
 
 def forget_gguf() -> None:
-    """Let go of the files that `open_gguf` has returned: they stay mapped as long as somebody uses them."""
+    """Let go of the files that `open_gguf` has returned: they stay mapped as long as they are used."""
     _open.cache_clear()
 
 

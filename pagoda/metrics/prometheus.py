@@ -90,7 +90,7 @@ class ServerMetrics:
 
     For one event loop.   stats: returns the engine's latest statistics.   cache_config: static labels of
     cache_config_info.   max_loras: adapters per step; 0 without adapters.   num_restarts: of the engine process so far.
-    loads: of the model, which are this process's to tell.
+    loads: of the model, if this process counts them.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class ServerMetrics:
             ("num_requests_swapped", "Requests swapped out to host memory.", stats.num_swapped),
             ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.kv_usage),
             ("gpu_cache_usage_perc", "Share of KV blocks in use (older name).", stats.kv_usage),
-            ("engine_report_age_seconds", "Time since the engine told these, between two steps.", stats.age_s),
+            ("engine_report_age_seconds", "Time since the engine reported these, between two steps.", stats.age_s),
         ):
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
             gauge.add_metric(self._values, value)

@@ -1,4 +1,4 @@
-"""What an API process gets from its parent to start, and tells it if it cannot."""
+"""What an API process gets from its parent to start, and reports if it cannot."""
 
 import contextlib
 
@@ -35,7 +35,7 @@ def tell_error(place: RendezvousDir, number: int, error: PagodaError) -> None:
 
 
 def take_error(place: RendezvousDir, number: int) -> PagodaError | None:
-    """Return why a process could not serve, if it has told; once."""
+    """Return why a process could not serve, if it has said so; once."""
     path = place.path(f"error-{number}")
     with contextlib.suppress(OSError, msgspec.DecodeError):
         name, text = msgspec.json.decode(path.read_bytes(), type=tuple[str, str])

@@ -261,7 +261,7 @@ async def serve(
             ssl_certfile=config.tls.ssl_certfile,
             ssl_keyfile=config.tls.ssl_keyfile,
             log_config=None,
-            log_level="error",  # its warnings tell what a client did wrong, once per request
+            log_level="error",  # its warnings are about what a client did wrong, once per request
             access_log=False,
             server_header=False,
             lifespan="off",

@@ -161,7 +161,7 @@ class Modalities(Struct, frozen=True):
 
 
 class ServerProperties(Struct, frozen=True, kw_only=True):
-    """total_slots: requests that run at once.   model_path: a name, too: no path of the server is told."""
+    """total_slots: requests that run at once.   model_path: a name, too: no path of the server is shown."""
 
     default_generation_settings: GenerationSettings
     total_slots: int
@@ -205,7 +205,7 @@ class Slot(Struct, frozen=True):
 
 @router.get("/slots", answer="application/json", query=("model",))
 async def list_slots(http: Request) -> Response:
-    """How many requests run, of how many that can, as llama.cpp tells it. What they are is in /requests.
+    """How many requests run, of how many that can, in llama.cpp's form. What they are is in /requests.
 
     Of the first model, unless `model` names another.
     """

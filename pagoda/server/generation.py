@@ -58,7 +58,7 @@ class Generation:
     """What the engine does for one HTTP request. Created by RequestStarter, iterated once.
 
     It counts against admission from its creation, so its owner must close it, iterated or not. At the end of the HTTP
-    request, the access log, spans and Server-Timing tell what is known of it.
+    request, the access log, spans and Server-Timing show what is known of it.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class Generation:
 
     @property
     def log_fields(self) -> dict[str, Any]:
-        """What the access log tells of it."""
+        """What the access log shows of it."""
         return msgspec.to_builtins(self.figures) | {"finish_reason": "+".join(dict.fromkeys(self.finish_reasons))}
 
     @property

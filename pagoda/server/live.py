@@ -1,6 +1,6 @@
 """The requests of this server as people and programs look at them: `/requests`, and the stream of the dashboard.
 
-Nothing is computed while nobody looks.
+Nothing is computed without a reader.
 """
 
 import asyncio

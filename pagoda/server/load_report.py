@@ -1,4 +1,4 @@
-"""The line of the log that tells the load of a server."""
+"""The line of the log with the load of a server."""
 
 import asyncio
 import logging

@@ -21,7 +21,7 @@ class Looks:
     """What the engine was seen to do last.   look: that of its client, or None without an engine process.
 
     reply: the last one, None if the engine was down.   num_streams: of pages that look.
-    steps: the last ones while somebody reads them (see `reads_steps`), with a number that counts up.
+    steps: the last ones while a reader asks for them (see `reads_steps`), with a number that counts up.
     """
 
     def __init__(self, look: Callable[[float | None], Awaitable[LookReply | None]] | None = None) -> None:
@@ -48,7 +48,7 @@ class Looks:
         assert self._look is not None
         try:
             last_s = self.steps[-1].ended_s if self.steps else 0.0
-            # Whoever asks, asks for all: one look at a time is on its way, maybe until a long step has ended.
+            # One look serves all callers; it may take until a long step has ended.
             self.reply = await self._look(last_s if self._num_readers else None)
             if self.reply is not None:
                 self.steps.extend(self.reply.steps)

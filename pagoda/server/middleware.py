@@ -343,7 +343,7 @@ def _shutting_down() -> ASGIApp:
 
 
 def _timing(state: RequestState) -> bytes:
-    """Return the header that tells where the time went; b"" if nothing was generated."""
+    """Return the header that says where the time went; b"" if nothing was generated."""
     generation = state.generation
     times = generation.times if generation is not None else None
     if generation is None or times is None or times.time_in_queue is None:

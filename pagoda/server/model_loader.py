@@ -32,7 +32,7 @@ SECONDS_PER_LOAD = 6.0
 
 
 class LoadRate:
-    """Limits how often models are loaded, whoever asks for them."""
+    """Limits how often models are loaded, for all callers together."""
 
     def __init__(self, at_once: int = LOADS_AT_ONCE, seconds_per_load: float = SECONDS_PER_LOAD) -> None:
         self._most, self._seconds_per_load = at_once, seconds_per_load

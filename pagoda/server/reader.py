@@ -10,7 +10,7 @@ from pagoda.server.turn import CallDelta, ReasoningDelta, TextDelta, TurnEnd, Tu
 
 
 class Reader:
-    """Reads one output: plain text, unless it is told which tools and which reasoning to look for."""
+    """Reads one output: plain text, unless it is given tools and a reasoning format to look for."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Reader:
         return events
 
     def ends_part(self, events: Sequence[TurnEvent]) -> bool:
-        """Return whether some events end the part of the answer, a thought, a text or a call, that was told last."""
+        """Return whether these events finish the current part of the answer: a thought, a text or a call."""
         has_ended = False
         for event in events:
             if type(event) is not self._told or (isinstance(event, CallDelta) and event.name is not None):

@@ -70,7 +70,7 @@ class AdmissionService:
         await self._wait((client, number), lambda place: place.wait_to_hold(num_media_bytes))
 
     async def _wait(self, key: tuple[int, int], wait: Callable[[Place], Awaitable[None]]) -> None:
-        """Wait, unless the place is closed meanwhile, or was before this came to run: then nobody wants the answer."""
+        """Wait, unless the place is closed meanwhile, or was closed before this began: then no one reads the answer."""
         if (place := self._places.get(key)) is None:
             return
         task = asyncio.current_task()

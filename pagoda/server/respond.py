@@ -151,7 +151,7 @@ class RunningTurn(Generic[A]):
 
     @property
     def size_so_far(self) -> int:
-        """How large what it has told so far is, for `run_sized`."""
+        """The size of what has been sent so far, for `run_sized`."""
         num_tokens, params = self._generation.num_output_tokens, self._generation.sampling
         has_logprobs = params is not None and params.logprobs is not None
         return num_tokens if has_logprobs else num_tokens // _PLAIN_TOKENS
@@ -167,7 +167,7 @@ class RunningTurn(Generic[A]):
         return b"".join(frames)
 
     def _retold(self) -> bytes:
-        """Return the frames of pieces that end a part of the answer, which is then told again, and of those after."""
+        """Return the frames of pieces that end a part of the answer, which is then repeated, and of those after."""
         pieces, self._retelling = self._retelling, []
         return b"".join(map(self.answer.frames, pieces))
 

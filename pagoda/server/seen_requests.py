@@ -199,7 +199,7 @@ class SeenRequests:
     def _why_waiting(self, last: ClientEvent | None, place: int | None) -> str:
         """Return what keeps a request from running, in words; where others have its blocks, who has most.
 
-        place: in the queue; None if it is not considered now, or the view does not tell.
+        place: in the queue; None if it is not considered now, or the view does not say.
         """
         if not self._is_up:
             return "waits for the engine, which starts"

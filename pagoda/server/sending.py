@@ -72,7 +72,7 @@ def event(answer: object, name: str | None = None) -> bytes:
 class Framing:
     """How an API ends its streams.   error: from an error and the request's id, its event.   end: the last bytes.
 
-    retells: where an answer ends, or a part of it (a thought, a text, a call), what was told is told again, or sealed.
+    retells: the API repeats or seals a finished part (a thought, a text, a call), and the whole answer at its end.
     """
 
     error: Callable[[ApiError, str], bytes]

@@ -37,7 +37,7 @@ class PickedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What lists of models tell.
+    """What lists of models show.
 
     family: its architecture.   format: of its files.   weights: the type that most of them have, on disk.
     num_bytes: of the weights, on disk.   longest: sequence that the model can have, in tokens.

@@ -36,7 +36,7 @@ class Shared:
         self._are_all_ready = are_all_ready
         admission = Admission(config.server_limits, config.server_timeouts.queue_timeout_s)
         self._admission = AdmissionService(admission)
-        self._counts_of: dict[int, ModelCounts] = {}  # as each client told them last
+        self._counts_of: dict[int, ModelCounts] = {}  # as each client last reported them
         self._counts_before: ModelCounts = {}  # of those that have gone
         self.tokens_per_step = tokens_per_step()
         modules = [parse_module(text) for text in config.lora_sources.lora_modules]
@@ -78,7 +78,7 @@ class Shared:
         return await self.read_counts()
 
     async def read_counts(self) -> ModelCounts:
-        """Return what all processes have counted: of one that does not answer, or has gone, what it told last."""
+        """Return what all processes have counted; of one that does not answer, or has gone, its last report."""
         found = await self.server.ask("counts", timeout_s=CALL_S, returns=ModelCounts)
         # One that went while others were waited for has been added to `_counts_before`.
         self._counts_of |= {client: counts for client, counts in found.items() if client in self.server.clients}

@@ -91,7 +91,7 @@ class ToolUse:
         if self.is_forced:
             text = form.forced(tools, most, marker_id)
         else:
-            # The generic format is held although nobody asked for it, as far as schemas can be held.
+            # The generic format is held although the caller did not ask for it, as far as schemas can be held.
             loose = [
                 tool.name
                 for one, tool in zip(functions, tools, strict=True)

@@ -42,7 +42,7 @@ from pagoda.engine.clients.process_client import ProcessClient
 logger = logging.getLogger("pagoda.engine")
 
 REPORT_S = 0.1
-"""How often clients are told what has changed about the engine."""
+"""Interval at which clients get what has changed about the engine."""
 MAX_UNREAD_BYTES = 64 * 2**20
 """A client that leaves more unread does not run any more, or can never catch up: its connection ends."""
 

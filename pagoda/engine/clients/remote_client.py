@@ -24,7 +24,7 @@ _ENDED = "the process that has the engine has ended"
 class RemoteClient(ClientOutputs):
     """An EngineCoreClient without a journal: the other process has that, and restarts the engine if it dies.
 
-    It tells of the engine what a ProcessClient does, a moment later.
+    It knows of the engine what a ProcessClient does, a moment later.
     index: of this client, once it has started.   calls: of functions of the other process, and of those that this one
     offers it; see ClientServer.
     """

@@ -1,6 +1,6 @@
 """Tokens and names that a recording has in place of real ones.
 
-A made-up token is a keyed hash of the real one and all before it, with a key that is thrown away: texts cannot be told
+A made-up token is a keyed hash of the real one and all before it, with a key that is thrown away: texts cannot be found
 from them, but equal beginnings stay equal, and so do blocks that requests share. It has 32 bits.
 """
 

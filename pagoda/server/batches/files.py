@@ -94,7 +94,7 @@ def _write(file: UploadFile, path: str) -> int:
                 target.write(data)
             return target.tell()
     except OSError as error:
-        raise ApiError(507, f"the file cannot be kept: {error.strerror}; tell who runs this server", "file") from None
+        raise ApiError(507, f"the file cannot be kept: {error.strerror}; ask the operator", "file") from None
 
 
 @router.get("/v1/files", answer=FileList, query=("purpose", "after", "limit", "order"))

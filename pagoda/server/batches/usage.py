@@ -1,4 +1,4 @@
-"""What the answers of a batch tell of their tokens and their model."""
+"""Tokens and model of a batch, read from its answers."""
 
 import msgspec
 from msgspec import Struct, field
@@ -44,7 +44,7 @@ _decode = msgspec.json.Decoder(_Told).decode
 
 
 class Tally:
-    """Adds up what answers tell."""
+    """Adds up the usage of answers."""
 
     def __init__(self) -> None:
         self.usage = BatchUsage()
@@ -56,14 +56,14 @@ class Tally:
         return next(iter(self._models)) if len(self._models) == 1 else None
 
     def add(self, body: msgspec.Raw) -> None:
-        """Add an answer; one that tells nothing of this adds nothing."""
+        """Add an answer; one without usage adds nothing."""
         try:
-            told = _decode(body)
+            read = _decode(body)
         except msgspec.MsgspecError:
             return
-        if told.model is not None and len(self._models) < 2:
-            self._models.add(told.model)
-        if (one := told.usage) is not None:
+        if read.model is not None and len(self._models) < 2:
+            self._models.add(read.model)
+        if (one := read.usage) is not None:
             total, num_input = self.usage, one.prompt_tokens + one.input_tokens
             num_output = one.completion_tokens + one.output_tokens
             total.input_tokens += num_input

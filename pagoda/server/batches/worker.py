@@ -35,7 +35,7 @@ _ASIDE = 16
 _ALONE_S = 30.0
 """After so long without another request, a batch has the engine to itself."""
 _LOOK_S = 0.5
-"""So often a batch's counts are told, and it is asked whether it must stop."""
+"""Interval at which a batch's counts are stored, and its end is looked for."""
 _RETRY_S = 30.0
 """After so long, a batch whose answers could not be written is tried again."""
 _EXPIRED = LineError("batch_expired", "the completion window of the batch passed before this line had an answer")

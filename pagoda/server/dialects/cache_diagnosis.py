@@ -1,4 +1,4 @@
-"""Why the prefix cache had no more of a prompt, as Anthropic's API tells it: `diagnostics` of a message."""
+"""Why the prefix cache had no more of a prompt, in the form of Anthropic's API: `diagnostics` of a message."""
 
 import asyncio
 import contextlib

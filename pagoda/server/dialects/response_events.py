@@ -1,6 +1,6 @@
 """ResponseWriter: the events and the answer of one turn, in the form of OpenAI's Responses.
 
-An answer is a list of items: messages, thoughts and calls. Each is announced, told in pieces, and told as a whole.
+An answer is a list of items: messages, thoughts and calls. Each is announced, sent in pieces, and sent again whole.
 """
 
 import time
@@ -153,7 +153,7 @@ class ResponseEvent(Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """How an item is told.   id: the prefix of its own.   event: the type of its deltas.   whole: their field, whole.
+    """How an item is written.   id: its prefix.   event: the type of its deltas.   whole: the field of the full text.
 
     part, index: the type of its only part and the field with that one's number, if it has parts.   part_event: of it.
     """
@@ -180,7 +180,7 @@ _CUSTOM = _Form("ctc", "custom_tool_call", "response.custom_tool_call_input", "i
 
 @dataclass(slots=True)
 class _OpenItem:
-    """An item that is being told.   place: the fields of its events.   item: as announced.
+    """An item that is being sent.   place: the fields of its events.   item: as announced.
 
     custom: what reads the input out of a custom tool's arguments.   logprobs: each as JSON.
     """
@@ -247,7 +247,7 @@ class ResponseWriter:
         return self._sent()
 
     def _sent(self) -> bytes:
-        """Return the events that were told since the last call, as they are sent."""
+        """Return the events since the last call, encoded."""
         made, self._events = [event(one, one.type) for one in self._events], []
         if self.kept is not None:
             self.kept += made
@@ -337,7 +337,7 @@ class ResponseWriter:
         self._open.pieces.append(text)
         given: Any = UNSET
         if self._open.form is _MESSAGE:
-            given = [Raw(_encode(one)) for one in logprobs]  # they are told up to five times, and encoded once
+            given = [Raw(_encode(one)) for one in logprobs]  # they are sent up to five times, and encoded once
             self._open.logprobs += given
         self._tell(f"{self._open.form.event}.delta", **self._open.place, delta=text, logprobs=given)
 

@@ -85,7 +85,7 @@ class StoredTurn:
     async def run(self, noted: RequestState) -> None:
         """Run it without a client. Who runs it must close the turn, also one that never began to run.
 
-        noted: of its request, which gets what the access log tells of an error.
+        noted: of its request, which gets what the access log shows of an error.
         """
         try:
             async for _ in self.frames():

@@ -123,7 +123,7 @@ class StoreService:
             entry.client = client
             if entry.conversation and self._store.conversation(entry.owner, entry.conversation) is None:
                 entry.conversation = ""  # deleted meanwhile
-            # Now, while the caller can be told. What a turn has made is then added, however much it is.
+            # Checked now, while the caller can still get the error; what a turn makes is then added at any size.
             self._store.check_room(entry.owner, entry.conversation, entry.own, num_more=1)
         self._store.add(entry)
 
