@@ -188,7 +188,7 @@ class HarmonyParser(NamedCallParser):
 
     keeps_special_tokens = True
     OPEN = CHANNEL_CALL
-    HEAD = re.compile(r"(?P<name>[^\s<{\[]+)\s*(?:<\|constrain\|>)?\w*\s*(?:<\|message\|>|(?=\{))")
+    HEAD = re.compile(r"(?P<name>[^\s<{\[]+)\s*(?:<\|constrain\|>)?(?:json|code|text)?\s*(?:<\|message\|>|(?=\{))")
     OTHERS = ("<|call|>",)
     MARKS = ("<|channel|>commentary",)
     VLLMS_NAMES = ("openai",)
