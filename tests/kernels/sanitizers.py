@@ -29,6 +29,7 @@ FILES = (
     "recording",
     "op_table",
     "native_sampling",
+    "short_conv",
 )
 # What compiles or loads libraries of its own, what needs more memory than it is worth, and Triton's interpreter.
 SKIPPED = "not compile and not load and not library and not triton"
