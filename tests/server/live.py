@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -63,6 +64,14 @@ class LiveServer:
         """The value of a metric without labels of its own."""
         lines = self.get("/metrics")[1].splitlines()
         return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+    def logged(self, request_id: str, timeout_s: float = 20.0) -> str:
+        """The line of the access log of a request, which is written after its answer."""
+        end = time.monotonic() + timeout_s
+        while not (found := re.findall(rf".* request_id={request_id}[, \n].*", self.log.read_text())):
+            assert time.monotonic() < end, "no such line"
+            time.sleep(0.01)
+        return str(found[0])
 
     def wait_load(self, count: int, timeout_s: float = 30.0) -> None:
         """Until the server holds this many prompts of requests, no more and no fewer."""

@@ -495,15 +495,6 @@ def test_a_path_that_is_taken_for_an_id_is_said_to_be_no_route(fake_server: Live
     assert json.loads(text)["error"]["message"] == "GET is not allowed on /v1/completions; use POST"
 
 
-def logged(server: LiveServer, request_id: str) -> str:
-    """Return the line of the access log of a request, which is written after its answer."""
-    end = time.monotonic() + 10
-    while not (found := re.findall(rf".* request_id={request_id}[, \n].*", server.log.read_text())):
-        assert time.monotonic() < end, "no such line"
-        time.sleep(0.01)
-    return str(found[0])
-
-
 def test_a_path_may_come_with_the_servers_address(fake_server: LiveServer, keyed_server: LiveServer) -> None:
     """RFC 9112, 3.2.2: a server accepts the absolute form."""
     for server in (fake_server, keyed_server):
@@ -530,35 +521,35 @@ def test_a_client_is_an_address_whatever_a_proxy_says(fake_server: LiveServer, f
     request_id = f"forwarded-{abs(hash(forwarded))}"
     head = f"GET /version HTTP/1.1\r\nHost: x\r\nX-Request-Id: {request_id}\r\nX-Forwarded-For: {forwarded}\r\n\r\n"
     assert b" 200 " in talk(fake_server, head.encode(), until=b"}")
-    assert logged(fake_server, request_id).endswith(f"client={client}")
+    assert fake_server.logged(request_id).endswith(f"client={client}")
 
 
 def test_only_trusted_proxies_name_the_client(tmp_path: Path) -> None:
     with serving(tmp_path, *FLAGS, "--forwarded-allow-ips", "10.0.0.1,10.1.0.0/16") as server:
         head = b"GET /version HTTP/1.1\r\nHost: x\r\nX-Request-Id: far\r\nX-Forwarded-For: 6.6.6.6\r\n\r\n"
         assert b" 200 " in talk(server, head, until=b"}")
-        assert logged(server, "far").endswith("client=127.0.0.1")
+        assert server.logged("far").endswith("client=127.0.0.1")
 
 
 def test_words_of_callers_do_not_look_like_fields_of_the_log(fake_server: LiveServer) -> None:
     body = {**TEXT, "request_id": "a,key=admin"}
     assert fake_server.post("/v1/completions", body, **{"X-Request-Id": "words-1"})[0] == 200
-    assert ', id="cmpl-a,key=admin", ' in logged(fake_server, "words-1")
+    assert ', id="cmpl-a,key=admin", ' in fake_server.logged("words-1")
     talk(fake_server, b"X" * 5_000 + b" /version HTTP/1.1\r\nHost: x\r\nX-Request-Id: words-2\r\n\r\n", until=b"}")
-    assert " other /version 405 in " in logged(fake_server, "words-2")
+    assert " other /version 405 in " in fake_server.logged("words-2")
 
 
 def test_the_log_says_why_a_request_was_refused(fake_server: LiveServer, keyed_server: LiveServer) -> None:
     fake_server.post("/v1/completions", {**TEXT, "temperature": -1}, **{"X-Request-Id": "why-400"})
-    assert 'error="temperature' in logged(fake_server, "why-400")
+    assert 'error="temperature' in fake_server.logged("why-400")
     fake_server.post("/v1/completions", {**TEXT, "model": "x\n" * 100}, **{"X-Request-Id": "why-404"})
-    line = logged(fake_server, "why-404")
+    line = fake_server.logged("why-404")
     assert (" 404 in " in line, "error=" in line, len(line) < 700) == (True, True, True)
     keyed_server.post("/v1/completions", TEXT, **{"X-Request-Id": "why-401"})
-    assert 'error="the API key is missing or wrong' in logged(keyed_server, "why-401")
+    assert 'error="the API key is missing or wrong' in keyed_server.logged("why-401")
     headers = {"X-Request-Id": "which-key", "Authorization": "Bearer two"}
     assert keyed_server.post("/v1/completions", TEXT, **headers)[0] == 200
-    assert logged(keyed_server, "which-key").endswith(", key=2")
+    assert keyed_server.logged("which-key").endswith(", key=2")
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,7 @@ def test_the_log_and_the_header_tell_what_a_transcription_took(client: openai.Op
     raw = client.audio.transcriptions.with_raw_response.create(
         model=model, file=("a.wav", SOUND), extra_headers=headers
     )
-    line = next(line for line in server.log.read_text().splitlines() if "request_id=timed" in line)
-    shown = dict(re.findall(r"(\w+)=([^ ,]+)", line))
+    shown = dict(re.findall(r"(\w+)=([^ ,]+)", server.logged("timed")))
     assert int(shown["output_tokens"]) == server.metric("generation_tokens_total") - tokens > 0
     assert (shown["id"], shown["audio_s"], shown["finish_reason"]) == ("audio-timed", "40.0", "length")
     assert f"{shown['output_tokens']} tokens" in raw.headers["Server-Timing"]
