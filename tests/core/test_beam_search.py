@@ -141,6 +141,7 @@ def test_a_beam_that_fails_ends_its_beam_search(fault: str) -> None:
     for _ in range(3):
         traffic.step()
     if fault == "no logprobs":
+        traffic.twin = None  # it knows no such worker
         traffic.plan()
         output, result, failure = traffic.in_flight.pop()
         traffic.in_flight.append((output, replace(result, logprobs=None), failure))

@@ -537,6 +537,38 @@ def test_beams_in_flight_do_not_go_back_one_state() -> None:
     traffic.drain()
 
 
+def test_beams_come_back_from_the_host_into_a_pool_that_they_fill() -> None:
+    """Their tokens in flight, which are dropped, began a block each: that is on the host, and they need no other."""
+    setting = Setting(
+        SchedulerOptions(
+            max_num_seqs=3,
+            max_num_batched_tokens=40,
+            scheduling_policy=SchedulingPolicy.PRIORITY,
+            preemption_mode=PreemptionMode.SWAP,
+            async_scheduling=True,
+            pipeline_depth=2,
+            evict_for_priority=True,
+        ),
+        CacheConfig(block_size=4, enable_prefix_caching=False, watermark=0.0),
+        num_blocks=4,
+        num_host_blocks=20,
+        max_model_len=40,
+        beams=True,
+    )
+    traffic = Traffic(setting)
+    beams = SamplingParams(n=2, max_tokens=4, beam_search=BeamSearchOptions())
+    traffic.add(make_request(1, [1] * 8, beams, priority=2))
+    for _ in range(3):
+        traffic.step()
+    traffic.add(make_request(2, [2] * 12, SamplingParams(max_tokens=2), priority=0))
+    assert len(traffic.plan().swap_out) == 4
+    while traffic.in_flight:
+        traffic.deliver()
+    assert traffic.scheduler.num_computed_tokens(traffic.requests["r1"].key) == [8, 8]
+    traffic.drain()
+    assert [traffic.received["r1", number].finish.message for number in range(2)] == [None, None]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [SchedulerMachine, PhasedMachine])
 def test_invariants_at_length(machine: type[SchedulerMachine]) -> None:

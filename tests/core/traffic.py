@@ -45,11 +45,6 @@ class Setting:
     beams: bool = False
     drafts: bool = False
 
-    @property
-    def has_twin(self) -> bool:
-        """The twin has no beams: its sequences never take on each other's tokens."""
-        return not self.beams
-
 
 class Readiness:
     """Grammars and adapters that are not ready.   missing: why, by request; NEVER: it cannot be had."""
@@ -147,7 +142,7 @@ class Traffic:
         memory = (setting.groups, setting.cache.block_size, setting.num_blocks, setting.num_host_blocks)
         self.worker = ExactWorker(*memory, VOCABULARY)
         self.follower = ExactWorker(*memory, VOCABULARY, samples=False) if setting.scheduler.has_followers else None
-        self.twin = self._make_twin() if setting.has_twin else None
+        self.twin: TwinScheduler | None = self._make_twin()  # None: decisions are not compared
         self.plans: deque[Record] = deque()  # the twin's, not back yet
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput, Failure | None]] = deque()
         self.failing: dict[int, set[tuple[str, int]]] = {}  # step in flight -> the sequences that its failure may end
@@ -184,6 +179,7 @@ class Traffic:
             setting.num_host_blocks,
             self.clock,
             self.readiness.why_not_ready,
+            lambda tokens: logprobs_after(tokens, VOCABULARY).tolist(),
         )
 
     # What happens ---------------------------------------------------------------------------------------------
@@ -345,8 +341,15 @@ class Traffic:
             if not raised:
                 self.twin.measure(plan["handle"], output, result)
             self.twin.update(plan["handle"], sampled, duration_s)
+            self._expect_of_beams(self.twin)
         self.check()
         return by_client
+
+    def _expect_of_beams(self, twin: TwinScheduler) -> None:
+        """Note what the blocks of beams are called, whether these are in the result or not."""
+        for state in twin.requests.values():
+            for sequence in state.sequences if state.request.is_beam_search else ():
+                self.cache_events.expect(state.request, sequence.tokens[sequence.num_prompt :], twin)
 
     @staticmethod
     def _failed_rows(output: SchedulerOutput, failure: Failure | None) -> set[int]:

@@ -25,10 +25,11 @@ from pagoda.core.events import (
     Queued,
     Swapped,
 )
-from pagoda.core.kv import KVGroupSpec
+from pagoda.core.kv import KVGroupKind, KVGroupSpec
 from pagoda.core.request import AdmitKind, Reason, Request, RequestKey, RequestStatus
 from pagoda.core.scheduler_options import SchedulerOptions
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
+from tests.twin.beams import TwinSearch
 from tests.twin.encoder import EncoderInputs, Share
 from tests.twin.memory import Memory, adapter_of
 from tests.twin.pool import NULL, Pool
@@ -42,6 +43,7 @@ WHY_ENDED = "for a reason"  # in place of messages for people
 class TwinScheduler:
     """Takes and returns plain records (keys: `tests.conformance.replay`). Sequences are named "id" or "id/number".
 
+    logprobs_of: what the model says of every token after some, for beam searches.
     events: what happened, as pagoda.core.events says it.
     """
 
@@ -56,9 +58,11 @@ class TwinScheduler:
         num_host_blocks: int = 0,
         clock: Clock | None = None,
         why_not_ready: Callable[[Request], Reason | None] = lambda _: None,
+        logprobs_of: Callable[[list[int]], list[float]] = lambda _: [],
     ) -> None:
         self.config = config
         self.why_not_ready = why_not_ready
+        self.logprobs_of = logprobs_of
         self.max_model_len = max_model_len
         self.clock = clock or VirtualClock()
         self.pool = Pool(num_blocks)
@@ -144,7 +148,8 @@ class TwinScheduler:
             if state is None or state.status != "running":
                 continue
             sequence = state.sequences[0]
-            if len(sequence.tokens) - sequence.computed == 1 and not sequence.mid_prefill:
+            is_beam = state.request.is_beam_search
+            if len(sequence.tokens) - sequence.computed == 1 and not sequence.mid_prefill and not is_beam:
                 sequence.drafts = list(tokens)
 
     def _push(self, queue: list[TwinRequest], state: TwinRequest) -> None:
@@ -177,7 +182,10 @@ class TwinScheduler:
     def _end_one(
         self, state: TwinRequest, sequence: TwinSequence, status: RequestStatus, message: str | None = None
     ) -> None:
-        """If others wait for what it computes, they start again without it."""
+        """If others wait for what it computes, they start again without it. Beams end together."""
+        if state.request.is_beam_search:
+            self._end(state, status, message)
+            return
         if state.status == "running" and state.started == [sequence] and len(state.alive) > 1:
             self._preempt(state, None, may_swap=False)
         self._end_sequence(state, sequence, status, message=message)
@@ -413,6 +421,9 @@ class TwinScheduler:
         forked = state.forked or len(state.alive) == 1  # nothing is left to fork from one that is alone
         everyone = forked and len(whole) == len(state.alive) and (passed or self.encoder_decoder)
         fits = may_swap and everyone and self.memory.host_need(whole) <= len(self.host.free)
+        if state.request.is_beam_search:  # it goes back one token: before the first choice, or with states, it cannot
+            has_states = any(spec.kind is KVGroupKind.STATE for spec in self.memory.groups)
+            fits = fits and state.search is not None and not has_states
         if fits and self.config.preemption_mode is PreemptionMode.COST:
             swaps = self._swap_is_cheaper(state, whole)
         num_lost = 0 if fits and swaps else self._lost(state, whole or state.alive).num_tokens
@@ -476,6 +487,10 @@ class TwinScheduler:
             self._pin(state, sequence)
             self.memory.free(sequence)
             sequence.computed = 0
+            if state.request.is_beam_search:  # the search begins again
+                del sequence.tokens[sequence.num_prompt :]
+        if state.request.is_beam_search:
+            state.search, state.forked = None, len(state.sequences) == 1
         state.status, state.held_for = "preempted", None
         if self.config.scheduling_policy is SchedulingPolicy.FCFS:
             self.returns += 1
@@ -487,7 +502,12 @@ class TwinScheduler:
         return self.memory.admission_need(state.request, upto, nothing, capped=True) > len(self.pool)
 
     def _outgrown(self, state: TwinRequest, sequence: TwinSequence) -> None:
-        self.deferred[self._name(state, sequence)] = "length"
+        together = [sequence]
+        if state.request.is_beam_search:
+            self._take_out(state)
+            together = state.alive
+        for one in together:
+            self.deferred[self._name(state, one)] = "length"
         self.ignored.append(state.id)
         self._end_one(state, sequence, RequestStatus.FINISHED_LENGTH_CAPPED, WHY_ENDED)
 
@@ -812,6 +832,8 @@ class TwinScheduler:
             self._join(state)
         if self.config.async_scheduling:
             for entry in sampling:
+                if entry.state.request.is_beam_search:
+                    continue  # its next token depends on the other beams
                 entry.sequence.placeholders += 1 + len(entry.drafts)
         for entry in [*self.planned, *sampling, *self.joined]:
             entry.reads = self.memory.stamps(entry.sequence, 0, entry.sequence.computed)
@@ -892,13 +914,14 @@ class TwinScheduler:
                     started = entry.state.started
                     passed = min(one.computed - one.in_flight for one in started)
                     self.encoder.release(entry.state, None if self.encoder_decoder else passed)
-        counts = [entry for entry in step.sampling if self._counts(entry)]
+        emitted: dict[str, list[int]] = {}
+        finished: dict[str, str] = {}
+        self._extend_beams(step, emitted, finished)
+        counts = [entry for entry in step.sampling if self._counts(entry) and not entry.state.request.is_beam_search]
         for entry in counts:
             if entry.epoch == entry.state.epoch:
                 self._note_first_token(entry.state)
         self._note_verified([entry for entry in step.planned if entry.drafts and self._counts(entry)], sampled)
-        emitted: dict[str, list[int]] = {}
-        finished: dict[str, str] = {}
         for entry in counts:
             state, sequence = entry.state, entry.sequence
             self._note_first_token(state)
@@ -928,6 +951,43 @@ class TwinScheduler:
             finished[self._name(entry.state, entry.sequence)] = "stop"
             self._end(entry.state, RequestStatus.FINISHED_STOPPED)
         return self._with_deferred({"emitted": emitted, "finished": finished})
+
+    def _extend_beams(self, step: Step, emitted: dict[str, list[int]], finished: dict[str, str]) -> None:
+        """Let searches choose whose beams have all come back."""
+        searches: dict[TwinRequest, TwinSearch] = {}
+        for entry in step.sampling:
+            state = entry.state
+            if not state.request.is_beam_search or not self._counts(entry):
+                continue
+            if entry.epoch == state.epoch:
+                most = min(self._max_tokens(state), self.max_model_len - state.request.num_prompt_tokens)
+                state.search = state.search or TwinSearch(state.request, most, self.logprobs_of)
+                state.search.arrived.add(entry.sequence.number)
+                searches[state] = state.search
+            elif state.status == "swapped":
+                entry.sequence.computed -= 1  # it computes its last token again
+        for state, search in searches.items():
+            if not search.is_ready:
+                continue
+            if search.extend():
+                self._continue_beams(state, search)
+                continue
+            self._note_first_token(state)
+            for sequence, found in zip(list(state.sequences), search.finished, strict=False):
+                name = self._name(state, sequence)
+                emitted[name], finished[name] = found.output, found.status.finish_reason or ""
+                self._end_sequence(state, sequence, found.status, found.stop_token)
+            self._end(state, RequestStatus.FINISHED_STOPPED)
+
+    def _continue_beams(self, state: TwinRequest, search: TwinSearch) -> None:
+        for beam in search.beams:
+            if beam.slot != beam.source:
+                sequence, source = state.sequences[beam.slot], state.sequences[beam.source]
+                self.memory.free(sequence)
+                self.memory.fork(source, sequence)
+        for beam in search.beams:
+            sequence = state.sequences[beam.slot]
+            sequence.tokens[sequence.num_prompt :] = beam.output
 
     def _note_first_token(self, state: TwinRequest) -> None:
         if not state.has_output:
@@ -1045,6 +1105,9 @@ class TwinScheduler:
 
     def _fail_sequence(self, state: TwinRequest, sequence: TwinSequence) -> bool:
         """It ends. Return whether siblings wait for it: they start again without it."""
+        if state.request.is_beam_search:
+            self._end(state, RequestStatus.FINISHED_ERROR, WHY_ENDED)
+            return False
         restarts = state.status == "running" and state.started == [sequence] and len(state.alive) > 1
         self._end_sequence(state, sequence, RequestStatus.FINISHED_ERROR, message=WHY_ENDED)
         return restarts

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from pagoda.core.request import Reason, Request
+from tests.twin.beams import TwinSearch
 
 Key = tuple[float | int | str, ...]
 
@@ -50,6 +51,7 @@ class TwinRequest:
     is_considered: bool = False  # in the step that is planned, and does not enter
     is_aside: bool = False  # waits for something of its own, and is not considered before that is there
     has_output: bool = False
+    search: TwinSearch | None = None  # of its beams, once their first tokens are chosen from
 
     @property
     def id(self) -> str:

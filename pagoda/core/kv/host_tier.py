@@ -64,12 +64,14 @@ class HostTier:
 
     def blocks_to_swap_in(self, sequences: list[Sequence], ends: list[int]) -> int:
         """Free device blocks needed to bring `sequences` back, with their tokens up to `ends` and the lookahead."""
-        block_size, num_growing = self._sizing.block_size, len(self._tables.growing)
         need = len(np.unique(self.blocks_of(sequences)))
         for sequence, end in zip(sequences, ends, strict=True):
-            slots = self._sizing.slots_up_to(end)
-            grown = blocks_for(slots, block_size) - blocks_for(sequence.num_computed, block_size)
-            need += max(grown, 0) * num_growing
+            want = blocks_for(self._sizing.slots_up_to(end), self._sizing.block_size)
+            for (
+                group
+            ) in self._tables.growing:  # it may have a block after its last token: what was in flight is not kept
+                index, _ = self._swapped[sequence][group.index]
+                need += max(want - int(index[-1]) - 1, 0) if len(index) else want
         return need + self._num_tail_copies(sequences)
 
     def _num_tail_copies(self, sequences: list[Sequence]) -> int:
