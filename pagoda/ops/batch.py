@@ -14,7 +14,8 @@ class KVLayer(Generic[TensorT]):
 
     D of v is another where the cache is of `latent_attention`.
     Only kernels look inside; everything else moves whole blocks along dimension 0.
-    Of a recurrent layer: `k` has a state per block, [num_blocks + 1, rows, 1, D], and `v` is empty.
+    Of a recurrent layer: `k` has the last inputs of its convolution per block, [num_blocks + 1, rows, 1, D], and `v` a
+    matrix per head in float32, [num_blocks + 1, H, D of its keys, D of its values], or no elements.
     k_scale, v_scale: float32 [num_blocks + 1, K, block_size], for a cache of 8 bits (int8, float8_e4m3fn), else None.
     """
 

@@ -110,7 +110,8 @@ class LowRank:
 class Cache:
     """A KVLayer, which the op reads, or also writes. Its shape is [num_blocks, K, block_size, D of K, D of V].
 
-    states: its blocks hold states of the dtype of the op's rows rather than pages, in `k` alone, as plain rows.
+    states: its blocks hold states rather than pages: plain rows of the dtype of the op's rows in `k`, and matrices of
+    float32 in `v`, [num_blocks, H, K, V] or without elements. Its shape is then that of k, followed by [H, K, V].
     """
 
     writes: bool

@@ -8,6 +8,7 @@ float16; sums are in float32. An op returns a new tensor. Every op gives each ro
 in the batch (the native kernels; the torch versions as far as torch's own library does).
 """
 
+from math import inf
 from typing import Protocol
 
 from pagoda.ops.batch import AttentionMetadata, KVLayer
@@ -34,10 +35,13 @@ from pagoda.ops.shape_rules import (
     check_by_head,
     check_factors,
     check_gate_up,
+    check_gated_delta,
+    check_gated_norm,
     check_grouped_moe,
     check_latent,
     check_layer_norm,
     check_low_rank,
+    check_mamba2,
     check_mean_rows,
     check_moe,
     check_norm,
@@ -55,6 +59,7 @@ from pagoda.ops.shape_rules import (
     head_slices,
     qkv_slices,
     selected_shape,
+    state_outputs,
 )
 from pagoda.ops.tensor import ExpertWeights, LinearWeight, LowRankTable, RankGroup, Tensor
 
@@ -125,6 +130,23 @@ class ForwardOps(Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, unit_offset: bool = False
     ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual); the sum is rounded to x's dtype before it is normed."""
+        ...
+
+    @op(
+        "norm",
+        check_gated_norm,
+        x=Rows(),
+        gate=Rows("x"),
+        weight=Table("x"),
+        eps=Scalar.F32,
+        gate_first=Scalar.FLAG,
+        out=like("x"),
+    )
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, gate_first: bool) -> Tensor:
+        """rms_norm(x) * silu(gate), or with gate_first rms_norm(x * silu(gate)), over the last dimension of x.
+
+        x: [T, D] or [T, G, D].   gate: as many elements per token.   weight: [D] for all groups, or [G * D].
+        """
         ...
 
     @op(
@@ -348,26 +370,101 @@ class ForwardOps(Protocol):
         ...
 
     @op(
-        "short_conv",
+        "recurrent",
         check_short_conv,
         x=Rows(),
         weight=Table("x"),
         bias=Table("x", optional=True),
         states=Cache(writes=True, states=True),
         metadata=Group(Slots.QUERIES, "states"),
+        silu=Scalar.FLAG,
         out=Out("x", lambda s: s["weight"][1:]),
     )
     def short_conv(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: KVLayer, metadata: AttentionMetadata
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        states: KVLayer,
+        metadata: AttentionMetadata,
+        silu: bool = False,
     ) -> Tensor:
         """Causal depthwise convolution over each row's tokens, x [T, D] or [T, 1, D] -> [T, D].
 
         out[t] = bias + weight[0] * x[t - L + 1] + ... + weight[L - 1] * x[t], summed in float32 in this order; what is
-        before a row's first token is 0.   weight: [L, D].   bias: [D] or None.
-        states: x of the L - 1 tokens before a position, oldest first, [L - 1, 1, D] per block. A row that goes on at
-        position p reads the block of p - 1; each block that it computes tokens of then has the state after the last of
-        them. Rows are computed in order: one may go on from a state that a row before it leaves in the same step. The
-        null block is read as zeros and not written.
+        before a row's first token is 0.   weight: [L, D].   bias: [D] or None.   silu: of the unrounded sum.
+        states: x of the L - 1 tokens before a position, oldest first, [L - 1, 1, D] per block of `states.k`. A row that
+        goes on at position p reads the block of p - 1; each block that it computes tokens of then has the state after
+        the last of them. Rows are computed in order: one may go on from a state that a row before it leaves in the same
+        step. The null block is read as zeros and not written.
+        """
+        ...
+
+    @op(
+        "recurrent",
+        check_mamba2,
+        x=Rows(),
+        dt=Rows("x"),
+        a_log=Table(F32),
+        dt_bias=Table(F32),
+        d=Table(F32),
+        states=Cache(writes=True, states=True),
+        metadata=Group(Slots.QUERIES, "states"),
+        dt_min=Scalar.F32,
+        dt_max=Scalar.F32,
+        out=Out("x", state_outputs),
+    )
+    def mamba2(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        d: Tensor,
+        states: KVLayer,
+        metadata: AttentionMetadata,
+        dt_min: float = 0.0,
+        dt_max: float = inf,
+    ) -> Tensor:
+        """Mamba-2's recurrence over each row's tokens, x [T, H * V + 2 * G * K] -> [T, H * V].
+
+        x: of each token, values v of H heads, then b and c [K] of G groups of as many adjacent heads each.
+        dt: [T, H].   a_log, dt_bias, d: float32 [H].
+        With s = softplus(dt + dt_bias), limited to dt_min .. dt_max, a head's state S [K, V], zeros at first, becomes
+        exp(-exp(a_log) * s) * S + b (s * v)^T, and the token gives c^T S + d * v. All in float32, rounded once.
+        states: S of all heads, float32 [H, K, V] per block of `states.v`, read and left as those of `short_conv`.
+        """
+        ...
+
+    @op(
+        "recurrent",
+        check_gated_delta,
+        x=Rows(),
+        a=Rows("x"),
+        b=Rows("x", like="a"),
+        a_log=Table(F32),
+        dt_bias=Table(F32),
+        states=Cache(writes=True, states=True),
+        metadata=Group(Slots.QUERIES, "states"),
+        out=Out("x", state_outputs),
+    )
+    def gated_delta(
+        self,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        states: KVLayer,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """The gated delta rule over each row's tokens, x [T, 2 * G * K + H * V] -> [T, H * V].
+
+        x: of each token, q and k [K] of G groups of as many adjacent heads each, then v of H heads.
+        a, b: [T, H].   a_log, dt_bias: float32 [H].
+        q and k are divided by their lengths, sqrt(sum + 1e-6), and q by sqrt(K). A head's state S [K, V], zeros at
+        first, is multiplied by exp(-exp(a_log) * softplus(a + dt_bias)), then k (sigmoid(b) * (v - S^T k))^T is added;
+        the token gives S^T q. All in float32, rounded once.   states: as in `mamba2`.
         """
         ...
 

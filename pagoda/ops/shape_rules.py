@@ -112,11 +112,38 @@ def check_rotary_write(shapes: Shapes, arguments: Mapping[str, object]) -> None:
 
 def check_short_conv(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     """Weight and bias must be of x's channels, and a state of as many rows as the weight has before its last."""
-    x, weight, bias, (_, rows, per_block, dim, _) = (shapes[name] for name in ("x", "weight", "bias", "states"))
+    x, weight, bias, (_, rows, per_block, dim, *_) = (shapes[name] for name in ("x", "weight", "bias", "states"))
     if len(weight) != 2 or prod(x[1:]) != weight[1] or (bias and bias != weight[1:]):
         raise ValueError(f"weight {weight} and bias {bias} do not fit x {x}")
     if (rows, per_block, dim) != (weight[0] - 1, 1, weight[1]):
         raise ValueError(f"states of {rows} rows of {dim} elements do not fit a weight {weight}")
+
+
+def state_outputs(shapes: Shapes) -> tuple[int, ...]:
+    """Values of all heads."""
+    num_heads, _, value_dim = shapes["states"][-3:]
+    return (num_heads * value_dim,)
+
+
+def check_mamba2(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    _check_scan(shapes, ("dt",), ("a_log", "dt_bias", "d"))
+
+
+def check_gated_delta(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    _check_scan(shapes, ("a", "b"), ("a_log", "dt_bias"))
+
+
+def _check_scan(shapes: Shapes, per_token: Sequence[str], per_head: Sequence[str]) -> None:
+    """Of a state [H, K, V], x must have H values [V] and two vectors [K] per group; others a number per head."""
+    num_heads, key_dim, value_dim = state = shapes["states"][-3:]
+    keys, x = prod(shapes["x"][1:]) - num_heads * value_dim, shapes["x"]
+    groups = keys // (2 * key_dim) if key_dim else 0
+    if groups < 1 or keys != 2 * groups * key_dim or num_heads % groups:
+        raise ValueError(f"x {x} does not have the keys, queries and values of states {state}")
+    numbers = {name: prod(shapes[name][1:]) for name in per_token} | {name: prod(shapes[name]) for name in per_head}
+    for name, count in numbers.items():
+        if count != num_heads:
+            raise ValueError(f"{name} {shapes[name]} does not have a number for each of the {num_heads} heads")
 
 
 def check_sinks(shapes: Shapes, arguments: Mapping[str, object]) -> None:
@@ -183,6 +210,13 @@ def check_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
     x = shapes["x"]
     if shapes["weight"] not in (x[-1:], (prod(x[1:]),)):
         raise ValueError(f"a norm of {shapes['weight']} does not fit x {shapes['x']}")
+
+
+def check_gated_norm(shapes: Shapes, arguments: Mapping[str, object]) -> None:
+    """The gate must have x's elements; the weight must be as long as a group, or as all groups of a row."""
+    check_norm(shapes, arguments)
+    if prod(shapes["gate"][1:]) != prod(shapes["x"][1:]):
+        raise ValueError(f"gate {shapes['gate']} does not fit x {shapes['x']}")
 
 
 def qkv_slices(num_heads: int, num_kv_heads: int, head_dim: int) -> Sequence[Slice]:

@@ -30,6 +30,7 @@ FILES = (
     "op_table",
     "native_sampling",
     "short_conv",
+    "scan",
 )
 # What compiles or loads libraries of its own, what needs more memory than it is worth, and Triton's interpreter.
 SKIPPED = "not compile and not load and not library and not triton"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from pagoda.base.errors import InvariantBroken
 from pagoda.kernels.native_ops import NativeOps
@@ -73,6 +74,24 @@ def test_norm_of_heads_inside_a_fused_projection(fast: Ops, reference: Reference
         assert got.shape == heads.shape
         close(got, want)
         close(want, reference.rms_norm(heads.flatten(1), all_heads, 1e-6).view(heads.shape))
+
+
+@DTYPES
+@pytest.mark.parametrize("gate_first", [False, True])
+@pytest.mark.parametrize(("groups", "dim"), [(1, 576), (4, 37)])
+def test_gated_norms(
+    fast: Ops, reference: ReferenceOps, groups: int, dim: int, gate_first: bool, dtype: torch.dtype
+) -> None:
+    wide, gate = draw(9, 2 * groups * dim + 3, dtype=dtype), draw(9, groups * dim, dtype=dtype, seed=1)
+    x = fast.select_heads(wide, 3, groups, dim)
+    for weight in (draw(dim, dtype=dtype, seed=2), draw(groups * dim, dtype=dtype, seed=3)):
+        got, want = (ops.gated_rms_norm(x, gate, weight, 1e-5, gate_first) for ops in (fast, reference))
+        close(got, want)
+        group = slice((groups - 1) * dim, None)
+        gated = F.silu(gate[:, group].float())
+        last = x[:, -1].float() * gated if gate_first else x[:, -1].float()
+        last = F.rms_norm(last, (dim,), weight[-dim:].float(), 1e-5)
+        close(want[:, -1], (last if gate_first else last * gated).to(dtype))
 
 
 @DTYPES
@@ -313,6 +332,7 @@ def test_bits_depend_on_the_row_alone(native: NativeOps, dtype: torch.dtype) -> 
         lambda o, rows: o.scale(x[rows], 0.3),
         lambda o, rows: o.multiply(x[rows], residual[rows]),
         lambda o, rows: o.scale_rows(x[rows], residual[rows, :1].contiguous()),
+        lambda o, rows: o.gated_rms_norm(x[rows].view(-1, 4, 144), residual[rows], weight, 1e-5, True),
         lambda o, rows: o.layer_norm(x[rows], weight, weight, 1e-5),
         lambda o, rows: o.add_layer_norm(x[rows], residual[rows], weight, weight, 1e-5)[0],
         lambda o, rows: o.softcap(x[rows], 20.0),

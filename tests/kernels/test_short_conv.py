@@ -118,6 +118,17 @@ def test_bits_do_not_depend_on_threads_or_neighbours(native: NativeOps, dtype: t
     assert torch.equal(whole[0][601:], alone)
 
 
+@DTYPES
+def test_silu_of_the_sum(fast: Ops, dtype: torch.dtype) -> None:
+    """The sum is not rounded before."""
+    x, weight, bias = draw(20, 1, 37, dtype=dtype), draw(4, 37, dtype=dtype, seed=1), draw(37, dtype=dtype, seed=2)
+    at = metadata([(0, 20)], [[1, 2, 3]])
+    out = fast.short_conv(x, weight, bias, new_states(3, 4, 37, dtype), at, silu=True)
+    want = torch.nn.functional.silu(expected(x[:, 0].float(), weight.float(), bias.float())).to(dtype)
+    tolerance = {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    torch.testing.assert_close(out, want, atol=tolerance, rtol=tolerance)
+
+
 def test_what_does_not_fit_is_refused(native: NativeOps) -> None:
     x, at = torch.zeros(2, 1, 32), metadata([(0, 2)], [[1]])
     for weight, states in (

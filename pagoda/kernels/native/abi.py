@@ -120,7 +120,8 @@ KVPages = struct(
     "KVPages",
     "One layer's cache (KVLayer). num_blocks: the null block included. Strides: elements from block to block, which "
     "are more than a block has where layers of other shapes share the memory. Scales are null unless dtype is I8. "
-    "head_dim: of K, and of V too unless value_dim is another.",
+    "head_dim: of K, and of V too unless value_dim is another. Of states, head_dim is that of k; v is float, with "
+    "kv_heads matrices [block_size, value_dim] per block.",
     k="void*", v="void*", k_scale="float*", v_scale="float*", k_stride="int64_t", v_stride="int64_t",
     scale_stride="int64_t", num_blocks="int64_t", kv_heads="int64_t",
     block_size="int64_t", head_dim="int64_t", value_dim="int64_t", dtype="int32_t", unused="int32_t",

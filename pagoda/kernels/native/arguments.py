@@ -89,7 +89,8 @@ def prepare_call(
             case LowRank():
                 _set_low_rank(call, name, value)
             case Cache():
-                _set_cache(call, name, value, declared.states)
+                set_cache = _set_states if declared.states else _set_cache
+                set_cache(call, name, value)
             case Group():
                 if not isinstance(value, AnyMetadata):
                     raise _wrong(op, name, "AttentionMetadata", value)
@@ -244,7 +245,7 @@ def _set_low_rank(call: Call, name: str, value: object) -> None:
     call.kept.append(value)
 
 
-def _set_cache(call: Call, name: str, value: object, states: bool) -> None:
+def _set_cache(call: Call, name: str, value: object) -> None:
     if not isinstance(value, AnyKVLayer):
         raise _wrong(call.op, name, "a KVLayer", value)
     cache: KVLayer = value  # of torch tensors: nothing else reaches these kernels
@@ -252,8 +253,7 @@ def _set_cache(call: Call, name: str, value: object, states: bool) -> None:
     value_dim = cache.v.shape[3]
     record = getattr(call.record, name)
     for pages in (cache.k, cache.v):
-        if not states:
-            check_page_shape(pages.shape[3], block_size)
+        check_page_shape(pages.shape[3], block_size)
         if pages.shape[:3] != cache.k.shape[:3] or not pages[0].is_contiguous():
             raise ValueError(f"{call.op.name}: k and v of a cache must have as many slots and blocks without gaps")
     record.k, record.v = cache.k.data_ptr(), cache.v.data_ptr()
@@ -265,16 +265,34 @@ def _set_cache(call: Call, name: str, value: object, states: bool) -> None:
         record.k_scale, record.v_scale = cache.k_scale.data_ptr(), cache.v_scale.data_ptr()
         record.scale_stride = cache.k_scale.stride(0)
     for heads, shape in call.shapes.items():
-        if (
-            heads in call.dtypes
-            and (states or (len(shape) == 3 and dtype is not DType.I8))
-            and call.dtypes[heads] != dtype
-        ):
+        if heads in call.dtypes and len(shape) == 3 and dtype is not DType.I8 and call.dtypes[heads] != dtype:
             raise ValueError(f"{call.op.name}: {heads} is {call.dtypes[heads].name}, its cache {dtype.name}")
     record.num_blocks, record.kv_heads, record.block_size = num_blocks, kv_heads, block_size
     record.head_dim, record.value_dim, record.dtype = head_dim, value_dim, dtype
     call.shapes[name] = (num_blocks, kv_heads, block_size, head_dim, value_dim)
     call.kept.append(cache)
+
+
+def _set_states(call: Call, name: str, value: object) -> None:
+    if not isinstance(value, AnyKVLayer):
+        raise _wrong(call.op, name, "a KVLayer", value)
+    states: KVLayer = value
+    k, v = states.k, states.v
+    rows = next(argument for argument, declared in call.op.arguments.items() if isinstance(declared, Rows))
+    if DTYPE_CODES[k.dtype] != call.dtypes[rows] or (v.numel() and v.dtype != torch.float32):
+        raise ValueError(
+            f"{call.op.name}: k of states must be {call.dtypes[rows].name} as {rows} is, and v float32, not {k.dtype} "
+            f"and {v.dtype}"
+        )
+    if v.shape[0] != k.shape[0] or not (k[0].is_contiguous() and v[0].is_contiguous()):
+        raise ValueError(f"{call.op.name}: k and v of states must have as many blocks, each without gaps")
+    record = getattr(call.record, name)
+    record.k, record.v = k.data_ptr(), v.data_ptr()
+    record.k_stride, record.v_stride = k.stride(0), v.stride(0)
+    record.num_blocks, record.head_dim, record.dtype = k.shape[0], k.shape[3], DTYPE_CODES[k.dtype]
+    record.kv_heads, record.block_size, record.value_dim = v.shape[1:]
+    call.shapes[name] = (*k.shape, *v.shape[1:])
+    call.kept.append(states)
 
 
 def _wrong(op: Op, name: str, wanted: str, value: object) -> ValueError:

@@ -338,6 +338,15 @@ inline f32x16 exp2(f32x16 x) {
 constexpr float LOG2_E = 1.4426950408889634f;
 inline f32x16 exp(f32x16 x) { return exp2(x * LOG2_E); }
 inline f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
+// log(1 + exp(x)), to a few units in the last place of any result.
+inline f32x16 softplus(f32x16 x) {
+    f32x16 u = exp(select(x > 0.0f, -x, x));
+    // log(1 + u) is 2 artanh(s), and s is at most 1/3: the ninth term of its series is below 2^-27 of the first.
+    f32x16 s = u / (2.0f + u), z = s * s;
+    f32x16 p = splat(1.0f / 15);
+    for (int odd = 13; odd > 0; odd -= 2) p = fma(p, z, splat(1.0f / static_cast<float>(odd)));
+    return vmax(f32x16{}, x) + 2.0f * s * p;
+}
 inline f32x16 tanh(f32x16 x) {
     // Near 0 the quotient cancels, and the odd series is more accurate.
     f32x16 e = exp(2.0f * select(x > 0.0f, -x, x));

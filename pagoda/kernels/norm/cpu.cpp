@@ -1,6 +1,7 @@
 // RMS and layer normalisation; their definition is norm/reference.py.
 #include <cmath>
 
+#include "../activation/gates.h"
 #include "elementwise.h"
 
 namespace {
@@ -44,6 +45,44 @@ void norm(const Tensor& x, const Tensor* residual, const Tensor& weight, float e
             norm_vector(elements_of<const T>(x) + at, residual ? elements_of<const T>(*residual) + at : nullptr,
                         elements_of<const T>(weight), elements_of<T>(out) + i * dim,
                         residual ? elements_of<T>(*total) + i * dim : nullptr, dim, eps, unit_offset ? 1.0f : 0.0f);
+        }
+    });
+}
+
+// Norm one vector and multiply it with silu(gate), before or after.
+template <class T>
+void gated_norm_vector(const T* x, const T* gate, const T* weight, T* out, float* gated, int64_t dim, float eps,
+                       bool gate_first) {
+    f32x16 squares[4] = {};
+    int lane = 0;
+    for_lanes(dim, [&](int64_t i, int n) {
+        f32x16 v = load_lanes(x + i, n), g = Silu::of(load_lanes(gate + i, n));
+        store(gated + i, v * g);
+        if (gate_first) v = v * g;
+        squares[lane] = fma(v, v, squares[lane]);
+        lane = (lane + 1) & 3;
+    });
+    float mean = lane_sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / static_cast<float>(dim);
+    float inverse = 1.0f / std::sqrt(mean + eps);
+    for_lanes(dim, [&](int64_t i, int n) {
+        store_lanes(out + i, load(gated + i) * inverse * load_lanes(weight + i, n), n);
+    });
+}
+
+// Norm every group of x of each row; see norm.
+template <class T>
+void gated_norm(const GatedRmsNormArgs& a, int threads) {
+    int64_t dim = a.x.dim, groups = a.x.heads, vectors = a.x.rows * groups;
+    bool own_weights = a.weight.dim != dim;
+    parallel(threads_for(vectors * dim, threads, vectors), [&](int thread, int num_threads) {
+        Range mine = share_of(vectors, thread, num_threads);
+        auto* gated = static_cast<float*>(thread_scratch(static_cast<size_t>(dim + 15) * sizeof(float)));
+        for (int64_t i = mine.begin; i < mine.end; i++) {
+            int64_t row = i / groups, at = i % groups * dim;
+            gated_norm_vector(elements_of<const T>(a.x) + row * a.x.stride + at,
+                              elements_of<const T>(a.gate) + row * a.gate.stride + at,
+                              elements_of<const T>(a.weight) + (own_weights ? at : 0), elements_of<T>(a.out) + i * dim,
+                              gated, dim, a.eps, a.gate_first);
         }
     });
 }
@@ -106,6 +145,10 @@ PAGODA_EXPORT void pagoda_rms_norm(const RmsNormArgs* a, int32_t threads) {
     by_dtype(a->x.dtype, [&](auto element) {
         norm<decltype(element)>(a->x, nullptr, a->weight, a->eps, a->unit_offset, a->out, nullptr, threads);
     });
+}
+
+PAGODA_EXPORT void pagoda_gated_rms_norm(const GatedRmsNormArgs* a, int32_t threads) {
+    by_dtype(a->x.dtype, [&](auto element) { gated_norm<decltype(element)>(*a, threads); });
 }
 
 // total = x + residual is normed.

@@ -25,6 +25,18 @@ def add_rms_norm(
     return rms_norm(total, weight, eps, unit_offset), total
 
 
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, gate_first: bool
+) -> torch.Tensor:
+    """See ForwardOps.gated_rms_norm."""
+    wide, gates = x.float(), F.silu(gate.reshape(x.shape).float())
+    if gate_first:
+        wide = wide * gates
+    normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    normed = normed * weight.float().reshape(-1, x.shape[-1])
+    return (normed if gate_first else normed * gates).to(x.dtype)
+
+
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """(x [T, D] - mean) / sqrt(variance + eps) * weight [D] + bias [D], in x's dtype."""
     return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)

@@ -1,8 +1,9 @@
-// Short causal convolutions; their definition is short_conv/reference.py.
-#include <algorithm>
+// Short causal convolutions; their definition is recurrent/reference.py.
 #include <cstring>
 
+#include "../activation/gates.h"
 #include "elementwise.h"
+#include "state_rows.h"
 
 namespace {
 
@@ -13,6 +14,7 @@ struct Run {
     const T *x, *weight, *bias, *before;
     T* out;
     int64_t x_stride, dim, count, num_taps, num_new;
+    bool silu;
 
     // Input `at` of the row, counted from its first new token; null where it is 0.
     const T* input(int64_t at) const {
@@ -28,7 +30,7 @@ struct Run {
                     const T* from = input(t - num_taps + 1 + tap);
                     if (from != nullptr) total = fma(load_lanes(weight + tap * dim + i, n), load_lanes(from + i, n), total);
                 }
-                store_lanes(out + t * dim + i, total, n);
+                store_lanes(out + t * dim + i, silu ? Silu::of(total) : total, n);
             });
     }
 
@@ -44,31 +46,26 @@ struct Run {
 };
 
 template <class T>
-void convolve(const ShortConvArgs& a, int64_t row, Range channels) {
-    const RowGroup& group = *a.metadata;
-    int64_t first = group.query_start[row], num_new = group.query_start[row + 1] - first, length = group.seq_lens[row];
-    if (num_new == 0) return;
-    int64_t start = length - num_new, size = group.block_size;
-    const int32_t* blocks = group.block_table + row * group.table_stride;
+void convolve(const ShortConvArgs& a, const StateRow& row, Range channels) {
     auto state = [&](int32_t block) {
         return block == 0 ? nullptr : static_cast<T*>(a.states.k) + block * a.states.k_stride + channels.begin;
     };
-    const T* before = start == 0 ? nullptr : state(blocks[(start - 1) / size]);
     const T* bias = a.bias.data == nullptr ? nullptr : elements_of<const T>(a.bias) + channels.begin;
-    Run<T> run = {elements_of<const T>(a.x) + first * a.x.stride + channels.begin,
+    Run<T> run = {elements_of<const T>(a.x) + row.first * a.x.stride + channels.begin,
                   elements_of<const T>(a.weight) + channels.begin,
                   bias,
-                  before,
-                  elements_of<T>(a.out) + first * a.out.stride + channels.begin,
+                  state(row.before()),
+                  elements_of<T>(a.out) + row.first * a.out.stride + channels.begin,
                   a.x.stride,
                   a.out.dim,
                   channels.end - channels.begin,
                   a.weight.rows,
-                  num_new};
+                  row.num_new,
+                  a.silu};
     run.compute();
     // The last block first: that of the first token may be the one that the row goes on from.
-    for (int64_t index = (length - 1) / size; index >= start / size; index--)
-        if (T* to = state(blocks[index])) run.leave(std::min((index + 1) * size, length) - start, to);
+    for (int64_t block = row.last_block(); block >= row.first_block(); block--)
+        if (T* to = state(row.blocks[block])) run.leave(row.done_at(block), to);
 }
 
 }  // namespace
@@ -79,7 +76,10 @@ PAGODA_EXPORT void pagoda_short_conv(const ShortConvArgs* a, int32_t threads) {
         parallel(threads_for(a->x.rows * a->out.dim, threads), [&](int thread, int num_threads) {
             Range channels = share_of(a->out.dim, thread, num_threads, 64);
             if (channels.begin == channels.end) return;
-            for (int64_t row = 0; row < a->metadata->num_rows; row++) convolve<decltype(element)>(*a, row, channels);
+            for (int64_t i = 0; i < a->metadata->num_rows; i++) {
+                StateRow row(*a->metadata, i);
+                if (row.num_new > 0) convolve<decltype(element)>(*a, row, channels);
+            }
         });
     });
 }

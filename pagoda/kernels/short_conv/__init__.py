@@ -1,1 +1,0 @@
-"""Causal depthwise convolutions over a few tokens, with their state in the cache."""
