@@ -131,7 +131,8 @@ def _resume(state: SchedulerState, request: RequestState, plan: StepPlan) -> Rea
     if not any(chunk.num_new for chunk in chunks) and any(map(_num_lacking, sequences)):
         return chunks[-1].reason
     ends = [sequence.num_computed + chunk.num_new for sequence, chunk in zip(sequences, chunks, strict=True)]
-    reason = state.kv.why_no_swap_in(sequences, ends, others_run=bool(state.batch.requests))
+    running = state.batch.running.rows
+    reason = state.kv.why_no_swap_in(sequences, ends, running, plan.ends_of(state.table.num_computed)[running])
     if reason is Reason.NEVER:
         refuse(state, request, "can never come back from host memory")
         return None

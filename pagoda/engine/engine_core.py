@@ -167,10 +167,12 @@ class EngineCore:
             raise
         except Exception as error:  # only the step's requests fail
             logger.exception("step %d failed; its %d rows end with an error", step.output.step, len(step.output.rows))
-            return self._scheduler.fail_step(step.output, f"the step failed: {type(error).__name__}: {error}")
-        self._no_drafts_until = max(self._no_drafts_until, result.no_drafts_until)
-        began_s = self._clock.now()
-        outputs = self._scheduler.update_from_output(step.output, result)
+            began_s = self._clock.now()
+            outputs = self._scheduler.fail_step(step.output, f"the step failed: {type(error).__name__}: {error}")
+        else:
+            self._no_drafts_until = max(self._no_drafts_until, result.no_drafts_until)
+            began_s = self._clock.now()
+            outputs = self._scheduler.update_from_output(step.output, result)
         self.scheduler_s += self._clock.now() - began_s
         return self._with_time(outputs)
 

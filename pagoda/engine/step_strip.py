@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pagoda.core.request import AdmitKind
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine.executor import Executor
 from pagoda.engine.flight_recorder import FlightRecorder, packed_key
@@ -40,7 +41,7 @@ class _Rows:
     """What is known of each row that steps compute, from the steps themselves.
 
     keys: int64, `packed_key` of its request.   prompt_ends: int64, tokens of its prompt.   lengths: int64, tokens with
-    which it was admitted.
+    which it was admitted; 0 of one that came back from host memory, and lacked only the last that it sampled.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,10 @@ class _Rows:
         if last >= self._columns.shape[1]:
             self._columns = np.pad(self._columns, ((0, 0), (0, last + 1)))
         for init in output.admitted:
-            self._columns[:, init.row] = packed_key(init.key), init.num_prompt_tokens, len(init.token_ids)
+            length = len(init.token_ids)
+            if init.kind is AdmitKind.SWAPPED_IN and init.num_computed >= max(init.num_prompt_tokens, length - 1):
+                length = 0
+            self._columns[:, init.row] = packed_key(init.key), init.num_prompt_tokens, length
         for fork in output.forks:
             self._columns[:, fork.dst] = self._columns[:, fork.src]
         self.keys, self.prompt_ends, self.lengths = self._columns

@@ -121,6 +121,24 @@ def test_a_prompt_that_was_swapped_out_half_computed_is_a_prompt_when_it_comes_b
     assert rig.scheduler._state.in_flight.last_prompt_step_s == 3.0
 
 
+def test_what_comes_back_from_the_host_is_not_swapped_out_in_the_next_step() -> None:
+    """Whatever blocks the running ones need for their next tokens are kept for them."""
+    num_returns = 0
+    for first in range(4, 12, 3):
+        for second in range(4, 12):
+            rig = Rig(num_blocks=5, num_host_blocks=8, preemption_mode=PreemptionMode.SWAP)
+            for name, num_tokens in (("a", first), ("b", second), ("c", 2)):
+                rig.add(name, num_tokens, max_tokens=9)
+            came_back: set[str] = set()
+            for _ in range(60):
+                step = rig.step()
+                assert not came_back & set(step.preempted), (first, second)
+                came_back = {name for name, kind in step.kinds.items() if kind is AdmitKind.SWAPPED_IN}
+                num_returns += len(came_back)
+            assert not rig.scheduler.has_unfinished_requests()
+    assert num_returns > 15
+
+
 @pytest.mark.parametrize("shares", [True, False])
 def test_what_others_keep_in_the_prefix_cache_is_not_counted_as_lost(shares: bool) -> None:
     """The victim's long prefix is held by another request, too: it would compute few tokens again."""

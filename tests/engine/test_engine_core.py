@@ -245,6 +245,14 @@ def test_a_step_that_raises_ends_its_requests_and_no_other(depth: int, n: int, e
     assert again.tokens["r0", 0] == expected([1, 2, 3, 4, 5, 6, 8, 8, 8], 3, 0)
 
 
+def test_the_outputs_of_a_step_that_raises_say_what_the_scheduler_has_taken() -> None:
+    core = make_core(lambda rows: FailingExecutor(rows, 7))
+    core.add_request(request(0, [1, 2, 7], SamplingParams(max_tokens=6)))
+    (outputs,) = core.step().values()
+    assert [end.status for end in outputs.ends] == [RequestStatus.FINISHED_ERROR]
+    assert outputs.scheduler_s == core.scheduler_s > 0
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("prompt_len", [3, 40], ids=["whole", "chunked"])
 def test_a_step_that_raises_while_a_request_forks_ends_all_its_sequences(depth: int, prompt_len: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pagoda.base.config import CacheConfig
+from pagoda.base.config import CacheConfig, PreemptionMode
 from pagoda.base.sampling_params import SamplingParams
 from pagoda.core.scheduler_output import ModelRunnerOutput, SchedulerOutput
 from pagoda.engine import step_strip
@@ -78,3 +78,24 @@ def test_the_tokens_of_steps_are_those_of_prompts_and_those_sampled(tmp_path: Pa
     record = recorder.read()
     assert record.keys.tolist() == [packed_key((0, 2))]
     assert 0 < record.steps_begun == record.steps_ended
+
+
+def test_a_token_is_counted_once_though_its_row_comes_back_from_host_memory(tmp_path: Path) -> None:
+    """Nothing of a request that was swapped is computed again: as many tokens as in a pool with room for both."""
+    counts: list[int] = []
+    for num_blocks in (40, 6):
+        core = make_core(
+            lambda rows: FakeExecutor(rows, 257, 4, vocab_size=1000),
+            cache=CacheConfig(block_size=4, enable_prefix_caching=False, watermark=0.0),
+            num_blocks=num_blocks,
+            num_host_blocks=20,
+            preemption_mode=PreemptionMode.SWAP,
+        )
+        core.strip = StepStrip(core.strip._executor, FlightRecorder(tmp_path / str(num_blocks), 8, 2, create=True))
+        for number in range(2):
+            core.add_request(request(number, [number] * 7, SamplingParams(max_tokens=12, ignore_eos=True)))
+        while core.has_unfinished_requests():
+            core.step()
+        assert (core.make_stats().swap_outs > 0) == (num_blocks == 6)
+        counts.append(sum(core.strip.take_step_tokens()))
+    assert counts == [2 * (7 + 12)] * 2

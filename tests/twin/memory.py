@@ -155,14 +155,18 @@ class Memory:
 
     def growth_need(self, sequence: TwinSequence, upto: int) -> int:
         """New blocks so that the sequence has slots for `upto` tokens, with a copy of a shared block it writes to."""
-        need = 0
-        for group, spec in enumerate(self.groups):
-            if spec.kind is KVGroupKind.CROSS:
-                continue
-            need += max(blocks_for(upto, self.block_size) - len(sequence.tables[group]), 0)
-            if self._shared_write(sequence, group) is not None:
-                need += 1
-        return need
+        growing = [group for group, spec in enumerate(self.groups) if spec.kind is not KVGroupKind.CROSS]
+        copies = sum(self._shared_write(sequence, group) is not None for group in growing)
+        return self.num_missing(sequence, upto) + copies
+
+    def num_missing(self, sequence: TwinSequence, upto: int) -> int:
+        """New blocks so that the sequence has slots for `upto` tokens."""
+        tables = [
+            table
+            for spec, table in zip(self.groups, sequence.tables, strict=True)
+            if spec.kind is not KVGroupKind.CROSS
+        ]
+        return sum(max(blocks_for(upto, self.block_size) - len(table), 0) for table in tables)
 
     def _shared_write(self, sequence: TwinSequence, group: int) -> int | None:
         """The place of the shared block that the next token would be written into, if there is one."""

@@ -551,11 +551,14 @@ class TwinScheduler:
             wants.append(want if self.prompt_budget is None else min(want, self.prompt_budget - sum(wants)))
         if not any(wants) and any(sequence.computed < len(sequence.tokens) for sequence in state.alive):
             return Reason.PREFILL_SHARE  # the step's budget is not spent, or it would not be considered
-        uptos = [
-            min(sequence.computed + want + self.config.num_lookahead_slots, self.max_model_len)
-            for sequence, want in zip(state.alive, wants, strict=True)
-        ]
-        reason = self._why_short(self.memory.return_need(state.alive, uptos, self.host))
+        ends = [sequence.computed + want for sequence, want in zip(state.alive, wants, strict=True)]
+        uptos = [self._slots_up_to(end) for end in ends]
+        need = self.memory.return_need(state.alive, uptos, self.host)
+        if self.running:  # each of them, and of these, needs room for one token more
+            need = self.memory.return_need(state.alive, [self._slots_up_to(end + 1) for end in ends], self.host)
+            started = [sequence for other in self.running for sequence in other.started]
+            need += sum(self.memory.num_missing(one, self._slots_up_to(one.computed + 1)) for one in started)
+        reason = self._why_short(need)
         if reason is not None:
             return reason
         self.swapped.remove(state)
@@ -574,6 +577,9 @@ class TwinScheduler:
                 self._place(state, sequence, want, enters=True)
         self._note_admitted(state, AdmitKind.SWAPPED_IN, num_tokens, None, num_computed, sum(wants))
         return None
+
+    def _slots_up_to(self, end: int) -> int:
+        return min(end + self.config.num_lookahead_slots, self.max_model_len)
 
     def _note_admitted(
         self, state: TwinRequest, kind: AdmitKind, num_tokens: int, cached: int | None, computed: int, new: int

@@ -83,6 +83,10 @@ class BlockTables:
         target = np.minimum(ends + self._sizing.num_lookahead_slots, self._sizing.max_model_len)
         return np.maximum(-(-target // self._block_size) - self.num_blocks[rows], 0)
 
+    def num_missing(self, rows: np.ndarray, ends: np.ndarray) -> int:
+        """Return how many blocks `rows` lack to compute up to `ends`, without copies."""
+        return int(self._missing(rows, ends).sum()) * len(self.growing)
+
     def _num_fitting(self, rows: np.ndarray, missing: np.ndarray) -> int:
         """Return how many leading `rows` certainly find their blocks, copies included; 0 only if the first does not."""
         num_groups, free = len(self.growing), self.pool.num_free

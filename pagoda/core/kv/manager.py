@@ -117,9 +117,18 @@ class KVCacheManager:
             need = max(need, whole + self._blocks_of_siblings(request))
         return self._why_short(need - num_freed, others_run=others_run)
 
-    def why_no_swap_in(self, sequences: list[Sequence], ends: list[int], *, others_run: bool) -> Reason | None:
-        """`why_no_blocks` for sequences that would come back from the host, and compute up to `ends`."""
-        return self._why_short(self.host.blocks_to_swap_in(sequences, ends), others_run=others_run)
+    def why_no_swap_in(
+        self, sequences: list[Sequence], ends: list[int], running: np.ndarray, running_ends: np.ndarray
+    ) -> Reason | None:
+        """`why_no_blocks` for sequences that would come back from the host, and compute up to `ends`.
+
+        Next to `running` rows, which compute up to `running_ends`, each of them and of these must find room for its
+        next token, too: what comes back would be the first to be swapped out again.
+        """
+        if not len(running):
+            return self._why_short(self.host.blocks_to_swap_in(sequences, ends), others_run=False)
+        need = self.host.blocks_to_swap_in(sequences, [end + 1 for end in ends])
+        return self._why_short(need + self.tables.num_missing(running, running_ends + 1), others_run=True)
 
     def num_freed_with(self, rows: list[int], prefix: CachedPrefix) -> int:
         """Return how many blocks only `rows` reference, those of `prefix` not counted: a hit would take them again."""
